@@ -105,7 +105,7 @@ def test_dry_run_warns(
 def test_a_run_says_it_once_and_counts_them_all(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     """On 2 ranks: a line at the start; too_long of each step is as many of its pairs as are over the length."""
     words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--data", str(demo), "--trace"]
-    sets = [*SETS, "streams.tlm.languages=[en-xx]", "data.max_length=28", "train.steps=40"]
+    sets = [*SETS, "streams.tlm.languages=[en-xx]", "data.max_length=28", "train.steps=12"]
     output = launch.run(2, [*words, "--out", str(tmp_path), "--set", *sets])
     assert output.count("warning: streams.tlm drops") == 1
     assert (tmp_path / "run.log").read_text().count("warning: streams.tlm drops") == 1

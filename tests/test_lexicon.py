@@ -727,26 +727,21 @@ def scores(found: list[Links], gold: list[Links]) -> tuple[float, float, float]:
 
 
 @pytest.mark.slow
-def test_eflomal_finds_the_gold_links(tmp_path: Path, corpus_files, shard_records, capsys) -> None:
+def test_eflomal_finds_the_gold_links(tmp_path: Path, corpus_files, shard_records) -> None:
     """As a user runs it, under mpirun, on 4,000 pairs of the demo world."""
     world = World(0)
     pairs = [world.pair(i) for i in range(4000)]
     src, tgt = corpus_files([pair[0] for pair in pairs], [pair[1] for pair in pairs])
     gold = [align.parse_links(pair[2]) for pair in pairs]
-    least = {"grow-diag-final-and": (0.93, 0.88, 0.91), "intersection": (0.98, 0.83, 0.9)}
-    for how, bounds in least.items():
-        out = tmp_path / how
-        command = [sys.executable, "-m", "data_tools.write_shards", "pairs", "--src", src, "--tgt", tgt]
-        command += ["--langs", "en", "xx", "--out", out, "--align", "--symmetrize", how, "--shard_lines", "1000"]
-        mpirun = [launch.BIN / "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-        done = subprocess.run(
-            [*map(str, mpirun + command)], cwd=launch.ROOT, env=launch.environment(), capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        records = [record for shard in shard_records(out) for record in shard]
-        assert [tuple(record["texts"]) for record in records] == [pair[:2] for pair in pairs]
-        precision, recall, f1 = found = scores([align.parse_links(record["links"]) for record in records], gold)
-        with capsys.disabled():
-            print(f"\neflomal, {how}: precision {precision:.3f}, recall {recall:.3f}, F1 {f1:.3f}, AER {1 - f1:.3f}")
-        assert all(value > bound for value, bound in zip(found, bounds, strict=True)), found
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.de", "c.en", *sorted(least)]
+    command = [sys.executable, "-m", "data_tools.write_shards", "pairs", "--src", src, "--tgt", tgt]
+    command += ["--langs", "en", "xx", "--out", tmp_path / "out", "--align", "--shard_lines", "1000"]
+    mpirun = [launch.BIN / "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    done = subprocess.run(
+        [*map(str, mpirun + command)], cwd=launch.ROOT, env=launch.environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [record for shard in shard_records(tmp_path / "out") for record in shard]
+    assert [tuple(record["texts"]) for record in records] == [pair[:2] for pair in pairs]
+    found = scores([align.parse_links(record["links"]) for record in records], gold)
+    assert all(value > bound for value, bound in zip(found, (0.93, 0.88, 0.91), strict=True)), found
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.de", "c.en", "out"]

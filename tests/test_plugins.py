@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -197,6 +196,6 @@ def test_it_trains_resumes_and_is_exported(package: Path, demo: Path, tmp_path: 
     launch.run(1, [*common, "--out", str(alone)])
     losses = [[entry["loss"] for entry in launch.metrics(out)] for out in (whole, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][-1] < losses[0][0]
-    command = [sys.executable, "-m", "xscale.export", str(again), str(tmp_path / "hf"), "--plugin", "ranking"]
-    subprocess.run(command, check=True, cwd=launch.ROOT)
+    words = ["-m", "xscale.export", str(again), str(tmp_path / "hf"), "--plugin", "ranking"]
+    assert launch.fork(0, words, launch.environment())[0] == 0
     AutoModelForMaskedLM.from_pretrained(tmp_path / "hf")

@@ -528,8 +528,7 @@ def runs(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) ->
         run("hook", [retrieval], *same, f"checkpoint.hook={json.dumps(hook)}"),
         run("{step} odd", [], "train.steps=5", f"checkpoint.hook={json.dumps(odd)}"),
     ]
-    (out / "list.json").write_text(json.dumps(listed))
-    launch.run(2, [str(out / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
+    launch.run_all(2, out, listed)
     return out
 
 
