@@ -36,11 +36,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from transformers import AutoModelForMaskedLM, BertConfig
 
-from data_tools import demo_corpus, index, lexicon, write_shards
+from data_tools import demo_corpus, write_shards
 from data_tools import ranks as tools
 from data_tools.ranks import Ranks
 from xscale.checkpoint import store as checkpoints
-from xscale.data.lexicon import load_lexicon
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -118,22 +117,7 @@ def damaged(case: Case, data: bytes) -> bytes:
 
 
 WORDS = ["one", "zwei", "3", "Größe", "日本語", "हिन्दी", "ไทย", "🙂", "a\u0301", "U.S.", "l'homme", "\u200b"]
-ODD = [
-    "\u2028",
-    "\u0085",
-    "\x0b",
-    "\x0c",
-    "\x1c",
-    "\r",
-    "\0",
-    "\t",
-    "\u00a0",
-    "\u200d",
-    "\U0010ffff",
-    "\x7f",
-    '"',
-    "\\",
-]
+ODD = [*'\u2028\u0085\x0b\x0c\x1c\r\0\t\u00a0\u200d\U0010ffff\x7f"\\']
 
 
 def sentence(case: Case, longest: int = 12) -> str:
@@ -308,68 +292,6 @@ def pairs_case(case: Case) -> None:
     check_source(out)
 
 
-def foreign_case(case: Case) -> None:
-    """Tars that others wrote: a sample a pair, with every kind of member."""
-    rng = case.rng
-    keys = [f"k{n}" for n in range(rng.randrange(1, 12))]
-    members: list[tuple[str, Any]] = []
-    texts: dict[int, list[str]] = {}
-    for n, key in enumerate(keys):
-        pair = [f"{WORDS[rng.randrange(6)]} {n}", f"{WORDS[rng.randrange(6)]} {n}"]
-        texts[n] = pair
-        sides = [(f"{key}.en.txt", pair[0].encode()), (f"{key}.cs.txt", pair[1].encode())]
-        members += sides[:: rng.choice((1, 1, -1))]
-    how = case.pick(
-        "sound", "twice", "less", "first", "link", "fifo", "bad links", "latin", "empty", "third", "dir", "two"
-    )
-    broken = how not in ("sound", "dir", "two")
-    at = 0 if how == "first" else 2 * rng.randrange(len(keys))
-    if how == "twice":
-        members[at : at + 2] = members[at : at + 2] * 2
-    elif how in ("less", "first"):
-        broken = len(keys) > 1
-        del members[at]
-    elif how in ("link", "fifo"):
-        members[at] = (members[at][0], how)
-    elif how == "bad links":
-        members.insert(at + 2, (members[at][0].split(".")[0] + ".links.txt", b"0-0 9-0"))
-    elif how == "latin":
-        members[at] = (members[at][0], b"Gr\xf6\xdfe")
-    elif how == "empty":
-        members[at] = (members[at][0], rng.choice((b"", b" \n")))
-    elif how == "third":
-        members.insert(at + 2, (members[at][0].split(".")[0] + ".de.txt", b"drei"))
-    elif how == "dir":
-        members.insert(at, ("sub", "dir"))
-    directory = case.folder / "foreign"
-    directory.mkdir()
-    case.names = ["x-00000"]
-    parts = [members, members[:0]] if how != "two" or len(keys) < 2 else [members[:2], members[2:]]
-    for number, part in enumerate(part for part in parts if part):
-        write_tar(directory / f"x-{number:06d}.tar", part)
-    tool(index.main, directory)
-    assert not broken, f"{how} was taken"
-    source = Source(directory)
-    read = [dict(zip(record.langs, record.texts, strict=True)) for record in all_of(source)]
-    if how in ("less", "first") and len(keys) == 1:
-        assert len(read) == 1
-    else:
-        assert read == [{"en": a, "cs": b} for a, b in texts.values()]
-
-
-def write_tar(path: Path, members: list[tuple[str, Any]]) -> None:
-    kinds = {"link": tarfile.SYMTYPE, "fifo": tarfile.FIFOTYPE, "dir": tarfile.DIRTYPE}
-    with tarfile.open(path, "w") as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            if isinstance(content, str):
-                info.type, info.linkname = kinds[content], "x" if content == "link" else ""
-                tar.addfile(info)
-            else:
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-
-
 # Shards
 
 
@@ -527,29 +449,6 @@ def checkpoint_case(case: Case) -> None:
         assert (found.path / name).read_bytes() == before[here / name], f"{name} differs"
 
 
-def lexicon_case(case: Case) -> None:
-    rng = case.rng
-    known = (case.demo / "lexicon/en-xx.txt").read_text(encoding="utf-8").splitlines()
-    entries = [tuple(line.split()) for line in rng.sample(known, rng.randrange(1, 20))]
-    lines = [rng.choice((" ", "\t", "  ")).join(entry) for entry in entries]
-    how = case.pick("sound", "sound", "odd", "empty")
-    sound = how == "sound"
-    if how == "odd":
-        lines[rng.randrange(len(lines))] = case.pick("one", "a b c", "a\t", "\tb", "a\tb\tc", "a\t\tb", "\t")
-        sound = "\t" in lines
-    elif how == "empty":
-        lines = rng.choice(([], [""], [" "]))
-    path, read = write_text(case, f"{case.pick(*['en-xx'] * 6, 'en_xx', 'en', 'en-xx-yy', 'e-x')}.txt", lines)
-    case.names = [str(path), path.name]
-    out = case.folder / "out/en-xx.txt"
-    tool(lexicon.main, "--dict", path, "--out", out)
-    assert read and (sound or how == "odd"), "a damaged file was taken"
-    wanted = [tuple(line.split()) for line in lines if line.strip()]
-    found = [tuple(line.split()) for line in out.read_text(encoding="utf-8").splitlines()]
-    assert found == list(dict.fromkeys(wanted)), "other entries"
-    load_lexicon(path, given_tokenizer(case.demo))
-
-
 _TOKENIZERS: dict[Path, Tokenizer] = {}
 
 
@@ -628,10 +527,8 @@ def given_model(demo: Path) -> Path:
 KINDS: dict[str, tuple[Callable[[Case], None], int]] = {
     "mono": (mono_case, 12),
     "pairs": (pairs_case, 12),
-    "foreign": (foreign_case, 10),
     "shards": (shards_case, 16),
     "checkpoint": (checkpoint_case, 14),
-    "lexicon": (lexicon_case, 8),
     "tokenizer": (tokenizer_case, 6),
     "model": (model_case, 4),
 }

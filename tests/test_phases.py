@@ -352,8 +352,8 @@ def listed(demo: Path, folder: Path, outs: list[str], *sets: str, phases: list[d
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_in_a_phase_and_at_a_border(demo: Path, tmp_path: Path) -> None:
-    """After kill -9, and from checkpoints in phases and at borders, the metrics and the last weights are those of a whole
-    run, bit for bit. The base of the rotary embeddings changes from phase to phase."""
+    """After kill -9, and from checkpoints in phases and at borders, metrics and weights equal those of a whole run, bit
+    for bit. The base of the rotary embeddings changes from phase to phase."""
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
     words = len(PreTrainedTokenizerFast.from_pretrained(demo / "tokenizer"))

@@ -1,6 +1,5 @@
 """The objective of docs/extending.md, from a package that xscale does not know: its rules, training, export."""
 
-import json
 import os
 import re
 import shutil
@@ -123,22 +122,6 @@ def test_what_a_plugin_does_wrong_bears_its_name(
     why = message_of(caught.value)
     assert "streams.ranking, objective ranking: " in why and function in why
     assert code_of(caught.value) == FAULT
-
-
-@pytest.mark.slow
-def test_an_exit_of_a_plugin_is_a_failure(package: Path, demo: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Also in a process of the loader."""
-    there = "    return StreamBatch("
-    (tmp_path / "quits.py").write_text(
-        (package / "ranking.py").read_text().replace(there, f"    import sys; sys.exit(0)\n{there}")
-    )
-    words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", str(package / "ranking.yaml"), "--steps", "2"]
-    words += ["--plugin", "quits", "--data", str(demo), "--out", str(tmp_path / "out")]
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{launch.ROOT}")
-    code, _ = launch.try_run(0, words)
-    told = json.loads((tmp_path / "out" / "status.json").read_text())
-    assert (code, told["code"], told["status"]) == (1, 1, "failed")
-    assert "streams.ranking, objective ranking" in told["why"] and "sys.exit(0)" in told["why"]
 
 
 def test_a_plugin_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

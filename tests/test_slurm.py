@@ -157,19 +157,6 @@ def test_the_time_limit_signals_the_run(slurm: Cluster, demo: Path, tmp_path: Pa
     assert status(out)["why"] == "SIGTERM" and found["Restarts"] == "1" == slurm.job(job)["Restarts"]
 
 
-def test_what_the_machine_has_ended_is_tried_again(slurm: Cluster, tmp_path: Path) -> None:
-    """By the job's comment, which outlives a requeue: here once, then the job ends with its code."""
-    out, output = tmp_path / "a run", tmp_path / "job.out"
-    (out / "checkpoints").mkdir(parents=True)
-    (out / "checkpoints" / "latest").write_text("step_00000007")
-    job = submit_in(slurm, tmp_path, "exit 5", output, "--out", str(out))
-    wait_for_state(slurm, job, "PENDING", output, restarts=1)
-    release(slurm, job)
-    found = wait_for_state(slurm, job, "FAILED", output)
-    assert (found["Restarts"], found["ExitCode"]) == ("1", "5:0")
-    assert output.read_text().count("retry 1 of 1 since step_00000007") == 1
-
-
 def test_a_signal_that_the_ranks_did_not_get_is_sent_again(slurm: Cluster, tmp_path: Path) -> None:
     """SLURM loses one that comes between a step's creation and its tasks' launch."""
     output = tmp_path / "job.out"

@@ -143,28 +143,6 @@ def test_zero_stage_3_trains_as_stage_2(demo: Path, tmp_path: Path) -> None:
     assert lr[0] - lr[1] == pytest.approx(lr[1] - lr[2]) and lr[1] > lr[2] > 0
 
 
-def test_epoch_has_every_record_once(demo: Path, tmp_path: Path) -> None:
-    """The trace of the first epoch of the pairs is every key exactly once."""
-    index = json.loads((demo / "pairs/index.json").read_text())
-    samples = 40
-    steps = index["records"] // samples
-    assert steps * samples == index["records"]
-    out = tmp_path / "epoch"
-    args = [
-        "--ds_config",
-        "ds_configs/zero2_cpu.json",
-        "--recipe",
-        "tlm",
-        "--data",
-        str(demo / "pairs"),
-        "--out",
-        str(out),
-    ]
-    launch.run(2, [*args, "--steps", str(steps), "--trace", "--set", f"streams.tlm.samples={samples}"])
-    keys = [key for keys in launch.trace(out).values() for key in keys]
-    assert sorted(keys) == [f"demo.en-xx-{i:09d}" for i in range(1, index["records"] + 1)]
-
-
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
 RESCALED: dict[str, tuple[Any, ...]] = {
