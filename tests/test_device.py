@@ -121,7 +121,8 @@ def test_compiled_and_checkpointed_training_is_the_same(demo: Path, tmp_path: Pa
         sets = ["model.dropout=0.0", "train.measure_every=3", f"train.compile={on}", "train.max_tokens=1500"]
         sets += [f"train.activation_checkpointing={on}", "streams.ppa.queue_size=50"]
         arguments = ["--ds_config", "ds_configs/zero2_cpu.json", "--data", str(demo), "--out", str(out)]
-        launch.run(1, [*arguments, "--steps", "6", "--set", *sets], "torchrun", timeout=900)
+        launcher = "torchrun" if on == "true" else "forked"
+        launch.run(1, [*arguments, "--steps", "6", "--set", *sets], launcher, timeout=900)
         curves.append(launch.metrics(out))
     for plain, compiled in zip(*curves, strict=True):
         names = [name for name in plain if name.startswith(("loss", "grad_norm", "accuracy", "tokens"))]

@@ -603,7 +603,7 @@ def onnx_states(folder: Path, inputs: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert"])
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
 def test_onnx_has_the_states_of_transformers(demo: Path, tokenizer: Tokenizer, tmp_path: Path, kind: str) -> None:
     """For batches of one pair of texts and of several, of several lengths, padded; bert's have token types."""
     lm = make(kind, torch.float32, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id).lm

@@ -21,7 +21,7 @@ from xscale.step.adam import operators_directory
 
 pytestmark = pytest.mark.slow
 
-STEPS, STEPS_OF_A_CURVE = 16, 8
+STEPS, STEPS_OF_A_CURVE = 12, 8
 """The steps of a recipe, which has to learn, and of a ds_config, whose curve is compared with another's."""
 RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 DS_CONFIGS = sorted(path.stem for path in (launch.ROOT / "ds_configs").glob("*.json"))
@@ -85,16 +85,14 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_recipe_learns_and_exports(runs: Path, tmp_path: Path, recipe: str) -> None:
-    """The loss falls, all numbers are finite, and the export is a plain Hugging Face model."""
+def test_recipe_learns(runs: Path, recipe: str) -> None:
+    """The loss falls, and all numbers are finite."""
     entries = launch.metrics(runs / f"recipe-{recipe}")
     assert [entry["step"] for entry in entries] == list(range(1, STEPS + 1))
     numbers = [value for entry in entries for value in entry.values() if isinstance(value, float)]
     assert all(math.isfinite(number) for number in numbers)
     start, end = (sum(entry["loss"] for entry in part) / 4 for part in (entries[:4], entries[-4:]))
     assert end < start, (start, end)
-    export.export(runs / f"recipe-{recipe}", tmp_path / "hf")
-    AutoModelForMaskedLM.from_pretrained(tmp_path / "hf")
 
 
 def test_a_model_type_without_a_pass_of_our_own(runs: Path, demo: Path, tmp_path: Path) -> None:

@@ -255,21 +255,6 @@ def test_pictures_are_written_too(tmp_path: Path) -> None:
     assert parsed.tags["svg"] == 2 and all(path.read_bytes()[:4] == b"\x89PNG" for path in pictures)
 
 
-def test_runs_share_a_panel_for_each_language(one: tuple[Path, list[Entry]]) -> None:
-    """Several runs have a panel for each language, and a run has one look even where another has no such line."""
-    (run,) = read_runs([one[0]])
-    other = Run("two", "two", {"loss/mlm/de": run.metrics["loss/mlm/de"]}, {}, [], {}, {})
-    (chart,) = (c for c in curves.metric_sections([run, other])[curves.LANGUAGES] if "mlm" in c.title and c.better)
-    assert chart.better == -1 and {*chart.lines} == {"en", "de"} and chart.lines["en"][1] is None
-    svg, _ = Pictures().chart(chart)
-    late = {language: np.mean([e[f"loss/mlm/{language}"] for e in one[1][-3:]]) for language in ("en", "de")}
-    assert [text for text in re.findall(r">(\w+)</text>", svg) if text in late] == sorted(late, key=late.__getitem__)[
-        ::-1
-    ]
-    (alone,) = curves.metric_sections([other])[curves.LANGUAGES]
-    assert "#c2410c" in svg and "#c2410c" not in Pictures().chart(alone)[0]
-
-
 STEPS = {8: (0.5, 0.4, 0.55), 16: (0.6, 0.52, 0.7), 24: (0.8, 0.75, 0.83)}
 """Step of an evaluation -> its score, and the score's interval."""
 
@@ -491,18 +476,6 @@ def test_what_has_a_best_value(tmp_path: Path) -> None:
     assert [tables.number(cell) for cell in loss] == ["NaN", "NaN"]
 
 
-def test_evaluations_that_differ_are_told_apart_by_name(tmp_path: Path) -> None:
-    tasks = [{"name": "heldout", "limit": 5}, {"name": "retrieval", "limit": 7}]
-    folders = [
-        make_run(tmp_path / name, [{"step": 1, "loss": 1.0}], eval={"every": 5, "tasks": given})
-        for name, given in (("a", tasks), ("b", [{"name": "heldout", "limit": 6}]))
-    ]
-    assert [row for row in tables.differing(read_runs(folders)).rows if row[0].endswith("limit")] == [
-        ["eval.tasks.heldout.limit", "5", "6"],
-        ["eval.tasks.retrieval.limit", "7", "absent"],
-    ]
-
-
 def test_what_hooks_have_measured(tmp_path: Path, capsys: Any) -> None:
     """Beside what the run has; no file of theirs ends a report, and what failed is told."""
     entries = [{"step": s, "results": {"pos": {"de": {"zs": s / 10}}}} for s in (1, 3)]
@@ -621,18 +594,6 @@ def test_retrieval_by_layer(tmp_path: Path) -> None:
     assert chart.lines["en-de mean"][0].to_dict() == {0: 0.0, 1: 0.1, 2: 0.2, 10: 1.0}
     (both,) = curves.layer_charts(read_scores(paths))
     assert both.names == ["a", "b"] and all(len(of_models) == 2 for of_models in both.lines.values())
-
-
-def test_directions_of_all_pairs_share_a_column(tmp_path: Path) -> None:
-    rows = {
-        f"{a}-{b} mean": {f"{a}->{b}": 0.1, f"{b}->{a} trained": 0.2, "accuracy": 0.3}
-        for a, b in (("en", "de"), ("fr", "zh-Hans"))
-    }
-    (tmp_path / "s.json").write_text(json.dumps({"model": "m", "results": {"alignment": rows}}))
-    (table,) = tables.score_tables(read_scores([tmp_path / "s.json"]))
-    assert table.head == ["model", "", "→", "← trained", "accuracy"]
-    named = [*rows, "mean over 2 languages, mean"]
-    assert table.rows == [["m", name, *map(pytest.approx, (0.1, 0.2, 0.3))] for name in named]
 
 
 def test_what_failed_is_said(tmp_path: Path) -> None:

@@ -77,13 +77,13 @@ def same_run(ours: Path, theirs: Path) -> None:
     same_checkpoint(ours / last, theirs / last)
 
 
-def test_three_preemptions_leave_no_trace(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:
-    """Of a run on two nodes: while it imports, and twice while it trains. One requeue a signal, and the end of an
+def test_two_preemptions_leave_no_trace(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:
+    """Of a run on two nodes: while it imports, and while it trains. One requeue a signal, and the end of an
     undisturbed run bit for bit."""
     out, output = tmp_path / "run", tmp_path / "job.out"
     job = submit(slurm, output, "pretrain", *arguments(demo, out))
     stops = [0]
-    for start, step in enumerate((0, 8, 30)):
+    for start, step in enumerate((0, 20)):
         wait_for(lambda: f"{job}.{0}" in slurm.run("squeue", "-h", "-s", "-o", "%i"), 60, slurm.logs)
         if step:
             wait_for_step(out, step, slurm, output)
@@ -97,16 +97,16 @@ def test_three_preemptions_leave_no_trace(slurm: Cluster, demo: Path, reference:
             stops.append(told["step"])
         release(slurm, job)
     found = wait_for_state(slurm, job, "COMPLETED", output)
-    assert found["Restarts"] == "3" and found["ExitCode"] == "0:0"
+    assert found["Restarts"] == "2" and found["ExitCode"] == "0:0"
     assert {"status": "done", "code": 0, "step": STEPS}.items() <= status(out).items()
     same_run(out, reference)
     starts = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
-    assert {start["job"] for start in starts} == {str(job)} and [start["step"] for start in starts[-3:]] == stops
+    assert {start["job"] for start in starts} == {str(job)} and [start["step"] for start in starts[-2:]] == stops
     assert all(start["revision"] for start in starts) == (launch.ROOT / ".git").exists()
     for rank in (0, 1):
         log = (out / "logs" / f"rank{rank}.log").read_text()
-        assert log.count("stopped at step") >= 2 and log.count(f"done: {STEPS} steps") == 1
-    assert output.read_text().count("start 1, on") == output.read_text().count("start 4, on") == 1  # appended to
+        assert log.count("stopped at step") >= 1 and log.count(f"done: {STEPS} steps") == 1
+    assert output.read_text().count("start 1, on") == output.read_text().count("start 3, on") == 1  # appended to
 
 
 def release(slurm: Cluster, job: int) -> None:
