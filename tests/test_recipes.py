@@ -21,7 +21,7 @@ from xscale.step.adam import operators_directory
 
 pytestmark = pytest.mark.slow
 
-STEPS, STEPS_OF_A_CURVE = 12, 8
+STEPS, STEPS_OF_A_CURVE = 20, 12
 """The steps of a recipe, which has to learn, and of a ds_config, whose curve is compared with another's."""
 RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 DS_CONFIGS = sorted(path.stem for path in (launch.ROOT / "ds_configs").glob("*.json"))
