@@ -34,28 +34,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from transformers import AutoModelForMaskedLM, BertConfig
 
 from data_tools import demo_corpus, write_shards
 from data_tools import ranks as tools
 from data_tools.ranks import Ranks
 from xscale.checkpoint import store as checkpoints
 from xscale.data.shards import Source, find_sources
-from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval import retrieval
-from xscale.eval.model import Exported
-from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup
 from xscale.record import Record
 from xscale.run import folder as folders
 
-ROOT = Path(__file__).parent.parent
 LIMIT = 60
 """Seconds of a case in this process."""
 LONGEST = 6000
 """Characters of a message."""
-OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 
 
 @dataclass
@@ -375,7 +368,7 @@ def change_leaf(case: Case, tree: Any, *hows: str) -> None:
         case.story.append(node[last])
 
 
-# Checkpoints, dictionaries, tokenizers
+# Checkpoints
 
 
 def make_run(case: Case) -> Path:
@@ -449,88 +442,11 @@ def checkpoint_case(case: Case) -> None:
         assert (found.path / name).read_bytes() == before[here / name], f"{name} differs"
 
 
-_TOKENIZERS: dict[Path, Tokenizer] = {}
-
-
-def given_tokenizer(demo: Path) -> Tokenizer:
-    return _TOKENIZERS.setdefault(demo, Tokenizer(demo / "tokenizer")) if demo not in _TOKENIZERS else _TOKENIZERS[demo]
-
-
-def tokenizer_case(case: Case) -> None:
-    given, path = given_tokenizer(case.demo), case.folder / "tokenizer"
-    shutil.copytree(case.demo / "tokenizer", path)
-    file = case.rng.choice(sorted(path.iterdir()))
-    case.story.append(file.name)
-    case.names = [str(path)]
-    if case.pick("field", "field", "damage") == "damage":
-        file.write_bytes(damaged(case, file.read_bytes()))
-    else:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-        places = {key: value for key, value in tree.items() if key not in ("model", "vocab")}
-        if "model" in tree and case.rng.random() < 0.5:
-            places = {key: value for key, value in tree["model"].items() if key != "vocab"}
-        change_leaf(case, places)
-        (tree["model"] if "model" in tree and "vocab" not in tree and "unk_token" in places else tree).update(places)
-        file.write_text(json.dumps(tree), encoding="utf-8")
-    made = Tokenizer(path)
-    texts = ["the king", "Größe 3", "", "日本語"]
-    ids = made.encode(texts)
-    assert all(0 <= token < made.vocab_size for tokens in ids for token in tokens), "ids outside of the vocabulary"
-    assert made.mask_id not in (made.pad_id, made.cls_id, made.sep_id)
-    made.encode_words(texts)
-    if made.fingerprint == given.fingerprint:
-        assert ids == given.encode(texts), "the same fingerprint, other tokens"
-
-
-# Exported models
-
-
-def model_case(case: Case) -> None:
-    """An exported encoder: what it lacks is told, what it has is what it had."""
-    path = case.folder / "hf"
-    shutil.copytree(given_model(case.demo), path)
-    file = case.rng.choice(sorted(path.iterdir()))
-    case.story.append(file.name)
-    case.names = [str(path)]
-    how = case.pick("field", "field", "damage", "delete", "folder")
-    if how == "delete":
-        file.unlink()
-    elif how == "folder":
-        file.unlink()
-        file.mkdir()
-    elif how == "field" and file.suffix == ".json" and file.name != "tokenizer.json":
-        tree = json.loads(file.read_text(encoding="utf-8"))
-        change_leaf(case, tree)
-        file.write_text(json.dumps(tree), encoding="utf-8")
-    else:
-        file.write_bytes(damaged(case, file.read_bytes()))
-    model = Exported(path)
-    scores = retrieval.evaluate(model, Source(case.demo / "pairs"), 20)[""]
-    assert 0 <= scores["accuracy"] <= 1
-
-
-def given_model(demo: Path) -> Path:
-    """Of random weights."""
-    path = demo.parent / "hf"
-    if not path.exists():
-        tokenizer = given_tokenizer(demo)
-        config = BertConfig(
-            vocab_size=tokenizer.vocab_size, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-            intermediate_size=32, max_position_embeddings=128,
-        )  # fmt: skip
-        config.xscale = {"languages": ["en", "xx"], "language_embeddings": False, "lexicon_heldout": 0.2}
-        AutoModelForMaskedLM.from_config(config).save_pretrained(path)
-        tokenizer.hf.save_pretrained(path)
-    return path
-
-
 KINDS: dict[str, tuple[Callable[[Case], None], int]] = {
     "mono": (mono_case, 12),
     "pairs": (pairs_case, 12),
     "shards": (shards_case, 16),
     "checkpoint": (checkpoint_case, 14),
-    "tokenizer": (tokenizer_case, 6),
-    "model": (model_case, 4),
 }
 """Kinds of cases, and how many of a round are of each."""
 ROUND = [kind for kind, (_, share) in KINDS.items() for _ in range(share)]
