@@ -36,31 +36,23 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from transformers import AutoModelForMaskedLM, BertConfig
 
-from data_tools import index, lexicon, write_shards
 from data_tools import ranks as tools
+from data_tools import write_shards
 from data_tools.ranks import Ranks
 from tests import demo_shards
 from xscale.checkpoint import store as checkpoints
-from xscale.data.lexicon import load_lexicon
 from xscale.data.shards import Source, find_sources
-from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval import retrieval
-from xscale.eval.model import Exported
-from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup
 from xscale.record import Record
 from xscale.run import folder as folders
 from xscale.run.going_on import find_own
 
-ROOT = Path(__file__).parent.parent
 LIMIT = 60
 """Seconds of a case in this process."""
 LONGEST = 6000
 """Characters of a message."""
-OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 
 
 @dataclass
@@ -122,22 +114,7 @@ def damaged(case: Case, data: bytes) -> bytes:
 
 
 WORDS = ["one", "zwei", "3", "Größe", "日本語", "हिन्दी", "ไทย", "🙂", "a\u0301", "U.S.", "l'homme", "\u200b"]
-ODD = [
-    "\u2028",
-    "\u0085",
-    "\x0b",
-    "\x0c",
-    "\x1c",
-    "\r",
-    "\0",
-    "\t",
-    "\u00a0",
-    "\u200d",
-    "\U0010ffff",
-    "\x7f",
-    '"',
-    "\\",
-]
+ODD = [*'\u2028\u0085\x0b\x0c\x1c\r\0\t\u00a0\u200d\U0010ffff\x7f"\\']
 
 
 def sentence(case: Case, longest: int = 12) -> str:
@@ -312,68 +289,6 @@ def pairs_case(case: Case) -> None:
     check_source(out)
 
 
-def foreign_case(case: Case) -> None:
-    """Tars that others wrote: a sample a pair, with every kind of member."""
-    rng = case.rng
-    keys = [f"k{n}" for n in range(rng.randrange(1, 12))]
-    members: list[tuple[str, Any]] = []
-    texts: dict[int, list[str]] = {}
-    for n, key in enumerate(keys):
-        pair = [f"{WORDS[rng.randrange(6)]} {n}", f"{WORDS[rng.randrange(6)]} {n}"]
-        texts[n] = pair
-        sides = [(f"{key}.en.txt", pair[0].encode()), (f"{key}.cs.txt", pair[1].encode())]
-        members += sides[:: rng.choice((1, 1, -1))]
-    how = case.pick(
-        "sound", "twice", "less", "first", "link", "fifo", "bad links", "latin", "empty", "third", "dir", "two"
-    )
-    broken = how not in ("sound", "dir", "two")
-    at = 0 if how == "first" else 2 * rng.randrange(len(keys))
-    if how == "twice":
-        members[at : at + 2] = members[at : at + 2] * 2
-    elif how in ("less", "first"):
-        broken = len(keys) > 1
-        del members[at]
-    elif how in ("link", "fifo"):
-        members[at] = (members[at][0], how)
-    elif how == "bad links":
-        members.insert(at + 2, (members[at][0].split(".")[0] + ".links.txt", b"0-0 9-0"))
-    elif how == "latin":
-        members[at] = (members[at][0], b"Gr\xf6\xdfe")
-    elif how == "empty":
-        members[at] = (members[at][0], rng.choice((b"", b" \n")))
-    elif how == "third":
-        members.insert(at + 2, (members[at][0].split(".")[0] + ".de.txt", b"drei"))
-    elif how == "dir":
-        members.insert(at, ("sub", "dir"))
-    directory = case.folder / "foreign"
-    directory.mkdir()
-    case.names = ["x-00000"]
-    parts = [members, members[:0]] if how != "two" or len(keys) < 2 else [members[:2], members[2:]]
-    for number, part in enumerate(part for part in parts if part):
-        write_tar(directory / f"x-{number:06d}.tar", part)
-    tool(index.main, directory)
-    assert not broken, f"{how} was taken"
-    source = Source(directory)
-    read = [dict(zip(record.langs, record.texts, strict=True)) for record in all_of(source)]
-    if how in ("less", "first") and len(keys) == 1:
-        assert len(read) == 1
-    else:
-        assert read == [{"en": a, "cs": b} for a, b in texts.values()]
-
-
-def write_tar(path: Path, members: list[tuple[str, Any]]) -> None:
-    kinds = {"link": tarfile.SYMTYPE, "fifo": tarfile.FIFOTYPE, "dir": tarfile.DIRTYPE}
-    with tarfile.open(path, "w") as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            if isinstance(content, str):
-                info.type, info.linkname = kinds[content], "x" if content == "link" else ""
-                tar.addfile(info)
-            else:
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-
-
 # Shards
 
 
@@ -457,7 +372,7 @@ def change_leaf(case: Case, tree: Any, *hows: str) -> None:
         case.story.append(node[last])
 
 
-# Checkpoints, dictionaries, tokenizers
+# Checkpoints
 
 
 def make_run(case: Case) -> Path:
@@ -531,113 +446,11 @@ def checkpoint_case(case: Case) -> None:
         assert (found.path / name).read_bytes() == before[here / name], f"{name} differs"
 
 
-def lexicon_case(case: Case) -> None:
-    rng = case.rng
-    known = (case.demo / "lexicon/en-xx.txt").read_text(encoding="utf-8").splitlines()
-    entries = [tuple(line.split()) for line in rng.sample(known, rng.randrange(1, 20))]
-    lines = [rng.choice((" ", "\t", "  ")).join(entry) for entry in entries]
-    how = case.pick("sound", "sound", "odd", "empty")
-    sound = how == "sound"
-    if how == "odd":
-        lines[rng.randrange(len(lines))] = case.pick("one", "a b c", "a\t", "\tb", "a\tb\tc", "a\t\tb", "\t")
-        sound = "\t" in lines
-    elif how == "empty":
-        lines = rng.choice(([], [""], [" "]))
-    path, read = write_text(case, f"{case.pick(*['en-xx'] * 6, 'en_xx', 'en', 'en-xx-yy', 'e-x')}.txt", lines)
-    case.names = [str(path), path.name]
-    out = case.folder / "out/en-xx.txt"
-    tool(lexicon.main, "--dict", path, "--out", out)
-    assert read and (sound or how == "odd"), "a damaged file was taken"
-    wanted = [tuple(line.split()) for line in lines if line.strip()]
-    found = [tuple(line.split()) for line in out.read_text(encoding="utf-8").splitlines()]
-    assert found == list(dict.fromkeys(wanted)), "other entries"
-    load_lexicon(path, given_tokenizer(case.demo))
-
-
-_TOKENIZERS: dict[Path, Tokenizer] = {}
-
-
-def given_tokenizer(demo: Path) -> Tokenizer:
-    return _TOKENIZERS.setdefault(demo, Tokenizer(demo / "tokenizer")) if demo not in _TOKENIZERS else _TOKENIZERS[demo]
-
-
-def tokenizer_case(case: Case) -> None:
-    given, path = given_tokenizer(case.demo), case.folder / "tokenizer"
-    shutil.copytree(case.demo / "tokenizer", path)
-    file = case.rng.choice(sorted(path.iterdir()))
-    case.story.append(file.name)
-    case.names = [str(path)]
-    if case.pick("field", "field", "damage") == "damage":
-        file.write_bytes(damaged(case, file.read_bytes()))
-    else:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-        places = {key: value for key, value in tree.items() if key not in ("model", "vocab")}
-        if "model" in tree and case.rng.random() < 0.5:
-            places = {key: value for key, value in tree["model"].items() if key != "vocab"}
-        change_leaf(case, places)
-        (tree["model"] if "model" in tree and "vocab" not in tree and "unk_token" in places else tree).update(places)
-        file.write_text(json.dumps(tree), encoding="utf-8")
-    made = Tokenizer(path)
-    texts = ["the king", "Größe 3", "", "日本語"]
-    ids = made.encode(texts)
-    assert all(0 <= token < made.vocab_size for tokens in ids for token in tokens), "ids outside of the vocabulary"
-    assert made.mask_id not in (made.pad_id, made.cls_id, made.sep_id)
-    made.encode_words(texts)
-    if made.fingerprint == given.fingerprint:
-        assert ids == given.encode(texts), "the same fingerprint, other tokens"
-
-
-# Exported models
-
-
-def model_case(case: Case) -> None:
-    """An exported encoder: what it lacks is told, what it has is what it had."""
-    path = case.folder / "hf"
-    shutil.copytree(given_model(case.demo), path)
-    file = case.rng.choice(sorted(path.iterdir()))
-    case.story.append(file.name)
-    case.names = [str(path)]
-    how = case.pick("field", "field", "damage", "delete", "folder")
-    if how == "delete":
-        file.unlink()
-    elif how == "folder":
-        file.unlink()
-        file.mkdir()
-    elif how == "field" and file.suffix == ".json" and file.name != "tokenizer.json":
-        tree = json.loads(file.read_text(encoding="utf-8"))
-        change_leaf(case, tree)
-        file.write_text(json.dumps(tree), encoding="utf-8")
-    else:
-        file.write_bytes(damaged(case, file.read_bytes()))
-    model = Exported(path)
-    scores = retrieval.evaluate(model, Source(case.demo / "pairs"), 20)[""]
-    assert 0 <= scores["accuracy"] <= 1
-
-
-def given_model(demo: Path) -> Path:
-    """Of random weights."""
-    path = demo.parent / "hf"
-    if not path.exists():
-        tokenizer = given_tokenizer(demo)
-        config = BertConfig(
-            vocab_size=tokenizer.vocab_size, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-            intermediate_size=32, max_position_embeddings=128,
-        )  # fmt: skip
-        config.xscale = {"languages": ["en", "xx"], "language_embeddings": False, "lexicon_heldout": 0.2}
-        AutoModelForMaskedLM.from_config(config).save_pretrained(path)
-        tokenizer.hf.save_pretrained(path)
-    return path
-
-
 KINDS: dict[str, tuple[Callable[[Case], None], int]] = {
     "mono": (mono_case, 12),
     "pairs": (pairs_case, 12),
-    "foreign": (foreign_case, 10),
     "shards": (shards_case, 16),
     "checkpoint": (checkpoint_case, 14),
-    "lexicon": (lexicon_case, 8),
-    "tokenizer": (tokenizer_case, 6),
-    "model": (model_case, 4),
 }
 """Kinds of cases, and how many of a round are of each."""
 ROUND = [kind for kind, (_, share) in KINDS.items() for _ in range(share)]

@@ -84,6 +84,13 @@ def try_run(
     return process.returncode, output
 
 
+def run_all(world: int, folder: Path, runs: list[list[str]], launcher: str = "forked", timeout: int = 900) -> None:
+    """Several runs in one launch, each by its arguments, whose list is FOLDER/list.json (tests/many_runs.py)."""
+    folder.mkdir(exist_ok=True)
+    (folder / "list.json").write_text(json.dumps(runs))
+    run(world, [str(folder / "list.json")], launcher, str(ROOT / "tests" / "many_runs.py"), timeout)
+
+
 _forking: list[subprocess.Popen] = []
 """tests/forked.py, which ends with this process."""
 

@@ -1,6 +1,5 @@
 """ALIGN-MLM: every dictionary entry once a step. tests/test_reference.py has the equation."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, BertConfig
 
-from tests import launch
 from tests.plain import sequences_of
 from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from tests.test_dict_mlm import random_samples
@@ -222,39 +220,6 @@ def test_options() -> None:
     for wrong in ("alpha=-1", "pairs_per_step=0", "subwords=first"):
         with pytest.raises(UserError, match=wrong.partition("=")[0]):
             load_recipe("align_mlm", [f"streams.align_mlm.{wrong}"], names)
-
-
-# 4. With real processes
-
-
-@pytest.mark.slow
-def test_two_ranks_train_as_one(demo: Path, tmp_path: Path) -> None:
-    """Losses, dictionary metrics and gradient norms of six steps, in one row or several; the cosine rises."""
-    recipes = ("dict_mlm", "align_mlm")
-    for world, max_tokens in ((1, 4096), (2, 256)):
-        out = tmp_path / str(world)
-        out.mkdir()
-        common = ["--ds_config", "ds_configs/zero2_cpu.json", "--data", str(demo), "--steps", "6"]
-        sets = ["--set", "model.dropout=0.0", f"train.max_tokens={max_tokens}", "train.precision=fp32"]
-        runs = [
-            [*common, "--recipe", recipe, "--out", str(out / recipe), *sets, f"streams.{recipe}.samples=9"]
-            for recipe in recipes
-        ]
-        (out / "list.json").write_text(json.dumps(runs))
-        launch.run(world, [str(out / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
-    for recipe in recipes:
-        entries = [
-            [{k: v for k, v in e.items() if "loss" in k or "/" in k} for e in launch.metrics(tmp_path / world / recipe)]
-            for world in ("1", "2")
-        ]
-        for one, two in zip(*entries, strict=True):
-            assert one.keys() == two.keys()
-            assert list(two.values()) == pytest.approx(list(one.values()), rel=1e-5, abs=1e-6)
-        if recipe == "align_mlm":
-            cosine = [entry["dictionary_cosine/align_mlm"] for entry in entries[0]]
-            assert cosine == sorted(cosine) and cosine[-1] > cosine[0] + 0.1
-        else:
-            assert all(0.05 < entry["dictionary_share/dict_mlm"] < 0.95 for entry in entries[0])
 
 
 def test_entries_of_the_same_tokens_are_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -144,46 +144,6 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
 # 2. Pieces that are cut differently, or empty
 
 
-EMPTY = {
-    "no sample": [],
-    "all dropped": [(" ".join(ROOT_WORDS * 2), "Peter", "0-0")],
-    "no link": [("Peter will not buy", "shaka vopina jaji doj", "")],
-    "links": [("Peter will not buy", "shaka vopina jaji doj", "0-0 1-1 2-2 3-3")],
-}
-
-
-@pytest.mark.parametrize("normalize", ["sum", "mean"])
-def test_an_idle_rank_touches_the_same_parameters(tokenizer: Tokenizer, parts: Parts, normalize: Any) -> None:
-    """Zero loss, zero targets and zero gradients, for every parameter, where there is no sample."""
-    options = alignlm.AlignLMOptions(mask_prob=0.9, normalize=normalize)
-    stream_batches = {
-        name: alignlm.collate(examples_of(tokenizer, pairs), options, context(tokenizer, 16, "drop"))
-        for name, pairs in EMPTY.items()
-    }
-    every = {f"{i}.{n}" for i, m in enumerate((parts.encoder, parts.heads)) for n, _ in m.named_parameters()}
-    for name, stream_batch in stream_batches.items():
-        found = sums("alignlm", parts, stream_batch, options)
-        touched = gradients(sum(found.terms.values()), parts.encoder, parts.heads)
-        assert touched.keys() == every and list(stream_batch.targets) == ["mono", "bi", "links"]
-        for fields in ("reads", "labels", "arrays"):
-            assert getattr(stream_batch, fields).keys() == getattr(stream_batches["links"], fields).keys()
-        if name in ("no sample", "all dropped"):
-            assert stream_batch.targets == {"mono": 0, "bi": 0, "links": 0} and (
-                stream_batch.samples,
-                len(stream_batch.sequences.ids),
-            ) == (
-                0,
-                0,
-            )
-            assert stream_batch.too_long == len(EMPTY[name])
-            assert not any(v.item() for v in found.terms.values())
-            assert not any(g.any() for g in touched.values())
-            assert not any(v for v, _ in found.metrics.values())
-        else:
-            assert stream_batch.targets["mono"] > 0 and bool(stream_batch.targets["bi"]) == (name == "links")
-            assert bool(found.terms["bi"]) == (name == "links")
-
-
 # 3. The index
 
 

@@ -49,7 +49,7 @@ def alone(qkv_NX: Tensor, starts_B1: Tensor, window: int | None = None) -> Tenso
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("window", [None, 0, 3, 100])
+@pytest.mark.parametrize("window", [None, 0, 3])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_states_and_gradients_are_those_of_each_sequence_alone(lengths: list[int], window: int | None) -> None:
     qkv_NX, starts_B1, lengths_B = rows(lengths)
@@ -134,8 +134,7 @@ def test_what_is_saved_has_room(lengths: list[int], p: float) -> None:
     assert needed <= module.buffer_size(sum(lengths), X, longest, HEADS, p)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.25])
-@pytest.mark.parametrize("window", [None, 1])
+@pytest.mark.parametrize(("p", "window"), [(0.25, None), (0.0, 1)])
 def test_the_operator_is_one_that_torch_can_trace(
     p: float, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tests.rows import CPU, FILLER, LONGEST, assert_same_gradients, gradients, one_thread, sums  # noqa: F401
-from tests.test_alignlm import EMPTY, context, examples_of, noise, random_pairs, tiny
+from tests.test_alignlm import context, examples_of, noise, random_pairs, tiny
 from xscale.data.packed_row import Index, Tokens, pack_row
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -56,31 +56,6 @@ def test_links_that_do_not_fit_name_the_record(tokenizer: Tokenizer, links: Any,
     samples = examples_of(tokenizer, [("Peter will", "doj koh", links)])
     with pytest.raises(UserError, match=f"record 'r0'.*{word}|{word}.*record 'r0'"):
         contextual.collate(samples, contextual.ContextualOptions(), context(tokenizer))
-
-
-def test_an_idle_rank_touches_the_same_parameters(tokenizer: Tokenizer, parts: Parts) -> None:
-    options = contextual.ContextualOptions()
-    stream_batches = {
-        name: contextual.collate(examples_of(tokenizer, pairs), options, context(tokenizer, 16, "drop"))
-        for name, pairs in EMPTY.items()
-    }
-    for name, stream_batch in stream_batches.items():
-        found = sums("contextual", parts, stream_batch, options)
-        touched = gradients(sum(found.terms.values()), parts.encoder)
-        names = dict(parts.encoder.named_parameters(prefix="0"))
-        assert touched.keys() == {name for name in names if not name.startswith("0.lm.cls")}  # no word head in its loss
-        assert list(stream_batch.targets) == ["align", "anchor", "tokens"]
-        assert stream_batch.reads.keys() == stream_batches["links"].reads.keys() and stream_batch.auxiliary is not None
-        if name in ("no sample", "all dropped"):
-            assert set(stream_batch.targets.values()) == {0} and (
-                stream_batch.samples,
-                len(stream_batch.sequences.ids),
-            ) == (0, 0)
-            assert stream_batch.too_long == len(EMPTY[name])
-            assert not any(v.item() for v in found.terms.values())
-            assert not any(g.any() for g in touched.values())
-        else:
-            assert stream_batch.targets["anchor"] > 0 and bool(stream_batch.targets["align"]) == (name == "links")
 
 
 # The frozen copy

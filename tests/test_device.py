@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from xscale.files import sha256_file
 from xscale.ranks import HostGroup
 from xscale.run_spec import RunSpec
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, by_one_buffer, step_weights, to_device
+from xscale.step.step import RowPass, step_weights, to_device
 
 SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "contextual=4", "align_mlm=3"]
 
@@ -122,7 +121,8 @@ def test_compiled_and_checkpointed_training_is_the_same(demo: Path, tmp_path: Pa
         sets = ["model.dropout=0.0", "train.measure_every=3", f"train.compile={on}", "train.max_tokens=1500"]
         sets += [f"train.activation_checkpointing={on}", "streams.ppa.queue_size=50"]
         arguments = ["--ds_config", "ds_configs/zero2_cpu.json", "--data", str(demo), "--out", str(out)]
-        launch.run(1, [*arguments, "--steps", "6", "--set", *sets], "torchrun", timeout=900)
+        launcher = "torchrun" if on == "true" else "forked"
+        launch.run(1, [*arguments, "--steps", "6", "--set", *sets], launcher, timeout=900)
         curves.append(launch.metrics(out))
     for plain, compiled in zip(*curves, strict=True):
         names = [name for name in plain if name.startswith(("loss", "grad_norm", "accuracy", "tokens"))]
@@ -130,19 +130,6 @@ def test_compiled_and_checkpointed_training_is_the_same(demo: Path, tmp_path: Pa
         assert {name: compiled[name] for name in names} == pytest.approx(
             {n: plain[n] for n in names}, rel=1e-4, abs=1e-6
         )
-
-
-def test_one_copy_moves_all_arrays() -> None:
-    r = np.random.default_rng(0)
-    arrays = [
-        r.integers(0, 99, (3, 5)), np.empty(0, dtype=np.int64), r.integers(0, 9, 7, np.int32),
-        np.empty((0, 5), dtype=np.int32), np.array([True, False, True]), r.random((2, 3, 4)),
-    ]  # fmt: skip
-    moved = list(by_one_buffer(arrays, CPU))
-    for tensor, array in zip(moved, arrays, strict=True):
-        assert tensor.numpy().dtype == array.dtype and np.array_equal(tensor.numpy(), array)
-        assert tensor.data_ptr() % 16 == 0 or not array.size
-    assert len({t.untyped_storage().data_ptr() for t in moved}) == 1
 
 
 @pytest.mark.parametrize(

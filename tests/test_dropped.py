@@ -99,19 +99,3 @@ def test_dry_run_warns(
     out = capsys.readouterr().out
     assert out.count("warning: streams.tlm drops") == (1 if max_length == 28 else 0)
     assert "unknown tokens: en 0.00%, xx 0.00%, yy 0.00%" in out
-
-
-@pytest.mark.slow
-def test_a_run_says_it_once_and_counts_them_all(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """On 2 ranks: a line at the start; too_long of each step is as many of its pairs as are over the length."""
-    words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--data", str(demo), "--trace"]
-    sets = [*SETS, "streams.tlm.languages=[en-xx]", "data.max_length=28", "train.steps=40"]
-    output = launch.run(2, [*words, "--out", str(tmp_path), "--set", *sets])
-    assert output.count("warning: streams.tlm drops") == 1
-    assert (tmp_path / "run.log").read_text().count("warning: streams.tlm drops") == 1
-    (source,) = find_sources([demo / "pairs"])
-    records = [source.read(shard, n) for shard, count in enumerate(source.counts) for n in range(count)]
-    over = {r.key for r in records if len(tokenizer.hf(*r.texts)["input_ids"]) > 28}
-    keys = launch.trace(tmp_path)
-    for entry in launch.metrics(tmp_path):
-        assert entry["too_long"] == sum(key in over for key in keys[entry["step"], "tlm"])

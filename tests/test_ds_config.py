@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from xscale.checkpoint.store import Checkpoint
-from xscale.config import RECIPES, Recipe, load_recipe
+from xscale.config import Recipe, load_recipe
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.run.going_on import check_engine
@@ -61,8 +61,8 @@ def test_shipped_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
-def test_shipped_files_resolve_with_every_recipe(path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["mixed", "xlm"])
+def test_shipped_files_resolve(path: Path, name: str) -> None:
     made = recipe(name, "train.steps=1000", "train.warmup=0.1", "train.lr=0.002")
     config = read_ds_config(path)
     for hardware in (GPU, CPU, CPU_FP16, OLD_CPU):

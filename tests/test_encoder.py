@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from xscale.models.build import PRESETS, build_encoder, decay_groups, dropout_fi
 from xscale.models.encoder import HEADS, Encoder
 from xscale.models.flat import FLAT, first_position
 from xscale.models.momentum import MomentumEncoder
-from xscale.ops.masked_ce import masked_cross_entropy
 
 SHAPE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 ROBERTA = SHAPE | {"pad_token_id": 1, "max_position_embeddings": 64}
@@ -117,15 +117,16 @@ def same_states_and_gradients(encoder: Encoder, row: Tokens) -> None:
             assert (g - other).abs().max() <= 1e-9 * max(1, float(other.abs().max())), name
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [*((kind, LENGTHS[0]) for kind in CONFIGS), *product(("bert", "modernbert", "deberta-v2"), LENGTHS[1:])],
+)
 def test_states_and_gradients_are_those_of_transformers(kind: str, lengths: list[int]) -> None:
     """ModernBERT's sequences are longer than its window."""
     same_states_and_gradients(make(kind), row_of(lengths))
 
 
-@pytest.mark.parametrize("before", [0.0, 0.1])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("kind", "before"), [*((kind, 0.0) for kind in CONFIGS), ("bert", 0.1), ("modernbert", 0.1)])
 def test_dropout_can_be_changed(kind: str, before: float) -> None:
     """The states are those of a model that is built with the probability, and the momentum encoder follows."""
     other, built = make(kind, torch.float32, before).train(), make(kind, torch.float32, 0.4)
@@ -331,8 +332,7 @@ def test_checkpointed_activations_give_the_same_gradients(kind: str) -> None:
     assert plain.state_dict().keys() == checkpointed.state_dict().keys()
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+@pytest.mark.parametrize(("kind", "checkpointed"), [("bert", True), ("modernbert", False)])
 def test_one_program_serves_all_rows_of_the_constant_shape(kind: str, checkpointed: bool) -> None:
     """Whatever their lengths; rows of another shape and evaluation run eagerly. Traced, without generated code."""
     eager = make(kind, torch.float64).train()
@@ -449,10 +449,12 @@ def test_presets_have_their_shape(preset: str) -> None:
     assert {getattr(config, name) for name in dropout_fields(config.model_type, 0.2)} == {0.2}
 
 
-@pytest.mark.parametrize("preset", ["tiny", "mini", "small", "modern-small"])
-def test_a_gain_of_attention_tells_sentences_apart(preset: str) -> None:
+@pytest.mark.parametrize("preset", ["tiny", "modern-small"])
+def test_a_gain_of_attention_tells_sentences_apart(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By transformers' own pass: mean cosine of [CLS] over sentences. Values and outputs have the deviation asked for,
     all other weights are those without a gain."""
+
+    monkeypatch.setitem(PRESETS, preset, PRESETS[preset] | SHAPE | {"num_hidden_layers": 4, "hidden_size": 128})
 
     def cosine(model: Any) -> float:
         torch.manual_seed(0)
@@ -485,21 +487,3 @@ def test_every_parameter_is_in_one_decay_group() -> None:
     assert sorted(map(id, decayed["params"] + others["params"])) == sorted(map(id, encoder.parameters()))
     names = {id(p): name for name, p in encoder.named_parameters()}
     assert not [names[id(p)] for p in decayed["params"] if "bias" in names[id(p)] or "Norm" in names[id(p)]]
-
-
-def test_no_target_gives_zero_loss_and_zero_gradients() -> None:
-    rows = torch.empty(0, 8, requires_grad=True)
-    weight = torch.randn(5, 8, requires_grad=True)
-    loss, losses, right = masked_cross_entropy(rows, weight, None, torch.empty(0, dtype=torch.long))
-    loss.backward()
-    assert loss == 0 and not len(losses) and not len(right) and torch.equal(weight.grad, torch.zeros_like(weight))
-
-
-def test_loss_is_fp32_of_half_precision_rows() -> None:
-    rows, weight = torch.randn(7, 16).bfloat16(), torch.randn(50, 16).bfloat16()
-    labels = torch.randint(50, (7,))
-    loss, *_ = masked_cross_entropy(rows, weight, None, labels)
-    logits = (rows @ weight.T).float()
-    expected = (torch.logsumexp(logits, -1) - logits[torch.arange(7), labels]).sum()
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, expected)

@@ -181,20 +181,6 @@ def test_threshold_and_rates_are_those_of_scikit_learn() -> None:
     assert elsewhere["F1"] == pytest.approx(f1_score(truth, guess)) and elsewhere["F1"] < best
 
 
-def test_no_other_threshold_is_better() -> None:
-    """Of few pairs with few different scores, all thresholds by hand."""
-    draw = np.random.default_rng(0)
-    for _ in range(200):
-        n = int(draw.integers(1, 9))
-        found = mining.Candidates(np.stack([np.arange(n)] * 2, 1), -np.sort(-draw.integers(1, 6, n) / 4))
-        gold = {(i, i) for i in draw.integers(0, 12, 6).tolist()}
-        best = 0.0
-        for threshold in found.scores.tolist():
-            mined = {(i, i) for i in range(n) if found.scores[i] >= threshold}
-            best = max(best, 2 * len(mined & gold) / (len(mined) + len(gold)))
-        assert mining.rates(found, gold, mining.best_threshold(found, gold))["F1"] == pytest.approx(best)
-
-
 def write_bitext(prefix: Path, first: list[str], second: list[str], gold: list[tuple[int, int]]) -> None:
     a, b = prefix.name.split(".")[0].split("-")
     for lang, texts in ((a, first), (b, second)):

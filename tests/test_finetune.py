@@ -743,6 +743,8 @@ def test_several_ranks_learn_and_keep_a_model(tmp_path: Path, tagged: Path, toke
     names = ["README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert kept == dict.fromkeys(names, mode)
     assert AutoModelForTokenClassification.from_pretrained(keep / "en.seed_4").config.id2label[0] == tags.UPOS[0]
-    printed = launch.run(2, arguments(model, tagged, tmp_path / "plain.json", "--seeds", 3), "torchrun", "-m")
+    words = ["-m", *arguments(model, tagged, tmp_path / "plain.json", "--seeds", 3)]
+    code, printed = launch.fork(2, words, launch.environment())
+    assert code == 0, printed[-6000:]
     assert json.loads((tmp_path / "plain.json").read_text())["results"]["pos"]["en"]["sup"] > 0.5
     assert "find_unused_parameters" not in printed and "Warning" not in printed

@@ -104,28 +104,6 @@ def test_phases_may_change_where_the_saved_state_stays(demo: Path, parent: Path,
         assert (going_on.fixed_by_phases(some) == going_on.fixed_by_phases(some | {"phases": phases})) == same
 
 
-@pytest.mark.slow
-def test_a_fork_with_a_plan_is_the_run_that_had_it(demo: Path, tmp_path: Path) -> None:
-    """A fork of a run without phases, at the end of a first phase that changes nothing, is equal to the last bit."""
-    phases = (
-        "phases=[{until: 6}, {until: 8, data.alpha: 0.2, streams.mlm.samples: 5, model.dropout: 0.2}, "
-        "{until: 1.0, data.languages: [en, xx], streams.mlm.tokens: 900, streams.tlm.mask_prob: 0.3, train.lr: 0.001}]"
-    )
-
-    def start(out: Path, *sets: str, more: tuple[str, ...] = ()) -> list[str]:
-        often = ["checkpoint.every=3", "checkpoint.keep=9", *sets]
-        return arguments(demo, out, "--steps", "10", "--trace", *more, "--set", *often)
-
-    run, planned, forked = (tmp_path / name for name in ("run", "planned", "forked"))
-    runs = [start(run), start(planned, phases), start(forked, phases, more=("--fork", f"{run}@6"))]
-    (tmp_path / "list.json").write_text(json.dumps(runs))
-    launch.run(2, [str(tmp_path / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
-    assert launch.without_times(forked) == [entry for entry in launch.without_times(planned) if entry["step"] > 6]
-    assert launch.trace(forked) == {key: of for key, of in launch.trace(planned).items() if key[0] > 6}
-    same_checkpoint(planned / "checkpoints/step_00000010", forked / "checkpoints/step_00000010")
-    assert launch.without_times(forked)[-1]["loss"] != launch.without_times(run)[-1]["loss"]
-
-
 def test_streams_may_not_end(demo: Path, parent: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"streams\.mlm: was .*, is now None"):
         begin(demo, tmp_path, parent, "streams.ppa.samples=8", recipe="ppa")
@@ -149,30 +127,30 @@ def test_ancestors_are_kept_and_reported(demo: Path, parent: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_fork_with_nothing_changed_is_the_run(demo: Path, tmp_path: Path) -> None:
-    """Metrics, records, weights, optimizer, queue: to the last bit. With another lr it reads the same records; killed
-    and started again by the same command, it goes on."""
-    often = ["checkpoint.every=3", "checkpoint.keep=9", "train.measure_every=2"]
-
-    def start(out: Path, *more: str, steps: int = 10) -> list[str]:
-        return arguments(demo, out, "--steps", str(steps), "--trace", *more, "--set", *often)
-
-    run, same, decay = (tmp_path / name for name in ("run", "same", "decay"))
-    launch.run(2, start(run))
-    launch.run(2, start(same, "--fork", f"{run}@6"))
-    from_there = [entry for entry in launch.without_times(run) if entry["step"] > 6]
-    assert len(from_there) == 4 and launch.without_times(same) == from_there
-    assert launch.trace(same) == {key: of for key, of in launch.trace(run).items() if key[0] > 6}
-    for step in (6, 10):
-        same_checkpoint(run / f"checkpoints/step_{step:08d}", same / f"checkpoints/step_{step:08d}")
-
-    lower = start(decay, "--fork", f"{run}@6", "--set", "train.lr=0.0001")
-    launch.try_run(2, [*lower, "train.time_limit=0.0001"])
-    assert 6 < json.loads((decay / "status.json").read_text())["step"] < 10
-    launch.run(2, lower)
-    found = launch.without_times(decay)
-    assert [entry["step"] for entry in found] == [7, 8, 9, 10] and launch.trace(decay) == launch.trace(same)
-    assert [entry["lr"] for entry in found] == pytest.approx([entry["lr"] * 0.0001 / 0.002 for entry in from_there])
-    assert found[0]["loss"] == from_there[0]["loss"] and found[-1]["loss"] != from_there[-1]["loss"]
+    """Metrics, records, weights, optimizer, queue: to the last bit. With another lr it reads the same records. A fork
+    with phases, at the end of a first phase that changes nothing, is the run that had them from its start."""
+    run, same, decay, planned, forked = (tmp_path / name for name in ("run", "same", "decay", "planned", "forked"))
+    phases = (
+        "phases=[{until: 6}, {until: 8, data.alpha: 0.2, streams.mlm.samples: 5, model.dropout: 0.2}, "
+        "{until: 1.0, data.languages: [en, xx], streams.mlm.tokens: 900, streams.tlm.mask_prob: 0.3, train.lr: 0.001}]"
+    )
+    often, beside = ("checkpoint.every=3", "checkpoint.keep=9", "train.measure_every=2"), ("--fork", f"{run}@6")
+    runs = [(run, (), ()), (same, beside, ()), (decay, beside, ("train.lr=0.0001",))]
+    runs += [(planned, (), (phases,)), (forked, beside, (phases,))]
+    head = ("--steps", "10", "--trace")
+    launch.run_all(2, tmp_path, [arguments(demo, o, *head, *more, "--set", *often, *sets) for o, more, sets in runs])
+    for ours, theirs in ((same, run), (forked, planned)):
+        from_there = [entry for entry in launch.without_times(theirs) if entry["step"] > 6]
+        assert len(from_there) == 4 and launch.without_times(ours) == from_there
+        assert launch.trace(ours) == {key: of for key, of in launch.trace(theirs).items() if key[0] > 6}
+        same_checkpoint(theirs / "checkpoints/step_00000010", ours / "checkpoints/step_00000010")
+    same_checkpoint(run / "checkpoints/step_00000006", same / "checkpoints/step_00000006")
+    found, expected = launch.without_times(decay), launch.without_times(same)
+    assert launch.trace(decay) == launch.trace(same)
+    assert [entry["lr"] for entry in found] == pytest.approx([entry["lr"] * 0.0001 / 0.002 for entry in expected])
+    for other in (found, launch.without_times(forked)):
+        assert other[-1]["loss"] != expected[-1]["loss"]
+    assert found[0]["loss"] == expected[0]["loss"]
     assert json.loads((decay / "ancestry.json").read_text())[0]["changed"] == [
         "recipe.train.lr: was 0.002, is now 0.0001"
     ]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from tests.triton_kernel import compiled, fenced, memory_instructions, run_python
+from tests.triton_kernel import compiled, fenced, memory_instructions
 from xscale.ops import masked_ce
 from xscale.ops import masked_ce_triton as kernel
 from xscale.ops.masked_ce import ROWS, chunk_rows, masked_cross_entropy
@@ -259,13 +259,12 @@ def weights_of(m: int, seed: int = 0) -> Tensor:
     return torch.where(drawn < 1 / 3, 0.0, drawn)
 
 
-OPTIONS = [(0.0, 0.0), (0.2, 0.0), (0.0, 0.03), (0.1, 1e-3)]
-
-
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("weights", [True, False], ids=["weights", "no weights"])
-@pytest.mark.parametrize(("label_smoothing", "z_loss"), OPTIONS)
-@pytest.mark.parametrize("m", [0, 1, ROWS - 1, ROWS, ROWS + 1, 4000])
+@pytest.mark.parametrize(
+    ("label_smoothing", "z_loss", "weights", "bias"),
+    [(0.0, 0.0, False, True), (0.0, 0.0, True, False), (0.2, 0.0, True, True), (0.0, 0.03, False, False),
+     (0.1, 1e-3, True, True)],
+)  # fmt: skip
+@pytest.mark.parametrize("m", [0, 1, ROWS, ROWS + 1, 4000])
 def test_equals_plain_in_fp64(m: int, label_smoothing: float, z_loss: float, weights: bool, bias: bool) -> None:
     """Also of several chunks; each row's own loss is the same with weights and without."""
     arguments = inputs(m, bias=bias)
@@ -279,15 +278,6 @@ def test_equals_plain_in_fp64(m: int, label_smoothing: float, z_loss: float, wei
     atol = 1e-12 if not weights and (label_smoothing, z_loss) == (0.0, 0.0) else 1e-11
     for mine, other in zip(gradients(loss, arguments, 0.37), gradients(expected, arguments, 0.37), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=atol)
-
-
-def test_no_rows_give_every_leaf_a_zero_gradient() -> None:
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        arguments = inputs(0, dtype)
-        loss, losses, right = masked_cross_entropy(*arguments, 0.1, 0.01, torch.ones(0), 5.0)
-        assert loss == 0 and losses.shape == right.shape == (0,)
-        for leaf, gradient in zip(arguments[:3], gradients(loss, arguments), strict=True):
-            assert gradient.shape == leaf.shape and gradient.eq(0).all()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -456,7 +446,7 @@ def test_a_tied_weight_gets_both_gradients() -> None:
 # 5. Chunks
 
 
-@pytest.mark.parametrize("m", [1, 700, ROWS, ROWS + 1, 2560, 5000])
+@pytest.mark.parametrize("m", [1, ROWS + 1, 5000])
 def test_logits_never_exist_whole(m: int) -> None:
     """No tensor has more than ROWS * V numbers, and no chunk is small; nor does the host wait for a value."""
     arguments = inputs(m, torch.float32, v=300)
@@ -511,18 +501,14 @@ def test_reruns_are_bit_identical() -> None:
 # 6. The CUDA kernel: interpreted in a process of its own, and compiled ahead
 
 
-def test_the_interpreted_kernel_is_plain_torch() -> None:
-    run_python("import tests.test_masked_ce as t; t.interpret()", TRITON_INTERPRET="1")
-
-
 def interpret() -> None:
     """Losses, hits and the gradient in the logits' place; several turns of a program's loop, and any end."""
     torch.manual_seed(0)
     block = kernel.LAUNCH["BLOCK"]
-    options = [(0.0, 0.0), (0.2, 0.0), (0.0, 0.03), (0.1, 1e-4)]
-    sizes, dtypes = (61, block, 2 * block + 1), (torch.float32, torch.float16, torch.bfloat16)
-    for number, (v, dtype) in enumerate(product(sizes, dtypes)):
-        smoothing, z_loss = options[number % 4]
+    for v, dtype, smoothing, z_loss in (
+        (61, torch.float32, 0.0, 0.0), (block, torch.float16, 0.2, 0.0), (2 * block + 1, torch.bfloat16, 0.0, 0.03),
+        (2 * block + 1, torch.float32, 0.1, 1e-4),
+    ):  # fmt: skip
         for bias in (None, torch.randn(v).to(dtype)):
             logits, labels = (3 * torch.randn(4, v)).to(dtype), torch.randint(v, (4,))
             labels[:2] = torch.tensor([v - 1, int((logits[1] + (0 if bias is None else bias)).argmax())])
@@ -582,9 +568,10 @@ def strided(logits: Tensor) -> Tensor:
     return fenced(padded)[:, :columns]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize(
+    ("arch", "dtype", "smooth"),
+    [(80, torch.float16, True), (90, torch.float16, False), (90, torch.bfloat16, True), (90, torch.float32, False)],
+)
 def test_the_compiled_kernel_moves_16_bytes_a_lane(dtype: torch.dtype, arch: int, smooth: bool, tmp_path: Path) -> None:
     """Logits, bias and gradient, for an odd vocabulary; nothing is spilled or added atomically; a row's place is
     computed in 64 bits."""

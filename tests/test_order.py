@@ -112,13 +112,6 @@ def test_any_splitting_gives_the_same_order(counts: list[int], window: int, data
             assert list(zip(shard.tolist(), record.tolist(), strict=True)) == whole[start:stop]
 
 
-def test_one_by_one_equals_at_once() -> None:
-    counts = [17, 5, 30, 9, 22]
-    order = EpochOrder(np.array(counts), SEED, 3, 25)
-    singles = [tuple(int(array[0]) for array in locate(order, i, i + 1)) for i in range(sum(counts))]
-    assert singles == places(counts, epoch=3, window=25)
-
-
 @settings(max_examples=60, deadline=None)
 @given(counts_of_shards, windows, st.integers(0, 50))
 def test_a_shard_lies_in_one_window(counts: list[int], window: int, epoch: int) -> None:

@@ -1,6 +1,5 @@
 """recipes/paper: the papers' numbers, and that each recipe runs."""
 
-import json
 import math
 import re
 from dataclasses import replace
@@ -199,8 +198,7 @@ def test_each_trains_on_the_demo_corpus(demo: Path, tmp_path: Path) -> None:
         sets += ["train.steps=3" if recipe.train.epochs is None else "train.epochs=0.12"]
         out = ["--out", str(tmp_path / name), "--data", *(str(demo / d) for d in ("mono_en", "mono_xx", "pairs"))]
         listed.append(["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", name, *out, "--set", *sets])
-    (tmp_path / "list.json").write_text(json.dumps(listed))
-    launch.run(2, [str(tmp_path / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"), timeout=600)
+    launch.run_all(2, tmp_path, listed)
     for name in NAMES:
         entries = launch.metrics(tmp_path / name)
         assert [entry["step"] for entry in entries] == [1, 2, 3], name

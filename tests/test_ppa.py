@@ -13,16 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from tests import launch
 from tests.plain import ids_of, part_of, sequences_of
 from tests.rows import CPU, FILLER, LONGEST, OneStream, PlainEngine, assert_same_gradients, gradients, sums
 from tests.rows import one_thread as one_thread
 from xscale import export, rng
-from xscale.config import RECIPES, load_recipe
+from xscale.config import load_recipe
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example
@@ -255,7 +253,7 @@ def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
         parts.auxiliary_state.of_step = None
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_one_vector_for_all_sentences_is_never_right(seed: int) -> None:
     """As random weights' [CLS]: the products of equal vectors differ by how they are added up, which is no accuracy."""
     torch.manual_seed(seed)
@@ -375,28 +373,6 @@ def test_an_encoder_in_evaluation_has_keys_without_dropout(tokenizer: Tokenizer)
 # Momentum encoder
 
 
-def test_update_is_the_equation(tokenizer: Tokenizer) -> None:
-    """theta_k = m theta_k + (1 - m) theta_q for every weight and none of the query's; buffers are copied."""
-    encoder = build(tokenizer).double()
-    projection = ppa.Projection(encoder.width, 9, True).double()
-    encoder.lm.base_model.register_buffer("counter", torch.zeros(3))
-    key = MomentumEncoder(encoder, projection, 0.9)
-    for round_ in range(3):
-        with torch.no_grad():
-            for parameter in [*encoder.parameters(), *projection.parameters()]:
-                parameter += torch.randn_like(parameter)
-            encoder.lm.base_model.counter += 1
-        query = [*encoder.lm.base_model.parameters(), *projection.parameters()]
-        kept = [q.clone() for q in query]
-        expected = [0.9 * k + 0.1 * q for k, q in zip(key.masters.parameters(), query, strict=True)]
-        key.update()
-        for ours, theirs in zip(key.masters.parameters(), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-        assert all(torch.equal(a, b) for a, b in zip(query, kept, strict=True))
-        assert key.masters[0].lm.counter.tolist() == [round_ + 1.0] * 3
-    assert not any(parameter.requires_grad for parameter in key.masters.parameters())
-
-
 def test_the_momentum_rises_over_the_run(demo: Path) -> None:
     """Of a step's number and the run's alone: through skipped steps, after a resume, and with a longer schedule."""
     ramp = ["streams.ppa.momentum=0.5", "streams.ppa.momentum_ramp=0.9", "streams.ppa.prefill=false"]
@@ -493,13 +469,13 @@ def test_saved_state_is_exact(tokenizer: Tokenizer) -> None:
             step(fresh)
 
 
-def same_state(a: Any, b: Any, tolerance: float = 0.0) -> None:
+def same_state(a: Any, b: Any) -> None:
     if isinstance(a, dict):
         assert a.keys() == b.keys()
         for name in a:
-            same_state(a[name], b[name], tolerance)
+            same_state(a[name], b[name])
     elif isinstance(a, Tensor):
-        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
     else:
         assert a == b
 
@@ -523,23 +499,18 @@ def warm_up_queues(engine: PlainEngine, run_spec: RunSpec, process: Process) -> 
     prefilling.warm_up_queues(engine.module, run_spec, process, torch.device("cpu"))
 
 
-def run_steps(run_spec: RunSpec, process: Process, steps: int, skip: set[int], check: Any = None) -> dict[str, Any]:
-    """Prefill and some steps of the recipe; the companion's final state."""
+def run_steps(run_spec: RunSpec, steps: int, skip: set[int], check: Any) -> None:
+    """Prefill and some steps of the recipe."""
+    process = Process(0, 1, 0, 1)
     engine = PlainEngine(StepModule(run_spec.encoder(), run_spec.recipe), skip)
     moco = engine.module.auxiliary_states["ppa"]
     warm_up_queues(engine, run_spec, process)
     for batch in run_spec.batches(process, "cpu", initial_state(run_spec.specs), steps):
         before = copy.deepcopy(moco.state_dict())
         totals = {("ppa", "moco"): 7, ("ppa", "tlm"): 50}
-        place = {"step": batch.step, "rank": process.rank, "world": process.world}
-        found, _ = optimizer_step(engine, run_spec.recipe, batch.rows, totals, **place)
-        if check:
-            check(batch, before, engine)
-    among = [of.name in ("contrastive_accuracy_step", "sentence_cosine") for of in found.reported]
-    if dist.is_initialized():
-        dist.all_reduce(found.values_K)
-    assert sum(among) == 2
-    return moco.state_dict() | {"among the step's keys": found.values_K[torch.tensor(among)]}
+        found, _ = optimizer_step(engine, run_spec.recipe, batch.rows, totals, step=batch.step, rank=0, world=1)
+        check(batch, before, engine)
+    assert {"contrastive_accuracy_step", "sentence_cosine"} <= {of.name for of in found.reported}
 
 
 def test_momentum_moves_once_per_applied_step(demo: Path) -> None:
@@ -561,7 +532,7 @@ def test_momentum_moves_once_per_applied_step(demo: Path) -> None:
         assert moco.queue.next == (before["queue"]["next"] + 7) % 17
         applied.append(not skipped)
 
-    run_steps(make_job(demo), Process(0, 1, 0, 1), 5, {1, 3}, check)
+    run_steps(make_job(demo), 5, {1, 3}, check)
     assert applied == [True, False, True, False, True]
 
 
@@ -608,7 +579,7 @@ def test_no_prefill_where_not_wanted(demo: Path) -> None:
     def check(batch: Any, before: dict, engine: PlainEngine) -> None:
         assert before["queue"]["filled"] == min(7 * batch.step, 17)
 
-    run_steps(run_spec, Process(0, 1, 0, 1), 3, set(), check)
+    run_steps(run_spec, 3, set(), check)
 
 
 def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -643,56 +614,7 @@ def test_zero_stage_3_is_refused(demo: Path) -> None:
         build_engine(StepModule(run_spec.encoder(), run_spec.recipe), {"zero_optimization": {"stage": 3}})
 
 
-def test_recipes_are_the_papers() -> None:
-    options = {name: o.options for name, o in OBJECTIVES.items()}
-    recipes = {p.stem: load_recipe(p.stem, [], options) for p in RECIPES.glob("ppa*.yaml")}
-    full = recipes["ppa"]
-    short = ppa.PpaOptions(momentum=0.99, momentum_ramp=0.999)  # the paper trains for longer
-    assert full.streams["ppa"].options == short and full.streams["ppa"].samples == 128
-    assert (full.train.warmup, full.train.weight_decay, full.data.max_length) == (0.1, 0.01, 128)
-    changes = {
-        "ppa_no_moco": {"moco_weight": 0.0, "momentum": 0.999, "momentum_ramp": None},
-        "ppa_no_tlm": {"tlm_weight": 0.0},
-        "ppa_mlm": {"replace_tlm_with_mlm": True},
-    }
-    for name, change in changes.items():
-        stream = replace(full.streams["ppa"], options=replace(short, **change))
-        assert recipes[name] == replace(full, streams={"ppa": stream})
-
-
-# Several processes
-
-
-def _rank(rank: int, world: int, port: int, demo: Path, out: Path) -> None:
-    torch.set_num_threads(1)
-    if world > 1:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    state = run_steps(make_job(demo), Process(rank, world, rank, world), 4, {2})
-    torch.save(state, out / f"{world}-{rank}.pt")
-    if world > 1:
-        dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_ranks_hold_what_one_holds(demo: Path, tmp_path: Path) -> None:
-    """Prefill, three applied steps and a skipped one, 7 samples over 2 ranks: equal bits on both, one rank's values."""
-    spawn(_rank, (2, launch.free_port(), demo, tmp_path), nprocs=2)
-    _rank(0, 1, 0, demo, tmp_path)
-    first, second, alone = (torch.load(tmp_path / f"{name}.pt") for name in ("2-0", "2-1", "1-0"))
-    same_state(first, second)
-    same_state(first, alone, tolerance=5e-5)  # in fp64 5e-14: four steps of SGD widen the rounding of fp32
-    assert alone["step"] == 4
-
-
-@pytest.mark.slow
-def test_a_run_warns_of_vectors_that_hardly_differ(demo: Path, tmp_path: Path) -> None:
-    """[CLS] of random weights, which the recipe would start otherwise."""
-    sets = [*SETS, "streams.ppa.tlm_weight=0", "model.attention_gain=null"]
-    common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "ppa", "--data", str(demo), "--steps", "25"]
-    launch.run(1, [*common, "--out", str(tmp_path), "--set", *sets])
-    (line,) = [line for line in (tmp_path / "run.log").read_text().splitlines() if "hardly differ" in line]
-    assert "streams.ppa.pooling=mean" in line
-    assert min(entry["sentence_cosine/ppa"] for entry in launch.metrics(tmp_path)) > 0.99
+# A whole run
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from data_tools import write_shards
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
-from tests import launch
 from xscale import train
 from xscale.config import EvalTask
 from xscale.data import order, remote
@@ -185,7 +184,7 @@ def test_sources_are_those_of_the_disk(corpus: Path, url: str, tmp_path: Path) -
         find_sources([f"{url}/nothing"], cache)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("url", "workers"), [("http", 2), ("memory", 0)], indirect=["url"])
 def test_a_run_consumes_what_it_would_from_disk(
     corpus: Path, url: str, demo: Path, tmp_path: Path, workers: int
 ) -> None:
@@ -196,6 +195,7 @@ def test_a_run_consumes_what_it_would_from_disk(
     assert keys(near) == keys(far)
 
 
+@over_http
 @pytest.mark.parametrize("fault", [*FAULTS, "lie"])
 @pytest.mark.parametrize("name", ["index.json", "entries", "tar"])
 def test_a_server_that_recovers(
@@ -213,6 +213,7 @@ def test_a_server_that_recovers(
     assert all(f"{url}/en-xx/{name}" in line for line in lines)
 
 
+@over_http
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_that_does_not_recover(
     url: str, faults: Faults, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
@@ -376,19 +377,3 @@ def test_the_planner_fetches_ahead(url: str, demo: Path, tmp_path: Path) -> None
     while len([path for path in files_of(Cache(tmp_path, 0)) if path.suffix == ".tar"]) < 12:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-@pytest.mark.slow
-@over_http
-def test_a_run_of_two_ranks_equals_that_from_disk(
-    corpus: Path, url: str, faults: Faults, demo: Path, tmp_path: Path
-) -> None:
-    """Losses and records are equal bit for bit, though each file's first answers are damaged."""
-    faults.next = {path.name: ["fail", "cut", ""] for path in corpus.rglob("*.tar")} | {"entries": ["flip", ""]}
-    sets = [f"model.tokenizer={demo / 'tokenizer'}", f"data.cache={tmp_path / 'cache'}", "streams.tlm.samples=40"]
-    for name, data in (("near", str(corpus)), ("far", url)):
-        run = ["--ds_config", "zero2_cpu", "--recipe", "xlm", "--steps", "8", "--trace", "--out", str(tmp_path / name)]
-        launch.run(2, [*run, "--data", data, "--set", "streams.mlm.samples=10", *sets])
-    assert launch.without_times(tmp_path / "far") == launch.without_times(tmp_path / "near")
-    assert launch.trace(tmp_path / "far") == launch.trace(tmp_path / "near")
-    assert all(faults.asked[path.name] == 3 for path in corpus.rglob("*.tar"))

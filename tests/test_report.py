@@ -189,7 +189,7 @@ def test_a_curve_is_drawn_as_the_file_has_it(one: tuple[Path, list[Entry]]) -> N
         assert np.abs(slope * data_N + shift - drawn_N).max() < 0.11 and abs(slope) > 1
 
 
-@pytest.mark.parametrize("steps", [151, 1000, 1234])
+@pytest.mark.parametrize("steps", [151, 1234])
 def test_thinned_curves_are_means_least_and_largest_of_each_column(steps: int) -> None:
     draw = np.random.default_rng(1)
     values = draw.normal(size=steps)
@@ -210,20 +210,19 @@ def test_thinned_curves_are_means_least_and_largest_of_each_column(steps: int) -
     assert few["mean"].equals(pd.Series(values[:150], at[:150]))
 
 
-@pytest.mark.parametrize("languages", [4, 100])
-def test_the_page_of_a_long_run_is_small(languages: int) -> None:
+def test_the_page_of_a_long_run_is_small() -> None:
     """Few charts come before the first fold; beyond eight languages the worst have a panel each."""
-    draw, at = np.random.default_rng(2), np.arange(1, 20_001)
+    draw, at = np.random.default_rng(2), np.arange(1, 5_001)
     names = ["loss", "lr", "grad_norm", "tokens_per_s", "step_s", "tokens", "samples"]
     names += [f"{q}/{s}" for s in ("mlm", "tlm", "alignlm") for q in ("loss", "accuracy", "count")]
-    names += [f"{q}/mlm/l{n:02d}" for n in range(languages) for q in ("loss", "count")]
+    names += [f"{q}/mlm/l{n:02d}" for n in range(30) for q in ("loss", "count")]
     metrics = {name: pd.Series(1e4 / at + draw.uniform(1, 2, len(at)) + n / 5, at) for n, name in enumerate(names)}
     text = page([Run("a", "a", metrics, {}, [], {}, {})], [], Pictures())
     assert len(text) < 1_000_000
     before_fold = text.partition("<details")[0]
     assert before_fold.count("<svg") <= 12 and "by language" in before_fold
     labels = re.findall(r">(l\d\d)<", before_fold)
-    assert {*labels} == {f"l{n:02d}" for n in (range(4) if languages == 4 else range(76, 100))}
+    assert {*labels} == {f"l{n:02d}" for n in range(6, 30)}
 
 
 def test_runs_of_every_kind_have_a_page(tmp_path: Path, one: tuple[Path, list[Entry]]) -> None:
@@ -239,13 +238,12 @@ def test_runs_of_every_kind_have_a_page(tmp_path: Path, one: tuple[Path, list[En
     (folders[0] / "status.json").unlink()
     with (folders[3] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 900, "loss": 777')
-    for folder in folders:
-        page_of(folder, out=tmp_path / "single.html")
+    alone = [page_of(folder, out=tmp_path / "single.html")[0] for folder in folders]
     text, parsed = page_of(*folders, one[0], out=tmp_path / "all.html")
     assert "777" not in text
     assert [cell for cell, _ in parsed.row("loss")[::4]] == ["3", "–", "–", "1", f"{one[1][-1]['loss']:.4g}"]
     assert [cell for cell, _ in parsed.row("loss/ppa")[::4]] == ["–", "–", "–", "901", "–"]
-    assert "No step has been written yet" in (page_of(folders[1], out=tmp_path / "single.html")[0])
+    assert "No step has been written yet" in alone[1]
 
 
 def test_pictures_are_written_too(tmp_path: Path) -> None:
@@ -254,29 +252,6 @@ def test_pictures_are_written_too(tmp_path: Path) -> None:
     pictures = sorted((tmp_path / "png").iterdir())
     assert [path.name[:4] for path in pictures] == ["001-", "002-"]
     assert parsed.tags["svg"] == 2 and all(path.read_bytes()[:4] == b"\x89PNG" for path in pictures)
-
-
-def test_runs_share_a_panel_for_each_language(one: tuple[Path, list[Entry]]) -> None:
-    """Several runs have a panel for each language, and a run has one look even where another has no such line."""
-    (run,) = read_runs([one[0]])
-    other = Run("two", "two", {"loss/mlm/de": run.metrics["loss/mlm/de"]}, {}, [], {}, {})
-    (chart,) = (c for c in curves.metric_sections([run, other])[curves.LANGUAGES] if "mlm" in c.title and c.better)
-    assert chart.better == -1 and {*chart.lines} == {"en", "de"} and chart.lines["en"][1] is None
-    svg, _ = Pictures().chart(chart)
-    late = {language: np.mean([e[f"loss/mlm/{language}"] for e in one[1][-3:]]) for language in ("en", "de")}
-    assert [text for text in re.findall(r">(\w+)</text>", svg) if text in late] == sorted(late, key=late.__getitem__)[
-        ::-1
-    ]
-    (alone,) = curves.metric_sections([other])[curves.LANGUAGES]
-    assert "#c2410c" in svg and "#c2410c" not in Pictures().chart(alone)[0]
-
-
-def test_noise_does_not_fill_the_axis() -> None:
-    """An axis spans at least 5 % of its numbers."""
-    values = pd.Series(100 + np.random.default_rng(6).uniform(-0.1, 0.1, 30), range(30))
-    svg, _ = Pictures().chart(curves.Chart("x", {"all": [values]}, ["a"]))
-    ticks = [float(text) for text in re.findall(r">([\d.]+)</text>", svg) if float(text) > 50]
-    assert max(ticks) - min(ticks) >= 2
 
 
 STEPS = {8: (0.5, 0.4, 0.55), 16: (0.6, 0.52, 0.7), 24: (0.8, 0.75, 0.83)}
@@ -316,7 +291,7 @@ def paths_of(svg: str, colour: str) -> tuple[list[np.ndarray], list[np.ndarray]]
     return lines, bands
 
 
-@pytest.mark.parametrize("lines", [1, 4, 5])
+@pytest.mark.parametrize("lines", [1, 5])
 def test_intervals_are_drawn_where_they_are(tmp_path: Path, lines: int) -> None:
     """A band has the ends of the intervals of all steps, and a bar those of the last; five lines have only bars."""
     shifts = {f"en-x{n}": -n / 50 for n in range(lines)}
@@ -444,11 +419,9 @@ def test_means_over_languages(tmp_path: Path) -> None:
 # Several runs
 
 
-def test_a_run_is_watched_until_it_ends(
-    one: tuple[Path, list[Entry]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_run_is_watched_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """The page is written again while the run goes on, and a browser reads it again; the last page stands still."""
-    folder, _ = one
+    folder = make_run(tmp_path / "run", [{"step": 1, "loss": 1.0}])
     (folder / "status.json").write_text('{"status": "running"}')
     out, seen = tmp_path / "page.html", list[bool]()
 
@@ -498,18 +471,6 @@ def test_what_has_a_best_value(tmp_path: Path) -> None:
     assert found["aer aer, en-de"] == [0.3, 1] and found["aer f1, en-de"] == [0.7, 1] and found["loss"] == [2.0, 2]
     (loss,) = (row[1:3] for row in table.rows if row[0] == "loss")
     assert [tables.number(cell) for cell in loss] == ["NaN", "NaN"]
-
-
-def test_evaluations_that_differ_are_told_apart_by_name(tmp_path: Path) -> None:
-    tasks = [{"name": "heldout", "limit": 5}, {"name": "retrieval", "limit": 7}]
-    folders = [
-        make_run(tmp_path / name, [{"step": 1, "loss": 1.0}], eval={"every": 5, "tasks": given})
-        for name, given in (("a", tasks), ("b", [{"name": "heldout", "limit": 6}]))
-    ]
-    assert [row for row in tables.differing(read_runs(folders)).rows if row[0].endswith("limit")] == [
-        ["eval.tasks.heldout.limit", "5", "6"],
-        ["eval.tasks.retrieval.limit", "7", "absent"],
-    ]
 
 
 def test_what_hooks_have_measured(tmp_path: Path, capsys: Any) -> None:
@@ -630,18 +591,6 @@ def test_retrieval_by_layer(tmp_path: Path) -> None:
     assert chart.lines["en-de mean"][0].to_dict() == {0: 0.0, 1: 0.1, 2: 0.2, 10: 1.0}
     (both,) = curves.layer_charts(read_scores(paths))
     assert both.names == ["a", "b"] and all(len(of_models) == 2 for of_models in both.lines.values())
-
-
-def test_directions_of_all_pairs_share_a_column(tmp_path: Path) -> None:
-    rows = {
-        f"{a}-{b} mean": {f"{a}->{b}": 0.1, f"{b}->{a} trained": 0.2, "accuracy": 0.3}
-        for a, b in (("en", "de"), ("fr", "zh-Hans"))
-    }
-    (tmp_path / "s.json").write_text(json.dumps({"model": "m", "results": {"alignment": rows}}))
-    (table,) = tables.score_tables(read_scores([tmp_path / "s.json"]))
-    assert table.head == ["model", "", "→", "← trained", "accuracy"]
-    named = [*rows, "mean over 2 languages, mean"]
-    assert table.rows == [["m", name, *map(pytest.approx, (0.1, 0.2, 0.3))] for name in named]
 
 
 def test_what_failed_is_said(tmp_path: Path) -> None:
@@ -839,15 +788,14 @@ def test_files_of_another_shape_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_a_full_disk_is_the_machines(
-    one: tuple[Path, list[Entry]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, full: bool
-) -> None:
+def test_a_full_disk_is_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, full: bool) -> None:
     def fail(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path)) if full else OSError(errno.EBADF, "ours")
 
     monkeypatch.setattr("xscale.files.write_text", fail)
     with nullcontext() if full else pytest.raises(OSError, match="ours"):
-        assert command.main([str(one[0]), "--out", str(tmp_path / "r.html")]) == 4
+        run = make_run(tmp_path / "run", [{"step": 1, "loss": 1.0}])
+        assert command.main([str(run), "--out", str(tmp_path / "r.html")]) == 4
         assert "r.html: No space left on device; fix that" in capsys.readouterr().err
 
 

@@ -357,32 +357,6 @@ def test_an_epoch_is_every_token_once(shards, words: Tokenizer) -> None:
     assert lengths.mean() > 0.55 * LENGTH and len([s for s in found if s[0] in long]) >= 2600 // (LENGTH - 2)
 
 
-def test_a_step_is_the_same_on_any_ranks(shards, words: Tokenizer) -> None:
-    """Down to the masks, which no two sequences share."""
-    source, _ = shards
-    runs = [Run(source, words, *cut) for cut in ((1, 4096), (3, 200), (2, 64))]
-    seen = []
-    for _ in range(12):
-        one, *others = [run.step() for run in runs]
-        assert all(other == one for other in others)
-        seen += [masked for sequence, masked in one if len(sequence) > 40]
-    assert len(set(seen)) > 0.97 * len(seen)
-
-
-def test_a_resume_goes_on_with_the_next_sample(shards, words: Tokenizer) -> None:
-    source, _ = shards
-    whole = Run(source, words)
-    steps = []
-    while whole.position[0] < 1:
-        state = json.dumps(whole.ranks[0].state)
-        steps.append((state, whole.step()))
-    for state, expected in steps[:: len(steps) // 5]:
-        again = Run(source, words, world=2)
-        for rank in again.ranks:
-            rank.state = json.loads(state)
-        assert again.step() == expected
-
-
 def test_long_lines_train(tmp_path: Path, words: Tokenizer) -> None:
     """Documents of 2,600 words a line, without punctuation: all is read, in samples of bounded size."""
     made = [[list(range(n * 2600, (n + 1) * 2600))] for n in range(12)]

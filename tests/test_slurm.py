@@ -77,13 +77,13 @@ def same_run(ours: Path, theirs: Path) -> None:
     same_checkpoint(ours / last, theirs / last)
 
 
-def test_three_preemptions_leave_no_trace(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:
-    """Of a run on two nodes: while it imports, and twice while it trains. One requeue a signal, and the end of an
+def test_two_preemptions_leave_no_trace(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:
+    """Of a run on two nodes: while it imports, and while it trains. One requeue a signal, and the end of an
     undisturbed run bit for bit."""
     out, output = tmp_path / "run", tmp_path / "job.out"
     job = submit(slurm, output, "pretrain", *arguments(demo, out))
     stops = [0]
-    for start, step in enumerate((0, 8, 30)):
+    for start, step in enumerate((0, 20)):
         wait_for(lambda: f"{job}.{0}" in slurm.run("squeue", "-h", "-s", "-o", "%i"), 60, slurm.logs)
         if step:
             wait_for_step(out, step, slurm, output)
@@ -97,16 +97,16 @@ def test_three_preemptions_leave_no_trace(slurm: Cluster, demo: Path, reference:
             stops.append(told["step"])
         release(slurm, job)
     found = wait_for_state(slurm, job, "COMPLETED", output)
-    assert found["Restarts"] == "3" and found["ExitCode"] == "0:0"
+    assert found["Restarts"] == "2" and found["ExitCode"] == "0:0"
     assert {"status": "done", "code": 0, "step": STEPS}.items() <= status(out).items()
     same_run(out, reference)
     starts = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
-    assert {start["job"] for start in starts} == {str(job)} and [start["step"] for start in starts[-3:]] == stops
+    assert {start["job"] for start in starts} == {str(job)} and [start["step"] for start in starts[-2:]] == stops
     assert all(start["revision"] for start in starts) == (launch.ROOT / ".git").exists()
     for rank in (0, 1):
         log = (out / "logs" / f"rank{rank}.log").read_text()
-        assert log.count("stopped at step") >= 2 and log.count(f"done: {STEPS} steps") == 1
-    assert output.read_text().count("start 1, on") == output.read_text().count("start 4, on") == 1  # appended to
+        assert log.count("stopped at step") >= 1 and log.count(f"done: {STEPS} steps") == 1
+    assert output.read_text().count("start 1, on") == output.read_text().count("start 3, on") == 1  # appended to
 
 
 def release(slurm: Cluster, job: int) -> None:
@@ -155,19 +155,6 @@ def test_the_time_limit_signals_the_run(slurm: Cluster, demo: Path, tmp_path: Pa
     found = wait_for_state(slurm, job, "CANCELLED", output)
     wait_for(lambda: status(out)["status"] == "stopped", 20, output.read_text)
     assert status(out)["why"] == "SIGTERM" and found["Restarts"] == "1" == slurm.job(job)["Restarts"]
-
-
-def test_what_the_machine_has_ended_is_tried_again(slurm: Cluster, tmp_path: Path) -> None:
-    """By the job's comment, which outlives a requeue: here once, then the job ends with its code."""
-    out, output = tmp_path / "a run", tmp_path / "job.out"
-    (out / "checkpoints").mkdir(parents=True)
-    (out / "checkpoints" / "latest").write_text("step_00000007")
-    job = submit_in(slurm, tmp_path, "exit 5", output, "--out", str(out))
-    wait_for_state(slurm, job, "PENDING", output, restarts=1)
-    release(slurm, job)
-    found = wait_for_state(slurm, job, "FAILED", output)
-    assert (found["Restarts"], found["ExitCode"]) == ("1", "5:0")
-    assert output.read_text().count("retry 1 of 1 since step_00000007") == 1
 
 
 def test_a_signal_that_the_ranks_did_not_get_is_sent_again(slurm: Cluster, tmp_path: Path) -> None:

@@ -181,11 +181,7 @@ def test_a_spike_is_left_out(demo: Path, tmp_path: Path, monkeypatch: pytest.Mon
         sets = ["streams.mlm.samples=16", "train.steps=46", "checkpoint.every=10", "checkpoint.keep=99", *fields]
         return [*head, "--plugin", "tests.poison", "--set", *sets]
 
-    def run(*lists: list[str]) -> None:
-        (tmp_path / "list.json").write_text(json.dumps(lists))
-        launch.run(2, [str(tmp_path / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
-
-    run(arguments(whole, *skip), arguments(told, "train.spikes=stop", *told_so))
+    launch.run_all(2, tmp_path, [arguments(whole, *skip), arguments(told, "train.spikes=stop", *told_so)])
     for other in (killed, stopped):
         shutil.copytree(whole, other)
         for step in (40, 46):
@@ -195,7 +191,7 @@ def test_a_spike_is_left_out(demo: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert code == 3 or "exitcode  : 3" in output, output[-3000:]
     assert f"train.skip_steps: [{FIRST}]" in output and str(stopped / "spikes.jsonl") in output
     assert json.loads((stopped / "status.json").read_text())["code"] == 3
-    run(arguments(killed, *skip), arguments(stopped, *told_so))
+    launch.run_all(2, tmp_path, [arguments(killed, *skip), arguments(stopped, *told_so)])
 
     assert [entry["step"] for entry in launch.metrics(whole) if entry.get("excluded")] == [FIRST, LAST]
     assert checkpoints.read(whole / "checkpoints/step_00000046").excluded_steps == [FIRST, LAST]

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from data_tools import write_shards
 from data_tools.demo_world import World
@@ -21,7 +20,7 @@ from data_tools.ranks import Ranks
 from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
 from tests.test_training import same_checkpoint, wait_for
-from xscale import config, export
+from xscale import config
 from xscale.config import EvalConfig, EvalTask
 from xscale.data.mixture import initial_state
 from xscale.data.shards import find_sources
@@ -262,20 +261,15 @@ WRONG = {
         [],
         r"eval\.heldout: streams\.alignlm needs word links; .*bare",
     ),
-    "kind": ("tlm", ["heldout, data: [{heldout}/en]"], [], r"eval\.heldout: no stream of the recipe reads any of en "),
     "no pairs": ("tlm", ["retrieval, data: [{heldout}/en]"], [], r"eval\.retrieval: .*/en has no pairs"),
-    "trained": ("tlm", ["heldout, data: [{demo}/pairs]"], [], r"eval\.heldout: .* is training data of this run"),
     "absent": ("tlm", ["retrieval, data: [/nope]"], [], r"^eval\.retrieval: /nope: no index\.json"),
     "torn": ("tlm", ["retrieval, data: [{odd}/torn]"], [], r"eval\.retrieval: .*torn.*bytes"),
     "no dictionary": ("tlm", ["alignment"], ["alone"], r"eval\.alignment: the run has no dictionary"),
     "stream": ("xlm", [HELDOUT], ["best=heldout/tlm en-yy/loss"], r"best: .*en-yy/loss is not .* heldout/tlm en-xx"),
-    "number": ("xlm", [HELDOUT], ["best=heldout/tlm en-xx/losss"], r"losss is not .* heldout/tlm en-xx/loss,?"),
     "term": ("xlm", [HELDOUT], ["best=heldout/mlm/loss.mlm"], r"loss\.mlm is not .* heldout/mlm/loss"),
     "too long": ("tlm", ["heldout, data: [{odd}/long]"], ["best=heldout/tlm/loss"], r"tlm/loss is not .* are none"),
     "direction": ("tlm", [RETRIEVAL], ["best=retrieval/xx-en/accuracy"], r"xx-en/accuracy is not .* retrieval/en-xx"),
-    "accuracy": ("tlm", [RETRIEVAL], ["best=retrieval/en-xx/acc"], r"en-xx/acc is not .* retrieval/en-xx/accuracy"),
     "dictionary": ("tlm", ["alignment"], ["best=alignment/en-zz/withheld"], r"en-zz/withheld is not .*alignment/en-xx"),
-    "withheld": ("tlm", ["alignment"], ["best=alignment/en-xx/seen"], r"seen is not .* alignment/en-xx/withheld"),
     "mean": (
         "tlm",
         ["heldout, data: [{heldout}, {odd}/bare]"],
@@ -546,8 +540,7 @@ def runs(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) ->
         run("hook", [retrieval], *same, f"checkpoint.hook={json.dumps(hook)}"),
         run("{step} odd", [], "train.steps=5", f"checkpoint.hook={json.dumps(odd)}"),
     ]
-    (out / "list.json").write_text(json.dumps(listed))
-    launch.run(2, [str(out / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
+    launch.run_all(2, out, listed)
     return out
 
 
@@ -571,26 +564,6 @@ def test_training_is_the_same_bit_for_bit(runs: Path) -> None:
 def test_a_resume_measures_alike(runs: Path) -> None:
     timeless = [[entry["step"], entry["results"]] for entry in evals(runs / "measured")]
     assert timeless[3:] == [[entry["step"], entry["results"]] for entry in evals(runs / "again")]
-
-
-@pytest.mark.slow
-def test_retrieval_is_that_of_the_exported_model(runs: Path, heldout: Path, tmp_path: Path) -> None:
-    """By transformers and brute force."""
-    export.export(runs / "measured" / "checkpoints" / "step_00000008", tmp_path / "hf")
-    lm = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").eval()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    (source,) = find_sources([heldout / "pairs"])
-    texts = [source.read(0, n).texts for n in range(41)]
-
-    def vector(text: str) -> torch.Tensor:
-        with torch.no_grad():
-            states = lm(**tokenizer(text, return_tensors="pt"), output_hidden_states=True).hidden_states[-1]
-        return F.normalize(states[0, 1:-1].mean(0), dim=0)
-
-    first, second = (torch.stack([vector(pair[side]) for pair in texts]) for side in (0, 1))
-    right = sum(int((first[n] @ second.T).argmax() == n) for n in range(41)) / 41
-    (found,) = evals(runs / "measured")[-1]["results"]["retrieval"].values()
-    assert found["->".join(source.langs)] == pytest.approx(right, abs=1e-9) and found["sentences"] == 41
 
 
 @pytest.mark.slow

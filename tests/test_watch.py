@@ -193,19 +193,13 @@ def test_a_run_goes_back_and_leaves_out_the_bad_step(
     monkeypatch.setenv("MALLOC_PERTURB_", "128")  # memory that nothing has written is 3.4e38
     fields = ["train.steps=9", "checkpoint.every=1", "checkpoint.keep=99", "train.rollbacks=1"]
 
-    def run(folder: Path) -> None:
-        lists = [arguments(config, demo, folder / config, *fields) for config in CONFIGS]
-        (folder / "list.json").write_text(json.dumps(lists))
-        launch.run(2, [str(folder / "list.json")], "torchrun", str(launch.ROOT / "tests" / "many_runs.py"))
-
     whole, again = tmp_path / "whole", tmp_path / "again"
-    whole.mkdir()
-    run(whole)
+    launch.run_all(2, whole, [arguments(c, demo, whole / c, *fields) for c in CONFIGS], "torchrun")
     shutil.copytree(whole, again)
     for config in CONFIGS:
         for step in (8, 9):
             shutil.rmtree(again / config / f"checkpoints/step_{step:08d}")
-    run(again)
+    launch.run_all(2, again, [arguments(c, demo, again / c, *fields) for c in CONFIGS])
     for config in CONFIGS:
         steps = {c.step: c for c in map(checkpoints.read, checkpoints.complete_steps(whole / config / "checkpoints"))}
         assert list(steps) == list(range(10)) and steps[6].excluded_steps == [] and steps[9].excluded_steps == [BAD]

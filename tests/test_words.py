@@ -4,7 +4,6 @@ and loops over the offsets of Hugging Face's tokenizers."""
 import lzma
 from pathlib import Path
 
-import numpy as np
 import pytest
 import regex
 from hypothesis import given, settings
@@ -234,22 +233,3 @@ def test_white_space_links_by_brute_force(texts: list[str], data: st.DataObject)
         expected |= found
         nothing += not found
     assert {tuple(map(int, link.split("-"))) for link in links.split()} == expected and dropped == nothing
-
-
-def test_whole_words_are_masked_whole(tokenizer) -> None:
-    """Every token of a word together; tokens of other words by themselves."""
-    from xscale.data.masking import mask_tokens
-    from xscale.data.sequences import Example, join_segments
-
-    ids, found = tokenizer.encode_words(["unbelievable, hypothetically; merchants' houses!"])
-    examples = [Example(("en",), tuple(ids), tuple(found), np.uint64(n)) for n in range(300)]
-    sequences = join_segments(tokenizer, [[(e, 0)] for e in examples], {"en": 0})
-    _, targets = mask_tokens(sequences, tokenizer, 0.4, whole_word=True)
-    masked = np.zeros(len(sequences.ids), dtype=bool)
-    masked[targets] = True
-    by_sequence = masked.reshape(300, -1)[:, 1:-1]
-    for word in range(len(found[0].is_word)):
-        own = by_sequence[:, found[0].of_token == word]
-        assert (own.all(1) | ~own.any(1)).all()
-    both = by_sequence[:, found[0].of_token == 0].any(1) & by_sequence[:, found[0].of_token == 2].any(1)
-    assert 0.05 < both.mean() < 0.3

@@ -22,16 +22,12 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "zero0": case(0, "fp32", heads="rows"),
         "zero1-fp16": case(1, "fp16", heads="rows", overflow=[6]),
-        "zero1-bf16": case(1, "bf16", heads="rows", overflow=[6, 7]),
-        "zero2": case(2, "fp32", heads="rows"),
         "zero2-bf16-sum32": case(2, "bf16", heads="rows", accumulate="fp32", overflow=[6]),
         "zero3-fp16": case(3, "fp16", heads="rows", overflow=[0, 6]),
     },
     2: {
         "zero0": case(0, "fp32", heads="ranks", norms=True),
         "zero1": case(1, "fp32", heads="ranks", **SMALL),
-        "zero1-bf16": case(1, "bf16", heads="ranks"),
-        "zero1-bf16-sum32": case(1, "bf16", heads="ranks", accumulate="fp32"),
         "zero1-bf16-sum32-overlap": case(1, "bf16", heads="all", accumulate="fp32", **SMALL),
         "zero1-bf16-sum32-offload": case(1, "bf16", heads="ranks", accumulate="fp32", offload=True),
         "zero1-fp16": case(1, "fp16", heads="ranks", overflow=[6, 7], norms=True, **SMALL),
@@ -47,7 +43,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "zero3-offload": case(3, "fp32", heads="rows", offload=True),
         "zero0-fails": case(0, "fp32", fails=True),
         "zero1-bf16-sum32-fails": case(1, "bf16", accumulate="fp32", fails=True),
-        "zero1-bf16-sum32-offload-fails": case(1, "bf16", accumulate="fp32", offload=True, fails=True),
         "zero2-fails": case(2, "fp32", fails=True, **SMALL),
         "zero3-fails": case(3, "fp32", fails=True),
     },
@@ -82,7 +77,7 @@ def result(results: dict[int, dict[str, Any]], world: int, name: str) -> dict[st
 
 @pytest.mark.parametrize(("world", "name"), TRAINED)
 def test_steps_are_those_of_plain_pytorch(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """20 steps of one to four rows, heads without samples in some, and a weight that nothing uses."""
+    """12 steps of one to four rows, heads without samples in some, and a weight that nothing uses."""
     found, tolerance = result(results, world, name), TOLERANCE[CASES[world][name]["precision"]]
     assert {weight: error for weight, error in found["errors"].items() if not error < tolerance} == {}
     assert found["norm_error"] < tolerance
