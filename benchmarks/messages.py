@@ -13,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from common import print_table
 
@@ -25,19 +25,26 @@ ROOT = Path(__file__).resolve().parent.parent
 def train(arguments: list[str], delay: float) -> None:
     """Train one rank, whose messages arrive `delay` seconds after they are sent, or later."""
     from xscale import train
-    from xscale.ranks import HostGroup
+    from xscale.ranks import HostGroup, Message
 
     begin = HostGroup.begin_sum
 
-    def begin_sum(self: HostGroup, numbers: list[int]) -> Callable[[], list[int]]:
-        wait, arrives = begin(self, numbers), time.monotonic() + delay
+    class Late(Message):
+        """A message that arrives `delay` seconds after it is sent, or later."""
 
-        def late() -> list[int]:
-            time.sleep(max(0.0, arrives - time.monotonic()))
-            return wait()
+        def arrived(self) -> bool:
+            return time.monotonic() >= arrives[self.tensor] and super().arrived()
 
-        return late
+        def wait(self) -> list[int]:
+            time.sleep(max(0.0, arrives.pop(self.tensor) - time.monotonic()))
+            return super().wait()
 
+    def begin_sum(self: HostGroup, numbers: list[int]) -> Message:
+        message = begin(self, numbers)
+        arrives[message.tensor] = time.monotonic() + delay
+        return Late(message.tensor, message.work)
+
+    arrives: dict[Any, float] = {}
     HostGroup.begin_sum = begin_sum  # type: ignore[method-assign]
     code = train.main(arguments)
     sys.stdout.flush()

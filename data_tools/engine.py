@@ -8,6 +8,7 @@ submitit needs SLURM's accounting database.)
 """
 
 import importlib
+import logging
 import multiprocessing
 import os
 import shlex
@@ -145,7 +146,7 @@ class Executor:
             raise UserError("--executor ray needs `pip install ray`; or choose --executor local") from None
         if not ray.is_initialized():
             try:
-                ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+                ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
             except ConnectionError as error:
                 raise MachineError(f"Ray cannot be reached: {error}; see RAY_ADDRESS") from None
         do, waiting, last = ray.remote(do_task), list[Any](), time.monotonic()

@@ -384,6 +384,8 @@ class Recipe:
         for section, names in NOT_IDENTITY.items():
             fields[section] = {k: v for k, v in fields[section].items() if k not in names}
         del fields["checkpoint"], fields["eval"]
+        if self.data.alpha_by == "records":
+            del fields["data"]["alpha_by"]  # as in runs of earlier versions
         for stream in fields["streams"].values():
             if not stream.get("language_embeddings"):
                 stream.pop("language_dropout", None)

@@ -248,6 +248,23 @@ def set_deterministic(wanted: bool) -> None:
     torch.use_deterministic_algorithms(wanted)
 
 
+@dataclass(frozen=True)
+class Message:
+    """Numbers that are being summed over ranks."""
+
+    tensor: torch.Tensor
+    work: Any
+    """torch's handle of the sum; None if the group is this process alone."""
+
+    def arrived(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> list[int]:
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor.tolist()
+
+
 class HostGroup:
     """The group in which all ranks exchange small values over gloo, from host to host, without waiting for a device.
 
@@ -272,20 +289,12 @@ class HostGroup:
         return self.rank == 0
 
     def sum(self, numbers: list[int]) -> list[int]:
-        return self.begin_sum(numbers)()
+        return self.begin_sum(numbers).wait()
 
-    def begin_sum(self, numbers: list[int]) -> Callable[[], list[int]]:
-        """Begin a sum over ranks, and return a function that waits for it and returns it. Sums that begin later may be
-        complete earlier."""
+    def begin_sum(self, numbers: list[int]) -> "Message":
+        """Begin a sum over ranks. Sums that begin later may be complete earlier."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        work = self.group and dist.all_reduce(tensor, group=self.group, async_op=True)
-
-        def wait() -> list[int]:
-            if work is not None:
-                work.wait()
-            return tensor.tolist()
-
-        return wait
+        return Message(tensor, self.group and dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def agree(self, ok: bool) -> bool:
         """Whether `ok` is True on every rank."""

@@ -63,8 +63,9 @@ class Checkpoint:
 
     @property
     def excluded_steps(self) -> list[int]:
-        """The 1-based steps that read records without an update, as the loss or gradient was not finite or a spike."""
-        return self.manifest.get("excluded_steps", [])
+        """The 1-based steps that read records without an update, as the loss or gradient was not finite or a spike.
+        Earlier versions call them condemned."""
+        return self.manifest.get("excluded_steps", self.manifest.get("condemned", []))
 
     @property
     def calibration(self) -> dict[str, Any] | None:

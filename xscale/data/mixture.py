@@ -22,10 +22,14 @@ from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking, window_count
 from xscale.data.packed_row import RowShape
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
+from xscale.errors import UserError
 from xscale.files import parallel_map
 
 PACK_FILL = 0.94
 """The share of `max_length` that a packed sample fills. The rest is room for errors of the estimated token counts."""
+
+ORDER = 3
+"""Version of the order of running text. Before version 3, samples were consecutive pieces of a permuted window."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,11 @@ class Mixture:
         """The mixtures of earlier phases. Each number is that of the first step (from 0) after the phase."""
         self._begun: dict[tuple[str, int], tuple[int, int]] = {}
         """The last epoch and window that `remote_shards` yielded for each stream and source."""
+        if self.state.get("order") != ORDER and any(stream.packed for stream in streams):
+            raise UserError(
+                f"the checkpoint of step {self.state['step']} was saved by an xscale that orders text in another way; "
+                f"continue with that version, or start a new run from the checkpoint: model.init=DIR, another --out"
+            )
 
     def __iter__(self) -> Iterator[StepPlan]:
         while True:
@@ -164,7 +173,7 @@ class Mixture:
             estimated = np.bincount(drawn.sample, weights=drawn.tokens, minlength=stream.samples)
             records[stream.name] = drawn
             tokens[stream.name] = self.calibration.estimate_for(stream.name).row_tokens(estimated, self.max_length)
-        self.state = self.state | {"step": step + 1, "positions": positions, "room": self.room}
+        self.state = self.state | {"step": step + 1, "positions": positions, "order": ORDER, "room": self.room}
         return GlobalBatch(records, tokens, *self.assign(tokens, self.rows), self.world, self.state)
 
     def assign(self, tokens: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], int]:
@@ -361,7 +370,7 @@ def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
     """The state before step 0: [epoch, position] of every source of every stream. If the room of a sample of running
     text has changed within the epoch, the numbers of TextPacking.before come after these two."""
     positions = {stream.name: [[0, 0] for _ in stream.sources] for stream in streams}
-    return {"step": 0, "positions": positions}
+    return {"step": 0, "positions": positions, "order": ORDER}
 
 
 def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:

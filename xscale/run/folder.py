@@ -123,11 +123,11 @@ def code_revision() -> dict[str, Any]:
 
 
 def changed(saved: dict[str, Any], identity: dict[str, Any], append: bool = False) -> list[str]:
-    """Return a line for each difference between two identities. append: sources that only `identity` has are no
-    difference."""
+    """Return a line for each difference between two identities. If `saved` lacks special_tokens, as in older versions,
+    they are not compared. append: sources that only `identity` has are no difference."""
     if append and all(entry in identity["data"] for entry in saved["data"]):
         identity = identity | {"data": saved["data"]}
-    return compare(saved, identity)
+    return compare(saved, {key: value for key, value in identity.items() if key in saved or key != "special_tokens"})
 
 
 def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:
@@ -229,11 +229,18 @@ class Status:
         self.step: int | None = None
         """The number of steps done."""
 
+    def asks_for_lock(self) -> None:
+        """Note that this run asks for the directory's lock. It has the lock once it calls `running`."""
+        self.has_lock = False
+
     def running(self) -> None:
         """Note that this run has the directory's lock. All ranks call it."""
         self.has_lock = True
         if self.process.is_main:
             self._write("running", None, "")
+
+    def note_step(self, step: int) -> None:
+        self.step = step
 
     def ended(self, code: int, why: str) -> None:
         if code not in NAMES and self.has_lock:

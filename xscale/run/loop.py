@@ -136,7 +136,7 @@ class Trainer:
         asked = self.recipe.train.measure_every or self.alignment_scores in tasks.values()
         if asked and (run_spec.lexicons or run_spec.measured):
             self.host_group.from_main(lambda: self.probes.update(find_probes(run_spec, self.out)))
-        self.status.step = self.step
+        self.status.note_step(self.step)
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
         """Train to the last step, or until a rank is asked to stop. Returns the exit code."""
@@ -155,7 +155,7 @@ class Trainer:
                 return self.stop_early()
             counts, batch = pending_step.counts(), pending_step.batch
             check_targets(counts, self.step + 1, recipe.at(self.step))
-            self.synchronizer.announce_next(batches)
+            self.synchronizer.announce(batches, counts.ahead)
             self.watch.note(f"in step {self.step + 1}")
             if self.step + 1 in self.excluded_steps or recipe.train.skips(self.step + 1):
                 self.exclude_step(counts)
@@ -183,7 +183,8 @@ class Trainer:
 
     def end_step(self, batch: StepBatch, counts: GlobalCounts) -> None:
         self.step, self.state = self.step + 1, batch.state
-        self.stop.has_stepped, self.status.step = True, self.step
+        self.stop.note_step()
+        self.status.note_step(self.step)
         self.too_long.update(counts.too_long)
 
     def measure_and_save(self, flush: bool) -> None:
@@ -193,7 +194,7 @@ class Trainer:
         if flush or last or due or measured:
             self.flush()
         if last:
-            self.watch.stopping = True
+            self.watch.note_end()
         if (due or measured) and self.synchronizer.stops_next():
             due = measured = False  # the run stops before the next step and saves then
         due |= measured and self.evaluate()
@@ -279,7 +280,7 @@ class Trainer:
 
     def flush(self) -> None:
         """Read the metrics of unreported steps from the device, sum them over ranks, report them. All ranks call it."""
-        self.synchronizer.last_flush = time.monotonic()
+        self.synchronizer.note_flush()
         if not self.unreported:
             return
         done, self.unreported = self.unreported, []
@@ -384,7 +385,7 @@ class Trainer:
                 self.trace.write({"step": self.step + 1, "stream": stream, "keys": keys})
 
     def stop_early(self) -> int:
-        self.watch.stopping = True
+        self.watch.note_end()
         self.flush()
         self.save(must_succeed=True)
         LOG.info(f"stopped at step {self.step} ({self.stop.why}); start again to go on")

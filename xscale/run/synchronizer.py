@@ -1,7 +1,9 @@
 """The ranks agree on each step: each rank sends one small message, and the messages are summed while earlier steps run.
 
 With many ranks a sum may take longer than a step, so each message is sent enough steps ahead for its sum to arrive
-before its step begins. A request to stop takes effect that many steps later.
+before its step begins. Rank 0 measures how many steps a message takes. Each message says how many steps ahead the ranks
+send once its step begins. The content of a step does not depend on this number, but a request to stop takes effect that
+many steps later.
 """
 
 import time
@@ -9,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import islice
+from statistics import median_low
 from typing import Any, NamedTuple
 
 from xscale.checkpoint.manager import CheckpointManager
@@ -22,12 +25,11 @@ from xscale.run.watch import StopRequest, Watch
 
 FLUSH_SECONDS = 1.0
 """The least time between two readings of metrics from the device, since each reading waits for the device."""
-
-
-def steps_ahead(world: int) -> int:
-    """Return the number of steps that are announced before a step is made: 2, and more for hundreds of ranks, whose
-    sums take longer than a step."""
-    return min(2 + world // 128, 16)
+FEWEST, MOST = 2, 16
+"""The least and the greatest number of steps ahead that a message is sent. Between these limits, it is one more than
+the number of steps that a message takes."""
+SEEN = 7
+"""The number of recent messages over which the median of the steps that a message takes is computed."""
 
 
 class GlobalCounts(NamedTuple):
@@ -42,6 +44,8 @@ class GlobalCounts(NamedTuple):
     """1 if rank 0 asks to read metrics after this step, otherwise 0."""
     written: int = 0
     """The number of ranks that have written their part of the checkpoint under way."""
+    ahead: int = FEWEST
+    """The number of steps after this one that the ranks announce before they make this one."""
     auxiliary: Mapping[str, list[int]] = {}
     """Stream -> the number of vectors that each rank computes for the auxiliary state, if ranks exchange them."""
 
@@ -57,6 +61,10 @@ class PendingStep(NamedTuple):
     """The function that waits for the sums over ranks and returns them."""
     counts: Callable[[], GlobalCounts]
     """The function that waits for the sums and returns them by name. It raises this rank's error if there is one."""
+    arrived: Callable[[], bool]
+    """The function that returns True once the sums have arrived."""
+    sent: int
+    """The number of steps that had begun when the message was sent."""
     saving: int | None
     """The step of the checkpoint that was under way when the message was sent, or None."""
 
@@ -97,25 +105,32 @@ class StepSynchronizer:
         """The length of a message; 0 before the first one."""
         self.pending: deque[PendingStep] = deque()
         """The steps that are announced and have not begun."""
+        self.flying: deque[PendingStep] = deque()
+        """The announced steps whose sums had not arrived when the last step began."""
+        self.begun, self.took = 0, deque([1], maxlen=SEEN)
+        """The number of steps begun, and for each recent message the number of steps begun while it was under way."""
         self.error: Exception | None = None
         """The error after which this rank reads no more records."""
 
     def next(self, batches: Iterator[StepBatch]) -> PendingStep | None:
         """Return the step that begins now, or None after the last one. `batches` is an argument and no attribute: in a
         reference cycle, a garbage collection would wait for its worker processes."""
+        self.begun += 1
+        while self.flying and self.flying[0].arrived():
+            self.took.append(self.begun - self.flying.popleft().sent)
         if not self.pending:
-            self._announce(batches, 1)
-        return self.pending.popleft() if self.pending else None
+            self.announce(batches, 1)
+        pending = self.pending.popleft() if self.pending else None
+        if self.flying and self.flying[0] is pending:
+            self.took.append(self.begun - self.flying.popleft().sent + 1)
+        return pending
 
-    def announce_next(self, batches: Iterator[StepBatch]) -> None:
-        """Announce the steps after the one that begins, as many as `steps_ahead` says."""
-        self._announce(batches, steps_ahead(self.process.world))
-
-    def _announce(self, batches: Iterator[StepBatch], ahead: int) -> None:
+    def announce(self, batches: Iterator[StepBatch], ahead: int) -> None:
         """Announce steps until `ahead` are pending. If a rank cannot read a step, all ranks end at that step."""
         while len(self.pending) < ahead and self.announced < self.steps:
             self.announced += 1
             self.pending.append(self._failed(self.error) if self.error else self._read(batches))
+            self.flying.append(self.pending[-1])
 
     def _read(self, batches: Iterator[StepBatch]) -> PendingStep:
         self.watch.note(f"reading the records of step {self.announced}")
@@ -137,31 +152,37 @@ class StepSynchronizer:
         waited, self.waited = self.waited, 0.0
         return waited
 
+    def note_flush(self) -> None:
+        """Note that metrics are read now."""
+        self.last_flush = time.monotonic()
+
     def stops_next(self) -> bool:
         """Whether any rank was asked to stop before the step that begins next."""
         return bool(self.pending) and self.pending[0].stopped()
 
     def _failed(self, error: Exception) -> PendingStep:
         self.error = error
-        finish = cache(self.host_group.begin_sum([1, *[0] * (self.length - 1)]))
+        message = self.host_group.begin_sum([1, *[0] * (self.length - 1)])
 
         def counts() -> GlobalCounts:
             raise error
 
-        return PendingStep(None, error, finish, counts, None)
+        return PendingStep(None, error, cache(message.wait), counts, message.arrived, self.begun, None)
 
     def _send(self, batch: StepBatch) -> PendingStep:
         targets, work, long = batch.targets(), batch.work(), batch.too_long()
         flush = self.process.is_main and time.monotonic() - self.last_flush >= FLUSH_SECONDS
         if flush:
-            self.last_flush = time.monotonic()
-        asked = [int(flush), int(self.checkpoint_manager.written)]
+            self.note_flush()
+        ahead = min(max(FEWEST, median_low(self.took) + 1), MOST) if self.process.is_main else 0
+        asked = [int(flush), int(self.checkpoint_manager.written), ahead]
         rank, world = self.process.rank, self.process.world
         own = {stream: n for stream, n in batch.auxiliary().items() if stream in self.gathering}
         of_ranks = [n * int(of == rank) for n in own.values() for of in range(world)]
         first = [0, int(bool(self.stop))]
         numbers = [*first, *targets.values(), *work, *long.values(), batch.samples(), *asked, *of_ranks]
-        finish, self.length = cache(self.host_group.begin_sum(numbers)), len(numbers)
+        message, self.length = self.host_group.begin_sum(numbers), len(numbers)
+        finish = cache(message.wait)
 
         def counts() -> GlobalCounts:
             sums = iter(finish()[len(first) :])
@@ -172,10 +193,11 @@ class StepSynchronizer:
                 samples=next(sums),
                 flush=next(sums),
                 written=next(sums),
+                ahead=next(sums),
                 auxiliary={stream: [*islice(sums, world)] for stream in own},
             )
 
-        return PendingStep(batch, None, finish, counts, self.checkpoint_manager.under_way)
+        return PendingStep(batch, None, finish, counts, message.arrived, self.begun, self.checkpoint_manager.under_way)
 
 
 def check_targets(counts: GlobalCounts, step: int, recipe: Recipe) -> None:
