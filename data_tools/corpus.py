@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from xscale.config import read_yaml
+from xscale.data.scripts import spelling_key
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.files import COMPRESSED
@@ -224,7 +225,7 @@ class Corpus(Strict):
         problems += [f"sources: two are called {name}; give each a `name`" for name in twice]
         spelled = defaultdict[str, set[str]](set)
         for lang in (lang for source in self.sources for lang in source.langs):
-            spelled[lang.casefold().replace("_", "-")].add(lang)
+            spelled[spelling_key(lang)].add(lang)
         problems += [f"sources: {' and '.join(sorted(names))} are the same language; choose one spelling"
                      for names in spelled.values() if len(names) > 1]  # fmt: skip
         if problems:

@@ -10,9 +10,11 @@ from data_tools import write_shards
 from data_tools.ranks import Ranks
 from tests import launch
 from xscale import dry_run as planning
+from xscale.data import calibrate, mixture
 from xscale.data.mixture import FIT_SAMPLES, initial_state
 from xscale.data.packed_row import RowCost
 from xscale.data.shards import Source
+from xscale.data.tokenizer import Tokenizer
 from xscale.dry_run import dry_run
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec
@@ -33,7 +35,7 @@ def numbers(line: str) -> list[float]:
 def test_draws(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records by language, and epochs, are those that the first steps consume."""
     run_spec = run_spec_of(demo, "xlm", "streams.mlm.samples=20", "streams.tlm.samples=30", "train.steps=500")
-    monkeypatch.setattr(planning, "FIT_SAMPLES", 50 * 8)
+    monkeypatch.setattr(mixture, "FIT_SAMPLES", 50 * 8)
     assert FIT_SAMPLES > 50 * 8
     found: Counter[str] = Counter()
     for batch in run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 8):
@@ -48,6 +50,31 @@ def test_draws(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         _, _, of_step, epochs, _ = numbers(line.partition(source)[2])
         assert of_step == pytest.approx(drawn, abs=0.1)
         assert epochs == pytest.approx(500 * drawn / records[source], abs=0.05)
+
+
+def test_long_samples_are_planned_by_few_of_them(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer tokens are read, and the estimates are nearly those by all samples."""
+    encode, read = Tokenizer.encode, Counter[str]()
+
+    def counting(self: Tokenizer, texts: list[str]) -> list[list[int]]:
+        ids = encode(self, texts)
+        read["tokens"] += sum(map(len, ids))
+        return ids
+
+    monkeypatch.setattr(Tokenizer, "encode", counting)
+
+    def estimates() -> tuple[int, float, float]:
+        read.clear()
+        run_spec = run_spec_of(demo, "mlm", "data.max_length=256", "streams.mlm.samples=512")
+        tokens = planning.work_of(run_spec, run_spec.specs[0]).tokens
+        assert run_spec.calibration
+        return read["tokens"], run_spec.calibration.estimate_for("mlm").ratio, tokens
+
+    every = estimates()
+    monkeypatch.setattr(calibrate, "DRAWN_TOKENS", 1 << 16)
+    monkeypatch.setattr(planning, "READ_TOKENS", 1 << 14)
+    few = estimates()
+    assert few[0] < every[0] / 3 and few[1:] == pytest.approx(every[1:], rel=0.03)
 
 
 def test_work_of_a_step(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,9 @@ def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path) -> None:
     names = {"sources": [{"mono": "zh-CN", "text": "a"}, {"mono": "zh_cn", "text": "b"}]}
     with pytest.raises(UserError, match="zh-CN and zh_cn are the same language"):
         load_corpus(written(tmp_path, names))
+    names = {"sources": [{"mono": "de", "text": "a"}, {"mono": "deu", "text": "b"}]}
+    with pytest.raises(UserError, match="de and deu are the same language"):
+        load_corpus(written(tmp_path, names))
     with pytest.raises(UserError) as told:
         load_corpus(written(tmp_path, tree))
     for named in ("en", "tmx", "columns", "wieght", "first: -1", "dedup: 'fuzzy'", "'many'", "aligned"):

@@ -13,7 +13,7 @@ import yaml
 from xscale import files
 from xscale.checkpoint.store import complete_steps
 from xscale.data.loader import step_batches
-from xscale.data.mixture import FIT_SAMPLES, MAX_STEPS, MIN_STEPS, StreamSpec, initial_state
+from xscale.data.mixture import StreamSpec, initial_state, steps_to_fit
 from xscale.data.packed_row import RowCost
 from xscale.data.sample import texts_of
 from xscale.data.tokenizer import unknown_lines
@@ -35,6 +35,8 @@ UNKNOWN_SAMPLE = 1024
 """The number of records of each language that are searched for unknown tokens."""
 READ = 512
 """The maximum number of samples of each stream that are read to estimate the work of a step."""
+READ_TOKENS = 1 << 20
+"""Of running text, fewer than READ samples are read if they have more than about this many tokens."""
 
 
 def dry_run(args: argparse.Namespace, process: Process) -> None:
@@ -107,7 +109,7 @@ def sampling_lines(run_spec: RunSpec) -> Iterator[str]:
         if run_spec.phases:
             yield f"{title}:"
         mixture = phase.mixture(ALONE, "cpu", phase.specs, initial_state(phase.specs))
-        steps = min(max(FIT_SAMPLES // sum(spec.samples for spec in phase.specs), MIN_STEPS), MAX_STEPS)
+        steps = steps_to_fit(mixture)
         for _ in range(steps):
             mixture.next_batch()
         for spec, weights in zip(phase.specs, mixture.weights, strict=True):
@@ -171,7 +173,8 @@ def work_lines(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[st
 
 def work_of(run_spec: RunSpec, spec: StreamSpec) -> RowCost:
     """Return a stream's work in a step of all ranks, estimated from some samples of the first step."""
-    few = replace(spec, samples=min(spec.samples, READ))
+    most = min(READ, max(READ_TOKENS // run_spec.recipe.data.max_length, 1)) if spec.packed else READ
+    few = replace(spec, samples=min(spec.samples, most))
     mixture = run_spec.mixture(ALONE, "cpu", [few], initial_state([few]))
     (batch,) = step_batches(mixture, run_spec.dataset([few]), workers=0, steps=1)
     return RowCost(*(round(number * spec.samples / few.samples) for number in batch.work()))

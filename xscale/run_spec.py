@@ -36,6 +36,7 @@ from xscale.data.mixture import (
 from xscale.data.packed_row import RowShape
 from xscale.data.planner import Plans, find_node
 from xscale.data.remote import Cache
+from xscale.data.scripts import spelling_key
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.stream_batch import Context
 from xscale.data.streams import check_languages, matches_languages, select_sources
@@ -478,11 +479,11 @@ def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
 
 
 def check_language_names(sources: list[Source]) -> None:
-    """Check that no two names of languages differ only in letter case, or in "-" and "_". Raises UserError."""
+    """Check that no two names of languages are spellings of one name, such as de and deu. Raises UserError."""
     found: dict[str, tuple[str, Path]] = {}
     for source in sources:
         for name in source.langs:
-            other, directory = found.setdefault(name.lower().replace("_", "-"), (name, source.directory))
+            other, directory = found.setdefault(spelling_key(name), (name, source.directory))
             if other != name:
                 raise UserError(
                     f"--data has text in {other} ({directory}) and in {name} ({source.directory}), which would count "

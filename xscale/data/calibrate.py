@@ -20,6 +20,8 @@ from xscale.data.tokenizer import Tokenizer
 DRAWN, READ, BEYOND, GROUP = 2048, 512, 64, 8
 """The tokens of each stream's first DRAWN samples are estimated. Of those within max_length, at most READ are
 tokenised, in groups of GROUP; of those over max_length, at most BEYOND, one by one."""
+DRAWN_TOKENS = 1 << 22
+"""Of running text, fewer than DRAWN samples are estimated if they have more than about this many tokens."""
 SHARDS, SHARDS_OF_SOURCE = 256, 4
 """The number of shards of all sources together that are sampled, but at least SHARDS_OF_SOURCE of each source."""
 LINE_RECORDS, LINE_SHARDS = 1024, 8
@@ -63,7 +65,8 @@ def calibrate(
 
 
 def estimate_stream(spec: StreamSpec, dataset: StepDataset, lines: Calibration, settings: dict[str, Any]) -> Estimate:
-    spec = replace(spec, samples=DRAWN)
+    samples = min(DRAWN, max(DRAWN_TOKENS // settings["max_length"], GROUP)) if spec.packed else DRAWN
+    spec = replace(spec, samples=samples)
     mixture = Mixture([spec], dataset.sources, lines, **settings, max_tokens=1 << 40, rank=0, world=1)
     records = mixture.next_batch().records[spec.name]
     estimated_tokens = np.bincount(records.sample, weights=records.tokens)

@@ -273,10 +273,20 @@ FIT_SAMPLES = 2**15
 """The shape of rows is fitted to about this many samples of the first steps."""
 MIN_STEPS, MAX_STEPS = 4, 64
 """The minimum and maximum number of steps to which the shape of rows is fitted."""
+FIT_TOKENS = 1 << 25
+"""The shape of rows is fitted to fewer steps, but at least one, if they have more than this many tokens of running
+text."""
 UNCOMPILED = 1.5
 """The time of a row that exceeds the compiled shape, divided by the time of a row that fits."""
 TOKEN_MULTIPLE = 16
 """The token count of a compiled row is a multiple of this."""
+
+
+def steps_to_fit(mixture: Mixture) -> int:
+    """The number of first steps to which the shape of rows is fitted."""
+    steps = min(max(FIT_SAMPLES // sum(stream.samples for stream in mixture.streams), MIN_STEPS), MAX_STEPS)
+    tokens = sum(stream.samples for stream in mixture.streams if stream.packed) * mixture.max_length
+    return max(min(steps, FIT_TOKENS // max(tokens, 1)), 1)
 
 
 def fit_row_shape(mixture: Mixture, longest: int) -> tuple[int, RowShape]:
@@ -287,8 +297,7 @@ def fit_row_shape(mixture: Mixture, longest: int) -> tuple[int, RowShape]:
     uncompiled.
     """
     start, samples = mixture.state, sum(stream.samples for stream in mixture.streams)
-    steps = min(max(FIT_SAMPLES // samples, MIN_STEPS), MAX_STEPS)
-    batches = [mixture.next_batch() for _ in range(steps)]
+    batches = [mixture.next_batch() for _ in range(steps_to_fit(mixture))]
     mixture.state = start
     rows = max(batch.rows for batch in batches)
     while True:

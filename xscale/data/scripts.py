@@ -68,6 +68,12 @@ def short_code(lang: str) -> str:
     return _SHORT_CODES.get(code, code)
 
 
+def spelling_key(lang: str) -> str:
+    """The same for names of a language that differ in letter case, in "-" and "_", or in the length of the code."""
+    code, *tags = re.split("[-_]", lang.lower())
+    return "-".join([short_code(code), *tags])
+
+
 def scripts_of(lang: str) -> tuple[str, ...]:
     """The scripts in which a language's texts may be written, by the code's tag if it has one; () if it is unknown."""
     for tag in re.split("[-_]", lang.lower())[1:]:
