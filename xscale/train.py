@@ -26,7 +26,7 @@ import torch.distributed as dist
 from xscale import ranks
 from xscale.data.remote import location
 from xscale.dry_run import dry_run
-from xscale.errors import TOOLS, RankError, check_arguments, no_exit, printable, run_command
+from xscale.errors import TOOLS, RankError, UserError, check_arguments, no_exit, printable, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
 from xscale.run.folder import FAULT, MACHINE, Status, code_of, lost_rank, message_of, out_of_memory
@@ -119,7 +119,8 @@ def load_plugins_and_data(args: argparse.Namespace, process: Process) -> None:
         args.data = [DEMO]
         if process.is_main and not DEMO.exists():
             print(f"no --data given: generating the demo corpus in {DEMO}", flush=True)
-            subprocess.run([sys.executable, "-m", f"{TOOLS}.demo_corpus", "--out", str(DEMO)], check=True)
+            if subprocess.run([sys.executable, "-m", f"{TOOLS}.demo_corpus", "--out", str(DEMO)]).returncode:
+                raise UserError(f"{DEMO} could not be generated, as the error above says; mend it, or give --data")
 
 
 def train(args: argparse.Namespace, process: Process, status: Status) -> int:
