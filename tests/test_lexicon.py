@@ -145,8 +145,7 @@ def test_columns_in_the_wrong_order(demo: Path, dictionary, tokenizer: Tokenizer
 
 
 def resolve_run(data: Path, recipe: str, *sets: str) -> Any:
-    arguments = ["--ds_config", "x", "--data", str(data), "--recipe", recipe]
-    return launch.run_spec_of(arguments + (["--set", *sets] if sets else []))
+    return jobs.resolve_run(recipe, [*sets], [data])
 
 
 def test_dictionaries_beside_the_shards(demo: Path) -> None:
@@ -275,7 +274,7 @@ def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> 
     assert 0.1 < 1 - len(trained) / len(first.words) < 0.3
     for name in ("en-xx.txt", "xx-en.txt"):
         as_given = ("data.truecase=false", "data.workers=0")
-        run_spec = resolve_run(demo, "dict_mlm", f"data.lexicons=[{path / name}]", *as_given)
+        run_spec = resolve_run(demo, "dict_mlm", f"data.lexicons=[{path / name}]", *as_given).calibrated()
         (lexicon,) = run_spec.dictionaries["dict_mlm"]
         flip = 1 if name == "en-xx.txt" else -1
         assert {words[::flip] for words in lexicon.words} == {words for words, *_ in trained}
@@ -285,7 +284,7 @@ def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> 
         shown = set(zip(piece.labels["mlm"].tolist(), piece.sequences.ids[places].tolist(), strict=True))
         withheld_pairs = {pair for pair in every - pairs if pair[0] != pair[1]}  # a name may stay as it is
         assert len(shown & both_ways(pairs)) > 50 and not shown & both_ways(withheld_pairs)
-        run_spec = resolve_run(demo, "align_mlm", f"data.lexicons=[{path / name}]", *as_given)
+        run_spec = resolve_run(demo, "align_mlm", f"data.lexicons=[{path / name}]", *as_given).calibrated()
         arrays = next(launch.pieces_of(run_spec, 1))["align_mlm"].arrays
         words = [ids.tolist() for ids in np.split(arrays["ids"], arrays["starts"][1:])]
         n = len(words) // 2

@@ -147,12 +147,12 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
 RESCALED: dict[str, tuple[Any, ...]] = {
     # ZeRO stages of a run's parts, each on another number of ranks
-    "xlm": (0, OFFLOAD, 2, OFFLOAD),
-    "xlm3": (HPZ, 0, 3, HPZ),
-    "mixed": (1, 2, 0, 2),
-    "bf16": ("1_bf16", "2_bf16", "3_bf16", "2_bf16"),
+    "xlm": (0, OFFLOAD, 2),
+    "xlm3": (HPZ, 0, 3),
+    "mixed": (1, 2, 0),
+    "bf16": ("1_bf16", "2_bf16", "3_bf16"),
 }
-RESCALED_TO = ((4, 4), (1, 8), (3, 12), (2, 16))
+RESCALED_TO = ((4, 4), (1, 8), (3, 12))
 """Ranks, and the step after which they stop, two steps later."""
 OF_RESCALED = {
     "mixed": ["streams.ppa.queue_size=50", *EXACT[2:]],
@@ -173,7 +173,7 @@ def rescaled_run(demo: Path, out: Path, name: str, stage: int | str | dict[str, 
 
 
 def test_rescale(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run on 4, 1, 3 and 2 ranks, at other ZeRO stages, has the losses of one on 1 rank at stage 2. In bf16,
+    """A run on 4, 1 and 3 ranks, at other ZeRO stages, has the losses of one on 1 rank at stage 2. In bf16,
     where each cut rounds otherwise, they come near."""
 
     def train(world: int, out: Path, stages: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ def test_rescale(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=near), (name, ours["step"])
         starts = [json.loads(line) for line in (moved / name / "starts.jsonl").read_text().splitlines()]
         assert [start["ranks"] for start in starts] == [world for world, _ in RESCALED_TO]
-        assert starts[-1]["step"] >= 12
+        assert starts[-1]["step"] >= 8
 
 
 def test_deepspeeds_own_tools_read_our_checkpoints(reference: Path, tmp_path: Path) -> None:
