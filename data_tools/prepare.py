@@ -13,7 +13,6 @@ the command is killed: cancel them (`scancel`) before you remove DIR.incomplete.
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -32,8 +31,6 @@ from .cleaning import exclusion, identified_languages, language_code
 from .corpus import Corpus, SourceSpec, file_name, group_of, is_url, load_corpus
 from .engine import EXECUTORS, Executor, do_share
 
-EXTRA = ("rensa", "py3langid", "defusedxml", "zstandard", "ftfy", "fasttext")
-"""The packages of the extra `prepare`."""
 DRY_RUN_UNITS = 2000
 """The number of units of a source that --dry_run reads."""
 COMPRESSION = 3
@@ -63,9 +60,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(corpus: Corpus) -> None:
-    """Raise UserError if a package or a file is missing, or if the language identifier does not know a language."""
-    if missing := [name for name in EXTRA if not importlib.util.find_spec(name)]:
-        raise UserError(f"{', '.join(missing)} not installed: `pip install 'xscale[prepare]'`")
+    """Raise UserError if a file is missing, or if the language identifier does not know a language."""
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         rules = corpus.rules_of(source)
         for path in (*source.paths, *rules.paths):

@@ -97,10 +97,8 @@ def _plain(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    try:
-        import zstandard
-    except ImportError:
-        raise UserError(".zst files need zstandard: `pip install 'xscale[prepare]'`, or `zstd -d` them") from None
+    import zstandard
+
     try:
         yield from _decompressed(file, lambda: zstandard.ZstdDecompressor().decompressobj(), padding=b"")
     except zstandard.ZstdError as error:
