@@ -75,7 +75,7 @@ def test_unknown_language() -> None:
         world().document("fr", 0)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_links_are_in_range(seed: int) -> None:
     for en, xx, links in pairs(seed):
         assert links == sorted(set(links))
@@ -101,7 +101,7 @@ def test_another_script() -> None:
         assert found == {(i, j) for i, j in links if world().yy[xx[j]]}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_languages_share_only_punctuation(seed: int) -> None:
     en, xx = vocabularies(seed)
     assert set(en) & set(xx) == PUNCTUATION | NAMES_OF_BOTH
@@ -126,7 +126,7 @@ def test_links_are_neither_total_nor_one_to_one() -> None:
     assert split > 0.1 * len(pairs())
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_dictionary_agrees_with_links(seed: int) -> None:
     entries = World(seed).dictionary()
     assert len(entries) == len(set(entries))
