@@ -29,16 +29,16 @@ def test_the_stock_loop_has_the_same_loss() -> None:
 
 
 @pytest.mark.slow
-def test_gpu_sh_at_toy_size(tmp_path: Path) -> None:
-    """The parts that train run, and the end says of each goal whether it is met. benchmarks/step.py has a test of its
-    own, and what the others compute is tested with the operators."""
-    parts = "rows modern train"
+@pytest.mark.parametrize("parts", ["rows modern", "check head gather train"])
+def test_gpu_sh_at_toy_size(parts: str, tmp_path: Path) -> None:
+    """Each part runs, and the end says of each goal whether it is met. benchmarks/step.py has a test of its own."""
     found = run("bash", "benchmarks/gpu.sh", "--cpu", OUT=str(tmp_path), PARTS=parts)
     assert {path.stem for path in tmp_path.iterdir()} == set(parts.split())
     assert all(f"=== {part}: exit code 0" in found for part in parts.split())
-    goals = re.findall(r"^GOAL (.+?): (?:not measured|(?:met|MISSED): \S+)", found, re.MULTILINE)
-    expected = ["modern-small, 216,000 tokens/s", "mixed within 10 % of tlm, tokens/s"]
-    assert {*expected, "tiny, MFU of 40 % in rows of 16,384"} <= {*goals}
+    if "modern" in parts:
+        goals = re.findall(r"^GOAL (.+?): (?:not measured|(?:met|MISSED): \S+)", found, re.MULTILINE)
+        expected = ["modern-small, 216,000 tokens/s", "mixed within 10 % of tlm, tokens/s"]
+        assert goals[-3:] == [*expected, "tiny, MFU of 40 % in rows of 16,384"]
 
 
 def test_gpu_sh_asks_for_parts() -> None:
