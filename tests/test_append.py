@@ -75,7 +75,7 @@ def draw(run_spec: RunSpec, state: dict[str, Any], steps: int) -> tuple[Draws, d
 
 def begun(run_spec: RunSpec) -> dict[str, Any]:
     positions = {spec.name: [[0, 0] for _ in spec.sources] for spec in run_spec.specs}
-    return {"step": 0, "positions": positions}
+    return {"step": 0, "positions": positions, "order": 3}
 
 
 def taken_in(corpus: Path, checkpoint: Checkpoint) -> tuple[RunSpec, dict[str, Any]]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
-from xscale.run.run_spec import resolve_run
 
 from data_tools import demo_corpus, inspect, prepare, tokenizer, write_shards
 from data_tools.demo_world import FIRST_YY, World
@@ -21,6 +20,7 @@ from tests import launch
 from xscale.data.shards import Source, find_sources
 from xscale.data.text import files_of, read_lines
 from xscale.errors import UserError
+from xscale.run_spec import resolve_run
 
 
 def write_mono(out: Path, *options: object) -> None:
