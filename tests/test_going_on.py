@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -33,6 +34,7 @@ from xscale.data.shards import find_sources
 from xscale.data.stream_batch import Context, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
+from xscale.eval import bootstrap as intervals
 from xscale.eval import heldout, hf_directory, onnx_file, retrieval
 from xscale.eval.card import add_scores
 from xscale.eval.model import Exported, read_texts
@@ -435,6 +437,29 @@ def test_held_out_losses_of_alignlm_are_of_its_heads(
         assert right / targets == found[f"alignlm_{term}_accuracy"]
     assert sum(len(examples) for _, examples in stream_batches) == 50
     assert found == heldout.evaluate(model, source, 50)
+
+
+def test_held_out_losses_of_alignlm_have_intervals_over_pairs(
+    demo: Path, ended: tuple[StepModule, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums that are resampled are those of each pair: what one pair more adds to the loss of all."""
+    model, (source,), resampled = Exported(ended[2]), find_sources([demo / "heldout"]), dict[str, Any]()
+
+    def bootstrap(sums: Any, scores_of: Any) -> dict[str, float]:
+        resampled.update(dict.fromkeys(scores_of(sums), sums))
+        return intervals.bootstrap(sums, scores_of)
+
+    monkeypatch.setattr(heldout, "bootstrap", bootstrap)
+    totals = [[0.0, 0.0]]
+    for pairs in range(1, 13):
+        found = heldout.evaluate_alignlm(model, source, pairs)
+        terms = [[found.get(f"alignlm_{term}_{what}", 0.0) for what in ("loss", "targets")] for term in ("mono", "bi")]
+        totals.append([loss * targets for loss, targets in terms])
+    for number, term in enumerate(("mono", "bi")):
+        name = f"alignlm_{term}_loss"
+        assert np.diff(totals, axis=0)[:, number] == pytest.approx(resampled[name][:, 0], rel=1e-4, abs=1e-3)
+        low, high = found[name].interval  # type: ignore[attr-defined]
+        assert low < found[name] < high
 
 
 def test_without_word_links_there_is_the_monolingual_loss(

@@ -13,6 +13,7 @@ same tokenizer. Under different tokenizers only bits per character are comparabl
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,8 +99,8 @@ def batches_of(texts: list[tuple[tuple[str, ...], tuple[list[int], ...]]], name:
 def masked_sums(
     model: Exported, objective: str, stream_batches: Iterable[StreamBatch], options: Any, heads: Any = None
 ) -> dict[str, np.ndarray]:
-    """Term -> sums over the masked tokens of each sequence, or for AlignLM of each batch: loss, tokens predicted right,
-    tokens [S, 3]. Terms without masked tokens are left out."""
+    """Term -> sums over the predicted tokens of each sequence [S, 3]: loss, tokens predicted right, tokens. Terms
+    without predicted tokens are left out."""
     parts, found = Parts(model.encoder, heads), dict[str, list[np.ndarray]]()
     for stream_batch in stream_batches:
         predictions, labels_M = predict(parts, objective, stream_batch, options, model.tokenizer.sep_id)
@@ -107,10 +108,11 @@ def masked_sums(
         _, losses_M, right_M = model.encoder.vocabulary_loss(features, labels_M)
         numbers_3M = torch.stack([losses_M.double(), right_M.double(), torch.ones_like(losses_M).double()]).cpu()
         sizes = [len(prediction.features_MH) for prediction in predictions]
-        sequences, alone = stream_batch.sequences, len(predictions) == 1
+        sequences = stream_batch.sequences
         for prediction, part_3M in zip(predictions, numbers_3M.split(sizes, dim=1), strict=True):
-            of = sequences.numbers[stream_batch.reads["masked"].places] if alone else np.zeros(part_3M.shape[1], int)
-            sums = [np.bincount(of, row, len(sequences.lengths) if alone else 1) for row in part_3M.numpy()]
+            read = stream_batch.reads["linked" if prediction.term == "bi" else "masked"]
+            sequence_M = sequences.numbers[read.places[np.cumsum(read.place_counts) - read.place_counts]]
+            sums = [np.bincount(sequence_M, row, len(sequences.lengths)) for row in part_3M.numpy()]
             found.setdefault(prediction.term, []).append(np.stack(sums, 1))
     joined = {term: np.concatenate(of_batches) for term, of_batches in found.items()}
     return {term: sums for term, sums in joined.items() if sums[:, 2].any()}
@@ -127,16 +129,21 @@ def predict(
     return OBJECTIVES[objective].loss(parts, states, inputs.arrays[objective], options).predictions, inputs.labels
 
 
+def rates(loss_name: str, accuracy_name: str, sums: np.ndarray) -> dict[str, np.ndarray]:
+    """The loss in nats and the accuracy of sums [..., 3] of masked_sums' form."""
+    loss, right, targets = np.moveaxis(sums, -1, 0)
+    return {loss_name: loss / targets, accuracy_name: right / targets}
+
+
 def scores(sums_S3: np.ndarray, loss_name: str, ids: list[list[int]], characters: int = 0) -> dict[str, float]:
     """The scores from masked_sums' result. ids: the texts' token ids, for the unigram entropy in nats. characters: the
     texts' number of characters; 0: leave out perplexity and bits per character."""
     bits_per_nat = sum(map(len, ids)) / max(characters, 1) / math.log(2)
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
-        loss, right, targets = np.moveaxis(sums, -1, 0)
-        nats = loss / targets
-        found = {"perplexity": np.exp(nats), "bits_per_character": bits_per_nat * nats} if characters else {}
-        return found | {loss_name: nats, "masked_accuracy": right / targets}
+        found = rates(loss_name, "masked_accuracy", sums)
+        nats = found[loss_name]
+        return ({"perplexity": np.exp(nats), "bits_per_character": bits_per_nat * nats} if characters else {}) | found
 
     counts = np.bincount(np.concatenate([np.array(text, dtype=np.int64) for text in ids]))
     p = counts[counts > 0] / counts.sum()
@@ -156,9 +163,9 @@ def evaluate_alignlm(model: Exported, source: Source, limit: int) -> dict[str, f
         heads.load_state_dict(kept.weights)
         batches = alignlm_batches(model, source, limit, options)
         sums = masked_sums(model, "alignlm", batches, options, heads.eval().to(model.device))
-        for term, (loss, right, targets) in ((term, of_term.sum(0).tolist()) for term, of_term in sums.items()):
-            found |= {f"{name}_{term}_loss": loss / targets, f"{name}_{term}_accuracy": right / targets}
-            found[f"{name}_{term}_targets"] = targets
+        for term, sums_S3 in sums.items():
+            found |= bootstrap(sums_S3, partial(rates, f"{name}_{term}_loss", f"{name}_{term}_accuracy"))
+            found[f"{name}_{term}_targets"] = float(sums_S3[:, 2].sum())
     return found
 
 
