@@ -220,7 +220,7 @@ def english_lexicon() -> list[Word]:
 
 
 def coin(rng: Random, pos: str, suffixes: dict[str, str], taken: set[str]) -> dict[str, str]:
-    """The forms of a new xx word. None of the forms is in `taken`; all are added to it."""
+    """The forms of a new word of the language xx. They are added to `taken`, which had none of them."""
     short = pos not in (*CONTENT, "copula")
     while True:
         syllables = 1 if short else 2 if rng.random() < 0.7 else 3

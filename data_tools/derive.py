@@ -80,7 +80,7 @@ class Derivation:
         return [*dict.fromkeys(unit_of[number] for number in order or range(len(sentence.words)))]
 
     def parses_of(self, text: str, where: str) -> list[tuple[str, Sentence]]:
-        """The next parses of --conllu, which together have the characters of the text. Raises UserError."""
+        """The next parses of --conllu that cover the text. Raises UserError if their characters differ from it."""
         assert self.parses is not None
         left, found = "".join(text.split()), []
         while left:

@@ -199,7 +199,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     forms = counted_forms(find_sources(args.truecase), langs, ranks) if args.truecase else {}
 
     def work() -> str:
-        """Filter on rank 0 while the other ranks wait."""
+        """Rank 0 filters the entries; the other ranks wait."""
         if not ranks.is_main:
             return ""
         if counts:

@@ -255,7 +255,9 @@ def _row(place: str, number: int, fields: dict[str, Any], source: SourceSpec) ->
         text = fields.get(source.field)
         if not isinstance(text, str):
             kind = f", but {text!r}" if source.field in fields else f", but the fields {', '.join(fields)}"
-            raise UserError(f"{place} has no text in `{source.field}`{kind}; name its `field`, or remove it")
+            raise UserError(
+                f"{place} has no text in `{source.field}`{kind}; give the source another `field`, or remove the record"
+            )
         return Unit(number, [paragraph for paragraph in text.split("\n") if paragraph.strip()], None, score)
     found = fields["translation"] if isinstance(fields.get("translation"), dict) else fields
     names = [str(column) for column in source.columns or source.langs]

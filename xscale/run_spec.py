@@ -363,8 +363,8 @@ class RunSpec:
         fitted: Fitted = None,
         host_group: HostGroup | None = None,
     ) -> Plans:
-        """Return the plans of the next steps, for `batches`. If there are workers, a process makes the plans ahead of
-        time. With `host_group`, each node has only one such process, and all ranks call this together."""
+        """Return the plans of the next steps, which `batches` reads. If there are workers, a process makes the plans
+        ahead of time. With `host_group`, each node has only one such process, and all ranks call this together."""
         for source in self.sources:
             source.close()  # the next read opens the files again
             source.readahead = process.local_world / process.world >= SWEPT

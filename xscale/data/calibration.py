@@ -46,7 +46,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The estimates of a run. They are equal on all ranks, also after a resume: row assignment depends on them."""
+    """A run's estimates of lengths in tokens. They are equal on all ranks, also after a resume, since the assignment of
+    samples to rows depends on them."""
 
     lines: list[tuple[float, float]]
     """(a, b) of each source: the estimate of a record's tokens is a * (number of its bytes) + b."""

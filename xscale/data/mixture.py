@@ -253,7 +253,7 @@ class Mixture:
 
 
 def remote_window_bytes(streams: list[StreamSpec], sources: list[Source]) -> int:
-    """The maximum number of bytes of the remote shards that all streams' windows read at one time."""
+    """The maximum number of bytes of remote shards that the windows of all streams hold at one time."""
     total = 0
     for number, source in enumerate(sources):
         most = -(-len(source.shards) // window_count(source.counts))
@@ -406,7 +406,7 @@ def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
 
 
 BUCKETS = 1 << 12
-"""The number of values that the leading bits of a random number have in `choose`."""
+"""The number of entries of the table that `choose` looks up by the leading bits of a random number."""
 
 
 def source_weights(sources: list[Source], alpha: float, sizes: list[float] | None = None) -> np.ndarray:

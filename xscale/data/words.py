@@ -40,7 +40,7 @@ class Class(IntEnum):
     OWN_PUNCTUATION = 7
     SYMBOL = 8
     TONE = 9
-    """The skin tone of an emoji."""
+    """The class of skin tones of emojis."""
 
 
 @lru_cache(maxsize=1)
@@ -59,7 +59,7 @@ class Segmented(NamedTuple):
     """The words of some texts. Words and characters are numbered consecutively over all texts."""
 
     chars: np.ndarray
-    """The number of each text's first character, and the end of the last text [texts + 1]."""
+    """The offset of each text's first character, and the end of the last text [texts + 1]."""
     words: np.ndarray
     """The number of each text's first word, and the end of the last text [texts + 1]."""
     word_of: np.ndarray

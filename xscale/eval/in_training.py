@@ -176,8 +176,9 @@ def with_overall_means(task: str, rows: Results) -> Results:
 
 
 def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
-    """Return the task's sources. Raises UserError if the run trains on one of them, or lacks a language whose loss the
-    task measures. Retrieval reads such a language with the neutral language embedding, which the run must train."""
+    """Return the task's sources. Raises UserError if the run trains on one of them, or does not train a language
+    whose loss the task measures. Retrieval reads an untrained language with the neutral language embedding, which the
+    run must train."""
     data = run_spec.recipe.data
     cache = Cache.of(data.cache, data.cache_gb)
     sources = take_first(find_sources([*map(location, task.data)], cache), task.limit)
@@ -231,7 +232,7 @@ class Heldout:
         note: Callable[[str], None],
         sources: list[Source] | None = None,
     ):
-        """Prepare one step that reads all held-out records. sources: the data to measure; None: the task's data."""
+        """Prepare one evaluation of all held-out records. sources: the data to measure; None: the task's data."""
         self.note = partial(note, f"measuring {task.name}")
         recipe, sources = run_spec.recipe, sources or find_task_sources(task, run_spec)
         tokens = Calibration([(tokens_per_byte(source, run_spec.tokenizer), 0.0) for source in sources], {})
@@ -350,7 +351,7 @@ def check_number(results: dict[str, Results], path: str) -> float | None:
     task, row, name = path.split("/", 2)
     if task in results and name not in results[task].get(row, {}):
         there = sorted(f"{task}/{row}/{name}" for row, of in results[task].items() for name in of)
-        raise UserError(f"checkpoint.best: {path} is not measured; there are {', '.join(there) or 'none'}")
+        raise UserError(f"checkpoint.best: {path} is not measured; choose one of {', '.join(there) or 'none'}")
     return results.get(task, {}).get(row, {}).get(name)
 
 

@@ -10,9 +10,9 @@ from xscale.eval.parallel import ENGLISH
 
 
 def with_means(rows: Mapping[str, Scores], trained: Collection[str] = ()) -> dict[str, Scores]:
-    """The results rows and, after the rows of each variant, rows with means of the numbers that all these rows have:
-    over all languages; by script; and over the languages that are `trained` and those that are not. Means by script or
-    by training need two groups of two languages or more. A row's name is `LANGUAGE` or `LANGUAGE VARIANT`."""
+    """The results rows. After the rows of a variant come their means: over all languages, by script, and over trained
+    and untrained languages. A mean has the numbers that all of its rows have. Means by script or by training need at
+    least two groups of at least two languages. A row's name is `LANGUAGE` or `LANGUAGE VARIANT`."""
     variants: dict[str, list[str]] = {}
     for row in rows:
         variants.setdefault(row.partition(" ")[2], []).append(row)

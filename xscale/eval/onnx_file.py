@@ -13,7 +13,7 @@ from xscale.errors import UserError
 from xscale.models.build import read_pretrained
 
 CLOSE = 1e-4
-"""The allowed difference of the states from PyTorch's, as a share of the largest state, or of 1."""
+"""The allowed difference from PyTorch's hidden states, relative to the larger of 1 and their maximum."""
 
 
 @torch.no_grad()

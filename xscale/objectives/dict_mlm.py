@@ -45,7 +45,7 @@ class DictMlmOptions(mlm.MaskedOptions):
     synonym: Literal["input", "label"] = "input"
     """The translation replaces the tokens that the model sees (input), or those that it predicts (label)."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the selected tokens that use the dictionary, as far as it has translations."""
+    """Share of the selected tokens that use a translation, as `synonym` says, where the dictionary has one."""
 
 
 MET = 0.9

@@ -353,8 +353,8 @@ class Reporter:
 
 
 class Pace:
-    """Compares the ranks' own times: the time in which a rank waits for records and makes forward and backward passes,
-    without the reduction of gradients, in which ranks wait for each other."""
+    """Compares the ranks' own times. A rank's own time has its wait for records and its forward and backward passes;
+    it has no reduction of gradients, in which the ranks wait for each other."""
 
     def __init__(self, names: list[str]):
         self.names, self.slowest, self.times, self.ratio = names, -1, 0, 1.0

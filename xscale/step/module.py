@@ -34,7 +34,7 @@ class Reported(NamedTuple):
     """"loss", or the name of a metric."""
     stream: str
     term: str
-    """The term whose targets divide the number."""
+    """The term by whose number of targets the sum is divided."""
     language: str = ""
     """The language or pair whose targets the number covers; "": all."""
 

@@ -118,7 +118,7 @@ def _conllu_word(line: str, where: str, before: int) -> tuple[str, str] | None:
         return None
     if fields[0] != str(before + 1) or not fields[1].strip():
         raise UserError(
-            f"{where}: {fields[0]!r} {fields[1]!r} is not word {before + 1} of its sentence; words are numbered from "
+            f"{where}: the number {fields[0]!r} of {fields[1]!r} must be {before + 1}; words are numbered from "
             f"1, and a blank line ends a sentence"
         )
     if fields[3] not in UPOS:
