@@ -184,6 +184,7 @@ def test_it_compiles_whole(dynamic: bool) -> None:
 # 3. The kernel, interpreted. In a process of its own: what lies outside of a tensor is out of reach there
 
 
+@pytest.mark.slow
 def test_the_interpreted_kernels_are_plain_torch() -> None:
     """This one, and those of the loss and of rotations."""
     files = ("alignment_gather", "masked_ce", "rotation")
