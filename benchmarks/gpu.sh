@@ -72,7 +72,7 @@ if [ "${1:-}" = --cpu ]; then
     part modern 300 python3 benchmarks/rows.py --preset modern-small "${small[@]}" --recipe mlm --rows 128 --first 128 --mixed_rows 0 \
         --set streams.mlm.mask_prob=0.3 --goal 216000
     part train 300 python3 benchmarks/train_fp16.py --small --steps 8 --recipes tlm
-    part head 300 python3 benchmarks/head.py --device cpu --rounds 1 --tokens 256
+    part head 300 python3 benchmarks/head.py --device cpu --rounds 1 --tokens 32
     part gather 200 python3 benchmarks/gather.py --device cpu --rounds 1
     part step 300 python3 benchmarks/step.py --recipes ppa --preset tiny --words 20 --samples 16 --rounds 1 --warm 1
 else
