@@ -61,7 +61,7 @@ from xscale.step.adam import load_adam  # noqa: E402
 from xscale.step.zero import gather_for_every_pass, one_reduction  # noqa: E402
 
 N, S, D, V = 24, 5, 16, 61
-STEPS = 12
+STEPS = 20
 ROWS = [1, 4, 1, 1, 4, 1, 2, 1, 1, 3] * 2
 """Rows of each step: usually one, now and then more."""
 LR, DECAY, EPS, CLIP = 0.3, 0.01, 1.0, 0.7
