@@ -351,7 +351,7 @@ def check_number(results: dict[str, Results], path: str) -> float | None:
     task, row, name = path.split("/", 2)
     if task in results and name not in results[task].get(row, {}):
         there = sorted(f"{task}/{row}/{name}" for row, of in results[task].items() for name in of)
-        raise UserError(f"checkpoint.best: {path} is not measured; choose one of {', '.join(there) or 'none'}")
+        raise UserError(f"checkpoint.best: {path} is not measured; there are {', '.join(there) or 'none'}")
     return results.get(task, {}).get(row, {}).get(name)
 
 
