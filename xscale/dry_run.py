@@ -36,7 +36,7 @@ UNKNOWN_SAMPLE = 1024
 READ = 512
 """The maximum number of samples of each stream that are read to estimate the work of a step."""
 READ_TOKENS = 1 << 20
-"""Of running text, fewer than READ samples are read if they have more than about this many tokens."""
+"""The approximate limit of the tokens of running text that are read. Long samples are fewer than READ for it."""
 
 
 def dry_run(args: argparse.Namespace, process: Process) -> None:

@@ -21,7 +21,7 @@ DRAWN, READ, BEYOND, GROUP = 2048, 512, 64, 8
 """The tokens of each stream's first DRAWN samples are estimated. Of those within max_length, at most READ are
 tokenised, in groups of GROUP; of those over max_length, at most BEYOND, one by one."""
 DRAWN_TOKENS = 1 << 22
-"""Of running text, fewer than DRAWN samples are estimated if they have more than about this many tokens."""
+"""The approximate limit of the tokens of running text that are estimated. Long samples are fewer than DRAWN for it."""
 SHARDS, SHARDS_OF_SOURCE = 256, 4
 """The number of shards of all sources together that are sampled, but at least SHARDS_OF_SOURCE of each source."""
 LINE_RECORDS, LINE_SHARDS = 1024, 8

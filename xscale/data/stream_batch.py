@@ -66,7 +66,7 @@ class Context:
         return np.array(numbers, dtype=np.int64)[which]
 
     def types(self, language_embeddings: bool) -> "Types | None":
-        """What the token type ids of a pair encode; None: all are 0."""
+        """The meaning of the token type ids of a pair; None: all are 0."""
         return "languages" if language_embeddings else "segments" if self.segments else None
 
 
