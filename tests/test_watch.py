@@ -235,37 +235,26 @@ def test_a_stopped_rank_is_named_and_ends_the_run(demo: Path, tmp_path: Path, mo
         for which in (0, 1):
             fields = ("train.steps=100000", f"train.stall_limit={limit / 60}")
             processes.append(launch.start(2, arguments("zero2_cpu", demo, tmp_path / f"{which}", *fields), "deepspeed"))
-        stopped = [stop_rank(process, tmp_path / f"{which}", which) for which, process in enumerate(processes)]
+        stopped = [
+            psutil.Process(stop_rank(process, tmp_path / f"{which}", which)) for which, process in enumerate(processes)
+        ]
         end = time.monotonic() + limit + 10
         for which, process in enumerate(processes):
             out = tmp_path / f"{which}"
             while (named := json.loads((out / "status.json").read_text()))["status"] == "running":
                 assert time.monotonic() < end
                 time.sleep(0.5)
-            pid = stopped[which]
-            assert named["code"] == 5 and f"rank {which} (host {os.uname().nodename}, process {pid})" in named["why"]
-            assert "answer" in named["why"]
+            rank = stopped[which]
+            named_rank = f"rank {which} (host {os.uname().nodename}, process {rank.pid})"
+            assert named["code"] == 5 and named_rank in named["why"] and "answer" in named["why"]
             process.communicate(timeout=60)
             assert process.returncode == 5
-            _wait_until_gone(pid)  # the launcher kills what SIGTERM does not end, and does not wait for it
+            assert not psutil.wait_procs([rank], timeout=10)[1]  # the launcher kills it, and does not wait for it
             log = _log(out, 1 - which)
             assert "stacks of this rank" in log and 'run/loop.py", line' in log  # in a step or between two
     finally:
         for process in processes:
             launch.kill(process)
-
-
-def _wait_until_gone(pid: int) -> None:
-    """Wait until a process has ended. One that has ended and that nobody has reaped yet counts as gone."""
-    end = time.monotonic() + 10
-    while psutil.pid_exists(pid):
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return
-        except psutil.NoSuchProcess:
-            return
-        assert time.monotonic() < end, pid
-        time.sleep(0.05)
 
 
 def stop_rank(process: subprocess.Popen, out: Path, which: int) -> int:
