@@ -18,7 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from itertools import zip_longest
+from multiprocessing import parent_process
 from pathlib import Path
+
+from tqdm import tqdm
 
 from xscale import files
 from xscale.data import words
@@ -30,7 +33,8 @@ from .ranks import Ranks, run
 Links = set[tuple[int, int]]
 """Pairs (number of a word of the first text, number of a word of the second text), from 0."""
 
-PROGRAM = "eflomal-align"
+PROGRAM, MODELS = "eflomal-align", 3
+"""The aligner, and the number of models that it trains in each direction."""
 NEIGHBOURS = ((-1, 0), (0, -1), (1, 0), (0, 1), (-1, -1), (-1, 1), (1, -1), (1, 1))
 
 
@@ -139,10 +143,18 @@ def _align_directions(pairs: Iterable[Iterable[str]], folder: Path, priors: Path
             for text, file in zip(texts, (src, tgt), strict=True):
                 file.write(text.lower() + "\n")
     options = flags | ({"-p": priors} if priors else {})
-    command = [find_program(), *(str(word) for option in options.items() for word in option)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode or not flags["-r"].exists():
-        raise UserError(f"{PROGRAM} failed ({done.returncode}): {done.stderr.strip()[-500:] or 'it says nothing'}")
+    command = [find_program(), "--verbose", *(str(word) for option in options.items() for word in option)]
+    hidden = True if parent_process() else None  # None: only a terminal shows the bar
+    told = ""
+    with (
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process,
+        tqdm(desc=f"aligning {given:,} pairs", total=2 * MODELS, unit="model", leave=False, disable=hidden) as bar,
+    ):
+        for line in process.stderr or ():
+            told = told[-500:] + line
+            bar.update(line.startswith("Done"))
+    if process.returncode or not flags["-r"].exists():
+        raise UserError(f"{PROGRAM} failed ({process.returncode}): {told.strip()[-500:] or 'it says nothing'}")
     return given, flags
 
 

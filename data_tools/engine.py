@@ -19,16 +19,19 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from xscale import files
 from xscale.errors import MachineError, UserError
 
 PROGRESS_SECONDS = 10
+"""The seconds between two reports of progress in a log."""
 EXECUTORS = ("local", "slurm", "ray")
 Step = Callable[[Path, int], None]
 """A function (folder, n) that does task n of a step, according to the plan in the folder."""
@@ -75,10 +78,10 @@ class Executor:
         elif left and self.kind == "ray":
             self._run_ray(name, step, left)
         elif left and self.workers == 1:
-            last = time.monotonic()
-            for n, number in enumerate(left, start=1):
-                do_task(self.folder, name, step, number)
-                last = report_progress(last, name, n, len(left))
+            with progress(name, len(left)) as bar:
+                for number in left:
+                    do_task(self.folder, name, step, number)
+                    bar.update()
         elif left:
             self._run_pool(name, step, left)
         return len(left)
@@ -96,20 +99,19 @@ class Executor:
             self._pool = ProcessPoolExecutor(
                 self.workers, multiprocessing.get_context("fork"), start_worker, (os.getpid(),)
             )
-        waiting, last = {self._pool.submit(do_task, self.folder, name, step, n) for n in left}, time.monotonic()
+        tasks = [self._pool.submit(do_task, self.folder, name, step, n) for n in left]
         try:
-            while waiting:
-                done, waiting = wait(waiting, PROGRESS_SECONDS, FIRST_EXCEPTION)
-                for future in done:
+            with progress(name, len(left)) as bar:
+                for future in as_completed(tasks):
                     future.result()
-                last = report_progress(last, name, len(left) - len(waiting), len(left))
+                    bar.update()
         except BrokenProcessPool:
             raise MachineError(
                 f"a worker was killed during `{name}`, perhaps because memory ran out (see `dmesg`); start again "
                 f"with fewer --workers: finished tasks are not done again"
             ) from None
         finally:
-            for future in waiting:
+            for future in tasks:
                 future.cancel()
 
     def _run_array(self, name: str, left: list[int]) -> None:
@@ -149,14 +151,16 @@ class Executor:
                 ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
             except ConnectionError as error:
                 raise MachineError(f"Ray cannot be reached: {error}; see RAY_ADDRESS") from None
-        do, waiting, last = ray.remote(do_task), list[Any](), time.monotonic()
+        do, waiting = ray.remote(do_task), list[Any]()
         try:
-            for n, number in enumerate(left, start=1):
-                waiting.append(do.options(name=f"{name} {number}").remote(self.folder.resolve(), name, step, number))
-                while waiting and (len(waiting) == self.workers or n == len(left)):
-                    done, waiting = ray.wait(waiting)
-                    ray.get(done)
-                    last = report_progress(last, name, n - len(waiting), len(left))
+            with progress(name, len(left)) as bar:
+                for n, number in enumerate(left, start=1):
+                    task = do.options(name=f"{name} {number}")
+                    waiting.append(task.remote(self.folder.resolve(), name, step, number))
+                    while waiting and (len(waiting) == self.workers or n == len(left)):
+                        done, waiting = ray.wait(waiting)
+                        ray.get(done)
+                        bar.update()
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
@@ -171,12 +175,11 @@ def do_share(folder: Path, name: str, step: Step, tasks: int, job: int, jobs: in
         do_task(folder, name, step, number)
 
 
-def report_progress(last: float, name: str, done: int, tasks: int) -> float:
-    """Print how many tasks are done if the last report is old. Returns the time of the last report."""
-    if time.monotonic() - last < PROGRESS_SECONDS:
-        return last
-    print(f"{name}: {done:,} of {tasks:,} tasks", file=sys.stderr, flush=True)
-    return time.monotonic()
+def progress(name: str, tasks: int) -> tqdm:
+    """A bar of the finished tasks of a step, with their rate and the time that is left; in a log, a line now and
+    then."""
+    seconds = 0.1 if sys.stderr.isatty() else PROGRESS_SECONDS
+    return tqdm(desc=name, total=tasks, unit="task", mininterval=seconds, delay=seconds, leave=False)
 
 
 def start_worker(parent: int) -> None:

@@ -386,7 +386,7 @@ def test_the_summary_answers_what_is_asked_first(tmp_path: Path) -> None:
     assert re.search(r"retrieval, mean of the pairs, share: b is best, by 0\.55 over c, .*more than noise", said(1, 2))
     assert re.search(r"b: the training loss rose: it ends 1\.\d+ above its lowest, near step [45]\d\.", said(0, 1))
     assert "c: the training loss is not finite after step 59." in said(0, 2) and "not diverged" in said(0)
-    assert "Worst language by Loss of mlm by language, nats: a: de 3; b: en 4." in said(0, 1)
+    assert "Worst language by loss of mlm: a: de 3 nats; b: en 4 nats." in said(0, 1)
     assert "has not diverged" in page_of(folders[0], out=tmp_path / "page.html")[0]
 
 
@@ -560,6 +560,7 @@ def test_alignment_against_delta_is_the_papers(tang: list[Path], tmp_path: Path)
     rows = [[shown for shown, _ in row] for row in parsed.rows]
     assert ["model", "language", "SUP", "ZS", "Δ", "majority"] in rows
     assert ["XLM", "inv", "75.0 ± 0.4", "66.8 ± 1.0", "8.2", "33.3"] in rows
+    assert ["XLM", "mean over languages", "75.0", "71.6", "3.4", "33.3"] in rows
 
 
 def test_too_few_points_have_no_correlation() -> None:
@@ -816,7 +817,8 @@ addEventListener("load", () => {
     const sizes = [...page.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect());
     const letters = [...page.querySelectorAll("svg text")].map(text => text.getBoundingClientRect().height);
     return {inner: frame.contentWindow.innerWidth, room: root.clientWidth, wide: root.scrollWidth, charts: sizes.length,
-      least: Math.min(...sizes.map(s => Math.min(s.width, s.height))), letters: Math.min(...letters)};
+      least: Math.min(...sizes.map(s => Math.min(s.width, s.height))), letters: Math.min(...letters),
+      fold: page.querySelector("details")?.getBoundingClientRect().top ?? 0};
   });
   document.body.textContent = "MEASURED" + JSON.stringify(found) + "MEASURED";
 });
@@ -829,7 +831,8 @@ def test_pages_fit_wide_and_narrow_screens(
     one: tuple[Path, list[Entry]], tang: list[Path], hf: Path, demo: Path, tmp_path: Path
 ) -> None:
     """In headless Chromium, as frames 1280 and 400 pixels wide: nothing to scroll sideways, every chart has a size and
-    letters that can be read."""
+    letters that can be read, and a run's page has at most three screens above its first
+    folded section."""
     draw_ = np.random.default_rng(5)
     other = make_run(tmp_path / "a-run-of-a-rather-long-name", [entry(step, draw_) for step in range(1, 900)], lr=1)
     pages = {
@@ -862,3 +865,4 @@ def test_pages_fit_wide_and_narrow_screens(
     for frame in found:
         assert frame["wide"] <= frame["room"] and frame["charts"] > 0, frame
         assert frame["least"] > 100 and frame["letters"] >= 9, frame
+    assert all(frame["fold"] <= 3 * 900 for frame in found[: len(WIDTHS)]), found

@@ -72,11 +72,14 @@ def worst_languages(runs: list[Run]) -> list[str]:
 
 
 def worst_language(chart: Chart) -> str:
+    """Return a sentence such as `Worst language by loss of mlm: xx 5.4 nats.`; "" if no run has a number."""
+    title, _, unit = chart.title.partition(" (")[0].partition(", ")
+    metric, unit = title[0].lower() + title[1:].removesuffix(" by language"), f" {unit}" * (unit != "share")
     worst = []
     for n, name in enumerate(chart.names):
         ends = {label: late(of[n]) for label, of in chart.lines.items() if of[n] is not None}
         ends = {label: end for label, end in ends.items() if not math.isnan(end)}
         if ends:
             label = min(ends, key=lambda label: chart.better * ends[label])
-            worst.append(f"{f'{name}: ' * (len(chart.names) > 1)}{label} {number(ends[label])}")
-    return f"Worst language by {chart.title.partition(' (')[0]}: {'; '.join(worst)}." if worst else ""
+            worst.append(f"{f'{name}: ' * (len(chart.names) > 1)}{label} {number(ends[label])}{unit.rstrip()}")
+    return f"Worst language by {metric}: {'; '.join(worst)}." if worst else ""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from xscale.report.read import Run, Scores
 from xscale.report.tables import Cell, Table, is_transfer
@@ -40,14 +41,18 @@ def transfers(scores: list[Scores]) -> list[Transfer]:
 
 
 def transfer_table(found: list[Transfer]) -> Table:
-    """Return table 3 of Tang et al. 2022: SUP, ZS and Δ of each task in percent, a row per model and language."""
+    """Return table 3 of Tang et al. 2022: SUP, ZS and Δ of each task in percent, a row per model and language. After
+    several languages of a model comes a row of means, each over the languages that have the number."""
+    found = [*found, *means(found)]
     by_place = {(t.model, t.language, t.task): t.numbers for t in found}
     columns = {
         task: [name for name in COLUMNS if name in ALWAYS or any(name in t.numbers for t in found if t.task == task)]
         for task in dict.fromkeys(transfer.task for transfer in found)
     }
     rows: list[list[Cell]] = []
-    for model, language in dict.fromkeys((t.model, t.language) for t in found):
+    models = list(dict.fromkeys(t.model for t in found))
+    places = sorted(dict.fromkeys((t.model, t.language) for t in found), key=lambda place: models.index(place[0]))
+    for model, language in places:
         cells: list[Cell] = [model, language]
         for task, names in columns.items():
             numbers = by_place.get((model, language, task), {})
@@ -55,6 +60,19 @@ def transfer_table(found: list[Transfer]) -> Table:
         rows.append(cells)
     head = ["model", "language", *(COLUMNS[name] for names in columns.values() for name in names)]
     return Table(head, rows, [("", 2), *((task, len(names)) for task, names in columns.items())])
+
+
+def means(found: list[Transfer]) -> list[Transfer]:
+    """Return the means over languages of each model's numbers on each task on which it has several languages."""
+    groups: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for transfer in found:
+        groups.setdefault((transfer.model, transfer.task), []).append(transfer.numbers)
+    return [
+        Transfer(model, "mean over languages", task, pd.DataFrame(of_languages)[known].mean().to_dict())
+        for (model, task), of_languages in groups.items()
+        if len(of_languages) > 1
+        for known in [[name for name in COLUMNS if any(name in numbers for numbers in of_languages)]]
+    ]
 
 
 def percent(value: float | None, deviation: float | None = None) -> str | None:
