@@ -282,7 +282,7 @@ def load_corpus(path: Path) -> Corpus:
     except ValueError as error:
         raise UserError(f"{path} is not YAML in UTF-8: {error}") from None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give the corpus.yaml to prepare") from None
+        raise UserError(f"{path}: {error.strerror}; give the path of a corpus.yaml") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} must be a mapping with {', '.join(Corpus.model_fields)}")
     for source in tree["sources"] if isinstance(tree.get("sources"), list) else ():

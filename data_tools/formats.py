@@ -24,7 +24,7 @@ _XML_HEADS = ("<?xml", "<!doctype", "<tmx", "<html")
 
 
 def take_head(lines: Iterator[tuple[int, str]], most: int) -> list[tuple[int, str]]:
-    """Take the first numbered lines from `lines`: at most `most`, and about HEAD_CHARACTERS."""
+    """Take (number, line) pairs from `lines` until there are `most`, or their lines have HEAD_CHARACTERS."""
     head, size = list[tuple[int, str]](), 0
     for line in lines:
         head.append(line)

@@ -36,9 +36,9 @@ def build(
     """Scan all tars (split over the ranks), write an .idx file beside each, the file that joins all entries, and
     index.json last. Raises UserError.
 
-    links_count: the name in SEGMENTATIONS of the words that links number; None: the one that an existing index names;
-    without an index, white-space words, except in tars of xscale's own layout. Links are checked if `made_by` names
-    this tool; other tools have checked them before they wrote them.
+    links_count: which words the numbers in links count, a name in SEGMENTATIONS. None: those that an existing index
+    names; without an index, xscale's words in tars of its own layout and white-space words in others. Links are checked
+    if `made_by` names this tool; other tools have checked them before they wrote them.
     """
     tars = sorted(directory.glob("*.tar"))
     if not tars:

@@ -62,8 +62,8 @@ class Script:
             found = next((c for c in _candidates() if c not in used and self._class_of(c) == kind), None)
             if found is None:
                 raise UserError(
-                    f"{self.path}: no character is left to be the image of {char!r} (U+{ord(char):04X}); train a "
-                    f"tokenizer of fewer characters: --coverage 0.99"
+                    f"{self.path}: no unused character is left to replace {char!r} (U+{ord(char):04X}); train a "
+                    f"tokenizer with fewer characters: --coverage 0.99"
                 )
             used.add(found)
             return found

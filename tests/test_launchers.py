@@ -87,8 +87,8 @@ def test_ranks_of_launchers(started, environment: dict[str, str], expected: Proc
         ),
         ({"MASTER_PORT": "x"}, "MASTER_PORT='x' in the environment is not a number"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but not the other of RANK and WORLD_SIZE"),
-        ({"RANK": "0", "WORLD_SIZE": ""}, "RANK=0, but not the other of RANK and WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 but no RANK"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "RANK=0 but no WORLD_SIZE"),
         ({"SLURM_NTASKS": "x"}, "SLURM_NTASKS='x' in the environment is not a number"),
     ],
 )

@@ -129,7 +129,7 @@ def test_a_plugin_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match=r"--plugin absent_plugin cannot be imported.*PYTHONPATH"):
         load_plugins(["absent_plugin"])
     (tmp_path / "without_tables.py").write_text("")
-    with pytest.raises(UserError, match="none of the tables OBJECTIVES"):
+    with pytest.raises(UserError, match="defines none of OBJECTIVES"):
         load_plugins(["without_tables"])
     (tmp_path / "takes_a_name.py").write_text("from xscale.objectives import tlm\nOBJECTIVES = {'mlm': tlm.OBJECTIVE}")
     with pytest.raises(UserError, match="OBJECTIVES has mlm"):

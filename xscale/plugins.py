@@ -29,7 +29,7 @@ def load_plugins(names: list[str]) -> None:
             raise UserError(f"--plugin {name} cannot be imported: {type(error).__name__}: {error}") from None
         found = {table: getattr(module, table) for table in TABLES if hasattr(module, table)}
         if not found:
-            raise UserError(f"--plugin {name} has none of the tables {', '.join(TABLES)}")
+            raise UserError(f"--plugin {name} defines none of {', '.join(TABLES)}; define at least one of these dicts")
         for table, entries in found.items():
             if not isinstance(entries, dict):
                 raise UserError(f"--plugin {name}: {table} is not a dict")

@@ -99,12 +99,12 @@ def check_launch() -> None:
             f"this SLURM job has {tasks} tasks, but this process was started without srun; start it with srun, so that "
             f"every task is a rank (srun --ntasks=1 for a single rank)"
         )
-    said = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
-    if len(said) == 1 and not _launcher_variables():
-        raise UserError(
-            f"the environment has {said[0]}={os.environ[said[0]]}, but not the other of RANK and WORLD_SIZE; this "
-            f"process would be a run of one rank: set both, or unset {said[0]}"
-        )
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if os.environ.get(name) and not os.environ.get(other) and not _launcher_variables():
+            raise UserError(
+                f"the environment has {name}={os.environ[name]} but no {other}, so this process would train alone; "
+                f"set {other} too, or unset {name}"
+            )
 
 
 def _port(process: Process) -> int:

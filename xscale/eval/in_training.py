@@ -193,8 +193,9 @@ def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
             )
         if new and not shows_neutral(run_spec.recipe):
             raise UserError(
-                f"{source.directory} has text in {' and '.join(new)}, which needs the neutral language embedding, and "
-                f"language_dropout 0 does not train it; leave the source out, or set streams.NAME.language_dropout=0.1"
+                f"{source.directory} has text in {' and '.join(new)}, which --data lacks. The neutral language "
+                f"embedding would be used for it, but with language_dropout 0 no stream trains that one; leave the "
+                f"source out, or set streams.NAME.language_dropout=0.1"
             )
     check_language_names([*run_spec.sources, *sources])
     return sources

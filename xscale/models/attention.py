@@ -251,7 +251,7 @@ attention_blocks.register_autograd(_backward, setup_context=_save)
 def dropout_mask(like: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
     """Return a dropout mask in the shape and type of `like`: 0 with probability p, rounded to 2^-16, else 1 / (1 - p).
 
-    Each 64-bit random number decides about four elements, because random numbers dominate the cost of dropout on a CPU.
+    Each 64-bit random number is used for four elements, since generating them is most of dropout's cost on a CPU.
     """
     drop, draws = round(p * 2**16), torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     bits = draws.random_(-(2**63), None, generator=generator).view(torch.int16)[: like.numel()]
