@@ -143,7 +143,7 @@ def _align_directions(pairs: Iterable[Iterable[str]], folder: Path, priors: Path
             for text, file in zip(texts, (src, tgt), strict=True):
                 file.write(text.lower() + "\n")
     options = flags | ({"-p": priors} if priors else {})
-    command = [find_program(), "--verbose", *(str(word) for option in options.items() for word in option)]
+    command = [find_program(), *(str(word) for option in options.items() for word in option), "--verbose"]
     hidden = True if parent_process() else None  # None: only a terminal shows the bar
     told = ""
     with (

@@ -209,7 +209,7 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--how {args.how} shifts the ids of a tokenizer; give it by --tokenizer DIR")
     for name in ("overlap", "tokenizer", "dictionary_out", "tokenizer_out"):
         if getattr(args, name) and not trans:
-            raise UserError(f"--{name} is for trans, and --how is {args.how}; leave it out")
+            raise UserError(f"--{name} works only with --how trans, but --how is {args.how}; leave out --{name}")
     if syn and args.kind != "conllu" and not args.conllu:
         raise UserError(f"--how {args.how} needs the parse of {args.sources[0]}; give it by --conllu F")
     if args.conllu and (not syn or args.kind == "conllu"):

@@ -121,11 +121,11 @@ def check_lexicons(corpus: Corpus) -> None:
         absent = set(pair_of(path, languages)) - languages
         if absent:
             raise UserError(f"lexicons: {path}: no source is in {', '.join(absent)}; add one, or leave the file out")
-        if path.suffix != ".txt" or path.name in names:
+        if path.suffix != ".txt":
             remedy = "decompress" if path.suffix in files.COMPRESSED else "rename"
-            raise UserError(
-                f"lexicons: {path} must be plain text with a name of its own, such as en-de.txt; {remedy} it"
-            )
+            raise UserError(f"lexicons: {path} must be plain text and named *.txt, such as en-de.txt; {remedy} it")
+        if path.name in names:
+            raise UserError(f"lexicons: two dictionaries are named {path.name}; rename {path}")
         names.add(path.name)
         read_entries(path)
 
@@ -256,13 +256,20 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
+    args = argparse.Namespace(out=None)
     try:
         check_arguments(sys.argv[1:])
-        run(parse_arguments())
+        args = parse_arguments()
+        run(args)
     except (UserError, MachineError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        fetched = f"{args.out}.incomplete/fetched" if args.out else ""
+        again = "; it was fetched: remove it, and the next start fetches it again" * bool(
+            fetched and fetched in str(error)
+        )
+        print(f"error: {error}{again}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 4
     except OSError as error:
+        error.filename = error.filename or args.out  # a full disk names no file
         return report_environment_error(error)
     except KeyboardInterrupt:
         return 130

@@ -58,7 +58,10 @@ class Script:
         def find_image(char: str) -> str:
             kind = self._class_of(char)
             if kind is None:
-                raise UserError(f"{self.path}: the tokenizer changes its own character {char!r}; train another one")
+                raise UserError(
+                    f"{self.path}: the tokenizer has the character {char!r}, but its normalizer changes it; train a "
+                    f"tokenizer on this text"
+                )
             found = next((c for c in _candidates() if c not in used and self._class_of(c) == kind), None)
             if found is None:
                 raise UserError(

@@ -274,7 +274,7 @@ def make_priors(folder: Path, number: int) -> None:
 
 
 def make_links(folder: Path, number: int) -> None:
-    """Write the links of a part's pairs, aligned as one text."""
+    """Write the links of a part's pairs, which one run of the aligner finds."""
     part, made = parts_of(folder)[number], folder / f"links/{number}.all"
     chunks = [chunk for chunk in part.chunks if unlinked(folder, chunk)]
     if not chunks:

@@ -355,7 +355,8 @@ def links_of(args: argparse.Namespace) -> Links | None:
         return Links(args.links) if args.links else None
     if not args.links or None in tokenised:
         raise UserError(
-            "--links numbers the words of --links_src and --links_tgt; give all three of them, or only --links"
+            "--links_src and --links_tgt need each other and --links, which then numbers their words; give all three, "
+            "or --links alone, which numbers the words of --src and --tgt"
         )
     return Links(args.links, tokenised)
 

@@ -552,6 +552,14 @@ def test_the_card_is_the_hubs(ended: tuple[StepModule, Path, Path], tmp_path: Pa
     assert yaml.safe_load(recipe_text) == identity["recipe"]
     card.save(tmp_path / "again.md")
     assert ModelCard.load(tmp_path / "again.md").data.to_dict() == card.data.to_dict()
+    for step in range(1, 5):  # a fork has the lines of its own steps alone
+        tokens[step - 1] = ""
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(tokens))
+    (tmp_path / "run" / "ancestry.json").write_text('[{"run": "/runs/before", "step": 4, "changed": []}]')
+    export.export(tmp_path / "run", tmp_path / "fork")
+    said = ModelCard.load(tmp_path / "fork" / "README.md").text
+    assert "7 optimizer steps and 18,000 tokens in those from step 5 on" in said
+    assert "the steps to 4 are those of the run before" in said
     add_scores(tmp_path / "hf", {"mining": {"en-xx": {"F1": 0.625}}}, {})
     later = ModelCard.load(tmp_path / "hf" / "README.md")
     assert [score.metric_value for score in later.data.eval_results] == [0.75, 0.625]
@@ -575,10 +583,11 @@ def test_an_export_is_pushed_to_the_hub(
     assert command("hf", "me/encoder") == (0, "")
     hub.create_repo.assert_called_once_with("me/encoder", private=True, exist_ok=True)
     assert (tmp_path / "hub" / "README.md").read_bytes() == (tmp_path / "hf" / "README.md").read_bytes()
-    hub.create_repo.side_effect = LocalTokenNotFoundError("no token")
-    code, said = command("second", "me/encoder")
-    assert code == 2 and re.search("me/encoder: no token.*hf upload me/encoder", said)
-    assert (tmp_path / "second" / "model.safetensors").exists()
+    for out, error in (("second", LocalTokenNotFoundError("no token")), ("fourth", RuntimeError("no token"))):
+        hub.create_repo.side_effect = error  # the second stands for an HTTP library's own error
+        code, said = command(out, "me/encoder")
+        assert code == 2 and re.search("me/encoder: no token.*hf upload me/encoder", said)
+        assert (tmp_path / out / "model.safetensors").exists()
     code, said = command("third", "encoder")
     assert code == 2 and "--push encoder" in said and not (tmp_path / "third").exists()
 

@@ -438,7 +438,7 @@ def test_a_run_reads_its_dictionaries_in_the_spelling_of_its_text(tmp_path: Path
     (lexicon,), (plain,), (same,) = found.lexicons, given.lexicons, lower.lexicons
     assert [" ".join(entry) for entry in lexicon.words] == AS_SPELLED
     assert [" ".join(entry) for entry in plain.words] == [" ".join(e) for e in same.words] == ENTRIES_GIVEN
-    assert (lexicon.changed, plain.changed, same.changed, lexicon.unknown, plain.unknown) == (4, 0, 0, 1, 1)
+    assert (lexicon.changed, plain.changed, same.changed) == (4, 0, 0)
     for words in ("1 others have unknown tokens", "4 now have the text"):
         assert any(words in line for line in found.notes())
     assert not any("commonest spelling" in line for line in given.notes() + lower.notes())
@@ -447,7 +447,8 @@ def test_a_run_reads_its_dictionaries_in_the_spelling_of_its_text(tmp_path: Path
     folder.write_lexicons(tmp_path, found.lexicons)
     folder.write_lexicons(tmp_path, given.lexicons)
     (kept,) = (tmp_path / "lexicon").iterdir()
-    assert load_lexicon(kept, found.tokenizer).words == lexicon.words
+    again = load_lexicon(kept, found.tokenizer)
+    assert again.words == lexicon.words and again.fingerprint == lexicon.fingerprint, "a start on more text may read it"
 
 
 def test_the_tool_truecases(tmp_path: Path, dictionary, on_ranks, capsys) -> None:

@@ -850,6 +850,13 @@ def test_sources_at_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/"
         tree = {"sources": sources(lambda path: address + Path(path).name)}
+        (tmp_path / "damaged.tsv.gz").write_bytes(gzip.compress(b"a\tb\n" * 99)[:-9])
+        damaged = {"pairs": ["en", "de"], "tsv": address + "damaged.tsv.gz", "columns": [1, 2]}
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["prepare", str(written(tmp_path, {"sources": [damaged]})), "--out", "d"])
+            patch.chdir(tmp_path)
+            assert prepare.main() == 2
+        assert "it was fetched: remove it, and the next start fetches it again" in capsys.readouterr().err
         absent = address + "m.zip"
         with pytest.raises(UserError, match=re.escape(absent)):
             run(tmp_path, tree | {"sources": [*tree["sources"], {"pairs": ["en", "de"], "opus": absent, "name": "b"}]})

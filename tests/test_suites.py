@@ -175,7 +175,7 @@ def test_processes_that_share_a_suite_make_its_one_table(
     assert cells_of(capsys.readouterr().out) == expected and joined.read_text() == whole.read_text()
     assert ("aer", "mean over 4 languages argmax layer 2", "AER") in expected and '"intervals"' in whole.read_text()
     assert run.main([*words, *parts, "--limit", "5"]) == 2
-    assert "has the scores of --limit 1000" in capsys.readouterr().err
+    assert "has scores of an evaluation with --limit 1000" in capsys.readouterr().err
     assert run.main([*words, "--part", "0/3"]) == run.main([*words, *parts, "--part", "3/3"]) == 2
     assert "--part 0/3 needs --parts" in (said := capsys.readouterr().err) and "--part 3/3 needs" in said
 
@@ -206,6 +206,9 @@ def test_means_by_script_and_by_training() -> None:
         "de-en cosine": rows["en-ru cosine"]
     }
     assert "mean over 6 rows of 5 languages cosine" in with_means(twice)
+    places = {"de (a/de)": 1.0, "de (a/en-de)": 3.0, "fr": 5.0}
+    told = {row: {"loss": bootstrap.Score(value, lambda: np.ones(3))} for row, value in places.items()}
+    assert with_means(told)["mean over 3 rows of 2 languages"]["loss"] == 3.0, "a text's path is no variant"
     of_texts = {row: {"loss": bootstrap.Score(1, lambda: np.ones(3))} for row in ("en", "de", "ru", "uk", "ja", "sr")}
     added = [row for row in with_means(of_texts, ["en", "de"]) if row not in of_texts]
     assert added == [
@@ -261,6 +264,12 @@ def test_what_cannot_be_compared_is_said_before_the_work(
     assert said in capsys.readouterr().err
     assert compare.main([str(model), str(tmp_path / "two"), *words]) == 2
     assert f"{tmp_path / 'two'} has no config.json" in capsys.readouterr().err
+    assert compare.main([str(model), str(model), *words]) == 2
+    assert "is given twice" in capsys.readouterr().err
+    for language in ("de", "en"):
+        (tmp_path / f"empty.{language}").touch()
+    assert compare.main([str(model), *words]) == 2
+    assert "empty.en have no lines" in capsys.readouterr().err
 
 
 def test_p_values_are_those_of_chance() -> None:

@@ -1,6 +1,7 @@
 """Measured while it trains: the same training bit for bit, the numbers of an independent look, the best that stays."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -317,6 +318,7 @@ def test_a_dry_run_passes_what_can_be_measured(demo: Path, heldout: Path, tmp_pa
 def test_a_number_is_found_by_its_path() -> None:
     results = {"heldout": {"tlm en-xx": {"loss": 3.0}}, "retrieval": {"en-xx": {"accuracy": 0.5}}}
     assert check_number(results, "heldout/tlm en-xx/loss") == 3.0 and check_number(results, "aer/en-fr/AER") is None
+    assert check_number(results, "retrieval/all/accuracy") == 0.5, "of one pair, its own number is the mean"
     with pytest.raises(UserError, match=r"heldout/mlm/loss .*heldout/tlm en-xx/loss"):
         check_number(results, "heldout/mlm/loss")
 
@@ -341,8 +343,13 @@ def test_means_choose_the_best_checkpoint(demo: Path, heldout: Path, odd: Path, 
     pairs = f"[{heldout / 'pairs'}, {tmp_path / 'more'}]"
     tasks = f"[{{name: heldout, data: [{heldout / 'en'}, {heldout / 'xx'}]}}, {{name: retrieval, data: {pairs}}}]"
     words = ["--ds_config", f"{launch.ROOT}/ds_configs/zero2_cpu.json", "--recipe", "xlm", "--data", str(demo)]
-    for best in ("retrieval/all/accuracy", "heldout/mlm all/loss"):
-        sets = [f"eval.tasks={tasks}", f"checkpoint.best={best}", "data.workers=0"]
+    one = f"[{{name: retrieval, data: [{heldout / 'pairs'}]}}]"
+    for best, of in (
+        ("retrieval/all/accuracy", tasks),
+        ("retrieval/all/accuracy", one),
+        ("heldout/mlm all/loss", tasks),
+    ):
+        sets = [f"eval.tasks={of}", f"checkpoint.best={best}", "data.workers=0"]
         dry_run(launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets]), ALONE)
 
 
@@ -395,6 +402,13 @@ def test_an_evaluation_is_printed_with_the_best_step(tmp_path: Path, caplog: pyt
         ["heldout", "mlm", "loss", "2", "✓", "best"],
         ["retrieval", "en-x0", "accuracy", "0.4", "best", "0.5", "at", "step", "10"],
     ]
+    validation.best_of = "retrieval/en-x3/accuracy"
+    losses = {"tlm": {"loss": 1.0}, "tlm en-xx": {"loss": 1.0}, "mlm": {"loss": 1.0}}
+    means = {"all": {"accuracy": 0.5}, "en-x3": {"accuracy": 0.5}, "en-x4": {"accuracy": 0.5}}
+    lines = validation.lines_of(20, {"heldout": losses, "retrieval": means})
+    assert [re.split(r" (loss|accuracy) ", line.strip())[0].strip() for line in lines] == [
+        "retrieval en-x3", "heldout tlm", "heldout mlm", "retrieval all", "heldout tlm en-xx", "retrieval en-x4"
+    ]  # fmt: skip
 
 
 def test_an_evaluation_is_written_with_its_intervals(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class StreamConfig:
     """The factor of the stream's loss in the loss of the step."""
     warm_in: NotNegative = 0.0
     """The number of steps in which the loss's factor rises linearly to `weight`. Below 1: a share of train.steps."""
-    languages: list[str] | None = None
+    languages: Annotated[list[str], Field(min_length=1)] | None = None
     """Languages ("en") or pairs ("en-de", in either order) whose data and dictionaries the stream reads; null: all."""
     options: Any = None
     """The objective's own fields. In YAML they are written beside the stream's other fields."""
@@ -92,7 +92,7 @@ class DataConfig:
     first: Count | None = None
     """The maximum number of records of each language and each pair of languages, in the order of --data and of the
     shards; null: no limit."""
-    languages: list[str] | None = None
+    languages: Annotated[list[str], Field(min_length=1)] | None = None
     """Languages ("en") or pairs ("en-de") that streams without `languages` of their own read; null: all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
     """A language, or pair of languages, is sampled with probability proportional to n^alpha; alpha_by defines n."""

@@ -44,10 +44,10 @@ def push(folder: Path, repo: str) -> None:
     try:
         api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Export of xscale")
-    except OSError as error:  # the hub's errors are of this type
+    except Exception as error:  # of the hub, or of its HTTP library, which has changed between versions
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"--push {repo}: {str(error).strip().splitlines()[0]}; {folder} is complete: log in by `hf auth login` and "
-            f"run `hf upload {repo} {folder}`"
+            f"--push {repo}: {told}; {folder} is complete: log in by `hf auth login`, run `hf upload {repo} {folder}`"
         ) from None
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 LESS = re.compile(r"loss(?!_scale)|perplexity|\bxsim|bits_per|\baer\b|delta", re.IGNORECASE)
 NEITHER = re.compile(
-    r"^(count|targets|sentences|words|identical|dropped|too_long|queue_age|own_keys)|links|coverage|entropy|loss_scale"
+    r"(^|_)targets|^(count|sentences|words|identical|dropped|too_long|queue_age|own_keys)|links|coverage|entropy|loss_scale"
 )
 """Neither higher nor lower values of these metrics are better: they are sizes, or properties of the text."""
 ALL = "all"

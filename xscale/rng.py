@@ -45,8 +45,9 @@ def part_of_permutation(
     key: Key, n: int, at: int, bits: int, leading: np.ndarray | None = None
 ) -> tuple[int, np.ndarray, np.ndarray]:
     """Compute the part of permutation(key, n) around place `at`: about n / 2^bits consecutive numbers, whose hashes
-    have the same first bits. Returns (place of the part's first number, the part's numbers ascending, the indices that
-    bring them into the permutation's order). Needs less time and memory than the whole. leading: see leading_bits."""
+    have the same first bits. Returns (start, numbers, order): the place of the part's first number, the part's numbers
+    in ascending order, and the indices for which numbers[order] is the part of the permutation. Needs less time and
+    memory than the whole. leading: see leading_bits."""
     if not bits:
         return 0, np.arange(n), permutation(key, n)
     leading = leading_bits(key, n, bits) if leading is None else leading

@@ -85,8 +85,8 @@ class SavedPartitions:
         return found
 
     def _read_whole(self, names: list[str]) -> list[SavedGroup]:
-        """Fill `places` for a checkpoint of stage 0: the model's file has everything, and the optimizer's states are
-        numbered instead of named. Returns the groups."""
+        """Fill `places` from a checkpoint of ZeRO stage 0, in which one file has all weights, and the optimizer's
+        states have numbers instead of names. Returns the groups."""
         weights, states = private.saved_whole(self.model)
         decayed_first = sorted(names, key=lambda name: weights[name].ndim <= 1)  # models/build.py's decay_groups
         self.places = {name: SavedPlace(group, 0, None) for group, name in enumerate(decayed_first)}

@@ -50,8 +50,8 @@ class Lexicon:
     """Token ids of each entry's source and target word, one or more."""
     fingerprint: str
     path: Path
-    unknown: int = 0
-    """Number of entries of the file that are left out because they have unknown tokens."""
+    entries: tuple[tuple[str, str], ...] = ()
+    """All entries of the file, as they are spelled now, with those that are left out because of unknown tokens."""
     changed: int = 0
     """Number of entries whose spelling was changed to that of the training text (data/truecase.py)."""
 
@@ -65,10 +65,11 @@ class Lexicon:
         return _kept(self, heldout)
 
     def summary(self) -> str:
+        unknown = len(self.entries) - len(self.words)
         return (
             f"dictionary: {self.path}, {len(self.words):,} entries, {len(self.single()):,} of one token on either "
             f"side; {self.identical:,} have the same tokens on both and say nothing"
-            + (f"; {self.unknown:,} others have unknown tokens and are left out" if self.unknown else "")
+            + (f"; {unknown:,} others have unknown tokens and are left out" if unknown else "")
             + (f"; {self.changed:,} now have the text's commonest spelling" * bool(self.changed))
         )
 
@@ -163,7 +164,7 @@ def load_lexicon(
         ([ids[0][i] for i in kept], [ids[1][i] for i in kept]),
         hashlib.sha256(content).hexdigest()[:16],
         path,
-        len(words) - len(kept),
+        tuple(words),
         changed,
     )
 

@@ -124,8 +124,8 @@ class Remote:
                 self.cache.make_room(0)  # other processes may have fetched others meanwhile
 
     def fetch_entries(self, name: str, sizes: Sequence[int], checksums: Sequence[int]) -> None:
-        """Fetch the file of all entries unless the cache has it. sizes and checksums: bytes and CRC-32 of each shard's
-        entries. Raises OSError, or UserError if the source has no such file."""
+        """Fetch the file with the index entries of all shards unless the cache has it. sizes, checksums: bytes and
+        CRC-32 of each shard's part of the file. Raises OSError, or UserError if the source has no such file."""
 
         def check(path: Path) -> None:
             with path.open("rb") as file:

@@ -231,8 +231,8 @@ class Source:
         if zlib.crc32(data) != about.idx_crc32:
             raise UserError(
                 f"{file.path} is damaged, or belongs to another shard: its checksum is not that of the index.json that "
-                f"this process has read. Shards must not change while they are read: bring the old ones back. Else "
-                f"copy the file again, or run `python -m data_tools.index {self.directory}`"
+                f"this process has read. If the shards have changed while they were read, bring the old ones back; if "
+                f"the file was damaged, copy it again, or run `python -m data_tools.index {self.directory}`"
             )
         file.verified = changed
         return data

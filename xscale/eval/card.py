@@ -19,7 +19,7 @@ Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Task -> results row -> name -> a number, or the interval of a number."""
 CARD = "README.md"
 PIPELINES = {"heldout": "fill-mask", "perplexity": "fill-mask", "aer": "token-classification"}
-"""Task -> the hub's name for this kind of task; other tasks are sentence-similarity."""
+"""Task -> the hub's name for this kind of task."""
 HEADS = {
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
@@ -80,10 +80,12 @@ def describe_checkpoint(
     is_hub_name = bool(init) and not Path(init).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", init)
     objectives = sorted({stream["objective"] for stream in recipe["streams"].values()})
     sources = [f"- `{of['source']}`, fingerprint `{of['fingerprint'][:12]}`" for of in checkpoint.identity["data"]]
-    tokens = sum(
-        entry.get("tokens", 0) for entry in lines(folder / "metrics.jsonl") if entry["step"] <= checkpoint.step
-    )
-    counted = f" and {tokens:,} tokens" if tokens else ""
+    read = [entry for entry in lines(folder / "metrics.jsonl") if entry["step"] <= checkpoint.step]
+    first, tokens = read[0]["step"] if read else 1, sum(entry.get("tokens", 0) for entry in read)
+    counted = f" and {tokens:,} tokens" * bool(tokens) + f" in those from step {first:,} on" * (first > 1)
+    begun, ranks = init or "random weights", checkpoint.world_size
+    for parent in json.loads(read_or_empty(folder / "ancestry.json") or "[]"):
+        begun += f"; the steps to {parent['step']:,} are those of the run {Path(parent['run']).name}"
     header = {
         "language": languages,
         "pipeline_tag": "feature-extraction" if layers else "fill-mask",
@@ -99,8 +101,8 @@ def describe_checkpoint(
         + (f" These are its first {layers} layers, without the masked-LM head." if layers else ""),
         use=USE.format(name=name, pooling=pooling, head="" if layers else "ForMaskedLM"),
         data_used="\n".join(["The shards that it was trained on, by their languages:", "", *sources]),
-        training=f"{checkpoint.step:,} optimizer steps{counted}, from {init or 'random weights'}, on "
-        f"{checkpoint.world_size} ranks. The recipe:\n\n```yaml\n{yaml.safe_dump(recipe, sort_keys=False)}```",
+        training=f"{checkpoint.step:,} optimizer steps{counted}, from {begun}; the last start was "
+        f"on {ranks} rank{'s' * (ranks > 1)}. The recipe:\n\n```yaml\n{yaml.safe_dump(recipe, sort_keys=False)}```",
         purpose="Sentence vectors for retrieval and mining across languages, word alignment, "
         "fine-tuning of classifiers, taggers and question answering" + ("." if layers else ", masked prediction."),
     )
@@ -129,7 +131,7 @@ def describe_finetuned(
     """The card of a fine-tuned model. model: the encoder's folder. head: the model's transformers class. training: the
     name of the training text. scores: results row -> name -> number."""
     encoder, pipeline = model.resolve().name, HEADS[head]
-    name, results = f"{encoder}-{task}", eval_results({task: scores}, intervals({task: scores}))
+    name, results = f"{encoder}-{task}", eval_results({task: scores}, intervals({task: scores}), pipeline)
     before = ModelCard.load(model / CARD).data if (model / CARD).is_file() else ModelCardData()
     header = {"language": before.language, "base_model": before.base_model}
     return make_card(
@@ -171,8 +173,9 @@ def add_scores(folder: Path, results: Results, intervals: Results) -> None:
     join_card(card.data, text).save(folder / CARD)
 
 
-def eval_results(results: Results, intervals: Results) -> list[EvalResult]:
-    """The finite numbers for which higher or lower is better, in the form of the hub's header."""
+def eval_results(results: Results, intervals: Results, kind: str = "sentence-similarity") -> list[EvalResult]:
+    """The finite numbers for which higher or lower is better, in the form of the hub's header. kind: the hub's name for
+    tasks that PIPELINES lacks."""
     found = []
     rows = [(task, row, numbers) for task, of_task in results.items() for row, numbers in of_task.items()]
     for task, row, name, value in ((task, row, *number) for task, row, numbers in rows for number in numbers.items()):
@@ -180,7 +183,7 @@ def eval_results(results: Results, intervals: Results) -> list[EvalResult]:
             continue
         interval = intervals.get(task, {}).get(row, {}).get(name)
         one = EvalResult(
-            task_type=PIPELINES.get(task, "sentence-similarity"),
+            task_type=PIPELINES.get(task, kind),
             task_name=task,
             dataset_type=f"{task}/{row}",
             dataset_name=row,
@@ -216,6 +219,10 @@ def measured_at(folder: Path, step: int) -> tuple[Results, Results]:
         kept = {task: of_task for task, of_task in intervals.items() if task not in written.get("results", {})}
         found, intervals = found | written.get("results", {}), kept | written.get("intervals", {})
     return found, intervals
+
+
+def read_or_empty(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:

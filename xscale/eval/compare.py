@@ -40,11 +40,15 @@ def compare(args: argparse.Namespace) -> int:
     names = [path.resolve().name for path in args.models]
     if len(set(names)) < len(names):
         names = [str(path).strip("/").replace("/", "_") for path in args.models]
+    if len(set(names)) < len(names):
+        raise UserError(f"{max(names, key=names.count)} is given twice; give each model once")
     for path in args.models:
         if not (path / "config.json").is_file():
             raise UserError(f"{path} has no config.json; give directories that transformers or xscale.export has saved")
     files.check_writable(args.out / "table.md")
     rows = plan_rows(args, [])
+    for path in args.models:
+        Exported(path)  # so that a damaged model is reported before the work
     found: dict[str, Results] = {}
     trained: set[tuple[str, ...]] = set()
     code = 0

@@ -106,7 +106,7 @@ def row_names(task: EvalTask, run_spec: RunSpec, sources: list[Source], host_gro
     check_file_sizes(sources, host_group)
     if task.kind == "retrieval":
         pairs = list(row_sources(task, sources))
-        return pairs if len(pairs) == 1 else [ALL, *pairs]
+        return [ALL, *pairs]
     specs = heldout_stream_specs(run_spec, sources)
     check_links(run_spec.recipe, specs, sources)
     languages = [(spec.name, of) for spec in specs for s in spec.sources for of in (sources[s].pair, *sources[s].langs)]
@@ -350,6 +350,8 @@ def check_number(results: dict[str, Results], path: str) -> float | None:
     """Return the number at `path` (TASK/ROW/NUMBER), or None if its task was not measured. Raises UserError if the task
     has no such number."""
     task, row, name = path.split("/", 2)
+    if row == ALL and len(rows := results.get(task, {})) == 1:
+        (row,) = rows  # the mean over one pair
     if task in results and name not in results[task].get(row, {}):
         there = sorted(f"{task}/{row}/{name}" for row, of in results[task].items() for name in of)
         raise UserError(f"checkpoint.best: {path} is not measured; there are {', '.join(there) or 'none'}")

@@ -12,10 +12,11 @@ from xscale.eval.parallel import ENGLISH
 def with_means(rows: Mapping[str, Scores], trained: Collection[str] = ()) -> dict[str, Scores]:
     """The results rows. After the rows of a variant come their means: over all languages, by script, and over trained
     and untrained languages. A mean has the numbers that all of its rows have. Means by script or by training need at
-    least two groups of at least two languages. A row's name is `LANGUAGE` or `LANGUAGE VARIANT`."""
+    least two groups of at least two languages. A row's name is `LANGUAGE` or `LANGUAGE VARIANT`; a path in brackets,
+    which tells two texts of a language apart, is no variant."""
     variants: dict[str, list[str]] = {}
     for row in rows:
-        variants.setdefault(row.partition(" ")[2], []).append(row)
+        variants.setdefault(re.sub(r" \([^)]*\)", "", row).partition(" ")[2], []).append(row)
     found: dict[str, Scores] = {}
     for variant, names in variants.items():
         found |= {name: rows[name] for name in names}

@@ -38,6 +38,10 @@ class ParallelText:
                 f"{files[few]} has {sizes[few]:,} lines, {files[many]} has {sizes[many]:,}; lines n of all files "
                 f"must be translations. Fix one file, or move it away"
             )
+        if not max(sizes.values()):
+            raise UserError(
+                f"{', '.join(map(str, files.values()))} have no lines; write the texts again, or move them away"
+            )
         self._vectors: dict[str, dict[tuple[str, int], Tensor]] = {}
         self._key: object = None
 

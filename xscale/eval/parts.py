@@ -60,7 +60,7 @@ def evaluate_once(path: Path, flags: dict[str, str], row: TaskRow, model: Export
         files.write_text(path, json.dumps({"flags": flags, "scores": scores}))
     found = json.loads(path.read_text())
     if changed := [f"{flag} {value}" for flag, value in found["flags"].items() if flags.get(flag) != value]:
-        raise UserError(f"{path} has the scores of {', '.join(changed)}; give another folder to --parts")
+        raise UserError(f"{path} has scores of an evaluation with {', '.join(changed)}; give --parts another folder")
     return {
         variant: {
             name: Score(score, partial(np.array, values)) if values else score for name, (score, *values) in of.items()

@@ -80,6 +80,8 @@ def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, Tas
     if args.suite != "retrieval":
         for task, parts in find_transfer(args.texts).items():
             rows[task] = [TaskRow("", parts["test"][min(parts["test"])], partial(transfer, task, parts, args.finetune))]
+    if not args.texts:
+        raise UserError(f"--suite {args.suite} needs --texts, the folders with its test sets")
     if not rows:
         raise UserError(
             f"--suite {args.suite}: --texts {' '.join(map(str, args.texts))} has no test set of the suite; "

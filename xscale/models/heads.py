@@ -59,8 +59,8 @@ def load_heads(folder: Path) -> dict[str, KeptHeads]:
 def load_kept_heads(kept: dict[str, KeptHeads], stream: str, objective: str, heads: nn.Module) -> str | None:
     """Copy kept weights of the same objective into a stream's new heads, if all names and shapes match.
 
-    A kept stream of the same name is preferred. Returns a line for the log, or None if no heads of the objective are
-    kept.
+    Heads that were kept of a stream with the same name come first. Returns a line for the log, or None if no heads of
+    the objective are kept.
     """
     found = [name for name, of in kept.items() if of.objective == objective]
     if not found:

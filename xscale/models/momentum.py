@@ -146,8 +146,8 @@ class GatheredVectors:
         self._parts.append((vectors_BD, torch.cat([numbers_B[:, None], texts_B2], 1)))
 
     def send(self, counts: list[int] | None = None) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Start the exchange of all added vectors. Every rank calls it. counts: number of vectors by rank; without
-        it, a GPU's ranks wait for its work.
+        """Start the exchange of all added vectors. Every rank calls it. counts: number of vectors by rank. Without
+        it the ranks exchange the numbers first, for which the CPU has to wait until the GPU has finished its work.
 
         Returns a function that waits for the exchange and returns vectors [N, D] and text hashes [N, 2].
         """

@@ -76,8 +76,8 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
     """Return the batch of samples, each of which is a single pair. Its sequences are the sentences in the anchor
     language, then the others.
 
-    Its states are "first" and "second" [K] of the two words of each link, and "anchors" [T] of the anchor language's
-    tokens, which the frozen encoder reads too.
+    The objective reads the states at the positions "first" and "second" [K], the two words of each link, and "anchors"
+    [T], the tokens of the anchor language, which the frozen encoder reads, too.
     """
     pairs, too_long = context.fit_pairs(samples)
     sides = [_anchor_side(pair, options.anchor) for pair in pairs]

@@ -128,7 +128,7 @@ def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
     if steps < 3 * follows:
         lines.append(
             f"momentum {options.momentum}: the key encoder needs about {follows:,.0f} steps to follow the trained one, "
-            f"and stays near its start in a run of {steps:,}; use 0.9 to 0.99 in short runs"
+            f"and stays near its start in a run of {steps:,}; set it to {max(1 - 3 / max(steps, 4), 0.0):.2g} or less"
         )
     if options.queue_size > records:
         lines.append(

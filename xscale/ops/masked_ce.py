@@ -45,11 +45,11 @@ def masked_cross_entropy(
     `x = F.linear(features, weight, bias).float(); losses = F.cross_entropy(x, labels, reduction="none",
     label_smoothing=...) + z_loss * x.logsumexp(-1).square()`.
 
-    Weights are constants from 0 to 1 (None: all 1): each row's true weight divided by `largest`, since gradients of
-    logits in 16 bits could not hold small weights. A row of weight 0 adds exactly 0 to every gradient; its label must
-    be a valid id, too. For inputs of any type, the losses and the sums that become gradients are fp32 (fp64 for fp64).
-    Gradients are cast to the inputs' types only after the multiplication by the incoming gradient, so a gradient that a
-    loss scale makes too large becomes inf. M = 0 gives 0.
+    Weights are from 0 to 1 (None: all 1) and have no gradient. Each is the row's true weight divided by `largest`,
+    because gradients of logits in 16 bits would underflow with small weights. A row of weight 0 adds exactly 0 to every
+    gradient; its label must be a valid id, too. For inputs of any type, the losses and the sums that become gradients
+    are fp32 (fp64 for fp64). Gradients are cast to the inputs' types only after the multiplication by the incoming
+    gradient, so a gradient that a loss scale makes too large becomes inf. M = 0 gives 0.
     """
     device, dtype = features_MH.device.type, features_MH.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:  # as F.linear

@@ -12,6 +12,7 @@ python -m xscale.report RUN_DIR RUN_DIR                   without --out: compare
 
 import argparse
 import importlib.util
+import os
 import sys
 import time
 from pathlib import Path
@@ -46,7 +47,11 @@ def main(argv: list[str] | None = None) -> int:
             time.sleep(WATCH_S)
         if args.out:
             print(args.out)
+        sys.stdout.flush()
     except KeyboardInterrupt:  # how a user ends --watch
+        return 0
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (UserError, OSError) as error:
         return report_error(error)
@@ -85,6 +90,8 @@ def check(args: argparse.Namespace) -> None:
         if args.scores or args.models or args.png or not args.runs:
             raise UserError("--scores, --models, --pairs and --png are for a page: give --out FILE.html too")
         return
+    if args.png and args.png.exists() and not args.png.is_dir():
+        raise UserError(f"--png {args.png} is a file; give a folder for the pictures")
     if args.out.is_dir():
         raise UserError(f"--out {args.out} is a directory; give a file, such as {args.out / 'report.html'}")
     files.check_writable(args.out)

@@ -102,9 +102,13 @@ def headlines(runs: list[Run]) -> list[Headline]:
         keys = [[k for k in run.evals if k[0] == task and k[2] == number and row in (None, k[1])] for run in runs]
         keys = [[k for k in own if k[1] == ALL] or own for own in keys]
         return [
-            [run.evals[key] for key in own if row or task != "heldout" or " " not in key[1]]
+            [run.evals[key] for key in own if row or task != "heldout" or predicts(run, key[1])]
             for run, own in zip(runs, keys, strict=True)
         ]
+
+    def predicts(run: Run, row: str) -> bool:
+        """Return True for a row of a stream whose loss is a mean over masked tokens, in nats."""
+        return mapping(mapping(run.config.get("streams")).get(row)).get("objective", row) in ("mlm", "tlm")
 
     alike = len({tuple(mapping(run.config.get("streams"))) for run in runs}) == 1
     less = -1 if alike else 0  # the losses of other streams are other quantities
@@ -114,7 +118,7 @@ def headlines(runs: list[Run]) -> list[Headline]:
             task, row, name = best.split("/", 2)
             title = eval_title(task, column(row, name), f" of {row}, by which the best checkpoint is chosen")
             add(title, direction(name), evaluated(task, name, row))
-    add("Held-out loss, mean of the streams, nats", less, evaluated("heldout", "loss"))
+    add("Held-out loss of masked tokens, mean of the MLM and TLM streams, nats", less, evaluated("heldout", "loss"))
     add("Translations found by retrieval, mean of the pairs, share", 1, evaluated("retrieval", "accuracy"))
     aligned = zip(evaluated("alignment", "withheld"), metric("alignment"), strict=True)
     add("Withheld words aligned, mean of the pairs, share", 1, [measured or logged for measured, logged in aligned])

@@ -74,11 +74,12 @@ def read_identity(out: Path) -> dict[str, Any] | None:
 
 
 def write_lexicons(out: Path, lexicons: tuple[Lexicon, ...]) -> None:
-    """Write the dictionaries whose spelling the run has changed, for evaluations in other processes. Rank 0 only."""
+    """Write the dictionaries whose spelling the run has changed, for evaluations in other processes and for starts on
+    more text, which would change the spelling again. Rank 0 only."""
     for lexicon in (lexicon for lexicon in lexicons if lexicon.changed):
         path = out / "lexicon" / f"{lexicon.name}.{lexicon.fingerprint}.txt"
         path.parent.mkdir(exist_ok=True)
-        files.write_text(path, "".join(f"{a}\t{b}\n" for a, b in lexicon.words))
+        files.write_text(path, "".join(f"{a}\t{b}\n" for a, b in lexicon.entries))
 
 
 def is_idle(out: Path) -> bool:

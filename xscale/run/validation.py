@@ -21,7 +21,7 @@ from xscale.checkpoint import store as checkpoints
 from xscale.config import HOOK_FIELDS
 from xscale.eval.bootstrap import intervals
 from xscale.eval.in_training import Results, check_number, with_overall_means
-from xscale.metric_keys import is_better
+from xscale.metric_keys import ALL, is_better
 from xscale.ranks import HostGroup
 from xscale.run.metrics import LOG, JsonLines, Reporter
 from xscale.run_spec import RunSpec
@@ -117,9 +117,18 @@ class Validation:
         LOG.info("\n".join([f"step {step}, measured in {seconds:.1f} s", *self.lines_of(step, results)]))
 
     def lines_of(self, step: int, results: dict[str, Results]) -> list[str]:
-        """Return a line for each of the first results rows: the row's main number, and the best such number so far with
-        its step. ✓ means that this step is the best so far."""
+        """Return a line for each of the most important results rows: the row's main number, and the best such number so
+        far with its step. ✓ means that this step is the best so far."""
         found, numbers = [], [(task, row, of) for task, rows in results.items() for row, of in rows.items()]
+        best_row = (self.best_of or "").rpartition("/")[0]
+
+        def order(of: tuple[str, str, Any]) -> tuple[bool, bool]:
+            """The row that chooses the best checkpoint comes first, then streams and means, then single languages."""
+            task, row, _ = of
+            single = " " in row if task.startswith("heldout") else row != ALL and ALL in results[task]
+            return f"{task}/{row}" != best_row, single
+
+        numbers.sort(key=order)
         for task, row, of in numbers:
             if not of:
                 continue
