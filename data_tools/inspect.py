@@ -51,7 +51,7 @@ def describe(
         )
         scripts = ", ".join(f"{share:.1%} {script}" for script, share in text["scripts"][side].items())
         lines.append(
-            f"  {lang}: {text['duplicates'][side]:.1%} of the texts came before; letters: {scripts or 'none'}; most "
+            f"  {lang}: {text['duplicates'][side]:.1%} of the texts are repeats; letters: {scripts or 'none'}; most "
             f"frequent words: {frequent_words([record.texts[side] for record in records])}"
         )
     if source.kind == "mono":
@@ -74,7 +74,10 @@ def describe(
         )
         if "tokens_per_target" in links:
             of_target = links["tokens_per_target"]
-            lines.append(f"  tokens that a linked token sums: 50 % {of_target['median']:g}, 95 % {of_target['p95']:g}")
+            lines.append(
+                f"  linked tokens of a target, which AlignLM sums: 50 % {of_target['median']:g}, "
+                f"95 % {of_target['p95']:g}"
+            )
     for at in np.linspace(0, len(records) - 1, min(show, len(records))).astype(np.int64):
         lines.append("  " + records[at].to_json())
     return lines

@@ -101,12 +101,14 @@ def tsv_pairs(source: SourceSpec) -> Iterator[Unit]:
     first, second, links, score = (int(c) if c is not None else 0 for c in
                                    (*(source.columns or (0, 0)), source.links, source.score))  # fmt: skip
     most = max(first, second, links, score)
-    for number, line in read_lines(path):
+    lines = read_lines(path)
+    for number, line in lines:
         columns = ["", *line.split("\t")]
         if len(columns) <= most:
+            more = sum(other.count("\t") + 1 < most for _, other in lines)
             raise UserError(
-                f"{path}: line {number} has {len(columns) - 1} columns with tabs between them, needs {most}; fix or "
-                f"remove it"
+                f"{path}: line {number} has {len(columns) - 1} columns with tabs between them, needs {most}; "
+                f"{more:,} lines after it have too few, too. Fix them, or keep the others: `awk -F'\\t' 'NF >= {most}'`"
             )
         place = f"{path}: line {number}"
         yield Unit(

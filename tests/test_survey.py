@@ -131,7 +131,7 @@ def test_real_text(name: str, real: Path) -> None:
         mixed = [(a, a if i % 5 == 0 else b) for i, (a, b) in enumerate(pairs)]
         assert any("same text on both sides" in line for line in warnings(of(mixed).result(), langs, len(mixed)))
         few = [pairs[i % 100] for i in range(len(pairs))]
-        assert sum("came before" in line for line in warnings(of(few).result(), langs, len(few))) == 2
+        assert sum("repeat an earlier one" in line for line in warnings(of(few).result(), langs, len(few))) == 2
 
 
 def test_swapped_languages_are_told(tmp_path: Path, corpus_files, capsys: pytest.CaptureFixture, on_ranks) -> None:

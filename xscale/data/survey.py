@@ -149,7 +149,9 @@ def warnings(found: dict[str, Any], langs: tuple[str, ...], records: int) -> lis
                 f"{' or '.join(scripts_of(lang))}, in which {lang} is written"
             )
         if found["duplicates"][side] > DUPLICATES:
-            lines.append(f"{lang}: {found['duplicates'][side]:.0%} of the texts came before; remove duplicates")
+            lines.append(
+                f"{lang}: {found['duplicates'][side]:.0%} of the texts repeat an earlier one; remove duplicates"
+            )
     if any(foreign) and len(langs) == 2 and all(shares[side][1 - side] >= IN_SCRIPT for side in (0, 1)):
         lines.append(f"the languages look swapped: {langs[1]} {langs[0]} would fit the scripts")
     if len(langs) == 1:

@@ -30,7 +30,8 @@ COMPARED = (
 THINNED = (
     "In a run of many steps, a point of a line is the mean of a range of steps, and the band around a line goes from "
     "the least to the largest number there. The bar at the end of a line of scores, and the band around it, are the "
-    "95 % interval of the score. All axes span at least 5 % of their numbers."
+    "95 % interval of the score. Each axis spans at least 5 % of its numbers, so that noise "
+    "does not look like a trend."
 )
 
 
