@@ -120,8 +120,8 @@ def sampling_lines(run_spec: RunSpec) -> Iterator[str]:
                 records = (epoch * source.records + position) / steps
                 if share:
                     yield (
-                        f"  of {source.pair}: {share * spec.samples:,.1f} samples a step ({share:.2%}), which hold "
-                        f"{records:,.1f} records; {records * total / source.records:,.2f} epochs in "
+                        f"  {spec.name} draws from {source.pair} {share * spec.samples:,.1f} samples a step "
+                        f"({share:.2%}), {records:,.1f} records; {records * total / source.records:,.2f} epochs in "
                         f"{total:,} steps"
                     )
 

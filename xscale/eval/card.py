@@ -80,9 +80,13 @@ def describe_checkpoint(
     is_hub_name = bool(init) and not Path(init).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", init)
     objectives = sorted({stream["objective"] for stream in recipe["streams"].values()})
     sources = [f"- `{of['source']}`, fingerprint `{of['fingerprint'][:12]}`" for of in checkpoint.identity["data"]]
-    read = [entry for entry in lines(folder / "metrics.jsonl") if entry["step"] <= checkpoint.step]
-    first, tokens = read[0]["step"] if read else 1, sum(entry.get("tokens", 0) for entry in read)
-    counted = f" and {tokens:,} tokens" * bool(tokens) + f" in those from step {first:,} on" * (first > 1)
+    first, tokens = checkpoint.step, 0
+    for entry in lines(folder / "metrics.jsonl"):
+        if entry["step"] <= checkpoint.step:
+            first, tokens = min(first, entry["step"]), tokens + entry.get("tokens", 0)
+    counted = f" and {tokens:,} tokens" * bool(tokens) + f" in those from step {first:,} on" * bool(
+        tokens and first > 1
+    )
     begun, ranks = init or "random weights", checkpoint.world_size
     for parent in json.loads(read_or_empty(folder / "ancestry.json") or "[]"):
         begun += f"; the steps to {parent['step']:,} are those of the run {Path(parent['run']).name}"

@@ -32,6 +32,7 @@ from xscale.eval import retrieval
 from xscale.eval.alignment_score import FEWEST, AlignmentProbe, find_probe, tokens_of
 from xscale.eval.bootstrap import Score, mean
 from xscale.eval.model import Exported, read_texts
+from xscale.eval.sentence_files import trained_pooling
 from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
@@ -308,6 +309,7 @@ class ModelInTraining(Exported):
         self.language_embeddings = run_spec.any_stream("language_embeddings")
         self.reset_positions = run_spec.any_stream("reset_positions")
         self.lexicon_heldout = run_spec.unseen
+        self.pooling = trained_pooling(run_spec.recipe.identity()["streams"])
 
 
 def row_sources(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
@@ -339,7 +341,7 @@ class Retrieval:
             for side, language in enumerate(source.langs):
                 self.note()
                 texts = [texts[side] for texts in pairs[self.process.rank :: world]]
-                (mine,) = retrieval.embed(self.model, texts, ids[language], ["mean"], [-1]).values()
+                (mine,) = retrieval.embed(self.model, texts, ids[language], [self.model.pooling], [-1]).values()
                 sides.append(gather_rows(mine.float())[0][order.to(mine.device)])
             results[row] = retrieval.accuracies(sides[0], sides[1], "cosine", source.langs)
         self.encoder.train()

@@ -21,7 +21,7 @@ from xscale.errors import UserError
 from xscale.eval.bootstrap import entity_scores
 from xscale.eval.model import Exported, Scores
 from xscale.eval.neighbours import ratio_margins
-from xscale.eval.retrieval import POOLINGS, embed_sides, layer_numbers, variants
+from xscale.eval.retrieval import embed_sides, layer_numbers, variants
 
 NEIGHBOURS = 4
 OWN = "own threshold"
@@ -50,12 +50,12 @@ def evaluate(
     model: Exported,
     bitext: Bitext,
     dev: Bitext | None = None,
-    poolings: Sequence[str] = POOLINGS[:1],
+    poolings: Sequence[str] | None = None,
     layers: Sequence[str | int] = (-1,),
 ) -> dict[str, Scores]:
     """Precision, recall and F1 of the mined pairs, for each combination of pooling and layer. dev: the development set
     for the threshold."""
-    numbers = layer_numbers(layers, model.num_layers)
+    numbers, poolings = layer_numbers(layers, model.num_layers), poolings or [model.pooling]
     sides = embed_sides(model, bitext.texts, bitext, poolings, numbers)
     dev_sides = embed_sides(model, dev.texts, dev, poolings, numbers) if dev else sides
     found = {}

@@ -14,6 +14,7 @@ from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import intervals
+from xscale.eval.sentence_files import saved_pooling
 from xscale.models.build import positions, read_pretrained, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import load_heads
@@ -38,7 +39,7 @@ class Exported:
         if not path.exists():
             raise UserError(f"--model {path} does not exist; `python -m xscale.export RUN_DIR {path}` makes it")
         lm, has_head = read_pretrained("--model", path)
-        self.path = path
+        self.path, self.pooling = path, saved_pooling(path)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             self.encoder = Encoder(lm).eval().to(self.device)

@@ -17,14 +17,14 @@ from torch import Tensor
 from xscale import files
 from xscale.errors import UserError
 from xscale.eval.model import Exported, Scores
-from xscale.eval.retrieval import BATCH, POOLINGS, embed, layer_numbers, variants
+from xscale.eval.retrieval import BATCH, embed, layer_numbers, variants
 
 
 class MtebEncoder:
     """An encoder for mteb (its EncoderProtocol): `mteb.evaluate(MtebEncoder(Exported(path)), tasks)`."""
 
-    def __init__(self, model: Exported, pooling: str = POOLINGS[0], layer: int = -1):
-        self.model, self.pooling, self.layer = model, pooling, layer
+    def __init__(self, model: Exported, pooling: str | None = None, layer: int = -1):
+        self.model, self.pooling, self.layer = model, pooling or model.pooling, layer
 
     def encode(
         self, inputs: Iterable[Mapping[str, Any]], *, task_metadata: Any, hf_split: str, hf_subset: str, **others: Any
@@ -79,10 +79,10 @@ def find_task(name: str, folder: Path, subsets: Sequence[str]) -> Any:
 
 
 def evaluate(
-    model: Exported, task: Any, poolings: Sequence[str] = POOLINGS[:1], layers: Sequence[str | int] = (-1,)
+    model: Exported, task: Any, poolings: Sequence[str] | None = None, layers: Sequence[str | int] = (-1,)
 ) -> dict[str, Scores]:
     """mteb's scores of each subset (and split, if the task has several), for each pooling and layer."""
-    numbers = layer_numbers(layers, model.num_layers)
+    numbers, poolings = layer_numbers(layers, model.num_layers), poolings or [model.pooling]
     try:
         task.load_data()
     except (OSError, ValueError, KeyError) as error:

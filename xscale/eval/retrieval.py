@@ -49,13 +49,14 @@ def evaluate(
     model: Exported,
     source: Source,
     limit: int,
-    poolings: Sequence[str] = POOLINGS[:1],
+    poolings: Sequence[str] | None = None,
     layers: Sequence[str | int] = (-1,),
     margins: Sequence[str] = MARGINS[:1],
     wrong: WrongTranslations | None = None,
 ) -> dict[str, Scores]:
-    """Name of each combination of pooling, layer and margin -> its accuracies, or for xSIM its error rates. wrong:
-    the wrong translations of xSIM++."""
+    """Name of each combination of pooling, layer and margin -> its accuracies, or for xSIM its error rates. poolings:
+    None is the model's own. wrong: the wrong translations of xSIM++."""
+    poolings = poolings or [model.pooling]
     numbers = layer_numbers(layers, model.num_layers)
     texts = [list(side) for side in zip(*read_texts(source, limit), strict=True)]
     sides = embed_sides(model, texts, source, poolings, numbers)
@@ -155,10 +156,10 @@ def variants(
     model: Exported, poolings: Sequence[str], layers: Sequence[int], margins: Sequence[str] = MARGINS[:1]
 ) -> list[tuple[str, str, int, str]]:
     """(name, pooling, layer, margin) of every combination. The name mentions a choice if several were asked for, or if
-    it is not the default (mean pooling, last layer, cosine). layers: counted from the end."""
+    it is not the default (the model's own pooling, last layer, cosine). layers: counted from the end."""
     found = []
     for pooling, layer, margin in product(poolings, layers, margins):
-        name = [*name_choice(pooling, poolings, POOLINGS[0]), *name_choice(margin, margins, MARGINS[0])]
+        name = [*name_choice(pooling, poolings, model.pooling), *name_choice(margin, margins, MARGINS[0])]
         name += [f"layer {model.num_layers + 1 + layer}"] if len(layers) > 1 or layer != -1 else []
         found.append((" ".join(name), pooling, layer, margin))
     return found

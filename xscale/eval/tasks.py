@@ -47,7 +47,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--mteb", **repeated, help="a task of mteb, the folder of its data, its subsets: `XNLI xnli/ de`; repeatable")
     group = parser.add_argument_group("variants", "Every combination of several values is evaluated.")
     add = group.add_argument
-    add("--pooling", nargs="+", choices=retrieval.POOLINGS, default=["mean"], help="for retrieval, mining, mteb (mean)")
+    add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="for retrieval, mining, mteb (default: the "
+        "model's own, by which SentenceTransformer pools)")  # fmt: skip
     add("--layer", nargs="+", type=parse_layer, default=[], metavar="N", help="0: embeddings, -1: last, or all; for "
         "retrieval, mining, mteb (default: -1), aer (all), induction (besides the embedding table)")  # fmt: skip
     add("--margin", nargs="+", choices=(*retrieval.MARGINS, retrieval.XSIM), default=["cosine"], help="for retrieval, "
@@ -90,9 +91,10 @@ def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     def row(text: ParallelText, langs: tuple[str, str]) -> TaskRow:
         def evaluate(model: Exported) -> dict[str, Scores]:
             numbers, limit = retrieval.layer_numbers(layers, model.num_layers), args.texts_limit
-            sides = [text.vectors(model, language, args.pooling, numbers, limit) for language in langs]
+            poolings = args.pooling or [model.pooling]
+            sides = [text.vectors(model, language, poolings, numbers, limit) for language in langs]
             texts = [text.texts[language][:limit] for language in langs]
-            return retrieval.evaluate_vectors(model, sides, texts, langs, args.pooling, numbers, args.margin, wrong)
+            return retrieval.evaluate_vectors(model, sides, texts, langs, poolings, numbers, args.margin, wrong)
 
         return TaskRow(pair_name(langs), Path(text.name), evaluate)
 
