@@ -27,7 +27,7 @@ from tests.test_encoder import CONFIGS, make
 from xscale import config, export, files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import full_weights
-from xscale.config import Recipe
+from xscale.config import Recipe, shipped_recipes
 from xscale.data.packed_row import Tokens
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
@@ -692,7 +692,7 @@ def test_onnx_needs_its_packages(
     assert code == 2 and re.search(r"--onnx needs .*onnxscript.*'xscale\[onnx\]'", said) and not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["mixed", "xlm", "language_embeddings"])
+@pytest.mark.parametrize("kind", [*(name for name in shipped_recipes() if "/" not in name), "language_embeddings"])
 def test_pipelines_of_transformers_read_an_export(
     demo: Path, ended: tuple[StepModule, Path, Path], tmp_path: Path, kind: str
 ) -> None:

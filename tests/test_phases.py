@@ -370,7 +370,7 @@ def test_a_run_that_is_killed_in_a_phase_and_at_a_border(demo: Path, tmp_path: P
     for end, theta in zip(ENDS, thetas, strict=True):
         ropes = AutoConfig.from_pretrained(whole / f"checkpoints/step_{end:08d}" / "hf").rope_parameters
         assert {rope["rope_theta"] for rope in ropes.values()} == {theta}, end
-    copies = {step: tmp_path / str(step) for step in (4, 10, 14)}
+    copies = {step: tmp_path / str(step) for step in (*ENDS[:-1], 10)}
     for step, copy in copies.items():
         shutil.copytree(whole, copy)
         for later in range(step + 1, 21):
@@ -387,6 +387,21 @@ def test_a_run_that_is_killed_in_a_phase_and_at_a_border(demo: Path, tmp_path: P
     for copy in (*copies.values(), tmp_path / "killed"):
         assert launch.without_times(copy) == expected and launch.trace(copy) == launch.trace(whole), copy
         assert all(torch.equal(t, tensors[n]) for n, t in launch.checkpoint_tensors(copy / last).items()), copy
+
+
+@pytest.mark.slow
+def test_a_ramp_of_samples_has_the_same_losses_at_any_cut(demo: Path, tmp_path: Path) -> None:
+    """The number of samples changes from phase to phase. One rank with short rows has the losses of two ranks with
+    long ones. Dropout, which depends on the rows, is off."""
+    script = str(launch.ROOT / "tests" / "many_runs.py")
+    phases = [{key: value for key, value in phase.items() if key != "model.dropout"} for phase in PHASES]
+    sets = ["model.dropout=0", "data.workers=0"]
+    launch.run(2, listed(demo, tmp_path, ["two"], *sets, phases=phases), script=script)
+    launch.run(1, listed(demo, tmp_path, ["one"], *sets, "train.max_tokens=256", phases=phases), script=script)
+    one, two = launch.metrics(tmp_path / "one"), launch.metrics(tmp_path / "two")
+    assert [step["loss"] for step in one] == pytest.approx([step["loss"] for step in two], rel=1e-5)
+    samples = [step["samples"] for step in one]
+    assert samples == [step["samples"] for step in two] and samples[:14] == [5] * 4 + [19] * 3 + [24] * 7
 
 
 @pytest.mark.slow
