@@ -26,7 +26,7 @@ from tests.rows import one_thread  # noqa: F401
 from tests.test_encoder import CONFIGS, make
 from xscale import config, export, files
 from xscale.checkpoint import store as checkpoints
-from xscale.checkpoint.restore import full_weights
+from xscale.checkpoint.restore import full_weights, load_run
 from xscale.config import Recipe
 from xscale.data.packed_row import Tokens
 from xscale.data.sequences import Example
@@ -346,6 +346,34 @@ def test_a_damaged_file_of_heads_is_named(tmp_path: Path) -> None:
     save_file({"a.w": torch.zeros(1)}, tmp_path / "xscale_heads.safetensors")
     with pytest.raises(UserError, match=r"xscale_heads\.safetensors"):
         load_heads(tmp_path)
+
+
+READ_ON_TWO_RANKS = """
+import sys, torch
+from xscale import ranks
+from xscale.checkpoint import restore
+
+process = ranks.find_process()
+ranks.start(process)
+reads, full_weights = [], restore.full_weights
+restore.full_weights = lambda path: reads.append(path) or full_weights(path)
+lm, heads = restore.load_initial(sys.argv[1], 0.0)
+torch.save((len(reads), lm.state_dict(), {name: of.weights for name, of in heads.items()}), sys.argv[2] + ranks_file)
+"""
+
+
+def test_one_rank_reads_the_weights_of_model_init(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
+    """It sends them to the others, which have the same to the last bit."""
+    script = tmp_path / "read.py"
+    script.write_text(READ_ON_TWO_RANKS.replace("ranks_file", 'f"/{process.rank}.pt"'))
+    code, output = launch.fork(2, [str(script), str(ended[1]), str(tmp_path)], launch.environment())
+    assert code == 0, output
+    (lm, heads), found = load_run(ended[1]), [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    assert [reads for reads, _, _ in found] == [1, 0]
+    for _, weights, of_heads in found:
+        assert all(torch.equal(weights[name], weight) for name, weight in lm.state_dict().items())
+        for stream, kept in heads.items():
+            assert all(torch.equal(of_heads[stream][name], weight) for name, weight in kept.weights.items())
 
 
 def spoil_weight(lm: PreTrainedModel, heads: object) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from xscale import files
 from xscale.errors import UserError, check_arguments, print_anything, report_error
 from xscale.report import tables
-from xscale.report.read import Run, read_runs, read_scores
+from xscale.report.read import MetricsLog, Run, read_runs, read_scores
 from xscale.report.tables import Table
 
 WATCH_S = 5
@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     print_anything()
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
-        while report(args) and args.watch:
+        logs: dict[Path, MetricsLog] = {}
+        while report(args, logs) and args.watch:
             time.sleep(WATCH_S)
         if args.out:
             print(args.out)
@@ -58,10 +59,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def report(args: argparse.Namespace) -> bool:
-    """Write the page, or without --out print to the console. Returns True if a run is going on. Raises UserError."""
+def report(args: argparse.Namespace, logs: dict[Path, MetricsLog]) -> bool:
+    """Write the page, or without --out print to the console. Returns True if a run is going on. logs: for read_runs.
+    Raises UserError."""
     check(args)
-    runs, scores = read_runs(args.runs), read_scores(args.scores)
+    runs, scores = read_runs(args.runs, logs), read_scores(args.scores)
     going_on = any(run.status.get("status") == "running" for run in runs)
     if args.out is None:
         print(CLEAR if args.watch else "", end="")

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pandas as pd
 import yaml
@@ -51,7 +51,7 @@ class Run:
     """The content of config.yaml; empty if there is none. `status` is the content of status.json in the same way."""
     status: dict[str, Any]
     parent: str = ""
-    """The run and the step that the run was forked from; "" if it is no fork."""
+    """The ancestors of a fork, such as `fork of RUN@STEP of RUN@STEP`, the nearest first; "" if the run is no fork."""
 
     @property
     def steps(self) -> int:
@@ -70,39 +70,92 @@ class Scores:
     """(model's name, task with its results row, reason) of each failed evaluation."""
 
 
-def read_runs(folders: list[Path]) -> list[Run]:
-    """Return the runs in some folders, with short labels. Raises UserError."""
+class Curves:
+    """Curves that grow by the numbers of a step. If a step has several values of a metric, the last one counts."""
+
+    def __init__(self) -> None:
+        self.values: dict[Any, tuple[array, array]] = defaultdict(lambda: (array("q"), array("d")))
+        """Metric -> its steps and its values."""
+
+    def add(self, step: int, numbers: Iterable[tuple[Any, Any]]) -> None:
+        for name, value in numbers:
+            if name != "step" and (value is None or isinstance(value, int | float)):
+                steps, values = self.values[name]
+                steps.append(step)
+                values.append(finite(value))
+
+    def series(self) -> dict[Any, pd.Series]:
+        """Return each metric's values, sorted by step."""
+        made = {name: pd.Series(values, steps, dtype=float) for name, (steps, values) in self.values.items()}
+        return {name: curve[~curve.index.duplicated(keep="last")].sort_index() for name, curve in made.items()}
+
+
+class MetricsLog:
+    """A metrics.jsonl that may still grow. Each `read` parses only new lines, or all if a resume has cut the file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.begin()
+
+    def begin(self) -> None:
+        self.curves, self.lines, self.end, self.last = Curves(), 0, 0, b""
+        """lines: how many are read; end: where the last of them ends, in bytes; last: this line."""
+
+    def read(self) -> dict[str, pd.Series]:
+        with self.path.open("rb") as file:
+            file.seek(self.end - len(self.last))
+            if file.read(len(self.last)) != self.last:
+                self.begin()
+                file.seek(0)
+            for line, entry in json_lines(file, self.path, self.lines):
+                self.curves.add(entry["step"], entry.items())
+                self.lines, self.end, self.last = self.lines + 1, self.end + len(line), line
+        return self.curves.series()
+
+
+def read_runs(folders: list[Path], logs: dict[Path, MetricsLog] | None = None) -> list[Run]:
+    """Return the runs in some folders, with short labels. logs: the metrics.jsonl of each folder from earlier calls,
+    to which new ones are added. Raises UserError."""
     folders = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders))
-    names = short_names(folders)
-    return [read_run(*of_run) for of_run in zip(folders, names, labels(names), strict=True)]
+    logs, names = {} if logs is None else logs, short_names(folders)
+    for folder in folders:
+        logs.setdefault(folder, MetricsLog(folder / "metrics.jsonl"))
+    return [read_run(*of, logs[of[0]]) for of in zip(folders, names, labels(names), strict=True)]
 
 
-def read_run(folder: Path, name: str, label: str) -> Run:
-    path, config, status = folder / "metrics.jsonl", folder / "config.yaml", folder / "status.json"
-    if not path.is_file():
+def read_run(folder: Path, name: str, label: str, log: MetricsLog) -> Run:
+    config, status, own_evals = folder / "config.yaml", folder / "status.json", folder / "evals.jsonl"
+    if not log.path.is_file():
         raise UserError(f"{folder} has no metrics.jsonl; give the directories that runs were started with as --out")
-    evals = [*json_lines(folder / "evals.jsonl"), *hook_scores(folder / "evals")]
+    evals = list(hook_scores(folder / "evals"))
+    if own_evals.is_file():
+        with own_evals.open("rb") as file:
+            evals = [*(entry for _, entry in json_lines(file, own_evals)), *evals]
     numbers = {(key, entry["step"]): number for entry in evals for key, number in measured(entry)}
-    eval_curves = curves((step, [(key, number)]) for (key, step), number in numbers.items())
+    curves = Curves()
+    for (key, step), number in numbers.items():
+        curves.add(step, [(key, number)])
+    eval_curves = curves.series()
     for (key, step), number in numbers.items():
         if isinstance(number, Measured):
             eval_curves[key].attrs[step] = number.interval
     return Run(
         name,
         label,
-        curves((entry["step"], entry.items()) for entry in json_lines(path)),
+        log.read(),
         eval_curves,
         [(label, e["step"], text(task), text(why)) for e in evals for task, why in mapping(e.get("failed")).items()],
         read_yaml(config) if config.is_file() else {},
         mapping(read_json(status)) if status.is_file() else {},
-        parent_of(folder / "ancestry.json"),
+        ancestors(folder / "ancestry.json"),
     )
 
 
-def parent_of(ancestry: Path) -> str:
-    found = read_json(ancestry) if ancestry.is_file() else []
-    nearest = mapping(found[0]) if isinstance(found, list) and found else {}
-    return f"fork of {Path(text(nearest.get('run'))).name} at step {text(nearest.get('step'))}" if nearest else ""
+def ancestors(path: Path) -> str:
+    found = read_json(path) if path.is_file() else []
+    runs = [mapping(run) for run in found] if isinstance(found, list) else []
+    places = [f" of {Path(text(run.get('run'))).name}@{text(run.get('step'))}" for run in runs]
+    return "fork" + "".join(places) if places else ""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -124,21 +177,19 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is no JSON ({error}); write it again, or leave it out") from None
 
 
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the file's objects, each with a step; none if there is no file. An unfinished last line is left out."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):
-                entry = None
-            if not isinstance(entry, dict) or not isinstance(entry.get("step"), int) or entry["step"] >= 2**53:
-                raise UserError(f"{path}, line {number}, is no JSON object with a step: {line[:60]!r}; remove the line")
-            yield entry
+def json_lines(file: BinaryIO, path: Path, before: int = 0) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each further line of a file and its object, which has a step. An unfinished last line is left out. before:
+    the number of lines that were read before."""
+    for number, line in enumerate(file, before + 1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            entry = None
+        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int) or entry["step"] >= 2**53:
+            raise UserError(f"{path}, line {number}, is no JSON object with a step: {line[:60]!r}; remove the line")
+        yield line, entry
 
 
 def hook_scores(folder: Path) -> Iterator[dict[str, Any]]:
@@ -175,19 +226,6 @@ def measured(entry: dict[str, Any]) -> Iterator[tuple[EvalKey, Any]]:
         ends = [finite(end) for end in found if isinstance(end, int | float)] if isinstance(found, list) else []
         sound = isinstance(value, int | float) and len(ends) == 2 and not any(map(math.isnan, ends))
         yield key, Measured(finite(value), *ends) if sound else value
-
-
-def curves(entries: Iterable[tuple[int, Iterable[tuple[Any, Any]]]]) -> dict[Any, pd.Series]:
-    """Return each metric's curve: its values, sorted by step. If a step has several values, the last one counts."""
-    found: dict[Any, tuple[array, array]] = defaultdict(lambda: (array("q"), array("d")))
-    for step, numbers in entries:
-        for name, value in numbers:
-            if name != "step" and (value is None or isinstance(value, int | float)):
-                steps, values = found[name]
-                steps.append(step)
-                values.append(finite(value))
-    made = {name: pd.Series(values, steps, dtype=float) for name, (steps, values) in found.items()}
-    return {name: curve[~curve.index.duplicated(keep="last")].sort_index() for name, curve in made.items()}
 
 
 def read_scores(paths: list[Path]) -> list[Scores]:
