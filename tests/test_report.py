@@ -316,7 +316,7 @@ def test_tables_say_what_is_noise(tmp_path: Path) -> None:
     """✓ marks runs whose interval overlaps the best one's; a mean over rows has the mean of their intervals."""
     shifts = {"best": 0.1, "near": 0.04, "far": -0.1}
     runs = [run_of_scores(tmp_path / name, {"en-de": shift, "en-fr": shift - 0.02}) for name, shift in shifts.items()]
-    (row,) = (row for row in tables.headline_table(runs).rows if "retrieval" in str(row[0]))
+    (row,) = (row for row in tables.headline_table(tables.headlines(runs)).rows if "retrieval" in str(row[0]))
     assert row[1:] == ["✓ 0.89 [0.84, 0.92]", "✓ 0.83 [0.78, 0.86]", "0.69 [0.64, 0.72]"]
     assert tables.is_numeric(row[1:])
     rows = {row[0]: [tables.number(cell) for cell in row[1:]] for row in tables.summary(runs[:1]).rows}
@@ -327,7 +327,7 @@ def test_tables_say_what_is_noise(tmp_path: Path) -> None:
     without = curve.copy()
     without.attrs = {}
     mean = tables.mean_curve([curve, without])
-    assert mean is not None and not mean.attrs
+    assert len(mean) and not mean.attrs
     scores = tmp_path / "near" / "evals" / "step_24.json"
     _, parsed = page_of(tmp_path / "far", "--scores", scores, out=tmp_path / "r.html")
     assert parsed.row("retrieval accuracy, en-fr")[0][0] == "0.68 [0.63, 0.71]"
@@ -353,14 +353,16 @@ def test_the_summary_says_which_run_is_better(one: tuple[Path, list[Entry]]) -> 
     worse = Run("w", "w", {"loss": run.metrics["loss"] + 10}, {}, [], run.config, {})
     titles = [headline.title for headline in tables.headlines([run, worse])]
     assert len(titles) == 4 and "retrieval" in titles[2]
-    rows = {row[0]: row[1:] for row in tables.headline_table([run, worse]).rows}
+    rows = {row[0]: row[1:] for row in tables.headline_table(tables.headlines([run, worse])).rows}
     late = np.array([e["loss"] for e in one[1][-3:]])
     assert rows[titles[0]][0] == f"✓ {late.mean():.4g} ± {late.std(ddof=1):.2g}"
     assert not str(rows[titles[0]][1]).startswith("✓") and rows[titles[2]][1] is None
     near = Run("n", "n", {"loss": run.metrics["loss"] + late.std()}, {}, [], run.config, {})
-    assert [str(cell)[0] for cell in tables.headline_table([run, near]).rows[0][1:]] == ["✓", "✓"]
+    assert [str(cell)[0] for cell in tables.headline_table(tables.headlines([run, near])).rows[0][1:]] == ["✓", "✓"]
     other = Run("o", "o", {"loss": run.metrics["loss"] / 2}, {}, [], {"streams": {"tlm": {}}}, {})
-    assert "✓" not in str(tables.headline_table([run, other]).rows[0]), "losses of other streams do not compare"
+    assert "✓" not in str(tables.headline_table(tables.headlines([run, other])).rows[0]), (
+        "losses of other streams do not compare"
+    )
 
 
 def test_the_summary_answers_what_is_asked_first(tmp_path: Path) -> None:
@@ -405,12 +407,12 @@ def test_means_over_languages(tmp_path: Path) -> None:
     ends = {"en-xx": {"accuracy": [0.0, 0.5]}, "en-yy": {"accuracy": [0.5, 1.0]}, "all": {"accuracy": [0.4, 0.6]}}
     found = {"step": 1, "results": {"retrieval": accuracies}, "intervals": {"retrieval": ends}}
     (run,) = read_runs([make_run(tmp_path / "all", entries, [found], checkpoint={"best": "retrieval/all/accuracy"})])
-    (shown,) = [row[1] for row in tables.headline_table([run]).rows if "retrieval" in str(row[0])]
+    (shown,) = [row[1] for row in tables.headline_table(tables.headlines([run])).rows if "retrieval" in str(row[0])]
     rows = {row[0]: row[1] for row in tables.summary([run]).rows}
     assert tables.number(shown) == tables.number(rows["retrieval accuracy, mean over 2 languages"]) == "0.5 [0.4, 0.6]"
     assert "retrieval accuracy, all" not in rows and list(curves.eval_charts([run])[0].lines) == ["en-xx", "en-yy"]
     curve = tables.mean_curve([pd.Series([3.0, 2, np.nan], [1, 2, 3]), pd.Series([5.0, np.nan], [1, 3])])
-    assert curve is not None and curve.tolist()[:2] == [4, 3.5] and np.isnan(curve[3])
+    assert curve.tolist()[:2] == [4, 3.5] and np.isnan(curve[3])
     scores = {"de": {"loss": 1.0, "targets": 10.0}, "fr": {"loss": 2.0, "targets": 30.0}}
     assert tables.with_means("perplexity", scores)["mean over 2 languages"] == {"loss": 1.5}
     assert tables.with_means("mteb", scores) == scores
@@ -703,7 +705,7 @@ def test_translations_with_one_vector_are_together(hf: Path, linked: Source, tmp
 def test_guesses_of_both_heads_are_those_of_plain_transformers(hf: Path, linked: Source) -> None:
     """Equations (1)-(8) by loops over the links, of transformers' hidden states."""
     model, lm = Exported(hf), AutoModelForMaskedLM.from_pretrained(hf).eval()
-    pair = next(models.pairs_of(model, linked))
+    pair = models.pairs_of(model, linked)[0]
     context = Context(model.tokenizer, 128, "drop", {"en": 0, "xx": 1})
     options = alignlm.AlignLMOptions()
     heads = alignlm.Heads(model.encoder, options)

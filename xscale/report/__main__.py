@@ -15,6 +15,7 @@ import importlib.util
 import os
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 from xscale import files
@@ -104,12 +105,8 @@ def check(args: argparse.Namespace) -> None:
 
 def print_runs(runs: list[Run]) -> None:
     parts = [runs[start : start + SIDE_BY_SIDE] for start in range(0, len(runs), SIDE_BY_SIDE)]
-    for table in (
-        tables.run_table(runs),
-        tables.differing(runs),
-        *map(tables.summary, parts),
-        tables.failed_evals(runs),
-    ):
+    summaries = map(tables.summary, parts)
+    for table in (tables.run_table(runs), tables.differing(runs), *summaries, tables.failed_evals(runs)):
         if table.rows:
             print(f"\n{table.title}\n" if table.title else "", end="")
             print_table(table)
@@ -120,18 +117,14 @@ def print_table(table: Table) -> None:
     cells = [table.head, *([tables.number(cell) for cell in row] for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     if table.groups:
-        first, names = 0, []
+        rest, names = iter(widths), ""
         for name, span in table.groups:
-            width = sum(widths[first : first + span]) + 2 * (span - 1)
-            names.append(name.ljust(width))
-            first += span
-        print("  ".join(names).rstrip())
+            names += name.ljust(sum(width + 2 for width in islice(rest, span)))
+        print(names.rstrip())
     numeric = [tables.is_numeric(column) for column in zip(*table.rows, strict=True)]
     for row in cells:
-        aligned = (
-            cell.rjust(w) if right else cell.ljust(w) for cell, w, right in zip(row, widths, numeric, strict=True)
-        )
-        print("  ".join(aligned).rstrip())
+        columns = zip(row, widths, numeric, strict=True)
+        print("  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns).rstrip())
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ import os
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pandas as pd
 import yaml
 
@@ -53,10 +54,6 @@ class Run:
     parent: str = ""
     """The ancestors of a fork, such as `fork of RUN@STEP of RUN@STEP`, the nearest first; "" if the run is no fork."""
 
-    @property
-    def steps(self) -> int:
-        return max((int(curve.index[-1]) for curve in self.metrics.values()), default=0)
-
 
 @dataclass
 class Scores:
@@ -70,26 +67,6 @@ class Scores:
     """(model's name, task with its results row, reason) of each failed evaluation."""
 
 
-class Curves:
-    """Curves that grow by the numbers of a step. If a step has several values of a metric, the last one counts."""
-
-    def __init__(self) -> None:
-        self.values: dict[Any, tuple[array, array]] = defaultdict(lambda: (array("q"), array("d")))
-        """Metric -> its steps and its values."""
-
-    def add(self, step: int, numbers: Iterable[tuple[Any, Any]]) -> None:
-        for name, value in numbers:
-            if name != "step" and (value is None or isinstance(value, int | float)):
-                steps, values = self.values[name]
-                steps.append(step)
-                values.append(finite(value))
-
-    def series(self) -> dict[Any, pd.Series]:
-        """Return each metric's values, sorted by step."""
-        made = {name: pd.Series(values, steps, dtype=float) for name, (steps, values) in self.values.items()}
-        return {name: curve[~curve.index.duplicated(keep="last")].sort_index() for name, curve in made.items()}
-
-
 class MetricsLog:
     """A metrics.jsonl that may still grow. Each `read` parses only new lines, or all if a resume has cut the file."""
 
@@ -98,24 +75,31 @@ class MetricsLog:
         self.begin()
 
     def begin(self) -> None:
-        self.curves, self.lines, self.end, self.last = Curves(), 0, 0, b""
-        """lines: how many are read; end: where the last of them ends, in bytes; last: this line."""
+        self.lines, self.end, self.last = 0, 0, b""
+        """The number of lines read, the last of them, and the byte at which it ends."""
+        self.found: dict[str, tuple[array, array]] = defaultdict(lambda: (array("q"), array("d")))
+        """Metric -> its steps and its values."""
 
     def read(self) -> dict[str, pd.Series]:
+        """Return the curves. If a step has several values, the last one counts. Raises UserError."""
         with self.path.open("rb") as file:
             file.seek(self.end - len(self.last))
             if file.read(len(self.last)) != self.last:
                 self.begin()
                 file.seek(0)
             for line, entry in json_lines(file, self.path, self.lines):
-                self.curves.add(entry["step"], entry.items())
                 self.lines, self.end, self.last = self.lines + 1, self.end + len(line), line
-        return self.curves.series()
+                for name, value in entry.items():
+                    if name != "step" and (value is None or isinstance(value, int | float)):
+                        self.found[name][0].append(entry["step"])
+                        self.found[name][1].append(finite(value))
+        curves = {name: pd.Series(values, steps, dtype=float) for name, (steps, values) in self.found.items()}
+        return {name: curve[~curve.index.duplicated(keep="last")].sort_index() for name, curve in curves.items()}
 
 
 def read_runs(folders: list[Path], logs: dict[Path, MetricsLog] | None = None) -> list[Run]:
-    """Return the runs in some folders, with short labels. logs: the metrics.jsonl of each folder from earlier calls,
-    to which new ones are added. Raises UserError."""
+    """Return the runs in some folders, with short labels. logs: the metrics of each folder from earlier calls, to which
+    new ones are added. Raises UserError."""
     folders = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders))
     logs, names = {} if logs is None else logs, short_names(folders)
     for folder in folders:
@@ -131,24 +115,27 @@ def read_run(folder: Path, name: str, label: str, log: MetricsLog) -> Run:
     if own_evals.is_file():
         with own_evals.open("rb") as file:
             evals = [*(entry for _, entry in json_lines(file, own_evals)), *evals]
-    numbers = {(key, entry["step"]): number for entry in evals for key, number in measured(entry)}
-    curves = Curves()
-    for (key, step), number in numbers.items():
-        curves.add(step, [(key, number)])
-    eval_curves = curves.series()
-    for (key, step), number in numbers.items():
-        if isinstance(number, Measured):
-            eval_curves[key].attrs[step] = number.interval
+    numbers: dict[EvalKey, dict[int, float | None]] = defaultdict(dict)
+    for entry in evals:
+        for key, number in measured(entry):
+            numbers[key][entry["step"]] = number
     return Run(
         name,
         label,
         log.read(),
-        eval_curves,
+        {key: eval_curve(of_steps) for key, of_steps in numbers.items()},
         [(label, e["step"], text(task), text(why)) for e in evals for task, why in mapping(e.get("failed")).items()],
         read_yaml(config) if config.is_file() else {},
         mapping(read_json(status)) if status.is_file() else {},
         ancestors(folder / "ancestry.json"),
     )
+
+
+def eval_curve(numbers: dict[int, float | None]) -> pd.Series:
+    """Return the curve of an evaluation's numbers by step, with their intervals in `attrs`."""
+    curve = pd.Series(numbers, dtype=float).sort_index()
+    curve.attrs = {step: number.interval for step, number in numbers.items() if isinstance(number, Measured)}
+    return curve
 
 
 def ancestors(path: Path) -> str:
@@ -218,14 +205,16 @@ def flat(results: Any) -> Iterator[tuple[EvalKey, Any]]:
             yield from (((text(task), text(row), text(name)), n) for name, n in mapping(numbers).items())
 
 
-def measured(entry: dict[str, Any]) -> Iterator[tuple[EvalKey, Any]]:
+def measured(entry: dict[str, Any]) -> Iterator[tuple[EvalKey, float | None]]:
     """Yield the numbers of an evaluation's results, as Measured if they have an interval."""
     intervals = dict(flat(entry.get("intervals")))
     for key, value in flat(entry.get("results")):
         found = intervals.get(key)
         ends = [finite(end) for end in found if isinstance(end, int | float)] if isinstance(found, list) else []
-        sound = isinstance(value, int | float) and len(ends) == 2 and not any(map(math.isnan, ends))
-        yield key, Measured(finite(value), *ends) if sound else value
+        if isinstance(value, int | float):
+            yield key, Measured(finite(value), *ends) if len(ends) == 2 and not np.isnan(ends).any() else finite(value)
+        elif value is None:
+            yield key, None
 
 
 def read_scores(paths: list[Path]) -> list[Scores]:
@@ -240,9 +229,8 @@ def read_scores(paths: list[Path]) -> list[Scores]:
     of_model = {model: Scores(name, label) for model, name, label in zip(distinct, names, labels(names), strict=True)}
     for path, scores in found.items():
         own = of_model[models[path]]
-        for (task, row, name), value in measured(scores):
-            if isinstance(value, int | float):
-                number = value if isinstance(value, Measured) else finite(value)
+        for (task, row, name), number in measured(scores):
+            if number is not None:
                 own.results.setdefault(task, {}).setdefault(row, {})[name] = number
         own.failed += ((own.name, *failure) for failure in flat_failures(scores))
     return list(of_model.values())
@@ -253,9 +241,9 @@ def text(value: Any) -> str:
     return str(value).encode("utf-8", "replace").decode()
 
 
-def finite(value: Any) -> float:
+def finite(value: float | None) -> float:
     try:
-        number = float("nan" if value is None else value)
+        number = math.nan if value is None else float(value)
     except OverflowError:  # a whole number of hundreds of digits
         return math.nan
     return number if math.isfinite(number) else math.nan
