@@ -503,7 +503,8 @@ def test_without_word_links_there_is_the_monolingual_loss(
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_heads_of_one_that_was_partitioned(demo: Path, tmp_path: Path) -> None:
-    """ZeRO-2 on 2 ranks: what is exported are the trained heads, in fp32, and the next run's step 0 has them."""
+    """ZeRO-2 on 2 ranks: what is exported are the trained heads, in fp32, and the next run's step 0 has them; one that
+    begins from the run itself has all weights."""
     common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "alignlm", "--data", str(demo), "--steps", "3"]
     launch.run(2, [*common, "--out", str(tmp_path / "first"), "--set", "train.lr=0.01"])
     export.export(tmp_path / "first", tmp_path / "hf")
@@ -516,6 +517,9 @@ def test_a_run_goes_on_with_the_heads_of_one_that_was_partitioned(demo: Path, tm
     assert all(torch.equal(weight, begun[f"heads.{name}"]) for name, weight in weights.items())
     line = "streams.alignlm starts from the heads of model.init's stream alignlm: W2.bias, "
     assert line in (tmp_path / "second" / "run.log").read_text()
+    launch.run(2, [*common, "--out", str(tmp_path / "third"), "--set", f"model.init={tmp_path / 'first'}"])
+    begun = full_weights(tmp_path / "third/checkpoints/step_00000000")
+    assert begun.keys() == last.keys() and all(torch.equal(begun[name], weight) for name, weight in last.items())
 
 
 # Sentence vectors, modes, the best checkpoint

@@ -105,7 +105,7 @@ class Pictures:
         return re.sub(r"\n\s*", "\n", svg.replace("xlink:href", "href"))
 
 
-def mark(axes: Axes, at: Sequence[float], look: int, label: str, away: tuple[int, int], **options: Any) -> None:
+def mark(axes: Axes, at: Any, look: int, label: str, away: tuple[int, int], **options: Any) -> None:
     """Draw a point with a label, which is `away` points of type from it."""
     axes.plot(*at, **look_of(look))
     axes.annotate(label, at, away, textcoords="offset points", fontsize=7, **options)
