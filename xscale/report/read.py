@@ -76,7 +76,7 @@ class MetricsLog:
 
     def begin(self) -> None:
         self.lines, self.end, self.last = 0, 0, b""
-        """The number of lines read, the last of them, and the byte at which it ends."""
+        """The number of lines read, the byte at which the last of them ends, and this line."""
         self.found: dict[str, tuple[array, array]] = defaultdict(lambda: (array("q"), array("d")))
         """Metric -> its steps and its values."""
 
@@ -102,9 +102,10 @@ def read_runs(folders: list[Path], logs: dict[Path, MetricsLog] | None = None) -
     new ones are added. Raises UserError."""
     folders = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders))
     logs, names = {} if logs is None else logs, short_names(folders)
-    for folder in folders:
-        logs.setdefault(folder, MetricsLog(folder / "metrics.jsonl"))
-    return [read_run(*of, logs[of[0]]) for of in zip(folders, names, labels(names), strict=True)]
+    return [
+        read_run(folder, name, label, logs.setdefault(folder, MetricsLog(folder / "metrics.jsonl")))
+        for folder, name, label in zip(folders, names, labels(names), strict=True)
+    ]
 
 
 def read_run(folder: Path, name: str, label: str, log: MetricsLog) -> Run:
