@@ -92,18 +92,19 @@ def patch() -> None:
             raise FULL
         record(self, data)
 
-    begin = manager.CheckpointWriter.begin
+    snapshot = manager.CheckpointManager._snapshot
 
-    def also_own(self: manager.CheckpointWriter, step: int, *args: Any, **options: Any) -> None:
-        begin(self, step, *args, **options)
+    def also_own(self: manager.CheckpointManager, copies: bool) -> dict[str, Any]:
+        states = snapshot(self, copies)
         if "own" in now:
-            state = {"xscale": {"step": step}, "universal_checkpoint_info": {}}
-            self.engine.save_checkpoint(now["own"], tag=str(step), client_state=state, save_latest=False)
+            state = {"xscale": {"step": self.under_way}, "universal_checkpoint_info": {}}
+            self.engine.save_checkpoint(now["own"], tag=str(self.under_way), client_state=state, save_latest=False)
+        return states
 
     vars(manager)["write_state"] = write_state
     vars(loop).update(JsonLines=Lines, optimizer_step=noted(loop.optimizer_step))
     vars(metrics)["JsonLines"] = Lines
-    RecordWriter.write, manager.CheckpointWriter.begin = write, also_own  # type: ignore[method-assign]
+    RecordWriter.write, manager.CheckpointManager._snapshot = write, also_own  # type: ignore[method-assign]
 
 
 def run(entries: list[dict[str, Any]]) -> int:

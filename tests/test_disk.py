@@ -18,7 +18,7 @@ from torch import nn
 from tests import launch
 from tests.test_training import same_checkpoint, wait_for
 from xscale.checkpoint import manager, store
-from xscale.checkpoint.manager import CheckpointManager, CheckpointWriter
+from xscale.checkpoint.manager import CheckpointManager
 from xscale.checkpoint.snapshot import on_host
 from xscale.errors import UserError
 from xscale.ranks import HostGroup
@@ -164,27 +164,32 @@ def manifest(step: int) -> dict[str, Any]:
     return {"state": {"step": step}, "identity": {"a": 1}}
 
 
+def manager_in(folder: Path) -> CheckpointManager:
+    return CheckpointManager(Engine(), folder, HostGroup(), keep=1, saved=None, write_more=lambda path: None)
+
+
 def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(manager, "SPARE_BYTES", 1 << 60)
-    writer = CheckpointWriter(Engine(), tmp_path / "checkpoints", HostGroup(), lambda path: None)
-    writer.begin(3, {}, background=True)
-    problem, _ = writer.finish()
-    assert "rank 0" in problem and "GB needed" in problem and writer.step is None
+    saver = manager_in(tmp_path / "checkpoints")
+    saver.save(3, {}, good=True, background=True, must_succeed=False)
+    with pytest.raises(OSError, match=r"rank 0: .*GB needed"):
+        saver.finish_save(must_succeed=True)
+    assert saver.under_way is None and saver.saved is None
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_type_that_a_resume_would_refuse_ends_the_save(tmp_path: Path, background: bool) -> None:
     """A DeepSpeed that writes other types than today's fails at the first save, not at a resume a month later."""
-    engine = Engine()
-    writer = CheckpointWriter(engine, tmp_path / "checkpoints", HostGroup(), lambda path: None)
-    writer.begin(0, manifest(0), background)
-    assert writer.finish()[0] == "" and (writer.folder / "latest").read_text() == "step_00000000"
-    engine.state = Fraction(1, 2)
-    writer.begin(1, manifest(1), background)
+    saver = manager_in(tmp_path / "checkpoints")
+    saver.save(0, manifest(0), good=True, background=background, must_succeed=False)
+    saver.finish_save()
+    assert (saver.folder / "latest").read_text() == "step_00000000"
+    saver.engine.state = Fraction(1, 2)
     with pytest.raises(UserError, match=r"optim_states.pt .*fractions.Fraction.*constraints.txt"):
-        writer.finish()
-    assert sorted(path.name for path in writer.folder.iterdir()) == ["latest", "step_00000000"]
+        saver.save(1, manifest(1), good=True, background=background, must_succeed=False)
+        saver.finish_save()
+    assert sorted(path.name for path in saver.folder.iterdir()) == ["latest", "step_00000000"]
 
 
 def test_latest_names_a_whole_checkpoint_at_any_moment(tmp_path: Path, monkeypatch: Any) -> None:
@@ -211,7 +216,7 @@ def test_latest_names_a_whole_checkpoint_at_any_moment(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Path, "rename", looking(rename))
     monkeypatch.setattr(os, "replace", looking(replace))
-    saver = CheckpointManager(Engine(), folder, HostGroup(), keep=1, saved=None, write_more=lambda path: None)
+    saver = manager_in(folder)
     for step in (0, 1):
         saver.save(step, manifest(step), good=True, background=False, must_succeed=True)
     assert seen[0] == (None, []) and seen[-1][0] == "step_00000001" and len(seen) >= 10

@@ -110,7 +110,7 @@ def test_streams_may_not_end(demo: Path, parent: Path, tmp_path: Path) -> None:
 
 
 def test_ancestors_are_kept_and_reported(demo: Path, parent: Path, tmp_path: Path) -> None:
-    """Each with what its recipe changed; the page names the nearest."""
+    """Each with what its recipe changed; the page names all of them, nearest first."""
     first, second = tmp_path / "first", tmp_path / "second"
     for out in (first, second):
         out.mkdir()
@@ -122,7 +122,7 @@ def test_ancestors_are_kept_and_reported(demo: Path, parent: Path, tmp_path: Pat
     found = json.loads((second / "ancestry.json").read_text())
     assert [(entry["run"], entry["step"]) for entry in found] == [(str(first), 9), (str(parent), 7)]
     assert all("recipe.train.lr: was 0.002, is now 0.5" in entry["changed"] for entry in found)
-    assert "fork of first at step 9" in str(tables.run_table(read_runs([second])).rows[0])
+    assert f"fork of first@9 of {parent.name}@7" in str(tables.run_table(read_runs([second])).rows[0])
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from tests.rows import one_thread  # noqa: F401
 from tests.test_encoder import CONFIGS, make
 from xscale import config, export, files
 from xscale.checkpoint import store as checkpoints
-from xscale.checkpoint.restore import full_weights
+from xscale.checkpoint.restore import full_weights, load_run
 from xscale.config import Recipe, shipped_recipes
 from xscale.data.packed_row import Tokens
 from xscale.data.sequences import Example
@@ -348,6 +348,34 @@ def test_a_damaged_file_of_heads_is_named(tmp_path: Path) -> None:
         load_heads(tmp_path)
 
 
+READ_ON_TWO_RANKS = """
+import sys, torch
+from xscale import ranks
+from xscale.checkpoint import restore
+
+process = ranks.find_process()
+ranks.start(process)
+reads, full_weights = [], restore.full_weights
+restore.full_weights = lambda path: reads.append(path) or full_weights(path)
+lm, heads = restore.load_initial(sys.argv[1], 0.0)
+torch.save((len(reads), lm.state_dict(), {name: of.weights for name, of in heads.items()}), sys.argv[2] + ranks_file)
+"""
+
+
+def test_one_rank_reads_the_weights_of_model_init(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
+    """It sends them to the others, which have the same to the last bit."""
+    script = tmp_path / "read.py"
+    script.write_text(READ_ON_TWO_RANKS.replace("ranks_file", 'f"/{process.rank}.pt"'))
+    code, output = launch.fork(2, [str(script), str(ended[1]), str(tmp_path)], launch.environment())
+    assert code == 0, output
+    (lm, heads), found = load_run(ended[1]), [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    assert [reads for reads, _, _ in found] == [1, 0]
+    for _, weights, of_heads in found:
+        assert all(torch.equal(weights[name], weight) for name, weight in lm.state_dict().items())
+        for stream, kept in heads.items():
+            assert all(torch.equal(of_heads[stream][name], weight) for name, weight in kept.weights.items())
+
+
 def spoil_weight(lm: PreTrainedModel, heads: object) -> None:
     lm.get_input_embeddings().weight.data[7, 0] += 1.0
 
@@ -475,7 +503,8 @@ def test_without_word_links_there_is_the_monolingual_loss(
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_heads_of_one_that_was_partitioned(demo: Path, tmp_path: Path) -> None:
-    """ZeRO-2 on 2 ranks: what is exported are the trained heads, in fp32, and the next run's step 0 has them."""
+    """ZeRO-2 on 2 ranks: what is exported are the trained heads, in fp32, and the next run's step 0 has them; one that
+    begins from the run itself has all weights."""
     common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "alignlm", "--data", str(demo), "--steps", "3"]
     launch.run(2, [*common, "--out", str(tmp_path / "first"), "--set", "train.lr=0.01"])
     export.export(tmp_path / "first", tmp_path / "hf")
@@ -488,6 +517,9 @@ def test_a_run_goes_on_with_the_heads_of_one_that_was_partitioned(demo: Path, tm
     assert all(torch.equal(weight, begun[f"heads.{name}"]) for name, weight in weights.items())
     line = "streams.alignlm starts from the heads of model.init's stream alignlm: W2.bias, "
     assert line in (tmp_path / "second" / "run.log").read_text()
+    launch.run(2, [*common, "--out", str(tmp_path / "third"), "--set", f"model.init={tmp_path / 'first'}"])
+    begun = full_weights(tmp_path / "third/checkpoints/step_00000000")
+    assert begun.keys() == last.keys() and all(torch.equal(begun[name], weight) for name, weight in last.items())
 
 
 # Sentence vectors, modes, the best checkpoint

@@ -39,10 +39,8 @@ def parallel_map(look: Callable[..., Found], *items: Sequence[Any]) -> list[Foun
 
 @contextmanager
 def publish(path: Path) -> Iterator[Path]:
-    """Yield a temporary path for a file or a directory, which then replaces `path` unless an exception is raised.
-
-    A directory at `path` must be empty.
-    """
+    """Yield a temporary path for a file or a directory, which then replaces `path` (a directory only if it is empty)
+    unless an exception is raised."""
     partial = beside(path)
     remove(partial)
     partial.parent.mkdir(parents=True, exist_ok=True)

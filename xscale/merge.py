@@ -127,13 +127,12 @@ def merge(models: list[Model], args: argparse.Namespace) -> Model:
     """Put the merged weights into the first model, and return it. Raises UserError."""
     check_mergeable(models)
     weights = [model.weights() for model in models]
-    first, at = models[0], 0
+    first = models[0]
     shared = [name for name, w in weights[0].items() if all(name in of and of[name].shape == w.shape for of in weights)]
     merged = combine([torch.cat([of[name].flatten() for name in shared]) for of in weights], args)
-    for name in shared:
-        weight = weights[0][name]
-        weight.copy_(merged[at : at + weight.numel()].view_as(weight))
-        at += weight.numel()
+    ours = [weights[0][name] for name in shared]
+    for weight, numbers in zip(ours, merged.split([weight.numel() for weight in ours]), strict=True):
+        weight.copy_(numbers.view_as(weight))
     lost = {name.split(".")[1] for name in weights[0].keys() - set(shared)}  # check_mergeable compares other weights
     for stream in sorted(lost):
         print(f"the heads of stream {stream} are left out, because not all models have them")

@@ -29,7 +29,11 @@ WriteMore = Callable[[Path], None]
 
 
 class CheckpointManager:
-    """Saves the engine of one run. All ranks call `save` and `finish_save` together."""
+    """Saves the engine of one run, one checkpoint at a time. All ranks call `save` and `finish_save` together.
+
+    `save` takes a snapshot of the engine, and each rank writes its files, forces them to disk and hashes them, if asked
+    by a thread. `finish_save` waits for all ranks and publishes the checkpoint, if no rank has failed.
+    """
 
     def __init__(
         self,
@@ -49,39 +53,55 @@ class CheckpointManager:
         was loaded, or None. note: a function that is called with a description of what the rank is doing. published:
         rank 0 calls it with each new checkpoint, and it returns the steps whose checkpoints must stay.
         """
-        self.folder, self.host_group, self.keep, self.note, self.published = folder, host_group, keep, note, published
-        self.writer = CheckpointWriter(engine, folder, host_group, write_more)
+        self.engine, self.folder, self.host_group, self.write_more = engine, folder, host_group, write_more
+        self.keep, self.note, self.published = keep, note, published
         self.saved = saved
         """The step of the newest checkpoint."""
         self.good = saved
         """The step of the newest checkpoint that a rollback may load: it was begun while fp16 skipped no step."""
-        self.good_under_way = True
-        """True if a rollback may load the checkpoint under way, once it is written."""
         self.times: dict[str, float] = {}
         """The metrics that the next step reports."""
+        self.under_way: int | None = None
+        """The step of the checkpoint that is being written. The following is about this checkpoint."""
+        self.manifest: dict[str, Any] = {}
+        self.good_under_way = True
+        self.thread: threading.Thread | None = None
+        self.problem: Exception | None = None
+        """The error that kept this rank from writing its part."""
+        self.sealed: dict[str, Any] = {}
+        """The size and hash of each file that this rank has written."""
+        self.seconds = 0.0
+        """The seconds that this rank has spent writing."""
 
     @property
-    def under_way(self) -> int | None:
-        """The step of the checkpoint that is being written."""
-        return self.writer.step
+    def partial(self) -> Path:
+        return files.beside(self.folder / f"step_{self.under_way:08d}")
 
     @property
     def written(self) -> bool:
         """Whether this rank has written its part of the checkpoint under way."""
-        return self.writer.written
+        return self.under_way is not None and not (self.thread and self.thread.is_alive())
 
     def save(self, step: int, manifest: dict[str, Any], *, good: bool, background: bool, must_succeed: bool) -> None:
         """Save a checkpoint of `step`, unless it exists.
 
-        good: a rollback may load this checkpoint, since fp16 is skipping no step. background: write the files while
-        training goes on. must_succeed: wait until they are written, and raise OSError if that fails.
+        manifest: the manifest without its list of files. good: a rollback may load this checkpoint, since fp16 is
+        skipping no step. background: write the files from a copy in host memory while training goes on. must_succeed:
+        wait until they are written, and raise OSError if that fails.
         """
         self.finish_save()
         if step == self.saved:
             return
-        started, self.good_under_way, background = time.monotonic(), good, background and not must_succeed
+        started, background = time.monotonic(), background and not must_succeed
         self.note(f"saving step {step}")
-        self.writer.begin(step, manifest, background)
+        self.under_way, self.manifest, self.good_under_way = step, manifest, good
+        self.thread, self.sealed, self.seconds = None, {}, 0.0
+        states = self._snapshot(background)
+        if background:
+            self.thread = threading.Thread(target=self._write, args=(states,), name="checkpoint", daemon=True)
+            self.thread.start()
+        else:
+            self._write(states)
         self._add_wait(started)
         if not background:
             self.finish_save(must_succeed)
@@ -90,9 +110,9 @@ class CheckpointManager:
         """Wait until all ranks have written the checkpoint under way, then publish it and remove old ones."""
         if self.under_way is None:
             return
-        started, step, path = time.monotonic(), self.under_way, self.writer.final
+        started, step = time.monotonic(), self.under_way
         self.note(f"waiting for the checkpoint of step {step}")
-        problem, seconds = self.writer.finish()
+        path, problem, seconds = self._publish()
         if problem and must_succeed:
             then = "begin" if self.saved is None else f"go on from step {self.saved}"
             text = f"step {step} is not saved ({problem}); free some disk space to {then}"
@@ -120,65 +140,19 @@ class CheckpointManager:
         times, self.times = self.times, {}
         return times
 
-
-class CheckpointWriter:
-    """Writes one checkpoint at a time, by two calls that all ranks make together.
-
-    `begin` takes a snapshot, and a thread of each rank writes the rank's files, forces them to disk and hashes them.
-    `finish` waits for all ranks and publishes the checkpoint, if no rank has failed.
-    """
-
-    def __init__(self, engine: Any, folder: Path, host_group: HostGroup, write_more: WriteMore):
-        self.engine, self.folder, self.host_group, self.write_more = engine, folder, host_group, write_more
-        self.step: int | None = None
-        """The step of the checkpoint under way."""
-        self.manifest: dict[str, Any] = {}
-        self.thread: threading.Thread | None = None
-        self.problem: Exception | None = None
-        """The error that kept this rank from writing its part."""
-        self.sealed: dict[str, Any] = {}
-        """The size and hash of each file that this rank has written."""
-        self.seconds = 0.0
-        """The seconds that this rank has spent writing."""
-
-    @property
-    def final(self) -> Path:
-        return self.folder / f"step_{self.step:08d}"
-
-    @property
-    def partial(self) -> Path:
-        return files.beside(self.final)
-
-    @property
-    def written(self) -> bool:
-        """Whether this rank has done its part, so that `finish` need not wait for it."""
-        return self.step is not None and not (self.thread and self.thread.is_alive())
-
-    def begin(self, step: int, manifest: dict[str, Any], background: bool) -> None:
-        """Begin to write the checkpoint of `step`. All ranks call it together, and `finish` later.
-
-        manifest: the manifest without its list of files. background: a thread writes the files from a copy in host
-        memory, while training goes on. Otherwise the files are written when the call returns.
-        """
-        assert self.step is None
-        self.step, self.manifest, self.sealed, self.thread, self.seconds = step, manifest, {}, None, 0.0
+    def _snapshot(self, copies: bool) -> dict[str, Any]:
+        """Return the content of this rank's files; {} if this or another rank has a `problem`."""
         self.problem = self._make_room() if self.host_group.is_main else None
         if not self.host_group.agree(self.problem is None):
-            return
-        taken = snapshot(self.engine, self.partial, background)
+            return {}
+        taken = snapshot(self.engine, self.partial, copies)
         auxiliary = {name: state.state_dict() for name, state in self.engine.module.auxiliary_states.items()}
         if self.host_group.is_main and auxiliary:
             taken.save(auxiliary, store.AUXILIARY_STATES)
         if taken.problem:
-            self.problem = OSError(
-                errno.ENOMEM, f"{taken.problem}; checkpoint.background=false makes no copy in memory"
-            )
-            return
-        if background:
-            self.thread = threading.Thread(target=self._write, args=(taken.taken,), name="checkpoint", daemon=True)
-            self.thread.start()
-        else:
-            self._write(taken.taken)
+            text = f"{taken.problem}; checkpoint.background=false makes no copy in memory"
+            self.problem = OSError(errno.ENOMEM, text)
+        return {} if taken.problem else taken.taken
 
     def _make_room(self) -> OSError | None:
         """Make an empty directory. Returns an error if that fails or the disk lacks room for the files. Rank 0 only."""
@@ -196,7 +170,9 @@ class CheckpointWriter:
         return None
 
     def _write(self, states: dict[str, Any]) -> None:
-        """Write, check and hash this rank's files. An error becomes `problem`, which `finish` reports."""
+        """Write, check and hash this rank's files. An error becomes `problem`, which `_publish` reports."""
+        if not states:
+            return
         started, partial = time.monotonic(), self.partial
         try:
             names = list(states)
@@ -212,32 +188,31 @@ class CheckpointWriter:
             self.problem = os_error_behind(error)
         self.seconds = time.monotonic() - started
 
-    def finish(self) -> tuple[str, float]:
-        """Publish the checkpoint. Returns a message ("" if all went well) and the longest writing time of a rank, in s.
-
-        If a rank has failed, the new files are removed and older checkpoints stay untouched.
-        """
+    def _publish(self) -> tuple[Path, str, float]:
+        """Publish the checkpoint. Returns its path, a message ("" if all went well) and the longest writing time of a
+        rank, in s. If a rank has failed, the new files are removed and older checkpoints stay untouched."""
         if self.thread:
             self.thread.join()
         if self.problem and not isinstance(self.problem, OSError | UserError):
             raise self.problem
         parts = self.host_group.gather((self.problem, self.sealed, self.seconds))
         problem = "; ".join(f"rank {rank}: {part[0]}" for rank, part in enumerate(parts) if part[0])
+        path = self.folder / f"step_{self.under_way:08d}"
         if self.host_group.is_main:
             sealed = dict(sorted((name, entry) for part in parts for name, entry in part[1].items()))
-            manifest = {"step": self.step, "world_size": self.host_group.size, **self.manifest, "files": sealed}
+            manifest = {"step": self.under_way, "world_size": self.host_group.size, **self.manifest, "files": sealed}
             try:
                 if not problem:
-                    store.publish(self.partial, self.final, manifest)
+                    store.publish(self.partial, path, manifest)
             except OSError as error:
                 problem = f"rank 0: {error}"
             if problem:
                 files.remove(self.partial)
         problem = self.host_group.gather(problem)[0]
-        self.step, self.thread = None, None
+        self.under_way, self.thread = None, None
         if refused := next((part[0] for part in parts if isinstance(part[0], UserError)), None):
             raise refused
-        return problem, max(part[2] for part in parts)
+        return path, problem, max(part[2] for part in parts)
 
 
 def write_state(state: Any, path: Path) -> None:

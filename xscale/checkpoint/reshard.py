@@ -5,7 +5,6 @@ saved them. DeepSpeed's universal checkpoints are no substitute: another program
 do not support stage 0, and at stage 3 the training differs from the third step on.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +18,15 @@ WEIGHT = "fp32"
 """The key of the weights in SavedGroup.flats. The other keys are those of the optimizer's states, such as exp_avg."""
 
 
-@dataclass(frozen=True)
-class SavedPlace:
-    """The place of a parameter in the saved flat tensors."""
+class SavedPlace(NamedTuple):
+    """The place of a parameter. In the files of all ranks in turn, `length` elements of the group's flat tensor, from
+    `first` on, form one vector: of the whole group, or at stage 3 of the parameter alone."""
 
     group: int
     start: int
-    share: int | None
-    """At stage 3, the number of elements of the parameter that each rank's file has, from `start` on. None: the parts
-    in all files form one vector, in which the parameter begins at `start`."""
+    """Where the parameter begins in the vector."""
+    first: int
+    length: int
 
 
 class SavedGroup(NamedTuple):
@@ -71,11 +70,11 @@ class SavedPartitions:
         the optimizer's parameter groups in the file."""
         start_of = self._open(rank)
         for group, (shapes, each_cut) in enumerate(private.saved_groups(self.model, start_of)):
-            start = 0
+            at, length = 0, len(self.opened[rank][group].flats[WEIGHT])
             for name, shape in shapes.items():
-                share = -(-shape.numel() // len(self.files)) if each_cut else None
-                self.places[name] = SavedPlace(group, start, share)
-                start += share if share is not None else shape.numel()
+                share = -(-shape.numel() // len(self.files))
+                self.places[name] = SavedPlace(group, 0, at, share) if each_cut else SavedPlace(group, at, 0, length)
+                at += share if each_cut else shape.numel()
         return private.saved_scaler(start_of), self.opened[rank]
 
     def _open(self, rank: int) -> dict[str, Any]:
@@ -89,26 +88,20 @@ class SavedPartitions:
         states have numbers instead of names. Returns the groups."""
         weights, states = private.saved_whole(self.model)
         decayed_first = sorted(names, key=lambda name: weights[name].ndim <= 1)  # models/build.py's decay_groups
-        self.places = {name: SavedPlace(group, 0, None) for group, name in enumerate(decayed_first)}
-        groups = [
-            SavedGroup.from_state(weights[name].flatten(), states.get(n, {})) for n, name in enumerate(decayed_first)
-        ]
-        self.opened[0] = groups
-        return groups
+        flats = [weights[name].flatten() for name in decayed_first]
+        self.places = {name: SavedPlace(n, 0, 0, len(flats[n])) for n, name in enumerate(decayed_first)}
+        self.opened[0] = [SavedGroup.from_state(flat, states.get(n, {})) for n, flat in enumerate(flats)]
+        return self.opened[0]
 
     def take(self, name: str, key: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a flattened parameter, or of its optimizer state `key`."""
-        place = self.places[name]
-        length, within = place.share, place.start
-        if length is None:
-            length, within = len(self.like[place.group].flats[WEIGHT]), 0
-            start, stop = start + place.start, stop + place.start
-        found = []
+        group, offset, before, length = self.places[name]
+        start, stop, found = start + offset, stop + offset, []
         for rank in range(start // length, -(-stop // length)):
             if rank not in self.opened:
                 self._open(rank)
             first, last = max(start - rank * length, 0), min(stop - rank * length, length)
-            found.append(self.opened[rank][place.group].flats[key][within + first : within + last])
+            found.append(self.opened[rank][group].flats[key][before + first : before + last])
         return torch.cat(found)
 
 

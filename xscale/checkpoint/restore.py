@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
@@ -51,6 +52,16 @@ def full_weights(path: Path) -> dict[str, Tensor]:
     return saved_whole(torch.load(model_file(path), map_location="cpu", weights_only=False))[0]
 
 
+def shared_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
+    """Return `full_weights`, which rank 0 reads and sends to the others. All ranks call it together."""
+    weights = full_weights(path) if host_group.is_main else {}
+    shapes = host_group.gather({name: (weight.shape, weight.dtype) for name, weight in weights.items()})[0]
+    weights = weights or {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    for weight in weights.values() if host_group.group else ():
+        dist.broadcast(weight.contiguous(), 0, host_group.group)
+    return weights
+
+
 def load_initial(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dict[str, KeptHeads]]:
     """Load the model and the heads of `model.init` in fp32. init: a run, a checkpoint, a Hugging Face directory or a
     hub name. Raises UserError."""
@@ -61,16 +72,16 @@ def load_initial(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dic
 
 def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, dict[str, KeptHeads]]:
     """Load the Hugging Face model of a checkpoint or run, and its heads by stream, in fp32. dropout: a rate that
-    replaces the trained model's. Raises UserError."""
-    path = store.find(Path(path))
-    problem = store.verify(path, HostGroup())
+    replaces the trained model's. All ranks call it together. Raises UserError."""
+    path, host_group = store.find(Path(path)), HostGroup()
+    problem = store.verify(path, host_group)
     if problem:
         raise UserError(f"checkpoint {path} is not usable: {problem}")
     config = AutoConfig.from_pretrained(path / store.HF, trust_remote_code=False)
     if dropout is not None:
         config.update(dropout_fields(config.model_type, dropout))
     lm = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
-    trained = full_weights(path)
+    trained = shared_weights(path, host_group)
     weights = {name.removeprefix(PREFIX): w for name, w in trained.items() if name.startswith(PREFIX)}
     missing, unexpected = lm.load_state_dict(weights, strict=False)
     tied = set(getattr(lm, "_tied_weights_keys", None) or ())

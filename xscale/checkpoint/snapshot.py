@@ -73,9 +73,6 @@ def _tensor_on_host(tensor: Tensor, storages: dict[int, Any]) -> Tensor:
 def _tensors(item: Any) -> Iterator[Tensor]:
     if isinstance(item, Tensor):
         yield item
-    elif isinstance(item, dict):
-        for value in item.values():
-            yield from _tensors(value)
-    elif isinstance(item, list | tuple):
-        for value in item:
+    elif isinstance(item, dict | list | tuple):
+        for value in item.values() if isinstance(item, dict) else item:
             yield from _tensors(value)

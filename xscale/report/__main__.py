@@ -15,12 +15,13 @@ import importlib.util
 import os
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 from xscale import files
 from xscale.errors import UserError, check_arguments, print_anything, report_error
 from xscale.report import tables
-from xscale.report.read import Run, read_runs, read_scores
+from xscale.report.read import MetricsLog, Run, read_runs, read_scores
 from xscale.report.tables import Table
 
 WATCH_S = 5
@@ -43,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     print_anything()
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
-        while report(args) and args.watch:
+        logs: dict[Path, MetricsLog] = {}
+        while report(args, logs) and args.watch:
             time.sleep(WATCH_S)
         if args.out:
             print(args.out)
@@ -58,10 +60,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def report(args: argparse.Namespace) -> bool:
-    """Write the page, or without --out print to the console. Returns True if a run is going on. Raises UserError."""
+def report(args: argparse.Namespace, logs: dict[Path, MetricsLog]) -> bool:
+    """Write the page, or without --out print to the console. Returns True if a run is going on. logs: for read_runs.
+    Raises UserError."""
     check(args)
-    runs, scores = read_runs(args.runs), read_scores(args.scores)
+    runs, scores = read_runs(args.runs, logs), read_scores(args.scores)
     going_on = any(run.status.get("status") == "running" for run in runs)
     if args.out is None:
         print(CLEAR if args.watch else "", end="")
@@ -102,12 +105,8 @@ def check(args: argparse.Namespace) -> None:
 
 def print_runs(runs: list[Run]) -> None:
     parts = [runs[start : start + SIDE_BY_SIDE] for start in range(0, len(runs), SIDE_BY_SIDE)]
-    for table in (
-        tables.run_table(runs),
-        tables.differing(runs),
-        *map(tables.summary, parts),
-        tables.failed_evals(runs),
-    ):
+    summaries = map(tables.summary, parts)
+    for table in (tables.run_table(runs), tables.differing(runs), *summaries, tables.failed_evals(runs)):
         if table.rows:
             print(f"\n{table.title}\n" if table.title else "", end="")
             print_table(table)
@@ -118,18 +117,14 @@ def print_table(table: Table) -> None:
     cells = [table.head, *([tables.number(cell) for cell in row] for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     if table.groups:
-        first, names = 0, []
+        rest, names = iter(widths), ""
         for name, span in table.groups:
-            width = sum(widths[first : first + span]) + 2 * (span - 1)
-            names.append(name.ljust(width))
-            first += span
-        print("  ".join(names).rstrip())
+            names += name.ljust(sum(width + 2 for width in islice(rest, span)))
+        print(names.rstrip())
     numeric = [tables.is_numeric(column) for column in zip(*table.rows, strict=True)]
     for row in cells:
-        aligned = (
-            cell.rjust(w) if right else cell.ljust(w) for cell, w, right in zip(row, widths, numeric, strict=True)
-        )
-        print("  ".join(aligned).rstrip())
+        columns = zip(row, widths, numeric, strict=True)
+        print("  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns).rstrip())
 
 
 if __name__ == "__main__":

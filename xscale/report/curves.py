@@ -2,13 +2,12 @@
 
 import math
 import re
-from collections import defaultdict
 from typing import NamedTuple
 
 import pandas as pd
 
 from xscale.metric_keys import ALL, MetricKey, direction
-from xscale.report.read import Run, Scores
+from xscale.report.read import EvalKey, Run, Scores
 
 LOSSES, LANGUAGES, OTHER = "Losses", "Languages", "Other metrics"
 SECTIONS = {
@@ -77,10 +76,14 @@ LOGARITHMIC = ("grad_norm", "loss_scale")
 BY_LAYER = ("accuracy", "aer", "AER", "f1", "F1", "P@1")
 
 
+NO_CURVE = pd.Series(dtype=float)
+"""What stands for the curve of a run that lacks a metric."""
+
+
 class Chart(NamedTuple):
     title: str
-    lines: dict[str, list[pd.Series | None]]
-    """Label, such as a language -> a curve for each of `names`; None for a name without a curve."""
+    lines: dict[str, list[pd.Series]]
+    """Label, such as a language -> a curve for each of `names`; NO_CURVE for a name without one."""
     names: list[str]
     """The labels of the runs, or of the models."""
     better: int = 0
@@ -88,20 +91,30 @@ class Chart(NamedTuple):
     x: str = "step"
     logarithmic: bool = False
 
+    @property
+    def heading(self) -> str:
+        return self.title + {0: "", 1: " (higher is better)", -1: " (lower is better)"}[self.better]
+
+    @property
+    def curves(self) -> list[pd.Series]:
+        """The curves of a chart that has one label."""
+        (curves,) = self.lines.values()
+        return curves
+
 
 def metric_sections(runs: list[Run]) -> dict[str, list[Chart]]:
     """Return the charts of metrics.jsonl by section, in the order of the page."""
     found: dict[str, dict[str, Chart]] = {title: {} for title in SECTIONS}
     for text in dict.fromkeys(name for run in runs for name in run.metrics):
-        key, curves = MetricKey.parse(text), [run.metrics.get(text) for run in runs]
-        rare = key.name in RARE and not any((curve > 0).any() for curve in curves if curve is not None)
+        key, curves = MetricKey.parse(text), [run.metrics.get(text, NO_CURVE) for run in runs]
+        rare = key.name in RARE and not any((curve > 0).any() for curve in curves)
         if rare or text == "loss" or is_empty(curves):  # the summary shows the loss
             continue
         if key.name == "skipped":
-            curves = [None if curve is None else curve.cumsum() for curve in curves]
+            curves = [curve.cumsum() for curve in curves]
         section, title, label = place(key)
         better = direction(key.name) if section in HAVE_DIRECTION else 0
-        new = Chart(described(title, better), {}, [run.label for run in runs], better, "step", key.name in LOGARITHMIC)
+        new = Chart(title, {}, [run.label for run in runs], better, "step", key.name in LOGARITHMIC)
         found[section].setdefault(title, new).lines[label] = curves
     return {section: list(charts.values()) for section, charts in found.items() if charts}
 
@@ -124,10 +137,6 @@ def place(key: MetricKey) -> tuple[str, str, str]:
     return section_of(key), f"{words}{unit}", stream or "all"
 
 
-def described(title: str, better: int) -> str:
-    return title + {0: "", 1: " (higher is better)", -1: " (lower is better)"}[better]
-
-
 def eval_charts(runs: list[Run]) -> list[Chart]:
     """Return a chart for each number of a task, with a line for each results row. Sizes of the data and rows of means
     are left out."""
@@ -135,8 +144,8 @@ def eval_charts(runs: list[Run]) -> list[Chart]:
     for task, row, name in dict.fromkeys(key for run in runs for key in run.evals if not is_mean(key[1])):
         stream, _, language = row.partition(" ") if task == "heldout" else ("", "", "")
         title = eval_title(task, column(row, name), f" of {stream} by language" if language else "")
-        new = Chart(described(title, direction(name)), {}, [run.label for run in runs], direction(name))
-        groups.setdefault(title, new).lines[language or row] = [run.evals.get((task, row, name)) for run in runs]
+        new = Chart(title, {}, [run.label for run in runs], direction(name))
+        groups.setdefault(title, new).lines[language or row] = of_runs(runs, (task, row, name))
     return [chart for chart in groups.values() if not is_size([c for curves in chart.lines.values() for c in curves])]
 
 
@@ -159,37 +168,37 @@ def column(row: str, name: str) -> str:
     return " ".join([arrows.get(row.split(" ")[0], pair), *rest])
 
 
-def is_empty(curves: list[pd.Series | None]) -> bool:
-    return not any(curve is not None and curve.notna().any() for curve in curves)
+def of_runs(runs: list[Run], key: EvalKey) -> list[pd.Series]:
+    return [run.evals.get(key, NO_CURVE) for run in runs]
 
 
-def is_size(curves: list[pd.Series | None]) -> bool:
+def is_empty(curves: list[pd.Series]) -> bool:
+    return not any(curve.notna().any() for curve in curves)
+
+
+def is_size(curves: list[pd.Series]) -> bool:
     """Return True if the numbers are whole and the same at each step, such as numbers of sentences."""
-    known = [curve.dropna().unique() for curve in curves if curve is not None]
+    known = [curve.dropna().unique() for curve in curves]
     return all(len(values) == 1 and values[0] == round(values[0]) and values[0] > 1 for values in known if len(values))
 
 
 def layer_charts(scores: list[Scores]) -> list[Chart]:
     """Return a chart for each task that was measured by layer, in results rows `NAME layer N`."""
-    found: dict[str, dict[str, list[dict[int, float]]]] = defaultdict(lambda: defaultdict(lambda: [{} for _ in scores]))
+    names = [model.label for model in scores]
+    found: dict[str, Chart] = {}
     for number, model in enumerate(scores):
         for task, rows in model.results.items():
             for row, numbers in rows.items():
                 layer = re.fullmatch(r"(.*?) ?layer (\d+) ?(.*)", row)
-                for name in BY_LAYER if layer else ():
+                for name in BY_LAYER:
                     if layer and name in numbers:
-                        label = f"{layer[1]} {layer[3]}".strip()
-                        found[f"{task}: {name} by layer"][label][number][int(layer[2])] = numbers[name]
-    names = [model.label for model in scores]
-    return [
-        Chart(
-            title,
-            {label: [pd.Series(p, dtype=float).sort_index() for p in of] for label, of in lines.items()},
-            names,
-            x="layer",
-        )
-        for title, lines in found.items()
-    ]
+                        title, label = f"{task}: {name} by layer", f"{layer[1]} {layer[3]}".strip()
+                        lines = found.setdefault(title, Chart(title, {}, names, x="layer")).lines
+                        curves = lines.setdefault(label, [pd.Series(dtype=float) for _ in scores])
+                        curves[number][int(layer[2])] = numbers[name]
+    for lines in (chart.lines for chart in found.values()):
+        lines.update({label: [curve.sort_index() for curve in curves] for label, curves in lines.items()})
+    return list(found.values())
 
 
 def last_tenth(curve: pd.Series) -> pd.Series:

@@ -53,43 +53,39 @@ class Pictures:
     def __init__(self, folder: Path | None = None):
         self.folder, self.number = folder, 0
 
+    @matplotlib.rc_context(STYLE)
     def chart(self, chart: Chart) -> tuple[str, str]:
         """Return the chart's SVG and title. A chart of several runs and labels, or of one run and more than MOST_LINES
         labels, has a panel for each label."""
-        with matplotlib.rc_context(STYLE):
-            if len(chart.lines) == 1 or (len(chart.names) == 1 and len(chart.lines) <= MOST_LINES):
-                return self.finish(single(chart), chart.title), chart.title
-            shown, title = worst_first(chart), chart.title
-            if len(shown) > MOST_PANELS:
-                title += f", the {MOST_PANELS} {'worst' if chart.better else 'first'} of {len(shown)}"
-            return self.finish(panels(chart, shown[:MOST_PANELS]), title), title
+        if len(chart.lines) == 1 or (len(chart.names) == 1 and len(chart.lines) <= MOST_LINES):
+            return self.finish(single(chart), chart.heading), chart.heading
+        shown, title = worst_first(chart), chart.heading
+        if len(shown) > MOST_PANELS:
+            title += f", the {MOST_PANELS} {'worst' if chart.better else 'first'} of {len(shown)}"
+        return self.finish(panels(chart, shown[:MOST_PANELS]), title), title
 
+    @matplotlib.rc_context(STYLE)
     def scatter(self, points: Sequence[tuple[float, float]], looks: Sequence[int], title: str, x: str, y: str) -> str:
         """Return the SVG of points, which are numbered from 1. looks: the number of each point's look (look_of)."""
-        with matplotlib.rc_context(STYLE):
-            figure = Figure((WIDTH, 3), layout="constrained")
-            axes = figure.add_subplot(xlabel=x, ylabel=y)
-            for number, ((a, b), look) in enumerate(zip(points, looks, strict=True), 1):
-                axes.plot([a], [b], **look_of(look))
-                axes.annotate(f"{number}", (a, b), (3, 1), textcoords="offset points", fontsize=7)
-            axes.margins(0.08)
-            return self.finish(figure, title)
+        figure = Figure((WIDTH, 3), layout="constrained")
+        axes = figure.add_subplot(xlabel=x, ylabel=y)
+        for number, (point, look) in enumerate(zip(points, looks, strict=True), 1):
+            mark(axes, point, look, f"{number}", (3, 1))
+        axes.margins(0.08)
+        return self.finish(figure, title)
 
+    @matplotlib.rc_context(STYLE)
     def word_pairs(self, places: np.ndarray, words: Sequence[tuple[str, str]], title: str) -> str:
         """Return the SVG of word pairs in the plane. places: the position of each word [pairs, 2 words, (x, y)]."""
-        with matplotlib.rc_context(STYLE):
-            figure = Figure((WIDTH, 3.6), layout="constrained")
-            axes = figure.add_subplot(xticks=[], yticks=[])
-            axes.spines[["left", "bottom"]].set_visible(False)
-            for pair, names in zip(places, words, strict=True):
-                axes.plot(*pair.T, ":", color="black", linewidth=0.7)
-                for at, word, side, away, look in zip(
-                    pair, names, ("left", "right"), ((3, 2), (-3, -7)), (0, 2), strict=True
-                ):
-                    axes.plot(*at[:, None], **look_of(look))
-                    axes.annotate(word, at, away, textcoords="offset points", fontsize=7, ha=side)
-            axes.margins(0.12)
-            return self.finish(figure, title)
+        figure = Figure((WIDTH, 3.6), layout="constrained")
+        axes = figure.add_subplot(xticks=[], yticks=[])
+        axes.spines[["left", "bottom"]].set_visible(False)
+        for pair, (first, second) in zip(places, words, strict=True):
+            axes.plot(*pair.T, ":", color="black", linewidth=0.7)
+            mark(axes, pair[0], 0, first, (3, 2))
+            mark(axes, pair[1], 2, second, (-3, -7), ha="right")
+        axes.margins(0.12)
+        return self.finish(figure, title)
 
     def finish(self, figure: Figure, title: str) -> str:
         """Return the figure's SVG for a page, without unused ids and invisible decimals. Writes the PNG too."""
@@ -109,6 +105,12 @@ class Pictures:
         return re.sub(r"\n\s*", "\n", svg.replace("xlink:href", "href"))
 
 
+def mark(axes: Axes, at: Any, look: int, label: str, away: tuple[int, int], **options: Any) -> None:
+    """Draw a point with a label, which is `away` points of type from it."""
+    axes.plot(*at, **look_of(look))
+    axes.annotate(label, at, away, textcoords="offset points", fontsize=7, **options)
+
+
 def rounded(numbers: str) -> str:
     return re.sub(r"-?\d+\.\d+", lambda m: f"{float(m[0]):.1f}".removesuffix(".0"), numbers)
 
@@ -119,7 +121,7 @@ def single(chart: Chart) -> Figure:
     if len(chart.names) == 1:
         lines = {label: curve for label, (curve,) in chart.lines.items()}
     else:
-        lines = dict(zip(chart.names, *chart.lines.values(), strict=True))
+        lines = dict(zip(chart.names, chart.curves, strict=True))
     draw(axes, lines, chart.logarithmic)
     if len(axes.lines) > 1:  # the highest line comes first
         order = sorted(axes.lines, key=lambda line: -late(pd.Series(line.get_ydata())))
@@ -147,15 +149,15 @@ def panels(chart: Chart, labels: list[str]) -> Figure:
 
 def worst_first(chart: Chart) -> list[str]:
     """Return the chart's labels: those without any number, then the others, worst mean over all runs first."""
-    means = {label: pd.Series([late(c) for c in curves if c is not None]) for label, curves in chart.lines.items()}
+    means = {label: pd.Series([late(curve) for curve in curves]) for label, curves in chart.lines.items()}
     ends = pd.Series({label: chart.better * mean.mean() for label, mean in means.items()}, dtype=float)
     return [str(label) for label in ends.sort_values(kind="stable", na_position="first").index]
 
 
-def draw(axes: Axes, lines: dict[str, pd.Series | None], logarithmic: bool, small: bool = False) -> None:
+def draw(axes: Axes, lines: dict[str, pd.Series], logarithmic: bool, small: bool = False) -> None:
     """Draw lines. A line's look depends only on its position in `lines`, even if earlier lines have no numbers."""
     for number, (label, curve) in enumerate(lines.items()):
-        if curve is None or not curve.notna().any():
+        if not curve.notna().any():
             continue
         columns = COLUMNS // 2 if small else COLUMNS
         points = thin(curve, columns)

@@ -7,7 +7,7 @@ import pandas as pd
 
 from xscale.report.curves import EVALUATIONS, LANGUAGES, Chart, eval_charts, last_tenth, late, metric_sections, thin
 from xscale.report.read import Run
-from xscale.report.tables import Headline, number, rank
+from xscale.report.tables import number, rank
 
 RANGES = 10
 """A loss is compared between this many equal ranges of its steps."""
@@ -17,15 +17,14 @@ MOST_METRICS = 2
 """The worst language is named by at most this many metrics."""
 
 
-def findings(runs: list[Run], headlines: list[Headline]) -> list[str]:
-    labels = [run.label for run in runs]
-    verdicts = [verdict(headline, labels) for headline in headlines] if len(runs) > 1 else []
+def findings(runs: list[Run], headlines: list[Chart]) -> list[str]:
+    verdicts = [verdict(headline) for headline in headlines] if len(runs) > 1 else []
     return [*filter(None, verdicts), *stability(runs), *worst_languages(runs)]
 
 
-def verdict(headline: Headline, labels: list[str]) -> str:
+def verdict(headline: Chart) -> str:
     """Return which run is best by a headline, and its distance from the second; "" if the runs are not compared."""
-    late, best, alike = rank(headline)
+    (late, best, alike), labels = rank(headline), headline.names
     if best is None:
         return ""
     distances = {n: abs(curve.mean() - late[best].mean()) for n, curve in enumerate(late) if n != best}
@@ -73,12 +72,11 @@ def worst_languages(runs: list[Run]) -> list[str]:
 
 def worst_language(chart: Chart) -> str:
     """Return a sentence such as `Worst language by loss of mlm: xx 5.4 nats.`; "" if no run has a number."""
-    title, _, unit = chart.title.partition(" (")[0].partition(", ")
+    title, _, unit = chart.title.partition(", ")
     metric, unit = title[0].lower() + title[1:].removesuffix(" by language"), f" {unit}" * (unit != "share")
     worst = []
     for n, name in enumerate(chart.names):
-        ends = {label: late(of[n]) for label, of in chart.lines.items() if of[n] is not None}
-        ends = {label: end for label, end in ends.items() if not math.isnan(end)}
+        ends = {label: end for label, of in chart.lines.items() if not math.isnan(end := late(of[n]))}
         if ends:
             label = min(ends, key=lambda label: chart.better * ends[label])
             worst.append(f"{f'{name}: ' * (len(chart.names) > 1)}{label} {number(ends[label])}{unit.rstrip()}")

@@ -2,7 +2,6 @@
 the tokens that it predicts for masked ones."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,11 +19,10 @@ from xscale.data.link_projection import parse
 from xscale.data.ragged import evenly_spaced
 from xscale.data.sequences import Example
 from xscale.data.shards import Source, find_sources
-from xscale.data.stream_batch import Context, StreamBatch
+from xscale.data.stream_batch import Context
 from xscale.errors import UserError
 from xscale.eval import heldout
 from xscale.eval.model import Exported
-from xscale.models.build import positions
 from xscale.objectives import OBJECTIVES, Parts, alignlm
 from xscale.report.read import short_names
 
@@ -116,13 +114,12 @@ def examples(model: Exported, source: Source) -> list[tuple[list[str], list[Mask
     if kept:
         heads.load_state_dict(kept.weights)
     parts = Parts(model.encoder, heads.eval().to(model.device))
-    longest = positions(model.encoder.lm.config)
-    context = Context(model.tokenizer, longest, "drop", model.language_ids(source), segments=model.segments)
+    context = heldout.context_of(model, source)
     shown = (masked_tokens(parts, pair, options, context, bool(kept)) for pair in pairs_of(model, source))
     return list(islice((of_pair for of_pair in shown if of_pair[1]), PAIRS))
 
 
-def pairs_of(model: Exported, source: Source) -> Iterator[Example]:
+def pairs_of(model: Exported, source: Source) -> list[Example]:
     numbers = evenly_spaced(source.records, SEARCHED)
     records = [source.with_words(source.read(*place)) for place in source.places(numbers)]
     ids, words = model.tokenizer.encode_words([text for record in records for text in record.texts])
@@ -133,8 +130,7 @@ def pairs_of(model: Exported, source: Source) -> Iterator[Example]:
             records, ids[::2], ids[1::2], words[::2], words[1::2], identities, strict=True
         )
     ]
-    pairs.sort(key=lambda pair: sum(map(len, pair.ids)) not in LENGTHS)
-    yield from pairs
+    return sorted(pairs, key=lambda pair: sum(map(len, pair.ids)) not in LENGTHS)
 
 
 @torch.inference_mode()
@@ -155,25 +151,14 @@ def masked_tokens(
     linked, partners = links.linked_states(of_tokens, masked, len(ids))
     ends = np.cumsum(np.asarray(partners.counts))
     partners_of = dict(zip(linked.tolist(), np.split(partners.places, ends[:-1]), strict=False))
-    mono, bi = guesses(parts, batch, options, context)
-    bi_of = {i: named(bi[row], context) for row, i in enumerate(linked.tolist()) if has_heads}
-    return tokens, [
-        Masked(
-            tokens[at],
-            at,
-            [tokens[partner] for partner in partners_of.get(i, ())],
-            named(mono[i], context),
-            bi_of.get(i, []),
-        )
-        for i, at in enumerate(masked.tolist()[:MOST_MASKED])
-    ]
-
-
-def guesses(parts: Parts, batch: StreamBatch, options: alignlm.AlignLMOptions, context: Context) -> list[Tensor]:
-    """Return the probabilities that the monolingual and the bilingual head predict [M predictions, V tokens]."""
     predictions, _ = heldout.predict(parts, "alignlm", batch, options, context.tokenizer.sep_id)
     out = parts.encoder.lm.get_output_embeddings()
-    return [F.linear(p.features_MH, out.weight, out.bias).float().softmax(-1).cpu() for p in predictions]
+    mono, bi = (F.linear(of.features_MH, out.weight, out.bias).float().softmax(-1).cpu() for of in predictions)
+    bi_of = {i: named(bi[row], context) for row, i in enumerate(linked.tolist()) if has_heads}
+    return tokens, [
+        Masked(tokens[at], at, [tokens[n] for n in partners_of.get(i, ())], named(mono[i], context), bi_of.get(i, []))
+        for i, at in enumerate(masked.tolist()[:MOST_MASKED])
+    ]
 
 
 def named(probabilities_V: Tensor, context: Context) -> Guesses:

@@ -33,8 +33,6 @@ THINNED = (
     "95 % interval of the score. Each axis spans at least 5 % of its numbers, so that noise "
     "does not look like a trend."
 )
-
-
 MOST_ROWS = 40
 """Tables of scores are folded if they have more rows than this together, or if the page also shows runs."""
 
@@ -57,6 +55,10 @@ class Section:
     examples: list[tuple[str, list[tuple[str, bool]], Table]] = field(default_factory=list)
     """Each example has a title, (token, whether it is masked) for all its tokens, and a table of guesses."""
 
+    @property
+    def has_content(self) -> bool:
+        return bool(self.pictures or self.examples or any(table.rows for table in self.tables))
+
 
 def page(
     runs: list[Run],
@@ -70,67 +72,56 @@ def page(
     names = list(dict.fromkeys(named)) or [text for section in model_sections for text, *_ in section.examples]
     title = " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
     sections = [*(run_sections(runs, pictures) if runs else []), *score_sections(runs, scores, pictures)]
-    sections.sort(key=lambda section: section.folded)
+    sections = [*sorted(sections, key=lambda section: section.folded), *model_sections]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": tables.number, "numeric": tables.is_numeric, "anchor": anchor}
+    environment.filters |= {"number": tables.number, "numeric": tables.is_numeric}
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    return template.render(title=title, sections=[*sections, *model_sections], refresh=refresh)
-
-
-def anchor(name: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in name.lower())
+    return template.render(
+        title=title, sections=[section for section in sections if section.has_content], refresh=refresh
+    )
 
 
 def run_sections(runs: list[Run], pictures: Pictures) -> list[Section]:
     """Return the sections of runs. All but the summary, the losses and the languages are folded."""
-    sections = [summary(runs, pictures)]
     charts = {curves.LOSSES: [], curves.LANGUAGES: [], "Evaluations": curves.eval_charts(runs)}
-    for title, of_section in (charts | curves.metric_sections(runs)).items():
-        folded = title not in (curves.LOSSES, curves.LANGUAGES)
-        note = THINNED if title == curves.LOSSES else ""
-        if of_section:
-            sections.append(Section(title, note, folded, pictures=drawn(of_section, pictures)))
-    for table in (tables.summary(runs), tables.differing(runs), tables.failed_evals(runs)):
-        if table.rows:
-            sections.append(Section(table.title, folded=True, tables=[table]))
-    return sections
+    charts |= curves.metric_sections(runs)
+    sections = [summary(runs, pictures)]
+    for title, of_section in charts.items():
+        folded, note = title not in (curves.LOSSES, curves.LANGUAGES), THINNED if title == curves.LOSSES else ""
+        sections.append(Section(title, note, folded, pictures=drawn(of_section, pictures)))
+    listed = (tables.summary(runs), tables.differing(runs), tables.failed_evals(runs))
+    return [*sections, *(Section(table.title, folded=True, tables=[table]) for table in listed)]
 
 
 def summary(runs: list[Run], pictures: Pictures) -> Section:
     """Return the section that says what was trained and how far, with charts of the most important metrics."""
     section = Section("Summary")
     headlines = tables.headlines(runs)
-    section.tables = [tables.run_table(runs), *([tables.headline_table(runs)] if headlines else [])]
+    section.tables = [tables.run_table(runs), *([tables.headline_table(headlines)] if headlines else [])]
     section.findings = findings(runs, headlines)
     if not headlines:
         section.note = "No step has been written yet."
     elif len(runs) > 1:
         section.note = COMPARED
-    for headline in headlines:
-        title = curves.described(headline.title, headline.better)
-        chart = Chart(title, {"all": headline.curves}, [run.label for run in runs], headline.better)
-        section.pictures.append(Picture(title, pictures.chart(chart)[0]))
+    section.pictures = drawn(headlines, pictures)
     return section
 
 
 def score_sections(runs: list[Run], scores: list[Scores], pictures: Pictures) -> list[Section]:
-    sections = []
     found = transfer.transfers(scores)
-    if found:
-        note = "In percent: fine-tuned in the language (SUP), in another (ZS), and Δ = SUP − ZS; ± over seeds."
-        sections.append(Section("Transfer", note, tables=[transfer.transfer_table(found)]))
+    note = "In percent: fine-tuned in the language (SUP), in another (ZS), and Δ = SUP − ZS; ± over seeds."
     points, kind = transfer.aligned(found, scores, runs)
-    if points:
-        plots = [scatter(task, of_task, kind, pictures) for task, of_task in points.items()]
-        sections.append(Section("Alignment and transfer", SPEARMAN, pictures=plots))
-    layers = curves.layer_charts(scores)
-    if layers:
-        note = "Layer 0 is what the embeddings give."
-        sections.append(Section("By layer", note, pictures=drawn(layers, pictures)))
-    failed = tables.failed_scores(scores)
-    listed = [*tables.score_tables(scores), *([failed] if failed.rows else [])]
+    plots = [scatter(task, of_task, kind, pictures) for task, of_task in points.items()]
+    layers = drawn(curves.layer_charts(scores), pictures)
+    failed = [failure for model in scores for failure in model.failed]
+    listed = [*tables.score_tables(scores), Table(["model", "failed", "why"], failed, title="Failed")]
     long = bool(runs) or sum(len(table.rows) for table in listed) > MOST_ROWS
-    return [*sections, *([Section("Scores", folded=long, tables=listed)] if listed else [])]
+    return [
+        Section("Transfer", note, tables=[transfer.transfer_table(found)]),
+        Section("Alignment and transfer", SPEARMAN, pictures=plots),
+        Section("By layer", "Layer 0 is what the embeddings give.", pictures=layers),
+        Section("Scores", folded=long, tables=listed),
+    ]
 
 
 def scatter(task: str, of_task: list[transfer.Transfer], kind: str, pictures: Pictures) -> Picture:
@@ -163,7 +154,7 @@ def model_sections(paths: list[Path], pairs: list[Path], pictures: Pictures) -> 
             marked = {token.place for token in masked}
             text = [(token, place in marked) for place, token in enumerate(tokens)]
             shown.examples.append((title, text, guess_table(masked)))
-    return [section for section in (words, shown) if section.pictures or section.examples]
+    return [words, shown]
 
 
 def guess_table(masked: list[models.Masked]) -> Table:

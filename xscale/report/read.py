@@ -8,11 +8,12 @@ import os
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import numpy as np
 import pandas as pd
 import yaml
 
@@ -51,11 +52,7 @@ class Run:
     """The content of config.yaml; empty if there is none. `status` is the content of status.json in the same way."""
     status: dict[str, Any]
     parent: str = ""
-    """The run and the step that the run was forked from; "" if it is no fork."""
-
-    @property
-    def steps(self) -> int:
-        return max((int(curve.index[-1]) for curve in self.metrics.values()), default=0)
+    """The ancestors of a fork, such as `fork of RUN@STEP of RUN@STEP`, the nearest first; "" if the run is no fork."""
 
 
 @dataclass
@@ -70,39 +67,83 @@ class Scores:
     """(model's name, task with its results row, reason) of each failed evaluation."""
 
 
-def read_runs(folders: list[Path]) -> list[Run]:
-    """Return the runs in some folders, with short labels. Raises UserError."""
+class MetricsLog:
+    """A metrics.jsonl that may still grow. Each `read` parses only new lines, or all if a resume has cut the file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.begin()
+
+    def begin(self) -> None:
+        self.lines, self.end, self.last = 0, 0, b""
+        """The number of lines read, the byte at which the last of them ends, and this line."""
+        self.found: dict[str, tuple[array, array]] = defaultdict(lambda: (array("q"), array("d")))
+        """Metric -> its steps and its values."""
+
+    def read(self) -> dict[str, pd.Series]:
+        """Return the curves. If a step has several values, the last one counts. Raises UserError."""
+        with self.path.open("rb") as file:
+            file.seek(self.end - len(self.last))
+            if file.read(len(self.last)) != self.last:
+                self.begin()
+                file.seek(0)
+            for line, entry in json_lines(file, self.path, self.lines):
+                self.lines, self.end, self.last = self.lines + 1, self.end + len(line), line
+                for name, value in entry.items():
+                    if name != "step" and (value is None or isinstance(value, int | float)):
+                        self.found[name][0].append(entry["step"])
+                        self.found[name][1].append(finite(value))
+        curves = {name: pd.Series(values, steps, dtype=float) for name, (steps, values) in self.found.items()}
+        return {name: curve[~curve.index.duplicated(keep="last")].sort_index() for name, curve in curves.items()}
+
+
+def read_runs(folders: list[Path], logs: dict[Path, MetricsLog] | None = None) -> list[Run]:
+    """Return the runs in some folders, with short labels. logs: the metrics of each folder from earlier calls, to which
+    new ones are added. Raises UserError."""
     folders = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders))
-    names = short_names(folders)
-    return [read_run(*of_run) for of_run in zip(folders, names, labels(names), strict=True)]
+    logs, names = {} if logs is None else logs, short_names(folders)
+    return [
+        read_run(folder, name, label, logs.setdefault(folder, MetricsLog(folder / "metrics.jsonl")))
+        for folder, name, label in zip(folders, names, labels(names), strict=True)
+    ]
 
 
-def read_run(folder: Path, name: str, label: str) -> Run:
-    path, config, status = folder / "metrics.jsonl", folder / "config.yaml", folder / "status.json"
-    if not path.is_file():
+def read_run(folder: Path, name: str, label: str, log: MetricsLog) -> Run:
+    config, status, own_evals = folder / "config.yaml", folder / "status.json", folder / "evals.jsonl"
+    if not log.path.is_file():
         raise UserError(f"{folder} has no metrics.jsonl; give the directories that runs were started with as --out")
-    evals = [*json_lines(folder / "evals.jsonl"), *hook_scores(folder / "evals")]
-    numbers = {(key, entry["step"]): number for entry in evals for key, number in measured(entry)}
-    eval_curves = curves((step, [(key, number)]) for (key, step), number in numbers.items())
-    for (key, step), number in numbers.items():
-        if isinstance(number, Measured):
-            eval_curves[key].attrs[step] = number.interval
+    evals = list(hook_scores(folder / "evals"))
+    if own_evals.is_file():
+        with own_evals.open("rb") as file:
+            evals = [*(entry for _, entry in json_lines(file, own_evals)), *evals]
+    numbers: dict[EvalKey, dict[int, float | None]] = defaultdict(dict)
+    for entry in evals:
+        for key, number in measured(entry):
+            numbers[key][entry["step"]] = number
     return Run(
         name,
         label,
-        curves((entry["step"], entry.items()) for entry in json_lines(path)),
-        eval_curves,
+        log.read(),
+        {key: eval_curve(of_steps) for key, of_steps in numbers.items()},
         [(label, e["step"], text(task), text(why)) for e in evals for task, why in mapping(e.get("failed")).items()],
         read_yaml(config) if config.is_file() else {},
         mapping(read_json(status)) if status.is_file() else {},
-        parent_of(folder / "ancestry.json"),
+        ancestors(folder / "ancestry.json"),
     )
 
 
-def parent_of(ancestry: Path) -> str:
-    found = read_json(ancestry) if ancestry.is_file() else []
-    nearest = mapping(found[0]) if isinstance(found, list) and found else {}
-    return f"fork of {Path(text(nearest.get('run'))).name} at step {text(nearest.get('step'))}" if nearest else ""
+def eval_curve(numbers: dict[int, float | None]) -> pd.Series:
+    """Return the curve of an evaluation's numbers by step, with their intervals in `attrs`."""
+    curve = pd.Series(numbers, dtype=float).sort_index()
+    curve.attrs = {step: number.interval for step, number in numbers.items() if isinstance(number, Measured)}
+    return curve
+
+
+def ancestors(path: Path) -> str:
+    found = read_json(path) if path.is_file() else []
+    runs = [mapping(run) for run in found] if isinstance(found, list) else []
+    places = [f" of {Path(text(run.get('run'))).name}@{text(run.get('step'))}" for run in runs]
+    return "fork" + "".join(places) if places else ""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -124,21 +165,19 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is no JSON ({error}); write it again, or leave it out") from None
 
 
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the file's objects, each with a step; none if there is no file. An unfinished last line is left out."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):
-                entry = None
-            if not isinstance(entry, dict) or not isinstance(entry.get("step"), int) or entry["step"] >= 2**53:
-                raise UserError(f"{path}, line {number}, is no JSON object with a step: {line[:60]!r}; remove the line")
-            yield entry
+def json_lines(file: BinaryIO, path: Path, before: int = 0) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each further line of a file and its object, which has a step. An unfinished last line is left out. before:
+    the number of lines that were read before."""
+    for number, line in enumerate(file, before + 1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            entry = None
+        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int) or entry["step"] >= 2**53:
+            raise UserError(f"{path}, line {number}, is no JSON object with a step: {line[:60]!r}; remove the line")
+        yield line, entry
 
 
 def hook_scores(folder: Path) -> Iterator[dict[str, Any]]:
@@ -167,27 +206,16 @@ def flat(results: Any) -> Iterator[tuple[EvalKey, Any]]:
             yield from (((text(task), text(row), text(name)), n) for name, n in mapping(numbers).items())
 
 
-def measured(entry: dict[str, Any]) -> Iterator[tuple[EvalKey, Any]]:
+def measured(entry: dict[str, Any]) -> Iterator[tuple[EvalKey, float | None]]:
     """Yield the numbers of an evaluation's results, as Measured if they have an interval."""
     intervals = dict(flat(entry.get("intervals")))
     for key, value in flat(entry.get("results")):
         found = intervals.get(key)
         ends = [finite(end) for end in found if isinstance(end, int | float)] if isinstance(found, list) else []
-        sound = isinstance(value, int | float) and len(ends) == 2 and not any(map(math.isnan, ends))
-        yield key, Measured(finite(value), *ends) if sound else value
-
-
-def curves(entries: Iterable[tuple[int, Iterable[tuple[Any, Any]]]]) -> dict[Any, pd.Series]:
-    """Return each metric's curve: its values, sorted by step. If a step has several values, the last one counts."""
-    found: dict[Any, tuple[array, array]] = defaultdict(lambda: (array("q"), array("d")))
-    for step, numbers in entries:
-        for name, value in numbers:
-            if name != "step" and (value is None or isinstance(value, int | float)):
-                steps, values = found[name]
-                steps.append(step)
-                values.append(finite(value))
-    made = {name: pd.Series(values, steps, dtype=float) for name, (steps, values) in found.items()}
-    return {name: curve[~curve.index.duplicated(keep="last")].sort_index() for name, curve in made.items()}
+        if isinstance(value, int | float):
+            yield key, Measured(finite(value), *ends) if len(ends) == 2 and not np.isnan(ends).any() else finite(value)
+        elif value is None:
+            yield key, None
 
 
 def read_scores(paths: list[Path]) -> list[Scores]:
@@ -202,9 +230,8 @@ def read_scores(paths: list[Path]) -> list[Scores]:
     of_model = {model: Scores(name, label) for model, name, label in zip(distinct, names, labels(names), strict=True)}
     for path, scores in found.items():
         own = of_model[models[path]]
-        for (task, row, name), value in measured(scores):
-            if isinstance(value, int | float):
-                number = value if isinstance(value, Measured) else finite(value)
+        for (task, row, name), number in measured(scores):
+            if number is not None:
                 own.results.setdefault(task, {}).setdefault(row, {})[name] = number
         own.failed += ((own.name, *failure) for failure in flat_failures(scores))
     return list(of_model.values())
@@ -215,9 +242,9 @@ def text(value: Any) -> str:
     return str(value).encode("utf-8", "replace").decode()
 
 
-def finite(value: Any) -> float:
+def finite(value: float | None) -> float:
     try:
-        number = float("nan" if value is None else value)
+        number = math.nan if value is None else float(value)
     except OverflowError:  # a whole number of hundreds of digits
         return math.nan
     return number if math.isfinite(number) else math.nan

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,9 @@ import pandas as pd
 
 from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.report.curves import (
+    NO_CURVE,
     SECTIONS,
+    Chart,
     column,
     eval_title,
     interval_ends,
@@ -18,14 +20,13 @@ from xscale.report.curves import (
     is_mean,
     is_size,
     last_tenth,
+    of_runs,
     section_of,
 )
 from xscale.report.read import Measured, Run, Scores, mapping
 
 Cell = str | float | None
 SUMMARISED = re.compile(r"loss(/|$)|(\w+_)?accuracy/|alignment(_trained)?/|tokens_per_s$")
-
-
 LATE = ("last", "last tenth", "best", "at step")
 """The columns of a run: a metric's last number, the mean of its last tenth, its best number, and the step of that."""
 
@@ -36,15 +37,6 @@ class Table(NamedTuple):
     groups: Sequence[tuple[str, int]] = ()
     """(name, number of columns) of each heading that is above several columns."""
     title: str = ""
-
-
-class Headline(NamedTuple):
-    """One of the few metrics that best tell how a run goes."""
-
-    title: str
-    better: int
-    curves: list[pd.Series | None]
-    """A curve for each run."""
 
 
 def number(value: Cell) -> str:
@@ -68,30 +60,32 @@ def run_table(runs: list[Run]) -> Table:
     """Return a table with a row for each run: what it trained, and how far it came."""
     rows: list[list[Cell]] = []
     for run in runs:
-        tokens, seconds, skipped = (total(run.metrics.get(name)) for name in ("tokens", "step_s", "skipped"))
+        model, totals = mapping(run.config.get("model")), {name: float(of.sum()) for name, of in run.metrics.items()}
         state = ": ".join(str(run.status[name]) for name in ("status", "why") if run.status.get(name))
         shown = run.name if run.label == run.name else f"{run.label} = {run.name}"
-        model = mapping(run.config.get("model"))
         begun = [model.get("init") or model.get("preset"), run.parent]
-        trained = ", ".join(map(str, filter(None, [*mapping(run.config.get("streams")), *begun])))
-        hours = None if seconds is None else seconds / 3600
-        rows.append([shown, trained or None, state or "no status.json", float(run.steps), tokens, hours, skipped])
+        trained = ", ".join(map(str, filter(None, [*streams_of(run), *begun])))
+        hours = totals["step_s"] / 3600 if "step_s" in totals else None
+        steps = float(max((curve.index[-1] for curve in run.metrics.values()), default=0))
+        done = [steps, totals.get("tokens"), hours, totals.get("skipped")]
+        rows.append([shown, trained or None, state or "no status.json", *done])
     return Table(["run", "streams and model", "state", "steps", "tokens", "hours", "skipped steps"], rows)
 
 
-def total(curve: pd.Series | None) -> float | None:
-    return None if curve is None else float(curve.sum())
+def streams_of(run: Run) -> dict[str, Any]:
+    return mapping(run.config.get("streams"))
 
 
-def headlines(runs: list[Run]) -> list[Headline]:
-    """Return the loss, the number that checkpoint.best names, means of evaluations over streams or pairs, and
+def headlines(runs: list[Run]) -> list[Chart]:
+    """Return charts of the loss, the number that checkpoint.best names, means of evaluations over streams or pairs, and
     throughput: at most four of these, those that most runs have first."""
-    found = list[Headline]()
+    found = list[Chart]()
 
     def add(title: str, better: int, curves: list[list[pd.Series]]) -> None:
         means = [mean_curve(of_run) for of_run in curves]
-        if not is_empty(means) and not any(same_curves(means, of.curves) for of in found):
-            found.append(Headline(title, better, means))
+        known = any(all(map(pd.Series.equals, means, of.curves)) for of in found)  # such as the mean of a single pair
+        if not is_empty(means) and not known:
+            found.append(Chart(title, {"all": means}, [run.label for run in runs], better))
 
     def metric(name: str) -> list[list[pd.Series]]:
         return [
@@ -108,9 +102,9 @@ def headlines(runs: list[Run]) -> list[Headline]:
 
     def predicts(run: Run, row: str) -> bool:
         """Return True for a row of a stream whose loss is a mean over masked tokens, in nats."""
-        return mapping(mapping(run.config.get("streams")).get(row)).get("objective", row) in ("mlm", "tlm")
+        return mapping(streams_of(run).get(row)).get("objective", row) in ("mlm", "tlm")
 
-    alike = len({tuple(mapping(run.config.get("streams"))) for run in runs}) == 1
+    alike = len({tuple(streams_of(run)) for run in runs}) == 1
     less = -1 if alike else 0  # the losses of other streams are other quantities
     add("Training loss, nats", less, [[run.metrics["loss"]] if "loss" in run.metrics else [] for run in runs])
     for best in dict.fromkeys(mapping(run.config.get("checkpoint")).get("best") for run in runs):
@@ -123,19 +117,15 @@ def headlines(runs: list[Run]) -> list[Headline]:
     aligned = zip(evaluated("alignment", "withheld"), metric("alignment"), strict=True)
     add("Withheld words aligned, mean of the pairs, share", 1, [measured or logged for measured, logged in aligned])
     add("Tokens per second", 1, metric("tokens_per_s"))
-    return sorted(found, key=lambda headline: sum(curve is None for curve in headline.curves))[:4]
+    return sorted(found, key=lambda headline: sum(curve.empty for curve in headline.curves))[:4]
 
 
-def same_curves(some: list[pd.Series | None], others: list[pd.Series | None]) -> bool:
-    """Return whether two headlines have equal curves for all runs, as those of a pair and of the mean of one pair."""
-    return all(a is b if a is None or b is None else a.equals(b) for a, b in zip(some, others, strict=True))
-
-
-def mean_curve(curves: list[pd.Series]) -> pd.Series | None:
+def mean_curve(curves: list[pd.Series]) -> pd.Series:
     """Return the mean of the curves of streams, languages or pairs. A curve without a number at a step counts with its
     last one. If all curves have intervals, the mean has the mean interval, which is at least as wide as its own."""
+    curves = [curve for curve in curves if len(curve)]
     if not curves:
-        return None
+        return NO_CURVE
     together = pd.concat(curves, axis=1).sort_index()
     mean = together.ffill().mean(axis=1).where(together.notna().any(axis=1))
     if all(curve.attrs for curve in curves):
@@ -145,83 +135,66 @@ def mean_curve(curves: list[pd.Series]) -> pd.Series | None:
     return mean
 
 
-def headline_table(runs: list[Run]) -> Table:
-    """Return the table of the headlines: the last, mean and best numbers of one run, or the means of the last tenth of
-    several runs side by side."""
-    found = headlines(runs)
-    if len(runs) == 1:
-        return Table(["", *LATE], [[title, *last_and_best(curve, better)] for title, better, (curve,) in found])
-    return Table(["mean of the last tenth", *(run.label for run in runs)], [compared(headline) for headline in found])
-
-
-class Ranked(NamedTuple):
-    """The runs' last tenths of a headline's curves, and how they compare."""
-
-    late: list[pd.Series]
-    best: int | None
-    """The number of the best run; None if nothing is compared."""
-    alike: list[bool]
-    """Return whether a run is the best, or its interval overlaps the best run's, or its mean differs from the best
-    run's by at most the sum of both deviations."""
-
-
-def rank(headline: Headline) -> Ranked:
-    late = [pd.Series(dtype=float) if curve is None else last_tenth(curve) for curve in headline.curves]
-    means, deviations = [curve.mean() * headline.better for curve in late], [curve.std() for curve in late]
-    if not headline.better or pd.Series(means).count() < 2:
-        return Ranked(late, None, [False] * len(late))
-    best = int(pd.Series(means).idxmax())
+def rank(headline: Chart) -> tuple[list[pd.Series], int | None, list[bool]]:
+    """Return the runs' last tenths, the number of the best run (None if nothing is compared), and for each run whether
+    it is like the best: their intervals overlap, or their means differ by at most the sum of both deviations."""
+    late = [last_tenth(curve) for curve in headline.curves]
+    means = pd.Series([curve.mean() * headline.better for curve in late])
+    if not headline.better or means.count() < 2:
+        return late, None, [False] * len(late)
+    best, deviations = int(means.idxmax()), [np.nan_to_num(curve.std()) for curve in late]
     ends = [[end.mean() for end in interval_ends(curve)] for curve in late]
-    alike = []
-    for mean, deviation, (low, high) in zip(means, deviations, ends, strict=True):
-        overlap = low <= ends[best][1] and ends[best][0] <= high
-        alike.append(bool(overlap or mean >= means[best] - np.nansum([deviation, deviations[best]])))
-    return Ranked(late, best, alike)
+    overlap = [low <= ends[best][1] and ends[best][0] <= high for low, high in ends]
+    near = [mean >= means[best] - of_run - deviations[best] for mean, of_run in zip(means, deviations, strict=True)]
+    return late, best, [bool(one or other) for one, other in zip(overlap, near, strict=True)]
 
 
-def compared(headline: Headline) -> list[Cell]:
-    """Return a headline's row: each run's mean of the last tenth, with interval or standard deviation. ✓ marks the best
-    run and those alike."""
-    row: list[Cell] = [headline.title]
-    late, _, alike = rank(headline)
-    for curve, same in zip(late, alike, strict=True):
-        low, high = (end.mean() for end in interval_ends(curve))
-        spread = f" ± {curve.std():.2g}" if curve.count() > 2 else ""
-        shown = number(float(curve.mean())) + spread if math.isnan(low) else number(Measured(curve.mean(), low, high))
-        row.append("✓ " * same + shown if curve.notna().any() else None)
-    return row
+def headline_table(headlines: list[Chart]) -> Table:
+    """Return the last, mean and best numbers of one run; of several runs the means of the last tenth, with interval or
+    standard deviation. ✓ marks the best run and those alike."""
+    names = headlines[0].names
+    if len(names) == 1:
+        return Table(["", *LATE], [[of.title, *last_and_best(of.curves[0], of.better)] for of in headlines])
+    rows: list[list[Cell]] = []
+    for headline in headlines:
+        late, _, alike = rank(headline)
+        rows.append([headline.title])
+        for curve, same in zip(late, alike, strict=True):
+            low, high = (end.mean() for end in interval_ends(curve))
+            spread = f" ± {curve.std():.2g}" if curve.count() > 2 and math.isnan(low) else ""
+            mean = float(curve.mean()) if math.isnan(low) else Measured(curve.mean(), low, high)
+            rows[-1].append("✓ " * same + number(mean) + spread if curve.notna().any() else None)
+    return Table(["mean of the last tenth", *names], rows)
 
 
 def summary(runs: list[Run]) -> Table:
     """Return a table with each run's last value, mean over the last tenth, and best value with its step. Metrics by
     language or pair come last, after rows with their means over the languages or pairs."""
-    measured: dict[tuple[str, str], list[pd.Series | None]] = {}
-    shared: dict[str, list[tuple[str, str]]] = {"": []}
-    means_of_runs: dict[str, list[pd.Series | None]] = {}
+    groups: dict[str, dict[tuple[str, str], list[pd.Series]]] = {"": {}}
+    """Name without language -> {(name, name of the quantity): curves}. Metrics without languages are the group ""."""
+    means_of_runs: dict[str, list[pd.Series]] = {}
     names = list(dict.fromkeys(name for run in runs for name in run.metrics if SUMMARISED.match(name)))
-    names.sort(key=lambda name: list(SECTIONS).index(section_of(MetricKey.parse(name))))
-    for name in names:
-        key = name, MetricKey.parse(name).name
-        measured[key] = [run.metrics.get(name) for run in runs]
-        shared.setdefault(without_language(MetricKey.parse(name)), []).append(key)
+    for name in sorted(names, key=lambda name: list(SECTIONS).index(section_of(MetricKey.parse(name)))):
+        key = MetricKey.parse(name)
+        groups.setdefault(without_language(key), {})[name, key.name] = [run.metrics.get(name, NO_CURVE) for run in runs]
     for task, row, name in dict.fromkeys(key for run in runs for key in run.evals):
-        key, found = (f"{task} {name}, {row}", name), [run.evals.get((task, row, name)) for run in runs]
+        label, found = without_row(task, row, name), of_runs(runs, (task, row, name))
         if is_mean(row):
-            means_of_runs[without_row(task, row, name)] = found
+            means_of_runs[label] = found
         elif not is_size(found):
-            measured[key] = found
-            shared.setdefault(without_row(task, row, name), []).append(key)
-    ordered = {key: measured[key] for key in shared.pop("")}
-    for label, keys in shared.items():
-        if len(keys) > 1:
-            of_runs = zip(*(measured[key] for key in keys), strict=True)
-            means = [mean_curve([curve for curve in curves if curve is not None]) for curves in of_runs]
-            own = means_of_runs.get(label, [None] * len(runs))
-            means = [mean if of_run is None else of_run for mean, of_run in zip(means, own, strict=True)]
-            ordered[f"{label}, mean over {len(keys)} languages", keys[0][1]] = means
+            groups.setdefault(label, {})[f"{task} {name}, {row}", name] = found
+    ordered = groups.pop("")
+    for label, members in groups.items():
+        if len(members) > 1:
+            means = [mean_curve(list(curves)) for curves in zip(*members.values(), strict=True)]
+            own = means_of_runs.get(label, means)
+            means = [mean if of_run.empty else of_run for mean, of_run in zip(means, own, strict=True)]
+            ordered[f"{label}, mean over {len(members)} languages", next(iter(members))[1]] = means
+    for members in groups.values():
+        ordered |= members
     rows: list[list[Cell]] = [
         [shown, *(cell for curve in curves for cell in last_and_best(curve, direction(name)))]
-        for (shown, name), curves in (ordered | measured).items()
+        for (shown, name), curves in ordered.items()
         if not is_empty(curves)
     ]
     return Table(["", *LATE * len(runs)], rows, [("", 1), *((run.label, 4) for run in runs)], "Last and best values")
@@ -243,10 +216,10 @@ def without_row(task: str, row: str, name: str) -> str:
     return ", ".join(filter(None, [f"{task} {column(row, name)}", first if task == "heldout" else rest]))
 
 
-def last_and_best(curve: pd.Series | None, better: int) -> list[Cell]:
+def last_and_best(curve: pd.Series, better: int) -> list[Cell]:
     """Return a curve's cells for the columns LATE. The last value has its interval; it is NaN if it is missing. A
     constant curve has no best value, and neither has a metric for which neither high nor low is better."""
-    if curve is None or not curve.notna().any():
+    if not curve.notna().any():
         return [None] * 4
     interval, now = curve.attrs.get(curve.index[-1]), float(curve.iloc[-1])
     last: list[Cell] = [Measured(now, *interval) if interval else now, float(last_tenth(curve).mean())]
@@ -259,19 +232,23 @@ def last_and_best(curve: pd.Series | None, better: int) -> list[Cell]:
 
 def differing(runs: list[Run]) -> Table:
     """Return a table of the recipes' fields that are not the same in all runs."""
-    recipes = [pd.json_normalize(by_name(run.config)).astype(object).T.get(0, pd.Series(dtype=object)) for run in runs]
-    values = pd.concat(recipes, axis=1, sort=False).astype(object)
-    rows = [
-        [name, *map(str, row)] for name, *row in values.fillna("absent").itertuples() if len(set(map(str, row))) > 1
-    ]
+    recipes = [dict(fields(run.config)) for run in runs]
+    names = dict.fromkeys(name for recipe in recipes for name in recipe)
+    rows = [[name, *(recipe.get(name, "absent") for recipe in recipes)] for name in names]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
     return Table(["field", *(run.label for run in runs)], rows, title="Fields of the recipes that differ")
 
 
-def by_name(value: Any) -> Any:
-    """Return the value with each list of sections replaced by a mapping: name -> section."""
+def fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name, such as `train.lr`, and the text of each field that is not null. A section of a list of sections
+    is named by its field `name`."""
     if isinstance(value, list) and value and all(isinstance(one, dict) and "name" in one for one in value):
         value = {one["name"]: one for one in value}
-    return {name: by_name(inner) for name, inner in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        for inner, of_inner in value.items():
+            yield from fields(of_inner, f"{name}.{inner}" if name else str(inner))
+    elif value is not None:
+        yield name, str(value)
 
 
 def score_tables(scores: list[Scores]) -> list[Table]:
@@ -286,7 +263,7 @@ def score_tables(scores: list[Scores]) -> list[Table]:
         ]
         names = list(dict.fromkeys(name for _, _, numbers in of_task for name in numbers))
         rows = [[model, row, *map(numbers.get, names)] for model, row, numbers in of_task]
-        found += [Table(["model", "", *names], rows, title=task)] if rows else []
+        found.append(Table(["model", "", *names], rows, title=task))
     return found
 
 
@@ -317,7 +294,3 @@ def is_transfer(numbers: Mapping[str, float]) -> bool:
 def failed_evals(runs: list[Run]) -> Table:
     rows = [failure for run in runs for failure in run.failed]
     return Table(["run", "step", "failed", "why"], rows, title="Evaluations that failed")
-
-
-def failed_scores(scores: list[Scores]) -> Table:
-    return Table(["model", "failed", "why"], [failure for model in scores for failure in model.failed], title="Failed")

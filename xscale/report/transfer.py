@@ -30,49 +30,39 @@ class Transfer(NamedTuple):
 
 
 def transfers(scores: list[Scores]) -> list[Transfer]:
-    return [
-        Transfer(model.name, row, task, numbers | ({"delta": numbers["sup"] - numbers["zs"]} if both else {}))
-        for model in scores
-        for task, rows in model.results.items()
-        for row, numbers in rows.items()
-        if is_transfer(numbers)
-        for both in [numbers.keys() >= {"zs", "sup"} and "delta" not in numbers]
-    ]
+    found = []
+    for model in scores:
+        for task, rows in model.results.items():
+            for row, numbers in rows.items():
+                if numbers.keys() >= {"zs", "sup"}:
+                    numbers = {"delta": numbers["sup"] - numbers["zs"]} | numbers
+                if is_transfer(numbers):
+                    found.append(Transfer(model.name, row, task, numbers))
+    return found
 
 
 def transfer_table(found: list[Transfer]) -> Table:
     """Return table 3 of Tang et al. 2022: SUP, ZS and Δ of each task in percent, a row per model and language. After
     several languages of a model comes a row of means, each over the languages that have the number."""
-    found = [*found, *means(found)]
-    by_place = {(t.model, t.language, t.task): t.numbers for t in found}
     columns = {
         task: [name for name in COLUMNS if name in ALWAYS or any(name in t.numbers for t in found if t.task == task)]
         for task in dict.fromkeys(transfer.task for transfer in found)
     }
     rows: list[list[Cell]] = []
-    models = list(dict.fromkeys(t.model for t in found))
-    places = sorted(dict.fromkeys((t.model, t.language) for t in found), key=lambda place: models.index(place[0]))
-    for model, language in places:
-        cells: list[Cell] = [model, language]
-        for task, names in columns.items():
-            numbers = by_place.get((model, language, task), {})
-            cells += [percent(numbers.get(name), numbers.get(f"{name}_std")) for name in names]
-        rows.append(cells)
+    for model in dict.fromkeys(t.model for t in found):
+        languages: dict[str, dict[str, dict[str, float]]] = {}
+        for transfer in found:
+            if transfer.model == model:
+                languages.setdefault(transfer.language, {})[transfer.task] = transfer.numbers
+        of_tasks = {task: [tasks[task] for tasks in languages.values() if task in tasks] for task in columns}
+        means = {task: pd.DataFrame(of, columns=[*COLUMNS]).mean() for task, of in of_tasks.items() if len(of) > 1}
+        if means:
+            languages["mean over languages"] = {task: mean.to_dict() for task, mean in means.items()}
+        for language, tasks in languages.items():
+            pairs = [(tasks.get(task, {}), name) for task, names in columns.items() for name in names]
+            rows.append([model, language, *(percent(of.get(name), of.get(f"{name}_std")) for of, name in pairs)])
     head = ["model", "language", *(COLUMNS[name] for names in columns.values() for name in names)]
     return Table(head, rows, [("", 2), *((task, len(names)) for task, names in columns.items())])
-
-
-def means(found: list[Transfer]) -> list[Transfer]:
-    """Return the means over languages of each model's numbers on each task on which it has several languages."""
-    groups: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for transfer in found:
-        groups.setdefault((transfer.model, transfer.task), []).append(transfer.numbers)
-    return [
-        Transfer(model, "mean over languages", task, pd.DataFrame(of_languages)[known].mean().to_dict())
-        for (model, task), of_languages in groups.items()
-        if len(of_languages) > 1
-        for known in [[name for name in COLUMNS if any(name in numbers for numbers in of_languages)]]
-    ]
 
 
 def percent(value: float | None, deviation: float | None = None) -> str | None:
@@ -84,17 +74,14 @@ def percent(value: float | None, deviation: float | None = None) -> str | None:
 def aligned(found: list[Transfer], scores: list[Scores], runs: list[Run]) -> tuple[dict[str, list[Transfer]], str]:
     """Return task -> transfers that have both an alignment score and Δ, and the kind of words whose alignment scores
     are used: withheld or trained ones, whichever has more scores; withheld ones on a tie."""
-    wanted = [transfer for transfer in found if math.isfinite(transfer.numbers.get("delta", math.nan))]
-    kinds = {
-        kind: [t._replace(alignment=alignment(t.model, t.language, scores, runs, kind)) for t in wanted]
-        for kind in ("withheld", "trained")
-    }
-    kind = max(kinds, key=lambda name: sum(math.isfinite(t.alignment) for t in kinds[name]))
-    points: dict[str, list[Transfer]] = {}
-    for transfer in kinds[kind]:
-        if math.isfinite(transfer.alignment):
-            points.setdefault(transfer.task, []).append(transfer)
-    return points, kind
+    points: dict[str, dict[str, list[Transfer]]] = {"withheld": {}, "trained": {}}
+    for kind, tasks in points.items():
+        for transfer in found:
+            score = alignment(transfer.model, transfer.language, scores, runs, kind)
+            if math.isfinite(score) and math.isfinite(transfer.numbers.get("delta", math.nan)):
+                tasks.setdefault(transfer.task, []).append(transfer._replace(alignment=score))
+    kind = max(points, key=lambda kind: sum(map(len, points[kind].values())))
+    return points[kind], kind
 
 
 def alignment(model: str, language: str, scores: list[Scores], runs: list[Run], kind: str) -> float:
