@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from unittest import mock
 
 import numpy as np
 import pytest

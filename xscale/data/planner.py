@@ -21,7 +21,6 @@ from xscale.data.remote import start_fetchers
 from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError
 from xscale.ranks import HostGroup, name_process
 
-
 Failure = RankError | OSError
 """An error that is sent to the main process, which raises it."""
 Plans = Iterator[StepPlan | Failure]
