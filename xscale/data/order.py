@@ -137,12 +137,9 @@ class EpochOrder:
     def window_shards(self, window: int) -> np.ndarray:
         return self.shards[self.window_ends[window - 1] if window else 0 : self.window_ends[window]]
 
-    def _window_key(self, window: int) -> np.ndarray:
-        return rng.hash64(self.key, np.uint64(window + 1))
-
     def _make_permuted_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """WindowPart's fields for the part with record `at` of a permuted window. `first` is a place in the window."""
-        shards, key = self.window_shards(window), self._window_key(window)
+        shards, key = self.window_shards(window), rng.hash64(self.key, np.uint64(window + 1))
         counts = self.counts[shards]
         bits = min((parts - 1).bit_length(), 8)
         if bits and self._leading[0] != window:
@@ -159,7 +156,7 @@ class EpochOrder:
     def _make_text_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """WindowPart's fields for the part with record `at` of a window of text. `first` is a place in the window."""
         assert self.text and self.look
-        shards, key = self.window_shards(window), self._window_key(window)
+        shards, key = self.window_shards(window), rng.hash64(self.key, np.uint64(window + 1))
         counts = self.counts[shards]
         edges = counts * np.arange(parts + 1)[:, None] // parts
         places = edges.sum(1)

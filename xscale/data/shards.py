@@ -19,7 +19,7 @@ import resource
 import struct
 import tarfile
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -82,6 +82,7 @@ class Source:
         self.starts = np.cumsum(self.counts) - self.counts
         """Number within the source of each shard's first record."""
         self.records = int(self.counts.sum())
+        self.bytes = sum(shard.bytes for shard in self.shards)
         if remote:
             checksums = [shard.idx_crc32 for shard in self.shards]
             remote.fetch_entries(ENTRIES, (self.counts * IDX_DTYPE.itemsize).tolist(), checksums)
@@ -101,15 +102,12 @@ class Source:
     def pair(self) -> str:
         return pair_name(self.langs)
 
-    @property
-    def bytes(self) -> int:
-        return sum(shard.bytes for shard in self.shards)
-
     def keep_first(self, records: int) -> None:
         counts = np.clip(records - (np.cumsum(self.counts) - self.counts), 0, self.counts)
         self.counts = counts[counts > 0]
         self.shards = self.shards[: len(self.counts)]
         self.records = int(self.counts.sum())
+        self.bytes = sum(shard.bytes for shard in self.shards)
 
     def parts(self, known: Collection[str]) -> list["Source"]:
         """The source, split into sources of consecutive shards. A part ends where its fingerprint is one of `known`."""
@@ -122,7 +120,7 @@ class Source:
 
     def _part_of_shards(self, first: int, end: int) -> "Source":
         source = self._with_shards(range(first, end))
-        source.records = int(source.counts.sum())
+        source.records, source.bytes = int(source.counts.sum()), sum(shard.bytes for shard in source.shards)
         *_, source.fingerprint = prefix_fingerprints(self.langs, source.shards)
         return source
 
@@ -216,12 +214,12 @@ class Source:
         if self.has_entries:
             with suppress(OSError):
                 file, start = self._file(ENTRIES), int(self.starts[shard])
-                if file.has_entries(shard, start, about):
+                if file.fits_index(shard, start, about):
                     return file.read(size, (start + first) * ENTRY.size)
         if self.remote:
             raise UserError(f"{self.directory}/{ENTRIES} is damaged; remove its folder, which is made again")
         file = self._file(f"{about.name[:-4]}.idx")
-        if not file.has_entries(shard, 0, about):
+        if not file.fits_index(shard, 0, about):
             raise UserError(
                 f"{file.path} is damaged, or belongs to another shard: its checksum is not that of the index.json that "
                 f"this process has read. If the shards have changed while they were read, bring the old ones back; if "
@@ -325,7 +323,7 @@ class OpenFile:
         self.changed = 0
         """The file's change time when entries in it were last verified."""
         self.intact: dict[int, bool] = {}
-        """Whether the entries of a shard have the checksum of index.json, for each shard that was verified."""
+        """The results of fits_index by shard."""
 
     def read(self, size: int, at: int) -> bytes:
         try:
@@ -334,9 +332,9 @@ class OpenFile:
             error.filename = self.path
             raise
 
-    def has_entries(self, shard: int, start: int, about: Shard) -> bool:
-        """Whether the file has the shard's entries, as index.json says, from entry number `start` on. They are verified
-        once, and whenever the file has changed: a changed file may fit a changed tar, but not index.json."""
+    def fits_index(self, shard: int, start: int, about: Shard) -> bool:
+        """Whether the shard's entries, from number `start` of the file on, have the checksum of index.json. It is
+        computed once, and again if the file has changed: a changed file may fit a changed tar, but not index.json."""
         changed = os.fstat(self.fd).st_ctime_ns
         if changed != self.changed:
             self.changed, self.intact = changed, {}
@@ -399,9 +397,7 @@ def check_index(index: dict[str, Any]) -> list[Shard]:
         raise ValueError(f"layout {index['layout']!r} is none of {', '.join(LAYOUTS)}")
     if not isinstance(index.get("segmentation", {}), dict):
         raise ValueError(f"segmentation {index['segmentation']!r} is not an object")
-    if unknown := set().union(*index["shards"]) - {*Shard._fields}:
-        raise ValueError(f"shards have unknown fields: {', '.join(sorted(map(str, unknown)))}")
-    shards = [Shard(s["name"], s["records"], s["bytes"], s["sha256"], s["idx_crc32"]) for s in index["shards"]]
+    shards = [Shard(**shard) for shard in index["shards"]]
     for name, records, size, sha256, crc in shards:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
             raise ValueError(f"shard {name!r}: {(records, size, crc)} are not records, bytes and a checksum")
@@ -446,23 +442,21 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
     """The sources at, or one level below, each directory or URL, in the order given. cache: for shards at a URL. Raises
     UserError for a directory or URL that has none."""
     sources: list[Source] = []
-    for directory in locations:
-        if isinstance(directory, str):
-            remote = find_remote(directory, cache or Cache.of())
-            if not remote:
-                raise UserError(
-                    f"--data {directory}: no index.json there or one level below. Copy complete shard directories there"
-                )
-            sources += [Source(of.folder, of) for of in remote]
-            continue
-        found = [directory] if (directory / "index.json").exists() else directories_below(directory)
-        if not found:
-            raise UserError(
-                f"--data {directory}: no index.json there or one level below. Write shards with "
-                f"`python -m data_tools.write_shards`, or index existing tars: `python -m data_tools.index {directory}`"
+    for location in locations:
+        if isinstance(location, str):
+            found = [Source(of.folder, of) for of in find_remote(location, cache or Cache.of())]
+            remedy = "Copy complete shard directories there"
+        else:
+            folders = [location] if (location / "index.json").exists() else directories_below(location)
+            check_none_forgotten(location, folders)
+            found = [Source(folder) for folder in folders]
+            remedy = (
+                f"Write shards with `python -m data_tools.write_shards`, or index existing tars: "
+                f"`python -m data_tools.index {location}`"
             )
-        check_none_forgotten(directory, found)
-        sources += [Source(path) for path in found]
+        if not found:
+            raise UserError(f"--data {location}: no index.json there or one level below. {remedy}")
+        sources += found
     seen: dict[str, Path] = {}
     for source in sources:
         if source.fingerprint in seen:
@@ -475,7 +469,7 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
 
 def check_none_forgotten(directory: Path, found: list[Path]) -> None:
     """Raises UserError if a folder beside the sources has shards but no index.json, as an incomplete copy has."""
-    for path in sorted(directory.iterdir()) if directory not in found else ():
+    for path in sorted(directory.iterdir()) if found and directory not in found else ():
         being_written = path.name.endswith(PARTIAL)
         if path not in found and not being_written and path.is_dir() and any(path.glob("*.tar")):
             raise UserError(
@@ -488,11 +482,9 @@ def take_first(sources: list[Source], first: int | None) -> list[Source]:
     """The sources, shortened to the first `first` records of each language or (undirected) pair, without empty ones."""
     if first is None:
         return sources
-    left: dict[tuple[str, ...], int] = {}
+    taken: Counter[frozenset[str]] = Counter()
     for source in sources:
-        of = tuple(sorted(source.langs))
-        room = left.get(of, first)
-        if source.records > room:
-            source.keep_first(room)
-        left[of] = room - source.records
+        of = frozenset(source.langs)
+        source.keep_first(first - taken[of])
+        taken[of] += source.records
     return [source for source in sources if source.records]
