@@ -244,7 +244,7 @@ def opens(run_spec: RunSpec) -> None:
         ["windows of the order", f"{len(order.window_ends)}"],
         ["opens of a shard by a worker, mean", f"{of_worker.total() / len(main.shards):.2f}"],
         ["opens of a shard by a worker, most", f"{max(of_worker.values())}"],
-        ["opens of a shard by the main process (for its .idx), mean", f"{of_main.total() / len(main.shards):.2f}"],
+        ["opens of a shard by the main process, mean", f"{of_main.total() / len(main.shards):.2f}"],
         [f"shards open at the same time, most (limit {OPEN_FILES // 2})", f"{most}"],
         ["a shard's first to last read, share of the epoch", f"{max(spans) / steps / SAMPLES:.3f}"],
         [f"in shards of {SMALL_SHARD:,}: opens of a shard, mean", f"{cache_misses(of_small) / len(small):,.2f}"],

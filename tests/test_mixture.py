@@ -110,7 +110,7 @@ def samples(plans: list[StepPlan]) -> dict[str, dict[int, list[Process]]]:
 def consumed(steps: int, **arguments: Any) -> dict[tuple[str, int], list[list[Process]]]:
     """(stream, source) -> samples in order of consumption."""
     found: dict[tuple[str, int], list[list[Process]]] = defaultdict(list)
-    for plan in itertools.islice(mixture(**arguments), steps):
+    for plan in itertools.islice(iter(mixture(**arguments).next_step, None), steps):
         for name, batch in samples([plan]).items():
             for sample in sorted(batch):
                 found[name, batch[sample][0][0]].append(batch[sample])
@@ -299,7 +299,7 @@ def test_languages_of_steps_are_independent() -> None:
     streams = [StreamSpec("mlm", (0, 1), 20, packed=False)]
     sources = [FakeSource("en", [1000]), FakeSource("de", [1000])]
     patterns = set()
-    for plan in itertools.islice(mixture(sources=sources, streams=streams), 50):
+    for plan in itertools.islice(iter(mixture(sources=sources, streams=streams).next_step, None), 50):
         batch = samples([plan])["mlm"]
         patterns.add(tuple(batch[sample][0][0] for sample in range(20)))
     assert len(patterns) == 50
@@ -352,7 +352,7 @@ def test_an_epoch_of_the_demo_corpus(demo: Path, shard_records) -> None:
     streams = [StreamSpec("mlm", (0, 1), 24, packed=True), StreamSpec("tlm", (3,), 50, packed=False)]
 
     def keys() -> Iterator[tuple[str, str, int, str]]:
-        for plan in itertools.islice(mixture(sources=sources, streams=streams), 70):
+        for plan in itertools.islice(iter(mixture(sources=sources, streams=streams).next_step, None), 70):
             for name, batch in samples([plan]).items():
                 for _, number in sorted(batch.items()):
                     for source, epoch, shard, record in number:

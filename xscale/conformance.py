@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import PackedRow, pack_row
 from xscale.data.stream_batch import StreamBatch, StreamShare
-from xscale.errors import UserError
 from xscale.plugins import load_plugins
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec, resolve_run
@@ -70,8 +69,8 @@ def first_rows(run_spec: RunSpec, world: int = 1, max_tokens: int = WHOLE) -> li
     for rank in range(world):
         mixture = run_spec.mixture(Process(rank, world, rank, world), "cpu", run_spec.specs, start)
         batch = dataset[mixture.next_step()]
-        if not hasattr(batch, "rows"):
-            raise UserError(batch.message)
+        if isinstance(batch, Exception):
+            raise batch
         found.append(batch.rows)
     return found
 

@@ -49,4 +49,4 @@ class Record(NamedTuple):
         doc = fields.get("doc")
         if doc is not None and not isinstance(doc, str | int):
             raise ValueError(f"record {key!r}: doc {doc!r} is neither a string nor a whole number")
-        return cls(str(key), tuple(map(str, langs)), texts, links, doc)
+        return cls(str(key), langs, texts, links, doc)

@@ -62,25 +62,9 @@ def part_of_permutation(
     return int(first), part, np.argsort(hash64(key, part))
 
 
-_CHUNK = 1 << 15
-"""`leading_bits` computes this many hashes at a time, which fit into a processor's cache."""
-_MULTIPLES = np.arange(_CHUNK, dtype=np.uint64) * GOLDEN
-
-
 def leading_bits(key: Key, n: int, bits: int) -> np.ndarray:
-    """Return the first `bits` bits (1 to 8) of hash64(key, range(n)), as uint8 [n]. hash64's last line keeps them."""
-    leading = np.empty(n, dtype=np.uint8)
-    x, shifted = np.empty_like(_MULTIPLES), np.empty_like(_MULTIPLES)
-    with np.errstate(over="ignore"):
-        for start in range(0, n, _CHUNK):
-            np.add(_MULTIPLES, np.uint64(start + 1) * GOLDEN + key, out=x)
-            for shift, factor in ((_S30, _M1), (_S27, _M2)):
-                np.right_shift(x, shift, out=shifted)
-                np.bitwise_xor(x, shifted, out=x)
-                np.multiply(x, factor, out=x)
-            np.right_shift(x, np.uint64(64 - bits), out=x)
-            leading[start : start + _CHUNK] = x[: n - start]
-    return leading
+    """Return the first `bits` bits (1 to 8) of hash64(key, range(n)), as uint8 [n]."""
+    return (hash64(key, np.arange(n, dtype=np.uint64)) >> np.uint64(64 - bits)).astype(np.uint8)
 
 
 def torch_seed(*parts: str | int) -> int:

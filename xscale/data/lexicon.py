@@ -26,18 +26,18 @@ import numpy as np
 
 from xscale import rng
 from xscale.data.ragged import offsets
+from xscale.data.sample import texts_of
 from xscale.data.shards import Source
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.truecase import Forms, respelled
-from xscale.data.words import split
+from xscale.data.truecase import Forms, count_words, respelled
 from xscale.errors import UserError
 
 _ONE, _WITH_PARTS = r"[A-Za-z]{2,8}(_\w+)?", r"[a-z]{2,3}(_\w+|-[A-Z][a-z]{3}|-[A-Z]{2}|-\d{3})*"
 """Patterns of a language in the name of a pair. _ONE: the name has one "-", between the languages. _WITH_PARTS:
 languages may contain "-" too, as in zh-CN, zh-Hans and es-419."""
 _ORDER_SAMPLE = 3000
-"""The number of records of each source whose words decide whether the columns are swapped."""
+"""The number of records of each language whose words decide whether the columns are swapped."""
 _BATCH = 10_000
 
 
@@ -230,7 +230,10 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
 
 def check_column_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> None:
     """Raises UserError if, by the training text, the columns are in the opposite order to the file's name."""
-    seen = {language: _words_of(language, sources) for language in lexicon.langs}
+    seen = {
+        language: {word.lower() for word in count_words(texts_of(language, sources, _ORDER_SAMPLE))}
+        for language in lexicon.langs
+    }
     absent = [language for language, found in seen.items() if not found]
     if absent:
         raise UserError(f"{path}: --data has no text in {', '.join(absent)}; add shards, or leave the dictionary out")
@@ -244,17 +247,6 @@ def check_column_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> N
             f"{path}: its columns look like {b} {a}, its name says {a} {b} ({swapped:,} words fit the text as {b} {a}, "
             f"{straight:,} as {a} {b}). Rename it to {b}-{a}.txt or swap the columns"
         )
-
-
-def _words_of(language: str, sources: list[Source]) -> set[str]:
-    found: set[str] = set()
-    for source in sources:
-        if language in source.langs:
-            side = source.langs.index(language)
-            n = min(_ORDER_SAMPLE, int(source.counts[0]))
-            texts = [source.read(0, record).texts[side].lower() for record in range(n)]
-            found.update(word for words, _ in split(texts) for word in words)
-    return found
 
 
 def find_lexicons(sources: list[Source], data: Path) -> list[Path]:

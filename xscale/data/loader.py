@@ -19,7 +19,7 @@ from xscale import rng
 from xscale.data.forks import children_that_begin
 from xscale.data.mixture import Mixture, SampledRecords, StepPlan
 from xscale.data.packed_row import PackedRow, RowCost, RowShape, pack_row
-from xscale.data.planner import Failure, Node, Plans, leave_signals_to_parent, start_planner
+from xscale.data.planner import Failure, Node, Plans, failure_of, leave_signals_to_parent, start_planner
 from xscale.data.sequences import Example
 from xscale.data.shards import Source, pair_name
 from xscale.data.stream_batch import Context, StreamBatch, StreamShare, check_stream_batch
@@ -123,7 +123,7 @@ class StepDataset(Dataset):
         try:
             stream_batches = {name: self.stream_batches(name, plan) for name in plan.rows[0]}
         except (UserError, OSError) as error:  # not raised: DataLoader would wrap it and lose errno and file
-            return Failure.of_error(error, f"step {plan.step}: ")
+            return failure_of(error, f"step {plan.step}: ")
         names = {name: stream.names for name, stream in self.streams.items()}
         longest, filler = self.context.max_length, self.context.tokenizer.sep_id
         rows = [
@@ -267,7 +267,7 @@ def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> I
         batch_size=None,
         num_workers=workers,
         prefetch_factor=2 if workers else None,
-        collate_fn=_unchanged,
+        collate_fn=lambda batch: batch,
         worker_init_fn=partial(_begin_worker, rank),
     )
     with children_that_begin():
@@ -280,11 +280,7 @@ def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> I
 
 def _raise_failure(batch: StepBatch | Failure) -> StepBatch:
     if isinstance(batch, Failure):
-        raise batch.error()
-    return batch
-
-
-def _unchanged(batch: Any) -> Any:
+        raise batch
     return batch
 
 

@@ -14,6 +14,7 @@ from xscale.data.tokenizer import Tokenizer
 KEEP, RANDOM = 0.9, 0.8
 """Bounds of a random number from [0, 1) for each chosen token: from KEEP on the token stays, from RANDOM to KEEP it
 becomes a random token, and below RANDOM it becomes [MASK]."""
+_CHOOSE, _ACTION, _RANDOM_ID = (rng.key("masking", purpose) for purpose in ("choose", "action", "random id"))
 
 
 def mask_tokens(
@@ -28,19 +29,12 @@ def mask_tokens(
         assert sequences.words is not None, "whole-word masking needs Tokenizer.encode_words"
         alone = place + np.uint64(1 << 32)  # a token that belongs to no word
         unit = np.where(sequences.words < 0, alone, sequences.words.astype(np.uint64))
-    chosen = maskable & (rng.uniform(per_token ^ _purpose("choose"), unit) < mask_prob)
+    chosen = maskable & (rng.uniform(per_token ^ _CHOOSE, unit) < mask_prob)
     targets = np.flatnonzero(chosen)
     per_token, place = per_token[targets], place[targets]
-    action = rng.uniform(per_token ^ _purpose("action"), place)
-    pick = rng.uniform(per_token ^ _purpose("random id"), place) * len(tokenizer.ordinary_ids)
+    action = rng.uniform(per_token ^ _ACTION, place)
+    pick = rng.uniform(per_token ^ _RANDOM_ID, place) * len(tokenizer.ordinary_ids)
     ids = sequences.ids.copy()
     replaced = np.where(action < RANDOM, tokenizer.mask_id, tokenizer.ordinary_ids[pick.astype(np.int64)])
     ids[targets] = np.where(action < KEEP, replaced, ids[targets])
     return ids, targets
-
-
-_PURPOSES = {name: rng.key("masking", name) for name in ("choose", "action", "random id")}
-
-
-def _purpose(name: str) -> np.uint64:
-    return _PURPOSES[name]

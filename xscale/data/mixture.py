@@ -109,7 +109,7 @@ class GlobalBatch:
 
 
 class Mixture:
-    """Samples global batches, beginning at `state`. Its iterator yields the plans of one rank."""
+    """Samples global batches, beginning at `state`."""
 
     def __init__(
         self,
@@ -146,11 +146,8 @@ class Mixture:
                 f"continue with that version, or start a new run from the checkpoint: model.init=DIR, another --out"
             )
 
-    def __iter__(self) -> Iterator[StepPlan]:
-        while True:
-            yield self.next_step()
-
     def next_step(self) -> StepPlan:
+        """The plan of this rank."""
         return self.next_batch().plans([self.rank])[0]
 
     def next_batch(self) -> GlobalBatch:
@@ -219,19 +216,17 @@ class Mixture:
     def remote_shards(self) -> Iterator[tuple[Source, int]]:
         """Yield the shards of each remote source's current window and, if the cache has room, of the next window of the
         epoch. A source whose window is the same as in the last call is left out."""
-        yield from self._of_next_step()._remote_shards()
-
-    def _remote_shards(self) -> Iterator[tuple[Source, int]]:
-        for stream in self.streams:
+        mixture = self._of_next_step()
+        for stream in mixture.streams:
             for number, position in zip(stream.sources, self.state["positions"][stream.name], strict=True):
                 source, epoch = self.sources[number], position[0]
                 if not source.remote or number in stream.idle:
                     continue
-                order = self._order(stream, number, position)
+                order = mixture._order(stream, number, position)
                 window, key = order.bounds(position[1])[0], (stream.name, number)
                 if self._begun.get(key) != (epoch, window):
                     self._begun[key] = epoch, window
-                    roomy = 2 * remote_window_bytes(self.streams, self.sources) <= source.remote.cache.size
+                    roomy = 2 * remote_window_bytes(mixture.streams, self.sources) <= source.remote.cache.size
                     following = [window + 1] if roomy and window + 1 < len(order.window_ends) else []
                     for of in [window, *following]:
                         yield from ((source, shard) for shard in order.window_shards(of).tolist())
@@ -338,13 +333,12 @@ def source_sizes(sources: list[Source], calibration: Calibration, by: str) -> li
     if by == "records":
         return [source.records for source in sources]
     lines = calibration.lines if by == "tokens" else [(1.0, 0.0)] * len(sources)
-    means = [
-        np.concatenate(
-            [source.lengths(shard, slice(None)) for shard in evenly_spaced(len(source.counts), SIZED).tolist()]
-        )
-        for source in sources
-    ]
-    return [s.records * (a * float(of.mean()) + b) for s, of, (a, b) in zip(sources, means, lines, strict=True)]
+    sizes = []
+    for source, (a, b) in zip(sources, lines, strict=True):
+        shards = evenly_spaced(len(source.counts), SIZED).tolist()
+        lengths = np.concatenate([source.lengths(shard, slice(None)) for shard in shards])
+        sizes.append(source.records * (a * float(lengths.mean()) + b))
+    return sizes
 
 
 SIZED = 4

@@ -137,12 +137,9 @@ class EpochOrder:
     def window_shards(self, window: int) -> np.ndarray:
         return self.shards[self.window_ends[window - 1] if window else 0 : self.window_ends[window]]
 
-    def _window_key(self, window: int) -> np.ndarray:
-        return rng.hash64(self.key, np.uint64(window + 1))
-
     def _make_permuted_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """WindowPart's fields for the part with record `at` of a permuted window. `first` is a place in the window."""
-        shards, key = self.window_shards(window), self._window_key(window)
+        shards, key = self.window_shards(window), rng.hash64(self.key, np.uint64(window + 1))
         counts = self.counts[shards]
         bits = min((parts - 1).bit_length(), 8)
         if bits and self._leading[0] != window:
@@ -159,7 +156,7 @@ class EpochOrder:
     def _make_text_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """WindowPart's fields for the part with record `at` of a window of text. `first` is a place in the window."""
         assert self.text and self.look
-        shards, key = self.window_shards(window), self._window_key(window)
+        shards, key = self.window_shards(window), rng.hash64(self.key, np.uint64(window + 1))
         counts = self.counts[shards]
         edges = counts * np.arange(parts + 1)[:, None] // parts
         places = edges.sum(1)
@@ -249,20 +246,9 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
     behind = np.searchsorted(filled, filled - sizes + room, side="right")
     border = np.append(borders, len(sizes))
     ends = np.repeat(border[1:], np.diff(border))
-    following = np.clip(behind, np.arange(1, len(sizes) + 1), ends)
-    starts = np.zeros(len(sizes) + 1, dtype=bool)
-    starts[border] = True
-    at = following[borders]
-    while len(at := at[~starts[at]]) > FEW:  # one run after each border at a time
-        starts[at] = True
+    following = np.clip(behind, np.arange(1, len(sizes) + 1), ends).data
+    starts, at = [], 0
+    while at < len(sizes):
+        starts.append(at)
         at = following[at]
-    found, after = starts.data, following.data
-    for start in at.tolist():
-        while not found[start]:
-            found[start] = True
-            start = after[start]
-    return np.flatnonzero(starts[:-1])
-
-
-FEW = 32
-"""When at most this many borders have runs left, finding these runs one by one is faster."""
+    return np.array(starts)

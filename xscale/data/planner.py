@@ -10,7 +10,6 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,33 +17,23 @@ from typing import NamedTuple
 
 from xscale.data.forks import children_that_begin
 from xscale.data.mixture import Mixture, StepPlan
-from xscale.data.remote import FetchAhead
+from xscale.data.remote import start_fetchers
 from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError
 from xscale.ranks import HostGroup, name_process
 
-
-@dataclass(frozen=True)
-class Failure:
-    """A UserError, or an OSError of the machine such as a full disk, in a form that can be sent to the main process."""
-
-    message: str
-    errno: int | None = None
-    file: str = ""
-
-    @classmethod
-    def of_error(cls, error: UserError | OSError, where: str = "") -> "Failure":
-        """The failure that reports an error to the user. Raises the error itself if the error is a bug of xscale."""
-        if isinstance(error, UserError):
-            return cls(f"{where}{error}")
-        if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
-            raise error
-        return cls(str(error.strerror), error.errno, str(error.filename or "a file"))
-
-    def error(self) -> Exception:
-        return RankError(self.message) if self.errno is None else OSError(self.errno, self.message, self.file)
-
-
+Failure = RankError | OSError
+"""An error that is sent to the main process, which raises it."""
 Plans = Iterator[StepPlan | Failure]
+
+
+def failure_of(error: UserError | OSError, where: str = "") -> Failure:
+    """The failure that reports an error to the user, such as a damaged record or a full disk. Raises the error itself
+    if it is a bug of xscale."""
+    if isinstance(error, UserError):
+        return RankError(f"{where}{error}")
+    if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
+        raise error
+    return OSError(error.errno, error.strerror, error.filename or "a file")
 
 
 class Node(NamedTuple):
@@ -149,14 +138,14 @@ def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connecti
                 del connections[rank]
 
     try:
-        ahead = FetchAhead() if any(source.remote for source in mixture.sources) else None
+        wanted = start_fetchers() if any(source.remote for source in mixture.sources) else None
         for _ in range(steps):
-            if ahead:
+            if wanted:
                 for source, shard in mixture.remote_shards():
-                    ahead.wanted.put(partial(source.fetch, shard))
+                    wanted.put(partial(source.fetch, shard))
             send(mixture.next_batch().plans([*connections]))
     except (UserError, OSError) as error:
-        send([Failure.of_error(error)] * len(connections))
+        send([failure_of(error)] * len(connections))
 
 
 def leave_signals_to_parent() -> None:

@@ -143,21 +143,21 @@ class Remote:
                 )
 
 
-class FetchAhead:
-    """Threads that fetch shards before they are read. If a fetch fails, the reader of the shard reports why."""
+def start_fetchers() -> "SimpleQueue[Callable[[], None]]":
+    """Start threads that make the fetches in the returned queue. If one fails, the reader of its shard reports why."""
+    wanted: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
-    def __init__(self) -> None:
-        self.wanted: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        for _ in range(FETCHERS):
-            threading.Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
+    def work() -> None:
         while True:
-            fetch = self.wanted.get()
+            fetch = wanted.get()
             try:
                 fetch()
             except Exception as error:
                 LOG.info(f"a shard could not be fetched ahead of its use: {error}")
+
+    for _ in range(FETCHERS):
+        threading.Thread(target=work, daemon=True).start()
+    return wanted
 
 
 def find_remote(url: str, cache: Cache) -> list[Remote]:

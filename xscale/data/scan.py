@@ -5,6 +5,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -39,70 +40,61 @@ def scan_shard(
     links_count: layout -> the kind of words that its links count (a key of SEGMENTATIONS), to check that links fit.
     """
     ranges: list[tuple[int, int, int]] = []
-    layouts: set[str] = set()
-    found_langs: tuple[str, ...] | None = langs
-    sample: list[tarfile.TarInfo] = []
-    doc: str | int | None = None
+    found_langs, layout, doc = langs, "", None
     survey: Survey | None = None
-
-    def add(record: Record, offset: int, data: bytes) -> None:
-        nonlocal found_langs, doc, survey
-        if found_langs is None:
-            check_languages(record.langs)
-            found_langs = record.langs
-        elif record.langs != found_langs:
-            raise ValueError(f"languages {record.langs} in a source of {found_langs}; give each its own directory")
-        if links_count and record.links is not None and len(record.langs) == 2:
-            project_links(record.links, record.texts, by_words=links_count[min(layouts)] == "unicode")
-        ranges.extend(entries(record, offset, data, follows=record.doc is not None and record.doc == doc))
-        doc = record.doc
-        survey = survey or Survey(len(record.texts))
-        survey.add(record.texts)
-
-    def add_sample() -> None:
-        if not sample:
-            return
-        start, end = sample[0].offset, sample[-1].offset_data + -(-sample[-1].size // BLOCK) * BLOCK
-        data = os.pread(file.fileno(), end - start, start)
-        add(parse_sample(data, found_langs, whole=langs is None), start, data)
-        sample.clear()
-
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in _files_of(tar, size, layouts):
-                    if member.name.endswith(".jsonl"):
-                        offset = member.offset_data
-                        for line in os.pread(file.fileno(), member.size, offset).splitlines(keepends=True):
-                            if line.strip():
-                                add(parse_line(line, unique_fields=True), offset, line)
-                            offset += len(line)
-                    else:
-                        if sample and sample_key(sample[-1].name) != sample_key(member.name):
-                            add_sample()
-                        sample.append(member)
-                _check_end(file.fileno(), tar.offset)
-                add_sample()
-        except (ValueError, tarfile.TarError, EOFError) as error:
-            raise UserError(f"{path}: record {len(ranges)}: {error}") from None
+    try:
+        for layout, record, offset, data in _records_of(path, langs):
+            if found_langs is None:
+                check_languages(record.langs)
+                found_langs = record.langs
+            elif record.langs != found_langs:
+                raise ValueError(f"languages {record.langs} in a source of {found_langs}; give each its own directory")
+            if links_count and record.links is not None and len(record.langs) == 2:
+                project_links(record.links, record.texts, by_words=links_count[layout] == "unicode")
+            ranges += entries(record, offset, data, follows=record.doc is not None and record.doc == doc)
+            doc = record.doc
+            survey = survey or Survey(len(record.texts))
+            survey.add(record.texts)
+    except (ValueError, tarfile.TarError, EOFError) as error:
+        raise UserError(f"{path}: record {len(ranges)}: {error}") from None
     if not ranges or found_langs is None or survey is None:
         raise UserError(f"{path} holds no record (an empty or cut-off tar); write it again")
     idx = np.array(ranges, dtype=IDX_DTYPE)
-    shard = Shard(path.name, len(ranges), size, sha256_file(path), zlib.crc32(idx.tobytes()))
-    return ScannedShard(shard, layouts.pop(), found_langs, idx, survey)
+    shard = Shard(path.name, len(ranges), path.stat().st_size, sha256_file(path), zlib.crc32(idx.tobytes()))
+    return ScannedShard(shard, layout, found_langs, idx, survey)
 
 
-def _check_end(fd: int, offset: int) -> None:
-    """Raises ValueError if no tar ends at `offset`. tarfile takes a damaged header or a cut-off file for an end."""
-    rest = os.pread(fd, 1 << 20, offset)
-    if len(rest) < BLOCK or rest.strip(b"\0"):
-        raise ValueError("the tar is cut off or damaged here: no end-of-archive mark follows the record before")
+def _records_of(path: Path, langs: tuple[str, ...] | None) -> Iterator[tuple[str, Record, int, bytes]]:
+    """Yield the layout, the record, its offset and its bytes for each record of a tar. langs: see parse_sample; None:
+    the languages of the first sample, and samples in others are refused."""
+    whole = langs is None
+    with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        fd = file.fileno()
+        for (layout, _), members in groupby(_files_of(tar, fd), lambda m: (_layout_of(m), sample_key(m.name))):
+            if layout == "lines":
+                for member in members:
+                    offset = member.offset_data
+                    for line in os.pread(fd, member.size, offset).splitlines(keepends=True):
+                        if line.strip():
+                            yield layout, parse_line(line, unique_fields=True), offset, line
+                        offset += len(line)
+                continue
+            sample = list(members)
+            start, end = sample[0].offset, sample[-1].offset_data + -(-sample[-1].size // BLOCK) * BLOCK
+            data = os.pread(fd, end - start, start)
+            record = parse_sample(data, langs, whole)
+            langs = langs or record.langs
+            yield layout, record, start, data
 
 
-def _files_of(tar: tarfile.TarFile, size: int, layouts: set[str]) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar except directories, and add their layout to `layouts`. size: bytes of the tar. Raises
-    ValueError for a member that is no file, is cut off, or is of another layout than those before."""
+def _layout_of(member: tarfile.TarInfo) -> str:
+    return "lines" if member.name.endswith(".jsonl") else "samples"
+
+
+def _files_of(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of a tar except directories. Raises ValueError for a member that is no file, is cut off, or is
+    of another layout than those before, and for a tar without an end, which tarfile accepts."""
+    layouts, size = set[str](), os.fstat(fd).st_size
     for member in tar:
         if member.offset_data + member.size > size:
             raise ValueError("the file ends inside a member")
@@ -110,10 +102,13 @@ def _files_of(tar: tarfile.TarFile, size: int, layouts: set[str]) -> Iterator[ta
             raise ValueError(f"member {member.name} is a link or a device; archive the file itself: tar --dereference")
         if not member.isfile():
             continue
-        layouts.add("lines" if member.name.endswith(".jsonl") else "samples")
+        layouts.add(_layout_of(member))
         if len(layouts) == 2:
             raise ValueError(f"member {member.name}: a source cannot have both .jsonl members and others")
         yield member
+    rest = os.pread(fd, 1 << 20, tar.offset)
+    if len(rest) < BLOCK or rest.strip(b"\0"):
+        raise ValueError("the tar is cut off or damaged here: no end-of-archive mark follows the record before")
 
 
 def entries(record: Record, offset: int, data: bytes, follows: bool) -> list[tuple[int, int, int]]:

@@ -16,6 +16,8 @@ from xscale.data.ragged import offsets
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
 
+_NO_WORD = np.full(8, -1)
+
 
 @dataclass(frozen=True)
 class Example:
@@ -115,26 +117,20 @@ def join_segments(
     of_sequence = np.array(segments, dtype=np.int64)
     starts = np.cumsum(of_sequence) - of_sequence
     lengths = np.add.reduceat(per_segment, starts) if segments else np.empty(0, dtype=np.int64)
+    numbers = None
+    if words is not None:
+        within_segments = np.concatenate([_NO_WORD[:0], *words])
+        numbers = np.where(within_segments < 0, -1, within_segments + np.repeat(first_words, per_segment))
     return Sequences(
         ids=np.array(flat, dtype=np.int64),
         lengths=lengths,
         positions=offsets(per_segment if reset_positions else lengths),
         languages=np.repeat(np.array(segment_languages, dtype=np.int64), per_segment),
         segments=np.repeat(offsets(of_sequence), per_segment),
-        words=None if words is None else _numbered_through(words, np.repeat(first_words, per_segment)),
+        words=numbers,
         identities=np.array([sequence[0][0].identity for sequence in sequences], dtype=np.uint64),
         segment_starts=np.array(segment_starts, dtype=np.int64),
     )
-
-
-_NO_WORD = np.full(8, -1)
-
-
-def _numbered_through(words: list[np.ndarray], before: np.ndarray) -> np.ndarray:
-    """Word numbers within each sequence. words: word numbers within each segment, -1 for tokens of no word; before: for
-    each token, the number of the sequence's words before the token's segment [N]."""
-    flat = np.concatenate([_NO_WORD[:0], *words])
-    return np.where(flat < 0, -1, flat + before)
 
 
 def concatenated(first: Sequences, second: Sequences) -> Sequences:
@@ -160,15 +156,12 @@ def fit_pairs(examples: list[Example], max_length: int, overlong: str, special: 
                 continue
             cut_first = min(len(first) - 1, round(excess * len(first) / (len(first) + len(second))))
             cut_first = max(cut_first, excess - len(second) + 1)  # each side keeps at least one token
-            example = truncated(example, (len(first) - cut_first, len(second) - (excess - cut_first)))
+            keep = (len(first) - cut_first, len(second) - (excess - cut_first))
+            ids = tuple(side[:n] for side, n in zip(example.ids, keep, strict=True))
+            words = example.words and tuple(side.cut(n) for side, n in zip(example.words, keep, strict=True))
+            example = replace(example, ids=ids, words=words)
         kept.append(example)
     return kept, long
-
-
-def truncated(example: Example, keep: tuple[int, int]) -> Example:
-    ids = tuple(side[:n] for side, n in zip(example.ids, keep, strict=True))
-    words = example.words and tuple(side.cut(n) for side, n in zip(example.words, keep, strict=True))
-    return replace(example, ids=ids, words=words)
 
 
 def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:

@@ -3,8 +3,8 @@
 A source directory holds NAME-%06d.tar, one .idx beside each, and index.json. An .idx is an array of IDX_DTYPE with one
 entry a record: the byte range of the record in the tar, and its CRC-32. In the layout "lines" a range is one line of
 JSON inside a `.jsonl` member; in the layout "samples" (tars that others wrote) it is the consecutive members that share
-a key. The file `entries` has the entries of all shards in the order of index.json, so that planning opens one file. If
-it is absent or does not fit index.json, the .idx are read instead.
+a key. The file `entries` has the entries of all shards in the order of index.json, so that readers open one file of
+a source beside its tars. If it is absent or does not fit index.json, the .idx are read instead.
 
 Consecutive monolingual records of one document are marked: FOLLOWS is set in each but the first. A monolingual text of
 more than PART_BYTES has several entries with one byte range. Each is read as a record that has a part of the text, and
@@ -12,16 +12,14 @@ these records belong to one document. So the length of records is bounded, whate
 """
 
 import copy
-import gc
 import hashlib
 import json
-import mmap
 import os
 import resource
 import struct
 import tarfile
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -54,7 +52,8 @@ PART_BYTES = 1024
 """A monolingual text of more than this many UTF-8 bytes is indexed in parts of about this size."""
 OPEN_FILES = 1 << 14
 """The maximum number of open files of all sources of a process, or half of the process's limit if that is less. The
-most recently used files stay open. So many are enough for the windows of dozens of sources (data/order.py)."""
+most recently used files stay open. So many are enough for the windows of dozens of sources (data/order.py); with more
+sources, most reads of a record open its tar."""
 BLOCK = tarfile.BLOCKSIZE
 
 
@@ -72,13 +71,7 @@ class Source:
     def __init__(self, directory: Path | str, remote: Remote | None = None):
         """remote: given if the source is at a URL; the directory is then its folder in the cache."""
         self.directory, self.remote = Path(directory), remote
-        collects = gc.isenabled()
-        gc.disable()  # the index may be hundreds of thousands of objects, none of them garbage
-        try:
-            index, self.shards = read_index(self.directory)
-        finally:
-            if collects:
-                gc.enable()
+        index, self.shards = read_index(self.directory)
         self.fingerprint = fingerprint(index)
         self.index = index | {"shards": []}
         """The content of index.json without its shards, which may be hundreds of thousands."""
@@ -93,6 +86,7 @@ class Source:
         if remote:
             checksums = [shard.idx_crc32 for shard in self.shards]
             remote.fetch_entries(ENTRIES, (self.counts * IDX_DTYPE.itemsize).tolist(), checksums)
+        self.has_entries = (self.directory / ENTRIES).exists()
         self.readahead = False
         """True if shards are read completely: opening a shard then requests all of it from the file system."""
 
@@ -109,10 +103,9 @@ class Source:
         return pair_name(self.langs)
 
     def keep_first(self, records: int) -> None:
-        ends = np.cumsum(self.counts)
-        shards = int(np.searchsorted(ends, records)) + 1
-        self.counts = np.clip(records - (ends - self.counts), 0, self.counts)[:shards]
-        self.shards = self.shards[:shards]
+        counts = np.clip(records - (np.cumsum(self.counts) - self.counts), 0, self.counts)
+        self.counts = counts[counts > 0]
+        self.shards = self.shards[: len(self.counts)]
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
 
@@ -126,25 +119,25 @@ class Source:
         return [self] if len(borders) == 2 else [self._part_of_shards(a, b) for a, b in pairwise(borders)]
 
     def _part_of_shards(self, first: int, end: int) -> "Source":
-        source = copy.copy(self)
-        source.shards, source.counts = self.shards[first:end], self.counts[first:end]
-        source.starts = self.starts[first:end]
+        source = self._with_shards(range(first, end))
         source.records, source.bytes = int(source.counts.sum()), sum(shard.bytes for shard in source.shards)
         *_, source.fingerprint = prefix_fingerprints(self.langs, source.shards)
         return source
+
+    def _with_shards(self, chosen: Sequence[int]) -> "Source":
+        source = copy.copy(self)
+        source.shards = [self.shards[shard] for shard in chosen]
+        source.counts, source.starts = self.counts[chosen], self.starts[chosen]
+        return source
+
+    def with_shards(self, most: int) -> "Source":
+        """A copy with at most `most` of the shards, evenly spaced. `records` is still the number of all records."""
+        return self.without_readahead()._with_shards(evenly_spaced(len(self.counts), most).tolist())
 
     def without_readahead(self) -> "Source":
         """A copy of the source for reading a few records of many shards."""
         source = copy.copy(self)
         source.readahead = False
-        return source
-
-    def with_shards(self, most: int) -> "Source":
-        """A copy with at most `most` of the shards, evenly spaced. `records` is still the number of all records."""
-        chosen = evenly_spaced(len(self.counts), most)
-        source = self.without_readahead()
-        source.counts, source.starts = self.counts[chosen], self.starts[chosen]
-        source.shards = [self.shards[shard] for shard in chosen]
         return source
 
     def check_links(self) -> None:
@@ -212,30 +205,27 @@ class Source:
 
     def entries(self, shard: int) -> np.ndarray:
         """The verified entries of a shard [n_records]. Raises UserError."""
-        about, start = self.shards[shard], int(self.starts[shard])
-        with suppress(OSError, ValueError):  # the file is absent, or empty
-            file = self._file(ENTRIES)
-            found = file.mapped_entries()[start : start + about.records]
-            if shard in file.intact or zlib.crc32(found.data) == about.idx_crc32:
-                file.intact.add(shard)
-                return found[: self.counts[shard]]
+        return np.frombuffer(self._entry_bytes(shard, 0, int(self.counts[shard])), dtype=IDX_DTYPE)
+
+    def _entry_bytes(self, shard: int, first: int, end: int) -> bytes:
+        """The entries of some records of a shard, from the file `entries`, or from the shard's .idx if `entries` is
+        absent or damaged. Raises UserError if the .idx does not fit the index.json that this process read."""
+        about, size = self.shards[shard], (end - first) * ENTRY.size
+        if self.has_entries:
+            with suppress(OSError):
+                file, start = self._file(ENTRIES), int(self.starts[shard])
+                if file.fits_index(shard, start, about):
+                    return file.read(size, (start + first) * ENTRY.size)
         if self.remote:
             raise UserError(f"{self.directory}/{ENTRIES} is damaged; remove its folder, which is made again")
-        return np.frombuffer(self._verified_idx(shard), dtype=IDX_DTYPE)[: self.counts[shard]]
-
-    def _verified_idx(self, shard: int) -> bytes:
-        """The content of a shard's .idx. Raises UserError if it does not fit the index.json that this process read."""
-        about, file = self.shards[shard], self._file(self._idx(shard))
-        changed = os.fstat(file.fd).st_ctime_ns
-        data = file.read(about.records * IDX_DTYPE.itemsize, 0)
-        if zlib.crc32(data) != about.idx_crc32:
+        file = self._file(f"{about.name[:-4]}.idx")
+        if not file.fits_index(shard, 0, about):
             raise UserError(
                 f"{file.path} is damaged, or belongs to another shard: its checksum is not that of the index.json that "
                 f"this process has read. If the shards have changed while they were read, bring the old ones back; if "
                 f"the file was damaged, copy it again, or run `python -m data_tools.index {self.directory}`"
             )
-        file.verified = changed
-        return data
+        return file.read(size, first * ENTRY.size)
 
     def continues_document(self, shard: int, record: int) -> bool:
         """Whether the record continues the document of the record before it."""
@@ -245,9 +235,10 @@ class Source:
         """Record number `record` of shard number `shard`. Raises UserError if its bytes are damaged."""
         offset, length, crc = self._entry(shard, record)
         length &= FOLLOWS - 1
-        path = f"{self.directory}/{self.shards[shard].name}"
+        about = self.shards[shard]
+        path = f"{self.directory}/{about.name}"
         for again in (False, True):  # a second read from a shared file system may succeed
-            data = self._bytes(shard, length, offset, again) if offset + length <= self.shards[shard].bytes else b""
+            data = self._bytes(about, length, offset, again) if offset + length <= about.bytes else b""
             if data and zlib.crc32(data) == crc:
                 break
         else:
@@ -257,7 +248,7 @@ class Source:
                 f"every damaged shard"
             )
         try:
-            whole = self.parse(data)
+            whole = parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
         except (ValueError, LookupError, TypeError, AttributeError, tarfile.TarError) as error:
             raise UserError(
                 f"{path}: record {record} does not fit layout {self.layout!r} ({error}); run "
@@ -278,20 +269,16 @@ class Source:
         about = self.shards[shard]
         self.remote.fetch(about.name, about.bytes, about.sha256)
 
-    def _bytes(self, shard: int, length: int, offset: int, again: bool) -> bytes:
-        about = self.shards[shard]
+    def _bytes(self, shard: Shard, length: int, offset: int, again: bool) -> bytes:
         if self.remote:
-            return self.remote.read((about.name, about.bytes, about.sha256), length, offset, again)
-        return self._file(about.name).read(length, offset)
-
-    def parse(self, data: bytes) -> Record:
-        return parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
+            return self.remote.read((shard.name, shard.bytes, shard.sha256), length, offset, again)
+        return self._file(shard.name).read(length, offset)
 
     def _text_part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
         """The record of one part of a long text, which has an index entry for each part. whole: the record of all the
         text. most: the maximum number of other parts."""
         first, end = max(record - most, 0), min(record + 1 + most, int(self.counts[shard]))
-        near = np.frombuffer(self._idx_bytes(shard, first, end), dtype=IDX_DTYPE)
+        near = np.frombuffer(self._entry_bytes(shard, first, end), dtype=IDX_DTYPE)
         same = near["offset"] == offset
         number, parts = int(same[: record - first].sum()), int(same.sum())
         if parts == 1:
@@ -303,20 +290,7 @@ class Source:
         """Offset, length with the bit FOLLOWS, and CRC-32 of a record."""
         if not 0 <= record < self.counts[shard]:
             raise IndexError(record)
-        return ENTRY.unpack(self._idx_bytes(shard, record, record + 1))
-
-    def _idx_bytes(self, shard: int, first: int, end: int) -> bytes:
-        """The entries of some records of a shard. The .idx is verified when it is opened and whenever it has changed,
-        since an .idx that was replaced together with its tar would fit the new tar, but not index.json."""
-        if self.remote:
-            return self.entries(shard)[first:end].tobytes()
-        idx = self._file(self._idx(shard))
-        if os.fstat(idx.fd).st_ctime_ns != idx.verified:
-            self._verified_idx(shard)
-        return idx.read((end - first) * ENTRY.size, first * ENTRY.size)
-
-    def _idx(self, shard: int) -> str:
-        return f"{self.shards[shard].name[:-4]}.idx"
+        return ENTRY.unpack(self._entry_bytes(shard, record, record + 1))
 
     def _file(self, name: str) -> "OpenFile":
         """An open file of the directory. It stays open while it is among the files that this process used last."""
@@ -346,13 +320,10 @@ class OpenFile:
     def __init__(self, path: str):
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a pipe
-        self.verified = 0
-        """Change time of an .idx when its checksum was verified; 0 before that."""
-        self.mapped: np.ndarray | None = None
-        """The mapped content of a source's file of entries. `changed` is the file's change time when it was mapped."""
         self.changed = 0
-        self.intact = set[int]()
-        """The shards whose entries in the file have the checksum of index.json."""
+        """The file's change time when entries in it were last verified."""
+        self.intact: dict[int, bool] = {}
+        """The results of fits_index by shard."""
 
     def read(self, size: int, at: int) -> bytes:
         try:
@@ -361,18 +332,17 @@ class OpenFile:
             error.filename = self.path
             raise
 
-    def mapped_entries(self) -> np.ndarray:
-        """The entries in the file; an empty array if the file has changed since it was mapped, because reading a mapped
-        file that has become shorter kills the process. Raises ValueError if the file is empty."""
-        about = os.fstat(self.fd)
-        if self.mapped is None:
-            size = about.st_size // IDX_DTYPE.itemsize * IDX_DTYPE.itemsize
-            content = mmap.mmap(self.fd, size, prot=mmap.PROT_READ)
-            self.mapped, self.changed = np.frombuffer(content, dtype=IDX_DTYPE), about.st_ctime_ns
-        if about.st_ctime_ns != self.changed:
-            self.mapped = self.mapped[:0]
-            self.intact.clear()
-        return self.mapped
+    def fits_index(self, shard: int, start: int, about: Shard) -> bool:
+        """Whether the shard's entries, from number `start` of the file on, have the checksum of index.json. It is
+        computed once, and again if the file has changed: a changed file may fit a changed tar, but not index.json."""
+        changed = os.fstat(self.fd).st_ctime_ns
+        if changed != self.changed:
+            self.changed, self.intact = changed, {}
+        found = self.intact.get(shard)
+        if found is None:
+            data = self.read(about.records * ENTRY.size, start * ENTRY.size)
+            found = self.intact[shard] = zlib.crc32(data) == about.idx_crc32
+        return found
 
     def close(self, close: Any = os.close) -> None:  # os is gone when the interpreter ends
         close(self.fd)
@@ -427,9 +397,7 @@ def check_index(index: dict[str, Any]) -> list[Shard]:
         raise ValueError(f"layout {index['layout']!r} is none of {', '.join(LAYOUTS)}")
     if not isinstance(index.get("segmentation", {}), dict):
         raise ValueError(f"segmentation {index['segmentation']!r} is not an object")
-    if unknown := set().union(*index["shards"]) - {*Shard._fields}:
-        raise ValueError(f"shards have unknown fields: {', '.join(sorted(map(str, unknown)))}")
-    shards = [Shard(s["name"], s["records"], s["bytes"], s["sha256"], s["idx_crc32"]) for s in index["shards"]]
+    shards = [Shard(**shard) for shard in index["shards"]]
     for name, records, size, sha256, crc in shards:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
             raise ValueError(f"shard {name!r}: {(records, size, crc)} are not records, bytes and a checksum")
@@ -474,23 +442,21 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
     """The sources at, or one level below, each directory or URL, in the order given. cache: for shards at a URL. Raises
     UserError for a directory or URL that has none."""
     sources: list[Source] = []
-    for directory in locations:
-        if isinstance(directory, str):
-            remote = find_remote(directory, cache or Cache.of())
-            if not remote:
-                raise UserError(
-                    f"--data {directory}: no index.json there or one level below. Copy complete shard directories there"
-                )
-            sources += [Source(of.folder, of) for of in remote]
-            continue
-        found = [directory] if (directory / "index.json").exists() else directories_below(directory)
-        if not found:
-            raise UserError(
-                f"--data {directory}: no index.json there or one level below. Write shards with "
-                f"`python -m data_tools.write_shards`, or index existing tars: `python -m data_tools.index {directory}`"
+    for location in locations:
+        if isinstance(location, str):
+            found = [Source(of.folder, of) for of in find_remote(location, cache or Cache.of())]
+            remedy = "Copy complete shard directories there"
+        else:
+            folders = [location] if (location / "index.json").exists() else directories_below(location)
+            check_none_forgotten(location, folders)
+            found = [Source(folder) for folder in folders]
+            remedy = (
+                f"Write shards with `python -m data_tools.write_shards`, or index existing tars: "
+                f"`python -m data_tools.index {location}`"
             )
-        check_none_forgotten(directory, found)
-        sources += [Source(path) for path in found]
+        if not found:
+            raise UserError(f"--data {location}: no index.json there or one level below. {remedy}")
+        sources += found
     seen: dict[str, Path] = {}
     for source in sources:
         if source.fingerprint in seen:
@@ -503,7 +469,7 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
 
 def check_none_forgotten(directory: Path, found: list[Path]) -> None:
     """Raises UserError if a folder beside the sources has shards but no index.json, as an incomplete copy has."""
-    for path in sorted(directory.iterdir()) if directory not in found else ():
+    for path in sorted(directory.iterdir()) if found and directory not in found else ():
         being_written = path.name.endswith(PARTIAL)
         if path not in found and not being_written and path.is_dir() and any(path.glob("*.tar")):
             raise UserError(
@@ -516,11 +482,9 @@ def take_first(sources: list[Source], first: int | None) -> list[Source]:
     """The sources, shortened to the first `first` records of each language or (undirected) pair, without empty ones."""
     if first is None:
         return sources
-    left: dict[tuple[str, ...], int] = {}
+    taken: Counter[frozenset[str]] = Counter()
     for source in sources:
-        of = tuple(sorted(source.langs))
-        room = left.get(of, first)
-        if source.records > room:
-            source.keep_first(room)
-        left[of] = room - source.records
+        of = frozenset(source.langs)
+        source.keep_first(first - taken[of])
+        taken[of] += source.records
     return [source for source in sources if source.records]

@@ -135,24 +135,22 @@ def script_of(character: str) -> str:
 
 def warnings(found: dict[str, Any], langs: tuple[str, ...], records: int) -> list[str]:
     """A line about each result of `Survey.result` that is beyond its bound."""
-    lines = []
-    shares = [[sum(scripts.get(s, 0) for s in scripts_of(lang)) for lang in langs] for scripts in found["scripts"]]
-    foreign = [
-        bool(scripts_of(lang) and scripts and shares[side][side] < IN_SCRIPT)
-        for side, (lang, scripts) in enumerate(zip(langs, found["scripts"], strict=True))
-    ]
-    for side, (lang, scripts) in enumerate(zip(langs, found["scripts"], strict=True)):
-        if foreign[side]:
-            most = next(iter(scripts))
+    lines, scripts = [], found["scripts"]
+    shares = [[sum(of_side.get(s, 0) for s in scripts_of(lang)) for lang in langs] for of_side in scripts]
+    foreign = False
+    for side, lang in enumerate(langs):
+        if scripts_of(lang) and scripts[side] and shares[side][side] < IN_SCRIPT:
+            foreign = True
+            most = next(iter(scripts[side]))
             lines.append(
-                f"{lang}: {scripts[most]:.0%} of the letters are {most}, {shares[side][side]:.0%} are "
+                f"{lang}: {scripts[side][most]:.0%} of the letters are {most}, {shares[side][side]:.0%} are "
                 f"{' or '.join(scripts_of(lang))}, in which {lang} is written"
             )
         if found["duplicates"][side] > DUPLICATES:
             lines.append(
                 f"{lang}: {found['duplicates'][side]:.0%} of the texts repeat an earlier one; remove duplicates"
             )
-    if any(foreign) and len(langs) == 2 and all(shares[side][1 - side] >= IN_SCRIPT for side in (0, 1)):
+    if foreign and len(langs) == 2 and all(shares[side][1 - side] >= IN_SCRIPT for side in (0, 1)):
         lines.append(f"the languages look swapped: {langs[1]} {langs[0]} would fit the scripts")
     if len(langs) == 1:
         return lines

@@ -79,9 +79,8 @@ class Tokenizer:
             raise UserError(
                 f"tokenizer {path} does not exist; set model.tokenizer to a Hugging Face tokenizer directory"
             )
-        os.environ["TOKENIZERS_PARALLELISM"] = (
-            "false"  # workers run in parallel already, and hang if they inherit threads
-        )
+        # Workers run in parallel already, and hang if they inherit threads.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         from transformers import AutoTokenizer
 
         try:

@@ -186,22 +186,17 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
 
 def is_blank(text: str) -> bool:
     """True if the text has no visible character; a no-break space and a U+200B are invisible."""
-    return not any(map(_is_seen, text))
-
-
-@lru_cache(maxsize=1 << 12)
-def _is_seen(character: str) -> bool:
-    return table()[ord(character)] not in (Class.BREAK, Class.FORMAT, Class.JOINER)
+    return all(_class_of(character) in (Class.BREAK, Class.FORMAT, Class.JOINER) for character in text)
 
 
 def stands_alone(text: str) -> bool:
     """True if the text begins with a character of a script that is written without spaces."""
-    return bool(text) and _is_own(text[0])
+    return bool(text) and _class_of(text[0]) in (Class.OWN, Class.OWN_PUNCTUATION)
 
 
 @lru_cache(maxsize=1 << 12)
-def _is_own(character: str) -> bool:
-    return table()[ord(character)] in (Class.OWN, Class.OWN_PUNCTUATION)
+def _class_of(character: str) -> int:
+    return int(table()[ord(character)])
 
 
 def split(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
