@@ -50,7 +50,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
     check_engine(checkpoint, config)
-    task_notes = check_tasks(run_spec, config.stage)
+    task_notes = check_tasks(run_spec, config.stage, HostGroup())
     print(*config.notes, *run_spec.notes(), *task_notes, sep="\n")
     run_spec = run_spec.calibrated(calibration(run_spec, checkpoint, HostGroup()))
     module = run_spec.module()

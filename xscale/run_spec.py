@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -50,7 +50,6 @@ from xscale.models.grow import grow, problem_of
 from xscale.models.heads import KeptHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
-from xscale.record import Record
 from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
@@ -68,6 +67,15 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.jso
 Fitted = tuple[int, RowShape] | None
 """The number of a rank's packed rows in a step and their shape (RunSpec.fit); None if rows are not padded to one
 shape."""
+
+
+class LinkSample(NamedTuple):
+    """What some records of a source, the first and the last among them, say about its word links."""
+
+    some: bool
+    """Whether any of the records has links."""
+    bare: str
+    """The place of the first of them that has none, or an empty string."""
 
 
 @dataclass(frozen=True)
@@ -409,10 +417,12 @@ def resolve_run(
     """Resolve and check recipe, data, tokenizer and dictionaries. The ranks of `host_group` share the check of the
     files. known: fingerprints of sources to which shards may have been added. Raises UserError."""
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
+    host_group = host_group or HostGroup(alone=True)
     whole = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
     sources = take_first([part for source in whole for part in source.parts(known)], recipe.data.first)
     check_file_sizes(sources, host_group)
-    specs, *specs_of_phases = phase_specs(recipe, sources)
+    samples = sample_links(recipe, sources, host_group)
+    specs, *specs_of_phases = phase_specs(recipe, sources, samples)
     check_cache(recipe, specs, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
     recipe = with_steps(recipe, specs, sources)
@@ -423,7 +433,7 @@ def resolve_run(
     check_language_names(sources)
     found, left_out = load_lexicons(recipe, tokenizer, sources, near, host_group)
     dictionaries = stream_lexicons(recipe, found)
-    check_links(recipe, specs, sources)
+    check_links(recipe, specs, sources, samples)
     of_phases = [stream_lexicons(phase.recipe, found) for phase in recipe.phases]
     paths = {lexicon.path for of in (dictionaries, *of_phases) for read in of.values() for lexicon in read}
     lexicons = tuple(lexicon for lexicon in found if lexicon.path in paths)
@@ -450,10 +460,10 @@ def resolve_run(
     return replace(run_spec, phases=tuple(phases))
 
 
-def phase_specs(recipe: Recipe, sources: list[Source]) -> list[list[StreamSpec]]:
+def phase_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample]) -> list[list[StreamSpec]]:
     """Return the stream specs of the recipe, then those of each phase. A stream has the same sources in all these
     specs; in the spec of a phase, the sources that it does not read are idle."""
-    drawn = [stream_specs(of, sources) for of in (recipe, *(phase.recipe for phase in recipe.phases))]
+    drawn = [stream_specs(of, sources, samples) for of in (recipe, *(phase.recipe for phase in recipe.phases))]
     every: dict[str, set[int]] = {}
     for spec in chain(*drawn):
         every.setdefault(spec.name, set()).update(spec.sources)
@@ -466,14 +476,14 @@ def phase_specs(recipe: Recipe, sources: list[Source]) -> list[list[StreamSpec]]
     ]
 
 
-def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
+def stream_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample]) -> list[StreamSpec]:
     """Return the spec of each stream. A stream that sets `tokens` has 0 samples until the run spec is calibrated."""
     specs = []
     check_languages(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
         reads = OBJECTIVES[stream.objective].reads
         chosen = select_sources(name, reads, stream.languages, sources, recipe.data.languages)
-        chosen = linked_sources(stream.objective, chosen, sources)
+        chosen = linked_sources(stream.objective, chosen, samples)
         specs.append(StreamSpec(name, chosen, stream.samples or 0, packed=reads == "mono"))
     return specs
 
@@ -491,9 +501,9 @@ def check_language_names(sources: list[Source]) -> None:
                 )
 
 
-def check_file_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
+def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
     """Check the size of every file of the sources. Each file is checked by one rank. Raises UserError."""
-    size = host_group.size if host_group else 1
+    size = host_group.size
     # Two lists replace a list of pairs, of which the garbage collector would have to visit up to 10^5.
     owners = [source for source in sources for _ in source.shards]
     shards = [shard for source in sources for shard in source.shards]
@@ -501,7 +511,7 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup | None) -> Non
     def check(number: int) -> None:
         parallel_map(Source.check_size, owners[number::size], shards[number::size])
 
-    (host_group.share if host_group else run_serially)([partial(check, number) for number in range(size)])
+    host_group.share([partial(check, number) for number in range(size)])
 
 
 def check_cache(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
@@ -563,7 +573,7 @@ def initial_directory(recipe: Recipe) -> str | Path | None:
 
 
 def load_lexicons(
-    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None, host_group: HostGroup | None = None
+    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None, host_group: HostGroup
 ) -> tuple[tuple[Lexicon, ...], tuple[str, ...]]:
     """Load the dictionaries in the order of their names. Also returns warnings about those that are left out. A missing
     or malformed dictionary or one with swapped columns is left out, or raises UserError if the recipe names
@@ -579,7 +589,7 @@ def load_lexicons(
         for path in paths:
             with suppress(UserError):  # it is raised again below
                 spoken |= {*pair_of(path, languages)}
-        forms = forms_of(spoken, sources, host_group or HostGroup(alone=True))
+        forms = forms_of(spoken, sources, host_group)
     for path in paths:
         try:
             lexicon = load_lexicon(path, tokenizer, languages, forms)
@@ -622,40 +632,47 @@ def of_languages(languages: list[str] | None, lexicon: Lexicon) -> bool:
     return matches_languages(languages, lexicon.langs) or (len(languages) == 1 and languages[0] in lexicon.langs)
 
 
-def linked_sources(objective: str, chosen: tuple[int, ...], sources: list[Source]) -> tuple[int, ...]:
+def sample_links(recipe: Recipe, sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
+    """Look for word links in some records of each source, if an objective needs them. Each source is read by one
+    rank."""
+    if not any(OBJECTIVES[stream.objective].needs == "links" for stream in recipe.streams.values()):
+        return []
+    return host_group.share([partial(sample_links_of, source) for source in sources])
+
+
+def sample_links_of(source: Source) -> LinkSample:
+    if source.kind == "mono":
+        return LinkSample(False, "")
+    numbers = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
+    found, without_readahead = LinkSample(False, ""), source.without_readahead()
+    for shard, number in source.places(numbers):
+        record = without_readahead.read(shard, number)
+        if record.links is not None:
+            found = found._replace(some=True)
+        elif not found.bare:
+            found = found._replace(bare=f"{source.directory / source.shards[shard].name}, record {record.key!r}")
+    return found
+
+
+def linked_sources(objective: str, chosen: tuple[int, ...], samples: list[LinkSample]) -> tuple[int, ...]:
     """Those of the chosen sources that the objective can read: if it needs word links, those that have some. If none
     has, all are returned, which check_links refuses."""
     if OBJECTIVES[objective].needs != "links":
         return chosen
-    return tuple(s for s in chosen if any(r.links is not None for _, r in some_records(sources[s]))) or chosen
+    return tuple(s for s in chosen if samples[s].some) or chosen
 
 
-def check_links(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
+def check_links(recipe: Recipe, specs: list[StreamSpec], sources: list[Source], samples: list[LinkSample]) -> None:
     """Check that objectives that need word links read only sources that have them. Raises UserError."""
     for spec in specs:
-        if OBJECTIVES[recipe.streams[spec.name].objective].needs == "links":
-            for source in spec.sources:
-                sources[source].check_links()
-                check_links_of_records(spec.name, sources[source])
-
-
-def check_links_of_records(stream: str, source: Source) -> None:
-    """Check that records of a source have word links: the first, the last and some between them. Raises UserError."""
-    for shard, found in some_records(source):
-        if found.links is None:
-            raise UserError(
-                f"streams.{stream} needs word links; {source.directory / source.shards[shard].name}, record "
-                f"{found.key!r}, has none. Write {source.name} again with `python -m data_tools.write_shards pairs ... "
-                f"--links F` or `--align`, or name the pairs that have links: streams.{stream}.languages=[...]"
-            )
-
-
-def some_records(source: Source) -> Iterator[tuple[int, Record]]:
-    """The first and the last record of a source, and some between them, each with the number of its shard."""
-    some = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
-    without_readahead = source.without_readahead()
-    for shard, record in source.places(some):
-        yield shard, without_readahead.read(shard, record)
+        for s in spec.sources if OBJECTIVES[recipe.streams[spec.name].objective].needs == "links" else ():
+            sources[s].check_links()
+            if samples[s].bare:
+                raise UserError(
+                    f"streams.{spec.name} needs word links; {samples[s].bare}, has none. Write {sources[s].name} again "
+                    f"with `python -m data_tools.write_shards pairs ... --links F` or `--align`, or name the pairs "
+                    f"that have links: streams.{spec.name}.languages=[...]"
+                )
 
 
 def find_tokenizer(recipe: Recipe, data: Path | None) -> str:

@@ -39,6 +39,7 @@ from xscale.run.metrics import (
     Skips,
     SpikeDetector,
     StepRecord,
+    last_entries,
 )
 from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, check_targets
 from xscale.run.validation import Validation
@@ -306,13 +307,20 @@ class Trainer:
             self.validation.hook.look()
             for line in [*self.pace.warnings(), *chain.from_iterable(map(self.collapse.warnings, entries))]:
                 LOG.warning(line)
-        spikes = [""] * len(entries)
-        if self.recipe.train.spikes:
-            spikes = self.host_group.from_main(lambda: self.spikes and list(map(self.spikes.find, entries)))
-        for entry, unreported, spike in zip(entries, done, spikes, strict=True):
+        for entry, unreported, spike in zip(entries, done, self.find_spikes(entries), strict=True):
             self.check_finite(entry, unreported)
             if spike:
                 self.handle_spike(entry["step"], spike, unreported.batch)
+
+    def find_spikes(self, entries: list[dict[str, Any]]) -> list[str]:
+        """Return, on every rank, which metrics have a spike in each step. The ranks exchange one number a step, and the
+        text only if there is a spike."""
+        found = [self.spikes.find(entry) if self.spikes else "" for entry in entries]
+        if not self.recipe.train.spikes or self.host_group.group is None:
+            return found
+        steps = torch.tensor([bool(spike) for spike in found], dtype=torch.uint8)
+        dist.broadcast(steps, src=0, group=self.host_group.group)
+        return self.host_group.from_main(lambda: found) if steps.any() else [""] * len(entries)
 
     def check_finite(self, entry: dict[str, Any], unreported: UnreportedStep) -> None:
         """Check that the losses and the gradient of a step are finite. Raises NotFinite on all ranks, before the step
@@ -361,8 +369,7 @@ class Trainer:
         if not self.reporter or not self.recipe.train.spikes:
             return None
         borders = [*self.run_spec.phase_ends(), self.state.get("appended_at", 0)]
-        with (self.out / "metrics.jsonl").open("rb") as lines:
-            return SpikeDetector(borders, lines)
+        return SpikeDetector(borders, last_entries(self.out / "metrics.jsonl", SPIKE_STEPS))
 
     def handle_spike(self, step: int, what: str, batch: StepBatch) -> None:
         """Write the keys of the step's records to spikes.jsonl. Then warn or raise NotFinite, as the recipe says."""

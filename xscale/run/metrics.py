@@ -15,18 +15,17 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
 from torch import Tensor
 
-from xscale import files
 from xscale.config import Recipe
 from xscale.errors import printable
 from xscale.step.step import StepSums
@@ -110,16 +109,14 @@ class JsonLines:
     """
 
     def __init__(self, path: Path | None, after_step: int):
-        """Open the file. Incomplete lines and lines of steps after `after_step` are removed from it."""
+        """Open the file, and cut off what follows the last complete line of a step up to `after_step`."""
         self.file = None
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            with files.publish(path) as kept, path.open("rb") as old, kept.open("wb") as new:
-                new.writelines(line for line in old if _step_of(line) <= after_step)
         self.path, self.file = path, path.open("ab", buffering=0)
-        self.end = path.stat().st_size
+        self.end = next((end for end, entry in entries_from_end(path) if entry["step"] <= after_step), 0)
+        self.file.truncate(self.end)
         """The size of the file up to its last complete line, in bytes."""
         self.lines, self.size = list[bytes](), 0
         """The waiting lines, and their size in bytes."""
@@ -186,13 +183,30 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step_of(line: bytes) -> float:
-    """Return the line's step, or infinity if the line is half-written or malformed."""
-    try:
-        step = json.loads(line)["step"] if line.endswith(b"\n") else None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        step = None
-    return step if isinstance(step, int | float) and not isinstance(step, bool) else math.inf
+def entries_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of a file of lines from the last to the first, each with the offset at which its line ends.
+    Lines that are incomplete, or have no step, are left out. Only the part of the file that is asked for is read."""
+    with path.open("rb") as file:
+        start, data = file.seek(0, os.SEEK_END), b""  # data: the bytes from `start` on that are not yet yielded
+        while start or data:
+            line_start = data.rfind(b"\n", 0, -1) + 1
+            if start and not line_start:
+                size = min(BUFFER, start)
+                start = file.seek(start - size)
+                data = file.read(size) + data
+                continue
+            end, line, data = start + len(data), data[line_start:], data[:line_start]
+            try:
+                entry = json.loads(line)
+                sound = line.endswith(b"\n") and type(entry["step"]) in (int, float)
+            except (ValueError, LookupError, TypeError, RecursionError):
+                sound = False
+            if sound:
+                yield end, entry
+
+
+def last_entries(path: Path, most: int) -> list[dict[str, Any]]:
+    return [entry for _, entry in islice(entries_from_end(path), most)][::-1]
 
 
 # Metrics of a step
@@ -427,15 +441,15 @@ class SpikeDetector:
     falling loss nor earlier spikes increase much.
     """
 
-    def __init__(self, borders: list[int], lines: Iterable[bytes] = ()):
+    def __init__(self, borders: list[int], entries: Iterable[dict[str, Any]] = ()):
         """Read the last steps of a resumed run, so that the detector decides as if the run had not stopped.
 
         borders: the steps after which the recipe or the data change. A step is not compared with steps before a border.
-        lines: the lines of metrics.jsonl.
+        entries: the last SPIKE_STEPS entries of metrics.jsonl.
         """
         self.borders, self.window = borders, list[tuple[int, dict[str, float]]]()
-        for line in deque(lines, SPIKE_STEPS):
-            self.find(json.loads(line))
+        for entry in entries:
+            self.find(entry)
 
     def find(self, entry: dict[str, Any]) -> str:
         """Add a step's metrics. Returns a description of the metrics that have a spike, or an empty string."""
