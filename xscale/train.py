@@ -29,7 +29,7 @@ from xscale.dry_run import dry_run
 from xscale.errors import TOOLS, RankError, UserError, check_arguments, no_exit, printable, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
-from xscale.run.folder import FAULT, MACHINE, Status, code_of, lost_rank, message_of, out_of_memory
+from xscale.run.folder import FAULT, MACHINE, Status, explain, lost_rank, out_of_memory
 from xscale.run.start import train_run
 
 DEMO = Path("data/demo")
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        code = code_of(error)
+        code, message = explain(error)
         if code == FAULT:
             raise
         # Most mistakes are seen by every rank: one message a node is enough.
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         if process.local_rank == 0 or own:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
             with suppress(OSError):  # such as a full disk; the exit code remains
-                print(f"{where}error: {printable(message_of(error))}", file=sys.stderr, flush=True)
+                print(f"{where}error: {printable(message)}", file=sys.stderr, flush=True)
         return code
 
 

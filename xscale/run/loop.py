@@ -27,7 +27,7 @@ from xscale.metric_keys import MetricKey
 from xscale.models.encoder import set_rope_theta
 from xscale.objectives import Gathering
 from xscale.ranks import HostGroup, Process
-from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, Status, code_of, message_of
+from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, Status, explain
 from xscale.run.going_on import is_own
 from xscale.run.metrics import (
     LOG,
@@ -137,7 +137,7 @@ class Trainer:
         asked = self.recipe.train.measure_every or self.alignment_scores in tasks.values()
         if asked and (run_spec.lexicons or run_spec.measured):
             self.host_group.from_main(lambda: self.probes.update(find_probes(run_spec, self.out)))
-        self.status.note_step(self.step)
+        self.status.step = self.step
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
         """Train to the last step, or until a rank is asked to stop. Returns the exit code."""
@@ -185,7 +185,7 @@ class Trainer:
     def end_step(self, batch: StepBatch, counts: GlobalCounts) -> None:
         self.step, self.state = self.step + 1, batch.state
         self.stop.note_step()
-        self.status.note_step(self.step)
+        self.status.step = self.step
         self.too_long.update(counts.too_long)
 
     def measure_and_save(self, flush: bool) -> None:
@@ -206,7 +206,7 @@ class Trainer:
         """End all ranks after one could not read its records. That rank raises its error, and the other ranks raise an
         error with the same message. The metrics and the checkpoint under way are written first, unless another run has
         taken the directory."""
-        told = self.host_group.gather(error and (code_of(error), message_of(error), isinstance(error, Replaced)))
+        told = self.host_group.gather(error and (*explain(error), isinstance(error, Replaced)))
         replaced = any(of_rank[2] for of_rank in told if of_rank)
         if not replaced:
             self.flush()

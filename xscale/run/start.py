@@ -181,7 +181,7 @@ def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig
 
 def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> files.Lock:
     """Check, create and lock the run's directory. Rank 0 only. Raises UserError."""
-    status.asks_for_lock()  # until train_run calls `running`
+    status.has_lock = False  # until train_run calls `running`
     out: Path = args.out
     folder.claim_out(out, run_spec.identity(), args.resume, args.data_change == "append")
     try:
