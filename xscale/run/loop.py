@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
@@ -38,7 +37,7 @@ from xscale.run.metrics import (
     Reporter,
     Skips,
     SpikeDetector,
-    StepRecord,
+    UnreportedStep,
     last_entries,
 )
 from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, check_targets
@@ -72,13 +71,6 @@ class TrainerContext(NamedTuple):
     """The lock on `out` on rank 0; empty on the other ranks."""
 
 
-class UnreportedStep(NamedTuple):
-    """A step whose metrics have not yet been read from the device."""
-
-    record: StepRecord
-    batch: StepBatch
-
-
 class Trainer:
     """Trains an engine from a checkpoint, or from the beginning, to the last step of the run."""
 
@@ -91,20 +83,15 @@ class Trainer:
         excluded_steps: list[int],
         trace: bool = False,
     ):
-        """Prepare to go on from `state`.
-
-        state: the positions of the streams in their data. checkpoint: the checkpoint that the engine was loaded from,
-        or None. excluded_steps: the 1-based steps that read their records and change nothing, since their loss or
-        gradient was not finite or a spike. trace: write the keys of each step's records to trace/rankN.jsonl.
-        """
+        """Prepare to go on from `state`, the positions of the streams in their data. checkpoint: the one that the
+        engine was loaded from. excluded_steps: the 1-based steps that read their records and change nothing."""
         self.run_spec, self.recipe, self.state, self.excluded_steps = run_spec, run_spec.recipe, state, excluded_steps
         self.config, self.engine, self.out, self.process, self.host_group = context[:5]
         self.status, self.stop, self.watch, locks = context[5:]
         self.step: int = state["step"]
         """The number of steps done."""
-        self.first, self.too_long, self.skips = self.step, Counter[str](), Skips()
-        """The step at which this trainer began; since then, the number of pairs longer than data.max_length, by stream;
-        and the counter of skipped steps."""
+        self.first, self.too_long, self.skips = self.step, 0, Skips()
+        """The step at which this trainer began, and since then the number of pairs longer than data.max_length."""
         self.unreported: list[UnreportedStep] = []
         self.pace, self.collapse = Pace(context.watch.names), CollapseDetector()
         auxiliary_states = self.engine.module.auxiliary_states.items()
@@ -161,15 +148,15 @@ class Trainer:
             if self.step + 1 in self.excluded_steps or recipe.train.skips(self.step + 1):
                 self.exclude_step(counts)
             else:
-                self.unreported.append(UnreportedStep(self.train_step(batch, counts, started), batch))
+                self.unreported.append(self.train_step(batch, counts, started))
             self.trace_step(batch)
             self.end_step(batch, counts)
             if counts.written == self.process.world and pending_step.saving == self.checkpoint_manager.under_way:
                 self.checkpoint_manager.finish_save()
             self.measure_and_save(bool(counts.flush))
             pending_step, started = self.synchronizer.next(batches), time.monotonic()
-        if self.too_long.total():
-            long = f"{self.too_long.total():,} pairs were over data.max_length ({recipe.data.overlong})"
+        if self.too_long:
+            long = f"{self.too_long:,} pairs were over data.max_length ({recipe.data.overlong})"
             LOG.info(long + (f", since step {self.first}" if self.first else ""))
         LOG.info(f"done: {recipe.train.steps} steps, {self.out}")
         return 0
@@ -184,9 +171,9 @@ class Trainer:
 
     def end_step(self, batch: StepBatch, counts: GlobalCounts) -> None:
         self.step, self.state = self.step + 1, batch.state
-        self.stop.note_step()
+        self.stop.has_stepped = True
         self.status.step = self.step
-        self.too_long.update(counts.too_long)
+        self.too_long += sum(counts.too_long.values())
 
     def measure_and_save(self, flush: bool) -> None:
         """After a step, read the metrics, evaluate and save a checkpoint, each only if it is due."""
@@ -195,7 +182,7 @@ class Trainer:
         if flush or last or due or measured:
             self.flush()
         if last:
-            self.watch.note_end()
+            self.watch.stopping = True
         if (due or measured) and self.synchronizer.stops_next():
             due = measured = False  # the run stops before the next step and saves then
         due |= measured and self.evaluate()
@@ -218,7 +205,7 @@ class Trainer:
             raise Replaced(text)
         raise {USER_ERROR: UserError, MACHINE: MachineError}.get(code, RuntimeError)(f"rank {rank}: {text}")
 
-    def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> StepRecord:
+    def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> UnreportedStep:
         engine, train = self.engine, self.recipe.train
         skipped = engine.skipped_steps
         # The first step measures too, so that a lack of memory for it shows at once.
@@ -240,24 +227,17 @@ class Trainer:
             self.flush()
             self.skips.count(True, None)
             self.not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
-        measured: dict[str, Any] = norms | (self.alignment_metrics() if measure else {})
-        seconds = time.monotonic() - started
-        measured |= self.flops.metrics(counts.work, seconds, self.process.world)
-        return StepRecord(
-            step=self.step + 1,
-            sums=sums,
-            targets=counts.targets,
-            lr=sums.lr,
-            skipped=engine.skipped_steps - skipped,
-            tokens=counts.work.tokens,
-            samples=counts.samples,
-            too_long=counts.too_long.total(),
-            data_wait_s=self.synchronizer.take_wait(),
-            step_s=seconds,
-            loss_scale=float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None,
-            grad_norm=engine.get_global_grad_norm(),
-            measured=measured | self.checkpoint_manager.take_times(),
-        )
+        numbers = {"grad_norm": engine.get_global_grad_norm(), "lr": sums.lr, "skipped": engine.skipped_steps - skipped}
+        numbers |= {"tokens": counts.work.tokens, "samples": counts.samples, "too_long": sum(counts.too_long.values())}
+        numbers["data_wait_s"] = self.synchronizer.take_wait()
+        if engine.fp16_enabled():
+            numbers["loss_scale"] = float(engine.optimizer.loss_scale)
+        numbers |= norms | (self.alignment_metrics() if measure else {})
+        seconds = max(time.monotonic() - started, 1e-9)
+        numbers |= self.flops.metrics(counts.work, seconds, self.process.world) | self.checkpoint_manager.take_times()
+        numbers |= {"step_s": seconds, "tokens_per_s": counts.work.tokens / seconds}
+        numbers["samples_per_s"] = counts.samples / seconds
+        return UnreportedStep(self.step + 1, batch, sums, counts.targets, numbers)
 
     def alignment_scores(self) -> Results:
         """Return the alignment scores by dictionary on rank 0, which has the words, and {} on other ranks. All ranks
@@ -285,18 +265,18 @@ class Trainer:
         if not self.unreported:
             return
         done, self.unreported = self.unreported, []
-        sums = torch.stack([record.sums.values_K for record, _ in done])
+        sums = torch.stack([step.sums.values_K for step in done])
         own_R = sums.new_zeros(self.process.world)
-        own_R[self.process.rank] = sum(record.data_wait_s + record.sums.own_s() for record, _ in done) / len(done)
-        of_rows = [batch.counts() for _, batch in done]
+        own_R[self.process.rank] = sum(step.numbers["data_wait_s"] + step.sums.own_s() for step in done) / len(done)
+        of_rows = [step.batch.counts() for step in done]
         counts = torch.tensor([list(of_step.values()) for of_step in of_rows]).to(sums)
         table = torch.cat([sums.flatten(), own_R, counts.flatten()])
         dist.all_reduce(table)
         totals, own, counted = table.split([sums.numel(), len(own_R), counts.numel()])
         pace = self.pace.metrics(own.tolist())
         entries = [
-            record.entry(of_step, self.recipe, dict(zip(names, map(int, numbers), strict=True))) | pace
-            for (record, _), of_step, names, numbers in zip(
+            step.entry(of_step, self.recipe, dict(zip(names, map(int, numbers), strict=True))) | pace
+            for step, of_step, names, numbers in zip(
                 done, totals.view_as(sums).tolist(), of_rows, counted.view_as(counts).tolist(), strict=True
             )
         ]
@@ -339,7 +319,7 @@ class Trainer:
         what = f"the loss of {', '.join(streams)}" if streams else f"the gradient's norm ({norm:g})"
         if not streams and math.isfinite(norm):
             what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {entry.get('loss_scale'):g})"
-        self.not_finite(entry["step"], what, unreported.batch, bool(unreported.record.sums.values_K.isfinite().all()))
+        self.not_finite(entry["step"], what, unreported.batch, bool(unreported.sums.values_K.isfinite().all()))
 
     def not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
         """Write the keys of the step's records to not_finite.jsonl and raise NotFinite. finite: whether this rank's own
@@ -392,7 +372,7 @@ class Trainer:
                 self.trace.write({"step": self.step + 1, "stream": stream, "keys": keys})
 
     def stop_early(self) -> int:
-        self.watch.note_end()
+        self.watch.stopping = True
         self.flush()
         self.save(must_succeed=True)
         LOG.info(f"stopped at step {self.step} ({self.stop.why}); start again to go on")

@@ -17,16 +17,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median, median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from xscale.config import Recipe
+from xscale.data.loader import StepBatch
 from xscale.errors import printable
 from xscale.step.step import StepSums
 
@@ -212,26 +212,16 @@ def last_entries(path: Path, most: int) -> list[dict[str, Any]]:
 # Metrics of a step
 
 
-@dataclass
-class StepRecord:
-    """A step's numbers. The sums stay on the device until the metrics are read."""
+class UnreportedStep(NamedTuple):
+    """A step whose sums are still on the device."""
 
     step: int
+    batch: StepBatch
     sums: StepSums
     targets: dict[tuple[str, str], int]
     """The number of targets by stream and term, summed over ranks."""
-    lr: float
-    skipped: int
-    tokens: int
-    samples: int
-    too_long: int
-    data_wait_s: float
-    step_s: float
-    loss_scale: float | None
-    grad_norm: Any
-    """The gradient norm, as a number or a tensor."""
-    measured: dict[str, Any]
-    """Metrics that other parts of the run have measured."""
+    numbers: dict[str, Any]
+    """The step's other metrics: numbers or tensors."""
 
     def entry(self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int]) -> dict[str, Any]:
         """Return the step's line of metrics.jsonl. totals_K, counts: `sums` and PackedRow.counts, summed over ranks."""
@@ -240,14 +230,8 @@ class StepRecord:
         losses = {name: shares[f"loss/{name}"] for name in recipe.streams if f"loss/{name}" in shares}
         loss = sum(recipe.stream_weight(name, self.step - 1) * of_stream for name, of_stream in losses.items())
         entry = {"step": self.step, "loss": loss} | shares
-        entry |= {"grad_norm": self.grad_norm, "lr": self.lr, "skipped": self.skipped}
         entry |= {f"count/{stream}": count for (stream, _), count in reversed(self.targets.items())}
-        entry |= self.sums.by_language(totals_K, recipe, counts)
-        entry |= {name: getattr(self, name) for name in ("tokens", "samples", "too_long", "data_wait_s")}
-        entry |= {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
-        entry |= self.measured | {"step_s": self.step_s}
-        seconds = max(self.step_s, 1e-9)
-        entry |= {"tokens_per_s": self.tokens / seconds, "samples_per_s": self.samples / seconds}
+        entry |= self.sums.by_language(totals_K, recipe, counts) | self.numbers
         return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
 
 

@@ -78,10 +78,6 @@ class StopRequest:
                 os.dup2(nowhere, terminal)
             os.close(nowhere)
 
-    def note_step(self) -> None:
-        """Note that a step was made."""
-        self.has_stepped = True
-
     @property
     def why(self) -> str:
         return self.reason or "another rank was asked to"
@@ -140,7 +136,7 @@ class Watch:
         self.limit = self.stop_limit = math.inf
         """train.stall_limit and train.stop_limit in seconds."""
         self.stopping = False
-        """True once the run makes no further step and only saves."""
+        """True once the run makes no further step and only saves, so that `stop_limit` no longer applies."""
         self.heard: dict[int, tuple[Beat, float]] = {}
         """The last beat of each rank and the time when it came."""
         self.closed = threading.Event()
@@ -149,10 +145,6 @@ class Watch:
     def note(self, doing: str) -> None:
         """Note that the rank makes progress, and what it does next. The main thread calls this many times a step."""
         self.doing, self.marks, self.since = doing, self.marks + 1, time.monotonic()
-
-    def note_end(self) -> None:
-        """Note that no further step follows, so that `stop_limit` no longer applies."""
-        self.stopping = True
 
     def begin(self, minutes: float | None, stop_minutes: float | None) -> None:
         """Begin to watch, in a thread. minutes: train.stall_limit. stop_minutes: train.stop_limit."""
