@@ -149,7 +149,7 @@ def test_ranks_measure_together_what_one_would(demo: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         Source, "read", lambda self, *place: (reads.update([threading.get_ident()]), plain(self, *place))[1]
     )
-    measured = on_ranks(2, lambda host_group: run_spec.calibrated(host_group=host_group).calibration)
+    measured = on_ranks(2, lambda host_group: run_spec.calibrated(run_spec.measure_calibration(host_group)).calibration)
     assert measured == [alone, alone]
     assert len(reads) == 2 and min(reads.values()) > 0.1 * max(reads.values())
 

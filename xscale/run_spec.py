@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_initial
 from xscale.config import Recipe
 from xscale.data import loader as loading
-from xscale.data.calibrate import calibrate, run_serially
+from xscale.data.calibrate import calibrate
 from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, check_column_order, find_lexicons, load_lexicon, pair_of
 from xscale.data.loader import StepBatch, StepDataset, StreamCollate
@@ -64,10 +64,6 @@ LINKED_SAMPLE = 16
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 """A directory with a tokenizer has at least one of these files."""
 
-Fitted = tuple[int, RowShape] | None
-"""The number of a rank's packed rows in a step and their shape (RunSpec.fit); None if rows are not padded to one
-shape."""
-
 
 class LinkSample(NamedTuple):
     """What some records of a source, the first and the last among them, say about its word links."""
@@ -101,18 +97,17 @@ class RunSpec:
     """Warnings about dictionaries that cannot be read for alignment scores."""
     smaller_tokenizer: Tokenizer | None = None
     """The tokenizer of model.init, if the run's tokenizer extends it and the model grows to the larger vocabulary."""
-    calibration: Calibration | None = None
+    calibration: Calibration = field(default_factory=lambda: Calibration([], {}))
     """The estimated lengths of the data in tokens. `calibrated` adds them; before that, no record can be sampled."""
     phases: tuple["RunSpec", ...] = ()
     """The run spec of each phase of the recipe, with the phase's own recipe, specs, dictionaries and calibration."""
+    fitted: tuple[int, RowShape] | None = None
+    """The number of a rank's packed rows in a step and their shape, if rows are padded to one shape (`fit`)."""
 
-    def calibrated(self, found: Calibration | None = None, host_group: HostGroup | None = None) -> "RunSpec":
-        """Return the run spec with a calibration, and with samples per step for each stream that sets `tokens`.
-
-        found: the calibration. None: all ranks of `host_group` measure it together. Raises UserError.
-        """
-        if found is None:
-            found = self.measure_calibration(host_group)
+    def calibrated(self, found: Calibration | None = None) -> "RunSpec":
+        """Return the run spec with a calibration, and with samples per step for each stream that sets `tokens`. Without
+        a calibration, this process measures one. Raises UserError."""
+        found = found or self.measure_calibration(HostGroup(alone=True))
         phases = [phase.with_samples(of) for phase, of in zip(self.phases, found.of_phases(), strict=True)]
         return replace(self.with_samples(found), phases=tuple(phases)).with_limits()
 
@@ -129,14 +124,13 @@ class RunSpec:
                 raise UserError(f"streams.{spec.name}.{problem}")
         return replace(self, specs=specs, calibration=found)
 
-    def measure_calibration(self, host_group: HostGroup | None, found: Calibration | None = None) -> Calibration:
+    def measure_calibration(self, host_group: HostGroup, found: Calibration | None = None) -> Calibration:
         """Return the calibration of the run with its phases, which all ranks of `host_group` measure together. found: a
         calibration of which only the phases are measured anew."""
 
         def measure(spec: RunSpec, lines: list[tuple[float, float]] | None) -> Calibration:
-            share = host_group.share if host_group else run_serially
             dataset = spec.dataset(spec.specs)
-            return calibrate(spec.specs, spec.sources, dataset, **spec.sampling, share=share, lines=lines)
+            return calibrate(spec.specs, spec.sources, dataset, **spec.sampling, share=host_group.share, lines=lines)
 
         found = found or measure(self, None)
         return replace(found, phases=[measure(phase, found.lines).streams for phase in self.phases])
@@ -150,7 +144,6 @@ class RunSpec:
 
     def with_limits(self) -> "RunSpec":
         """Return the run spec whose streams read no source more than data.max_epochs times in all phases together."""
-        assert self.calibration is not None
         most, limited = self.recipe.data.max_epochs, dict[int, RunSpec]()
         left = {spec.name: np.full(len(spec.sources), most, dtype=float) for spec in self.specs}
         sizes = {by: source_sizes(self.sources, self.calibration, by) for by in ("records", "tokens", "bytes") if most}
@@ -220,11 +213,11 @@ class RunSpec:
 
     def copy_of_stream(self, stream: str, name: str) -> "RunSpec":
         """Return a run spec with one stream `name`, which reads the data of `stream` in a different order."""
-        assert self.calibration is not None
         return replace(
             self,
             recipe=replace(self.recipe, streams={name: self.recipe.streams[stream]}, phases=()),
             phases=(),
+            fitted=None,
             specs=[replace(spec, name=name) for spec in self.specs if spec.name == stream],
             dictionaries={name: self.dictionaries.get(stream, ())},
             calibration=replace(self.calibration, streams={name: self.calibration.estimate_for(stream)}),
@@ -233,9 +226,13 @@ class RunSpec:
     def records(self, spec: StreamSpec) -> int:
         return records_of(spec, self.sources)
 
+    def warnings(self) -> list[str]:
+        """Return a warning for each stream that drops more than a few per cent of its pairs, or whose objective finds
+        too little in the data that the calibration has read."""
+        phases = [f"in a phase of the run: {line}" for phase in self.phases for line in phase.dropped()]
+        return phases + self.dropped() + self.shortfalls()
+
     def dropped(self) -> list[str]:
-        """Return a warning for each stream that drops more than a few per cent of its pairs."""
-        assert self.calibration is not None
         data, pairs = self.recipe.data, [spec.name for spec in self.specs if not spec.packed]
         share = {name: self.calibration.estimate_for(name).too_long for name in pairs if data.overlong == "drop"}
         return [
@@ -247,14 +244,12 @@ class RunSpec:
         ]
 
     def shortfalls(self) -> list[str]:
-        """Return warnings about streams whose objective finds too little in the data that the calibration has read."""
-        assert self.calibration is not None
-        found = {
-            name: OBJECTIVES[stream.objective].shortfall(stream.options, counts)
+        return [
+            f"warning: streams.{name}.{line}"
             for name, stream in self.recipe.streams.items()
             if (counts := self.calibration.estimate_for(name).counts)  # checkpoints of earlier versions have none
-        }
-        return [f"warning: streams.{name}.{line}" for name, lines in found.items() for line in lines]
+            for line in OBJECTIVES[stream.objective].shortfall(stream.options, counts)
+        ]
 
     def module(self) -> StepModule:
         """Build the module with the weights of step 0. A stream takes over heads of model.init if they were trained by
@@ -309,7 +304,6 @@ class RunSpec:
 
     def share_lines(self) -> Iterator[str]:
         """Yield lines with the languages' shares of each stream's samples in each part of the run."""
-        assert self.calibration is not None
         for title, _, part in self.parts():
             data = part.recipe.data
             sizes = source_sizes(self.sources, self.calibration, data.alpha_by)
@@ -328,7 +322,6 @@ class RunSpec:
     def mixture(
         self, process: Process, device: str, specs: list[StreamSpec], state: dict[str, Any], rows: int = 1
     ) -> Mixture:
-        assert self.calibration is not None
         return Mixture(
             specs,
             self.sources,
@@ -363,44 +356,27 @@ class RunSpec:
         return StepDataset(self.sources, collates, context, seed, shape)
 
     def plans(
-        self,
-        process: Process,
-        device: str,
-        state: dict[str, Any],
-        steps: int,
-        fitted: Fitted = None,
-        host_group: HostGroup | None = None,
+        self, process: Process, device: str, state: dict[str, Any], steps: int, host_group: HostGroup | None = None
     ) -> Plans:
         """Return the plans of the next steps, which `batches` reads. If there are workers, a process makes the plans
         ahead of time. With `host_group`, each node has only one such process, and all ranks call this together."""
         for source in self.sources:
             source.close()  # the next read opens the files again
             source.readahead = process.local_world / process.world >= SWEPT
-        mixture, *of_phases = [
-            spec.mixture(process, device, spec.specs, state, fitted[0] if fitted else 1)
-            for spec in (self, *self.phases)
-        ]
+        rows = self.fitted[0] if self.fitted else 1
+        mixture, *of_phases = [spec.mixture(process, device, spec.specs, state, rows) for spec in (self, *self.phases)]
         mixture.phases = list(zip(self.phase_ends(), of_phases, strict=True))
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         node = find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
         return loading.step_plans(mixture, workers, steps, node)
 
     def batches(
-        self,
-        process: Process,
-        device: str,
-        state: dict[str, Any],
-        steps: int,
-        fitted: Fitted = None,
-        plans: Plans | None = None,
+        self, process: Process, device: str, state: dict[str, Any], steps: int, plans: Plans | None = None
     ) -> Iterator[StepBatch]:
-        """Return an iterator of this rank's part of each step.
-
-        state: the positions of the streams in their data. fitted: the result of `fit`, if rows are padded to one shape.
-        plans: the result of `plans`, if it was called before.
-        """
-        plans = plans or self.plans(process, device, state, steps, fitted)
-        shape = fitted[1] if fitted else None
+        """Return an iterator of this rank's part of each step. state: the positions of the streams in their data.
+        plans: the result of `plans`, if it was called before."""
+        plans = plans or self.plans(process, device, state, steps)
+        shape = self.fitted[1] if self.fitted else None
         dataset, *of_phases = [spec.dataset(spec.specs, shape) for spec in (self, *self.phases)]
         dataset.phases = list(zip(self.phase_ends(), of_phases, strict=True))
         workers = loading.worker_count(self.recipe.data.workers, process, device)

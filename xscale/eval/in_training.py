@@ -249,7 +249,8 @@ class Heldout:
         streams = {spec.name: with_languages(recipe.streams[spec.name]) for spec in specs}
         data = replace(recipe.data, alpha=1.0, alpha_by="records", workers=0, first=None)
         recipe = replace(recipe, data=data, streams=streams, phases=())
-        self.run_spec = replace(run_spec, phases=(), sources=sources, recipe=recipe, specs=specs, calibration=tokens)
+        run_spec = replace(run_spec, phases=(), fitted=None, calibration=tokens)
+        self.run_spec = replace(run_spec, sources=sources, recipe=recipe, specs=specs)
         (self.batch,) = self.run_spec.batches(process, engine.device.type, initial_state(specs), 1)
         for source in sources:
             source.close()

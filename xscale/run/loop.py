@@ -392,7 +392,6 @@ class Trainer:
 
     def manifest(self) -> dict[str, Any]:
         """Return a checkpoint's manifest without its list of files; see Checkpoint in checkpoint/store.py."""
-        assert self.run_spec.calibration is not None
         return {
             "identity": self.run_spec.identity(),
             "state": self.state,
