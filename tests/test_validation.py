@@ -548,7 +548,7 @@ def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo: Path) -
     tracker = Tracker("trackio", tmp_path / "run", {"train.lr": 0.1})
     for step in (1, 2, 3):
         tracker.add({"step": step, "loss": 2.0, "grad_norm": None})
-    tracker.close()
+    tracker.call("finish")
     begun, *logged = calls
     assert begun == {"project": "xscale", "name": "run", "config": {"train.lr": 0.1}, "resume": "allow"}
     assert logged == [({"loss": 2.0}, 1), ({"loss": 2.0}, 2)]

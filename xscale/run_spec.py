@@ -408,12 +408,9 @@ def resolve_run(
     languages = sorted({language for source in sources for language in source.langs})
     check_language_names(sources)
     found, left_out = load_lexicons(recipe, tokenizer, sources, near, host_group)
-    dictionaries = stream_lexicons(recipe, found)
+    dictionaries, *of_phases = [stream_lexicons(of, found) for of in (recipe, *(p.recipe for p in recipe.phases))]
     check_links(recipe, specs, sources, samples)
-    of_phases = [stream_lexicons(phase.recipe, found) for phase in recipe.phases]
     paths = {lexicon.path for of in (dictionaries, *of_phases) for read in of.values() for lexicon in read}
-    lexicons = tuple(lexicon for lexicon in found if lexicon.path in paths)
-    measured = tuple(lexicon for lexicon in found if lexicon.path not in paths)
     before = trained_as(initial_directory(recipe)).get("lexicon_heldout", 1.0)
     run_spec = RunSpec(
         recipe,
@@ -421,13 +418,13 @@ def resolve_run(
         tokenizer,
         specs,
         languages,
-        lexicons,
-        measured,
-        dictionaries,
-        uses_segments(recipe, tokenizer),
-        min(before, recipe.data.lexicon_heldout),
-        left_out,
-        smaller_tokenizer,
+        lexicons=tuple(lexicon for lexicon in found if lexicon.path in paths),
+        measured=tuple(lexicon for lexicon in found if lexicon.path not in paths),
+        dictionaries=dictionaries,
+        segments=uses_segments(recipe, tokenizer),
+        unseen=min(before, recipe.data.lexicon_heldout),
+        left_out=left_out,
+        smaller_tokenizer=smaller_tokenizer,
     )
     phases = [
         replace(run_spec, recipe=phase.recipe, specs=specs, dictionaries=dictionaries)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,10 @@ from xscale.deepspeed_private import leave_out_step
 from xscale.errors import MachineError, NotFinite, Replaced, UserError
 from xscale.eval.alignment_score import AlignmentProbe
 from xscale.eval.in_training import Results, find_measures, find_probes
-from xscale.files import Lock
 from xscale.metric_keys import MetricKey
 from xscale.models.encoder import set_rope_theta
 from xscale.objectives import Gathering
-from xscale.ranks import HostGroup, Process
-from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, Status, explain
+from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, explain
 from xscale.run.going_on import is_own
 from xscale.run.metrics import (
     LOG,
@@ -40,12 +38,10 @@ from xscale.run.metrics import (
     UnreportedStep,
     last_entries,
 )
-from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, check_targets
+from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, TrainerContext, check_targets
 from xscale.run.validation import Validation
-from xscale.run.watch import StopRequest, Watch
 from xscale.run_spec import RunSpec
 from xscale.step.cost import StepFlops
-from xscale.step.ds_config import EngineConfig
 from xscale.step.step import optimizer_step
 from xscale.step.zero import keeps_whole_weights, whole_weight
 
@@ -54,21 +50,6 @@ NOT_FINITE, SPIKES = "not_finite.jsonl", "spikes.jsonl"
 MOST_SKIPPED = 100
 """The number of consecutive steps skipped by fp16 at which a run fails. Fewer are normal while fp16 looks for a loss
 scale: 32 halvings lead from 2^32 to 1."""
-
-
-class TrainerContext(NamedTuple):
-    """The parts that a trainer works with. After a rollback, the new trainer gets the same ones."""
-
-    config: EngineConfig
-    engine: Any
-    out: Path
-    process: Process
-    host_group: HostGroup
-    status: Status
-    stop: StopRequest
-    watch: Watch
-    locks: list[Lock]
-    """The lock on `out` on rank 0; empty on the other ranks."""
 
 
 class Trainer:
@@ -87,7 +68,7 @@ class Trainer:
         engine was loaded from. excluded_steps: the 1-based steps that read their records and change nothing."""
         self.run_spec, self.recipe, self.state, self.excluded_steps = run_spec, run_spec.recipe, state, excluded_steps
         self.config, self.engine, self.out, self.process, self.host_group = context[:5]
-        self.status, self.stop, self.watch, locks = context[5:]
+        self.status, self.stop, self.watch, _ = context[5:]
         self.step: int = state["step"]
         """The number of steps done."""
         self.first, self.too_long, self.skips = self.step, 0, Skips()
@@ -115,8 +96,8 @@ class Trainer:
             note=self.watch.note,
             published=self.validation.published,
         )
-        around = self.process, self.host_group, self.stop, self.watch, self.checkpoint_manager, locks
-        self.synchronizer = StepSynchronizer(self.step, self.recipe.train.steps, frozenset(self.gathering), *around)
+        steps, gathering = self.recipe.train.steps, frozenset(self.gathering)
+        self.synchronizer = StepSynchronizer(context, self.checkpoint_manager, self.step, steps, gathering)
         traced = self.out / "trace" / f"rank{self.process.rank}.jsonl" if trace else None
         self.trace = JsonLines(traced, self.step)
         self.probes: dict[str, AlignmentProbe] = {}
@@ -261,7 +242,7 @@ class Trainer:
 
     def flush(self) -> None:
         """Read the metrics of unreported steps from the device, sum them over ranks, report them. All ranks call it."""
-        self.synchronizer.note_flush()
+        self.synchronizer.last_flush = time.monotonic()
         if not self.unreported:
             return
         done, self.unreported = self.unreported, []

@@ -59,13 +59,14 @@ def start_logging(out: Path, rank: int) -> Path:
     run.log. Returns the path of logs/rankN.log."""
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
+    logging.raiseExceptions = False  # lines that cannot be written, as on a full disk, are dropped
     LOG.handlers.clear()
     console: logging.Handler = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.WARNING if rank else logging.INFO)
     (out / "logs").mkdir(exist_ok=True)
     path = out / "logs" / f"rank{rank}.log"
-    own = _FileHandler(path, encoding="utf-8")
-    for handler in [own, console] + ([] if rank else [_FileHandler(out / "run.log", encoding="utf-8")]):
+    own = logging.FileHandler(path, encoding="utf-8")
+    for handler in [own, console] + ([] if rank else [logging.FileHandler(out / "run.log", encoding="utf-8")]):
         date = "%Y-%m-%d %H:%M:%S" if handler is own else "%H:%M:%S"
         handler.setFormatter(_Printable("%(asctime)s %(message)s", datefmt=date))
         LOG.addHandler(handler)
@@ -88,14 +89,6 @@ class _Printable(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
-
-
-class _FileHandler(logging.FileHandler):
-    """A handler that silently drops lines that cannot be written, as on a full disk. The console still shows them."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
 
 
 # Files of lines
@@ -236,15 +229,13 @@ class UnreportedStep(NamedTuple):
 
 
 class MetricSink:
-    """A place for metrics besides metrics.jsonl. The run stops using it after its first error."""
+    """A library that gets the metrics besides metrics.jsonl. The run stops using it after its first error."""
 
     def __init__(self, name: str, open_library: Callable[[], Any]):
         self.name, self.failed = name, False
-        self.library = self._attempt(open_library)
+        self.library = self.attempt(open_library)
 
-    def _attempt(self, function: Callable[[], Any]) -> Any:
-        if self.failed:
-            return None
+    def attempt(self, function: Callable[[], Any]) -> Any:
         try:
             return function()
         except Exception as error:  # these libraries may raise any type
@@ -253,8 +244,8 @@ class MetricSink:
             return None
 
     def call(self, function: str, /, *arguments: Any, **named: Any) -> None:
-        """Call a function of TensorBoard or the tracker; an error is logged, and the library is not called again."""
-        self._attempt(lambda: getattr(self.library, function)(*arguments, **named))
+        if not self.failed:
+            self.attempt(lambda: getattr(self.library, function)(*arguments, **named))
 
 
 class Board(MetricSink):
@@ -270,12 +261,6 @@ class Board(MetricSink):
             if name != "step" and isinstance(value, int | float):
                 self.call("add_scalar", name, value, entry["step"])
 
-    def flush(self) -> None:
-        self.call("flush")
-
-    def close(self) -> None:
-        self.call("close")
-
 
 class Tracker(MetricSink):
     """A sink that sends the metrics to wandb, or to a library with the same functions, such as trackio."""
@@ -290,9 +275,6 @@ class Tracker(MetricSink):
     def add(self, entry: dict[str, Any]) -> None:
         numbers = {name: value for name, value in entry.items() if name != "step" and value is not None}
         self.call("log", numbers, step=entry["step"])
-
-    def close(self) -> None:
-        self.call("finish")
 
 
 class Reporter:
@@ -338,13 +320,13 @@ class Reporter:
 
     def flush(self, to_disk: bool = False) -> None:
         self.metrics.flush(to_disk)
-        self.board.flush()
+        self.board.call("flush")
 
     def close(self) -> None:
         self.metrics.close()
-        self.board.close()
+        self.board.call("close")
         if self.tracker:
-            self.tracker.close()
+            self.tracker.call("finish")
 
 
 # Warnings over many steps
@@ -361,10 +343,10 @@ class Pace:
         """Return the slowest rank and its time over the median rank's. own_R: each rank's own seconds per step."""
         if len(own_R) == 1:
             return {}
-        slowest, self.ratio = own_R.index(max(own_R)), max(own_R) / max(median_low(own_R), 1e-9)
-        same = slowest == self.slowest and self.ratio >= SLOW
-        self.slowest, self.times = slowest, self.times + 1 if same else int(self.ratio >= SLOW)
-        return {"slowest_rank": slowest, "slowest_ratio": self.ratio}
+        before, self.slowest = self.slowest, own_R.index(max(own_R))
+        self.ratio = max(own_R) / max(median_low(own_R), 1e-9)
+        self.times = 0 if self.ratio < SLOW else self.times + 1 if self.slowest == before else 1
+        return {"slowest_rank": self.slowest, "slowest_ratio": self.ratio}
 
     def warnings(self) -> list[str]:
         if self.times != SLOW_FLUSHES:

@@ -25,8 +25,9 @@ from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder, going_on
 from xscale.run.folder import DONE, STOPPED, Status, dump, indented
-from xscale.run.loop import Trainer, TrainerContext
+from xscale.run.loop import Trainer
 from xscale.run.metrics import LINE_SECONDS, LOG, start_logging
+from xscale.run.synchronizer import TrainerContext
 from xscale.run.watch import StopRequest, Watch, names_of_ranks
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import engine as engines

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from statistics import median_low
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ from xscale.data.packed_row import RowCost
 from xscale.errors import UserError
 from xscale.files import Lock
 from xscale.ranks import HostGroup, Message, Process
+from xscale.run.folder import Status
 from xscale.run.watch import StopRequest, Watch
+from xscale.step.ds_config import EngineConfig
 
 FLUSH_SECONDS = 1.0
 """The least time between two readings of metrics from the device, since each reading waits for the device."""
@@ -32,6 +35,21 @@ FEWEST, MOST = 2, 16
 the number of steps that a message takes."""
 SEEN = 7
 """The number of recent messages over which the median of the steps that a message takes is computed."""
+
+
+class TrainerContext(NamedTuple):
+    """The parts that a trainer works with. After a rollback, the new trainer gets the same ones."""
+
+    config: EngineConfig
+    engine: Any
+    out: Path
+    process: Process
+    host_group: HostGroup
+    status: Status
+    stop: StopRequest
+    watch: Watch
+    locks: list[Lock]
+    """The lock on `out` on rank 0; empty on the other ranks."""
 
 
 class GlobalCounts(NamedTuple):
@@ -91,23 +109,18 @@ class StepSynchronizer:
 
     def __init__(
         self,
+        context: TrainerContext,
+        checkpoint_manager: CheckpointManager,
         done: int,
         steps: int,
         gathering: frozenset[str],
-        process: Process,
-        host_group: HostGroup,
-        stop: StopRequest,
-        watch: Watch,
-        checkpoint_manager: CheckpointManager,
-        locks: list[Lock],
     ):
         """Begin after `done` steps. steps: the run's last step. gathering: the streams whose auxiliary state exchanges
-        its vectors between all ranks once a step. locks: the locks on the run's directory, on rank 0."""
-        self.announced, self.steps, self.gathering, self.locks = done, steps, gathering, locks
-        self.process, self.host_group, self.stop, self.watch = process, host_group, stop, watch
-        self.checkpoint_manager = checkpoint_manager
+        its vectors between all ranks once a step."""
+        self.announced, self.steps, self.gathering, self.checkpoint_manager = done, steps, gathering, checkpoint_manager
+        self.process, self.host_group, self.locks = context.process, context.host_group, context.locks
+        self.stop, self.watch = context.stop, context.watch
         self.waited = 0.0
-        """The seconds of waiting for records since the last `take_wait`."""
         self.last_flush = time.monotonic()
         """The time when metrics were last read, or when rank 0 asked for that."""
         self.length = 0
@@ -161,10 +174,6 @@ class StepSynchronizer:
         waited, self.waited = self.waited, 0.0
         return waited
 
-    def note_flush(self) -> None:
-        """Note that metrics are read now."""
-        self.last_flush = time.monotonic()
-
     def stops_next(self) -> bool:
         """Whether any rank was asked to stop before the step that begins next."""
         return bool(self.pending) and self.pending[0].stopped()
@@ -178,7 +187,7 @@ class StepSynchronizer:
         rank, world, manager = self.process.rank, self.process.world, self.checkpoint_manager
         flush = self.process.is_main and time.monotonic() - self.last_flush >= FLUSH_SECONDS
         if flush:
-            self.note_flush()
+            self.last_flush = time.monotonic()
         own = GlobalCounts(
             targets=batch.targets(),
             work=batch.work(),
