@@ -31,12 +31,12 @@ import torch
 import torch.distributed as dist
 
 from xscale import files, ranks
-from xscale.data.remote import location
 from xscale.dry_run import check_room, data_lines
 from xscale.errors import UserError, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
+from xscale.run.start import DEMO, add_run_arguments
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import cost
 from xscale.step.ds_config import SHIPPED, Hardware, load_ds_config
@@ -46,7 +46,6 @@ from xscale.step.module import StepModule
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "mpi4py")
 SECONDS = 20.0
 """The time that any check may take. A file system or a network that hangs is reported as a UserError."""
-DEMO = Path("data/demo")
 PROBE_BYTES = 64 << 20
 """The size of the file that is written to --out, and of the tensors that are sent between ranks."""
 OPEN_FILES, SHM_BYTES = 1 << 12, 1 << 30
@@ -284,16 +283,9 @@ def room(run_spec: RunSpec, module: StepModule, out: Path) -> Lines:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
-    parser.add_argument(
-        "--data", type=location, nargs="+", help="shard directories or URLs (default: the demo corpus, if it is there)"
-    )
-    parser.add_argument("--out", type=Path, help="the run's directory (default: runs/<recipe>)")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
-    parser.add_argument("--plugin", nargs="+", action="extend", default=[], metavar="MODULE", help="see xscale.plugins")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    add_run_arguments(parser)
     args = parser.parse_args(argv)
-    args.out = args.out or Path("runs") / Path(args.recipe).stem
+    args.out = Path(args.out or Path("runs") / Path(args.recipe).stem)
     args.data = args.data or ([DEMO] if DEMO.exists() else None)
     return args
 

@@ -109,8 +109,8 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.file = path, path.open("ab", buffering=0)
         self.end = next((end for end, entry in entries_from_end(path) if entry["step"] <= after_step), 0)
-        self.file.truncate(self.end)
         """The size of the file up to its last complete line, in bytes."""
+        self.file.truncate(self.end)
         self.lines, self.size = list[bytes](), 0
         """The waiting lines, and their size in bytes."""
         self.failing = False

@@ -18,6 +18,7 @@ from xscale.checkpoint.restore import load_engine
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.mixture import initial_state, positions_report
 from xscale.data.planner import Plans
+from xscale.data.remote import location
 from xscale.deepspeed_private import follow_schedule
 from xscale.errors import NotFinite, UserError
 from xscale.eval.in_training import check_tasks
@@ -34,6 +35,21 @@ from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
 from xscale.step.step import to_device
+
+DEMO = Path("data/demo")
+"""The directory of the generated demo corpus."""
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say what a run is. They are those of the run, of its dry run and of the doctor."""
+    parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
+    parser.add_argument(
+        "--data", type=location, nargs="+", help="shard directories or URLs (default: the generated demo corpus)"
+    )
+    parser.add_argument("--out", help="the run's directory (default: runs/<recipe>)")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
+    parser.add_argument("--plugin", nargs="+", action="extend", default=[], metavar="MODULE", help="see xscale.plugins")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
 
 
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
