@@ -287,7 +287,6 @@ def main() -> None:
         shards, size = len(source.shards), source.bytes / 1e6
         print(f"corpus: {source.records:,} pairs, {shards} shards, {size:,.0f} MB, written in {seconds:.0f} s")
         run_spec = open_job(source.directory, args.max_tokens).calibrated()
-        assert run_spec.calibration is not None
         speed(run_spec, args.steps)
         if not args.text:
             speed(open_job(source.directory, args.max_tokens, "alignlm").calibrated(), args.steps)

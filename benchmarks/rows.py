@@ -106,7 +106,6 @@ class Bench:
 
     def filled(self, run_spec: RunSpec, max_tokens: int) -> RunSpec:
         """The run with its samples multiplied so that they fill --rows_per_step packed rows of `max_tokens` tokens."""
-        assert run_spec.calibration is not None
         tokens = sum(spec.samples * run_spec.calibration.estimate_for(spec.name).tokens for spec in run_spec.specs)
         times = self.args.rows_per_step * max_tokens * FILL / tokens
         return replace(
@@ -116,9 +115,10 @@ class Bench:
     def measure(self, run_spec: RunSpec, specs: list[StreamSpec] | None = None, compiled: bool = False) -> Measured:
         """Measure steps of a run. specs: the streams that the steps have; None: all streams."""
         run_spec = replace(run_spec, specs=specs or run_spec.specs)
-        fitted = run_spec.fit(ALONE, DEVICE) if compiled else None
-        self.engine.module.encoder.compiled_shape = fitted and tuple(fitted[1])
-        made = run_spec.batches(ALONE, DEVICE, initial_state(run_spec.specs), WARM + STEPS + 1, fitted=fitted)
+        if compiled:
+            run_spec = replace(run_spec, fitted=run_spec.fit(ALONE, DEVICE))
+        self.engine.module.encoder.compiled_shape = run_spec.fitted and tuple(run_spec.fitted[1])
+        made = run_spec.batches(ALONE, DEVICE, initial_state(run_spec.specs), WARM + STEPS + 1)
         *batches, last = list(made)
         self.run(run_spec, batches[:WARM])
         seconds = self.run(run_spec, batches[WARM:]) / STEPS

@@ -38,6 +38,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain, groupby, islice
 from pathlib import Path
 from statistics import median
@@ -211,10 +212,11 @@ class XscaleLoop(Loop):
     def module(self, encoder: Encoder) -> torch.nn.Module:
         run_spec, compiled = self.run_spec, self.run_spec.recipe.train.compile
         self.formula = StepFlops(encoder)
-        fitted = run_spec.fit(ALONE, self.device) if compiled else None
-        encoder.compiled_shape = fitted and tuple(fitted[1])
+        if compiled:
+            run_spec = replace(run_spec, fitted=run_spec.fit(ALONE, self.device))
+        encoder.compiled_shape = run_spec.fitted and tuple(run_spec.fitted[1])
         steps = run_spec.recipe.train.steps
-        self.batches = run_spec.batches(ALONE, self.device, initial_state(run_spec.specs), steps, fitted=fitted)
+        self.batches = run_spec.batches(ALONE, self.device, initial_state(run_spec.specs), steps)
         self.name = f"xscale, rows of {run_spec.max_tokens(self.device):,}{', compiled' * compiled}"
         watch_encoder(encoder)
         return step_module(encoder, run_spec)
@@ -297,7 +299,6 @@ class StockLoop(Loop):
 
 def global_batches(run_spec: RunSpec) -> Iterator[dict[str, SampledRecords]]:
     """The samples of each optimizer step, by stream, in the order in which they were drawn."""
-    assert run_spec.calibration is not None
     options: dict[str, Any] = {
         "seed": run_spec.recipe.train.seed,
         "alpha": run_spec.recipe.data.alpha,

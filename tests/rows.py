@@ -92,14 +92,14 @@ def assert_same_gradients(
 
 
 def rows_of_step(
-    run_spec: RunSpec, world: int = 1, max_tokens: int | None = None, steps: int = 1, **options: Any
+    run_spec: RunSpec, world: int = 1, max_tokens: int | None = None, steps: int = 1
 ) -> Iterator[list[list[PackedRow]]]:
     """Rows of each of the first steps, by rank."""
     run_spec = replace(
         run_spec, recipe=replace(run_spec.recipe, train=replace(run_spec.recipe.train, max_tokens=max_tokens))
     )
     ranks = [
-        run_spec.batches(Process(rank, world, rank, world), "cpu", initial_state(run_spec.specs), steps, **options)
+        run_spec.batches(Process(rank, world, rank, world), "cpu", initial_state(run_spec.specs), steps)
         for rank in range(world)
     ]
     for batches in zip(*ranks, strict=True):

@@ -1,6 +1,7 @@
 """What samples will have in tokens, known before they are read; and the shape of rows that are filled up by it."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -332,8 +333,8 @@ def test_rows_that_are_not_compiled_are_not_filled(run_spec) -> None:
 def test_a_row_over_the_shape_is_left_as_it_is(run_spec) -> None:
     made = run_spec("tlm")
     rows, shape = made.fit(place(), "cpu")
-    tight = made.batches(place(), "cpu", initial_state(made.specs), 2, fitted=(rows, shape._replace(tokens=1000)))
-    for batch in tight:
+    tight = replace(made, fitted=(rows, shape._replace(tokens=1000)))
+    for batch in tight.batches(place(), "cpu", initial_state(made.specs), 2):
         assert [len(row.inputs.tokens.input_ids) for row in batch.rows] == [row.work.tokens for row in batch.rows]
-    for batch in made.batches(place(), "cpu", initial_state(made.specs), 2, fitted=(rows, shape)):
+    for batch in replace(made, fitted=(rows, shape)).batches(place(), "cpu", initial_state(made.specs), 2):
         assert {len(row.inputs.tokens.input_ids) for row in batch.rows} == {shape.tokens}

@@ -1,7 +1,6 @@
 """Recipes: strict, every problem at once, every message with the value and the remedy."""
 
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -393,7 +392,7 @@ def test_identity_covers_what_decides_the_result() -> None:
 def test_a_step_without_targets_is_an_error() -> None:
     """Documents of 2,600 words a line gave steps with a loss of 0 and exit code 0."""
     recipe, work = load("mlm", "data.max_length=16"), RowCost(0, 0, 0, 0, 0)
-    nothing = GlobalCounts({("mlm", "mlm"): 0}, work, samples=0, too_long=Counter(mlm=64), flush=0)
+    nothing = GlobalCounts({("mlm", "mlm"): 0}, work, samples=0, too_long={"mlm": 64}, flush=0)
     with pytest.raises(
         UserError, match=r"step 7 has no targets: of its pairs 64 were longer than data.max_length 16.*truncate"
     ):

@@ -129,8 +129,8 @@ def test_a_board_that_fails_is_left_alone(tmp_path: Path, monkeypatch: Any, capl
     for step in range(1, 13):
         full = 4 <= step <= 9
         board.add({"step": step, "loss": float(step)})
-        board.flush()
-    board.close()
+        board.call("flush")
+    board.call("close")
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 3.0)]

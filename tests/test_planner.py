@@ -28,7 +28,7 @@ from xscale.data.planner import Failure, Node, start_planner
 from xscale.errors import MachineError, RankError, UserError
 from xscale.ranks import Process
 from xscale.run import metrics
-from xscale.run.folder import MACHINE, USER_ERROR, code_of, message_of
+from xscale.run.folder import MACHINE, USER_ERROR, explain
 from xscale.run_spec import resolve_run
 
 
@@ -198,8 +198,8 @@ def test_what_a_file_system_answers_names_the_file(
     with pytest.raises(OSError) as raised:
         list(run_spec.batches(Process(0, 1, 0, 1), "cpu", initial_state(run_spec.specs), 3))
     error, memory = raised.value, number == errno.ENOMEM
-    assert code_of(error) == (USER_ERROR if memory else MACHINE)
-    said = message_of(error)
+    assert explain(error)[0] == (USER_ERROR if memory else MACHINE)
+    said = explain(error)[1]
     assert str(demo / "pairs" / "pairs-000000.") in said and os.strerror(number) in said
     assert ("max_tokens" if memory else "start again") in said and "\n" not in said
 
@@ -221,8 +221,8 @@ def lose_a_worker() -> None:
         os.kill(worker.pid or 0, signal.SIGKILL)
         list(batches)
     except RuntimeError as error:
-        code, said = code_of(error), message_of(error)
-    assert message_of(MachineError(f"rank 0: {said}")) == f"rank 0: {said}"  # on the others, once
+        code, said = explain(error)[0], explain(error)[1]
+    assert explain(MachineError(f"rank 0: {said}"))[1] == f"rank 0: {said}"  # on the others, once
     assert code == MACHINE and f"pid {worker.pid}" in said and "\n" not in said
     assert "memory" in said and "data.workers" in said
 
@@ -238,6 +238,6 @@ def test_a_planner_that_is_killed_is_missed() -> None:
     try:  # pytest.raises would keep the error, and with it the worker
         list(batches)
     except RuntimeError as error:
-        code, said = code_of(error), message_of(error)
+        code, said = explain(error)[0], explain(error)[1]
     del batches
     assert code == MACHINE and "plans the steps" in said and "memory" in said

@@ -16,7 +16,7 @@ from xscale.conformance import check_objective
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.plugins import load_plugins
-from xscale.run.folder import FAULT, code_of, message_of
+from xscale.run.folder import FAULT, explain
 
 RECIPE = "streams: {ranking: {objective: ranking, samples: 24}}\n"
 
@@ -119,9 +119,9 @@ def test_what_a_plugin_does_wrong_bears_its_name(
     """The error names the stream, the objective and the function; an exit is an error too."""
     with pytest.raises(Exception, match=told) as caught:
         check_objective(changed(there, instead), [demo], [], ["changed"])
-    why = message_of(caught.value)
+    why = explain(caught.value)[1]
     assert "streams.ranking, objective ranking: " in why and function in why
-    assert code_of(caught.value) == FAULT
+    assert explain(caught.value)[0] == FAULT
 
 
 def test_a_plugin_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

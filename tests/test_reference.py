@@ -253,7 +253,7 @@ def test_rows_filled_up_to_one_shape(case: Case) -> None:
         case.run_spec, recipe=replace(case.run_spec.recipe, train=replace(case.run_spec.recipe.train, max_tokens=100))
     )
     fitted = run_spec.fit(Process(0, 2, 0, 2), "cpu")
-    (ranks,) = rows_of_step(run_spec, 2, 100, fitted=fitted)
+    (ranks,) = rows_of_step(replace(run_spec, fitted=fitted), 2, 100)
     rows = [row for of_rank in ranks for row in of_rank]
     filled = [row for row in rows if row.work.tokens <= fitted[1].tokens]  # one that does not fit is taken as it is
     sizes = {(len(row.inputs.tokens.input_ids), len(row.inputs.tokens.lengths)) for row in filled}

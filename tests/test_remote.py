@@ -31,7 +31,7 @@ from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
 from xscale.eval.in_training import find_task_sources
 from xscale.ranks import Process
-from xscale.run.folder import MACHINE, code_of, message_of
+from xscale.run.folder import MACHINE, explain
 from xscale.run_spec import RunSpec, resolve_run
 
 FAULTS = ("fail", "absent", "cut", "flip", "stall")
@@ -225,8 +225,8 @@ def test_a_server_that_does_not_recover(
     far.read(0, 0)
     with pytest.raises(OSError) as caught:
         far.read(1, 0)
-    assert code_of(caught.value) == MACHINE and faults.asked[name] == 3
-    assert f"{url}/en-xx/{name}" in message_of(caught.value) and "start again" in message_of(caught.value)
+    assert explain(caught.value)[0] == MACHINE and faults.asked[name] == 3
+    assert f"{url}/en-xx/{name}" in explain(caught.value)[1] and "start again" in explain(caught.value)[1]
     assert [path.name for path in files_of(far.remote.cache)] == [far.shards[0].name]
 
 
@@ -242,7 +242,7 @@ def test_a_run_ends_with_exit_code_4(
     faults.next = {shard.name: ["cut"] for source in run_spec.sources for shard in source.shards}
     with pytest.raises(OSError, match=rf"could not be fetched.*{url}/en") as caught:
         keys(run_spec)
-    assert code_of(caught.value) == MACHINE
+    assert explain(caught.value)[0] == MACHINE
     sets = [f"model.tokenizer={demo / 'tokenizer'}", f"data.cache={tmp_path / 'cache'}"]
     run = ["--ds_config", "zero2_cpu", "--recipe", "xlm", "--data", url, "--out", str(tmp_path / "out"), "--dry_run"]
     assert train.main([*run, "--set", *sets]) == MACHINE

@@ -3,19 +3,23 @@
 import json
 import logging
 import math
+import multiprocessing
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from tests import launch
 from xscale.checkpoint import store as checkpoints
 from xscale.config import load_recipe
 from xscale.errors import NotFinite, UserError
 from xscale.objectives import OBJECTIVES
+from xscale.ranks import HostGroup
 from xscale.run.loop import Trainer
 from xscale.run.metrics import SpikeDetector
 
@@ -112,9 +116,8 @@ def test_a_resume_decides_the_same() -> None:
     curve = spiky()
     whole = SpikeDetector([220])
     found = [whole.find(entry) for entry in curve]
-    lines = [json.dumps(entry).encode() + b"\n" for entry in curve]
     for cut in [1, 215, 230, *(i for i, line in enumerate(found) if line)]:
-        resumed = SpikeDetector([220], lines[:cut])
+        resumed = SpikeDetector([220], curve[max(cut - 128, 0) : cut])
         assert [resumed.find(entry) for entry in curve[cut : cut + 20]] == found[cut : cut + 20], cut
 
 
@@ -165,6 +168,38 @@ def test_a_trainer_begins_with_the_run_s_last_steps_behind_its_borders(tmp_path:
         assert detector and bool(detector.find(loud)) == found, (ends, appended_at)
     made.reporter = None
     assert made.spike_detector() is None, "rank 0 alone has one"
+
+
+def collectives(rank: int, folder: Path, found: Any) -> None:
+    """On each rank, the collectives of two readings of the metrics, of which the second has a spike."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    made, told, curve = trainer(folder, "warn"), list[tuple[list[str], int, int]](), entries(102)
+    made.host_group, count = HostGroup(), Counter[str]()
+    made.spikes = SpikeDetector([0], curve[:100]) if rank == 0 else None
+    made.host_group.barrier()
+    for name in ("all_gather_object", "broadcast"):
+        collective = getattr(dist, name)
+        setattr(dist, name, lambda *a, name=name, do=collective, **k: (count.update([name]), do(*a, **k)))
+    for entry in (curve[100], curve[101] | {"loss": 90.0}):
+        count.clear()
+        told.append((made.find_spikes([entry]), count["all_gather_object"], count["broadcast"]))
+    found.put(told)
+    made.host_group.barrier()
+
+
+def test_ranks_exchange_a_number_unless_there_is_a_spike(tmp_path: Path) -> None:
+    """No rank gets an object from every other."""
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+    children = [context.Process(target=collectives, args=(rank, tmp_path, found)) for rank in range(2)]
+    for child in children:
+        child.start()
+    first, second = (found.get(timeout=60) for _ in children)
+    for child in children:
+        child.join(timeout=30)
+    assert first == second and first[0] == ([""], 0, 1)
+    (spike,), gathers, _ = first[1]
+    assert spike.startswith("loss 90 is") and not gathers
 
 
 @pytest.mark.slow

@@ -114,6 +114,20 @@ def test_files_are_looked_at_once(demo: Path, monkeypatch: pytest.MonkeyPatch) -
         assert looked == Counter(str(f) for suffix in ("tar", "idx") for f in demo.glob(f"*/*.{suffix}"))
 
 
+def test_word_links_are_looked_for_once(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank reads a few records of a source, however many ranks there are and however many streams read it."""
+    looked, plain = list[int](), Source.read
+    monkeypatch.setattr(Source, "read", lambda self, *place: (looked.append(1), plain(self, *place))[1])
+    sets = ["data.workers=0", "data.truecase=false", f"data.lexicons=[{demo}/lexicon/en-xx.txt]"]
+    monkeypatch.setattr("xscale.run_spec.check_column_order", lambda *_: None)
+    for ranks in (1, 3):
+        looked.clear()
+        jobs = on_ranks(ranks, lambda host_group: resolve_run("mixed", sets, [demo], host_group))
+        assert {run_spec.identity() == jobs[0].identity() for run_spec in jobs} == {True}
+        pairs = [source for source in jobs[0].sources if source.kind == "pair"]
+        assert len(looked) == 16 * len(pairs), ranks
+
+
 def test_every_rank_hears_of_a_file_that_is_missing(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (shard,) = list((demo / "pairs").glob("*.tar"))[:1]
     plain = os.stat
@@ -135,7 +149,7 @@ def test_ranks_measure_together_what_one_would(demo: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         Source, "read", lambda self, *place: (reads.update([threading.get_ident()]), plain(self, *place))[1]
     )
-    measured = on_ranks(2, lambda host_group: run_spec.calibrated(host_group=host_group).calibration)
+    measured = on_ranks(2, lambda host_group: run_spec.calibrated(run_spec.measure_calibration(host_group)).calibration)
     assert measured == [alone, alone]
     assert len(reads) == 2 and min(reads.values()) > 0.1 * max(reads.values())
 

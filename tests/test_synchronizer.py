@@ -49,13 +49,11 @@ def batch(step: int) -> Any:
 
 
 def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchronizer:
-    host_group: Any = SimpleNamespace(begin_sum=lambda numbers: network.begin_sum(rank, numbers))
-    watch: Any = SimpleNamespace(note=lambda doing: None)
+    host_group = SimpleNamespace(begin_sum=lambda numbers: network.begin_sum(rank, numbers))
+    watch, process = SimpleNamespace(note=lambda doing: None), Process(rank, RANKS, rank, RANKS)
+    context: Any = SimpleNamespace(process=process, host_group=host_group, stop=stop, watch=watch, locks=[])
     checkpoint_manager: Any = SimpleNamespace(written=False, under_way=None)
-    told: Any = stop
-    return StepSynchronizer(
-        0, STEPS, frozenset(), Process(rank, RANKS, rank, RANKS), host_group, told, watch, checkpoint_manager, []
-    )
+    return StepSynchronizer(context, checkpoint_manager, 0, STEPS, frozenset())
 
 
 def batches(failing: int) -> Any:

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,9 +42,9 @@ from xscale.eval.retrieval import accuracies
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process, environment_without_launcher
 from xscale.report.read import read_runs
-from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
+from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, entries_from_end, start_logging
 from xscale.run.validation import Validation, hook_environment
-from xscale.run_spec import RunSpec, resolve_run
+from xscale.run_spec import RunSpec, resolve_run, sample_links
 from xscale.step.step import RowPass, StepSums, measure_rows, step_weights
 
 ALONE = Process(0, 1, 0, 1)
@@ -196,7 +197,7 @@ def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path, t
     run_spec = resolve_run("tlm", sets, [demo / "pairs_yy"]).calibrated()
     task, engine = EvalTask(name="retrieval", data=[str(heldout / "pairs")], limit=60), engine_of(run_spec)
     measured = replace(run_spec, recipe=replace(run_spec.recipe, eval=EvalConfig(every=1, tasks=[task])))
-    (note,) = check_tasks(measured, stage=2)
+    (note,) = check_tasks(measured, 2, HostGroup())
     assert "eval.retrieval reads xx with the neutral language embedding" in note
     with torch.no_grad():
         engine.module.encoder.lm.base_model.embeddings.token_type_embeddings.weight.mul_(50)  # so that they matter
@@ -249,7 +250,8 @@ def test_held_out_pairs_without_word_links(demo: Path, heldout: Path, odd: Path)
     """Objectives that need links leave such a source out if another has links; others measure it."""
     run_spec = resolve_run("mixed", ["data.workers=0"], [demo])
     sources = find_sources([odd / "bare", heldout / "pairs"])
-    measured = {spec.name: (spec.sources, spec.samples) for spec in heldout_stream_specs(run_spec, sources)}
+    samples = sample_links(run_spec.recipe, sources, HostGroup())
+    measured = {spec.name: (spec.sources, spec.samples) for spec in heldout_stream_specs(run_spec, sources, samples)}
     linked, both = ((1,), 1000), ((0, 1), 1060)
     assert measured == {"tlm": both, "alignlm": linked, "ppa": both, "contextual": linked}
 
@@ -460,6 +462,40 @@ def test_lines_that_no_run_has_written_are_left_out(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == sound
 
 
+def test_a_resume_cuts_a_long_file_without_reading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block at its end is read, and nothing is written; the other lines are not parsed, and stay as they are."""
+    path, read = tmp_path / "metrics.jsonl", Counter[str]()
+    lines = [f'{{"step":{step},  "loss": 1.50}}\n' for step in range(1, 30_001)]
+    path.write_text("".join(lines) + '{"step": 30001, "lo')
+    inode, loads = path.stat().st_ino, json.loads
+
+    def counting(line: bytes) -> Any:
+        read["lines"] += 1
+        read["bytes"] += len(line)
+        return loads(line)
+
+    monkeypatch.setattr(json, "loads", counting)
+    JsonLines(path, 29_990).close()
+    assert path.read_text() == "".join(lines[:29_990]) and path.stat().st_ino == inode
+    assert read["lines"] == 12 and read["bytes"] < 500
+    JsonLines(path, 0).close()
+    assert path.read_bytes() == b""
+
+
+def test_lines_longer_than_a_block(tmp_path: Path) -> None:
+    """Such as the keys of a large step; lines of one step stay together."""
+    path = tmp_path / "rank0.jsonl"
+    lines = [json.dumps({"step": step, "keys": ["k" * n]}) + "\n" for step in (1, 2, 3) for n in (1, 70_000, 300_000)]
+    path.write_text("".join(lines))
+    assert [entry for _, entry in entries_from_end(path)] == [json.loads(line) for line in reversed(lines)]
+    for step in (3, 2, 1, 0):
+        file = JsonLines(path, step)
+        assert path.read_text() == "".join(lines[: 3 * step])
+        file.write({"step": step + 1})
+        file.close()
+        assert path.read_text() == "".join(lines[: 3 * step]) + f'{{"step": {step + 1}}}\n'
+
+
 def test_what_a_terminal_would_obey_is_shown_as_numbers(tmp_path: Path) -> None:
     start_logging(tmp_path, 0)
     LOG.info("\x1b[2J\x07record\x9b1m\tone\ntwo é")
@@ -512,7 +548,7 @@ def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo: Path) -
     tracker = Tracker("trackio", tmp_path / "run", {"train.lr": 0.1})
     for step in (1, 2, 3):
         tracker.add({"step": step, "loss": 2.0, "grad_norm": None})
-    tracker.close()
+    tracker.call("finish")
     begun, *logged = calls
     assert begun == {"project": "xscale", "name": "run", "config": {"train.lr": 0.1}, "resume": "allow"}
     assert logged == [({"loss": 2.0}, 1), ({"loss": 2.0}, 2)]

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,12 @@ import torch
 import torch.distributed as dist
 
 from xscale import files, ranks
-from xscale.data.remote import location
 from xscale.dry_run import check_room, data_lines
 from xscale.errors import UserError, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
+from xscale.run.start import DEMO, add_run_arguments
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import cost
 from xscale.step.ds_config import SHIPPED, Hardware, load_ds_config
@@ -46,8 +45,7 @@ from xscale.step.module import StepModule
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "mpi4py")
 SECONDS = 20.0
-"""The time that any check may take. A file system or a network that hangs is reported."""
-DEMO = Path("data/demo")
+"""The time that any check may take. A file system or a network that hangs is reported as a UserError."""
 PROBE_BYTES = 64 << 20
 """The size of the file that is written to --out, and of the tensors that are sent between ranks."""
 OPEN_FILES, SHM_BYTES = 1 << 12, 1 << 30
@@ -61,7 +59,6 @@ Lines = Iterator[str]
 
 
 def within_seconds(check: Callable[[], Any]) -> Any:
-    """Return what the check returns; raise UserError if it takes longer than SECONDS."""
     try:
         return ThreadPoolExecutor(1).submit(check).result(SECONDS)
     except TimeoutError:
@@ -156,7 +153,7 @@ def launcher(process: Process) -> Lines:
 
 
 def network(process: Process) -> Lines:
-    """Yield lines about the speed of collectives. All ranks must call this together; rank 0's lines are printed."""
+    """Measure the speed of collectives. All ranks must call this together; rank 0's lines are printed."""
     if process.world == 1:
         yield "one process: no collectives to measure"
         return
@@ -165,10 +162,10 @@ def network(process: Process) -> Lines:
     device = within_seconds(lambda: ranks.start(process))
     host_group = HostGroup()
     packages = f"{version('torch')} {version('deepspeed')} {platform.python_version()}"
-    hosts = within_seconds(lambda: host_group.gather((platform.node(), packages)))
-    yield f"{process.world} ranks on {len({host for host, _ in hosts})} host(s), {dist.get_backend()}"
-    if len({of for _, of in hosts}) > 1:
-        yield f"error: hosts have different versions of torch, deepspeed or Python: {set(hosts)}; use one environment"
+    hosts = dict(within_seconds(lambda: host_group.gather((platform.node(), packages))))
+    yield f"{process.world} ranks on {len(hosts)} host(s), {dist.get_backend()}"
+    if len(set(hosts.values())) > 1:
+        yield f"error: hosts have different versions of torch, deepspeed or Python: {hosts}; use one environment"
     seconds = within_seconds(lambda: seconds_of(lambda: host_group.sum([0]), 10))
     yield f"a control message of all ranks: {1e3 * seconds:.2f} ms"
     full = torch.zeros(PROBE_BYTES // 4, device=device)
@@ -278,56 +275,47 @@ def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hard
 
 
 def room(run_spec: RunSpec, module: StepModule, out: Path) -> Lines:
-    """Yield lines about the room for checkpoints on the disk of --out."""
     size, _ = cost.checkpoint_bytes(module, {"zero_optimization": {"stage": 2}}, "bf16", 1)
     keep = run_spec.recipe.checkpoint.keep
     yield f"{keep} checkpoints of {size / 1e9:,.2f} GB stay, beside one that is being written"
-    if warning := check_room(size, keep, out):
-        yield warning
+    yield from check_room(size, keep, out)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
-    parser.add_argument(
-        "--data", type=location, nargs="+", help="shard directories or URLs (default: the demo corpus, if it is there)"
-    )
-    parser.add_argument("--out", type=Path, help="the run's directory (default: runs/<recipe>)")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
-    parser.add_argument("--plugin", nargs="+", action="extend", default=[], metavar="MODULE", help="see xscale.plugins")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    add_run_arguments(parser)
     args = parser.parse_args(argv)
-    args.out = args.out or Path("runs") / Path(args.recipe).stem
+    args.out = Path(args.out or Path("runs") / Path(args.recipe).stem)
     args.data = args.data or ([DEMO] if DEMO.exists() else None)
     return args
 
 
-def examine(args: argparse.Namespace, process: Process) -> Iterator[tuple[str, Callable[[], Lines]]]:
-    """Yield the title and function of each check, in order. All ranks run the first check, rank 0 also the others."""
-    yield "network", partial(network, process)
+def data(args: argparse.Namespace, found: list[tuple[RunSpec, StepModule]]) -> Lines:
+    """Make the checks of a start that read the recipe and the data. Run spec and module are added to `found`."""
+    if args.data is None:
+        yield "none: give --data to check shards, ds_configs and the room for checkpoints"
+        return
+    load_plugins(args.plugin)
+    run_spec = within_seconds(lambda: resolve_run(args.recipe, args.set, args.data))
+    folder.claim_out(args.out, run_spec.identity(), "auto")
+    yield from data_lines(run_spec)
+    found.append((run_spec, run_spec.module()))
+
+
+def examine(args: argparse.Namespace, process: Process) -> Iterator[tuple[str, Lines]]:
+    """Yield the title and the lines of each check, in order. All ranks make the first check, rank 0 also the others."""
+    yield "network", network(process)
     if not process.is_main:
         return
-    hardware = Hardware.here()
-    yield "machine", partial(machine, hardware)
-    yield "launcher", partial(launcher, process)
-    yield "out", partial(file_system, args.out)
-    yield "slurm", slurm
-    found: list[tuple[RunSpec, StepModule]] = []
-
-    def data() -> Lines:
-        if args.data is None:
-            yield "none: give --data to check shards, ds_configs and the room for checkpoints"
-            return
-        load_plugins(args.plugin)
-        run_spec = within_seconds(lambda: resolve_run(args.recipe, args.set, args.data))
-        folder.claim_out(args.out, run_spec.identity(), "auto")
-        yield from data_lines(run_spec)
-        found.append((run_spec, run_spec.module()))
-
-    yield "data", data
+    hardware, found = Hardware.here(), list[tuple[RunSpec, StepModule]]()
+    yield "machine", machine(hardware)
+    yield "launcher", launcher(process)
+    yield "out", file_system(args.out)
+    yield "slurm", slurm()
+    yield "data", data(args, found)
     for run_spec, module in found:
-        yield "ds_configs", partial(ds_configs, run_spec, module, process.world, hardware)
-        yield "room", partial(room, run_spec, module, args.out)
+        yield "ds_configs", ds_configs(run_spec, module, process.world, hardware)
+        yield "room", room(run_spec, module, args.out)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -342,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
     for title, check in examine(args, process):
         lines: list[str] = []
         try:
-            for line in check():
+            for line in check:
                 lines.append(line)
         except UserError as error:
             lines += f"error: {error}".splitlines()

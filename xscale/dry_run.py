@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -50,7 +49,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
     check_engine(checkpoint, config)
-    task_notes = check_tasks(run_spec, config.stage)
+    task_notes = check_tasks(run_spec, config.stage, HostGroup())
     print(*config.notes, *run_spec.notes(), *task_notes, sep="\n")
     run_spec = run_spec.calibrated(calibration(run_spec, checkpoint, HostGroup()))
     module = run_spec.module()
@@ -59,15 +58,13 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     print(yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True))
     print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
     print(*data_lines(run_spec), *unknown_tokens(run_spec), *sampling_lines(run_spec), sep="\n")
-    for phase in run_spec.phases:
-        print(*(f"in a phase: {line}" for line in phase.dropped()), sep="\n")
-    for line in [*run_spec.dropped(), *run_spec.shortfalls(), *(f"heads: {note}" for note in module.notes)]:
+    for line in [*run_spec.warnings(), *(f"heads: {note}" for note in module.notes)]:
         print(line)
     print(*cost_lines(run_spec, module, config, process, hardware.device), sep="\n")
-    print(checkpoint_line(module, config.resolved, config.precision, process.world))
+    size, of_main = cost.checkpoint_bytes(module, config.resolved, config.precision, process.world)
+    print(f"checkpoint: {size / 1e9:,.2f} GB, of which rank 0 writes {of_main / 1e9:,.2f}")
     if not args.ranks:
-        size, _ = cost.checkpoint_bytes(module, config.resolved, config.precision, process.world)
-        if warning := check_room(size, run_spec.recipe.checkpoint.keep, args.out):
+        for warning in check_room(size, run_spec.recipe.checkpoint.keep, args.out):
             print(warning)
     print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
 
@@ -180,14 +177,9 @@ def work_of(run_spec: RunSpec, spec: StreamSpec) -> RowCost:
     return RowCost(*(round(number * spec.samples / few.samples) for number in batch.work()))
 
 
-def checkpoint_line(module: StepModule, ds_config: dict[str, Any], precision: str, world: int) -> str:
-    whole, first = cost.checkpoint_bytes(module, ds_config, precision, world)
-    return f"checkpoint: {whole / 1e9:,.2f} GB, of which rank 0 writes {first / 1e9:,.2f}"
-
-
-def check_room(size: float, keep: int, out: Path) -> str:
-    """Return a warning if the disk of --out lacks room for all checkpoints that stay plus the one being written,
-    otherwise "". Raises UserError if it lacks room for a single one. size: the bytes of a checkpoint."""
+def check_room(size: float, keep: int, out: Path) -> Iterator[str]:
+    """Yield a warning if the disk of --out lacks room for all checkpoints that stay plus the one being written. Raises
+    UserError if it lacks room for a single one. size: the bytes of a checkpoint."""
     place = files.nearest_existing(out)
     needed = max(keep + 1 - len(complete_steps(out / "checkpoints")), 1) * size
     free = shutil.disk_usage(place).free if place.is_dir() else math.inf
@@ -197,4 +189,5 @@ def check_room(size: float, keep: int, out: Path) -> str:
     )
     if size > free:
         raise UserError(problem)
-    return f"warning: {problem}" if needed > free else ""
+    if needed > free:
+        yield f"warning: {problem}"

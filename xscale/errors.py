@@ -85,7 +85,6 @@ def report_error(error: UserError | OSError) -> int:
 
 
 def report_environment_error(error: OSError) -> int:
-    """Print an error of a file system, and return exit code 4. Re-raises other errors."""
     if error.errno not in ENVIRONMENT_ERRNOS:
         raise error
     print(f"error: {error.filename or 'a file'}: {error.strerror}; fix that and start again", file=sys.stderr)

@@ -316,7 +316,7 @@ class HostGroup:
                 made = make(), ""
             except UserError as error:
                 made = None, str(error)
-        value, problem = self.gather(made)[0]
+        value, problem = self.broadcast(made, 0)
         if problem:
             raise UserError(problem)
         return value

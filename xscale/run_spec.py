@@ -5,11 +5,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_initial
 from xscale.config import Recipe
 from xscale.data import loader as loading
-from xscale.data.calibrate import calibrate, run_serially
+from xscale.data.calibrate import calibrate
 from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, check_column_order, find_lexicons, load_lexicon, pair_of
 from xscale.data.loader import StepBatch, StepDataset, StreamCollate
@@ -50,7 +50,6 @@ from xscale.models.grow import grow, problem_of
 from xscale.models.heads import KeptHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
-from xscale.record import Record
 from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
@@ -65,9 +64,14 @@ LINKED_SAMPLE = 16
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 """A directory with a tokenizer has at least one of these files."""
 
-Fitted = tuple[int, RowShape] | None
-"""The number of a rank's packed rows in a step and their shape (RunSpec.fit); None if rows are not padded to one
-shape."""
+
+class LinkSample(NamedTuple):
+    """What some records of a source, the first and the last among them, say about its word links."""
+
+    some: bool
+    """Whether any of the records has links."""
+    bare: str
+    """The place of the first of them that has none, or an empty string."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +97,17 @@ class RunSpec:
     """Warnings about dictionaries that cannot be read for alignment scores."""
     smaller_tokenizer: Tokenizer | None = None
     """The tokenizer of model.init, if the run's tokenizer extends it and the model grows to the larger vocabulary."""
-    calibration: Calibration | None = None
+    calibration: Calibration = field(default_factory=lambda: Calibration([], {}))
     """The estimated lengths of the data in tokens. `calibrated` adds them; before that, no record can be sampled."""
     phases: tuple["RunSpec", ...] = ()
     """The run spec of each phase of the recipe, with the phase's own recipe, specs, dictionaries and calibration."""
+    fitted: tuple[int, RowShape] | None = None
+    """The number of a rank's packed rows in a step and their shape, if rows are padded to one shape (`fit`)."""
 
-    def calibrated(self, found: Calibration | None = None, host_group: HostGroup | None = None) -> "RunSpec":
-        """Return the run spec with a calibration, and with samples per step for each stream that sets `tokens`.
-
-        found: the calibration. None: all ranks of `host_group` measure it together. Raises UserError.
-        """
-        if found is None:
-            found = self.measure_calibration(host_group)
+    def calibrated(self, found: Calibration | None = None) -> "RunSpec":
+        """Return the run spec with a calibration, and with samples per step for each stream that sets `tokens`. Without
+        a calibration, this process measures one. Raises UserError."""
+        found = found or self.measure_calibration(HostGroup(alone=True))
         phases = [phase.with_samples(of) for phase, of in zip(self.phases, found.of_phases(), strict=True)]
         return replace(self.with_samples(found), phases=tuple(phases)).with_limits()
 
@@ -121,14 +124,13 @@ class RunSpec:
                 raise UserError(f"streams.{spec.name}.{problem}")
         return replace(self, specs=specs, calibration=found)
 
-    def measure_calibration(self, host_group: HostGroup | None, found: Calibration | None = None) -> Calibration:
+    def measure_calibration(self, host_group: HostGroup, found: Calibration | None = None) -> Calibration:
         """Return the calibration of the run with its phases, which all ranks of `host_group` measure together. found: a
         calibration of which only the phases are measured anew."""
 
         def measure(spec: RunSpec, lines: list[tuple[float, float]] | None) -> Calibration:
-            share = host_group.share if host_group else run_serially
             dataset = spec.dataset(spec.specs)
-            return calibrate(spec.specs, spec.sources, dataset, **spec.sampling, share=share, lines=lines)
+            return calibrate(spec.specs, spec.sources, dataset, **spec.sampling, share=host_group.share, lines=lines)
 
         found = found or measure(self, None)
         return replace(found, phases=[measure(phase, found.lines).streams for phase in self.phases])
@@ -142,7 +144,6 @@ class RunSpec:
 
     def with_limits(self) -> "RunSpec":
         """Return the run spec whose streams read no source more than data.max_epochs times in all phases together."""
-        assert self.calibration is not None
         most, limited = self.recipe.data.max_epochs, dict[int, RunSpec]()
         left = {spec.name: np.full(len(spec.sources), most, dtype=float) for spec in self.specs}
         sizes = {by: source_sizes(self.sources, self.calibration, by) for by in ("records", "tokens", "bytes") if most}
@@ -212,11 +213,11 @@ class RunSpec:
 
     def copy_of_stream(self, stream: str, name: str) -> "RunSpec":
         """Return a run spec with one stream `name`, which reads the data of `stream` in a different order."""
-        assert self.calibration is not None
         return replace(
             self,
             recipe=replace(self.recipe, streams={name: self.recipe.streams[stream]}, phases=()),
             phases=(),
+            fitted=None,
             specs=[replace(spec, name=name) for spec in self.specs if spec.name == stream],
             dictionaries={name: self.dictionaries.get(stream, ())},
             calibration=replace(self.calibration, streams={name: self.calibration.estimate_for(stream)}),
@@ -225,9 +226,13 @@ class RunSpec:
     def records(self, spec: StreamSpec) -> int:
         return records_of(spec, self.sources)
 
+    def warnings(self) -> list[str]:
+        """Return a warning for each stream that drops more than a few per cent of its pairs, or whose objective finds
+        too little in the data that the calibration has read."""
+        phases = [f"in a phase of the run: {line}" for phase in self.phases for line in phase.dropped()]
+        return phases + self.dropped() + self.shortfalls()
+
     def dropped(self) -> list[str]:
-        """Return a warning for each stream that drops more than a few per cent of its pairs."""
-        assert self.calibration is not None
         data, pairs = self.recipe.data, [spec.name for spec in self.specs if not spec.packed]
         share = {name: self.calibration.estimate_for(name).too_long for name in pairs if data.overlong == "drop"}
         return [
@@ -239,14 +244,12 @@ class RunSpec:
         ]
 
     def shortfalls(self) -> list[str]:
-        """Return warnings about streams whose objective finds too little in the data that the calibration has read."""
-        assert self.calibration is not None
-        found = {
-            name: OBJECTIVES[stream.objective].shortfall(stream.options, counts)
+        return [
+            f"warning: streams.{name}.{line}"
             for name, stream in self.recipe.streams.items()
             if (counts := self.calibration.estimate_for(name).counts)  # checkpoints of earlier versions have none
-        }
-        return [f"warning: streams.{name}.{line}" for name, lines in found.items() for line in lines]
+            for line in OBJECTIVES[stream.objective].shortfall(stream.options, counts)
+        ]
 
     def module(self) -> StepModule:
         """Build the module with the weights of step 0. A stream takes over heads of model.init if they were trained by
@@ -301,7 +304,6 @@ class RunSpec:
 
     def share_lines(self) -> Iterator[str]:
         """Yield lines with the languages' shares of each stream's samples in each part of the run."""
-        assert self.calibration is not None
         for title, _, part in self.parts():
             data = part.recipe.data
             sizes = source_sizes(self.sources, self.calibration, data.alpha_by)
@@ -320,7 +322,6 @@ class RunSpec:
     def mixture(
         self, process: Process, device: str, specs: list[StreamSpec], state: dict[str, Any], rows: int = 1
     ) -> Mixture:
-        assert self.calibration is not None
         return Mixture(
             specs,
             self.sources,
@@ -355,44 +356,27 @@ class RunSpec:
         return StepDataset(self.sources, collates, context, seed, shape)
 
     def plans(
-        self,
-        process: Process,
-        device: str,
-        state: dict[str, Any],
-        steps: int,
-        fitted: Fitted = None,
-        host_group: HostGroup | None = None,
+        self, process: Process, device: str, state: dict[str, Any], steps: int, host_group: HostGroup | None = None
     ) -> Plans:
         """Return the plans of the next steps, which `batches` reads. If there are workers, a process makes the plans
         ahead of time. With `host_group`, each node has only one such process, and all ranks call this together."""
         for source in self.sources:
             source.close()  # the next read opens the files again
             source.readahead = process.local_world / process.world >= SWEPT
-        mixture, *of_phases = [
-            spec.mixture(process, device, spec.specs, state, fitted[0] if fitted else 1)
-            for spec in (self, *self.phases)
-        ]
+        rows = self.fitted[0] if self.fitted else 1
+        mixture, *of_phases = [spec.mixture(process, device, spec.specs, state, rows) for spec in (self, *self.phases)]
         mixture.phases = list(zip(self.phase_ends(), of_phases, strict=True))
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         node = find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
         return loading.step_plans(mixture, workers, steps, node)
 
     def batches(
-        self,
-        process: Process,
-        device: str,
-        state: dict[str, Any],
-        steps: int,
-        fitted: Fitted = None,
-        plans: Plans | None = None,
+        self, process: Process, device: str, state: dict[str, Any], steps: int, plans: Plans | None = None
     ) -> Iterator[StepBatch]:
-        """Return an iterator of this rank's part of each step.
-
-        state: the positions of the streams in their data. fitted: the result of `fit`, if rows are padded to one shape.
-        plans: the result of `plans`, if it was called before.
-        """
-        plans = plans or self.plans(process, device, state, steps, fitted)
-        shape = fitted[1] if fitted else None
+        """Return an iterator of this rank's part of each step. state: the positions of the streams in their data.
+        plans: the result of `plans`, if it was called before."""
+        plans = plans or self.plans(process, device, state, steps)
+        shape = self.fitted[1] if self.fitted else None
         dataset, *of_phases = [spec.dataset(spec.specs, shape) for spec in (self, *self.phases)]
         dataset.phases = list(zip(self.phase_ends(), of_phases, strict=True))
         workers = loading.worker_count(self.recipe.data.workers, process, device)
@@ -409,10 +393,12 @@ def resolve_run(
     """Resolve and check recipe, data, tokenizer and dictionaries. The ranks of `host_group` share the check of the
     files. known: fingerprints of sources to which shards may have been added. Raises UserError."""
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
+    host_group = host_group or HostGroup(alone=True)
     whole = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
     sources = take_first([part for source in whole for part in source.parts(known)], recipe.data.first)
     check_file_sizes(sources, host_group)
-    specs, *specs_of_phases = phase_specs(recipe, sources)
+    samples = sample_links(recipe, sources, host_group)
+    specs, *specs_of_phases = phase_specs(recipe, sources, samples)
     check_cache(recipe, specs, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
     recipe = with_steps(recipe, specs, sources)
@@ -422,12 +408,9 @@ def resolve_run(
     languages = sorted({language for source in sources for language in source.langs})
     check_language_names(sources)
     found, left_out = load_lexicons(recipe, tokenizer, sources, near, host_group)
-    dictionaries = stream_lexicons(recipe, found)
-    check_links(recipe, specs, sources)
-    of_phases = [stream_lexicons(phase.recipe, found) for phase in recipe.phases]
+    dictionaries, *of_phases = [stream_lexicons(of, found) for of in (recipe, *(p.recipe for p in recipe.phases))]
+    check_links(recipe, specs, sources, samples)
     paths = {lexicon.path for of in (dictionaries, *of_phases) for read in of.values() for lexicon in read}
-    lexicons = tuple(lexicon for lexicon in found if lexicon.path in paths)
-    measured = tuple(lexicon for lexicon in found if lexicon.path not in paths)
     before = trained_as(initial_directory(recipe)).get("lexicon_heldout", 1.0)
     run_spec = RunSpec(
         recipe,
@@ -435,13 +418,13 @@ def resolve_run(
         tokenizer,
         specs,
         languages,
-        lexicons,
-        measured,
-        dictionaries,
-        uses_segments(recipe, tokenizer),
-        min(before, recipe.data.lexicon_heldout),
-        left_out,
-        smaller_tokenizer,
+        lexicons=tuple(lexicon for lexicon in found if lexicon.path in paths),
+        measured=tuple(lexicon for lexicon in found if lexicon.path not in paths),
+        dictionaries=dictionaries,
+        segments=uses_segments(recipe, tokenizer),
+        unseen=min(before, recipe.data.lexicon_heldout),
+        left_out=left_out,
+        smaller_tokenizer=smaller_tokenizer,
     )
     phases = [
         replace(run_spec, recipe=phase.recipe, specs=specs, dictionaries=dictionaries)
@@ -450,10 +433,10 @@ def resolve_run(
     return replace(run_spec, phases=tuple(phases))
 
 
-def phase_specs(recipe: Recipe, sources: list[Source]) -> list[list[StreamSpec]]:
+def phase_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample]) -> list[list[StreamSpec]]:
     """Return the stream specs of the recipe, then those of each phase. A stream has the same sources in all these
     specs; in the spec of a phase, the sources that it does not read are idle."""
-    drawn = [stream_specs(of, sources) for of in (recipe, *(phase.recipe for phase in recipe.phases))]
+    drawn = [stream_specs(of, sources, samples) for of in (recipe, *(phase.recipe for phase in recipe.phases))]
     every: dict[str, set[int]] = {}
     for spec in chain(*drawn):
         every.setdefault(spec.name, set()).update(spec.sources)
@@ -466,14 +449,14 @@ def phase_specs(recipe: Recipe, sources: list[Source]) -> list[list[StreamSpec]]
     ]
 
 
-def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
+def stream_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample]) -> list[StreamSpec]:
     """Return the spec of each stream. A stream that sets `tokens` has 0 samples until the run spec is calibrated."""
     specs = []
     check_languages(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
         reads = OBJECTIVES[stream.objective].reads
         chosen = select_sources(name, reads, stream.languages, sources, recipe.data.languages)
-        chosen = linked_sources(stream.objective, chosen, sources)
+        chosen = linked_sources(stream.objective, chosen, samples)
         specs.append(StreamSpec(name, chosen, stream.samples or 0, packed=reads == "mono"))
     return specs
 
@@ -491,9 +474,9 @@ def check_language_names(sources: list[Source]) -> None:
                 )
 
 
-def check_file_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
+def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
     """Check the size of every file of the sources. Each file is checked by one rank. Raises UserError."""
-    size = host_group.size if host_group else 1
+    size = host_group.size
     # Two lists replace a list of pairs, of which the garbage collector would have to visit up to 10^5.
     owners = [source for source in sources for _ in source.shards]
     shards = [shard for source in sources for shard in source.shards]
@@ -501,7 +484,7 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup | None) -> Non
     def check(number: int) -> None:
         parallel_map(Source.check_size, owners[number::size], shards[number::size])
 
-    (host_group.share if host_group else run_serially)([partial(check, number) for number in range(size)])
+    host_group.share([partial(check, number) for number in range(size)])
 
 
 def check_cache(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
@@ -563,7 +546,7 @@ def initial_directory(recipe: Recipe) -> str | Path | None:
 
 
 def load_lexicons(
-    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None, host_group: HostGroup | None = None
+    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None, host_group: HostGroup
 ) -> tuple[tuple[Lexicon, ...], tuple[str, ...]]:
     """Load the dictionaries in the order of their names. Also returns warnings about those that are left out. A missing
     or malformed dictionary or one with swapped columns is left out, or raises UserError if the recipe names
@@ -579,7 +562,7 @@ def load_lexicons(
         for path in paths:
             with suppress(UserError):  # it is raised again below
                 spoken |= {*pair_of(path, languages)}
-        forms = forms_of(spoken, sources, host_group or HostGroup(alone=True))
+        forms = forms_of(spoken, sources, host_group)
     for path in paths:
         try:
             lexicon = load_lexicon(path, tokenizer, languages, forms)
@@ -622,40 +605,47 @@ def of_languages(languages: list[str] | None, lexicon: Lexicon) -> bool:
     return matches_languages(languages, lexicon.langs) or (len(languages) == 1 and languages[0] in lexicon.langs)
 
 
-def linked_sources(objective: str, chosen: tuple[int, ...], sources: list[Source]) -> tuple[int, ...]:
+def sample_links(recipe: Recipe, sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
+    """Look for word links in some records of each source, if an objective needs them. Each source is read by one
+    rank."""
+    if not any(OBJECTIVES[stream.objective].needs == "links" for stream in recipe.streams.values()):
+        return []
+    return host_group.share([partial(sample_links_of, source) for source in sources])
+
+
+def sample_links_of(source: Source) -> LinkSample:
+    if source.kind == "mono":
+        return LinkSample(False, "")
+    numbers = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
+    found, without_readahead = LinkSample(False, ""), source.without_readahead()
+    for shard, number in source.places(numbers):
+        record = without_readahead.read(shard, number)
+        if record.links is not None:
+            found = found._replace(some=True)
+        elif not found.bare:
+            found = found._replace(bare=f"{source.directory / source.shards[shard].name}, record {record.key!r}")
+    return found
+
+
+def linked_sources(objective: str, chosen: tuple[int, ...], samples: list[LinkSample]) -> tuple[int, ...]:
     """Those of the chosen sources that the objective can read: if it needs word links, those that have some. If none
     has, all are returned, which check_links refuses."""
     if OBJECTIVES[objective].needs != "links":
         return chosen
-    return tuple(s for s in chosen if any(r.links is not None for _, r in some_records(sources[s]))) or chosen
+    return tuple(s for s in chosen if samples[s].some) or chosen
 
 
-def check_links(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
+def check_links(recipe: Recipe, specs: list[StreamSpec], sources: list[Source], samples: list[LinkSample]) -> None:
     """Check that objectives that need word links read only sources that have them. Raises UserError."""
     for spec in specs:
-        if OBJECTIVES[recipe.streams[spec.name].objective].needs == "links":
-            for source in spec.sources:
-                sources[source].check_links()
-                check_links_of_records(spec.name, sources[source])
-
-
-def check_links_of_records(stream: str, source: Source) -> None:
-    """Check that records of a source have word links: the first, the last and some between them. Raises UserError."""
-    for shard, found in some_records(source):
-        if found.links is None:
-            raise UserError(
-                f"streams.{stream} needs word links; {source.directory / source.shards[shard].name}, record "
-                f"{found.key!r}, has none. Write {source.name} again with `python -m data_tools.write_shards pairs ... "
-                f"--links F` or `--align`, or name the pairs that have links: streams.{stream}.languages=[...]"
-            )
-
-
-def some_records(source: Source) -> Iterator[tuple[int, Record]]:
-    """The first and the last record of a source, and some between them, each with the number of its shard."""
-    some = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
-    without_readahead = source.without_readahead()
-    for shard, record in source.places(some):
-        yield shard, without_readahead.read(shard, record)
+        for s in spec.sources if OBJECTIVES[recipe.streams[spec.name].objective].needs == "links" else ():
+            sources[s].check_links()
+            if samples[s].bare:
+                raise UserError(
+                    f"streams.{spec.name} needs word links; {samples[s].bare}, has none. Write {sources[s].name} again "
+                    f"with `python -m data_tools.write_shards pairs ... --links F` or `--align`, or name the pairs "
+                    f"that have links: streams.{spec.name}.languages=[...]"
+                )
 
 
 def find_tokenizer(recipe: Recipe, data: Path | None) -> str:

@@ -24,15 +24,13 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from xscale import ranks
-from xscale.data.remote import location
 from xscale.dry_run import dry_run
 from xscale.errors import TOOLS, RankError, UserError, check_arguments, no_exit, printable, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
-from xscale.run.folder import FAULT, MACHINE, Status, code_of, lost_rank, message_of, out_of_memory
-from xscale.run.start import train_run
+from xscale.run.folder import FAULT, MACHINE, Status, explain, lost_rank, out_of_memory
+from xscale.run.start import DEMO, add_run_arguments, train_run
 
-DEMO = Path("data/demo")
 MOST_RANKS = 1 << 20
 
 
@@ -41,11 +39,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--ds_config", type=Path, required=True, help="DeepSpeed JSON, or a shipped one's name: zero2_fp16"
     )
-    parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
-    parser.add_argument(
-        "--data", type=location, nargs="+", help="shard directories or URLs (default: the generated demo corpus)"
-    )
-    parser.add_argument("--out", help="the run's directory (default: runs/<recipe>)")
+    add_run_arguments(parser)
     parser.add_argument(
         "--resume", default="auto", help="auto (newest valid checkpoint in --out), never, or a directory"
     )
@@ -53,12 +47,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data_change", choices=["append"], help="take in sources and shards that the run had not")
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
     parser.add_argument("--seed", type=int, help="short for --set train.seed=N")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
     parser.add_argument("--dry_run", action="store_true", help="resolve, validate and print everything; train nothing")
     parser.add_argument("--ranks", type=int, metavar="N", help="with --dry_run: plan for so many, on another machine")
     parser.add_argument("--trace", action="store_true", help="write the keys of every consumed record")
-    parser.add_argument("--plugin", nargs="+", action="extend", default=[], metavar="MODULE", help="see xscale.plugins")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.ranks is not None and not (args.dry_run and 0 < args.ranks <= MOST_RANKS):
         parser.error(
@@ -92,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        code = code_of(error)
+        code, message = explain(error)
         if code == FAULT:
             raise
         # Most mistakes are seen by every rank: one message a node is enough.
@@ -100,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         if process.local_rank == 0 or own:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
             with suppress(OSError):  # such as a full disk; the exit code remains
-                print(f"{where}error: {printable(message_of(error))}", file=sys.stderr, flush=True)
+                print(f"{where}error: {printable(message)}", file=sys.stderr, flush=True)
         return code
 
 

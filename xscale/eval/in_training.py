@@ -37,11 +37,13 @@ from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
 from xscale.run_spec import (
+    LinkSample,
     RunSpec,
     check_file_sizes,
     check_language_names,
     check_links,
     linked_sources,
+    sample_links,
     shows_neutral,
 )
 from xscale.step.module import StepModule
@@ -76,7 +78,7 @@ def find_measures(
     return found
 
 
-def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = None) -> list[str]:
+def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup) -> list[str]:
     """Check that the tasks can be measured at this ZeRO stage, and that one of them measures the number that
     checkpoint.best names. Returns lines about languages that the run lacks. Raises UserError."""
     best, notes = run_spec.recipe.checkpoint.best, list[str]()
@@ -100,7 +102,7 @@ def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = No
     return notes
 
 
-def row_names(task: EvalTask, run_spec: RunSpec, sources: list[Source], host_group: HostGroup | None) -> list[str]:
+def row_names(task: EvalTask, run_spec: RunSpec, sources: list[Source], host_group: HostGroup) -> list[str]:
     """Return the names of the rows in a task's results. Raises UserError if the task cannot be measured."""
     if task.kind == "alignment":
         return list(with_overall_means(task.name, alignment_rows(run_spec)))
@@ -108,8 +110,9 @@ def row_names(task: EvalTask, run_spec: RunSpec, sources: list[Source], host_gro
     if task.kind == "retrieval":
         pairs = list(row_sources(task, sources))
         return [ALL, *pairs]
-    specs = heldout_stream_specs(run_spec, sources)
-    check_links(run_spec.recipe, specs, sources)
+    samples = sample_links(run_spec.recipe, sources, host_group)
+    specs = heldout_stream_specs(run_spec, sources, samples)
+    check_links(run_spec.recipe, specs, sources, samples)
     languages = [(spec.name, of) for spec in specs for s in spec.sources for of in (sources[s].pair, *sources[s].langs)]
     names = [(spec.name, ALL) for spec in specs if len({sources[s].pair for s in spec.sources}) > 1] + languages
     return list(dict.fromkeys([*(spec.name for spec in specs), *(" ".join(of_stream) for of_stream in names)]))
@@ -202,7 +205,7 @@ def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
     return sources
 
 
-def heldout_stream_specs(run_spec: RunSpec, sources: list[Source]) -> list[StreamSpec]:
+def heldout_stream_specs(run_spec: RunSpec, sources: list[Source], samples: list[LinkSample]) -> list[StreamSpec]:
     """Return a spec for each stream that can read held-out sources, with these sources and all their records in one
     step. Raises UserError if no stream can read them."""
     specs = []
@@ -214,7 +217,7 @@ def heldout_stream_specs(run_spec: RunSpec, sources: list[Source]) -> list[Strea
             if source.kind == kind and (languages is None or matches_languages(languages, source.langs))
         )
         if chosen:
-            chosen = linked_sources(run_spec.recipe.streams[spec.name].objective, chosen, sources)
+            chosen = linked_sources(run_spec.recipe.streams[spec.name].objective, chosen, samples)
             specs.append(StreamSpec(spec.name, chosen, sum(sources[s].records for s in chosen), spec.packed))
     if not specs:
         kinds = ", ".join(sorted({f"{source.pair} ({source.kind})" for source in sources}))
@@ -238,7 +241,7 @@ class Heldout:
         self.note = partial(note, f"measuring {task.name}")
         recipe, sources = run_spec.recipe, sources or find_task_sources(task, run_spec)
         tokens = Calibration([(tokens_per_byte(source, run_spec.tokenizer), 0.0) for source in sources], {})
-        specs = heldout_stream_specs(run_spec, sources)
+        specs = heldout_stream_specs(run_spec, sources, sample_links(recipe, sources, HostGroup(alone=True)))
         for i, spec in enumerate(specs):
             if spec.packed:
                 text = sum(estimated_size(sources[s], s, tokens) for s in spec.sources)
@@ -246,7 +249,8 @@ class Heldout:
         streams = {spec.name: with_languages(recipe.streams[spec.name]) for spec in specs}
         data = replace(recipe.data, alpha=1.0, alpha_by="records", workers=0, first=None)
         recipe = replace(recipe, data=data, streams=streams, phases=())
-        self.run_spec = replace(run_spec, phases=(), sources=sources, recipe=recipe, specs=specs, calibration=tokens)
+        run_spec = replace(run_spec, phases=(), fitted=None, calibration=tokens)
+        self.run_spec = replace(run_spec, sources=sources, recipe=recipe, specs=specs)
         (self.batch,) = self.run_spec.batches(process, engine.device.type, initial_state(specs), 1)
         for source in sources:
             source.close()

@@ -160,16 +160,36 @@ KILLED = ("killed by signal: Killed", "killed by signal: Bus error")
 """Phrases that identify errors of torch and of data/loader.py about a killed worker or planner process."""
 
 
-def code_of(error: Exception) -> int:
-    """Return the exit code of an error."""
-    if isinstance(error, UserError) or out_of_memory(error):
-        return USER_ERROR
+def explain(error: Exception) -> tuple[int, str]:
+    """Return the exit code of an error, and its message with a remedy if a user or a machine has caused it."""
+    text = str(error)
+    first = (text or type(error).__name__).splitlines()[0]
+    if isinstance(error, MachineError):  # this message, or another rank's, already names the remedy
+        return MACHINE, text
+    if isinstance(error, UserError):
+        return USER_ERROR, text
     if isinstance(error, NotFinite):
-        return NOT_FINITE
+        return NOT_FINITE, text
+    if out_of_memory(error):
+        return USER_ERROR, (
+            f"out of memory ({first}); lower train.max_tokens, which a run may change from start to start, or take "
+            f"train.activation_checkpointing, a higher ZeRO stage or more ranks; --dry_run tells what each needs"
+        )
+    if said := killed(error):
+        return MACHINE, (
+            f"{said.rstrip('. ')}: the machine's memory may have run out (see dmesg or the job's accounting); "
+            f"ask for more memory, or set a lower data.workers, and start again: the run goes on"
+        )
+    if lost_rank(error):
+        return MACHINE, (
+            f"another rank has ended; status.json or its log says why ({first}). Start again: the run goes on"
+        )
     if isinstance(error, OSError) and error.errno in ENVIRONMENT_ERRNOS:
-        return MACHINE
-    known = isinstance(error, MachineError | dist.DistNetworkError) or lost_rank(error) or bool(killed(error))
-    return MACHINE if known else FAULT
+        return MACHINE, f"{error.filename or 'a file'}: {error.strerror}; fix that and start again: the run goes on"
+    if isinstance(error, dist.DistNetworkError):
+        advice = "if another run uses the port, give --master_port N to the launcher, or set MASTER_PORT"
+        return MACHINE, f"the ranks cannot meet: {first}; {advice}"
+    return FAULT, "; ".join([*getattr(error, "__notes__", []), f"{type(error).__name__}: {error}"])
 
 
 def lost_rank(error: Exception) -> bool:
@@ -190,58 +210,21 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in NO_MEMORY)
 
 
-def message_of(error: Exception) -> str:
-    """Return the error's message in one line, with a remedy if a user or a machine has caused it."""
-    if isinstance(error, MachineError):  # this message, or another rank's, already names the remedy
-        return str(error)
-    code = code_of(error)
-    if out_of_memory(error):
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        return (
-            f"out of memory ({said}); lower train.max_tokens, which a run may change from start to start, or take "
-            f"train.activation_checkpointing, a higher ZeRO stage or more ranks; --dry_run tells what each needs"
-        )
-    if said := killed(error):
-        return (
-            f"{said.rstrip('. ')}: the machine's memory may have run out (see dmesg or the job's accounting); "
-            f"ask for more memory, or set a lower data.workers, and start again: the run goes on"
-        )
-    if lost_rank(error):
-        first = str(error).splitlines()[0]
-        return f"another rank has ended; status.json or its log says why ({first}). Start again: the run goes on"
-    if code == MACHINE and isinstance(error, OSError):
-        return f"{error.filename or 'a file'}: {error.strerror}; fix that and start again: the run goes on"
-    if code == MACHINE:
-        advice = "if another run uses the port, give --master_port N to the launcher, or set MASTER_PORT"
-        return f"the ranks cannot meet: {str(error).splitlines()[0]}; {advice}"
-    if code == FAULT:
-        return "; ".join([*getattr(error, "__notes__", []), f"{type(error).__name__}: {error}"])
-    return str(error)
-
-
 class Status:
     """The writer of status.json. Rank 0 writes the run's status, and the first rank that fails writes the reason."""
 
     def __init__(self, out: Path, process: Process):
         self.out, self.process = out, process
         self.has_lock: bool | None = None
-        """True if this run has the directory's lock, False if it does not have it although it has asked, None before it
-        asks."""
+        """True if this run has the directory's lock, False if it has asked and does not have it, None before."""
         self.step: int | None = None
         """The number of steps done."""
-
-    def asks_for_lock(self) -> None:
-        """Note that this run asks for the directory's lock. It has the lock once it calls `running`."""
-        self.has_lock = False
 
     def running(self) -> None:
         """Note that this run has the directory's lock. All ranks call it."""
         self.has_lock = True
         if self.process.is_main:
             self._write("running", None, "")
-
-    def note_step(self, step: int) -> None:
-        self.step = step
 
     def ended(self, code: int, why: str) -> None:
         if code not in NAMES and self.has_lock:
@@ -251,8 +234,9 @@ class Status:
 
     def cut_off(self, code: int, why: str) -> None:
         """Write why this rank ends, unless another rank has already written why it ended."""
-        if self._read() == "running":
-            self._tell(code, why)
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            if json.loads((self.out / STATUS).read_text(encoding="utf-8"))["status"] == "running":
+                self._tell(code, why)
 
     def _tell(self, code: int, why: str) -> None:
         try:
@@ -267,17 +251,10 @@ class Status:
             yield
         except Exception as error:
             log_to_files(traceback.format_exc())
-            if isinstance(error, Replaced):
-                pass  # another run has the directory now
-            elif self.has_lock or (self.has_lock is None and self.process.is_main and is_idle(self.out)):
-                self.ended(code_of(error), message_of(error))
+            is_free = self.has_lock is None and self.process.is_main and is_idle(self.out)
+            if not isinstance(error, Replaced) and (self.has_lock or is_free):
+                self.ended(*explain(error))
             raise
-
-    def _read(self) -> str:
-        try:
-            return json.loads((self.out / STATUS).read_text(encoding="utf-8"))["status"]
-        except (OSError, ValueError, LookupError, TypeError):
-            return ""
 
     def _write(self, status: str, code: int | None, why: str) -> None:
         entry = {"status": status, "code": code, "why": why, "step": self.step, "rank": self.process.rank}

@@ -24,7 +24,7 @@ from xscale.data.calibration import Calibration
 from xscale.errors import UserError
 from xscale.ranks import HostGroup
 from xscale.run import folder
-from xscale.run.metrics import LOG
+from xscale.run.metrics import LOG, last_entries
 from xscale.run_spec import RunSpec
 from xscale.step.ds_config import EngineConfig
 
@@ -86,7 +86,7 @@ def find_own(out: Path, resume: str, host_group: HostGroup) -> Checkpoint | None
     if checkpoints.complete_steps(path):
         raise UserError(f"no checkpoint in {path} is usable; restore one, {remedy}")
     metrics = out / "metrics.jsonl"
-    if metrics.exists() and b"\n" in metrics.read_bytes():
+    if metrics.exists() and last_entries(metrics, 1):
         raise UserError(
             f"{metrics} has lines of steps, but no checkpoint in {path} has its {checkpoints.MANIFEST}: restore the "
             f"checkpoints, {remedy}"

@@ -4,12 +4,11 @@ import copy
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,12 +21,10 @@ from xscale.deepspeed_private import leave_out_step
 from xscale.errors import MachineError, NotFinite, Replaced, UserError
 from xscale.eval.alignment_score import AlignmentProbe
 from xscale.eval.in_training import Results, find_measures, find_probes
-from xscale.files import Lock
 from xscale.metric_keys import MetricKey
 from xscale.models.encoder import set_rope_theta
 from xscale.objectives import Gathering
-from xscale.ranks import HostGroup, Process
-from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, Status, code_of, message_of
+from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, explain
 from xscale.run.going_on import is_own
 from xscale.run.metrics import (
     LOG,
@@ -38,14 +35,13 @@ from xscale.run.metrics import (
     Reporter,
     Skips,
     SpikeDetector,
-    StepRecord,
+    UnreportedStep,
+    last_entries,
 )
-from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, check_targets
+from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, TrainerContext, check_targets
 from xscale.run.validation import Validation
-from xscale.run.watch import StopRequest, Watch
 from xscale.run_spec import RunSpec
 from xscale.step.cost import StepFlops
-from xscale.step.ds_config import EngineConfig
 from xscale.step.step import optimizer_step
 from xscale.step.zero import keeps_whole_weights, whole_weight
 
@@ -54,28 +50,6 @@ NOT_FINITE, SPIKES = "not_finite.jsonl", "spikes.jsonl"
 MOST_SKIPPED = 100
 """The number of consecutive steps skipped by fp16 at which a run fails. Fewer are normal while fp16 looks for a loss
 scale: 32 halvings lead from 2^32 to 1."""
-
-
-class TrainerContext(NamedTuple):
-    """The parts that a trainer works with. After a rollback, the new trainer gets the same ones."""
-
-    config: EngineConfig
-    engine: Any
-    out: Path
-    process: Process
-    host_group: HostGroup
-    status: Status
-    stop: StopRequest
-    watch: Watch
-    locks: list[Lock]
-    """The lock on `out` on rank 0; empty on the other ranks."""
-
-
-class UnreportedStep(NamedTuple):
-    """A step whose metrics have not yet been read from the device."""
-
-    record: StepRecord
-    batch: StepBatch
 
 
 class Trainer:
@@ -90,20 +64,15 @@ class Trainer:
         excluded_steps: list[int],
         trace: bool = False,
     ):
-        """Prepare to go on from `state`.
-
-        state: the positions of the streams in their data. checkpoint: the checkpoint that the engine was loaded from,
-        or None. excluded_steps: the 1-based steps that read their records and change nothing, since their loss or
-        gradient was not finite or a spike. trace: write the keys of each step's records to trace/rankN.jsonl.
-        """
+        """Prepare to go on from `state`, the positions of the streams in their data. checkpoint: the one that the
+        engine was loaded from. excluded_steps: the 1-based steps that read their records and change nothing."""
         self.run_spec, self.recipe, self.state, self.excluded_steps = run_spec, run_spec.recipe, state, excluded_steps
         self.config, self.engine, self.out, self.process, self.host_group = context[:5]
-        self.status, self.stop, self.watch, locks = context[5:]
+        self.status, self.stop, self.watch, _ = context[5:]
         self.step: int = state["step"]
         """The number of steps done."""
-        self.first, self.too_long, self.skips = self.step, Counter[str](), Skips()
-        """The step at which this trainer began; since then, the number of pairs longer than data.max_length, by stream;
-        and the counter of skipped steps."""
+        self.first, self.too_long, self.skips = self.step, 0, Skips()
+        """The step at which this trainer began, and since then the number of pairs longer than data.max_length."""
         self.unreported: list[UnreportedStep] = []
         self.pace, self.collapse = Pace(context.watch.names), CollapseDetector()
         auxiliary_states = self.engine.module.auxiliary_states.items()
@@ -127,8 +96,8 @@ class Trainer:
             note=self.watch.note,
             published=self.validation.published,
         )
-        around = self.process, self.host_group, self.stop, self.watch, self.checkpoint_manager, locks
-        self.synchronizer = StepSynchronizer(self.step, self.recipe.train.steps, frozenset(self.gathering), *around)
+        steps, gathering = self.recipe.train.steps, frozenset(self.gathering)
+        self.synchronizer = StepSynchronizer(context, self.checkpoint_manager, self.step, steps, gathering)
         traced = self.out / "trace" / f"rank{self.process.rank}.jsonl" if trace else None
         self.trace = JsonLines(traced, self.step)
         self.probes: dict[str, AlignmentProbe] = {}
@@ -136,7 +105,7 @@ class Trainer:
         asked = self.recipe.train.measure_every or self.alignment_scores in tasks.values()
         if asked and (run_spec.lexicons or run_spec.measured):
             self.host_group.from_main(lambda: self.probes.update(find_probes(run_spec, self.out)))
-        self.status.note_step(self.step)
+        self.status.step = self.step
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
         """Train to the last step, or until a rank is asked to stop. Returns the exit code."""
@@ -160,15 +129,15 @@ class Trainer:
             if self.step + 1 in self.excluded_steps or recipe.train.skips(self.step + 1):
                 self.exclude_step(counts)
             else:
-                self.unreported.append(UnreportedStep(self.train_step(batch, counts, started), batch))
+                self.unreported.append(self.train_step(batch, counts, started))
             self.trace_step(batch)
             self.end_step(batch, counts)
             if counts.written == self.process.world and pending_step.saving == self.checkpoint_manager.under_way:
                 self.checkpoint_manager.finish_save()
             self.measure_and_save(bool(counts.flush))
             pending_step, started = self.synchronizer.next(batches), time.monotonic()
-        if self.too_long.total():
-            long = f"{self.too_long.total():,} pairs were over data.max_length ({recipe.data.overlong})"
+        if self.too_long:
+            long = f"{self.too_long:,} pairs were over data.max_length ({recipe.data.overlong})"
             LOG.info(long + (f", since step {self.first}" if self.first else ""))
         LOG.info(f"done: {recipe.train.steps} steps, {self.out}")
         return 0
@@ -183,9 +152,9 @@ class Trainer:
 
     def end_step(self, batch: StepBatch, counts: GlobalCounts) -> None:
         self.step, self.state = self.step + 1, batch.state
-        self.stop.note_step()
-        self.status.note_step(self.step)
-        self.too_long.update(counts.too_long)
+        self.stop.has_stepped = True
+        self.status.step = self.step
+        self.too_long += sum(counts.too_long.values())
 
     def measure_and_save(self, flush: bool) -> None:
         """After a step, read the metrics, evaluate and save a checkpoint, each only if it is due."""
@@ -194,7 +163,7 @@ class Trainer:
         if flush or last or due or measured:
             self.flush()
         if last:
-            self.watch.note_end()
+            self.watch.stopping = True
         if (due or measured) and self.synchronizer.stops_next():
             due = measured = False  # the run stops before the next step and saves then
         due |= measured and self.evaluate()
@@ -205,7 +174,7 @@ class Trainer:
         """End all ranks after one could not read its records. That rank raises its error, and the other ranks raise an
         error with the same message. The metrics and the checkpoint under way are written first, unless another run has
         taken the directory."""
-        told = self.host_group.gather(error and (code_of(error), message_of(error), isinstance(error, Replaced)))
+        told = self.host_group.gather(error and (*explain(error), isinstance(error, Replaced)))
         replaced = any(of_rank[2] for of_rank in told if of_rank)
         if not replaced:
             self.flush()
@@ -217,7 +186,7 @@ class Trainer:
             raise Replaced(text)
         raise {USER_ERROR: UserError, MACHINE: MachineError}.get(code, RuntimeError)(f"rank {rank}: {text}")
 
-    def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> StepRecord:
+    def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> UnreportedStep:
         engine, train = self.engine, self.recipe.train
         skipped = engine.skipped_steps
         # The first step measures too, so that a lack of memory for it shows at once.
@@ -239,24 +208,17 @@ class Trainer:
             self.flush()
             self.skips.count(True, None)
             self.not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
-        measured: dict[str, Any] = norms | (self.alignment_metrics() if measure else {})
-        seconds = time.monotonic() - started
-        measured |= self.flops.metrics(counts.work, seconds, self.process.world)
-        return StepRecord(
-            step=self.step + 1,
-            sums=sums,
-            targets=counts.targets,
-            lr=sums.lr,
-            skipped=engine.skipped_steps - skipped,
-            tokens=counts.work.tokens,
-            samples=counts.samples,
-            too_long=counts.too_long.total(),
-            data_wait_s=self.synchronizer.take_wait(),
-            step_s=seconds,
-            loss_scale=float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None,
-            grad_norm=engine.get_global_grad_norm(),
-            measured=measured | self.checkpoint_manager.take_times(),
-        )
+        numbers = {"grad_norm": engine.get_global_grad_norm(), "lr": sums.lr, "skipped": engine.skipped_steps - skipped}
+        numbers |= {"tokens": counts.work.tokens, "samples": counts.samples, "too_long": sum(counts.too_long.values())}
+        numbers["data_wait_s"] = self.synchronizer.take_wait()
+        if engine.fp16_enabled():
+            numbers["loss_scale"] = float(engine.optimizer.loss_scale)
+        numbers |= norms | (self.alignment_metrics() if measure else {})
+        seconds = max(time.monotonic() - started, 1e-9)
+        numbers |= self.flops.metrics(counts.work, seconds, self.process.world) | self.checkpoint_manager.take_times()
+        numbers |= {"step_s": seconds, "tokens_per_s": counts.work.tokens / seconds}
+        numbers["samples_per_s"] = counts.samples / seconds
+        return UnreportedStep(self.step + 1, batch, sums, counts.targets, numbers)
 
     def alignment_scores(self) -> Results:
         """Return the alignment scores by dictionary on rank 0, which has the words, and {} on other ranks. All ranks
@@ -280,22 +242,22 @@ class Trainer:
 
     def flush(self) -> None:
         """Read the metrics of unreported steps from the device, sum them over ranks, report them. All ranks call it."""
-        self.synchronizer.note_flush()
+        self.synchronizer.last_flush = time.monotonic()
         if not self.unreported:
             return
         done, self.unreported = self.unreported, []
-        sums = torch.stack([record.sums.values_K for record, _ in done])
+        sums = torch.stack([step.sums.values_K for step in done])
         own_R = sums.new_zeros(self.process.world)
-        own_R[self.process.rank] = sum(record.data_wait_s + record.sums.own_s() for record, _ in done) / len(done)
-        of_rows = [batch.counts() for _, batch in done]
+        own_R[self.process.rank] = sum(step.numbers["data_wait_s"] + step.sums.own_s() for step in done) / len(done)
+        of_rows = [step.batch.counts() for step in done]
         counts = torch.tensor([list(of_step.values()) for of_step in of_rows]).to(sums)
         table = torch.cat([sums.flatten(), own_R, counts.flatten()])
         dist.all_reduce(table)
         totals, own, counted = table.split([sums.numel(), len(own_R), counts.numel()])
         pace = self.pace.metrics(own.tolist())
         entries = [
-            record.entry(of_step, self.recipe, dict(zip(names, map(int, numbers), strict=True))) | pace
-            for (record, _), of_step, names, numbers in zip(
+            step.entry(of_step, self.recipe, dict(zip(names, map(int, numbers), strict=True))) | pace
+            for step, of_step, names, numbers in zip(
                 done, totals.view_as(sums).tolist(), of_rows, counted.view_as(counts).tolist(), strict=True
             )
         ]
@@ -306,13 +268,20 @@ class Trainer:
             self.validation.hook.look()
             for line in [*self.pace.warnings(), *chain.from_iterable(map(self.collapse.warnings, entries))]:
                 LOG.warning(line)
-        spikes = [""] * len(entries)
-        if self.recipe.train.spikes:
-            spikes = self.host_group.from_main(lambda: self.spikes and list(map(self.spikes.find, entries)))
-        for entry, unreported, spike in zip(entries, done, spikes, strict=True):
+        for entry, unreported, spike in zip(entries, done, self.find_spikes(entries), strict=True):
             self.check_finite(entry, unreported)
             if spike:
                 self.handle_spike(entry["step"], spike, unreported.batch)
+
+    def find_spikes(self, entries: list[dict[str, Any]]) -> list[str]:
+        """Return, on every rank, which metrics have a spike in each step. The ranks exchange one number a step, and the
+        text only if there is a spike."""
+        found = [self.spikes.find(entry) if self.spikes else "" for entry in entries]
+        if not self.recipe.train.spikes or self.host_group.group is None:
+            return found
+        steps = torch.tensor([bool(spike) for spike in found], dtype=torch.uint8)
+        dist.broadcast(steps, src=0, group=self.host_group.group)
+        return self.host_group.from_main(lambda: found) if steps.any() else [""] * len(entries)
 
     def check_finite(self, entry: dict[str, Any], unreported: UnreportedStep) -> None:
         """Check that the losses and the gradient of a step are finite. Raises NotFinite on all ranks, before the step
@@ -331,7 +300,7 @@ class Trainer:
         what = f"the loss of {', '.join(streams)}" if streams else f"the gradient's norm ({norm:g})"
         if not streams and math.isfinite(norm):
             what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {entry.get('loss_scale'):g})"
-        self.not_finite(entry["step"], what, unreported.batch, bool(unreported.record.sums.values_K.isfinite().all()))
+        self.not_finite(entry["step"], what, unreported.batch, bool(unreported.sums.values_K.isfinite().all()))
 
     def not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
         """Write the keys of the step's records to not_finite.jsonl and raise NotFinite. finite: whether this rank's own
@@ -361,8 +330,7 @@ class Trainer:
         if not self.reporter or not self.recipe.train.spikes:
             return None
         borders = [*self.run_spec.phase_ends(), self.state.get("appended_at", 0)]
-        with (self.out / "metrics.jsonl").open("rb") as lines:
-            return SpikeDetector(borders, lines)
+        return SpikeDetector(borders, last_entries(self.out / "metrics.jsonl", SPIKE_STEPS))
 
     def handle_spike(self, step: int, what: str, batch: StepBatch) -> None:
         """Write the keys of the step's records to spikes.jsonl. Then warn or raise NotFinite, as the recipe says."""
@@ -385,7 +353,7 @@ class Trainer:
                 self.trace.write({"step": self.step + 1, "stream": stream, "keys": keys})
 
     def stop_early(self) -> int:
-        self.watch.note_end()
+        self.watch.stopping = True
         self.flush()
         self.save(must_succeed=True)
         LOG.info(f"stopped at step {self.step} ({self.stop.why}); start again to go on")
@@ -405,7 +373,6 @@ class Trainer:
 
     def manifest(self) -> dict[str, Any]:
         """Return a checkpoint's manifest without its list of files; see Checkpoint in checkpoint/store.py."""
-        assert self.run_spec.calibration is not None
         return {
             "identity": self.run_spec.identity(),
             "state": self.state,

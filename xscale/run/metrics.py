@@ -15,19 +15,18 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median, median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from xscale import files
 from xscale.config import Recipe
+from xscale.data.loader import StepBatch
 from xscale.errors import printable
 from xscale.step.step import StepSums
 
@@ -60,13 +59,14 @@ def start_logging(out: Path, rank: int) -> Path:
     run.log. Returns the path of logs/rankN.log."""
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
+    logging.raiseExceptions = False  # lines that cannot be written, as on a full disk, are dropped
     LOG.handlers.clear()
     console: logging.Handler = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.WARNING if rank else logging.INFO)
     (out / "logs").mkdir(exist_ok=True)
     path = out / "logs" / f"rank{rank}.log"
-    own = _FileHandler(path, encoding="utf-8")
-    for handler in [own, console] + ([] if rank else [_FileHandler(out / "run.log", encoding="utf-8")]):
+    own = logging.FileHandler(path, encoding="utf-8")
+    for handler in [own, console] + ([] if rank else [logging.FileHandler(out / "run.log", encoding="utf-8")]):
         date = "%Y-%m-%d %H:%M:%S" if handler is own else "%H:%M:%S"
         handler.setFormatter(_Printable("%(asctime)s %(message)s", datefmt=date))
         LOG.addHandler(handler)
@@ -91,14 +91,6 @@ class _Printable(logging.Formatter):
         return printable(super().format(record))
 
 
-class _FileHandler(logging.FileHandler):
-    """A handler that silently drops lines that cannot be written, as on a full disk. The console still shows them."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
-
-
 # Files of lines
 
 
@@ -110,17 +102,15 @@ class JsonLines:
     """
 
     def __init__(self, path: Path | None, after_step: int):
-        """Open the file. Incomplete lines and lines of steps after `after_step` are removed from it."""
+        """Open the file, and cut off what follows the last complete line of a step up to `after_step`."""
         self.file = None
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            with files.publish(path) as kept, path.open("rb") as old, kept.open("wb") as new:
-                new.writelines(line for line in old if _step_of(line) <= after_step)
         self.path, self.file = path, path.open("ab", buffering=0)
-        self.end = path.stat().st_size
+        self.end = next((end for end, entry in entries_from_end(path) if entry["step"] <= after_step), 0)
         """The size of the file up to its last complete line, in bytes."""
+        self.file.truncate(self.end)
         self.lines, self.size = list[bytes](), 0
         """The waiting lines, and their size in bytes."""
         self.failing = False
@@ -186,38 +176,45 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step_of(line: bytes) -> float:
-    """Return the line's step, or infinity if the line is half-written or malformed."""
-    try:
-        step = json.loads(line)["step"] if line.endswith(b"\n") else None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        step = None
-    return step if isinstance(step, int | float) and not isinstance(step, bool) else math.inf
+def entries_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of a file of lines from the last to the first, each with the offset at which its line ends.
+    Lines that are incomplete, or have no step, are left out. Only the part of the file that is asked for is read."""
+    with path.open("rb") as file:
+        start, data = file.seek(0, os.SEEK_END), b""  # data: the bytes from `start` on that are not yet yielded
+        while start or data:
+            line_start = data.rfind(b"\n", 0, -1) + 1
+            if start and not line_start:
+                size = min(BUFFER, start)
+                start = file.seek(start - size)
+                data = file.read(size) + data
+                continue
+            end, line, data = start + len(data), data[line_start:], data[:line_start]
+            try:
+                entry = json.loads(line)
+                sound = line.endswith(b"\n") and type(entry["step"]) in (int, float)
+            except (ValueError, LookupError, TypeError, RecursionError):
+                sound = False
+            if sound:
+                yield end, entry
+
+
+def last_entries(path: Path, most: int) -> list[dict[str, Any]]:
+    return [entry for _, entry in islice(entries_from_end(path), most)][::-1]
 
 
 # Metrics of a step
 
 
-@dataclass
-class StepRecord:
-    """A step's numbers. The sums stay on the device until the metrics are read."""
+class UnreportedStep(NamedTuple):
+    """A step whose sums are still on the device."""
 
     step: int
+    batch: StepBatch
     sums: StepSums
     targets: dict[tuple[str, str], int]
     """The number of targets by stream and term, summed over ranks."""
-    lr: float
-    skipped: int
-    tokens: int
-    samples: int
-    too_long: int
-    data_wait_s: float
-    step_s: float
-    loss_scale: float | None
-    grad_norm: Any
-    """The gradient norm, as a number or a tensor."""
-    measured: dict[str, Any]
-    """Metrics that other parts of the run have measured."""
+    numbers: dict[str, Any]
+    """The step's other metrics: numbers or tensors."""
 
     def entry(self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int]) -> dict[str, Any]:
         """Return the step's line of metrics.jsonl. totals_K, counts: `sums` and PackedRow.counts, summed over ranks."""
@@ -226,27 +223,19 @@ class StepRecord:
         losses = {name: shares[f"loss/{name}"] for name in recipe.streams if f"loss/{name}" in shares}
         loss = sum(recipe.stream_weight(name, self.step - 1) * of_stream for name, of_stream in losses.items())
         entry = {"step": self.step, "loss": loss} | shares
-        entry |= {"grad_norm": self.grad_norm, "lr": self.lr, "skipped": self.skipped}
         entry |= {f"count/{stream}": count for (stream, _), count in reversed(self.targets.items())}
-        entry |= self.sums.by_language(totals_K, recipe, counts)
-        entry |= {name: getattr(self, name) for name in ("tokens", "samples", "too_long", "data_wait_s")}
-        entry |= {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
-        entry |= self.measured | {"step_s": self.step_s}
-        seconds = max(self.step_s, 1e-9)
-        entry |= {"tokens_per_s": self.tokens / seconds, "samples_per_s": self.samples / seconds}
+        entry |= self.sums.by_language(totals_K, recipe, counts) | self.numbers
         return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
 
 
 class MetricSink:
-    """A place for metrics besides metrics.jsonl. The run stops using it after its first error."""
+    """A library that gets the metrics besides metrics.jsonl. The run stops using it after its first error."""
 
     def __init__(self, name: str, open_library: Callable[[], Any]):
         self.name, self.failed = name, False
-        self.library = self._attempt(open_library)
+        self.library = self.attempt(open_library)
 
-    def _attempt(self, function: Callable[[], Any]) -> Any:
-        if self.failed:
-            return None
+    def attempt(self, function: Callable[[], Any]) -> Any:
         try:
             return function()
         except Exception as error:  # these libraries may raise any type
@@ -255,8 +244,8 @@ class MetricSink:
             return None
 
     def call(self, function: str, /, *arguments: Any, **named: Any) -> None:
-        """Call a function of TensorBoard or the tracker; an error is logged, and the library is not called again."""
-        self._attempt(lambda: getattr(self.library, function)(*arguments, **named))
+        if not self.failed:
+            self.attempt(lambda: getattr(self.library, function)(*arguments, **named))
 
 
 class Board(MetricSink):
@@ -272,12 +261,6 @@ class Board(MetricSink):
             if name != "step" and isinstance(value, int | float):
                 self.call("add_scalar", name, value, entry["step"])
 
-    def flush(self) -> None:
-        self.call("flush")
-
-    def close(self) -> None:
-        self.call("close")
-
 
 class Tracker(MetricSink):
     """A sink that sends the metrics to wandb, or to a library with the same functions, such as trackio."""
@@ -292,9 +275,6 @@ class Tracker(MetricSink):
     def add(self, entry: dict[str, Any]) -> None:
         numbers = {name: value for name, value in entry.items() if name != "step" and value is not None}
         self.call("log", numbers, step=entry["step"])
-
-    def close(self) -> None:
-        self.call("finish")
 
 
 class Reporter:
@@ -340,13 +320,13 @@ class Reporter:
 
     def flush(self, to_disk: bool = False) -> None:
         self.metrics.flush(to_disk)
-        self.board.flush()
+        self.board.call("flush")
 
     def close(self) -> None:
         self.metrics.close()
-        self.board.close()
+        self.board.call("close")
         if self.tracker:
-            self.tracker.close()
+            self.tracker.call("finish")
 
 
 # Warnings over many steps
@@ -363,10 +343,10 @@ class Pace:
         """Return the slowest rank and its time over the median rank's. own_R: each rank's own seconds per step."""
         if len(own_R) == 1:
             return {}
-        slowest, self.ratio = own_R.index(max(own_R)), max(own_R) / max(median_low(own_R), 1e-9)
-        same = slowest == self.slowest and self.ratio >= SLOW
-        self.slowest, self.times = slowest, self.times + 1 if same else int(self.ratio >= SLOW)
-        return {"slowest_rank": slowest, "slowest_ratio": self.ratio}
+        before, self.slowest = self.slowest, own_R.index(max(own_R))
+        self.ratio = max(own_R) / max(median_low(own_R), 1e-9)
+        self.times = 0 if self.ratio < SLOW else self.times + 1 if self.slowest == before else 1
+        return {"slowest_rank": self.slowest, "slowest_ratio": self.ratio}
 
     def warnings(self) -> list[str]:
         if self.times != SLOW_FLUSHES:
@@ -427,15 +407,15 @@ class SpikeDetector:
     falling loss nor earlier spikes increase much.
     """
 
-    def __init__(self, borders: list[int], lines: Iterable[bytes] = ()):
+    def __init__(self, borders: list[int], entries: Iterable[dict[str, Any]] = ()):
         """Read the last steps of a resumed run, so that the detector decides as if the run had not stopped.
 
         borders: the steps after which the recipe or the data change. A step is not compared with steps before a border.
-        lines: the lines of metrics.jsonl.
+        entries: the last SPIKE_STEPS entries of metrics.jsonl.
         """
         self.borders, self.window = borders, list[tuple[int, dict[str, float]]]()
-        for line in deque(lines, SPIKE_STEPS):
-            self.find(json.loads(line))
+        for entry in entries:
+            self.find(entry)
 
     def find(self, entry: dict[str, Any]) -> str:
         """Add a step's metrics. Returns a description of the metrics that have a spike, or an empty string."""

@@ -4,6 +4,7 @@ import argparse
 import os
 import time
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from xscale.checkpoint.restore import load_engine
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.mixture import initial_state, positions_report
 from xscale.data.planner import Plans
+from xscale.data.remote import location
 from xscale.deepspeed_private import follow_schedule
 from xscale.errors import NotFinite, UserError
 from xscale.eval.in_training import check_tasks
@@ -24,14 +26,30 @@ from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder, going_on
 from xscale.run.folder import DONE, STOPPED, Status, dump, indented
-from xscale.run.loop import Trainer, TrainerContext
+from xscale.run.loop import Trainer
 from xscale.run.metrics import LINE_SECONDS, LOG, start_logging
+from xscale.run.synchronizer import TrainerContext
 from xscale.run.watch import StopRequest, Watch, names_of_ranks
-from xscale.run_spec import Fitted, RunSpec, resolve_run
+from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
 from xscale.step.step import to_device
+
+DEMO = Path("data/demo")
+"""The directory of the generated demo corpus."""
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say what a run is. They are those of the run, of its dry run and of the doctor."""
+    parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
+    parser.add_argument(
+        "--data", type=location, nargs="+", help="shard directories or URLs (default: the generated demo corpus)"
+    )
+    parser.add_argument("--out", help="the run's directory (default: runs/<recipe>)")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
+    parser.add_argument("--plugin", nargs="+", action="extend", default=[], metavar="MODULE", help="see xscale.plugins")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
 
 
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
@@ -75,23 +93,20 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             write_config(args.out, run_spec, config)
             if checkpoint and not going_on.is_own(checkpoint, args.out):
                 going_on.write_ancestry(args.out, checkpoint, run_spec.identity())
-            for line in [of for phase in run_spec.phases for of in phase.dropped()]:
-                LOG.warning(f"in a phase of the run: {line}")
-            for line in [*run_spec.dropped(), *run_spec.shortfalls()]:
+            for line in run_spec.warnings():
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
-        fitted: Fitted = None
         if train.compile:  # one rank fits the shape, as the last bit of a sum may differ between processors
-            fitted = host_group.from_main(partial(run_spec.fit, process, hardware.device))
+            run_spec = replace(run_spec, fitted=host_group.from_main(partial(run_spec.fit, process, hardware.device)))
         state, left = checkpoint.state if checkpoint else initial_state(run_spec.specs), train.steps - first
-        plans = run_spec.plans(process, hardware.device, state, left, fitted=fitted, host_group=host_group)
+        plans = run_spec.plans(process, hardware.device, state, left, host_group)
         watch.note("building the engine")
-        engine = make_engine(run_spec, config, checkpoint, fitted, host_group)
+        engine = make_engine(run_spec, config, checkpoint, host_group)
         log_start(run_spec, engine, config, process, first)
         if not checkpoint:
             warm_up_queues(engine.module, run_spec, process, engine.device)
         context = TrainerContext(config, engine, args.out, process, host_group, status, stop, watch, locks)
-        code = train_on(run_spec, context, checkpoint, fitted, plans, args.trace)
+        code = train_on(run_spec, context, checkpoint, plans, args.trace)
         status.ended(code, stop.why if code == STOPPED else f"{status.step} of {train.steps} steps")
     return code
 
@@ -108,12 +123,7 @@ def log_start(run_spec: RunSpec, engine: Any, config: EngineConfig, process: Pro
 
 
 def train_on(
-    run_spec: RunSpec,
-    context: TrainerContext,
-    checkpoint: Checkpoint | None,
-    fitted: Fitted,
-    plans: Plans | None,
-    trace: bool,
+    run_spec: RunSpec, context: TrainerContext, checkpoint: Checkpoint | None, plans: Plans | None, trace: bool
 ) -> int:
     """Run the loop from the checkpoint that the engine was loaded from, and after each rollback again from an earlier
     checkpoint. plans: the plans of the first loop. Returns the exit code."""
@@ -123,8 +133,8 @@ def train_on(
         state = checkpoint.state if checkpoint else initial_state(run_spec.specs)
         trainer = Trainer(run_spec, context, state, checkpoint, excluded_steps, trace)
         left = run_spec.recipe.train.steps - trainer.step
-        plans = plans or run_spec.plans(process, device, state, left, fitted=fitted, host_group=context.host_group)
-        batches = run_spec.batches(process, device, state, left, fitted=fitted, plans=plans)
+        plans = plans or run_spec.plans(process, device, state, left, context.host_group)
+        batches = run_spec.batches(process, device, state, left, plans)
         try:
             with closing(trainer):
                 if not checkpoint and trainer.validation.due(0):
@@ -181,7 +191,7 @@ def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig
 
 def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> files.Lock:
     """Check, create and lock the run's directory. Rank 0 only. Raises UserError."""
-    status.asks_for_lock()  # until train_run calls `running`
+    status.has_lock = False  # until train_run calls `running`
     out: Path = args.out
     folder.claim_out(out, run_spec.identity(), args.resume, args.data_change == "append")
     try:
@@ -199,14 +209,12 @@ def write_config(out: Path, run_spec: RunSpec, config: EngineConfig) -> None:
     folder.write_lexicons(out, run_spec.lexicons + run_spec.measured)
 
 
-def make_engine(
-    run_spec: RunSpec, config: EngineConfig, checkpoint: Checkpoint | None, fitted: Fitted, host_group: HostGroup
-) -> Any:
+def make_engine(run_spec: RunSpec, config: EngineConfig, checkpoint: Checkpoint | None, host_group: HostGroup) -> Any:
     """Build an engine with the initial weights, or with the checkpoint's whole state."""
     module = run_spec.module()
     for note in [] if checkpoint else module.notes:
         LOG.info(note)
-    module.encoder.compiled_shape = fitted and (fitted[1].tokens, fitted[1].sequences)
+    module.encoder.compiled_shape = run_spec.fitted and (run_spec.fitted[1].tokens, run_spec.fitted[1].sequences)
     engine = engines.build_engine(module, config.resolved)
     if checkpoint:
         load_engine(engine, checkpoint, host_group)

@@ -7,12 +7,15 @@ many steps later.
 """
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from itertools import islice
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from statistics import median_low
 from typing import Any, NamedTuple
+
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from xscale.checkpoint.manager import CheckpointManager
 from xscale.config import Recipe
@@ -20,8 +23,10 @@ from xscale.data.loader import StepBatch
 from xscale.data.packed_row import RowCost
 from xscale.errors import UserError
 from xscale.files import Lock
-from xscale.ranks import HostGroup, Process
+from xscale.ranks import HostGroup, Message, Process
+from xscale.run.folder import Status
 from xscale.run.watch import StopRequest, Watch
+from xscale.step.ds_config import EngineConfig
 
 FLUSH_SECONDS = 1.0
 """The least time between two readings of metrics from the device, since each reading waits for the device."""
@@ -32,12 +37,27 @@ SEEN = 7
 """The number of recent messages over which the median of the steps that a message takes is computed."""
 
 
+class TrainerContext(NamedTuple):
+    """The parts that a trainer works with. After a rollback, the new trainer gets the same ones."""
+
+    config: EngineConfig
+    engine: Any
+    out: Path
+    process: Process
+    host_group: HostGroup
+    status: Status
+    stop: StopRequest
+    watch: Watch
+    locks: list[Lock]
+    """The lock on `out` on rank 0; empty on the other ranks."""
+
+
 class GlobalCounts(NamedTuple):
-    """The numbers of a step, summed over ranks."""
+    """The numbers of a step: those of one rank in its message, later their sums over ranks."""
 
     targets: dict[tuple[str, str], int]
     work: RowCost
-    too_long: Counter[str]
+    too_long: dict[str, int]
     """The number of pairs longer than data.max_length, by stream."""
     samples: int
     flush: int
@@ -50,31 +70,38 @@ class GlobalCounts(NamedTuple):
     """Stream -> the number of vectors that each rank computes for the auxiliary state, if ranks exchange them."""
 
 
-class PendingStep(NamedTuple):
+@dataclass
+class PendingStep:
     """An announced step, whose sums over ranks may not have arrived yet."""
 
     batch: Any
     """The StepBatch, or None if this rank has an error."""
     error: Exception | None
     """The error that kept this rank from reading its records, or that forbids it to go on."""
-    sums: Callable[[], list[int]]
-    """The function that waits for the sums over ranks and returns them."""
-    counts: Callable[[], GlobalCounts]
-    """The function that waits for the sums and returns them by name. It raises this rank's error if there is one."""
-    arrived: Callable[[], bool]
-    """The function that returns True once the sums have arrived."""
+    message: Message
+    """Whether a rank has failed, whether one was asked to stop, and the leaves of GlobalCounts."""
+    form: TreeSpec | None
     sent: int
     """The number of steps that had begun when the message was sent."""
     saving: int | None
     """The step of the checkpoint that was under way when the message was sent, or None."""
 
+    @cached_property
+    def sums(self) -> list[int]:
+        """The sums of the message over ranks, for which the first call waits."""
+        return self.message.wait()
+
     def failed(self) -> bool:
         """Whether any rank could not read its records."""
-        return self.sums()[0] > 0
+        return self.sums[0] > 0
 
     def stopped(self) -> bool:
         """Whether any rank was asked to stop."""
-        return self.sums()[1] > 0
+        return self.sums[1] > 0
+
+    def counts(self) -> GlobalCounts:
+        assert self.form
+        return tree_unflatten(self.sums[2:], self.form)
 
 
 class StepSynchronizer:
@@ -82,23 +109,18 @@ class StepSynchronizer:
 
     def __init__(
         self,
+        context: TrainerContext,
+        checkpoint_manager: CheckpointManager,
         done: int,
         steps: int,
         gathering: frozenset[str],
-        process: Process,
-        host_group: HostGroup,
-        stop: StopRequest,
-        watch: Watch,
-        checkpoint_manager: CheckpointManager,
-        locks: list[Lock],
     ):
         """Begin after `done` steps. steps: the run's last step. gathering: the streams whose auxiliary state exchanges
-        its vectors between all ranks once a step. locks: the locks on the run's directory, on rank 0."""
-        self.announced, self.steps, self.gathering, self.locks = done, steps, gathering, locks
-        self.process, self.host_group, self.stop, self.watch = process, host_group, stop, watch
-        self.checkpoint_manager = checkpoint_manager
+        its vectors between all ranks once a step."""
+        self.announced, self.steps, self.gathering, self.checkpoint_manager = done, steps, gathering, checkpoint_manager
+        self.process, self.host_group, self.locks = context.process, context.host_group, context.locks
+        self.stop, self.watch = context.stop, context.watch
         self.waited = 0.0
-        """The seconds of waiting for records since the last `take_wait`."""
         self.last_flush = time.monotonic()
         """The time when metrics were last read, or when rank 0 asked for that."""
         self.length = 0
@@ -116,7 +138,7 @@ class StepSynchronizer:
         """Return the step that begins now, or None after the last one. `batches` is an argument and no attribute: in a
         reference cycle, a garbage collection would wait for its worker processes."""
         self.begun += 1
-        while self.flying and self.flying[0].arrived():
+        while self.flying and self.flying[0].message.arrived():
             self.took.append(self.begun - self.flying.popleft().sent)
         if not self.pending:
             self.announce(batches, 1)
@@ -152,10 +174,6 @@ class StepSynchronizer:
         waited, self.waited = self.waited, 0.0
         return waited
 
-    def note_flush(self) -> None:
-        """Note that metrics are read now."""
-        self.last_flush = time.monotonic()
-
     def stops_next(self) -> bool:
         """Whether any rank was asked to stop before the step that begins next."""
         return bool(self.pending) and self.pending[0].stopped()
@@ -163,41 +181,31 @@ class StepSynchronizer:
     def _failed(self, error: Exception) -> PendingStep:
         self.error = error
         message = self.host_group.begin_sum([1, *[0] * (self.length - 1)])
-
-        def counts() -> GlobalCounts:
-            raise error
-
-        return PendingStep(None, error, cache(message.wait), counts, message.arrived, self.begun, None)
+        return PendingStep(None, error, message, None, self.begun, None)
 
     def _send(self, batch: StepBatch) -> PendingStep:
-        targets, work, long = batch.targets(), batch.work(), batch.too_long()
+        rank, world, manager = self.process.rank, self.process.world, self.checkpoint_manager
         flush = self.process.is_main and time.monotonic() - self.last_flush >= FLUSH_SECONDS
         if flush:
-            self.note_flush()
-        ahead = min(max(FEWEST, median_low(self.took) + 1), MOST) if self.process.is_main else 0
-        asked = [int(flush), int(self.checkpoint_manager.written), ahead]
-        rank, world = self.process.rank, self.process.world
-        own = {stream: n for stream, n in batch.auxiliary().items() if stream in self.gathering}
-        of_ranks = [n * int(of == rank) for n in own.values() for of in range(world)]
-        first = [0, int(bool(self.stop))]
-        numbers = [*first, *targets.values(), *work, *long.values(), batch.samples(), *asked, *of_ranks]
-        message, self.length = self.host_group.begin_sum(numbers), len(numbers)
-        finish = cache(message.wait)
-
-        def counts() -> GlobalCounts:
-            sums = iter(finish()[len(first) :])
-            return GlobalCounts(
-                targets={key: next(sums) for key in targets},
-                work=RowCost(*islice(sums, len(work))),
-                too_long=Counter({stream: next(sums) for stream in long}),
-                samples=next(sums),
-                flush=next(sums),
-                written=next(sums),
-                ahead=next(sums),
-                auxiliary={stream: [*islice(sums, world)] for stream in own},
-            )
-
-        return PendingStep(batch, None, finish, counts, message.arrived, self.begun, self.checkpoint_manager.under_way)
+            self.last_flush = time.monotonic()
+        own = GlobalCounts(
+            targets=batch.targets(),
+            work=batch.work(),
+            too_long=batch.too_long(),
+            samples=batch.samples(),
+            flush=int(flush),
+            written=int(manager.written),
+            ahead=min(max(FEWEST, median_low(self.took) + 1), MOST) if self.process.is_main else 0,
+            auxiliary={
+                stream: [n * int(of == rank) for of in range(world)]
+                for stream, n in batch.auxiliary().items()
+                if stream in self.gathering
+            },
+        )
+        numbers, form = tree_flatten(own)
+        message = self.host_group.begin_sum([0, int(bool(self.stop)), *numbers])
+        self.length = 2 + len(numbers)
+        return PendingStep(batch, None, message, form, self.begun, manager.under_way)
 
 
 def check_targets(counts: GlobalCounts, step: int, recipe: Recipe) -> None:
@@ -206,7 +214,7 @@ def check_targets(counts: GlobalCounts, step: int, recipe: Recipe) -> None:
         return
     data = recipe.data
     raise UserError(
-        f"step {step} has no targets: of its pairs {counts.too_long.total():,} were longer than data.max_length "
+        f"step {step} has no targets: of its pairs {sum(counts.too_long.values()):,} were longer than data.max_length "
         f"{data.max_length} (data.overlong: {data.overlong}). Take a larger max_length, data.overlong=truncate, or "
         f"more samples per step"
     )

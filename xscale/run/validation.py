@@ -4,7 +4,6 @@ evals.jsonl has an object in each line, {"step", "results": {task: {row: {name: 
 "intervals", the 95 % intervals, has the form of "results". A resume removes the lines of steps after its checkpoint.
 """
 
-import json
 import math
 import os
 import re
@@ -23,7 +22,7 @@ from xscale.eval.bootstrap import intervals
 from xscale.eval.in_training import Results, check_number, with_overall_means
 from xscale.metric_keys import ALL, is_better
 from xscale.ranks import HostGroup
-from xscale.run.metrics import LOG, JsonLines, Reporter
+from xscale.run.metrics import LOG, JsonLines, Reporter, entries_from_end
 from xscale.run_spec import RunSpec
 
 EVALS = "evals.jsonl"
@@ -59,8 +58,8 @@ class Validation:
         """The step and the number of a better evaluation whose checkpoint is not published yet."""
         self.best_numbers: dict[tuple[str, str], tuple[int, float]] = {}
         """The best step, and its main number, by task and results row."""
-        lines = (out / EVALS).read_text(encoding="utf-8").splitlines() if has else []
-        earlier = [(entry["step"], with_nan(entry.get("results") or {})) for entry in map(json.loads, lines)]
+        entries = [entry for _, entry in entries_from_end(out / EVALS)][::-1] if has else []
+        earlier = [(entry["step"], with_nan(entry.get("results") or {})) for entry in entries]
         for line in earlier:
             self.lines_of(*line)
         if self.best_of:

@@ -43,6 +43,8 @@ timeouts do not notice that."""
 END_SECONDS = 8.0
 """The time between the report of a stall and the exit, so that every rank can report. The exit follows even if writing
 the report hangs."""
+KEY = "xscale/beat/{}"
+"""The name of a rank's beat in the store."""
 LISTENERS = (0, 1)
 """The ranks that ask the store which rank is missing. All ranks would be too many, and a single one may be missing."""
 
@@ -77,10 +79,6 @@ class StopRequest:
             for terminal in self.terminals:
                 os.dup2(nowhere, terminal)
             os.close(nowhere)
-
-    def note_step(self) -> None:
-        """Note that a step was made."""
-        self.has_stepped = True
 
     @property
     def why(self) -> str:
@@ -133,14 +131,14 @@ class Watch:
     def __init__(
         self, process: Process, names: list[str], stacks: Path, ended: Callable[[int, str], None], stop: StopRequest
     ):
-        """Prepare a watch, which `begin` starts. names: the ranks' names. stacks: the file to which stacks are written.
-        ended: a function that is called with the exit code and the reason before the process ends."""
+        """Prepare a watch, which `begin` starts. stacks: the file to which stacks are written. ended: a function that
+        is called with the exit code and the reason before the process ends."""
         self.process, self.names, self.stacks, self.ended, self.stop = process, names, stacks, ended, stop
         self.doing, self.marks, self.since = "starting", 0, time.monotonic()
         self.limit = self.stop_limit = math.inf
         """train.stall_limit and train.stop_limit in seconds."""
         self.stopping = False
-        """True once the run makes no further step and only saves."""
+        """True once the run makes no further step and only saves, so that `stop_limit` no longer applies."""
         self.heard: dict[int, tuple[Beat, float]] = {}
         """The last beat of each rank and the time when it came."""
         self.closed = threading.Event()
@@ -149,10 +147,6 @@ class Watch:
     def note(self, doing: str) -> None:
         """Note that the rank makes progress, and what it does next. The main thread calls this many times a step."""
         self.doing, self.marks, self.since = doing, self.marks + 1, time.monotonic()
-
-    def note_end(self) -> None:
-        """Note that no further step follows, so that `stop_limit` no longer applies."""
-        self.stopping = True
 
     def begin(self, minutes: float | None, stop_minutes: float | None) -> None:
         """Begin to watch, in a thread. minutes: train.stall_limit. stop_minutes: train.stop_limit."""
@@ -173,7 +167,7 @@ class Watch:
             number += 1
             if store:
                 beat = json.dumps(Beat(number, self.marks, self._doing()))
-                self._within(partial(store.set, self._key(self.process.rank), beat))
+                self._within(partial(store.set, KEY.format(self.process.rank), beat))
             asked = time.monotonic()
             if self.closed.wait(pause):
                 return
@@ -238,10 +232,6 @@ class Watch:
             self.asking.join(ANSWER_SECONDS)
         return answers[0] if answers else None
 
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"xscale/beat/{rank}"
-
     def _listen(self, store: dist.Store | None) -> str:
         """Return which ranks this rank waits for, as far as it knows."""
         if self.process.world == 1:
@@ -260,7 +250,7 @@ class Watch:
         return self._missing(now)
 
     def _beats(self, store: dist.Store) -> dict[int, Beat]:
-        keys = {rank: self._key(rank) for rank in range(self.process.world)}
+        keys = {rank: KEY.format(rank) for rank in range(self.process.world)}
         return {rank: Beat(*json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
     def _missing(self, now: float) -> str:
