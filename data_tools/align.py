@@ -28,7 +28,7 @@ from xscale.data import words
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 
-from .ranks import Ranks, run
+from .command import run
 
 Links = set[tuple[int, int]]
 """Pairs (number of a word of the first text, number of a word of the second text), from 0."""
@@ -162,7 +162,7 @@ def _lines(path: Path) -> Iterator[str]:
     return (line for _, line in read_lines(path))
 
 
-def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--src", type=Path, required=True)
     parser.add_argument("--tgt", type=Path, required=True, help="its line n is the translation of line n of --src")
@@ -176,25 +176,17 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
                 raise UserError(f"{args.tgt if tgt is None else args.src} ends before line {number} of the other file")
             yield src, tgt
 
-    def work() -> str:
-        """Align on rank 0 while the other ranks wait."""
-        if not ranks.is_main:
-            return ""
-        sides = [args.out.with_name(f"{args.out.stem}.{side}.txt") for side in ("src", "tgt")]
-        for path in (args.out, *sides):
-            if path.exists():
-                raise UserError(f"{path} exists; choose another --out or remove it")
-            files.check_writable(path)
-        with files.publish(args.out) as partial:
-            report = align(pairs(), partial, args.symmetrize)
-        for number, path in enumerate(sides):
-            with files.publish(path) as partial, partial.open("w", encoding="utf-8") as file:
-                file.writelines(" ".join(words.split([pair[number]])[0][0]) + "\n" for pair in pairs())
-        return f"{args.out}: {report}; of the words of {sides[0]} and {sides[1]}"
-
-    message = ranks.together(work)[0]
-    if ranks.is_main:
-        print(message)
+    sides = [args.out.with_name(f"{args.out.stem}.{side}.txt") for side in ("src", "tgt")]
+    for path in (args.out, *sides):
+        if path.exists():
+            raise UserError(f"{path} exists; choose another --out or remove it")
+        files.check_writable(path)
+    with files.publish(args.out) as partial:
+        report = align(pairs(), partial, args.symmetrize)
+    for number, path in enumerate(sides):
+        with files.publish(path) as partial, partial.open("w", encoding="utf-8") as file:
+            file.writelines(" ".join(words.split([pair[number]])[0][0]) + "\n" for pair in pairs())
+    print(f"{args.out}: {report}; of the words of {sides[0]} and {sides[1]}")
 
 
 if __name__ == "__main__":
