@@ -15,9 +15,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import zip_longest
 from multiprocessing import parent_process
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from xscale.data.text import read_lines
 from xscale.errors import UserError
 
 from .command import run
+from .readers import together
 
 Links = set[tuple[int, int]]
 """Pairs (number of a word of the first text, number of a word of the second text), from 0."""
@@ -75,13 +75,13 @@ def parse_links(text: str) -> Links:
     return {(int(i), int(j)) for i, _, j in (link.partition("-") for link in text.split())}
 
 
-def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str, priors: Path | None = None) -> str:
+def align(pairs: Iterable[Sequence[str]], out: Path, symmetrize: str, priors: Path | None = None) -> str:
     """Write the links between the words (data/words.py) of each pair to `out`, one line per pair. priors: a file of
     `write_priors`. Returns a report. Raises UserError."""
     return align_words(in_words(pairs), out, symmetrize, priors)
 
 
-def in_words(pairs: Iterable[tuple[str, str]]) -> Iterator[Iterator[str]]:
+def in_words(pairs: Iterable[Sequence[str]]) -> Iterator[Iterator[str]]:
     """The texts of each pair, with spaces between their words."""
     return ((" ".join(words.split([text])[0][0]) for text in pair) for pair in pairs)
 
@@ -170,11 +170,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--symmetrize", choices=list(SYMMETRIZE), default="grow-diag-final-and")
     args = parser.parse_args(argv)
 
-    def pairs() -> Iterator[tuple[str, str]]:
-        for number, (src, tgt) in enumerate(zip_longest(_lines(args.src), _lines(args.tgt)), start=1):
-            if src is None or tgt is None:
-                raise UserError(f"{args.tgt if tgt is None else args.src} ends before line {number} of the other file")
-            yield src, tgt
+    def pairs() -> Iterator[list[str]]:
+        return together([args.src, args.tgt], [read_lines(args.src), read_lines(args.tgt)])
 
     sides = [args.out.with_name(f"{args.out.stem}.{side}.txt") for side in ("src", "tgt")]
     for path in (args.out, *sides):

@@ -12,19 +12,18 @@ import argparse
 import contextlib
 import io
 import os
-import re
 import shutil
 import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import chain, groupby, islice, zip_longest
+from itertools import groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
 from xscale import files
 from xscale.data.link_projection import project_links
-from xscale.data.text import files_of, read_lines
+from xscale.data.text import files_of
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import is_blank
 from xscale.errors import UserError
@@ -33,15 +32,15 @@ from xscale.record import Record
 from . import align
 from . import index as indexing
 from .command import run
+from .corpus import LANGUAGE, NAME
 from .documents import FORMS, passages
-from .formats import HEAD_LINES, check_text, refuse_equal_sides, take_head
+from .readers import parallel_lines
 from .sentences import split_sentences
 
 SHARD_LINES = 8192
 MEMBER_RECORDS = 256
 STANDARD_INPUT = Path("/dev/stdin")
 _PROGRESS_LINES = 200_000
-LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
 
 
 class Line(NamedTuple):
@@ -77,16 +76,8 @@ def pair_lines(
 ) -> Iterator[Line]:
     """Each line with its record. Raises UserError if one file has more lines."""
     name = f"{stem(src)}.{langs[0]}-{langs[1]}"
-    paths = (src, tgt, *(links.paths if links else ()))
-    for number, columns in enumerate(zip_longest(*sides(src, tgt, langs), *map(read_lines, paths[2:])), start=1):
-        if None in columns:
-            ended = paths[columns.index(None)]
-            longer = paths[next(i for i, column in enumerate(columns) if column)]
-            raise UserError(
-                f"{ended} ends after line {number - 1}, {longer} goes on at line {number}: line n of one must be the "
-                f"counterpart of line n of the other"
-            )
-        texts = (columns[0][1].strip(), columns[1][1].strip())
+    for number, row in enumerate(parallel_lines([src, tgt, *(links.paths if links else ())]), start=1):
+        texts = (row[0].strip(), row[1].strip())
         if any(map(is_blank, texts)):
             yield Line(number, "empty")
             continue
@@ -96,27 +87,15 @@ def pair_lines(
             continue
         pharaoh, dropped = None, 0
         if links:
-            tokenised = (columns[3][1], columns[4][1]) if links.tokenised else None
+            tokenised = (row[3], row[4]) if links.tokenised else None
             try:
-                pharaoh, dropped = project_links(columns[2][1], texts, tokenised, links.by_words)
+                pharaoh, dropped = project_links(row[2], texts, tokenised, links.by_words)
             except ValueError as error:
                 raise UserError(
                     f"{links.path}: line {number}: {error}; links are 0-based `source-target` numbers of the "
                     f"white-space words of the text as given, or of the aligner's text: --links_src F --links_tgt F"
                 ) from None
         yield Line(number, "", [Record(f"{name}-{number:09d}", langs, texts, pharaoh)], dropped)
-
-
-def sides(src: Path, tgt: Path, langs: tuple[str, str]) -> list[Iterator[tuple[int, str]]]:
-    """The numbered lines of the source file and of the target file. Raises UserError if the first lines of a file are
-    not plain text, or if one file is a copy of the other."""
-    lines = [read_lines(path) for path in (src, tgt)]
-    heads = [take_head(of_side, HEAD_LINES) for of_side in lines]
-    texts = [[line for _, line in head] for head in heads]
-    for side, path in enumerate((src, tgt)):
-        check_text(path, texts[side], side, langs[side])
-    refuse_equal_sides(src, tgt, texts)
-    return [chain(head, of_side) for head, of_side in zip(heads, lines, strict=True)]
 
 
 @contextlib.contextmanager
