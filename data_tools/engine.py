@@ -56,10 +56,11 @@ def mark(folder: Path, step: str, number: int) -> Path:
 
 
 def do_task(folder: Path, name: str, step: Step, number: int) -> None:
-    if not mark(folder, name, number).exists():
+    done = mark(folder, name, number)
+    if not done.exists():
         step(folder, number)
-        mark(folder, name, number).parent.mkdir(parents=True, exist_ok=True)
-        mark(folder, name, number).touch()
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()  # it needs no sync: a task whose mark is lost is done again
 
 
 class Executor:

@@ -90,6 +90,12 @@ def write_lines(path: Path, lines: list[str]) -> None:
         partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8", newline="\n")
 
 
+def write_pickle(path: Path, value: Any) -> None:
+    """Write what only this program reads: several times as fast as JSON."""
+    with put(path) as partial:
+        partial.write_bytes(pickle.dumps(value))
+
+
 def cut(folder: Path, number: int) -> None:
     """Write the units of a source in chunks."""
     source, chunks, size, total, lines = corpus_of(folder).sources[number], 0, 0, 0, list[str]()
@@ -126,8 +132,7 @@ def clean(folder: Path, number: int) -> None:
     flip = -1 if len(langs) == 2 and langs != group_of(source) else 1
     hashes = text_hashes([unit.texts[::flip] for unit in kept], rules.dedup == "near")
     sizes = np.array([1 if len(langs) == 2 else len(unit.texts) for unit in kept], dtype="<u8").reshape(-1, 1)
-    with put(folder / f"clean/{number}.units") as partial:
-        partial.write_bytes(pickle.dumps([tuple(unit) for unit in kept]))  # faster than JSON
+    write_pickle(folder / f"clean/{number}.units", [tuple(unit) for unit in kept])
     with put(folder / f"clean/{number}.npy") as partial, partial.open("wb") as file:
         np.save(file, np.hstack([hashes[:, :1], sizes, hashes[:, 1:]]))
     counts = {"read": units, "changed": cleaner.changed, "dropped_links": dropped}
@@ -368,7 +373,7 @@ def shards(folder: Path, number: int) -> None:
     """Write the shard of a chunk, and the records that are held out."""
     corpus, chunk = corpus_of(folder), chunks_of(folder)[number]
     source, name, removed = corpus.sources[chunk.source], corpus.names[chunk.source], Removed()
-    fits, kept, held = length_filter(folder, corpus.rules_of(source), removed), list[Record](), list[str]()
+    fits, kept, held = length_filter(folder, corpus.rules_of(source), removed), list[Record](), list[Record]()
     units = 0
     for unit, state in linked_units(folder, chunk):
         if state in (REPEATED, NEAR):
@@ -376,12 +381,12 @@ def shards(folder: Path, number: int) -> None:
             continue
         records = [record for record in records_of(unit, source.langs, name) if fits(record)]
         if state == HELD:
-            held += [record.to_json() for record in records]
+            held += records
         else:
             kept += records
             units += bool(records)
     write_tar(folder / f"tars/{number}.tar", kept)
-    write_lines(folder / f"held/{number}", held)
+    write_pickle(folder / f"held/{number}", held)
     linked = sum(record.links is not None for record in kept)
     counts = {"held": len(held), "documents": units, "linked": linked, "records": len(kept)}
     write_json(folder / f"tars/{number}.json", counts | {"removed": removed.to_json()})
@@ -407,8 +412,7 @@ def write_tar(path: Path, records: list[Record]) -> None:
     if records:
         with put(path) as partial:
             write_shard(partial, records)
-        with put(path.with_suffix(".scan")) as partial:
-            partial.write_bytes(pickle.dumps(indexing.scan([path], None, {})))
+        write_pickle(path.with_suffix(".scan"), indexing.scan([path], None, {}))
 
 
 def gather(folder: Path, number: int) -> None:
@@ -423,8 +427,7 @@ def gather(folder: Path, number: int) -> None:
         return
     held: dict[str, list[Record]] = defaultdict(list)
     for chunk in chunks_in(folder, corpus.groups[number - len(corpus.sources)]):
-        for line in (folder / f"held/{chunk.number}").open(encoding="utf-8", newline="\n"):
-            record = Record.from_dict(json.loads(line))
+        for record in pickle.loads((folder / f"held/{chunk.number}").read_bytes()):
             held["-".join(record.langs)].append(record)
     for langs, of_langs in held.items():
         tars = [folder / f"tars/{langs}-{start}.tar" for start in range(0, len(of_langs), CHUNK_UNITS)]
