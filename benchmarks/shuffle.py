@@ -23,7 +23,6 @@ import numpy as np
 from common import print_table
 
 from data_tools import write_shards
-from data_tools.ranks import Ranks
 from data_tools.write_shards import SHARD_LINES
 from xscale import rng
 from xscale.data.order import WINDOW_RECORDS, EpochOrder, TextPacking, runs
@@ -101,7 +100,7 @@ def generated(records: int) -> Running:
 def text_of(folder: Path) -> Running:
     with tempfile.TemporaryDirectory() as out:
         arguments = ["mono", "--text", str(folder), "--lang", "xx", "--out", f"{out}/mono"]
-        write_shards.main(Ranks(), arguments)
+        write_shards.main(arguments)
         source, every = Source(Path(out) / "mono"), slice(None)
         shards = range(len(source.shards))
         tokens = np.concatenate([source.lengths(shard, every) for shard in shards])

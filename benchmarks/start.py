@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import print_table, text_pairs, write_tokenizer
 
-from data_tools.ranks import Ranks
 from data_tools.write_shards import Line, write_shards
 from xscale.data.shards import ENTRIES, idx_path
 from xscale.record import Record
@@ -57,7 +56,7 @@ def write_corpus(out: Path, kind: str, sources: int, shards: int, records: int) 
             Line(n, "", [Record(f"k-{n:09d}", langs, pair[: len(langs)], doc=None if kind == "pair" else n // 10)])
             for n, pair in enumerate(pairs, start=1)
         )
-        write_shards(lines, out / langs[-1], "text", len(pairs), Ranks(), {"tool": "benchmarks"})
+        write_shards(lines, out / langs[-1], "text", len(pairs), {"tool": "benchmarks"})
         link_shards(out / langs[-1], shards // sources)
     return out
 

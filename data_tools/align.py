@@ -15,9 +15,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import zip_longest
 from multiprocessing import parent_process
 from pathlib import Path
 
@@ -28,7 +27,8 @@ from xscale.data import words
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 
-from .ranks import Ranks, run
+from .command import run
+from .readers import together
 
 Links = set[tuple[int, int]]
 """Pairs (number of a word of the first text, number of a word of the second text), from 0."""
@@ -75,13 +75,13 @@ def parse_links(text: str) -> Links:
     return {(int(i), int(j)) for i, _, j in (link.partition("-") for link in text.split())}
 
 
-def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str, priors: Path | None = None) -> str:
+def align(pairs: Iterable[Sequence[str]], out: Path, symmetrize: str, priors: Path | None = None) -> str:
     """Write the links between the words (data/words.py) of each pair to `out`, one line per pair. priors: a file of
     `write_priors`. Returns a report. Raises UserError."""
     return align_words(in_words(pairs), out, symmetrize, priors)
 
 
-def in_words(pairs: Iterable[tuple[str, str]]) -> Iterator[Iterator[str]]:
+def in_words(pairs: Iterable[Sequence[str]]) -> Iterator[Iterator[str]]:
     """The texts of each pair, with spaces between their words."""
     return ((" ".join(words.split([text])[0][0]) for text in pair) for pair in pairs)
 
@@ -162,7 +162,7 @@ def _lines(path: Path) -> Iterator[str]:
     return (line for _, line in read_lines(path))
 
 
-def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--src", type=Path, required=True)
     parser.add_argument("--tgt", type=Path, required=True, help="its line n is the translation of line n of --src")
@@ -170,31 +170,20 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     parser.add_argument("--symmetrize", choices=list(SYMMETRIZE), default="grow-diag-final-and")
     args = parser.parse_args(argv)
 
-    def pairs() -> Iterator[tuple[str, str]]:
-        for number, (src, tgt) in enumerate(zip_longest(_lines(args.src), _lines(args.tgt)), start=1):
-            if src is None or tgt is None:
-                raise UserError(f"{args.tgt if tgt is None else args.src} ends before line {number} of the other file")
-            yield src, tgt
+    def pairs() -> Iterator[list[str]]:
+        return together([args.src, args.tgt], [read_lines(args.src), read_lines(args.tgt)])
 
-    def work() -> str:
-        """Align on rank 0 while the other ranks wait."""
-        if not ranks.is_main:
-            return ""
-        sides = [args.out.with_name(f"{args.out.stem}.{side}.txt") for side in ("src", "tgt")]
-        for path in (args.out, *sides):
-            if path.exists():
-                raise UserError(f"{path} exists; choose another --out or remove it")
-            files.check_writable(path)
-        with files.publish(args.out) as partial:
-            report = align(pairs(), partial, args.symmetrize)
-        for number, path in enumerate(sides):
-            with files.publish(path) as partial, partial.open("w", encoding="utf-8") as file:
-                file.writelines(" ".join(words.split([pair[number]])[0][0]) + "\n" for pair in pairs())
-        return f"{args.out}: {report}; of the words of {sides[0]} and {sides[1]}"
-
-    message = ranks.together(work)[0]
-    if ranks.is_main:
-        print(message)
+    sides = [args.out.with_name(f"{args.out.stem}.{side}.txt") for side in ("src", "tgt")]
+    for path in (args.out, *sides):
+        if path.exists():
+            raise UserError(f"{path} exists; choose another --out or remove it")
+        files.check_writable(path)
+    with files.publish(args.out) as partial:
+        report = align(pairs(), partial, args.symmetrize)
+    for number, path in enumerate(sides):
+        with files.publish(path) as partial, partial.open("w", encoding="utf-8") as file:
+            file.writelines(" ".join(words.split([pair[number]])[0][0]) + "\n" for pair in pairs())
+    print(f"{args.out}: {report}; of the words of {sides[0]} and {sides[1]}")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from xscale import files
 from xscale.errors import UserError
 
 from . import prepare
+from .command import run
 from .demo_world import FIRST_YY, WRITTEN, World
-from .ranks import Ranks, run
 
 HELDOUT = 1000
 CORPUS = """\
@@ -53,13 +53,8 @@ TMX = """\
 UNIT = '<tu><tuv xml:lang="en"><seg>{}</seg></tuv><tuv xml:lang="yy"><seg>{}</seg></tuv></tu>\n'
 
 
-def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0, ranks: Ranks | None = None) -> None:
-    """Make the whole corpus, on the main rank. The directory `out` appears only when it is complete."""
-    ranks = ranks or Ranks()
-    ranks.together(lambda: make(out, pairs, mono, seed) if ranks.is_main else None)
-
-
-def make(out: Path, pairs: int, mono: int, seed: int) -> None:
+def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0) -> None:
+    """Make the whole corpus. The directory `out` appears only when it is complete."""
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; choose another --out or remove it")
     partial = files.beside(out)
@@ -137,16 +132,15 @@ def write_lines(path: Path, lines: list[str]) -> None:
     files.write_text(path, "".join(line + "\n" for line in lines))
 
 
-def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("data/demo"))
     parser.add_argument("--pairs", type=int, default=20_000)
     parser.add_argument("--mono", type=int, default=20_000, help="sentences of each language")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    build(args.out, args.pairs, args.mono, args.seed, ranks)
-    if ranks.is_main:
-        print(f"{args.out}: {args.pairs:,} pairs, {args.mono:,} sentences of each language, tokenizer, dictionary")
+    build(args.out, args.pairs, args.mono, args.seed)
+    print(f"{args.out}: {args.pairs:,} pairs, {args.mono:,} sentences of each language, tokenizer, dictionary")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from xscale import files
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 
+from .command import run
 from .conllu import Sentence, blocks, check_heads, read_sentences
-from .ranks import Ranks, run
 from .script import Script
 from .word_order import as_french, invert_text, inverted
 
@@ -226,35 +226,26 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"{' '.join(map(str, outputs))}: two outputs are one file; choose different ones")
 
 
-def work(args: argparse.Namespace) -> str:
-    """Write all outputs. Returns a report."""
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
     check(args)
     derivation = Derivation(args)
-    report = []
     for source, out in zip(args.sources, args.out, strict=True):
         with files.publish(out) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
             for line in KINDS[args.kind](source, derivation):
                 file.write(line)
-        report.append(f"{out}: {args.how} of {source}")
+        print(f"{out}: {args.how} of {source}")
     if derivation.parses and (rest := next(derivation.parses, None)):
         raise UserError(f"{rest[0]}: --conllu has a parse beyond the end of --in; give only the parses of --in")
     if derivation.order == "syn":
         crossing = f"{derivation.crossing:,} of {derivation.sentences:,} sentences"
-        report.append(f"{crossing} have crossing arcs and stay as they are")
+        print(f"{crossing} have crossing arcs and stay as they are")
     if script := derivation.script:
         if args.dictionary_out:
             files.write_text(args.dictionary_out, script.dictionary())
         if args.tokenizer_out:
             script.save_doubled(args.tokenizer_out)
-        report.append(f"{len(script.shifted):,} of {script.size:,} ids are shifted by {script.size:,}")
-    return "\n".join(report)
-
-
-def main(ranks: Ranks, argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
-    message = ranks.together(lambda: work(args) if ranks.is_main else "")[0]
-    if ranks.is_main:
-        print(message)
+        print(f"{len(script.shifted):,} of {script.size:,} ids are shifted by {script.size:,}")
 
 
 if __name__ == "__main__":

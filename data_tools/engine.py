@@ -7,7 +7,6 @@ its SLURM executor does not report whether tasks failed, and its Ray executor st
 submitit needs SLURM's accounting database.)
 """
 
-import importlib
 import logging
 import multiprocessing
 import os
@@ -57,10 +56,11 @@ def mark(folder: Path, step: str, number: int) -> Path:
 
 
 def do_task(folder: Path, name: str, step: Step, number: int) -> None:
-    if not mark(folder, name, number).exists():
+    done = mark(folder, name, number)
+    if not done.exists():
         step(folder, number)
-        with put(mark(folder, name, number)) as partial:
-            partial.touch()
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()  # it needs no sync: a task whose mark is lost is done again
 
 
 class Executor:
@@ -95,7 +95,6 @@ class Executor:
     def _run_pool(self, name: str, step: Step, left: list[int]) -> None:
         if not self._pool:
             # Forked workers hold the folder's lock too, so a new start cannot write while those of a killed start live.
-            importlib.import_module(f"{__package__}.write_shards")  # once for all, since it takes seconds
             self._pool = ProcessPoolExecutor(
                 self.workers, multiprocessing.get_context("fork"), start_worker, (os.getpid(),)
             )

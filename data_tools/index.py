@@ -8,7 +8,11 @@ Tars may hold `.jsonl` members (one record a line), or one sample per record: KE
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +23,12 @@ from xscale.data.survey import Survey
 from xscale.data.survey import warnings as survey_warnings
 from xscale.errors import UserError
 
-from .ranks import Ranks, run
+from .command import run
+from .engine import start_worker
 
 TOOL = "data_tools.index"
+WORKER_TARS = 8
+"""Tars are scanned in several processes if each has at least this many."""
 Scanned = tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int]], Survey | None]
 """For some tars: (entry in index.json, layout, languages, number of documents) of each; a survey of all their texts."""
 
@@ -29,12 +36,11 @@ Scanned = tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int]], Survey |
 def build(
     directory: Path,
     langs: tuple[str, ...] | None,
-    ranks: Ranks,
     made_by: dict[str, Any],
     links_count: str | None = None,
 ) -> dict[str, Any]:
-    """Scan all tars (split over the ranks), write an .idx file beside each, the file that joins all entries, and
-    index.json last. Raises UserError.
+    """Scan all tars, write an .idx file beside each, the file that joins all entries, and index.json last. Raises
+    UserError.
 
     links_count: which words the numbers in links count, a name in SEGMENTATIONS. None: those that an existing index
     names; without an index, xscale's words in tars of its own layout and white-space words in others. Links are checked
@@ -46,13 +52,19 @@ def build(
     counted = {layout: _segmentation(directory, layout, links_count)["name"] for layout in LAYOUTS}
     if made_by["tool"] != TOOL:
         counted = {}
-
-    parts = ranks.together(lambda: scan(tars[ranks.rank :: ranks.size], langs, counted))
-    index = described(directory, parts, made_by, links_count)
-    if ranks.is_main:
-        write(directory, index)
-    ranks.gather(None)
+    index = described(directory, scan_all(tars, langs, counted), made_by, links_count)
+    write(directory, index)
     return index
+
+
+def scan_all(tars: list[Path], langs: tuple[str, ...] | None, counted: dict[str, str]) -> list[Scanned]:
+    """What `scan` returns, for parts of the tars; many tars are scanned in a process for each core."""
+    workers = min(len(os.sched_getaffinity(0)), len(tars) // WORKER_TARS)
+    if workers < 2:
+        return [scan(tars, langs, counted)]
+    with ProcessPoolExecutor(workers, get_context("fork"), start_worker, (os.getpid(),)) as pool:
+        parts = [tars[number::workers] for number in range(workers)]
+        return [*pool.map(partial(scan, langs=langs, counted=counted), parts)]
 
 
 def described(
@@ -142,7 +154,7 @@ def summary(directory: Path, index: dict[str, Any]) -> str:
     )
 
 
-def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--langs", nargs="+", help="languages, for samples that do not name theirs")
@@ -156,9 +168,8 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         raise UserError(f"--langs {' '.join(args.langs)}: needs one language, or two different ones")
     if not all(lang.isprintable() for lang in langs or ()):
         raise UserError(f"--langs {' '.join(map(repr, args.langs))}: a language's name has no control characters")
-    index = build(args.directory, langs, ranks, {"tool": TOOL}, args.links_count)
-    if ranks.is_main:
-        print(summary(args.directory, index), *warnings(args.directory, index), sep="\n")
+    index = build(args.directory, langs, {"tool": TOOL}, args.links_count)
+    print(summary(args.directory, index), *warnings(args.directory, index), sep="\n")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from xscale.errors import UserError
 from xscale.files import sha256_file
 from xscale.record import Record
 
+from .command import run
 from .index import summary
 from .inspect_page import page, text_statistics
-from .ranks import Ranks, run
 
 _LENGTH_SAMPLE = 10_000
 _FREQUENT = 8
@@ -161,25 +161,20 @@ def documents(source: Source) -> str:
     )
 
 
-def damage(source: Source, ranks: Ranks) -> list[str]:
+def damage(source: Source) -> list[str]:
     """A line for each shard that is missing or differs from the index, with the first damaged record if it is known."""
-
-    def verify() -> list[str]:
-        problems = []
-        for number in range(ranks.rank, len(source.shards), ranks.size):
-            shard = source.shards[number]
-            path = source.directory / shard.name
-            if not path.exists():
-                problems.append(f"{path} is missing")
-            elif sha256_file(path) != shard.sha256:
-                problems.append(_first_damage(source, number))
-            elif not _idx_fits(path, source.langs):
-                problems.append(
-                    f"{idx_path(path)} does not fit its shard; run `python -m data_tools.index {source.directory}`"
-                )
-        return problems
-
-    return sorted(problem for part in ranks.together(verify) for problem in part)
+    problems = []
+    for number, shard in enumerate(source.shards):
+        path = source.directory / shard.name
+        if not path.exists():
+            problems.append(f"{path} is missing")
+        elif sha256_file(path) != shard.sha256:
+            problems.append(_first_damage(source, number))
+        elif not _idx_fits(path, source.langs):
+            problems.append(
+                f"{idx_path(path)} does not fit its shard; run `python -m data_tools.index {source.directory}`"
+            )
+    return sorted(problems)
 
 
 def _idx_fits(path: Path, langs: tuple[str, ...]) -> bool:
@@ -201,7 +196,7 @@ def _first_damage(source: Source, number: int) -> str:
     return f"{path}: bytes outside its records differ from the index"
 
 
-def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, nargs="+")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N records, spread over the source")
@@ -225,42 +220,40 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         alone = (given / "index.json").exists()
         below = [Source(directory) for directory in (not alone and directories_below(given)) or [given]]
         for source in below:
-            found.append(inspect(source, args.show, args.verify, tokenizer, ranks))
-            if args.html and ranks.is_main:
+            found.append(inspect(source, args.show, args.verify, tokenizer))
+            if args.html:
                 found[-1]["languages"] = text_statistics(below, source, records_of(source), given, tokenizer)
         sources += below
-    if args.html and ranks.is_main:
+    if args.html:
         files.write_text(args.html, page(sources, found))
-    if args.json and ranks.is_main:
+    if args.json:
         files.write_text(args.json, json.dumps({"sources": found}, indent=1, ensure_ascii=False) + "\n")
 
 
-def inspect(source: Source, show: int, verify: bool, tokenizer: Tokenizer | None, ranks: Ranks) -> dict[str, Any]:
+def inspect(source: Source, show: int, verify: bool, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Print a description of a source. Returns its entry for --json. Raises UserError."""
     directory = source.directory
     if verify:
-        problems = damage(source, ranks)
+        problems = damage(source)
         if problems:
             raise UserError(f"{len(problems)} damaged shards:\n" + "\n".join(f"  {problem}" for problem in problems))
-        if ranks.is_main:
-            print(f"{directory}: {len(source.shards)} shards verified")
+        print(f"{directory}: {len(source.shards)} shards verified")
+    source.check_sizes()
+    source.check_links()
+    records = records_of(source)
+    links = link_statistics(records, tokenizer)
+    text = text_of(source, records)
+    text["warnings"] = warnings(text, source.langs, source.records)
+    print("\n".join(describe(source, records, text, links, show)))
+    for line in text["warnings"]:
+        print(f"warning: {directory}: {line}")
     entry = {"directory": str(directory), "name": source.name, "kind": source.kind, "records": source.records}
-    if ranks.is_main:
-        source.check_sizes()
-        source.check_links()
-        records = records_of(source)
-        links = link_statistics(records, tokenizer)
-        text = text_of(source, records)
-        text["warnings"] = warnings(text, source.langs, source.records)
-        print("\n".join(describe(source, records, text, links, show)))
-        for line in text["warnings"]:
-            print(f"warning: {directory}: {line}")
-        entry |= {"links": links, "text": text}
-        if tokenizer:
-            sides = zip(source.langs, zip(*(record.texts for record in records), strict=True), strict=True)
-            unknown = {lang: tokenizer.unknown(tokenizer.encode(list(texts))) for lang, texts in sides}
-            print(*(f"  {line}" for line in unknown_lines(unknown, tokenizer.hf.name_or_path)), sep="\n")
-            entry["unknown"] = unknown
+    entry |= {"links": links, "text": text}
+    if tokenizer:
+        sides = zip(source.langs, zip(*(record.texts for record in records), strict=True), strict=True)
+        unknown = {lang: tokenizer.unknown(tokenizer.encode(list(texts))) for lang, texts in sides}
+        print(*(f"  {line}" for line in unknown_lines(unknown, tokenizer.hf.name_or_path)), sep="\n")
+        entry["unknown"] = unknown
     return entry
 
 

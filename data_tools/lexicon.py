@@ -12,6 +12,8 @@ the sample of 20 %.
 
 import argparse
 from collections import Counter
+from collections.abc import Iterator
+from itertools import compress
 from pathlib import Path
 
 from xscale import files, rng
@@ -21,8 +23,9 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.data.truecase import Forms, commonest, count_words
 from xscale.data.words import split
 from xscale.errors import UserError
+from xscale.record import Record
 
-from .ranks import Ranks, run
+from .command import run
 
 Entry = tuple[str, str]
 
@@ -37,9 +40,9 @@ def oriented(path: Path, langs: tuple[str, str]) -> list[Entry]:
     return [(b, a) for a, b in read_entries(path)]
 
 
-def counted_links(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -> tuple[Counter, Counter, Counter]:
+def counted_links(sources: list[Source], langs: tuple[str, str]) -> tuple[Counter, Counter, Counter]:
     """The counts of linked word pairs, of the words of the first language and of those of the second, over all records
-    with links. The shards are split over the ranks."""
+    with links."""
     flips: dict[tuple[str, ...], int] = {langs: 1, langs[::-1]: -1}
     for source in sources:
         if source.langs not in flips:
@@ -47,54 +50,43 @@ def counted_links(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -
                 f"{source.directory} holds {'-'.join(source.langs)}, but --out is for {'-'.join(langs)}; remove this "
                 f"directory from the command"
             )
-
-    def count() -> tuple[Counter, Counter, Counter]:
-        pairs: Counter = Counter()
-        words: tuple[Counter, Counter] = (Counter(), Counter())
-        shards = [(source, shard) for source in sources for shard in range(len(source.shards))]
-        for source, shard in shards[ranks.rank :: ranks.size]:
-            flip = flips[source.langs]
-            for number in range(source.shards[shard].records):
-                record = source.with_words(source.read(shard, number))
-                if record.links is None:
-                    continue
-                (a, a_is_word), (b, b_is_word) = split([text.lower() for text in record.texts[::flip]])
-                for side, is_word, seen in ((a, a_is_word, words[0]), (b, b_is_word, words[1])):
-                    seen.update(word for word, whole in zip(side, is_word, strict=True) if whole)
-                for link in record.links.split():
-                    i, j = (int(end) for end in link.split("-")[::flip])
-                    if a_is_word[i] and b_is_word[j]:
-                        pairs[a[i], b[j]] += 1
-        return pairs, *words
-
-    parts = ranks.together(count)
-    pairs: Counter = sum((part[0] for part in parts), Counter())
-    first: Counter = sum((part[1] for part in parts), Counter())
-    second: Counter = sum((part[2] for part in parts), Counter())
+    pairs, first, second = Counter[Entry](), Counter[str](), Counter[str]()
+    for source, records in shards_of(sources):
+        flip = flips[source.langs]
+        for record in map(source.with_words, records):
+            if record.links is None:
+                continue
+            (a, a_is_word), (b, b_is_word) = split([text.lower() for text in record.texts[::flip]])
+            first.update(compress(a, a_is_word))
+            second.update(compress(b, b_is_word))
+            for link in record.links.split():
+                i, j = (int(end) for end in link.split("-")[::flip])
+                if a_is_word[i] and b_is_word[j]:
+                    pairs[a[i], b[j]] += 1
     if not pairs:
         names = ", ".join(str(source.directory) for source in sources)
         raise UserError(f"{names}: no word links; write the shards with `--links F` or `--align`")
     return pairs, first, second
 
 
-def counted_forms(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -> dict[str, Forms]:
-    """The commonest spelling of each word in all of the text of each language. Shards are split over the ranks."""
+def shards_of(sources: list[Source]) -> Iterator[tuple[Source, list[Record]]]:
+    """The records of each shard of each source."""
+    for source in sources:
+        for number, shard in enumerate(source.shards):
+            yield source, [source.read(number, record) for record in range(shard.records)]
+
+
+def counted_forms(sources: list[Source], langs: tuple[str, str]) -> dict[str, Forms]:
+    """The commonest spelling of each word in all of the text of each language."""
     absent = set(langs) - {lang for source in sources for lang in source.langs}
     if absent:
         raise UserError(f"--truecase has no text in {', '.join(sorted(absent))}; add shards that have some")
-
-    def count() -> dict[str, Counter[str]]:
-        counts: dict[str, Counter[str]] = {lang: Counter() for lang in langs}
-        shards = [(source, shard) for source in sources for shard in range(len(source.shards))]
-        for source, shard in shards[ranks.rank :: ranks.size]:
-            records = [source.read(shard, number) for number in range(source.shards[shard].records)]
-            for side, lang in enumerate(source.langs):
-                if lang in counts:
-                    counts[lang] += count_words([[record.texts[side] for record in records]])
-        return counts
-
-    parts = ranks.together(count)
-    return {lang: commonest(sum((part[lang] for part in parts), Counter())) for lang in langs}
+    counts: dict[str, Counter[str]] = {lang: Counter() for lang in langs}
+    for source, records in shards_of(sources):
+        for side, lang in enumerate(source.langs):
+            if lang in counts:
+                counts[lang] += count_words([[record.texts[side] for record in records]])
+    return {lang: commonest(of_lang) for lang, of_lang in counts.items()}
 
 
 def induced(pairs: Counter, first: Counter, second: Counter, min_count: int, min_share: float) -> list[Entry]:
@@ -182,39 +174,25 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     sources = find_sources(args.from_links) if args.from_links else []
     langs = pair_of(args.out, {language for source in sources for language in source.langs})
-
-    def check() -> None:
-        if args.out.exists():
-            raise UserError(f"{args.out} exists; choose another --out or remove it")
-        files.check_writable(args.out)
-        if args.share is not None and not 0 < args.share <= 1:
-            raise UserError(f"--share {args.share} must lie between 0 and 1")
-
-    ranks.together(check)
-    counts = counted_links(sources, langs, ranks) if sources else None
-    forms = counted_forms(find_sources(args.truecase), langs, ranks) if args.truecase else {}
-
-    def work() -> str:
-        """Rank 0 filters the entries; the other ranks wait."""
-        if not ranks.is_main:
-            return ""
-        if counts:
-            entries = induced(*counts, args.min_count, args.min_share)
-        else:
-            entries = [entry for path in args.dict for entry in oriented(path, langs)]
-        entries, report = filtered(entries, args, langs, forms)
-        if not entries:
-            raise UserError(f"nothing to write to {args.out}: {', '.join(report)}")
-        write_entries(entries, args.out)
-        return f"{args.out}: {', '.join(report)}"
-
-    message = ranks.together(work)[0]
-    if ranks.is_main:
-        print(message)
+    if args.out.exists():
+        raise UserError(f"{args.out} exists; choose another --out or remove it")
+    files.check_writable(args.out)
+    if args.share is not None and not 0 < args.share <= 1:
+        raise UserError(f"--share {args.share} must lie between 0 and 1")
+    if sources:
+        entries = induced(*counted_links(sources, langs), args.min_count, args.min_share)
+    else:
+        entries = [entry for path in args.dict for entry in oriented(path, langs)]
+    forms = counted_forms(find_sources(args.truecase), langs) if args.truecase else {}
+    entries, report = filtered(entries, args, langs, forms)
+    if not entries:
+        raise UserError(f"nothing to write to {args.out}: {', '.join(report)}")
+    write_entries(entries, args.out)
+    print(f"{args.out}: {', '.join(report)}")
 
 
 if __name__ == "__main__":

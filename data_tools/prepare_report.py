@@ -49,7 +49,7 @@ def suspicions(folder: Path, number: int, source: SourceSpec, index: dict[str, A
     """A line for each suspicious property of a source's texts."""
     lines = warnings(index["text"], source.langs, index["records"])
     chunk = next(chunk for chunk in chunks_of(folder) if chunk.source == number)
-    units = list(islice(units_in(folder / f"clean/{chunk.number}.jsonl"), IDENTIFIED))
+    units = list(islice(units_in(folder, chunk), IDENTIFIED))
     for side, lang in enumerate(source.langs):
         texts = [unit.texts[side] if source.pairs else " ".join(unit.texts)[:500] for unit in units]
         found, probability = identifier(True)(" ".join(texts))

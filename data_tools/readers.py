@@ -12,8 +12,8 @@ import lzma
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from itertools import chain, islice, zip_longest
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, count, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -23,8 +23,8 @@ from xscale.errors import UserError, can_be_encoded
 
 from .conllu import read_sentences
 from .corpus import SourceSpec
-from .documents import passages
-from .formats import HEAD_CHARACTERS, HEAD_LINES, check_pairs, check_text, object_of, refuse_equal_sides, take_head
+from .documents import Passage, passages
+from .formats import HEAD_LINES, check_pairs, check_text, object_of, refuse_equal_sides, take_head
 
 PARAGRAPHS = 1000
 """A document with more paragraphs than this is split into several."""
@@ -45,12 +45,7 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
     unit, found = None, 0
     units = READERS["pairs" if source.pairs else "mono", source.format](source)
     if source.pairs:
-        head, size = list[Unit](), 0
-        for unit in islice(units, min(HEAD_LINES, source.first or HEAD_LINES)):
-            head.append(unit)
-            size += sum(map(len, unit.texts))
-            if size >= HEAD_CHARACTERS:
-                break
+        head = take_head(units, min(HEAD_LINES, source.first or HEAD_LINES), lambda unit: sum(map(len, unit.texts)))
         check_pairs(source.paths, [unit.texts for unit in head if unit.texts], source.columns is not None)
         units = chain(head, units)
     for unit in units:
@@ -67,33 +62,37 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
 
 
 def text_pairs(source: SourceSpec) -> Iterator[Unit]:
-    paths = [Path(name) for name in source.paths]
-    sides = [_checked_lines(path, side, source.langs) for side, path in enumerate(paths[:2])]
-    heads = [take_head(side, HEAD_LINES) for side in sides]
-    refuse_equal_sides(paths[0], paths[1], [[line for _, line in head] for head in heads])
-    columns = [chain(head, side) for head, side in zip(heads, sides, strict=True)] + [read_lines(p) for p in paths[2:]]
-    for number, row in enumerate(_together(paths, columns), start=1):
+    for number, row in enumerate(parallel_lines([Path(name) for name in source.paths]), start=1):
         yield Unit(number, row[:2], row[2] if len(row) > 2 else None)
 
 
-def _together(paths: list[Path], columns: list[Iterator[tuple[int, str]]]) -> Iterator[list[str]]:
+def parallel_lines(paths: list[Path]) -> Iterator[list[str]]:
+    """The lines n of two files of text, and of files that belong to them, for each n. Raises UserError if the first
+    lines of a text are not plain text, if one text is a copy of the other, or if a file ends before the others."""
+    heads, columns = [], []
+    for path in paths[:2]:
+        lines = read_lines(path)
+        head = take_head(lines, HEAD_LINES)
+        heads.append([line for _, line in head])
+        columns.append(chain(head, lines))
+        check_text(path, heads[-1])
+    if isinstance(paths[0], Path) and paths[0].resolve() == paths[1].resolve() and not paths[0].is_fifo():
+        raise UserError(f"{paths[0]} and {paths[1]} are the same file; give the translation for one of them")
+    refuse_equal_sides(f"{paths[1]} looks like a copy of {paths[0]}", zip(*heads, strict=False))
+    return together(paths, [*columns, *map(read_lines, paths[2:])])
+
+
+def together(paths: list[Path], columns: Sequence[Iterator[tuple[int, str]]]) -> Iterator[list[str]]:
     """The lines n of several files, for each n. Raises UserError if one file ends before the others."""
     for number, row in enumerate(zip_longest(*columns), start=1):
         if None in row:
             ended = row.index(None)
-            others = " and ".join(str(path) for n, path in enumerate(paths) if n != ended)
+            others = " and ".join(str(path) for path, line in zip(paths, row, strict=True) if line)
             raise UserError(
-                f"{paths[ended]} ends after line {number - 1}, but {others} goes on: line n of one must be the "
-                f"counterpart of line n of the other"
+                f"{paths[ended]} ends after line {number - 1}, but {others} goes on at line {number}: line n of one "
+                f"must be the counterpart of line n of the other"
             )
         yield [line for _, line in row]
-
-
-def _checked_lines(path: Path, side: int, langs: tuple[str, ...]) -> Iterator[tuple[int, str]]:
-    lines = read_lines(path)
-    head = take_head(lines, HEAD_LINES)
-    check_text(path, [line for _, line in head], side, langs[side])
-    yield from chain(head, lines)
 
 
 def tsv_pairs(source: SourceSpec) -> Iterator[Unit]:
@@ -214,8 +213,7 @@ def opus_pairs(source: SourceSpec) -> Iterator[Unit]:
                     f"name ends in .{' and one in .'.join(source.langs)}"
                 )
             members = [cast(Path, zipfile.Path(archive, of_side[0])) for of_side in names]
-            sides = [_checked_lines(member, side, source.langs) for side, member in enumerate(members)]
-            yield from (Unit(number, row) for number, row in enumerate(_together(members, sides), start=1))
+            yield from (Unit(number, row) for number, row in enumerate(parallel_lines(members), start=1))
     except UserError:
         raise
     except FileNotFoundError:
@@ -226,18 +224,22 @@ def opus_pairs(source: SourceSpec) -> Iterator[Unit]:
 
 def documents(source: SourceSpec) -> Iterator[Unit]:
     """Documents by WikiExtractor's markup, JSON lines with `text` or `content`, or blank lines; else one per line."""
-    total = 0
+    numbers = count(1)  # of the lines of all files
     for path in files_of([Path(name) for name in source.paths]):
-        number, paragraphs = 0, list[str]()
-        for _, starts, texts in passages(path, "auto")[1]:
-            total += 1
-            if (starts or len(paragraphs) >= PARAGRAPHS) and paragraphs:
-                yield Unit(number, paragraphs)
-                paragraphs = []
-            number = number if paragraphs else total
-            paragraphs += texts
-        if paragraphs:
-            yield Unit(number, paragraphs)
+        yield from joined((next(numbers), starts, texts) for _, starts, texts in passages(path, "auto")[1])
+
+
+def joined(parts: Iterable[Passage]) -> Iterator[Unit]:
+    """Documents of consecutive parts. Each part has its number, whether it starts a document, and its texts."""
+    first, document = 0, list[str]()
+    for number, starts, texts in parts:
+        if document and (starts or len(document) >= PARAGRAPHS):
+            yield Unit(first, document)
+            document = []
+        first = first if document else number
+        document += texts
+    if document:
+        yield Unit(first, document)
 
 
 def json_rows(source: SourceSpec) -> Iterator[Unit]:
@@ -274,20 +276,18 @@ def _row(place: str, number: int, fields: dict[str, Any], source: SourceSpec) ->
 
 def conllu_documents(source: SourceSpec) -> Iterator[Unit]:
     """Documents that start at `# newdoc`. Each sentence before the first `# newdoc` is a document of its own."""
-    first, in_document, texts = 1, False, list[str]()
-    for number, (where, sentence) in enumerate(read_sentences(Path(source.paths[0])), start=1):
-        text = next((line for line in sentence.comments if line.startswith("# text =")), None)
-        if text is None:
-            raise UserError(f"{where}: the sentence has no `# text =`; add it")
-        starts = any(re.match(r"# newdoc\b", line) for line in sentence.comments)
-        if texts and (starts or not in_document or len(texts) >= PARAGRAPHS):
-            yield Unit(first, texts)
-            texts = []
-        in_document = in_document or starts
-        first = first if texts else number
-        texts.append(text.partition("=")[2].strip())
-    if texts:
-        yield Unit(first, texts)
+
+    def sentences() -> Iterator[Passage]:
+        in_document = False
+        for number, (where, sentence) in enumerate(read_sentences(Path(source.paths[0])), start=1):
+            text = next((line for line in sentence.comments if line.startswith("# text =")), None)
+            if text is None:
+                raise UserError(f"{where}: the sentence has no `# text =`; add it")
+            starts = any(re.match(r"# newdoc\b", line) for line in sentence.comments)
+            yield number, starts or not in_document, [text.partition("=")[2].strip()]
+            in_document = in_document or starts
+
+    return joined(sentences())
 
 
 def table_rows(source: SourceSpec) -> Iterator[Unit]:
@@ -333,20 +333,13 @@ TABLES = {
 
 def shard_records(source: SourceSpec) -> Iterator[Unit]:
     """Pairs or documents of shards. Links count words as data/words.py divides a text."""
-    shards, first, texts = Source(source.paths[0]), 1, list[str]()
-    places = ((shard, record) for shard, count in enumerate(shards.counts.tolist()) for record in range(count))
-    for number, place in enumerate(places, start=1):
-        found = shards.with_words(shards.read(*place))
-        if source.pairs:
-            yield Unit(number, [*found.texts], found.links)
-            continue
-        if texts and (not shards.continues_document(*place) or len(texts) >= PARAGRAPHS):
-            yield Unit(first, texts)
-            texts = []
-        first = first if texts else number
-        texts.append(found.texts[0])
-    if texts:
-        yield Unit(first, texts)
+    shards = Source(source.paths[0])
+    places = [(shard, record) for shard, records in enumerate(shards.counts.tolist()) for record in range(records)]
+    records = enumerate((shards.with_words(shards.read(*place)) for place in places), start=1)
+    if source.pairs:
+        return (Unit(number, [*record.texts], record.links) for number, record in records)
+    starts = (not shards.continues_document(*place) for place in places)
+    return joined((number, new, [*record.texts]) for (number, record), new in zip(records, starts, strict=True))
 
 
 Reader = Callable[[SourceSpec], Iterator[Unit]]

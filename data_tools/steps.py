@@ -2,7 +2,7 @@
 wrote, and writes whole files of its own. All files are in one folder:
 
     raw/SOURCE/CHUNK.jsonl      cut: the units of a source as its reader gives them, in chunks
-    clean/CHUNK.{jsonl,npy}     clean: a chunk's units after the rules, and the hashes of their texts
+    clean/CHUNK.{units,npy}     clean: a chunk's units after the rules, pickled, and the hashes of their texts
     state/GROUP.npy             select: whether each unit of a language or a pair is kept, repeated or held out
     links/N.priors              priors: the aligner's statistics from a sample of pairs, if a direction has many
     links/CHUNK                 align: word links for a chunk's kept or held-out pairs that came without links
@@ -20,9 +20,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate, islice, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,9 +39,7 @@ from .cleaning import Cleaner, Removed, text_hashes
 from .corpus import Corpus, Rules, SourceSpec, group_of
 from .engine import Step, put
 from .readers import Unit, from_line, read_units, to_line
-
-if TYPE_CHECKING:
-    from .write_shards import Line  # it takes seconds to import, so only the tasks that need it do so
+from .write_shards import TokenFilter, write_shard
 
 CHUNK_UNITS, CHUNK_BYTES = 8192, 4 << 20
 KEPT, REPEATED, NEAR, HELD = range(4)
@@ -92,6 +90,12 @@ def write_lines(path: Path, lines: list[str]) -> None:
         partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8", newline="\n")
 
 
+def write_pickle(path: Path, value: Any) -> None:
+    """Write what only this program reads: several times as fast as JSON."""
+    with put(path) as partial:
+        partial.write_bytes(pickle.dumps(value))
+
+
 def cut(folder: Path, number: int) -> None:
     """Write the units of a source in chunks."""
     source, chunks, size, total, lines = corpus_of(folder).sources[number], 0, 0, 0, list[str]()
@@ -105,9 +109,9 @@ def cut(folder: Path, number: int) -> None:
     write_json(folder / f"raw/{number}.json", {"chunks": chunks + 1, "units": total})
 
 
-def units_in(path: Path) -> Iterator[Unit]:
-    with path.open(encoding="utf-8", newline="\n") as file:
-        yield from map(from_line, file)
+def units_in(folder: Path, chunk: Chunk) -> Iterator[Unit]:
+    """The units of a chunk after the rules."""
+    return starmap(Unit, pickle.loads((folder / f"clean/{chunk.number}.units").read_bytes()))
 
 
 def clean(folder: Path, number: int) -> None:
@@ -116,10 +120,11 @@ def clean(folder: Path, number: int) -> None:
     source = corpus.sources[chunk.source]
     rules, langs = corpus.rules_of(source), source.langs
     cleaner, kept, units, dropped, cleaned = Cleaner(rules, langs), list[Unit](), 0, 0, []
-    for unit in units_in(folder / f"raw/{chunk.source}/{chunk.of_source:06d}.jsonl"):
-        units += 1
-        if texts := cleaner.clean(unit):
-            cleaned.append((unit, texts))
+    with (folder / f"raw/{chunk.source}/{chunk.of_source:06d}.jsonl").open(encoding="utf-8", newline="\n") as file:
+        for unit in map(from_line, file):
+            units += 1
+            if texts := cleaner.clean(unit):
+                cleaned.append((unit, texts))
     for unit, texts in cleaner.without_excluded(cleaned):
         links, lost = projected(unit, texts, source)
         kept.append(Unit(unit.number, texts, links))
@@ -127,7 +132,7 @@ def clean(folder: Path, number: int) -> None:
     flip = -1 if len(langs) == 2 and langs != group_of(source) else 1
     hashes = text_hashes([unit.texts[::flip] for unit in kept], rules.dedup == "near")
     sizes = np.array([1 if len(langs) == 2 else len(unit.texts) for unit in kept], dtype="<u8").reshape(-1, 1)
-    write_lines(folder / f"clean/{number}.jsonl", [to_line(unit) for unit in kept])
+    write_pickle(folder / f"clean/{number}.units", [tuple(unit) for unit in kept])
     with put(folder / f"clean/{number}.npy") as partial, partial.open("wb") as file:
         np.save(file, np.hstack([hashes[:, :1], sizes, hashes[:, 1:]]))
     counts = {"read": units, "changed": cleaner.changed, "dropped_links": dropped}
@@ -225,7 +230,7 @@ def state_of(folder: Path, chunk: Chunk) -> np.ndarray:
 
 
 def units_and_states(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
-    yield from zip(units_in(folder / f"clean/{chunk.number}.jsonl"), state_of(folder, chunk).tolist(), strict=True)
+    yield from zip(units_in(folder, chunk), state_of(folder, chunk).tolist(), strict=True)
 
 
 def is_unlinked(unit: Unit, state: int) -> bool:
@@ -290,9 +295,9 @@ def make_links(folder: Path, number: int) -> None:
 def linked_units(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
     """The units of a chunk, with the links that `make_links` wrote, and their states."""
     path = folder / f"links/{chunk.number}"
-    links = iter(path.read_text(encoding="utf-8").split("\n") if path.exists() else ())
+    links = iter(path.read_text(encoding="utf-8").split("\n")) if path.exists() else None
     for unit, state in units_and_states(folder, chunk):
-        if path.exists() and is_unlinked(unit, state):
+        if links and is_unlinked(unit, state):
             unit = unit._replace(links=project_links(next(links), tuple(unit.texts), by_words=True)[0])
         yield unit, state
 
@@ -366,24 +371,24 @@ def records_of(unit: Unit, langs: tuple[str, ...], name: str) -> list[Record]:
 
 def shards(folder: Path, number: int) -> None:
     """Write the shard of a chunk, and the records that are held out."""
-    from .write_shards import Line
-
     corpus, chunk = corpus_of(folder), chunks_of(folder)[number]
     source, name, removed = corpus.sources[chunk.source], corpus.names[chunk.source], Removed()
-    fits, lines, held = length_filter(folder, corpus.rules_of(source), removed), list[Line](), list[str]()
+    fits, kept, held = length_filter(folder, corpus.rules_of(source), removed), list[Record](), list[Record]()
+    units = 0
     for unit, state in linked_units(folder, chunk):
         if state in (REPEATED, NEAR):
             removed.add("dedup" if state == REPEATED else "dedup (near)", unit.texts[: len(source.langs)])
             continue
         records = [record for record in records_of(unit, source.langs, name) if fits(record)]
         if state == HELD:
-            held += [record.to_json() for record in records]
+            held += records
         else:
-            lines.append(Line(unit.number, "", records))
-    counts = {"held": len(held), "documents": sum(bool(line.records) for line in lines)}
-    counts["linked"] = sum(record.links is not None for line in lines for record in line.records)
-    counts["records"] = write_tar(folder / f"tars/{number}.tar", lines)
-    write_lines(folder / f"held/{number}", held)
+            kept += records
+            units += bool(records)
+    write_tar(folder / f"tars/{number}.tar", kept)
+    write_pickle(folder / f"held/{number}", held)
+    linked = sum(record.links is not None for record in kept)
+    counts = {"held": len(held), "documents": units, "linked": linked, "records": len(kept)}
     write_json(folder / f"tars/{number}.json", counts | {"removed": removed.to_json()})
 
 
@@ -392,8 +397,6 @@ def length_filter(folder: Path, rules: Rules, removed: Removed) -> Callable[[Rec
     bounds = rules.length.tokens
     if not bounds:
         return lambda record: True
-    from .write_shards import TokenFilter
-
     keep = TokenFilter((folder / "result/tokenizer").absolute(), *bounds)
 
     def fits(record: Record) -> bool:
@@ -404,23 +407,16 @@ def length_filter(folder: Path, rules: Rules, removed: Removed) -> Callable[[Rec
     return fits
 
 
-def write_tar(path: Path, lines: "list[Line]") -> int:
-    """Write a shard and, if it has a record, its .idx file and a survey of it. Returns the number of records."""
-    from .write_shards import _write_shard
-
-    with put(path) as partial:
-        count = _write_shard(partial, lines)["records"]
-        partial.touch()
-    if count:
-        with put(path.with_suffix(".scan")) as partial:
-            partial.write_bytes(pickle.dumps(indexing.scan([path], None, {})))
-    return count
+def write_tar(path: Path, records: list[Record]) -> None:
+    """Write a shard, its .idx file and a survey of it; nothing if there is no record."""
+    if records:
+        with put(path) as partial:
+            write_shard(partial, records)
+        write_pickle(path.with_suffix(".scan"), indexing.scan([path], None, {}))
 
 
 def gather(folder: Path, number: int) -> None:
     """Move the shards of a source, or those of a group's held-out records, to result/, and write their index."""
-    from .write_shards import Line
-
     corpus = corpus_of(folder)
     if number < len(corpus.sources):
         source, name = corpus.sources[number], corpus.names[number]
@@ -429,12 +425,11 @@ def gather(folder: Path, number: int) -> None:
         made = {"input": [Path(path).name for path in source.paths], "licence": source.licence, "rules": rules}
         move_shards(tars, folder / "result/shards" / name, name, made)
         return
-    lines: dict[str, list[Line]] = defaultdict(list)
+    held: dict[str, list[Record]] = defaultdict(list)
     for chunk in chunks_in(folder, corpus.groups[number - len(corpus.sources)]):
-        for line in (folder / f"held/{chunk.number}").open(encoding="utf-8", newline="\n"):
-            record = Record.from_dict(json.loads(line))
-            lines["-".join(record.langs)].append(Line(0, "", [record]))
-    for langs, of_langs in lines.items():
+        for record in pickle.loads((folder / f"held/{chunk.number}").read_bytes()):
+            held["-".join(record.langs)].append(record)
+    for langs, of_langs in held.items():
         tars = [folder / f"tars/{langs}-{start}.tar" for start in range(0, len(of_langs), CHUNK_UNITS)]
         for n, tar in enumerate(tars):
             write_tar(tar, of_langs[n * CHUNK_UNITS : (n + 1) * CHUNK_UNITS])

@@ -29,7 +29,7 @@ from xscale.data.tokenizer import unknown_lines
 from xscale.data.words import is_blank
 from xscale.errors import UserError
 
-from .ranks import Ranks, run
+from .command import run
 
 WORDPIECE_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
@@ -286,56 +286,47 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
 
-    def work() -> str:
-        """Train on rank 0 while the other ranks wait."""
-        if not ranks.is_main:
-            return ""
-        if not args.data and not args.text:
-            raise UserError("give --data or --text to train on")
-        files.check_writable(args.out)
-        if args.out.exists() and any(args.out.iterdir()):
-            raise UserError(f"{args.out} is not empty; choose another --out or remove it")
-        if not 0 < args.coverage <= 1:
-            raise UserError(f"--coverage {args.coverage:g} is a share of the text's characters: more than 0, at most 1")
-        old = Loaded(args.extend) if args.extend else None
-        if old:
-            args.type, args.lowercase = type_of(old), old.lowercases
-        sources = find_sources(args.data) if args.data else []
-        sample = Sample()
+    if not args.data and not args.text:
+        raise UserError("give --data or --text to train on")
+    files.check_writable(args.out)
+    if args.out.exists() and any(args.out.iterdir()):
+        raise UserError(f"{args.out} is not empty; choose another --out or remove it")
+    if not 0 < args.coverage <= 1:
+        raise UserError(f"--coverage {args.coverage:g} is a share of the text's characters: more than 0, at most 1")
+    old = Loaded(args.extend) if args.extend else None
+    if old:
+        args.type, args.lowercase = type_of(old), old.lowercases
+    sources = find_sources(args.data) if args.data else []
+    sample = Sample()
 
-        def texts() -> Iterator[tuple[str, str]]:
-            yield from shard_texts(sources, args.max_records)
-            for path in files_of(args.text) if args.text else []:
-                yield from (("text", line) for _, line in read_lines(path))
+    def texts() -> Iterator[tuple[str, str]]:
+        yield from shard_texts(sources, args.max_records)
+        for path in files_of(args.text) if args.text else []:
+            yield from (("text", line) for _, line in read_lines(path))
 
-        there = ((language, text) for language, text in texts() if not is_blank(text))
-        first = next(there, None)
-        if first is None:
-            raise UserError(
-                f"{', '.join(map(str, args.data + args.text))}: no text to train on; give other shards or files"
-            )
-        tokenizer = try_to_train(sample.of(chain([first], there)), args)
-        with files.publish(args.out) as partial:
-            (old.hf if old else tokenizer).save_pretrained(partial)
-            if old:
-                (partial / "tokenizer.json").write_text(extended(old, tokenizer), encoding="utf-8")
-        loaded = Loaded(args.out.absolute())
-        ids = {language: loaded.encode(some) for language, some in sample.texts.items()}
-        words = sum(len(text.split()) for some in sample.texts.values() for text in some)
-        pieces = sum(len(tokens) for some in ids.values() for tokens in some)
-        fertility = f", {pieces / words:.2f} tokens a word" if words else ""
-        new = f", {len(loaded.hf) - len(old.hf):,} of them new" if old else ""
-        unknown = {language: loaded.unknown(some) for language, some in ids.items()}
-        return "\n".join(
-            [f"{args.out}: {args.type}, {len(loaded.hf):,} tokens{new}{fertility}", *unknown_lines(unknown, args.out)]
+    there = ((language, text) for language, text in texts() if not is_blank(text))
+    first = next(there, None)
+    if first is None:
+        raise UserError(
+            f"{', '.join(map(str, args.data + args.text))}: no text to train on; give other shards or files"
         )
-
-    message = ranks.together(work)[0]
-    if ranks.is_main:
-        print(message)
+    tokenizer = try_to_train(sample.of(chain([first], there)), args)
+    with files.publish(args.out) as partial:
+        (old.hf if old else tokenizer).save_pretrained(partial)
+        if old:
+            (partial / "tokenizer.json").write_text(extended(old, tokenizer), encoding="utf-8")
+    loaded = Loaded(args.out.absolute())
+    ids = {language: loaded.encode(some) for language, some in sample.texts.items()}
+    words = sum(len(text.split()) for some in sample.texts.values() for text in some)
+    pieces = sum(len(tokens) for some in ids.values() for tokens in some)
+    fertility = f", {pieces / words:.2f} tokens a word" if words else ""
+    new = f", {len(loaded.hf) - len(old.hf):,} of them new" if old else ""
+    unknown = {language: loaded.unknown(some) for language, some in ids.items()}
+    print(f"{args.out}: {args.type}, {len(loaded.hf):,} tokens{new}{fertility}")
+    print(*unknown_lines(unknown, args.out), sep="\n")
 
 
 if __name__ == "__main__":

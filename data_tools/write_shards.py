@@ -4,27 +4,26 @@
     python -m data_tools.write_shards mono  --text F... --lang en --out DIR
 
 Input is UTF-8 text, plain, .gz, .xz or .zst, read as a stream; - is standard input, which must be plain. A shard covers
-a fixed range of input lines (monolingual text: the documents that start in this range), so the output is the same, byte
-for byte, under `mpirun -n N` for every N, except for links by --align. The directory appears only when it is complete.
+a fixed range of input lines (monolingual text: the documents that start in this range). The directory appears only when
+it is complete. `data_tools.prepare` reads more formats, cleans the text, and works with many processes.
 """
 
 import argparse
 import contextlib
+import io
 import os
-import re
 import shutil
 import sys
+import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, groupby, zip_longest
+from collections.abc import Iterable, Iterator
+from itertools import groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
-import webdataset
-
 from xscale import files
 from xscale.data.link_projection import project_links
-from xscale.data.text import files_of, read_lines
+from xscale.data.text import files_of
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import is_blank
 from xscale.errors import UserError
@@ -32,16 +31,16 @@ from xscale.record import Record
 
 from . import align
 from . import index as indexing
+from .command import run
+from .corpus import LANGUAGE, NAME
 from .documents import FORMS, passages
-from .formats import HEAD_LINES, check_text, refuse_equal_sides, take_head
-from .ranks import Ranks, run
+from .readers import parallel_lines
 from .sentences import split_sentences
 
 SHARD_LINES = 8192
 MEMBER_RECORDS = 256
 STANDARD_INPUT = Path("/dev/stdin")
 _PROGRESS_LINES = 200_000
-LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
 
 
 class Line(NamedTuple):
@@ -74,22 +73,12 @@ def pair_lines(
     links: Links | None,
     langs: tuple[str, str],
     keep: "TokenFilter | None",
-    owned: Callable[[int], bool] = lambda number: True,
 ) -> Iterator[Line]:
-    """Each line with its record. Raises UserError if one file has more lines. owned: true for the numbers of lines that
-    the caller uses; others have no record."""
+    """Each line with its record. Raises UserError if one file has more lines."""
     name = f"{stem(src)}.{langs[0]}-{langs[1]}"
-    paths = (src, tgt, *(links.paths if links else ()))
-    for number, columns in enumerate(zip_longest(*sides(src, tgt, langs), *map(read_lines, paths[2:])), start=1):
-        if None in columns:
-            ended = paths[columns.index(None)]
-            longer = paths[next(i for i, column in enumerate(columns) if column)]
-            raise UserError(
-                f"{ended} ends after line {number - 1}, {longer} goes on at line {number}: line n of one must be the "
-                f"counterpart of line n of the other"
-            )
-        texts = (columns[0][1].strip(), columns[1][1].strip())
-        if not owned(number) or any(map(is_blank, texts)):
+    for number, row in enumerate(parallel_lines([src, tgt, *(links.paths if links else ())]), start=1):
+        texts = (row[0].strip(), row[1].strip())
+        if any(map(is_blank, texts)):
             yield Line(number, "empty")
             continue
         reason = keep.reason(texts) if keep else ""
@@ -98,9 +87,9 @@ def pair_lines(
             continue
         pharaoh, dropped = None, 0
         if links:
-            tokenised = (columns[3][1], columns[4][1]) if links.tokenised else None
+            tokenised = (row[3], row[4]) if links.tokenised else None
             try:
-                pharaoh, dropped = project_links(columns[2][1], texts, tokenised, links.by_words)
+                pharaoh, dropped = project_links(row[2], texts, tokenised, links.by_words)
             except ValueError as error:
                 raise UserError(
                     f"{links.path}: line {number}: {error}; links are 0-based `source-target` numbers of the "
@@ -109,40 +98,23 @@ def pair_lines(
         yield Line(number, "", [Record(f"{name}-{number:09d}", langs, texts, pharaoh)], dropped)
 
 
-def sides(src: Path, tgt: Path, langs: tuple[str, str]) -> list[Iterator[tuple[int, str]]]:
-    """The numbered lines of the source file and of the target file. Raises UserError if the first lines of a file are
-    not plain text, or if one file is a copy of the other."""
-    lines = [read_lines(path) for path in (src, tgt)]
-    heads = [take_head(of_side, HEAD_LINES) for of_side in lines]
-    texts = [[line for _, line in head] for head in heads]
-    for side, path in enumerate((src, tgt)):
-        check_text(path, texts[side], side, langs[side])
-    refuse_equal_sides(src, tgt, texts)
-    return [chain(head, of_side) for head, of_side in zip(heads, lines, strict=True)]
-
-
 @contextlib.contextmanager
-def aligned(src: Path, tgt: Path, out: Path, symmetrize: str, ranks: Ranks) -> Iterator[Links]:
-    """Yield links for `pair_lines`. Rank 0 makes them in a folder that all ranks can read and that is removed later."""
+def aligned(src: Path, tgt: Path, out: Path, symmetrize: str) -> Iterator[Links]:
+    """Yield links for `pair_lines`, in a folder that is removed later."""
     folder = out.with_name(out.name + ".aligning")
 
     def texts() -> Iterator[tuple[str, str]]:
         for line in pair_lines(src, tgt, None, ("src", "tgt"), None):
             yield line.records[0].texts if line.records else ("", "")  # type: ignore[misc]
 
-    def work() -> None:
-        check_free(out)
-        if ranks.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            print(align.align(texts(), folder / "links", symmetrize), file=sys.stderr)
-
+    check_free(out)
+    shutil.rmtree(folder, ignore_errors=True)
     try:
-        ranks.together(work)
+        folder.mkdir(parents=True)
+        print(align.align(texts(), folder / "links", symmetrize), file=sys.stderr)
         yield Links(folder / "links", by_words=True)
     finally:
-        if ranks.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_free(out: Path) -> None:
@@ -208,89 +180,61 @@ def key_names(paths: list[Path]) -> list[str]:
     return [stem(path) if times[stem(path)] == 1 else path.relative_to(common).as_posix() for path in absolute]
 
 
-def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, ranks: Ranks, made_by: dict) -> dict:
-    """Write every rank's shards, then the index. Returns index.json's content."""
+def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, made_by: dict) -> dict:
+    """Write the shards, then the index. Returns index.json's content."""
+    check_free(out)
     partial = files.beside(out)
-
-    held: list[int] = []
-
-    def start() -> None:
-        check_free(out)
-        if ranks.is_main:
-            held.append(files.claim_folder(partial))
-
-    def write() -> dict[int, Counter]:
-        written: dict[int, Counter] = {}
-        for shard, group in groupby(counted(lines, ranks), key=lambda line: (line.number - 1) // shard_lines):
-            if shard % ranks.size == ranks.rank:
-                written[shard] = _write_shard(partial / f"{name}-{shard:06d}.tar", group)
-        return written
-
+    lock = files.claim_folder(partial)
+    counts: Counter[str] = Counter()
+    shards = 0
     try:
-        ranks.together(start)
-        counts = {shard: c for part in ranks.together(write) for shard, c in part.items()}
-        # Shards whose lines were all left out do not exist: number the others without gaps.
-        kept = sorted(shard for shard, count in counts.items() if count["records"])
-        if not kept:
-            left_out = ", ".join(f"{n:,} {reason}" for reason, n in sum(counts.values(), Counter()).items())
+        for _, group in groupby(lines, key=lambda line: (line.number - 1) // shard_lines):
+            path = partial / f"{name}-{shards:06d}.tar"
+            if written := write_shard(path, counted(group, counts)):
+                counts["members"] += -(-written // MEMBER_RECORDS)
+                shards += 1
+            else:
+                path.unlink()
+        counts = +counts  # without zeros
+        if not shards:
+            left_out = ", ".join(f"{n:,} {reason}" for reason, n in counts.items())
             inputs = ", ".join(made_by.get("input", [])) or "the input"
             raise UserError(f"nothing to write to {out}: no record in {inputs} ({left_out or 'no line'})")
-        if ranks.is_main:
-            for new, old in enumerate(kept):
-                (partial / f"{name}-{old:06d}.tar").rename(partial / f"{name}-{new:06d}.tar")
-        ranks.gather(None)
-        totals: Counter = sum((counts[shard] for shard in sorted(counts)), Counter())
-        made_by |= {"counts": dict(sorted(totals.items()))}
-        index = indexing.build(partial, None, ranks, made_by, links_count="unicode")
-        if ranks.is_main:
-            files.move_in(partial, out)
-        ranks.gather(None)
+        made_by |= {"counts": dict(sorted(counts.items()))}
+        index = indexing.build(partial, None, made_by, links_count="unicode")
+        files.move_in(partial, out)
         return index
     except BaseException:
-        if held:
-            files.remove(partial)
+        files.remove(partial)
         raise
     finally:
-        for fd in held:
-            os.close(fd)
+        os.close(lock)
 
 
-def _write_shard(path: Path, lines: Iterable[Line]) -> Counter:
-    count: Counter = Counter()
-    member: list[str] = []
-    writer: webdataset.TarWriter | None = None
+def write_shard(path: Path, records: Iterable[Record]) -> int:
+    """Write a tar with the records, which is a WebDataset shard. Returns their number."""
+    lines, written = (record.to_json() + "\n" for record in records), 0
+    with tarfile.open(path, "w") as tar:
+        while member := list(islice(lines, MEMBER_RECORDS)):
+            data = "".join(member).encode()
+            header = tarfile.TarInfo(f"{written // MEMBER_RECORDS:08d}.jsonl")
+            header.size, header.mode = len(data), 0o444
+            tar.addfile(header, io.BytesIO(data))
+            written += len(member)
+    return written
 
-    def close_member() -> None:
-        nonlocal writer
-        if member:
-            writer = writer or webdataset.TarWriter(str(path), encoder=False, mtime=0, user="", group="")
-            data = "".join(line + "\n" for line in member).encode()
-            writer.write({"__key__": f"{count['members']:08d}", "jsonl": data})
-            count["members"] += 1
-            member.clear()
 
+def counted(lines: Iterable[Line], counts: Counter[str]) -> Iterator[Record]:
+    """Yield the records of the lines. Adds to the counts, and prints from time to time how many lines there were."""
     for line in lines:
-        count["lines"] += 1
-        count["dropped_links"] += line.dropped_links
+        counts["lines"] += 1
+        counts["records"] += len(line.records)
+        counts["dropped_links"] += line.dropped_links
         if not line.records:
-            count[line.reason] += 1
-        for record in line.records:
-            member.append(record.to_json())
-            count["records"] += 1
-            if len(member) == MEMBER_RECORDS:
-                close_member()
-    close_member()
-    if writer:
-        writer.close()
-    return count
-
-
-def counted(lines: Iterable[Line], ranks: Ranks) -> Iterator[Line]:
-    """Yield the lines unchanged. On rank 0, print from time to time how many there were."""
-    for number, line in enumerate(lines, start=1):
-        yield line
-        if ranks.is_main and number % _PROGRESS_LINES == 0:
-            print(f"{number:,} lines", file=sys.stderr, flush=True)
+            counts[line.reason] += 1
+        yield from line.records
+        if counts["lines"] % _PROGRESS_LINES == 0:
+            print(f"{counts['lines']:,} lines", file=sys.stderr, flush=True)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -333,19 +277,15 @@ def text_path(name: str) -> Path:
     return STANDARD_INPUT if name == "-" else Path(name)
 
 
-def check_pipes(args: argparse.Namespace, ranks: Ranks) -> None:
+def check_pipes(args: argparse.Namespace) -> None:
     """Raise UserError if a pipe would be read twice."""
     given = args.text if args.kind == "mono" else [args.src, args.tgt, args.links, args.links_src, args.links_tgt]
     for path in filter(None, given):
         is_pipe = path == STANDARD_INPUT or (path.exists() and not path.is_file() and not path.is_dir())
-        more_readers = ranks.size > 1 or (args.kind == "pairs" and args.align)
         if is_pipe and given.count(path) > 1:
             raise UserError(f"{path} is given {given.count(path)} times, but can be read only once; give files")
-        if is_pipe and not path.is_file() and more_readers:
-            raise UserError(
-                f"{path} is a pipe, which can be read only once; write its text to a file for --align or several "
-                f"processes"
-            )
+        if is_pipe and not path.is_file() and args.kind == "pairs" and args.align:
+            raise UserError(f"{path} is a pipe, which can be read only once; write its text to a file for --align")
 
 
 def links_of(args: argparse.Namespace) -> Links | None:
@@ -361,9 +301,9 @@ def links_of(args: argparse.Namespace) -> Links | None:
     return Links(args.links, tokenised)
 
 
-def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    check_pipes(args, ranks)
+    check_pipes(args)
     keep = None
     if args.min_tokens is not None or args.max_tokens is not None:
         if not args.tokenizer:
@@ -391,13 +331,9 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         if args.kind == "pairs":
             links = links_of(args)
             if args.align:
-                links = stack.enter_context(aligned(args.src, args.tgt, args.out, args.symmetrize, ranks))
+                links = stack.enter_context(aligned(args.src, args.tgt, args.out, args.symmetrize))
                 made_by["links"] = f"eflomal, {args.symmetrize}"
-
-            def owned(number: int) -> bool:
-                return (number - 1) // args.shard_lines % ranks.size == ranks.rank
-
-            lines = pair_lines(args.src, args.tgt, links, tuple(args.langs), keep, owned)
+            lines = pair_lines(args.src, args.tgt, links, tuple(args.langs), keep)
             name, files = args.name or "pairs", [args.src, args.tgt]
         else:
             files = files_of(args.text)
@@ -405,9 +341,8 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
             lines = mono_lines(files, args, keep, made_by["documents"])
             name = args.name or "mono"
         made_by["input"] = [file.name for file in files]
-        index = write_shards(lines, args.out, name, args.shard_lines, ranks, made_by)
-    if ranks.is_main:
-        print(indexing.summary(args.out, index), *indexing.warnings(args.out, index), sep="\n")
+        index = write_shards(lines, args.out, name, args.shard_lines, made_by)
+    print(indexing.summary(args.out, index), *indexing.warnings(args.out, index), sep="\n")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@ import json
 import logging
 import os
 import tarfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -16,7 +14,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 
 from data_tools import write_shards
-from data_tools.ranks import Ranks
 from tests import demo_shards
 from xscale.data.tokenizer import Tokenizer
 
@@ -63,45 +60,6 @@ def tokenizer(demo: Path) -> Tokenizer:
     return Tokenizer(demo / "tokenizer")
 
 
-class ThreadRanks(Ranks):
-    """A rank of several that are threads of this process."""
-
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: list[Any]):
-        self.rank, self.size, self.barrier, self.board = rank, size, barrier, board
-
-    def gather(self, value: Any) -> list[Any]:
-        self.board[self.rank] = value
-        self.barrier.wait(timeout=20)
-        values = list(self.board)
-        self.barrier.wait(timeout=20)  # nobody writes again before all have read
-        return values
-
-
-@pytest.fixture(scope="session")
-def on_ranks() -> Callable[[int, Callable[[Ranks], Any]], list[Any]]:
-    """on_ranks(n, work): what `work(ranks)` returns, or the exception that it raises, on each of n ranks."""
-
-    def run(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
-        barrier, board = threading.Barrier(size), [None] * size
-        results: list[Any] = [None] * size
-
-        def one(rank: int) -> None:
-            try:
-                results[rank] = work(ThreadRanks(rank, size, barrier, board))
-            except BaseException as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-        return results
-
-    return run
-
-
 def tar_lines(path: Path) -> list[bytes]:
     """Every line of every .jsonl member, by tarfile alone."""
     with tarfile.open(path) as tar:
@@ -131,8 +89,8 @@ def corpus_files(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 def write_pairs() -> Callable[..., None]:
     """write_pairs(src, tgt, out, "--option", ...): the command as a user runs it, in this process."""
 
-    def run(src: Path, tgt: Path, out: Path, *options: object, ranks: Ranks | None = None) -> None:
+    def run(src: Path, tgt: Path, out: Path, *options: object) -> None:
         argv = ["pairs", "--src", src, "--tgt", tgt, "--langs", "en", "de", "--out", out, *options]
-        write_shards.main(ranks or Ranks(), [str(argument) for argument in argv])
+        write_shards.main([str(argument) for argument in argv])
 
     return run

@@ -7,16 +7,15 @@ from pathlib import Path
 from data_tools import tokenizer as tokenizers
 from data_tools import write_shards as writer
 from data_tools.demo_world import FIRST_YY, WRITTEN, World
-from data_tools.ranks import Ranks
 from xscale.data.shards import find_sources
 from xscale.record import Record
 
 HELDOUT = 1000
 
 
-def build(out: Path, pairs: int, mono: int, ranks: Ranks | None = None) -> None:
+def build(out: Path, pairs: int, mono: int) -> None:
     """Write the whole corpus; en-yy and yy have a fifth as many pairs and sentences."""
-    ranks, world, made_by = ranks or Ranks(), World(0), {"tool": "tests.demo_shards"}
+    world, made_by = World(0), {"tool": "tests.demo_shards"}
 
     def pair_lines(first: int, count: int, other: str = "xx") -> Iterator[writer.Line]:
         for number in range(1, count + 1):
@@ -35,19 +34,15 @@ def build(out: Path, pairs: int, mono: int, ranks: Ranks | None = None) -> None:
                     first, "", [Record(f"demo.{language}-{number:09d}", (language,), (text,), doc=documents)]
                 )
 
-    def finish() -> None:
-        if ranks.is_main:
-            texts = tokenizers.shard_texts(find_sources([out]), 20_000)
-            tokenizers.train(texts, "wordpiece", 4000, lowercase=False).save_pretrained(out / "tokenizer")
-            (out / "lexicon").mkdir()
-            for name, flip in (("en-xx", 1), ("xx-en", -1)):
-                lines = sorted(" ".join(entry[::flip]) + "\n" for entry in world.dictionary())
-                (out / "lexicon" / f"{name}.txt").write_text("".join(lines), encoding="utf-8")
-
     lines = writer.SHARD_LINES // 4
-    writer.write_shards(pair_lines(0, pairs), out / "pairs", "pairs", lines, ranks, made_by)
-    writer.write_shards(pair_lines(pairs, HELDOUT), out / "heldout" / "pairs", "pairs", lines, ranks, made_by)
-    writer.write_shards(pair_lines(FIRST_YY, pairs // 5, "yy"), out / "pairs_yy", "pairs", lines, ranks, made_by)
+    writer.write_shards(pair_lines(0, pairs), out / "pairs", "pairs", lines, made_by)
+    writer.write_shards(pair_lines(pairs, HELDOUT), out / "heldout" / "pairs", "pairs", lines, made_by)
+    writer.write_shards(pair_lines(FIRST_YY, pairs // 5, "yy"), out / "pairs_yy", "pairs", lines, made_by)
     for language in WRITTEN:
-        writer.write_shards(mono_lines(language), out / f"mono_{language}", "mono", lines, ranks, made_by)
-    ranks.together(finish)
+        writer.write_shards(mono_lines(language), out / f"mono_{language}", "mono", lines, made_by)
+    texts = tokenizers.shard_texts(find_sources([out]), 20_000)
+    tokenizers.train(texts, "wordpiece", 4000, lowercase=False).save_pretrained(out / "tokenizer")
+    (out / "lexicon").mkdir()
+    for name, flip in (("en-xx", 1), ("xx-en", -1)):
+        entries = sorted(" ".join(entry[::flip]) + "\n" for entry in world.dictionary())
+        (out / "lexicon" / f"{name}.txt").write_text("".join(entries), encoding="utf-8")

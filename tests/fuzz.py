@@ -40,10 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pyarrow.parquet
 import torch
 
-from data_tools import ranks as tools
-from data_tools import readers, write_shards
+from data_tools import command, readers, write_shards
 from data_tools.corpus import SourceSpec
-from data_tools.ranks import Ranks
 from tests import demo_shards
 from xscale.checkpoint import store as checkpoints
 from xscale.data.shards import Source, find_sources
@@ -184,13 +182,13 @@ def unpacked(name: str, data: bytes) -> bytes | None:
         return None
 
 
-def tool(main: Callable[[Ranks, list[str]], None], *argv: Any) -> str:
+def tool(main: Callable[[list[str]], None], *argv: Any) -> str:
     """A tool as its command runs it, in this process. Raises UserError with the line that it prints; its output."""
     out, err = io.StringIO(), io.StringIO()
     code: Any = None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            tools.run(lambda ranks: main(ranks, [str(word) for word in argv]))
+            command.run(lambda: main([str(word) for word in argv]))
         except SystemExit as stop:
             code = stop.code
     if code in (2, 4):

@@ -13,7 +13,6 @@ import pytest
 
 from data_tools import write_shards
 from data_tools.demo_world import World
-from data_tools.ranks import Ranks
 from tests import launch
 from xscale.checkpoint.store import Checkpoint
 from xscale.data import order
@@ -37,7 +36,7 @@ def corpus(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "en.txt").write_text("\n\n".join("\n".join(world.document("en", n)) for n in range(120)))
     out = path / "after" / "mono_en"
     lines = ["--shard_lines", str(len((path / "en.txt").read_text().splitlines()) // 4 + 1)]
-    write_shards.main(Ranks(), ["mono", "--text", str(path / "en.txt"), "--lang", "en", "--out", str(out), *lines])
+    write_shards.main(["mono", "--text", str(path / "en.txt"), "--lang", "en", "--out", str(out), *lines])
     for name in ("pairs", "mono_xx", "tokenizer"):
         shutil.copytree(demo / name, path / "after" / name)
     for name in ("pairs", "mono_en", "tokenizer"):

@@ -18,7 +18,6 @@ import zstandard
 
 from data_tools import index, readers
 from data_tools.corpus import SourceSpec
-from data_tools.ranks import Ranks
 from data_tools.write_shards import Line, write_shards
 from tests import test_prepare
 from xscale.data import text as files_of_text
@@ -41,7 +40,7 @@ def mono(name: str, write: Callable[[str, int], str]) -> Callable[[Path, list], 
 
 def shards(folder: Path, pairs: list) -> dict:
     lines = (Line(n, "", [Record(f"k-{n}", ("en", "de"), pair)]) for n, pair in enumerate(pairs, start=1))
-    write_shards(lines, folder / "m.shards", "m", 1000, Ranks(), {"tool": "test"})
+    write_shards(lines, folder / "m.shards", "m", 1000, {"tool": "test"})
     return {"shards": str(folder / "m.shards")}
 
 
@@ -209,7 +208,7 @@ def test_no_member_leaves_its_folder(tmp_path: Path) -> None:
         for name, text in (("../../k.en.txt", b"one"), ("../../k.de.txt", b"two")):
             (tmp_path / "content").write_bytes(text)
             tar.add(tmp_path / "content", arcname=name)
-    index.main(Ranks(), [str(folder)])
+    index.main([str(folder)])
     before = sorted(tmp_path.rglob("*"))
     for fields in ({"opus": str(folder / "m.zip")}, {"shards": str(folder)}):
         assert texts_of(SourceSpec(pairs=("en", "de"), **fields)) == ([["one", "two"]], "")

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 
 from data_tools import demo_corpus, inspect, prepare, tokenizer, write_shards
 from data_tools.demo_world import FIRST_YY, World
-from data_tools.ranks import Ranks
 from tests import launch
 from xscale.data.shards import Source, find_sources
 from xscale.data.text import files_of, read_lines
@@ -24,7 +23,7 @@ from xscale.run_spec import resolve_run
 
 
 def write_mono(out: Path, *options: object) -> None:
-    write_shards.main(Ranks(), ["mono", "--lang", "en", "--out", str(out), *map(str, options)])
+    write_shards.main(["mono", "--lang", "en", "--out", str(out), *map(str, options)])
 
 
 def records_of(directory: Path, shard_records) -> list[dict]:
@@ -81,7 +80,7 @@ def test_standard_input_and_pipes(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     pair = ["pairs", "--src", tmp_path / "pipe", "--tgt", tmp_path / "other", "--langs", "en", "de", "--align"]
     with pytest.raises(UserError, match=r"pipe is a pipe, .* to a file"):
-        write_shards.main(Ranks(), [*map(str, [*pair, "--out", tmp_path / "x"])])
+        write_shards.main([*map(str, [*pair, "--out", tmp_path / "x"])])
 
 
 @pytest.mark.parametrize("options", [("--src", "--tgt"), ("--tgt", "--links"), ("--links_src", "--links_tgt")])
@@ -101,7 +100,7 @@ def test_a_pipe_that_two_options_name(tmp_path: Path, options: tuple[str, str], 
         *(word for pair in files.items() for word in pair),
     ]
     with pytest.raises(UserError, match=r"(/dev/stdin|pipe) is given 2 times"):
-        write_shards.main(Ranks(), [*map(str, words)])
+        write_shards.main([*map(str, words)])
 
 
 def test_hidden_files_are_no_text(tmp_path: Path) -> None:
@@ -119,8 +118,8 @@ def test_links_go_with_their_pair(tmp_path: Path, corpus_files, write_pairs, sha
     assert [record["links"] for record in records_of(tmp_path / "out", shard_records)] == ["0-1 1-0", ""]
 
 
-def test_links_of_the_aligners_text(tmp_path: Path, corpus_files, write_pairs, shard_records, on_ranks, capsys) -> None:
-    """Carried over to words, whatever the ranks; what ties a word to punctuation is dropped and counted."""
+def test_links_of_the_aligners_text(tmp_path: Path, corpus_files, write_pairs, shard_records, capsys) -> None:
+    """Carried over to words; what ties a word to punctuation is dropped and counted."""
     paths = corpus_files(["It's here.", "Yes, now!"] * 3, ["C'est ici.", "Oui !"] * 3)
     for name, lines in (
         ("links", ["0-0 1-1 3-2 4-3 2-3", "0-0 1-1"] * 3),
@@ -129,15 +128,13 @@ def test_links_of_the_aligners_text(tmp_path: Path, corpus_files, write_pairs, s
     ):
         (tmp_path / name).write_text("".join(line + "\n" for line in lines))
     options = ("--links", tmp_path / "links", "--links_src", tmp_path / "src", "--links_tgt", tmp_path / "tgt")
-    for size in (1, 3):
-        out = tmp_path / f"out{size}"
-        done = on_ranks(size, lambda r, out=out: write_pairs(*paths, out, *options, "--shard_lines", 1, ranks=r))
-        assert done == [None] * size
-        # It ' s here .    C ' est ici .
-        links = [record["links"] for record in records_of(out, shard_records)]
-        assert links == ["0-0 3-3 4-4", "0-0 1-1"] * 3
-        assert counts_of(out)["dropped_links"] == 6
-        assert "6 links of a word and a symbol dropped" in capsys.readouterr().out
+    out = tmp_path / "out"
+    write_pairs(*paths, out, *options, "--shard_lines", 1)
+    # It ' s here .    C ' est ici .
+    links = [record["links"] for record in records_of(out, shard_records)]
+    assert links == ["0-0 3-3 4-4", "0-0 1-1"] * 3
+    assert counts_of(out)["dropped_links"] == 6
+    assert "6 links of a word and a symbol dropped" in capsys.readouterr().out
     with pytest.raises(UserError, match="give all three"):
         write_pairs(*paths, tmp_path / "x", *options[:4])
     (tmp_path / "src").write_text("quite another text\n" * 6)
@@ -233,7 +230,7 @@ def test_lines_are_numbered_from_one(tmp_path: Path) -> None:
 
 
 def test_inspect_counts(tmp_path: Path, demo: Path, shard_records, capsys: pytest.CaptureFixture) -> None:
-    inspect.main(Ranks(), [str(demo / "pairs"), "--show", "5"])
+    inspect.main([str(demo / "pairs"), "--show", "5"])
     out = capsys.readouterr().out
     found = records_of(demo / "pairs", shard_records)
     shown = [json.loads(line) for line in out.splitlines() if line.strip().startswith("{")]
@@ -245,14 +242,14 @@ def test_inspect_counts(tmp_path: Path, demo: Path, shard_records, capsys: pytes
         words = [len(re.findall(r"\w+|\S", record["texts"][side])) for record in found]
         assert f"{lang}: words a sentence {sum(words) / 600:.1f} on average" in out
         assert f"longest {max(words)} " in out
-    inspect.main(Ranks(), [str(demo / "mono_en"), "--show", "9999"])
+    inspect.main([str(demo / "mono_en"), "--show", "9999"])
     assert sum(line.strip().startswith("{") for line in capsys.readouterr().out.splitlines()) == 600
 
 
 def test_the_page_of_inspect(tmp_path: Path, demo: Path) -> None:
     """Shares before and after sampling, lengths, fertility, links and dictionaries, beside plain counts."""
     words = [str(demo), "--tokenizer", str(demo / "tokenizer"), "--html", str(tmp_path / "page.html")]
-    inspect.main(Ranks(), [*words, "--json", str(tmp_path / "found.json")])
+    inspect.main([*words, "--json", str(tmp_path / "found.json")])
     page = (tmp_path / "page.html").read_text()
     sources = [source for source in find_sources([demo]) if source.kind == "mono"]
     records = {source.pair: source.records for source in sources}
@@ -278,7 +275,7 @@ def test_the_page_of_inspect(tmp_path: Path, demo: Path) -> None:
 def test_tokenizer_of_shards_and_text(tmp_path: Path, demo: Path, kind: str, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "text.de").write_text("Schifffahrt\n" * 300)
     sources = ["--data", str(demo / "mono_en"), "--text", str(tmp_path / "text.de")]
-    tokenizer.main(Ranks(), [*sources, "--out", str(tmp_path / "t"), "--type", kind, "--vocab_size", "500"])
+    tokenizer.main([*sources, "--out", str(tmp_path / "t"), "--type", kind, "--vocab_size", "500"])
     made = AutoTokenizer.from_pretrained(str(tmp_path / "t"))
     assert len(made) <= 500 and f"{len(made):,} tokens" in capsys.readouterr().out
     assert made.unk_token_id not in made("Schifffahrt")["input_ids"], "the text was not read"
@@ -345,21 +342,21 @@ def test_unknown_tokens_are_told(tmp_path: Path, demo: Path, capsys: pytest.Capt
     (tmp_path / "c.zh").write_text("学 生 走 了\n" * 30)
     for language in ("en", "zh"):
         argv = ["mono", "--text", str(tmp_path / f"c.{language}"), "--lang", language]
-        write_shards.main(Ranks(), [*argv, "--whole_lines", "--out", str(tmp_path / language)])
+        write_shards.main([*argv, "--whole_lines", "--out", str(tmp_path / language)])
     data = ["--data", str(tmp_path / "en"), str(tmp_path / "zh")]
-    tokenizer.main(Ranks(), [*data, "--out", str(tmp_path / "t"), "--coverage", "0.74"])
+    tokenizer.main([*data, "--out", str(tmp_path / "t"), "--coverage", "0.74"])
     out = capsys.readouterr().out
     assert "zh 0.00%" in out and "are unknown" not in out  # all of the most frequent 1,000 are held
     vocab = json.loads((tmp_path / "t" / "tokenizer.json").read_text())
     del vocab["model"]["vocab"]["学"]
     (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(vocab))
-    inspect.main(Ranks(), [str(tmp_path), "--tokenizer", str(tmp_path / "t"), "--json", str(tmp_path / "f.json")])
+    inspect.main([str(tmp_path), "--tokenizer", str(tmp_path / "t"), "--json", str(tmp_path / "f.json")])
     out = capsys.readouterr().out
     assert "en 0.00%" in out and "zh 25.00%" in out and re.search(r"warning: 25.0% of the tokens in zh.*/t", out)
     found = {of["name"]: of["unknown"] for of in json.loads((tmp_path / "f.json").read_text())["sources"]}
     assert found == {"en": {"en": 0.0}, "zh": {"zh": 0.25}}
     with pytest.raises(UserError, match=r"--coverage 1\.5"):
-        tokenizer.main(Ranks(), [*data, "--out", str(tmp_path / "u"), "--coverage", "1.5"])
+        tokenizer.main([*data, "--out", str(tmp_path / "u"), "--coverage", "1.5"])
 
 
 # The demo corpus
@@ -369,7 +366,7 @@ def test_unknown_tokens_are_told(tmp_path: Path, demo: Path, capsys: pytest.Capt
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `python -m data_tools.demo_corpus` makes. Read only."""
     out = tmp_path_factory.mktemp("made") / "demo"
-    demo_corpus.main(Ranks(), ["--out", str(out), "--pairs", "300", "--mono", "300"])
+    demo_corpus.main(["--out", str(out), "--pairs", "300", "--mono", "300"])
     return out
 
 
@@ -420,7 +417,7 @@ def test_demo_links(made: Path, shard_records) -> None:
 
 def test_demo_corpus_is_the_same_again(made: Path, tmp_path: Path) -> None:
     """By the same command, and by `prepare` from the corpus.yaml beside the raw files."""
-    demo_corpus.main(Ranks(), ["--out", str(tmp_path / "demo"), "--pairs", "300", "--mono", "300"])
+    demo_corpus.main(["--out", str(tmp_path / "demo"), "--pairs", "300", "--mono", "300"])
     prepare.run(prepare.parse_arguments([str(made / "corpus.yaml"), "--out", str(tmp_path / "again")]))
     first = contents(made)
     assert contents(tmp_path / "demo") | {"corpus.yaml": first.pop("corpus.yaml")} == contents(made)
@@ -457,7 +454,7 @@ def test_demo_tokenizer_knows_the_demo(made: Path) -> None:
 
 
 def test_demo_corpus_of_another_seed(tmp_path: Path, made: Path) -> None:
-    demo_corpus.main(Ranks(), ["--out", str(tmp_path / "d"), "--pairs", "9", "--mono", "9", "--seed", "1"])
+    demo_corpus.main(["--out", str(tmp_path / "d"), "--pairs", "9", "--mono", "9", "--seed", "1"])
     one, other = Source(made / "pairs"), Source(tmp_path / "d" / "pairs")
     assert other.records == 9
     assert not {one.read(0, i).texts for i in range(9)} & {other.read(0, i).texts for i in range(9)}
@@ -472,11 +469,11 @@ def test_real_chinese_is_known(real: Path, tmp_path: Path, capsys: pytest.Captur
         ("tatoeba_en", "parallel/tatoeba/en-zh.en.xz", ("--whole_lines",)),
     ):
         argv = ["mono", "--text", str(real / text), "--lang", name[-2:], "--out", str(tmp_path / "shards" / name)]
-        write_shards.main(Ranks(), [*argv, *options])
+        write_shards.main([*argv, *options])
     argv = ["--data", str(tmp_path / "shards"), "--out", str(tmp_path / "t"), "--vocab_size", "16000"]
-    tokenizer.main(Ranks(), argv)
+    tokenizer.main(argv)
     assert "warning" not in capsys.readouterr().out
     argv = [str(tmp_path / "shards"), "--tokenizer", str(tmp_path / "t"), "--json", str(tmp_path / "f.json")]
-    inspect.main(Ranks(), argv)
+    inspect.main(argv)
     for source in json.loads((tmp_path / "f.json").read_text())["sources"]:
         assert max(source["unknown"].values()) <= 0.001, source

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from data_tools import derive, tokenizer, word_order
 from data_tools.conllu import read_sentences
 from data_tools.demo_world import World
-from data_tools.ranks import Ranks
 from data_tools.script import Script
 from data_tools.word_order import Parsed, as_french, invert_text, inverted
 from xscale.data.text import read_lines
@@ -26,7 +25,7 @@ WORDS = st.lists(
 
 
 def run(kind: str, how: str, source: Path, out: Path, *more: object) -> str:
-    derive.main(Ranks(), [kind, "--how", how, "--in", str(source), "--out", str(out), *map(str, more)])
+    derive.main([kind, "--how", how, "--in", str(source), "--out", str(out), *map(str, more)])
     return out.read_text(encoding="utf-8")
 
 
@@ -39,7 +38,7 @@ def english(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ]
     (folder / "en.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     words = ["--text", str(folder / "en.txt"), "--vocab_size", "300", "--out", str(folder / "tokenizer")]
-    tokenizer.main(Ranks(), words)
+    tokenizer.main(words)
     with (folder / "en.txt").open("a", encoding="utf-8") as file:
         file.write("the ամուր horse 東京 x\u0301 sees \U0001f40e .\n\n")
     return folder / "tokenizer", folder / "en.txt"
@@ -245,13 +244,13 @@ def test_errors_name_the_remedy(words: list[str], error: str, tmp_path: Path) ->
     (tmp_path / "in.txt").write_text("a word\n")
     out = [] if "--out" in words else ["--out", str(tmp_path / "out.txt")]
     with pytest.raises(UserError, match=error):
-        derive.main(Ranks(), [*words, "--in", str(tmp_path / "in.txt"), *out])
+        derive.main([*words, "--in", str(tmp_path / "in.txt"), *out])
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
 def test_only_wordpiece_has_a_second_script(english: tuple[Path, Path], tmp_path: Path) -> None:
     words = ["--text", str(english[1]), "--type", "bpe", "--vocab_size", "400", "--out", str(tmp_path / "bpe")]
-    tokenizer.main(Ranks(), words)
+    tokenizer.main(words)
     with pytest.raises(UserError, match=r"BPE.*--type wordpiece"):
         run("text", "trans", english[1], tmp_path / "x", "--tokenizer", tmp_path / "bpe")
 
@@ -277,7 +276,7 @@ def test_real_text_has_shifted_ids(real: Path, cased: bool, tmp_path: Path) -> N
     bible = tmp_path / "bible.en"
     bible.write_text("".join(line + "\n" for _, (_, line) in zip(range(6000), read_lines(real / BIBLE), strict=False)))
     words = ["--text", str(bible), "--vocab_size", "4000", "--out", str(tmp_path / "en")]
-    tokenizer.main(Ranks(), [*words] if cased else [*words, "--lowercase"])
+    tokenizer.main([*words] if cased else [*words, "--lowercase"])
     more = ["--tokenizer", tmp_path / "en", "--tokenizer_out", tmp_path / "xx", "--dictionary_out", tmp_path / "ids"]
     derived = run("text", "trans.inv", bible, tmp_path / "a", *more).split("\n")
     texts = run("text", "inv", bible, tmp_path / "b").split("\n")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from data_tools import tokenizer as tokenizers
-from data_tools.ranks import Ranks
 from tests import launch
 from xscale.data.calibration import Calibration
 from xscale.data.shards import find_sources
@@ -56,7 +55,7 @@ def test_on_real_text(real: Path, tmp_path: Path, write_pairs: Callable[..., Non
             path.write_text("".join(line for line, _ in zip(lines, range(3000), strict=False)), encoding="utf-8")
     write_pairs(*texts, tmp_path / "data" / "pairs")
     out = ["--out", str(tmp_path / "data" / "tokenizer"), "--vocab_size", "4000"]
-    tokenizers.main(Ranks(), ["--data", str(tmp_path / "data"), *out])
+    tokenizers.main(["--data", str(tmp_path / "data"), *out])
     for max_length in (64, 100, 160):
         share = share_over(max_length, Tokenizer(tmp_path / "data" / "tokenizer"), tmp_path / "data")
         run_spec = run_spec_of(tmp_path / "data", "tlm", f"data.max_length={max_length}")

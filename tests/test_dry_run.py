@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from data_tools import write_shards
-from data_tools.ranks import Ranks
 from tests import launch
 from xscale import dry_run as planning
 from xscale.data import calibrate, mixture
@@ -135,7 +134,7 @@ def test_a_pair_has_one_name_and_ppa_its_keys(demo: Path, tmp_path: Path, capsys
         (tmp_path / language).write_text("".join(f"{record.texts[side]}\n" for record in records))
     first, second = reversed(source.langs)
     files = ["--src", str(tmp_path / first), "--tgt", str(tmp_path / second), "--langs", first, second]
-    write_shards.main(Ranks(), ["pairs", *files, "--out", str(tmp_path / "shards")])
+    write_shards.main(["pairs", *files, "--out", str(tmp_path / "shards")])
 
     def told(*sets: str) -> str:
         words = ["--ds_config", str(launch.ROOT / "ds_configs/zero2_cpu.json"), "--recipe", "ppa", "--out", "none"]

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig
 
 from data_tools import tokenizer as train_tokenizer
-from data_tools.ranks import Ranks
 from tests.conftest import tar_lines
 from tests.rows import one_thread  # noqa: F401
 from xscale.data.tokenizer import Tokenizer
@@ -322,7 +321,7 @@ def test_retrieval_on_real_text(measure: Measure, real: Path, tmp_path: Path, wr
     at its embeddings more than behind its layers."""
     sides = (real / "eval" / "tatoeba" / f"tatoeba.deu-eng.{code}.xz" for code in ("eng", "deu"))
     write_pairs(*sides, tmp_path / "pairs")
-    train_tokenizer.main(Ranks(), ["--data", str(tmp_path), "--out", str(tmp_path / "hf"), "--vocab_size", "2000"])
+    train_tokenizer.main(["--data", str(tmp_path), "--out", str(tmp_path / "hf"), "--vocab_size", "2000"])
     config = BertConfig(**SHAPE, vocab_size=2000, max_position_embeddings=64, initializer_range=0.3)
     torch.manual_seed(0)
     AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path / "hf")

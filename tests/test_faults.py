@@ -76,7 +76,6 @@ def test_a_lone_surrogate_is_found_by_the_index(tmp_path: Path, corpus_files, wr
     import tarfile
 
     from data_tools import index
-    from data_tools.ranks import Ranks
 
     record = {"key": "a", "langs": ["en", "de"], "texts": ["fine", "broken \ud800"]}
     with tarfile.open(tmp_path / "x-000000.tar", "w") as tar:
@@ -85,7 +84,7 @@ def test_a_lone_surrogate_is_found_by_the_index(tmp_path: Path, corpus_files, wr
             info.size = len(text.encode())
             tar.addfile(info, io.BytesIO(text.encode()))
     with pytest.raises(UserError, match=r"x-000000\.tar: record 1: .*surrogates not allowed"):
-        index.main(Ranks(), [str(tmp_path)])
+        index.main([str(tmp_path)])
 
 
 def zeroed(entries: np.ndarray) -> bytes:

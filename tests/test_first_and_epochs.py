@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from data_tools import write_shards
-from data_tools.ranks import Ranks
 from tests import launch
 from xscale.config import load_recipe
 from xscale.data.mixture import initial_state, positions_report
@@ -34,7 +33,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / f"{out}.{side}").write_text("".join(f"{out} {side} david {n} .\n" for n in range(lines)))
         given = [f"--src={folder / out}.s", f"--tgt={folder / out}.t"] if kind == "pairs" else []
         given += [f"--text={folder / out}.s"] if kind == "mono" else []
-        write_shards.main(Ranks(), [kind, *given, f"--out={folder / 'data' / out}", "--shard_lines=50", *options])
+        write_shards.main([kind, *given, f"--out={folder / 'data' / out}", "--shard_lines=50", *options])
 
     write("pairs", "a", 120, "--langs", "en", "de")
     write("pairs", "b", 100, "--langs", "de", "en")

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from data_tools import tokenizer as tool
 from data_tools.demo_world import World
-from data_tools.ranks import Ranks
 from tests.test_encoder import CONFIGS, make
 from tests.test_going_on import run_spec_of
 from xscale.data.tokenizer import Tokenizer
@@ -34,9 +33,9 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for name, texts in (("old.txt", OLD), ("new.txt", NEW)):
         (path / name).write_text("\n".join(texts), encoding="utf-8")
     size = ["--vocab_size", "500"]
-    tool.main(Ranks(), ["--text", str(path / "old.txt"), "--out", str(path / "old"), "--type", request.param, *size])
+    tool.main(["--text", str(path / "old.txt"), "--out", str(path / "old"), "--type", request.param, *size])
     more = ["--text", str(path / "new.txt"), "--out", str(path / "new"), "--extend", str(path / "old"), *size]
-    tool.main(Ranks(), more)
+    tool.main(more)
     return Tokenizer(path / "old"), Tokenizer(path / "new")
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from data_tools import lexicon as lexicons
 from data_tools import write_shards
-from data_tools.ranks import Ranks
 from xscale.data.lexicon import cut_pair, pair_of
 from xscale.data.mixture import initial_state, source_weights
 from xscale.data.shards import find_sources
@@ -33,10 +32,10 @@ def data(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for side in (0, 1):
             (folder / f"some.{side}").write_text("".join(f"{pair[side]}\n" for pair in texts[:records]))
         files = ["--src", folder / "some.0", "--tgt", folder / "some.1", "--langs", *langs]
-        write_shards.main(Ranks(), [*map(str, ["pairs", *files, "--out", folder / "data" / "+".join(langs)])])
+        write_shards.main([*map(str, ["pairs", *files, "--out", folder / "data" / "+".join(langs)])])
     for language, text in (("en", "0.txt"), ("zh-CN", "1.txt")):
         files = ["--text", folder / text, "--lang", language, "--out", folder / "data" / language]
-        write_shards.main(Ranks(), [*map(str, ["mono", *files])])
+        write_shards.main([*map(str, ["mono", *files])])
     shutil.copytree(demo / "tokenizer", folder / "data" / "tokenizer")
     (folder / "data" / "lexicon").mkdir()
     shutil.copy(demo / "lexicon" / "en-xx.txt", folder / "data" / "lexicon" / "en-zh-CN.txt")
@@ -111,7 +110,7 @@ def test_files_beside_a_prefix_say_its_languages(tmp_path: Path) -> None:
 
 
 def test_a_dictionary_is_filtered(data: Path, tmp_path: Path) -> None:
-    lexicons.main(Ranks(), [*map(str, ["--dict", data / "lexicon/en-zh-CN.txt", "--out", tmp_path / "zh-CN-en.txt"])])
+    lexicons.main([*map(str, ["--dict", data / "lexicon/en-zh-CN.txt", "--out", tmp_path / "zh-CN-en.txt"])])
     before, after = (
         set(f.read_text().splitlines()) for f in (data / "lexicon/en-zh-CN.txt", tmp_path / "zh-CN-en.txt")
     )
@@ -122,7 +121,7 @@ def test_a_dictionary_is_filtered(data: Path, tmp_path: Path) -> None:
 def test_a_name_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a b\n")
     with pytest.raises(UserError, match=rf"language '{name}'.*zh-Hant"):
-        write_shards.main(Ranks(), ["mono", "--text", str(tmp_path / "text"), f"--lang={name}", "--out", "x"])
+        write_shards.main(["mono", "--text", str(tmp_path / "text"), f"--lang={name}", "--out", "x"])
 
 
 @pytest.mark.parametrize("other", ["ZH-CN", "zh_CN", "zh_cn", "zho-CN"])

@@ -21,8 +21,8 @@ from data_tools import align, write_shards
 from data_tools import lexicon as tool
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
-from data_tools.ranks import Ranks
 from tests import launch
+from tests.test_start import on_ranks
 from xscale import run_spec as jobs
 from xscale.data import sample, truecase
 from xscale.data.lexicon import (
@@ -204,7 +204,7 @@ def three_languages(tmp_path: Path, demo: Path, dictionary) -> Path:
     texts = [Source(demo / "mono_xx").read(0, record).texts[0] for record in range(300)]
     (tmp_path / "yy.txt").write_text("\n".join(text + " mo" for text in texts))
     argv = ["mono", "--text", str(tmp_path / "yy.txt"), "--lang", "yy", "--out", str(tmp_path / "mono_yy")]
-    write_shards.main(Ranks(), argv)
+    write_shards.main(argv)
     lines = (demo / "lexicon" / "en-xx.txt").read_text().splitlines()
     for name in ("en-xx.txt", "en-yy.txt"):
         dictionary(f"lexicon/{name}", *lines)
@@ -374,7 +374,7 @@ def cased_shards(folder: Path) -> list[Source]:
     for lang, lines in texts.items():
         (folder / f"c.{lang}").write_text("".join(line + "\n" for line in lines))
         argv = ["mono", "--text", str(folder / f"c.{lang}"), "--lang", lang, "--whole_lines", "--shard_lines", "2"]
-        write_shards.main(Ranks(), [*argv, "--out", str(folder / "shards" / lang)])
+        write_shards.main([*argv, "--out", str(folder / "shards" / lang)])
     return find_sources([folder / "shards"])
 
 
@@ -382,29 +382,14 @@ ENTRIES_GIVEN = ["dog hund", "house haus", "the die", "berlin berlin", "Berlin B
 AS_SPELLED = ["dog Hund", "house Haus", "the die", "Berlin Berlin", "hat rast", "dog Hund-Haus"]
 
 
-class OfRanks(HostGroup):
-    """Of one of several threads."""
-
-    def __init__(self, ranks: Any):
-        self.ranks = ranks
-
-    size = property(lambda self: self.ranks.size)
-    rank = property(lambda self: self.ranks.rank)
-
-    def broadcast(self, value: Any, source: int) -> Any:
-        return self.ranks.gather(value)[source]
-
-
-def test_words_are_spelled_as_the_text_mostly_does(tmp_path: Path, dictionary, on_ranks, monkeypatch) -> None:
+def test_words_are_spelled_as_the_text_mostly_does(tmp_path: Path, dictionary, monkeypatch) -> None:
     """By loops over all text; the same however many ranks count, and by a sample of it where that is much."""
     sources = cased_shards(tmp_path)
     monkeypatch.setattr("xscale.data.sample._CHUNK", 1)
     monkeypatch.setattr(truecase, "COUNTING", 2)
     forms = truecase.forms_of({"de", "en"}, sources, HostGroup())
     for size in (2, 3):
-        found = on_ranks(
-            size, lambda r: truecase.forms_of({"de", "en"}, find_sources([tmp_path / "shards"]), OfRanks(r))
-        )
+        found = on_ranks(size, lambda r: truecase.forms_of({"de", "en"}, find_sources([tmp_path / "shards"]), r))
         assert found == [forms] * size
     for source in sources:
         seen: dict[str, Counter] = {}
@@ -430,7 +415,7 @@ def test_a_run_reads_its_dictionaries_in_the_spelling_of_its_text(tmp_path: Path
     dictionary("shards/lexicon/en-de.txt", *ENTRIES_GIVEN, "dog дог")
     data, texts = tmp_path / "shards", ["--data", str(tmp_path / "shards"), "--vocab_size", "300"]
     for name, options in (("tokenizer", ()), ("lower", ("--lowercase",))):
-        tokenizers.main(Ranks(), [*texts, "--out", str(data / name), *options])
+        tokenizers.main([*texts, "--out", str(data / name), *options])
     found, given, lower = (
         jobs.resolve_run("align_mlm", [*sets], [data])
         for sets in ([], ["data.truecase=false"], [f"model.tokenizer={data / 'lower'}"])
@@ -451,17 +436,14 @@ def test_a_run_reads_its_dictionaries_in_the_spelling_of_its_text(tmp_path: Path
     assert again.words == lexicon.words and again.fingerprint == lexicon.fingerprint, "a start on more text may read it"
 
 
-def test_the_tool_truecases(tmp_path: Path, dictionary, on_ranks, capsys) -> None:
+def test_the_tool_truecases(tmp_path: Path, dictionary, capsys) -> None:
     cased_shards(tmp_path)
     path = dictionary("muse/en-de.txt", *ENTRIES_GIVEN, "dog дог")
-    tokenizers.main(
-        Ranks(), ["--data", str(tmp_path / "shards"), "--vocab_size", "300", "--out", str(tmp_path / "tokenizer")]
-    )
+    tokenizers.main(["--data", str(tmp_path / "shards"), "--vocab_size", "300", "--out", str(tmp_path / "tokenizer")])
     options = ["--dict", str(path), "--truecase", str(tmp_path / "shards"), "--tokenizer", str(tmp_path / "tokenizer")]
-    for size in (1, 3):
-        out = tmp_path / str(size) / "en-de.txt"
-        assert on_ranks(size, lambda ranks, out=out: tool.main(ranks, ["--out", str(out), *options])) == [None] * size
-        assert out.read_text().splitlines() == [*AS_SPELLED, "dog дог"]
+    out = tmp_path / "out" / "en-de.txt"
+    tool.main(["--out", str(out), *options])
+    assert out.read_text().splitlines() == [*AS_SPELLED, "dog дог"]
     assert re.search("4 spelled otherwise in the text.*1 of them with unknown tokens", capsys.readouterr().out)
     with pytest.raises(UserError, match="no text in fr"):
         make(tmp_path / "en-fr.txt", "--dict", dictionary("fr/en-fr.txt", "a b"), "--truecase", tmp_path / "shards")
@@ -470,8 +452,8 @@ def test_the_tool_truecases(tmp_path: Path, dictionary, on_ranks, capsys) -> Non
 # 4. The tool
 
 
-def make(out: Path, *options: object, ranks: Ranks | None = None) -> list[tuple[str, ...]]:
-    tool.main(ranks or Ranks(), ["--out", str(out), *map(str, options)])
+def make(out: Path, *options: object) -> list[tuple[str, ...]]:
+    tool.main(["--out", str(out), *map(str, options)])
     return [tuple(line.split("\t") if "\t" in line else line.split(" ")) for line in out.read_text().splitlines()]
 
 
@@ -505,7 +487,7 @@ def test_a_share(demo: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("out", ["en-xx.txt", "xx-en.txt"])
-def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, on_ranks, out: str) -> None:
+def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, out: str) -> None:
     records = [record for shard in shard_records(demo / "pairs") for record in shard]
     pairs: Counter = Counter()
     seen: Counter = Counter()
@@ -527,12 +509,6 @@ def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, on_ranks,
     found = make(tmp_path / out, *options)
     assert set(found) == set(expected) and len(found) == len(expected) > 100
     assert [expected[entry] for entry in found] == sorted(expected.values(), reverse=True)
-    for size in (2, 3):
-        results = on_ranks(
-            size, lambda ranks, n=size: tool.main(ranks, list(map(str, ["--out", tmp_path / f"{n}" / out, *options])))
-        )
-        assert results == [None] * size
-        assert (tmp_path / f"{size}" / out).read_bytes() == (tmp_path / out).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -545,13 +521,12 @@ def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, on_ranks,
         ("de-en.txt", ["--min_length", "9"], "nothing to write.*0 of 9 characters"),
     ],
 )
-def test_the_tool_s_errors(out: str, options: list[str], message: str, tmp_path: Path, dictionary, on_ranks) -> None:
-    """On every rank, and no file is left."""
+def test_the_tool_s_errors(out: str, options: list[str], message: str, tmp_path: Path, dictionary) -> None:
+    """And no file is left."""
     path = dictionary("en-de.txt", "dog Hund")
     argv = ["--dict", str(path), "--out", str(tmp_path / out), *options]
-    for error in on_ranks(2, lambda ranks: tool.main(ranks, argv)):
-        with pytest.raises(UserError, match=message):
-            raise error
+    with pytest.raises(UserError, match=message):
+        tool.main(argv)
     assert [p.name for p in tmp_path.iterdir()] == ["en-de.txt"]
 
 
@@ -641,26 +616,24 @@ def fake_aligner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def test_shards_with_links(tmp_path: Path, corpus_files, write_pairs, shard_records, on_ranks, fake_aligner) -> None:
-    """Links fit their pairs, blank lines or not, whatever the number of ranks; no temporary file stays."""
+def test_shards_with_links(tmp_path: Path, corpus_files, write_pairs, shard_records, fake_aligner) -> None:
+    """Links fit their pairs, blank lines or not; no temporary file stays."""
     paths = corpus_files(["A b.  c", "", "d E", "f"], ["x y", "z", "x  y z", ""])  # "A b . c"
     expected = [["A b.  c", "x y"], ["d E", "x  y z"]]
-    for size in (1, 3):
-        out = tmp_path / f"out{size}"
-        options = ("--align", "--symmetrize", "intersection", "--shard_lines", 1)
-        assert on_ranks(size, lambda r, out=out, o=options: write_pairs(*paths, out, *o, ranks=r)) == [None] * size
-        records = [record for shard in shard_records(out) for record in shard]
-        assert [record["texts"] for record in records] == expected
-        assert [record["links"] for record in records] == ["1-1", "1-1"]
+    out = tmp_path / "out"
+    write_pairs(*paths, out, "--align", "--symmetrize", "intersection", "--shard_lines", 1)
+    records = [record for shard in shard_records(out) for record in shard]
+    assert [record["texts"] for record in records] == expected
+    assert [record["links"] for record in records] == ["1-1", "1-1"]
     grown = tmp_path / "grown"
     write_pairs(*paths, grown, "--align")
     assert [r["links"] for shard in shard_records(grown) for r in shard] == ["0-0 1-1", "0-0 1-1"]
     assert Source(grown).index["made_by"]["links"] == "eflomal, grow-diag-final-and"
-    align.main(Ranks(), ["--src", str(paths[0]), "--tgt", str(paths[1]), "--out", str(tmp_path / "links")])
+    align.main(["--src", str(paths[0]), "--tgt", str(paths[1]), "--out", str(tmp_path / "links")])
     assert (tmp_path / "links").read_text() == "0-0 1-1\n\n0-0 1-1\n\n"
     assert (tmp_path / "links.src.txt").read_text() == "A b . c\n\nd E\nf\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "bin", "c.de", "c.en", "grown", "links", "links.src.txt", "links.tgt.txt", "out1", "out3",
+        "bin", "c.de", "c.en", "grown", "links", "links.src.txt", "links.tgt.txt", "out",
     ]  # fmt: skip
     options = ("--links", tmp_path / "links", *(f"--links_{s}={tmp_path}/links.{s}.txt" for s in ("src", "tgt")))
     write_pairs(*paths, tmp_path / "again", *options)
@@ -669,9 +642,9 @@ def test_shards_with_links(tmp_path: Path, corpus_files, write_pairs, shard_reco
 
 @pytest.mark.parametrize("trouble", ["absent", "fails", "stops early", "uneven files", "out exists"])
 def test_trouble_with_the_aligner(
-    trouble: str, tmp_path: Path, corpus_files, write_pairs, on_ranks, fake_aligner: Path, monkeypatch
+    trouble: str, tmp_path: Path, corpus_files, write_pairs, fake_aligner: Path, monkeypatch
 ) -> None:
-    """A UserError on every rank; neither output nor temporary files stay."""
+    """A UserError; neither output nor temporary files stay."""
     paths = corpus_files(["a b", "c"], ["x"] if trouble == "uneven files" else ["x y", "z"])
     message = {"fails": "failed.*no memory", "uneven files": "ends after line 1", "out exists": "not empty"}.get(
         trouble
@@ -687,9 +660,8 @@ def test_trouble_with_the_aligner(
     elif trouble == "out exists":
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "precious").touch()
-    for error in on_ranks(2, lambda ranks: write_pairs(*paths, tmp_path / "out", "--align", ranks=ranks)):
-        with pytest.raises(UserError, match=message):
-            raise error
+    with pytest.raises(UserError, match=message):
+        write_pairs(*paths, tmp_path / "out", "--align")
     kept = ["out"] if trouble == "out exists" else []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bin", "c.de", "c.en", *kept]
 
@@ -708,10 +680,10 @@ def test_real_dictionaries_meet_their_text(real: Path, tmp_path: Path) -> None:
     seen = {}
     for lang in ("en", "de"):
         argv = ["mono", "--text", str(real / f"mono/wiki_{lang}"), "--lang", lang]
-        write_shards.main(Ranks(), [*argv, "--out", str(tmp_path / f"wiki_{lang}")])
+        write_shards.main([*argv, "--out", str(tmp_path / f"wiki_{lang}")])
         (source,) = find_sources([tmp_path / f"wiki_{lang}"])
         seen[lang] = set(truecase.count_words(sample.texts_of(lang, [source], most=10**9)))
-    tokenizers.main(Ranks(), ["--data", str(tmp_path), "--out", str(tmp_path / "tokenizer"), "--max_records", "20000"])
+    tokenizers.main(["--data", str(tmp_path), "--out", str(tmp_path / "tokenizer"), "--max_records", "20000"])
     muse = real / "lexicon/muse/en-de.txt.xz"
     sets = [f"data.lexicons=[{muse}]", "data.workers=0", "streams.dict_mlm.samples=200"]
     run_spec = jobs.resolve_run("dict_mlm", sets, [tmp_path]).calibrated()

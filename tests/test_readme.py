@@ -3,7 +3,6 @@ made text, with few steps and a small model. What they name exists, and tables o
 
 import argparse
 import importlib
-import inspect
 import lzma
 import os
 import re
@@ -16,7 +15,6 @@ import pytest
 
 from data_tools.corpus import load_corpus
 from data_tools.demo_world import World
-from data_tools.ranks import Ranks
 from tests import launch, recipe_fields
 
 PAGES = {
@@ -85,7 +83,7 @@ def test_every_command_has_options_that_exist(page: str, line: str, monkeypatch:
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_leave)
     monkeypatch.setattr(sys, "argv", [found[0], *found[1]])
     with pytest.raises(SystemExit):
-        module.main(*[Ranks()] * ("ranks" in inspect.signature(module.main).parameters))
+        module.main()
     assert parsed, line
 
 

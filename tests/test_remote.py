@@ -21,7 +21,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from data_tools import write_shards
 from data_tools.demo_world import World
-from data_tools.ranks import Ranks
 from xscale import train
 from xscale.config import EvalTask
 from xscale.data import order, remote
@@ -99,7 +98,7 @@ def write(folder: Path, kind: str, lines: list[list[str]], *more: str) -> None:
     for path, side in zip(texts, lines, strict=True):
         path.write_text("".join(f"{line}\n" for line in side))
     which = ["--text", texts[0], "--lang", "en"] if kind == "mono" else ["--src", texts[0], "--tgt", texts[1]]
-    write_shards.main(Ranks(), [str(word) for word in (kind, *which, "--out", folder, "--shard_lines", 30, *more)])
+    write_shards.main([str(word) for word in (kind, *which, "--out", folder, "--shard_lines", 30, *more)])
 
 
 @pytest.fixture(scope="module")

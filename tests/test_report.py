@@ -25,7 +25,6 @@ from scipy import stats
 from transformers import AutoModelForMaskedLM, BertConfig
 
 from data_tools import write_shards
-from data_tools.ranks import Ranks
 from tests.conftest import tar_lines
 from tests.rows import one_thread  # noqa: F401
 from xscale import files
@@ -770,7 +769,7 @@ def test_models_of_pairs_with_too_few_linked_words(hf: Path, tmp_path: Path) -> 
     for name, line in (("en", "a b\n"), ("xx", "c d\n"), ("links", "0-0 1-1\n")):
         (tmp_path / name).write_text(line)
     words = ["--src", tmp_path / "en", "--tgt", tmp_path / "xx", "--langs", "en", "xx", "--links", tmp_path / "links"]
-    write_shards.main(Ranks(), ["pairs", *map(str, words), "--out", str(tmp_path / "pairs")])
+    write_shards.main(["pairs", *map(str, words), "--out", str(tmp_path / "pairs")])
     text, parsed = page_of("--models", hf, "--pairs", tmp_path / "pairs", out=tmp_path / "a.html")
     assert not parsed.tags["svg"] and "<mark>" in text
 

@@ -18,7 +18,6 @@ from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data_tools import documents, index, inspect, write_shards
-from data_tools.ranks import Ranks
 from tests.plain import originals
 from xscale.data.calibrate import calibrate
 from xscale.data.loader import StepDataset, StreamCollate
@@ -75,11 +74,11 @@ def as_objects(field: str) -> Callable[[Documents], Iterable[str]]:
     return lambda corpus: (json.dumps({"id": 1, field: "\n".join(sentences(document))}) for document in corpus)
 
 
-def write(folder: Path, lines: Iterable[str], *options: object, ranks: Ranks | None = None) -> Path:
+def write(folder: Path, lines: Iterable[str], *options: object) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "text").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     arguments = ["mono", "--text", folder / "text", "--lang", "en", "--out", folder / "out", "--whole_lines", *options]
-    write_shards.main(ranks or Ranks(), [str(argument) for argument in arguments])
+    write_shards.main([str(argument) for argument in arguments])
     return folder / "out"
 
 
@@ -194,13 +193,13 @@ def tar_text(path: Path) -> str:
 
 def test_sentences_of_a_line_are_a_document(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("One here. Two here.\nThree.\nFour is it. Five is it. Six!\n")
-    write_shards.main(Ranks(), ["mono", "--text", str(tmp_path / "t"), "--lang", "en", "--out", str(tmp_path / "out")])
+    write_shards.main(["mono", "--text", str(tmp_path / "t"), "--lang", "en", "--out", str(tmp_path / "out")])
     source = Source(tmp_path / "out")
     assert source.look(0, slice(None))[1].tolist() == [False, True, False, False, True, True]
     assert [source.read(0, n).key for n in range(3)] == ["t.en-000000001.0", "t.en-000000001.1", "t.en-000000002.0"]
 
 
-def test_a_document_is_torn_by_no_shard_but_where_it_is_longer(tmp_path: Path, on_ranks) -> None:
+def test_a_document_is_torn_by_no_shard_but_where_it_is_longer(tmp_path: Path) -> None:
     made = [[[n * 100 + i] for i in range(size)] for n, size in enumerate((30, 7, 95, 2, 60, 1, 1, 49))]
     lines = ["\n".join(sentences(document)) for document in made]
     texts = "\n\n".join(lines).split("\n")
@@ -209,16 +208,13 @@ def test_a_document_is_torn_by_no_shard_but_where_it_is_longer(tmp_path: Path, o
     assert indexed(source) == expected
     # Their first lines, with blank ones between: 1, 32, 40, 90 | 136, 139, 189, 200 | 202, 204.
     assert source.counts.tolist() == [30 + 7 + 50, 45, 2 + 50, 10 + 1, 1 + 49]
-    on_ranks(3, lambda ranks: write(tmp_path / "three", texts, "--shard_lines", 50, ranks=ranks))
-    for path in (tmp_path / "one" / "out").iterdir():
-        assert path.read_bytes() == (tmp_path / "three" / "out" / path.name).read_bytes(), path.name
 
 
 def test_a_file_s_end_is_a_document_s_end(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_text(f"{name} one\n{name} two\n\n{name} three\n")
     arguments = ["mono", "--text", str(tmp_path / "a"), str(tmp_path / "b"), "--lang", "en"]
-    write_shards.main(Ranks(), [*arguments, "--out", str(tmp_path / "out")])
+    write_shards.main([*arguments, "--out", str(tmp_path / "out")])
     source = Source(tmp_path / "out")
     assert source.look(0, slice(None))[1].tolist() == [False, True, False] * 2
     assert source.index["made_by"]["documents"] == {"blank": 2}
@@ -248,7 +244,7 @@ def test_filters_leave_neighbours_neighbours(tmp_path: Path, words: Tokenizer) -
 def test_inspect_tells_documents(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     made = corpus()[:20]
     out = write(tmp_path / "x", as_blocks(made))
-    inspect.main(Ranks(), [str(out), "--verify"])
+    inspect.main([str(out), "--verify"])
     sizes = list(map(len, made))
     told = capsys.readouterr().out
     assert f"{sum(sizes)} mono records (en) of 20 documents by blank" in told
@@ -270,7 +266,7 @@ def test_indexing_again_gives_the_same_bytes(tmp_path: Path) -> None:
     assert len(before) > 2
     for path in [*before, out / "index.json"]:
         path.unlink()
-    index.main(Ranks(), [str(out)])
+    index.main([str(out)])
     assert {path: path.read_bytes() for path in out.glob("*.idx")} == before and without_made_by(out) == stated
 
 
@@ -281,14 +277,14 @@ def test_a_foreign_tar_s_texts_are_documents(tmp_path: Path, words: Tokenizer) -
     with webdataset.TarWriter(str(tmp_path / "txt" / "x.tar")) as writer:
         for number, document in enumerate(made):
             writer.write({"__key__": f"{number:04d}", "txt": "\n".join(sentences(document))})
-    index.main(Ranks(), [str(tmp_path / "txt"), "--langs", "en"])
+    index.main([str(tmp_path / "txt"), "--langs", "en"])
     (tmp_path / "json").mkdir()
     with webdataset.TarWriter(str(tmp_path / "json" / "x.tar")) as writer:
         for number, document in enumerate(made):
             for part, text in enumerate(sentences(document)):
                 fields = {"langs": ["en"], "texts": [text], "doc": f"d{number}"}
                 writer.write({"__key__": f"{number:04d}-{part}", "json": fields})
-    index.main(Ranks(), [str(tmp_path / "json")])
+    index.main([str(tmp_path / "json")])
     for name in ("txt", "json"):
         source = Source(tmp_path / name)
         assert flat(indexed(source)) == flat(made)
@@ -309,7 +305,7 @@ def test_an_index_of_version_1_is_refused_and_can_be_made_again(tmp_path: Path) 
         (out / "index.json").write_text(json.dumps(stated | old))
         with pytest.raises(UserError, match=r"index\.json .*data_tools\.index"):
             Source(out)
-    index.main(Ranks(), [str(out)])
+    index.main([str(out)])
     assert indexed(Source(out)) == indexed(new)
 
 
@@ -418,7 +414,7 @@ def test_wikipedia(tmp_path: Path, real: Path, language: str) -> None:
         "--shard_lines",
         "1000",
     ]
-    write_shards.main(Ranks(), arguments)
+    write_shards.main(arguments)
     source = Source(tmp_path / "out")
     expected = []
     for content in re.findall(r"<doc [^\n]*>\n(.*?)\n?</doc>", text, flags=re.DOTALL):

@@ -22,8 +22,6 @@ import webdataset
 
 from data_tools import index, inspect, write_shards
 from data_tools.demo_world import World
-from data_tools.ranks import Ranks
-from tests import demo_shards
 from xscale.data import shards as shards
 from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
@@ -54,7 +52,7 @@ def read_all(source: Source) -> list[dict]:
 
 
 def run_index(directory: Path, *langs: str) -> Source:
-    index.main(Ranks(), [str(directory), *(["--langs", *langs] if langs else [])])
+    index.main([str(directory), *(["--langs", *langs] if langs else [])])
     return Source(directory)
 
 
@@ -64,7 +62,7 @@ def mono(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mono")
     (folder / "text.en").write_text("".join(line + "\n" for line in sentences(700)), encoding="utf-8")
     arguments = ["mono", "--text", folder / "text.en", "--lang", "en", "--out", folder / "out"]
-    write_shards.main(Ranks(), [str(a) for a in [*arguments, "--whole_lines", "--shard_lines", 300]])
+    write_shards.main([str(a) for a in [*arguments, "--whole_lines", "--shard_lines", 300]])
     return folder / "out"
 
 
@@ -286,7 +284,7 @@ def test_shards_that_are_replaced_are_not_read(copy: Path, tmp_path: Path, how: 
     """By others of the same names and numbers, whose .idx fits their tar: in another folder, or the same files."""
     (tmp_path / "text.en").write_text("".join(line + "\n" for line in sentences(700, seed=9)), encoding="utf-8")
     arguments = ["mono", "--text", tmp_path / "text.en", "--lang", "en", "--out", tmp_path / "others"]
-    write_shards.main(Ranks(), [str(a) for a in [*arguments, "--whole_lines", "--shard_lines", 300]])
+    write_shards.main([str(a) for a in [*arguments, "--whole_lines", "--shard_lines", 300]])
     source = Source(copy)
     assert source.read(0, 5).texts[0] == sentences(700)[5]
     if how == "moved":
@@ -344,12 +342,12 @@ def test_lengths_of_all_shards_are_in_one_file(copy: Path, monkeypatch: pytest.M
     assert idx_read_for(Source(copy)) == all_idx
     (copy / "entries").unlink()
     assert idx_read_for(Source(copy)) == all_idx
-    index.main(Ranks(), [str(copy)])
+    index.main([str(copy)])
     assert (copy / "entries").read_bytes() == whole and idx_read_for(Source(copy)) == []
 
 
 def test_verify_lists_all_damage(copy: Path, capsys: pytest.CaptureFixture) -> None:
-    inspect.main(Ranks(), [str(copy), "--verify"])
+    inspect.main([str(copy), "--verify"])
     assert "3 shards verified" in capsys.readouterr().out
     flip(copy / "mono-000000.tar", sentences(700)[17])
     os.truncate(copy / "mono-000001.tar", 20_000)
@@ -357,13 +355,13 @@ def test_verify_lists_all_damage(copy: Path, capsys: pytest.CaptureFixture) -> N
     rows[16:32], rows[32:48] = rows[32:48], rows[16:32]  # valid byte ranges in the wrong order
     (copy / "mono-000002.idx").write_bytes(rows)
     with pytest.raises(UserError) as error:
-        inspect.main(Ranks(), [str(copy), "--verify"])
+        inspect.main([str(copy), "--verify"])
     assert "3 damaged" in str(error.value)
     for named in (r"mono-000000.tar: record 17 ", "mono-000001.tar: record", "mono-000002.idx"):
         assert named in str(error.value)
     (copy / "mono-000001.tar").unlink()
     with pytest.raises(UserError, match=r"mono-000001\.tar is missing"):
-        inspect.main(Ranks(), [str(copy), "--verify"])
+        inspect.main([str(copy), "--verify"])
 
 
 def test_check_sizes_sees_an_incomplete_copy(copy: Path) -> None:
@@ -418,40 +416,22 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_same_bytes_for_every_number_of_ranks(tmp_path: Path, corpus_files, write_pairs, on_ranks) -> None:
+def test_shards_have_no_gaps(tmp_path: Path, corpus_files, write_pairs) -> None:
     src = [line if i // 50 not in (0, 3, 8) else "" for i, line in enumerate(sentences(500))]  # some empty shards
-    files = corpus_files(src, sentences(500, seed=1))
-    made = {}
-    for size in (1, 2, 3, 12):
-        out = tmp_path / str(size) / "out"
-        assert (
-            on_ranks(size, lambda ranks, out=out: write_pairs(*files, out, "--shard_lines", 50, ranks=ranks))
-            == [None] * size
-        )
-        made[size] = contents(out)
-    assert made[1] == made[2] == made[3] == made[12]
-    assert sorted(made[1]) == sorted(
+    out = tmp_path / "out"
+    write_pairs(*corpus_files(src, sentences(500, seed=1)), out, "--shard_lines", 50)
+    assert sorted(contents(out)) == sorted(
         ["entries", "index.json", *(f"pairs-{i:06d}.{e}" for i in range(7) for e in ("tar", "idx"))]
     )
     kept = [[a, b] for a, b in zip(src, sentences(500, seed=1), strict=True) if a]
-    assert [record["texts"] for record in read_all(Source(tmp_path / "3" / "out"))] == kept
+    assert [record["texts"] for record in read_all(Source(out))] == kept
 
 
-def test_demo_corpus_is_the_same_for_every_number_of_ranks(tmp_path: Path, on_ranks, monkeypatch) -> None:
-    monkeypatch.setattr(demo_shards, "HELDOUT", 20)
-    monkeypatch.setattr(write_shards, "SHARD_LINES", 400)
-    for size in (1, 3):
-        out = tmp_path / str(size)
-        assert on_ranks(size, lambda ranks, out=out: demo_shards.build(out, 250, 250, ranks=ranks)) == [None] * size
-    one, three = contents(tmp_path / "1"), contents(tmp_path / "3")
-    assert sorted(one) == sorted(three)
-    assert [name for name in one if one[name] != three[name]] == []
-
-
-def test_index_is_the_same_for_every_number_of_ranks(copy: Path, mono: Path, on_ranks) -> None:
+def test_index_is_the_same_for_every_number_of_workers(copy: Path, mono: Path, monkeypatch) -> None:
+    monkeypatch.setattr(index, "WORKER_TARS", 1)
     for path in [*copy.glob("*.idx"), copy / "index.json"]:
         path.unlink()
-    on_ranks(3, lambda ranks: index.main(ranks, [str(copy)]))
+    index.main([str(copy)])
     rebuilt, original = contents(copy), contents(mono)
     stated, expected = json.loads(rebuilt.pop("index.json")), json.loads(original.pop("index.json"))
     assert rebuilt == original

@@ -11,7 +11,6 @@ import pytest
 from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES
 
 from data_tools import index, inspect, write_shards
-from data_tools.ranks import Ranks
 from xscale.data import survey as surveys
 from xscale.data.scripts import scripts_of, short_code
 from xscale.data.survey import Survey, script_of, warnings
@@ -134,25 +133,22 @@ def test_real_text(name: str, real: Path) -> None:
         assert sum("repeat an earlier one" in line for line in warnings(of(few).result(), langs, len(few))) == 2
 
 
-def test_swapped_languages_are_told(tmp_path: Path, corpus_files, capsys: pytest.CaptureFixture, on_ranks) -> None:
-    """By write_shards, index and inspect alike, in each rank's share; the index is the same whatever the ranks."""
+def test_swapped_languages_are_told(tmp_path: Path, corpus_files, capsys: pytest.CaptureFixture) -> None:
+    """By write_shards, index and inspect alike."""
     src, tgt = corpus_files([f"This is sentence {i}" for i in range(90)], [f"这是第{i}句话" for i in range(90)])
     argv = ["pairs", "--src", str(src), "--tgt", str(tgt), "--langs", "zh", "en", "--shard_lines", "20", "--out"]
-    for size in (1, 3):
-        out = tmp_path / f"out{size}"
-        assert on_ranks(size, lambda r, out=out: write_shards.main(r, [*argv, str(out)])) == [None] * size
-        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
-        assert len(lines) == 3 and "swapped: en zh" in lines[-1] and all(str(out) in line for line in lines)
-    one, three = ((tmp_path / f"out{size}" / "index.json").read_text() for size in (1, 3))
-    assert one == three
-    index.main(Ranks(), [str(out)])
+    out = tmp_path / "out"
+    write_shards.main([*argv, str(out)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert len(lines) == 3 and "swapped: en zh" in lines[-1] and all(str(out) in line for line in lines)
+    index.main([str(out)])
     assert capsys.readouterr().out.splitlines()[1:] == lines
     for indexed in (True, False):  # an index from before it had this
         fields = json.loads((out / "index.json").read_text())
         if not indexed:
             del fields["text"]
             (out / "index.json").write_text(json.dumps(fields))
-        inspect.main(Ranks(), [str(out), "--json", str(tmp_path / "j")])
+        inspect.main([str(out), "--json", str(tmp_path / "j")])
         shown = capsys.readouterr().out
         assert all(line in shown for line in lines) and "most frequent words: this is sentence" in shown
         (source,) = json.loads((tmp_path / "j").read_text())["sources"]

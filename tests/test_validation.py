@@ -18,7 +18,6 @@ import torch.nn.functional as F
 
 from data_tools import write_shards
 from data_tools.demo_world import World
-from data_tools.ranks import Ranks
 from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
 from tests.test_training import same_checkpoint, wait_for
@@ -59,7 +58,7 @@ def heldout(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         sentences = [line for number in range(5001, 5009) for line in world.document(language, number)]
         (folder / f"{language}.txt").write_text("\n".join(sentences) + "\n", encoding="utf-8")
         text = ["--text", str(folder / f"{language}.txt"), "--lang", language, "--out", str(folder / language)]
-        write_shards.main(Ranks(), ["mono", *text])
+        write_shards.main(["mono", *text])
     (folder / "pairs").symlink_to(demo / "heldout" / "pairs")
     return folder
 
@@ -239,7 +238,7 @@ def odd(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             (folder / f"{name}.{language}").write_text(lines, encoding="utf-8")
         sides = [str(folder / f"{name}.{language}") for language in source.langs]
         files = ["--src", sides[0], "--tgt", sides[1], "--langs", *source.langs]
-        write_shards.main(Ranks(), ["pairs", *files, "--out", str(folder / name)])
+        write_shards.main(["pairs", *files, "--out", str(folder / name)])
     shutil.copytree(heldout / "pairs", folder / "torn")
     tar = next((folder / "torn").glob("*.tar"))
     tar.write_bytes(tar.read_bytes()[:5000])
@@ -341,7 +340,7 @@ def test_means_over_languages() -> None:
 
 def test_means_choose_the_best_checkpoint(demo: Path, heldout: Path, odd: Path, tmp_path: Path) -> None:
     files = ["--src", str(odd / "bare.en"), "--tgt", str(odd / "bare.xx"), "--langs", "en", "yy"]
-    write_shards.main(Ranks(), ["pairs", *files, "--out", str(tmp_path / "more")])
+    write_shards.main(["pairs", *files, "--out", str(tmp_path / "more")])
     pairs = f"[{heldout / 'pairs'}, {tmp_path / 'more'}]"
     tasks = f"[{{name: heldout, data: [{heldout / 'en'}, {heldout / 'xx'}]}}, {{name: retrieval, data: {pairs}}}]"
     words = ["--ds_config", f"{launch.ROOT}/ds_configs/zero2_cpu.json", "--recipe", "xlm", "--data", str(demo)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from data_tools import tokenizer as tokenizers
-from data_tools import word_table
+from tests import word_table
 from xscale.data import words
 from xscale.data.link_projection import places, project_links
 from xscale.data.tokenizer import Tokenizer

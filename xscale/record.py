@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from xscale.errors import can_be_encoded
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
 
 class Record(NamedTuple):
     """One sentence (`langs` and `texts` of length 1) or one sentence pair (length 2)."""
@@ -23,7 +25,7 @@ class Record(NamedTuple):
             fields["links"] = self.links
         if self.doc is not None:
             fields["doc"] = self.doc
-        return json.dumps(fields, ensure_ascii=False)
+        return _encode(fields)
 
     @classmethod
     def from_dict(cls, fields: dict) -> "Record":

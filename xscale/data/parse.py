@@ -17,7 +17,7 @@ def parse_line(line: bytes, unique_fields: bool = False) -> Record:
 
 def parse_json(data: bytes, unique_fields: bool = True) -> Any:
     try:
-        return json.loads(data.decode().removeprefix(_BOM), object_pairs_hook=_once if unique_fields else None)
+        return (_decode_once if unique_fields else json.loads)(data.decode().removeprefix(_BOM))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error})") from None
     except (json.JSONDecodeError, RecursionError) as error:
@@ -29,6 +29,9 @@ def _once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(fields):
         raise ValueError(f"a field occurs twice among {', '.join(name for name, _ in fields)}")
     return found
+
+
+_decode_once = json.JSONDecoder(object_pairs_hook=_once).decode
 
 
 def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False) -> Record:

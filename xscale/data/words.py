@@ -5,7 +5,7 @@ Thai, Lao, Khmer, Burmese) is a word, with its marks. Every other visible charac
 marks; an emoji sequence is one symbol. Words and symbols of a text are numbered together: `l'homme` has three, namely
 `l`, `'` and `homme`. Links between words, whole-word masks and word states all use these words.
 
-words.txt has the class of every code point, with a line for each range of one class (data_tools/word_table.py wrote it
+words.txt has the class of every code point, with a line for each range of one class (tests/word_table.py wrote it
 once); its hash is the version of the segmentation.
 
 Shape letters: C characters of all texts, W words of one text, T tokens of words, N tokens of one text.

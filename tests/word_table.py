@@ -1,6 +1,6 @@
 """Write xscale/data/words.txt: the class of every code point, by which xscale/data/words.py splits text into words.
 
-    python -m data_tools.word_table [--out F]
+    python -m tests.word_table [--out F]
 
 Classes come from the Unicode properties that the installed `regex` knows. The file is frozen: another Unicode version
 would move word borders, which existing links refer to, so the file changes only with a new format of shards.

@@ -1,0 +1,24 @@
+"""Runs a tool as a command."""
+
+import sys
+from collections.abc import Callable
+
+from xscale.errors import ENVIRONMENT_ERRNOS, UserError, check_arguments, print_anything
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a tool and exit. A UserError is printed, with exit code 2; an error of disk or network exits with 4."""
+    print_anything()
+    code = 0
+    try:
+        check_arguments(sys.argv[1:])
+        main()
+    except UserError as error:
+        code = 2
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        code = 4 if error.errno in ENVIRONMENT_ERRNOS else 2
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
