@@ -11,6 +11,6 @@ COPY . .
 # Where the base has torch, it stays; else constraints.txt names the one to install.
 RUN if python3 -c "import torch" 2> /dev/null; then grep -vE "^(torch|triton|numpy)==" constraints.txt > /tmp/constraints.txt; \
     else cp constraints.txt /tmp/constraints.txt; fi \
-    && python3 -m pip install --no-cache-dir -c /tmp/constraints.txt '.[align,eval]'
+    && python3 -m pip install --no-cache-dir -c /tmp/constraints.txt '.[align,eval,mpi]'
 ENV TOKENIZERS_PARALLELISM=false
 CMD ["python3", "-m", "xscale.doctor"]

@@ -43,7 +43,7 @@ from xscale.step.ds_config import SHIPPED, Hardware, load_ds_config
 from xscale.step.engine import check_module
 from xscale.step.module import StepModule
 
-PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton")
+PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "mpi4py")
 SECONDS = 20.0
 """The time that any check may take. A file system or a network that hangs is reported as a UserError."""
 PROBE_BYTES = 64 << 20
