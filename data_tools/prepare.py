@@ -151,11 +151,12 @@ def files_below(paths: list[str]) -> list[Path]:
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """A hash of corpus.yaml, of the sizes and times of its files, and of the sizes of chunks."""
+    """A hash of corpus.yaml, of the sizes and times of its files, and of this program's own files."""
     seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns)
             for source in corpus.sources
             for file in files_below([*source.paths, *corpus.rules_of(source).paths, *corpus.lexicons])]  # fmt: skip
-    text = json.dumps([corpus.model_dump(mode="json"), seen, steps.CHUNK_UNITS, steps.CHUNK_BYTES, steps.PART_PAIRS])
+    form = [steps.CHUNK_UNITS, steps.CHUNK_BYTES, steps.PART_PAIRS, "pickled units"]
+    text = json.dumps([corpus.model_dump(mode="json"), seen, *form])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -178,7 +179,10 @@ def start(corpus: Corpus, folder: Path) -> None:
     if not begun or not (folder / "plan.json").exists():
         steps.write_json(folder / "plan.json", plan)
     elif steps.read_json(folder / "plan.json")["fingerprint"] != plan["fingerprint"]:
-        raise UserError(f"{folder} is for another corpus.yaml, or an input file has changed; remove it to start anew")
+        raise UserError(
+            f"{folder} is for another corpus.yaml or another version of xscale, or an input file has changed; "
+            f"remove it to start anew"
+        )
     else:
         print(f"continuing with the finished tasks in {folder}", file=sys.stderr)
 
