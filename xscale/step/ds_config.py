@@ -127,7 +127,10 @@ def resolve_ds_config(
     contradiction."""
     resolved = json.loads(json.dumps(config))
     problems: list[str] = []
-    _fill_sizes(resolved, world, problems)
+    # Whatever the number of rows, DeepSpeed counts a step as one pass of each rank.
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
+    problems += [f"{key} = {resolved[key]}: {ROWS}" for key in sizes if resolved.get(key, AUTO) != AUTO]
+    resolved |= sizes
     _set_owned(problems, resolved, "", "gradient_clipping", recipe.train.max_grad_norm, "train.max_grad_norm")
     _fill_optimizer(resolved, recipe, hardware, problems)
     _fill_scheduler(resolved, recipe, problems)
@@ -139,23 +142,13 @@ def resolve_ds_config(
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{lines}')
-    unfilled = [f"  {key}" for key in _autos(resolved)]
-    if unfilled:
-        lines = "\n".join(unfilled)
-        raise UserError(f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{lines}')
-    problem = check_stage(stage_of(resolved), precision, recipe.train.compile)
-    if problem:
-        raise UserError(f"ds_config {path}: {problem}")
+    if unfilled := "\n".join(f"  {key}" for key in _autos(resolved)):
+        raise UserError(f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{unfilled}')
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    for problem in validate_by_building(resolved):
+    problem = check_stage(resolved, precision, recipe.train.compile, world) or validate_by_building(resolved)
+    if problem:
         raise UserError(f"ds_config {path}: {problem}")
-    node = zero.get("zero_hpz_partition_size", 1)
-    if stage_of(resolved) == 3 and world % min(node, world):
-        raise UserError(
-            f"ds_config {path}: zero_optimization.zero_hpz_partition_size = {node} does not divide {world} ranks; set "
-            f"it to the number of ranks of one machine"
-        )
     return EngineConfig(resolved, precision, stage_of(resolved), notes)
 
 
@@ -166,15 +159,6 @@ def _set_owned(problems: list[str], section: dict[str, Any], where: str, key: st
         shown = repr(given) if isinstance(given, str) else given
         problems.append(f"{where}{key} = {shown} contradicts the recipe's {field} = {value}")
     section[key] = value
-
-
-def _fill_sizes(resolved: dict[str, Any], world: int, problems: list[str]) -> None:
-    """Set the batch sizes so that DeepSpeed counts a step as one pass of each rank, whatever its number of rows."""
-    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
-    for key, n in sizes.items():
-        if (given := resolved.get(key, AUTO)) != AUTO:
-            problems.append(f"{key} = {given}: {ROWS}")
-        resolved[key] = n
 
 
 def _fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware, problems: list[str]) -> None:
@@ -229,24 +213,21 @@ def _resolve_precision(
     """Write fp16.enabled and bf16.enabled. Returns the precision and lines to print. Raises UserError if a precision
     other than "auto" is set that the device lacks; "auto" falls back to fp32."""
     supported = {"fp16": hardware.fp16, "bf16": hardware.bf16, "fp32": True}
-    given = {name: resolved.get(name, {}).get("enabled", False) for name in ("fp16", "bf16")}
+    given = {name: resolved[name].get("enabled") for name in ("fp16", "bf16") if name in resolved}
     demanded = [name for name, enabled in given.items() if enabled is True]
+    notes, precision = list[str](), wanted
     if len(demanded) == 2:
         problems.append("fp16.enabled = true contradicts bf16.enabled = true")
     if wanted == "auto":
-        notes = []
         preferred = demanded or [name for name, enabled in given.items() if enabled == AUTO]
         precision = next((name for name in preferred if supported[name]), [*preferred, "fp32"][0])
         if not supported[precision] and not demanded:
             notes = [f"precision: {precision} is not native on this {hardware.device}; this run trains in fp32"]
             precision = "fp32"
-    else:
-        notes, precision = [], wanted
-        for name in given:
-            enabled = resolved.get(name, {}).get("enabled", AUTO)
-            if enabled not in (AUTO, name == wanted):
-                shown = str(enabled).lower()
-                problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
+    for name, enabled in given.items() if wanted != "auto" else ():
+        if enabled not in (AUTO, None, name == wanted):
+            shown = str(enabled).lower()
+            problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
     if not supported[precision]:
         raise UserError(
             f"precision {precision} was requested, but this {hardware.device} has no native {precision}. "
