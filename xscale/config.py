@@ -84,14 +84,12 @@ class DataConfig:
     max_length: Annotated[int, Field(ge=8, le=MOST)] = 128
     """The maximum number of tokens of a sequence, special tokens included."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """Pairs longer than max_length are dropped or truncated; the log gives their number. Monolingual text always
-    continues in another sequence."""
+    """What happens to longer pairs; the log gives their number. Monolingual text continues in another sequence."""
     segments: bool = True
     """The two sentences of a pair have token types 0 and 1, if the model and the tokenizer have such types and no
     stream has language embeddings; false: both have type 0."""
     first: Count | None = None
-    """The maximum number of records of each language and each pair of languages, in the order of --data and of the
-    shards; null: no limit."""
+    """The maximum number of records of each language and pair, in the order of --data and shards; null: no limit."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
     """Languages ("en") or pairs ("en-de") that streams without `languages` of their own read; null: all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
@@ -104,8 +102,7 @@ class DataConfig:
     If a language would be read more often, its excess samples go to the other languages in proportion to their shares.
     If all languages reach the maximum, all exceed it by the same factor. null: no limit."""
     workers: Annotated[int | Literal["auto"], PlainValidator(_workers)] = "auto"
-    """Data loading processes per rank. 0 loads in the training process. auto: 2 on a CPU; 4 to 6 on a GPU, by
-    the number of cores per rank."""
+    """Data loading processes per rank; 0: the training process loads. auto: 2 on a CPU, 4 to 6 on a GPU, by its cores."""
     cache: str | None = None
     """The folder on each machine in which shards of --data that are at a URL are cached; null: ~/.cache/xscale."""
     cache_gb: PositiveFloat = 100.0
@@ -136,8 +133,7 @@ class TrainConfig:
     """Optimizer steps of the run."""
     epochs: PositiveFloat | None = None
     """Epochs, instead of `steps`: the first stream of pairs reads this many times the number of its pairs. With
-    data.alpha 1 every pair is read this often; with a lower alpha, small languages are read more often than large
-    ones."""
+    data.alpha 1 every pair is read this often; with a lower alpha, pairs of small languages more often than others."""
     lr: PositiveFloat = 3e-4
     """The peak learning rate."""
     warmup: NotNegative = 0.1
@@ -147,8 +143,7 @@ class TrainConfig:
     to 1. null: linear, or the scheduler of the ds_config if it has one."""
     decay: NotNegative | None = None
     """The number of steps at the end of the run in which the learning rate falls; before them it stays at its peak
-    (warm-up, stable, decay). A number below 1 is a share of `steps`. null: all steps after the warm-up; 0: the learning
-    rate never falls."""
+    (warm-up, stable, decay). A number below 1 is a share of `steps`. null: all steps after the warm-up; 0: none."""
     weight_decay: NotNegative = 0.01
     """The weight decay of AdamW. It does not apply to biases and normalisation weights."""
     max_grad_norm: NotNegative = 1.0
@@ -166,8 +161,7 @@ class TrainConfig:
     """The forward pass keeps only the inputs of each layer, and the backward pass computes the rest again. This saves
     memory and takes about a third more time."""
     compile: bool = False
-    """torch.compile compiles the encoder, and all packed rows are padded to one shape. Dropout masks differ from those
-    without compilation."""
+    """torch.compile compiles the encoder, and packed rows are padded to one shape. Other dropout masks are drawn."""
     deterministic: bool = False
     """CUDA uses only algorithms that are reproducible bit for bit, so that a resume is exact. Attention's backward pass
     is slower. CPUs are reproducible anyway."""
@@ -179,8 +173,7 @@ class TrainConfig:
     time_limit: PositiveFloat | None = None
     """The minutes after which the run saves and stops with exit code 75, after at least one step; null: no limit."""
     tracker: Literal["wandb", "trackio"] | None = None
-    """A service that receives the metrics, too. The environment variable XSCALE_PROJECT names the project; the default
-    is xscale."""
+    """A service that receives the metrics, too. The environment variable XSCALE_PROJECT (xscale) names the project."""
     stall_limit: PositiveFloat | None = 15.0
     """The minutes without progress after which the run ends with exit code 5; null: no limit. The logs then have every
     rank's stack and the rank that the others wait for. Time in which the process was suspended does not count.
@@ -251,8 +244,7 @@ class CheckpointConfig:
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
     """The number of newest complete checkpoints that stay on disk."""
     background: bool = True
-    """A thread writes each checkpoint from a copy in host memory while training goes on; false: training waits for the
-    write, and no copy is made."""
+    """A thread writes each checkpoint from a copy in host memory while training goes on; false: training waits."""
     best: str | None = None
     """A number that `eval` measures, as TASK/ROW/NUMBER, such as heldout/tlm/loss. The checkpoint with the best value
     stays on disk, and checkpoints/best names it. Losses, perplexities and error rates (aer) are best when lowest."""
@@ -289,8 +281,7 @@ class EvalTask:
     name: str
     """heldout measures the loss of each stream, language and pair on the records of `data`. retrieval finds the
     translations of sentences among the pairs of `data`. alignment measures the words of the run's dictionaries. A
-    second task of one kind is named with a suffix, such as heldout.test. checkpoint.hook can start other
-    measurements."""
+    second task of one kind is named with a suffix, such as heldout.test."""
     data: list[str] = dataclasses.field(default_factory=list)
     """Shard directories that are not trained on."""
     limit: Count = 1000

@@ -96,8 +96,7 @@ class PpaOptions:
         return self
 
     def momentum_at(self, step: int, steps: int) -> float:
-        """Return m for the update after `step` (0, 1, ...) of `steps`: `momentum` after the first step, `momentum_ramp`
-        after the last one."""
+        """Return m for the update after `step` (0, 1, ...) of `steps`, which begins at `momentum`."""
         if self.momentum_ramp is None:
             return self.momentum
         falling = (1 + math.cos(math.pi * min(step / max(steps - 1, 1), 1.0))) / 2
@@ -232,8 +231,7 @@ class Moco:
         self.counts: list[int] | None = None
         """Number of keys of each rank in the current step, which the trainer sets."""
         self.of_step: Callable[[], tuple[Tensor, Tensor]] | None = None
-        """The function that returns the keys of the current step [N, D] and their text hashes [N, 2]; None before
-        `gather`."""
+        """The function that returns the current step's keys [N, D] and text hashes [N, 2]; None before `gather`."""
         self._batch = GatheredVectors()
 
     @torch.no_grad()
@@ -293,8 +291,7 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 def contrast(
     parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: PpaOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return L_MoCo and its metrics, summed over pairs. The metrics among the keys of the step are included only if
-    `Moco.gather` was called."""
+    """Return L_MoCo and its metrics, summed over pairs; those among the keys of the step only after `Moco.gather`."""
     moco: Moco = parts.auxiliary_state
     zq_BD, zk_BD = parts.heads(states["query"]), states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
