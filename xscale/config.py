@@ -102,7 +102,7 @@ class DataConfig:
     If a language would be read more often, its excess samples go to the other languages in proportion to their shares.
     If all languages reach the maximum, all exceed it by the same factor. null: no limit."""
     workers: Annotated[int | Literal["auto"], PlainValidator(_workers)] = "auto"
-    """Data loading processes per rank; 0: the training process loads. auto: 2 on a CPU, 4 to 6 on a GPU, by its cores."""
+    """Data loading processes per rank; 0: the training process loads. auto: 2 on a CPU, on a GPU 4 to 6 by cores."""
     cache: str | None = None
     """The folder on each machine in which shards of --data that are at a URL are cached; null: ~/.cache/xscale."""
     cache_gb: PositiveFloat = 100.0
