@@ -279,9 +279,13 @@ ADAM = {"type": "AdamW", "params": {"torch_adam": True}}
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_are_none(tmp_path: Path, number: str) -> None:
     """NaN differs from itself, and so would every rank's file from rank 0's."""
-    (tmp_path / "x.json").write_text(f'{{"gradient_clipping": {number}}}')
-    with pytest.raises(UserError, match=rf"x\.json is not JSON: {number} is not a finite number"):
-        read_ds_config(tmp_path / "x.json")
+    for content, name in (
+        (f'{{"gradient_clipping": {number}}}', "gradient_clipping"),
+        (f'{{"optimizer": {{"type": "Adam", "params": {{"betas": [0.9, {number}]}}}}}}', r"optimizer.params.betas.1"),
+    ):
+        (tmp_path / "x.json").write_text(content)
+        with pytest.raises(UserError, match=rf"x\.json: {name} is not a finite number"):
+            read_ds_config(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize(

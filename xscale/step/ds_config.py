@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale.config import Recipe
+from xscale.data.parse import parse_json
 from xscale.errors import UserError
 from xscale.step.ds_checks import ADAM, check_names, validate_by_building
 from xscale.step.zero import check_stage, stage_of
@@ -82,42 +83,23 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     """Read and check a file, given by its path or by the name of a shipped one. Raises UserError."""
     path = find_ds_config(path)
     try:
-        config = json.loads(
-            path.read_text(encoding="utf-8"),
-            object_pairs_hook=unique_keys,
-            parse_constant=parse_finite,
-            parse_float=parse_finite,
-        )
+        config = parse_json(path.read_bytes())
     except FileNotFoundError:
         names = ", ".join(sorted(shipped.stem for shipped in SHIPPED.glob("*.json")))
         raise UserError(f"--ds_config {path} not found; shipped ones are {names}") from None
     except OSError as error:
         raise UserError(f"--ds_config {path} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--ds_config {path} is not JSON: {error}") from None
+    except ValueError as error:
+        raise UserError(f"--ds_config {path}: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"--ds_config {path}: needs a JSON object")
+    for name, value in _leaves(config):
+        if isinstance(value, float) and not math.isfinite(value):  # NaN could not be compared between ranks
+            raise UserError(f"--ds_config {path}: {name} is not a finite number")
     problems = check_names(config)
     if problems:
         raise UserError(f"--ds_config {path}:\n" + "\n".join(f"  {problem}" for problem in problems))
     return config
-
-
-def parse_finite(text: str) -> float:
-    """Parse a number. Raises ValueError for NaN and infinity, which could not be compared between ranks."""
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text} is not a finite number")
-    return value
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build the dictionary of a JSON object. Raises ValueError for a key that occurs twice, of which json would keep
-    the last value only."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
-    return found
 
 
 def resolve_ds_config(
@@ -142,7 +124,7 @@ def resolve_ds_config(
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{lines}')
-    if unfilled := "\n".join(f"  {key}" for key in _autos(resolved)):
+    if unfilled := "\n".join(f"  {key}" for key, value in _leaves(resolved) if value == AUTO):
         raise UserError(f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{unfilled}')
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
@@ -200,11 +182,12 @@ def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str
             _set_owned(problems, params, "scheduler.params.", key, value, field)
 
 
-def _autos(tree: Any, where: str = "") -> list[str]:
-    """Return the dotted names of the keys whose value is "auto"."""
-    if isinstance(tree, dict):
-        return [name for key, value in tree.items() for name in _autos(value, f"{where}.{key}" if where else key)]
-    return [where] if tree == AUTO else []
+def _leaves(tree: Any, where: str = "") -> list[tuple[str, Any]]:
+    """Return the values of a tree of dictionaries and lists with their dotted names."""
+    if isinstance(tree, dict | list):
+        inside = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return [leaf for key, value in inside for leaf in _leaves(value, f"{where}.{key}" if where else key)]
+    return [(where, tree)]
 
 
 def _resolve_precision(
