@@ -186,7 +186,7 @@ def _leaves(tree: Any, where: str = "") -> list[tuple[str, Any]]:
     """Return the values of a tree of dictionaries and lists with their dotted names."""
     if isinstance(tree, dict | list):
         inside = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return [leaf for key, value in inside for leaf in _leaves(value, f"{where}.{key}" if where else key)]
+        return [leaf for key, value in inside for leaf in _leaves(value, f"{where}.{key}" if where else str(key))]
     return [(where, tree)]
 
 
