@@ -500,7 +500,7 @@ def first_row(run_spec: RunSpec) -> tuple[dict[str, StreamBatch], PackedRow]:
 def losses_of(run_spec: RunSpec, module: StepModule, row: PackedRow) -> dict[str, float]:
     row_pass = RowPass(module, row, torch.device("cpu"), (0,))
     _, values_K = row_pass(module, step_weights(run_spec.recipe, row.targets, 0))
-    return stream_losses(run_spec, StepSums(module.reported, values_K, lambda: 0.0), row.targets)
+    return stream_losses(run_spec, StepSums(module.reported, values_K), row.targets)
 
 
 def give_draws(part: Any, examples: list[Example], stream_batch: StreamBatch, heads: Any) -> None:

@@ -188,6 +188,8 @@ def test_the_same_value_is_no_contradiction() -> None:
     }
     resolved, precision, _ = resolve(config, made)
     assert precision == "fp32" and resolved["optimizer"]["params"]["betas"] == [0.9, 0.98]
+    with pytest.raises(UserError, match=r"gradient_clipping = True contradicts"):  # though True == 1
+        resolve({"gradient_clipping": True}, made)
 
 
 def test_all_contradictions_at_once() -> None:
@@ -277,9 +279,13 @@ ADAM = {"type": "AdamW", "params": {"torch_adam": True}}
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_are_none(tmp_path: Path, number: str) -> None:
     """NaN differs from itself, and so would every rank's file from rank 0's."""
-    (tmp_path / "x.json").write_text(f'{{"gradient_clipping": {number}}}')
-    with pytest.raises(UserError, match=rf"x\.json is not JSON: {number} is not a finite number"):
-        read_ds_config(tmp_path / "x.json")
+    for content, name in (
+        (f'{{"gradient_clipping": {number}}}', "gradient_clipping"),
+        (f'{{"optimizer": {{"type": "Adam", "params": {{"betas": [0.9, {number}]}}}}}}', r"optimizer.params.betas.1"),
+    ):
+        (tmp_path / "x.json").write_text(content)
+        with pytest.raises(UserError, match=rf"x\.json: {name} is not a finite number"):
+            read_ds_config(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize(
@@ -324,7 +330,7 @@ def test_other_keys_are_left_to_deepspeed(tmp_path: Path) -> None:
         ({"torch_autocast": {"enabled": True}}, "torch_autocast .*leave it out"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op .*leave it out"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation .*leave it out"),
-        ({"gradient_clipping": True}, "gradient_clipping: True is not a number"),
+        ({"prescale_gradients": "no"}, "prescale_gradients: 'no' is not true or false"),
         ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload: write offload_optimizer"),
         ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage = '2': must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme: .*write cpu"),

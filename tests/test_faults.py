@@ -57,7 +57,7 @@ def test_a_key_twice_in_a_recipe(tmp_path: Path, text: str, twice: str) -> None:
 def test_a_key_twice_in_a_ds_config(tmp_path: Path) -> None:
     path = tmp_path / "d.json"
     path.write_text('{"zero_optimization": {"stage": 2, "stage": 1}}')
-    with pytest.raises(UserError, match=r"d\.json is not JSON: 'stage' occurs twice"):
+    with pytest.raises(UserError, match=r"d\.json: a field occurs twice among stage"):
         read_ds_config(path)
 
 

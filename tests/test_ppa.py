@@ -81,10 +81,10 @@ def make_parts(
     """Query and key differ, the queue holds 5 keys too few."""
     encoder = build(tokenizer, **changes).to(dtype).train()
     torch.manual_seed(3)
-    heads = ppa.heads(encoder, options)
+    heads = ppa.OBJECTIVE.heads(encoder, options)
     if heads is None:
         return Parts(encoder)
-    moco = ppa.auxiliary_state(encoder, heads.to(dtype), options)
+    moco = ppa.OBJECTIVE.auxiliary_state(encoder, heads.to(dtype), options)
     assert moco is not None
     with torch.no_grad():
         for parameter in [*encoder.parameters(), *heads.parameters()]:
@@ -171,7 +171,7 @@ def test_without_moco_is_tlm_in_shuffled_order(tokenizer: Tokenizer) -> None:
     """-MoCo: the piece and the loss of objective tlm with shuffle_sides; no projection, no momentum encoder."""
     options, like = ppa.PpaOptions(moco_weight=0.0), tlm.TlmOptions(shuffle_sides=True)
     parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 9)
-    assert parts.heads is None and ppa.auxiliary_state(parts.encoder, None, options) is None
+    assert parts.heads is None and ppa.OBJECTIVE.auxiliary_state(parts.encoder, None, options) is None
     ours, theirs = collate(tokenizer, pairs, options), collate(tokenizer, pairs, like, "tlm")
     assert sequences_of(ours) == sequences_of(theirs) and ours.auxiliary is None and not ours.arrays
     assert (ours.reads.keys(), ours.types) == (theirs.reads.keys(), theirs.types)
@@ -332,7 +332,7 @@ def test_global_order_from_shuffled_rows() -> None:
     for cut in (order[:4], order[4:4], order[4:5], order[5:]):
         batch.add(vectors[cut], cut, torch.stack([cut + 100, -cut], 1))
     found, texts = batch.send()()
-    assert torch.equal(found, vectors) and not batch
+    assert torch.equal(found, vectors) and not batch.parts
     assert texts.tolist() == [[i + 100, -i] for i in range(11)]
 
 
@@ -358,7 +358,7 @@ def test_keys_are_read_once_a_row(tokenizer: Tokenizer) -> None:
     options = ppa.PpaOptions(queue_size=9, projection=7)
     parts = make_parts(tokenizer, options)
     sums("ppa", parts, collate(tokenizer, make_pairs(tokenizer, 3), options), options)
-    (keys,) = (vectors for vectors, _ in parts.auxiliary_state._batch._parts)
+    (keys,) = (vectors for vectors, _ in parts.auxiliary_state._batch.parts)
     assert len(keys) == 3 and not keys.requires_grad
 
 
@@ -424,6 +424,24 @@ def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: to
     again, _ = key.forward_modules(train=True)
     assert again is cast
     assert all(torch.equal(c, k.to(dtype)) for c, k in zip(cast.parameters(), key.masters.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_update_of_all_weights_has_the_bits_of_one_weight_at_a_time(
+    tokenizer: Tokenizer, dtype: torch.dtype
+) -> None:
+    encoder = build(tokenizer)
+    key = MomentumEncoder(encoder, torch.nn.Linear(3, 2), 0.9)
+    key.query.to(dtype)
+    with torch.no_grad():
+        for q in key.query.parameters():
+            q += torch.randn_like(q)
+    before = [q.clone() for q in key.query.parameters()]
+    pairs = zip(key.masters.parameters(), before, strict=True)
+    expected = [k.lerp(q.to(torch.float32), 1 - 0.9) for k, q in pairs]
+    key.update()
+    assert all(map(torch.equal, key.masters.parameters(), expected))
+    assert all(map(torch.equal, key.query.parameters(), before)), "the trained weights are only read"
 
 
 def test_key_encoder_has_the_querys_dropout(tokenizer: Tokenizer) -> None:

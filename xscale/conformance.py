@@ -91,7 +91,7 @@ def compute_step(module: StepModule, run_spec: RunSpec, ranks: list[list[PackedR
     for auxiliary_state in module.auxiliary_states.values():
         auxiliary_state.update(applied=True)
     gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in module.parameters()])
-    sums = StepSums(module.reported, reported, lambda: 0.0)
+    sums = StepSums(module.reported, reported)
     return FirstStep(loss, gradient, sums.shares(reported.tolist(), run_spec.recipe, totals))
 
 

@@ -27,19 +27,15 @@ SOCKETS, LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
 NAME_SECONDS = 30
 """The seconds that a rank waits until its host can resolve the name in MASTER_ADDR."""
 
-_LAUNCHERS = {
-    # name: (rank, world, local rank, local world)
-    "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "openmpi": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # The variables of a job step: a batch script has SLURM_PROCID and SLURM_NTASKS too, but is not a rank.
-    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-}
+_OPENMPI = "OMPI_COMM_WORLD_"
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun and deepspeed
+    (_OPENMPI + "RANK", _OPENMPI + "SIZE", _OPENMPI + "LOCAL_RANK", _OPENMPI + "LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH
+    # SLURM's variables of a job step: a batch script has SLURM_PROCID and SLURM_NTASKS too, but is not a rank.
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+"""Each launcher's variables of rank, world, local rank and local world."""
 PORTS = range(20000, 32768)
 """The ports at which the ranks of a SLURM job connect. They are below the ports of outgoing connections."""
 
@@ -121,7 +117,7 @@ def _port(process: Process) -> int:
 def _launcher_variables() -> tuple[str, str, str, str] | None:
     """Return the names of the variables of the launcher that started this process; None without a launcher."""
     env = os.environ
-    for names in _LAUNCHERS.values():
+    for names in _LAUNCHERS:
         # srun --mpi=pmi2 sets PMI_RANK too, but not the rank within the node.
         by_srun = names[0] == "PMI_RANK" and "SLURM_STEP_ID" in env and "MPI_LOCALRANKID" not in env
         if env.get(names[0]) and env.get(names[1]) and not by_srun:
@@ -131,7 +127,7 @@ def _launcher_variables() -> tuple[str, str, str, str] | None:
 
 def environment_without_launcher(env: dict[str, str]) -> dict[str, str]:
     """Return `env` without the variables that a launcher sets, for a process that is not a rank of this run."""
-    said = {name for names in _LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"}
+    said = {name for names in _LAUNCHERS for name in names} | {"MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"}
     of_launchers = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_", "PMIX_", "SLURM_STEP_")
     said |= {name for name in SOCKETS if env.get(name) == LOOPBACK}
     return {name: value for name, value in env.items() if name not in said and not name.startswith(of_launchers)}
@@ -190,12 +186,6 @@ def _wait_for_name(host: str) -> None:
         time.sleep(1)
 
 
-def allow_open_files() -> None:
-    """Raise the limit of open files, which is usually 1,024, since a rank keeps thousands of shards open."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def check_interfaces() -> None:
     """Raises UserError if GLOO_SOCKET_IFNAME names a network that this host does not have."""
     there = [name for _, name in socket.if_nameindex()]
@@ -215,7 +205,9 @@ def start(process: Process) -> torch.device:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    allow_open_files()
+    # The limit of open files is usually 1,024, and a rank keeps thousands of shards open.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # gloo then connects a rank only with those that it talks to, its neighbours in a ring.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     leave_out_shared_memory_op()
@@ -275,18 +267,8 @@ class HostGroup:
         """alone: the group is this process, whatever other ranks do; else all ranks must make the group together."""
         together = dist.is_initialized() and not alone
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if together else None
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank() if self.group else 0
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size() if self.group else 1
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+        self.is_main = self.rank == 0
 
     def sum(self, numbers: list[int]) -> list[int]:
         return self.begin_sum(numbers).wait()
@@ -330,9 +312,8 @@ class HostGroup:
         except UserError as error:
             made = [], str(error)
         of_ranks = self.gather(made)
-        for _, problem in of_ranks:
-            if problem:
-                raise UserError(problem)
+        for problem in (problem for _, problem in of_ranks if problem):
+            raise UserError(problem)
         return [of_ranks[i % self.size][0][i // self.size] for i in range(len(works))]
 
     def broadcast(self, value: Any, source: int) -> Any:

@@ -130,17 +130,6 @@ def _block(
     return Block(tokens, n, L, heads, real, token, masks)
 
 
-class SavedForBackward(NamedTuple):
-    """The tensors of one block that the backward pass reads: views of one buffer."""
-
-    qkv: Tensor
-    """Padded queries, keys and values [3, R, L, D]."""
-    p: Tensor
-    """Attention weights before dropout [R, L, L]."""
-    dropped: Tensor
-    """Attention weights after dropout [R, L, L]. If there is no dropout, they are the same memory as p."""
-
-
 def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int:
     """Return an upper bound on the number of elements that the blocks of N tokens save for the backward pass. On a CPU,
     pages that are not used cost nothing."""
@@ -150,14 +139,18 @@ def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int
 
 def _views(
     buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bool
-) -> Iterator[tuple[Block, SavedForBackward]]:
-    """Yield each block with its views of the buffer: one block behind the other if `keep`, else each at the start."""
+) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
+    """Yield each block with its views of the buffer, which the backward pass reads: padded queries, keys and values
+    [3, R, L, D], and attention weights before and after dropout [R, L, L], the same memory if there is no dropout.
+
+    The views lie one block behind the other if `keep`, else each at the start.
+    """
     at = 0
     for block in blocks:
         R, L = block.n * block.heads, block.L
         sizes = [block.n * L * X, R * L * L] + [R * L * L] * bool(dropout)
         qkv, *weights = buffer[at : at + sum(sizes)].split(sizes)
-        yield block, SavedForBackward(qkv.view(3, R, L, -1), weights[0].view(R, L, L), weights[-1].view(R, L, L))
+        yield block, qkv.view(3, R, L, -1), weights[0].view(R, L, L), weights[-1].view(R, L, L)
         at += sum(sizes) if keep else 0
 
 
@@ -183,7 +176,7 @@ def attention_blocks(
     assert blocks[-1].tokens.stop == N, "the row must have as many tokens as its sequences together"
     buffer = qkv_NX.new_empty(room or buffer_size(N, X, max(block.L for block in blocks), heads, dropout))
     generator = torch.Generator(qkv_NX.device).manual_seed(int(seed) + layer) if dropout else None
-    for block, (x, p, dropped) in _views(buffer, blocks, X, dropout, keep=room > 0):
+    for block, x, p, dropped in _views(buffer, blocks, X, dropout, keep=room > 0):
         x.unflatten(1, (block.n, heads)).copy_(block.pad(qkv))
         torch.softmax(_scores(x, block.masks), -1, out=p)
         if dropout:
@@ -215,7 +208,7 @@ def attention_blocks_backward(
     delta = (grad * out_NH.view_as(grad)).sum(-1, keepdim=True)
     d_qkv = grad_NH.new_empty(N, 3, heads, H // heads)
     blocks = _blocks(tuple(lengths_B.tolist()), heads, window, grad_NH.dtype, grad_NH.device)
-    for block, ((q, k, v), p, dropped) in _views(saved, blocks, 3 * H, dropout, keep=True):
+    for block, (q, k, v), p, dropped in _views(saved, blocks, 3 * H, dropout, keep=True):
         g, delta_RL1 = (block.pad(rows, zeros=True)[0].flatten(0, 1) for rows in (grad, delta))
         dx, scale = q.new_empty(3, *q.shape), q.shape[-1] ** -0.5
         torch.bmm(dropped.transpose(1, 2), g, out=dx[2])

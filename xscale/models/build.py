@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,20 +152,12 @@ def draw_attention(base: PreTrainedModel, gain: float) -> None:
 
     With a gain of 1, the outputs of these layers are about as large as their inputs.
     """
-    width = base.config.hidden_size
+    width, ends = base.config.hidden_size, ("self.value.weight", "attention.output.dense.weight", "attn.Wo.weight")
     for name, weight in base.named_parameters():
-        for end, first in _VALUES_AND_OUTPUTS.items():
-            if name.endswith(end):
-                nn.init.normal_(weight.detach()[first * width :], std=gain * width**-0.5)
-
-
-_VALUES_AND_OUTPUTS = {
-    "attention.self.value.weight": 0,
-    "attention.output.dense.weight": 0,
-    "attn.Wqkv.weight": 2,
-    "attn.Wo.weight": 0,
-}
-"""End of a weight's name (BERT and XLM-R, then ModernBERT) -> its first redrawn row, in multiples of the width."""
+        if name.endswith(ends):
+            nn.init.normal_(weight.detach(), std=gain * width**-0.5)
+        elif name.endswith("attn.Wqkv.weight"):  # ModernBERT's values follow its queries and keys
+            nn.init.normal_(weight.detach()[2 * width :], std=gain * width**-0.5)
 
 
 def positions(config: Any) -> int:
@@ -220,10 +213,8 @@ def run_fields(config: Any, named: str) -> dict[str, Any]:
 
 def _config_of(init: str | Path) -> Any:
     """Return the config, or None if it cannot be read. Loading the weights later reports the error."""
-    try:
+    with suppress(Exception):
         return AutoConfig.from_pretrained(init, trust_remote_code=False)
-    except Exception:
-        return None
 
 
 def _token_types(config: Any) -> int:

@@ -38,22 +38,18 @@ def _roberta_head(model: Any) -> Head:
     return Head(model.lm_head.dense, F.gelu, model.lm_head.layer_norm)
 
 
-def _electra_head(model: Any) -> Head:
-    predictions = model.generator_predictions
+def _albert_head(model: Any) -> Head:
+    predictions = model.predictions if hasattr(model, "predictions") else model.generator_predictions
     return Head(predictions.dense, predictions.activation, predictions.LayerNorm)
 
 
 HEADS: dict[str, Callable[[Any], Head]] = {
     "bert": _bert_head,
-    "roberta": _roberta_head,
-    "xlm-roberta": _roberta_head,
-    "camembert": _roberta_head,
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _roberta_head),
+    "deberta-v2": _bert_head,
+    **dict.fromkeys(("albert", "electra"), _albert_head),
     "modernbert": lambda model: Head(model.head.dense, model.head.act, model.head.norm),
     "distilbert": lambda model: Head(model.vocab_transform, model.activation, model.vocab_layer_norm),
-    "electra": _electra_head,
-    "deberta-v2": _bert_head,
-    "mpnet": _roberta_head,
-    "albert": lambda model: Head(model.predictions.dense, model.predictions.activation, model.predictions.LayerNorm),
 }
 """Model type -> function that finds its masked-LM head."""
 

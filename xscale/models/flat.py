@@ -18,9 +18,6 @@ from xscale.deepspeed_private import is_cut_up
 from xscale.models.attention import attention, dropout
 from xscale.ops.rotation import rotate
 
-FIRST_POSITION = ("roberta", "xlm-roberta", "camembert", "mpnet")
-"""Model types that number positions from `pad_token_id + 1`."""
-
 Run = Callable[..., Tensor]
 """A function that calls a layer's function on its arguments, directly or with recomputation in the backward pass."""
 
@@ -143,4 +140,4 @@ def states_of(config: Any) -> Callable[[Any, Tokens, Tensor, Run], Tensor]:
 
 def first_position(config: Any) -> int:
     """Return the number that the model gives to a sequence's first position."""
-    return config.pad_token_id + 1 if config.model_type in FIRST_POSITION else 0
+    return config.pad_token_id + 1 if config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet") else 0

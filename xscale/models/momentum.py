@@ -52,20 +52,20 @@ class MomentumEncoder:
     @torch.no_grad()
     def update(self) -> None:
         """Update the fp32 weights (masters) as a moving average of the query encoder's weights. It is called after each
-        optimizer step that changed these."""
+        optimizer step that changed these. Buffers are constants in all supported models."""
         self.masters.to(self._query_parameter().device)
         masters: list[Tensor] = list(self.masters.parameters())
-        query = [q.detach().to(k.dtype) for k, q in zip(masters, self.query.parameters(), strict=True)]
+        query: list[Tensor] = list(self.query.parameters())
+        if query[0].dtype != masters[0].dtype:
+            wide = [torch.empty_like(k) for k in masters]
+            torch._foreach_copy_(wide, query)
+            query = wide
         torch._foreach_lerp_(masters, query, 1 - self.momentum)
-        for k, q in zip(self.masters.buffers(), self.query.buffers(), strict=True):
-            k.copy_(q)
         self._refresh()
 
     def _refresh(self) -> None:
         if self._cast is not None:
             torch._foreach_copy_(list(self._cast.parameters()), list(self.masters.parameters()))
-            for copied, k in zip(self._cast.buffers(), self.masters.buffers(), strict=True):
-                copied.copy_(k)
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self.masters.state_dict())
@@ -133,26 +133,21 @@ class GatheredVectors:
     """Collects the vectors of this rank's rows, and gives every rank all vectors of the global batch, in its order."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Tensor, Tensor]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._parts)
-
-    def clear(self) -> None:
-        self._parts.clear()
+        self.parts: list[tuple[Tensor, Tensor]] = []
+        """For each row, its vectors, and their samples' positions and text hashes."""
 
     def add(self, vectors_BD: Tensor, numbers_B: Tensor, texts_B2: Tensor) -> None:
         """Add a row's vectors, with their samples' positions in the global batch and their text hashes."""
-        self._parts.append((vectors_BD, torch.cat([numbers_B[:, None], texts_B2], 1)))
+        self.parts.append((vectors_BD, torch.cat([numbers_B[:, None], texts_B2], 1)))
 
     def send(self, counts: list[int] | None = None) -> Callable[[], tuple[Tensor, Tensor]]:
         """Start the exchange of all added vectors. Every rank calls it. counts: number of vectors by rank. Without
-        it the ranks exchange the numbers first, for which the CPU has to wait until the GPU has finished its work.
+        it the ranks exchange the numbers first.
 
         Returns a function that waits for the exchange and returns vectors [N, D] and text hashes [N, 2].
         """
-        vectors, numbers_N3 = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
-        self._parts.clear()
+        vectors, numbers_N3 = (torch.cat(parts) for parts in zip(*self.parts, strict=True))
+        self.parts.clear()
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return lambda: _in_order(vectors, numbers_N3)
         if counts is None:

@@ -1,17 +1,9 @@
 """The training objectives, one file each. A new objective needs a line in OBJECTIVES, or in a plug-in (plugins.py)."""
 
 from xscale.objectives import align_mlm, alignlm, contextual, dict_mlm, mlm, ppa, tlm
-from xscale.objectives.base import (
-    AuxiliaryState,
-    Gathering,
-    HasQueue,
-    Losses,
-    Objective,
-    Parts,
-    Prediction,
-    Scheduled,
-    step_loss_share,
-)
+from xscale.objectives.base import HasQueue, Losses, Objective, Parts, Prediction, step_loss_share
+
+__all__ = ["OBJECTIVES", "HasQueue", "Losses", "Objective", "Parts", "Prediction", "step_loss_share"]
 
 OBJECTIVES: dict[str, Objective] = {
     "align_mlm": align_mlm.OBJECTIVE,
@@ -22,16 +14,3 @@ OBJECTIVES: dict[str, Objective] = {
     "tlm": tlm.OBJECTIVE,
     "ppa": ppa.OBJECTIVE,
 }
-
-__all__ = [
-    "OBJECTIVES",
-    "AuxiliaryState",
-    "Gathering",
-    "HasQueue",
-    "Losses",
-    "Objective",
-    "Parts",
-    "Prediction",
-    "Scheduled",
-    "step_loss_share",
-]

@@ -35,7 +35,7 @@ from xscale.data.sequences import Example, join_segments
 from xscale.data.stream_batch import Context, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
-from xscale.objectives.tlm import swapped
+from xscale.objectives.tlm import first_sides
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -76,7 +76,7 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Cont
     Its states are "masked" [M], H at the masked tokens, and "linked" [R], H* at the masked tokens with links.
     """
     pairs, too_long = context.fit_pairs(samples)
-    sides = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
+    sides = first_sides(pairs, options.shuffle_sides)
     layout = [[2 * p + side, 2 * p + 1 - side] for p, side in enumerate(sides)]
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
     stream_batch = masked_lm(

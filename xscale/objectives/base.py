@@ -62,33 +62,20 @@ class AuxiliaryState(Protocol):
 
 
 @runtime_checkable
-class Scheduled(AuxiliaryState, Protocol):
-    """An auxiliary state whose updates depend on the progress of the run."""
+class HasQueue(AuxiliaryState, Protocol):
+    """An auxiliary state with a queue of vectors of earlier steps, which all ranks exchange once a step. It is filled
+    before step 1, with the initial weights (queue warm-up)."""
 
     steps: int
     """Number of optimizer steps of the run, set by StepModule. It is not saved, as a resume may change it."""
-
-
-@runtime_checkable
-class Gathering(AuxiliaryState, Protocol):
-    """An auxiliary state whose vectors all ranks exchange once a step, after it has read them."""
-
     counts: list[int] | None
-    """Number of vectors that each rank reads in this step; None if the ranks must first exchange these numbers."""
+    """Number of vectors that each rank reads in this step, set before its rows are read; None if the ranks must first
+    exchange these numbers."""
+    prefill_samples: int
+    """Number of samples that the warm-up reads; 0 for no warm-up."""
 
     def gather(self) -> None:
         """Exchange the vectors. All ranks call it after the last row of a step is read, before the first loss."""
-
-    def expect(self, counts: list[int]) -> None:
-        """Set `counts`, the number of vectors that each rank reads in this step, before its rows are read."""
-
-
-@runtime_checkable
-class HasQueue(AuxiliaryState, Protocol):
-    """An auxiliary state with a queue that is filled before step 1, with the initial weights (queue warm-up)."""
-
-    prefill_samples: int
-    """Number of samples that the warm-up reads; 0 for no warm-up."""
 
     def finish_warmup(self) -> int:
         """Add the vectors that were read to the queue. During the warm-up, all ranks call it after `read` of all rows

@@ -86,13 +86,9 @@ class PpaOptions:
     """Fraction of the maskable tokens that is predicted."""
 
     @model_validator(mode="after")
-    def trains_something(self) -> Self:
+    def fits_together(self) -> Self:
         if not self.moco_weight and not self.tlm_weight:
             raise ValueError("moco_weight and tlm_weight are both 0; one must be positive")
-        return self
-
-    @model_validator(mode="after")
-    def momentum_rises(self) -> Self:
         if self.momentum_ramp is not None and self.momentum_ramp < self.momentum:
             raise ValueError(
                 f"momentum_ramp: {self.momentum_ramp:g} is below momentum: {self.momentum:g}; it must rise"
@@ -100,8 +96,7 @@ class PpaOptions:
         return self
 
     def momentum_at(self, step: int, steps: int) -> float:
-        """Return m for the update after `step` (0, 1, ...) of `steps`: `momentum` after the first step, `momentum_ramp`
-        after the last one."""
+        """Return m for the update after `step` (0, 1, ...) of `steps`, which begins at `momentum`."""
         if self.momentum_ramp is None:
             return self.momentum
         falling = (1 + math.cos(math.pi * min(step / max(steps - 1, 1), 1.0))) / 2
@@ -113,12 +108,12 @@ class PpaOptions:
 
 
 def check(options: PpaOptions, samples: int) -> str | None:
-    if options.moco_weight and options.queue_size < samples:
-        return (
-            f"queue_size: {options.queue_size} is below the {samples} samples of one step; raise queue_size to "
-            f"{samples} or more, or lower samples"
-        )
-    return None
+    if not options.moco_weight or options.queue_size >= samples:
+        return None
+    return (
+        f"queue_size: {options.queue_size} is below the {samples} samples of one step; raise queue_size to "
+        f"{samples} or more, or lower samples"
+    )
 
 
 def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
@@ -138,9 +133,6 @@ def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
     return lines
 
 
-# Data
-
-
 def collate(samples: list[list[Example]], options: PpaOptions, context: Context) -> StreamBatch:
     """Return the batch of samples, each of which is a single pair. Its sequences are TLM's, then the query views.
 
@@ -148,7 +140,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: Context)
     are "masked" [M] and "query" [B], one for each query view. `number` [B] is the pair's position in the global batch.
     """
     pairs, too_long = context.fit_pairs(samples)
-    sides = list(zip(pairs, tlm.swapped(pairs).astype(int).tolist(), strict=True))
+    sides = list(zip(pairs, tlm.first_sides(pairs), strict=True))
     words = word_level(sides, options, context) if options.tlm_weight else StreamBatch(view([], context), {}, {}, 0)
     stream_batch = replace(words, samples=len(pairs), too_long=too_long)
     if not options.moco_weight:
@@ -206,9 +198,6 @@ def text_numbers(views: Sequences) -> np.ndarray:
     return np.add.reduceat(of_tokens, views.starts).view(np.int64) if len(views.starts) else views.starts
 
 
-# Model
-
-
 class Projection(nn.Module):
     """The projection z = W2 ReLU(W1 h) with h = x / ||x||."""
 
@@ -240,10 +229,9 @@ class Moco:
         self.step = self.steps = 0
         """Number of optimizer steps done, and number of steps of the whole run, which StepModule sets."""
         self.counts: list[int] | None = None
-        """Number of keys of each rank in the current step."""
+        """Number of keys of each rank in the current step, which the trainer sets."""
         self.of_step: Callable[[], tuple[Tensor, Tensor]] | None = None
-        """The function that returns the keys of the current step [N, D] and their text hashes [N, 2]; None before
-        `gather`."""
+        """The function that returns the current step's keys [N, D] and text hashes [N, 2]; None before `gather`."""
         self._batch = GatheredVectors()
 
     @torch.no_grad()
@@ -257,11 +245,8 @@ class Moco:
         return z_BD
 
     def gather(self) -> None:
-        if self._batch:
+        if self._batch.parts:
             self.of_step = functools.cache(self._batch.send(self.counts))
-
-    def expect(self, counts: list[int]) -> None:
-        self.counts = counts
 
     def update(self, applied: bool) -> None:
         self._enqueue(self.step + 1)
@@ -282,23 +267,21 @@ class Moco:
         return self.queue.filled
 
     def state_dict(self) -> dict[str, Any]:
-        assert not self._batch and not self.of_step, "the state is saved between two steps"
+        assert not self._batch.parts and not self.of_step, "the state is saved between two steps"
         return {"momentum": self.momentum.state_dict(), "queue": self.queue.state_dict(), "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._batch.clear()  # keys of an unfinished step
+        self._batch.parts.clear()  # keys of an unfinished step
         self.of_step = None
         self.momentum.load_state_dict(state["momentum"])
         self.queue.load_state_dict(state["queue"])
         self.step = state["step"]
 
 
-# Loss
-
-
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: PpaOptions) -> Losses:
-    words = parts.encoder.features(states["masked"]) if options.tlm_weight else None
-    predictions = [] if words is None else [Prediction(options.word_term, words)]
+    predictions = []
+    if options.tlm_weight:
+        predictions.append(Prediction(options.word_term, parts.encoder.features(states["masked"])))
     if not options.moco_weight:
         return Losses(predictions)
     loss, metrics = contrast(parts, states, arrays["texts"], options)
@@ -308,8 +291,7 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 def contrast(
     parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: PpaOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return L_MoCo and its metrics, summed over pairs. The metrics among the keys of the step are included only if
-    `Moco.gather` was called."""
+    """Return L_MoCo and its metrics, summed over pairs; those among the keys of the step only after `Moco.gather`."""
     moco: Moco = parts.auxiliary_state
     zq_BD, zk_BD = parts.heads(states["query"]), states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
@@ -356,22 +338,14 @@ def terms(options: PpaOptions) -> dict[str, float]:
     return {term: weight for term, weight in weights.items() if weight}
 
 
-def heads(encoder: Encoder, options: PpaOptions) -> nn.Module | None:
-    return Projection(encoder.width, options.projection, options.normalize_z) if options.moco_weight else None
-
-
-def auxiliary_state(encoder: Encoder, projection: nn.Module, options: PpaOptions) -> Moco | None:
-    return Moco(encoder, projection, options) if options.moco_weight else None
-
-
 OBJECTIVE = Objective(
     reads="pair",
     options=PpaOptions,
     collate=collate,
     loss=loss,
     terms=terms,
-    heads=heads,
-    auxiliary_state=auxiliary_state,
+    heads=lambda encoder, o: Projection(encoder.width, o.projection, o.normalize_z) if o.moco_weight else None,
+    auxiliary_state=lambda encoder, heads, o: Moco(encoder, heads, o) if o.moco_weight else None,
     check=check,
     advise=advise,
 )

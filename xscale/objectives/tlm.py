@@ -28,7 +28,7 @@ _SWAP = rng.key("tlm", "swap")
 def collate(samples: list[list[Example]], options: TlmOptions, context: Context) -> StreamBatch:
     """Return the masked sequences of samples, each of which is a single pair."""
     pairs, too_long = context.fit_pairs(samples)
-    first = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
+    first = first_sides(pairs, options.shuffle_sides)
     sequences = [[(pair, side), (pair, 1 - side)] for pair, side in zip(pairs, first, strict=True)]
     return masked_lm(
         join_segments(context.tokenizer, sequences, context.language_ids, options.reset_positions),
@@ -41,10 +41,11 @@ def collate(samples: list[list[Example]], options: TlmOptions, context: Context)
     )
 
 
-def swapped(pairs: list[Example]) -> np.ndarray:
-    """Return whether each pair starts with its second sentence, which has probability 1/2 [B]."""
+def first_sides(pairs: list[Example], shuffled: bool = True) -> list[int]:
+    """Return the number of the sentence with which each pair starts: 0, or if shuffled 1 with probability 1/2."""
     identities = np.array([pair.identity for pair in pairs], dtype=np.uint64)
-    return rng.uniform(identities ^ _SWAP, np.zeros(len(pairs))) < 0.5
+    swapped_B = rng.uniform(identities ^ _SWAP, np.zeros(len(pairs))) < 0.5
+    return (swapped_B & shuffled).astype(int).tolist()
 
 
 OBJECTIVE = Objective(

@@ -23,7 +23,7 @@ from xscale.eval.alignment_score import AlignmentProbe
 from xscale.eval.in_training import Results, find_measures, find_probes
 from xscale.metric_keys import MetricKey
 from xscale.models.encoder import set_rope_theta
-from xscale.objectives import Gathering
+from xscale.objectives import HasQueue
 from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, explain
 from xscale.run.going_on import is_own
 from xscale.run.metrics import (
@@ -76,7 +76,7 @@ class Trainer:
         self.unreported: list[UnreportedStep] = []
         self.pace, self.collapse = Pace(context.watch.names), CollapseDetector()
         auxiliary_states = self.engine.module.auxiliary_states.items()
-        self.gathering = {stream: one for stream, one in auxiliary_states if isinstance(one, Gathering)}
+        self.gathering = {stream: one for stream, one in auxiliary_states if isinstance(one, HasQueue)}
         self.flops = StepFlops(self.engine.module.encoder)
         self.reporter = Reporter(self.out, self.step, self.recipe) if self.process.is_main else None
         self.spikes = self.spike_detector()
@@ -192,7 +192,7 @@ class Trainer:
         # The first step measures too, so that a lack of memory for it shows at once.
         measure = bool(train.measure_every) and (self.step == 0 or (self.step + 1) % train.measure_every == 0)
         for stream, auxiliary_state in self.gathering.items():
-            auxiliary_state.expect(counts.auxiliary[stream])
+            auxiliary_state.counts = counts.auxiliary[stream]
         try:
             sums, norms = optimizer_step(
                 engine,

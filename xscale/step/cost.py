@@ -11,7 +11,7 @@ from xscale.data.packed_row import RowCost
 from xscale.models.encoder import Encoder
 from xscale.ops.masked_ce import chunk_rows
 from xscale.step.module import StepModule
-from xscale.step.zero import stage_of
+from xscale.step.zero import offloads, stage_of
 
 WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Precision -> the bytes of one number."""
@@ -74,12 +74,6 @@ def parameter_count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def offloads(ds_config: dict[str, Any]) -> bool:
-    """Whether the optimizer is in host memory."""
-    zero = ds_config.get("zero_optimization", {})
-    return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-
-
 def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: str, world: int) -> tuple[float, float]:
     """Return the size of a checkpoint, and the size of the part that rank 0 writes, which is the largest part."""
     n, stage = parameter_count(module), stage_of(ds_config)
@@ -117,8 +111,7 @@ def communication(
     if vectors:
         found["keys"] = ("all_gather", float(vectors))
     if recipe.train.measure_every and stage < 3:
-        streams = len(recipe.streams)
-        found["gradient norms"] = ("all_reduce", 4.0 * n * streams / recipe.train.measure_every)
+        found["gradient norms"] = ("all_reduce", 4.0 * n * len(recipe.streams) / recipe.train.measure_every)
     return found
 
 

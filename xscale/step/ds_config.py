@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale.config import Recipe
+from xscale.data.parse import parse_json
 from xscale.errors import UserError
 from xscale.step.ds_checks import ADAM, check_names, validate_by_building
 from xscale.step.zero import check_stage, stage_of
@@ -82,42 +83,23 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     """Read and check a file, given by its path or by the name of a shipped one. Raises UserError."""
     path = find_ds_config(path)
     try:
-        config = json.loads(
-            path.read_text(encoding="utf-8"),
-            object_pairs_hook=unique_keys,
-            parse_constant=parse_finite,
-            parse_float=parse_finite,
-        )
+        config = parse_json(path.read_bytes())
     except FileNotFoundError:
         names = ", ".join(sorted(shipped.stem for shipped in SHIPPED.glob("*.json")))
         raise UserError(f"--ds_config {path} not found; shipped ones are {names}") from None
     except OSError as error:
         raise UserError(f"--ds_config {path} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--ds_config {path} is not JSON: {error}") from None
+    except ValueError as error:
+        raise UserError(f"--ds_config {path}: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"--ds_config {path}: needs a JSON object")
+    for name, value in _leaves(config):
+        if isinstance(value, float) and not math.isfinite(value):  # NaN could not be compared between ranks
+            raise UserError(f"--ds_config {path}: {name} is not a finite number")
     problems = check_names(config)
     if problems:
         raise UserError(f"--ds_config {path}:\n" + "\n".join(f"  {problem}" for problem in problems))
     return config
-
-
-def parse_finite(text: str) -> float:
-    """Parse a number. Raises ValueError for NaN and infinity, which could not be compared between ranks."""
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text} is not a finite number")
-    return value
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build the dictionary of a JSON object. Raises ValueError for a key that occurs twice, of which json would keep
-    the last value only."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
-    return found
 
 
 def resolve_ds_config(
@@ -127,7 +109,10 @@ def resolve_ds_config(
     contradiction."""
     resolved = json.loads(json.dumps(config))
     problems: list[str] = []
-    _fill_sizes(resolved, world, problems)
+    # Whatever the number of rows, DeepSpeed counts a step as one pass of each rank.
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
+    problems += [f"{key} = {resolved[key]}: {ROWS}" for key in sizes if resolved.get(key, AUTO) != AUTO]
+    resolved |= sizes
     _set_owned(problems, resolved, "", "gradient_clipping", recipe.train.max_grad_norm, "train.max_grad_norm")
     _fill_optimizer(resolved, recipe, hardware, problems)
     _fill_scheduler(resolved, recipe, problems)
@@ -139,23 +124,13 @@ def resolve_ds_config(
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{lines}')
-    unfilled = [f"  {key}" for key in _autos(resolved)]
-    if unfilled:
-        lines = "\n".join(unfilled)
-        raise UserError(f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{lines}')
-    problem = check_stage(stage_of(resolved), precision, recipe.train.compile)
-    if problem:
-        raise UserError(f"ds_config {path}: {problem}")
+    if unfilled := "\n".join(f"  {key}" for key, value in _leaves(resolved) if value == AUTO):
+        raise UserError(f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{unfilled}')
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    for problem in validate_by_building(resolved):
+    problem = check_stage(resolved, precision, recipe.train.compile, world) or validate_by_building(resolved)
+    if problem:
         raise UserError(f"ds_config {path}: {problem}")
-    node = zero.get("zero_hpz_partition_size", 1)
-    if stage_of(resolved) == 3 and world % min(node, world):
-        raise UserError(
-            f"ds_config {path}: zero_optimization.zero_hpz_partition_size = {node} does not divide {world} ranks; set "
-            f"it to the number of ranks of one machine"
-        )
     return EngineConfig(resolved, precision, stage_of(resolved), notes)
 
 
@@ -166,15 +141,6 @@ def _set_owned(problems: list[str], section: dict[str, Any], where: str, key: st
         shown = repr(given) if isinstance(given, str) else given
         problems.append(f"{where}{key} = {shown} contradicts the recipe's {field} = {value}")
     section[key] = value
-
-
-def _fill_sizes(resolved: dict[str, Any], world: int, problems: list[str]) -> None:
-    """Set the batch sizes so that DeepSpeed counts a step as one pass of each rank, whatever its number of rows."""
-    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
-    for key, n in sizes.items():
-        if (given := resolved.get(key, AUTO)) != AUTO:
-            problems.append(f"{key} = {given}: {ROWS}")
-        resolved[key] = n
 
 
 def _fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware, problems: list[str]) -> None:
@@ -216,11 +182,12 @@ def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str
             _set_owned(problems, params, "scheduler.params.", key, value, field)
 
 
-def _autos(tree: Any, where: str = "") -> list[str]:
-    """Return the dotted names of the keys whose value is "auto"."""
-    if isinstance(tree, dict):
-        return [name for key, value in tree.items() for name in _autos(value, f"{where}.{key}" if where else key)]
-    return [where] if tree == AUTO else []
+def _leaves(tree: Any, where: str = "") -> list[tuple[str, Any]]:
+    """Return the values of a tree of dictionaries and lists with their dotted names."""
+    if isinstance(tree, dict | list):
+        inside = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return [leaf for key, value in inside for leaf in _leaves(value, f"{where}.{key}" if where else str(key))]
+    return [(where, tree)]
 
 
 def _resolve_precision(
@@ -229,24 +196,21 @@ def _resolve_precision(
     """Write fp16.enabled and bf16.enabled. Returns the precision and lines to print. Raises UserError if a precision
     other than "auto" is set that the device lacks; "auto" falls back to fp32."""
     supported = {"fp16": hardware.fp16, "bf16": hardware.bf16, "fp32": True}
-    given = {name: resolved.get(name, {}).get("enabled", False) for name in ("fp16", "bf16")}
+    given = {name: resolved[name].get("enabled") for name in ("fp16", "bf16") if name in resolved}
     demanded = [name for name, enabled in given.items() if enabled is True]
+    notes, precision = list[str](), wanted
     if len(demanded) == 2:
         problems.append("fp16.enabled = true contradicts bf16.enabled = true")
     if wanted == "auto":
-        notes = []
         preferred = demanded or [name for name, enabled in given.items() if enabled == AUTO]
         precision = next((name for name in preferred if supported[name]), [*preferred, "fp32"][0])
         if not supported[precision] and not demanded:
             notes = [f"precision: {precision} is not native on this {hardware.device}; this run trains in fp32"]
             precision = "fp32"
-    else:
-        notes, precision = [], wanted
-        for name in given:
-            enabled = resolved.get(name, {}).get("enabled", AUTO)
-            if enabled not in (AUTO, name == wanted):
-                shown = str(enabled).lower()
-                problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
+    for name, enabled in given.items() if wanted != "auto" else ():
+        if enabled not in (AUTO, None, name == wanted):
+            shown = str(enabled).lower()
+            problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
     if not supported[precision]:
         raise UserError(
             f"precision {precision} was requested, but this {hardware.device} has no native {precision}. "

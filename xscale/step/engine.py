@@ -9,7 +9,7 @@ from xscale.errors import UserError
 from xscale.models.build import decay_groups
 from xscale.step.adam import load_adam
 from xscale.step.module import StepModule
-from xscale.step.zero import gather_for_every_pass, stage_of
+from xscale.step.zero import gather_for_every_pass, offloads, stage_of
 
 
 def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
@@ -20,11 +20,9 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     check_module(module, stage_of(ds_config))
     optimizer = ds_config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam"):
-        offload = ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}
-        load_adam("CPUAdamBuilder" if offload.get("device", "none") != "none" else "FusedAdamBuilder")
+        load_adam("CPUAdamBuilder" if offloads(ds_config) else "FusedAdamBuilder")
     groups = decay_groups(module, optimizer["params"]["weight_decay"])
-    if optimizer["type"].lower() != "muon":
-        private.import_muon_uncompiled()
+    private.import_muon_uncompiled()
     try:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
     except (ValueError, TypeError, ImportError, NotImplementedError, AssertionError, ConfigError) as error:

@@ -18,7 +18,8 @@ from xscale.data.packed_row import Inputs, PackedRow
 from xscale.errors import blaming
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads, load_kept_heads
-from xscale.objectives import OBJECTIVES, AuxiliaryState, Losses, Parts, Prediction, Scheduled
+from xscale.objectives import OBJECTIVES
+from xscale.objectives.base import AuxiliaryState, HasQueue, Losses, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
 
 Weights = dict[tuple[str, str], float]
@@ -67,9 +68,9 @@ class StepModule(nn.Module):
                 self.notes += [note] if note else []
             with self.blaming(name, "auxiliary_state"):
                 auxiliary_state = objective.auxiliary_state and objective.auxiliary_state(encoder, heads, options)
+            if isinstance(auxiliary_state, HasQueue):
+                auxiliary_state.steps = recipe.train.steps
             if auxiliary_state is not None:
-                if isinstance(auxiliary_state, Scheduled):
-                    auxiliary_state.steps = recipe.train.steps
                 self.auxiliary_states[name] = auxiliary_state
         if recipe.train.activation_checkpointing:
             encoder.checkpoint_activations()
@@ -97,12 +98,11 @@ class StepModule(nn.Module):
 
     def read_auxiliary(self, inputs: Inputs) -> States:
         """Return what each stream's auxiliary state computes from its own inputs of a row, named "auxiliary"."""
-        return {
-            stream: {
-                "auxiliary": self.auxiliary_states[stream].read(self.encoder, tokens, index, inputs.arrays[stream])
-            }
-            for stream, (tokens, index) in inputs.auxiliary.items()
-        }
+        found = {}
+        for stream, (tokens, index) in inputs.auxiliary.items():
+            auxiliary_state = self.auxiliary_states[stream]
+            found[stream] = {"auxiliary": auxiliary_state.read(self.encoder, tokens, index, inputs.arrays[stream])}
+        return found
 
     def read(self, row: PackedRow, inputs: Inputs) -> States:
         """Return the encoder's states that losses read, by stream and name [S, H]."""
@@ -116,10 +116,9 @@ class StepModule(nn.Module):
         states, found = self.read(row, inputs), dict[str, Tensor]()
         for stream, (objective, options) in self.streams.items():
             if objective.vectors:
+                arguments = self.parts(stream), states[stream], inputs.arrays[stream], options
                 with self.blaming(stream, "vectors"):
-                    found[stream] = objective.vectors(
-                        self.parts(stream), states[stream], inputs.arrays[stream], options
-                    )
+                    found[stream] = objective.vectors(*arguments)
         return found
 
     def forward(
@@ -139,11 +138,11 @@ class StepModule(nn.Module):
             if stream not in row.states:
                 continue
             named = states[stream] | more.get(stream, {})
+            arguments = self.parts(stream), named, inputs.arrays[stream], options
             with self.blaming(stream, "loss"):
                 if objective.vectors:
-                    own_ND = objective.vectors(self.parts(stream), named, inputs.arrays[stream], options)
-                    named["step"] = named["step"].index_copy(0, named["own"], own_ND)
-                losses = objective.loss(self.parts(stream), named, inputs.arrays[stream], options)
+                    named["step"] = named["step"].index_copy(0, named["own"], objective.vectors(*arguments))
+                losses = objective.loss(*arguments)
                 check_losses(losses, stream, row, weights)
             predictions += [(stream, prediction) for prediction in losses.predictions]
             for term, value in losses.sums.items():
@@ -171,7 +170,7 @@ class StepModule(nn.Module):
         features_MH = torch.cat([p.features_MH for _, p in predictions])
         loss, losses_M, right_M = self.encoder.vocabulary_loss(features_MH, inputs.labels, weights_M, largest)
         sizes = [row.predictions[stream, p.term] for stream, p in predictions]
-        found: dict[Reported, Tensor] = {}
+        found = dict[Reported, Tensor]()
         both_2M = torch.stack([losses_M, right_M.to(losses_M.dtype)])
         for (stream, p), of_term in zip(predictions, both_2M.split(sizes, dim=1), strict=True):
             loss_1, right_1 = of_term.sum(1).split(1)
@@ -188,18 +187,16 @@ def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) 
     predicted = {prediction.term: len(prediction.features_MH) for prediction in losses.predictions}
     if list(predicted.items()) != list(labels.items()):
         raise ValueError(f"predicts {predicted}, but collate gave labels {labels}; terms, order and counts must agree")
-    for term, value in losses.sums.items():
+    for term in losses.sums:
         if (stream, term) not in weights:
             raise ValueError(f"sums has {term!r}, which is none of the objective's terms")
-        check_scalar(f"sums[{term!r}]", value)
-    for name, (value, term) in losses.metrics.items():
+    for name, (_, term) in losses.metrics.items():
         if name == "loss":
             raise ValueError("a metric cannot be called loss")
         if (stream, term) not in row.targets:
             raise ValueError(f"metric {name} is of term {term!r}, which is not in collate's targets")
-        check_scalar(f"metric {name}", value)
-
-
-def check_scalar(name: str, value: Tensor) -> None:
-    if value.numel() != 1:
-        raise ValueError(f"{name} has shape {list(value.shape)}; it must be one number, the sum over the targets")
+    values = {f"sums[{term!r}]": value for term, value in losses.sums.items()}
+    values |= {f"metric {name}": value for name, (value, _) in losses.metrics.items()}
+    for name, value in values.items():
+        if value.numel() != 1:
+            raise ValueError(f"{name} has shape {list(value.shape)}; it must be one number, the sum over the targets")

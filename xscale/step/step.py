@@ -4,8 +4,9 @@ Shape letters: N tokens of a row, S states that losses read, M predictions, K re
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from xscale import rng
 from xscale.config import Recipe
 from xscale.data.packed_row import Inputs, PackedRow
-from xscale.objectives import OBJECTIVES, Gathering
+from xscale.objectives import OBJECTIVES, HasQueue
 from xscale.step.module import Reported, StepModule, Weights
 from xscale.step.zero import one_reduction, take_step
 
@@ -28,9 +29,17 @@ class StepSums:
 
     reported: list[Reported]
     values_K: Tensor
-    own_s: Callable[[], float]
-    """The function that waits for the device and returns the seconds of this rank's passes, without the reduction."""
     lr: float = 0.0
+    times: tuple[Any, Any] = (0.0, 0.0)
+    """The begin and the end of this rank's passes, without the reduction, by `time_on`."""
+
+    def own_s(self) -> float:
+        """Return the seconds of this rank's passes. On CUDA it waits for the device."""
+        first, last = self.times
+        if isinstance(first, float):
+            return last - first
+        last.synchronize()
+        return first.elapsed_time(last) / 1000
 
     def shares(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
         """Return the losses and metrics by name, each divided by its number of targets. totals_K, targets: sums over
@@ -61,15 +70,13 @@ class StepSums:
         share of pairs over data.max_length. totals_K and counts: sums over all ranks."""
         sums, found = dict(zip(self.reported, totals_K, strict=True)), dict[str, float]()
         for (stream, what, language), count in counts.items():
-            if not count or what == "drawn":
-                continue
-            if what == "too_long":
+            if what == "too_long" and count:
                 found[f"too_long/{stream}/{language}"] = count / counts[stream, "drawn", language]
-                continue
-            config = recipe.streams[stream]
-            term = f".{what}" if len(OBJECTIVES[config.objective].terms(config.options)) > 1 else ""
-            found[f"loss/{stream}{term}/{language}"] = sums[Reported("loss", stream, what, language)] / count
-            found[f"count/{stream}{term}/{language}"] = count
+            elif what != "drawn" and count:
+                config = recipe.streams[stream]
+                term = f".{what}" if len(OBJECTIVES[config.objective].terms(config.options)) > 1 else ""
+                found[f"loss/{stream}{term}/{language}"] = sums[Reported("loss", stream, what, language)] / count
+                found[f"count/{stream}{term}/{language}"] = count
         return found
 
 
@@ -131,23 +138,21 @@ def optimizer_step(
     share_vectors(engine.module, passes)
     norms = gradient_norms(engine, passes, weights) if measure else {}
     undo_mean = {term: world * weight for term, weight in weights.items()}
-    values_K: Tensor | None = None
+    of_rows: list[Tensor] = []
     reported: list[Reported] = []
-    watch = Stopwatch(engine.device)
+    first = time_on(engine.device)
     with one_reduction(engine):
         for row_pass in passes:
             loss, reported_K = row_pass(engine, undo_mean)
             reported = reported or engine.module.reported
             assert engine.module.reported == reported, "an objective reports other numbers for one row than for another"
-            reported_K = reported_K.double() if reported_K.device.type == "cpu" else reported_K
-            values_K = reported_K if values_K is None else values_K + reported_K
+            of_rows.append(reported_K.double() if reported_K.device.type == "cpu" else reported_K)
             engine.backward(loss)
-        watch.stop()
+        last = time_on(engine.device)
     applied = take_step(engine)
     for auxiliary_state in engine.module.auxiliary_states.values():
         auxiliary_state.update(applied=applied)
-    assert values_K is not None
-    return StepSums(engine.module.reported, values_K, watch.seconds, lr), norms
+    return StepSums(reported, reduce(torch.add, of_rows), lr, (first, last)), norms
 
 
 @torch.no_grad()
@@ -171,39 +176,23 @@ def measure_rows(
         }
         passes = [RowPass(module, row, engine.device, ("eval", number, rank)) for number, row in enumerate(rows)]
         share_vectors(module, passes)
-        values_K: Tensor | float = 0.0
+        of_rows = []
         for row_pass in passes:
             note()
-            values_K = values_K + row_pass(module, nothing)[1].double()
-        assert isinstance(values_K, Tensor)
-        return StepSums(module.reported, values_K, lambda: 0.0)
+            of_rows.append(row_pass(module, nothing)[1].double())
+        return StepSums(module.reported, reduce(torch.add, of_rows))
     finally:
         module.train()
         encoder.label_smoothing, encoder.z_loss = kept
 
 
-class Stopwatch:
-    """A stopwatch runs from its creation to `stop`. On CUDA it measures the device, and only `seconds` waits for it."""
-
-    def __init__(self, device: torch.device):
-        self.on_cuda = device.type == "cuda"
-        self.first = self.last = self._now()
-
-    def _now(self) -> Any:
-        if not self.on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def stop(self) -> None:
-        self.last = self._now()
-
-    def seconds(self) -> float:
-        if not self.on_cuda:
-            return self.last - self.first
-        self.last.synchronize()
-        return self.first.elapsed_time(self.last) / 1000
+def time_on(device: torch.device) -> Any:
+    """Return the present time in seconds, or on CUDA an event, so that the host does not wait."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
@@ -215,7 +204,7 @@ def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
     2021).
     """
     for auxiliary_state in module.auxiliary_states.values():
-        if isinstance(auxiliary_state, Gathering):
+        if isinstance(auxiliary_state, HasQueue):
             auxiliary_state.gather()
     if not any(objective.vectors for objective, _ in module.streams.values()):
         return
@@ -264,11 +253,9 @@ def step_weights(recipe: Recipe, totals: dict[tuple[str, str], int], step: int) 
 
 def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
     """Set the recipe's learning rate of a step, unless the ds_config has a scheduler. Returns the rate."""
-    if engine.lr_scheduler is None:
-        for group in engine.optimizer.param_groups:
-            group["lr"] = recipe.train.learning_rate(step)
-    lr: float = engine.get_lr()[0]
-    return lr
+    for group in engine.optimizer.param_groups if engine.lr_scheduler is None else ():
+        group["lr"] = recipe.train.learning_rate(step)
+    return float(engine.get_lr()[0])
 
 
 def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict[str, Tensor]:
@@ -295,22 +282,19 @@ def to_device(inputs: Inputs, device: torch.device) -> Inputs:
     on_host = {id(tokens.lengths) for tokens in (inputs.tokens, *(tokens for tokens, _ in inputs.auxiliary.values()))}
     leaves, spec = tree_flatten(inputs)
     moving = [isinstance(leaf, np.ndarray) and id(leaf) not in on_host for leaf in leaves]
-    moved = copy_at_once([leaf for leaf, moves in zip(leaves, moving, strict=True) if moves], device)
+    moved = iter(copy_at_once([leaf for leaf, moves in zip(leaves, moving, strict=True) if moves], device))
     stays = (torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves)
     return tree_unflatten([next(moved) if moves else leaf for leaf, moves in zip(stays, moving, strict=True)], spec)
 
 
-def copy_at_once(arrays: list[np.ndarray], device: torch.device) -> Iterator[Tensor]:
-    """Copy arrays to the device. A GPU gets them in one pinned buffer, and the host does not wait."""
-    return map(torch.from_numpy, arrays) if device.type == "cpu" else by_one_buffer(arrays, device)
-
-
-def by_one_buffer(arrays: list[np.ndarray], device: torch.device) -> Iterator[Tensor]:
-    """Copy arrays in one buffer, in which each begins at a multiple of 16 bytes."""
+def copy_at_once(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy arrays to the device. A GPU gets them in one pinned buffer, in which each begins at a multiple of 16 bytes,
+    and the host does not wait."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for part, array in zip(buffer.split(sizes), arrays, strict=True):
         part.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
-    moved = buffer.to(device, non_blocking=True).split(sizes)
-    for part, array in zip(moved, arrays, strict=True):
-        yield part[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+    moved = zip(buffer.to(device, non_blocking=True).split(sizes), arrays, strict=True)
+    return [part[: of.nbytes].view(torch.from_numpy(of).dtype).view(of.shape) for part, of in moved]

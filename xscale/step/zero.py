@@ -15,7 +15,7 @@ gradient norm, call `engine.module(row)` instead of `engine(row)`.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,29 +24,35 @@ from torch import Tensor, nn
 from xscale import deepspeed_private as private
 from xscale.errors import NotFinite
 
-# Settings that a stage refuses
-
 
 def stage_of(ds_config: dict[str, Any]) -> int:
     return ds_config.get("zero_optimization", {}).get("stage", 0)
 
 
-def check_stage(stage: int, precision: str, compiles: bool) -> str | None:
+def offloads(ds_config: dict[str, Any]) -> bool:
+    """Whether the optimizer is in host memory."""
+    return (ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none") != "none"
+
+
+def check_stage(ds_config: dict[str, Any], precision: str, compiles: bool, world: int) -> str | None:
     """Return why this stage cannot train with these settings and the remedy, or None if it can."""
+    stage, node = stage_of(ds_config), ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     if precision != "fp32" and stage == 0:
         return f"{precision} does not work at ZeRO stage 0; set zero_optimization.stage to 1 or 2"
     if stage >= 3 and compiles:
         return (
             "ZeRO stage 3 gathers weights layer by layer, and cannot be compiled; use stage 2, or train.compile=false"
         )
+    if stage == 3 and type(node) is int and world % max(min(node, world), 1):
+        return (
+            f"zero_optimization.zero_hpz_partition_size = {node} does not divide {world} ranks; set it to the number "
+            f"of ranks of one machine"
+        )
     return None
 
 
-# Whole weights
-
-
 def keeps_whole_weights(engine: Any) -> bool:
-    """Whether each rank has all weights whole. Stage 3 partitions them."""
+    """Whether each rank has all weights whole. ZeRO stage 3 partitions them."""
     return engine.zero_optimization_stage() < 3
 
 
@@ -67,15 +73,12 @@ def gather_for_every_pass(engine: Any, weights: Iterable[nn.Parameter]) -> None:
     only after a skipped step. A weight that is found only then is missing from the order in which DeepSpeed fetches
     weights, and DeepSpeed stops with "tracing error".
     """
-    if engine.zero_optimization_stage() < 3:
+    if keeps_whole_weights(engine):
         return
     import deepspeed
 
     for weight in weights:
         deepspeed.zero.register_external_parameter(engine.module, weight)
-
-
-# One reduction
 
 
 @contextmanager
@@ -86,11 +89,11 @@ def one_reduction(engine: Any) -> Iterator[None]:
     Stages 1 to 3 use DeepSpeed's `coalesce_grad_reduction`; without it, stages 2 and 3 reduce after every pass. Stage 0
     and BF16_Optimizer do not support it, and reduce on request.
     """
-    on_request = reduces_on_request(engine)
+    on_request = engine.zero_optimization_stage() == 0 or private.is_bf16_optimizer(engine)
     with engine.no_sync() if on_request else engine.coalesce_grad_reduction():
         try:
             yield
-            zeros_for_missing(engine)
+            give_zeros(engine)
         except BaseException:
             # coalesce_grad_reduction reduces after an exception, too. Without gradients there is nothing to reduce, so
             # that no collective waits for ranks that are elsewhere, and the exception reaches the caller.
@@ -124,29 +127,19 @@ def take_step(engine: Any) -> bool:
     return engine.skipped_steps == skipped
 
 
-def reduces_on_request(engine: Any) -> bool:
-    """Whether xscale asks for the reduction: at stage 0, and for BF16_Optimizer, which DeepSpeed uses at stage 1 in
-    bf16 with gradients in fp32."""
-    return engine.zero_optimization_stage() == 0 or private.is_bf16_optimizer(engine)
-
-
-def zeros_for_missing(engine: Any) -> None:
+def give_zeros(engine: Any) -> None:
     """Give a gradient of zeros to every trainable weight that no pass of this rank has used.
 
     Without these zeros, a weight that only some ranks use makes the ranks' gradient buckets differ; a weight that no
     rank uses keeps the last step's gradient under offload and at stage 3; and BF16_Optimizer leaves out the
     gradients of weights that this rank has not used when it computes the norm and clips.
     """
-    if missing := private.without_gradient(engine):
-        with private.gradients_by_hand(engine):
-            for weight in missing:
-                set_zeros(weight)
-
-
-def set_zeros(weight: nn.Parameter) -> None:
-    """Set weight.grad to zeros. At stage 3 the weight is an empty tensor. It gets its whole shape for a moment, since
-    autograd accepts only a gradient of the weight's shape."""
-    data = weight.data
-    weight.data = torch.zeros(private.whole_shape(weight), dtype=data.dtype, device=data.device)
-    weight.grad = torch.zeros_like(weight.data)
-    weight.data = data
+    missing = private.without_gradient(engine)
+    with private.gradients_by_hand(engine) if missing else nullcontext():
+        for weight in missing:
+            # At stage 3 the weight is an empty tensor. It gets its whole shape for a moment, since autograd accepts
+            # only a gradient of the weight's shape.
+            data = weight.data
+            weight.data = data.new_zeros(private.whole_shape(weight))
+            weight.grad = torch.zeros_like(weight.data)
+            weight.data = data
