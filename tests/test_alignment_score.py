@@ -19,6 +19,7 @@ from xscale.eval import in_training as evals
 from xscale.eval import run
 from xscale.eval.alignment_score import ProbeWords, find_probe, tokens_of, trained_tokens
 from xscale.models.build import build_encoder
+from xscale.ranks import HostGroup
 
 
 def by_hand(table: torch.Tensor, pairs: list[tuple[int, int]], targets: list[int]) -> float:
@@ -202,7 +203,7 @@ def test_a_run_counts_its_tokens_once(demo: Path, tmp_path: Path, monkeypatch: p
         sets = [f"data.lexicons=[{', '.join(str(demo / 'lexicon' / file) for file in files)}]"]
         run_spec = launch.run_spec_of(["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets])
         assert [lexicon.name for lexicon in run_spec.measured] == [file.removesuffix(".txt") for file in files]
-        found = evals.find_probes(run_spec, tmp_path)
+        found = evals.find_probes(run_spec, tmp_path, HostGroup(), lambda doing: None)
         return {name: [w.targets_C.tolist() for w in (g.withheld, g.trained)] for name, g in found.items()}
 
     monkeypatch.setattr(evals, "tokens_of", count)
@@ -212,6 +213,38 @@ def test_a_run_counts_its_tokens_once(demo: Path, tmp_path: Path, monkeypatch: p
     assert counted == ["xx", "en"] and both["en-xx"] == first["en-xx"] and both["xx-en"] != first["en-xx"]
     (tmp_path / evals.TOKENS).write_bytes((tmp_path / evals.TOKENS).read_bytes()[:99])
     assert words("en-xx.txt") == first and counted == ["xx", "en", "xx"]
+
+
+def test_ranks_count_tokens_together_and_show_progress(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a long count looks like a hang. The words are those that one rank finds, and only rank 0 has them."""
+
+    class Rank(HostGroup):
+        size, rank = 3, 0
+
+        def from_main(self, make: Any) -> Any:
+            return make()
+
+        def share(self, works: list[Any]) -> list[Any]:
+            return [work() for work in works]
+
+    def targets(host_group: HostGroup, out: Path) -> dict[str, list[int]]:
+        noted.clear()
+        found = evals.find_probes(run_spec, out, host_group, noted.append)
+        return {name: probe.trained.targets_C.tolist() for name, probe in found.items()}
+
+    monkeypatch.setattr(sample, "_CHUNK", 100)
+    noted: list[str] = []
+    sets = [f"data.lexicons=[{demo / 'lexicon' / 'en-xx.txt'}]"]
+    run_spec = launch.run_spec_of(["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets])
+    lists = sum(-(-source.records // 100) for source in run_spec.sources if "xx" in source.langs)
+    (tmp_path / "three").mkdir()
+    alone = targets(HostGroup(), tmp_path)
+    assert noted == ["counting the tokens of the text in xx"] * lists and lists > 9
+    assert targets(Rank(), tmp_path / "three") == alone and len(noted) == lists
+    monkeypatch.setattr(Rank, "rank", 1)
+    assert targets(Rank(), tmp_path / "three") == {}
 
 
 def test_too_few_words_have_no_score(
@@ -229,7 +262,7 @@ def test_too_few_words_have_no_score(
         )
         caplog.clear()
         with caplog.at_level("INFO"):
-            found = evals.find_probes(run_spec, tmp_path)["en-xx"]
+            found = evals.find_probes(run_spec, tmp_path, HostGroup(), lambda doing: None)["en-xx"]
         assert (
             f"alignment/en-xx is left out: only {len(found.withheld.queries)} withheld words" in caplog.text
         ) == noted

@@ -558,6 +558,14 @@ def test_predictions_as_xtreme_reads_them(tmp_path: Path) -> None:
     assert json.loads(qa.write(questions, ["香港", ""])) == {"a": "香港", "b": ""}
 
 
+def test_the_page_has_xtremes_names() -> None:
+    """Of the tasks whose folder in XTREME has another name."""
+    rows = [line for line in (launch.ROOT / "docs" / "fine-tuning.md").read_text().splitlines() if line[:3] == "| `"]
+    for name, task in measure.TASKS.items():
+        (row,) = [row for row in rows if f"`{name}`" in row.split("|")[1]]
+        assert f"`{task.xtreme}`" in row.split("|")[1]
+
+
 def test_intents_of_multiatis(tmp_path: Path) -> None:
     """Columns as its files have them. An intent that only a test has counts as wrong, for MultiATIS++ alone."""
     head, of = "id\tutterance\tslot_labels\tintent\n", dict[str, TaskData]()

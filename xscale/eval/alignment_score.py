@@ -11,7 +11,7 @@ Shape letters: P entries of the dictionary, Q query tokens, C tokens of the othe
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,10 +133,19 @@ def trained_tokens(lexicon: Lexicon, heldout: float) -> np.ndarray:
     return np.array(sorted(found), dtype=np.int64)
 
 
-def tokens_of(language: str, sources: list[Source], tokenizer: Tokenizer) -> np.ndarray:
-    """The distinct token ids in a sample (data/sample.py) of a language's text, over all sources that contain it."""
+def tokens_of(
+    language: str,
+    sources: list[Source],
+    tokenizer: Tokenizer,
+    part: int = 0,
+    parts: int = 1,
+    note: Callable[[], None] = lambda: None,
+) -> np.ndarray:
+    """The distinct token ids in a sample (data/sample.py) of a language's text, over all sources that contain it. part:
+    the part of the sample that is read, of `parts`. note: a function that is called as the work goes on."""
     counted = np.zeros(tokenizer.vocab_size, dtype=bool)
-    for texts in texts_of(language, sources):
+    for texts in texts_of(language, sources, part=part, parts=parts):
+        note()
         for ids in tokenizer.encode(texts):
             counted[ids] = True
     return np.flatnonzero(counted & ~tokenizer.is_special)

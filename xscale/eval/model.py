@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,13 +20,6 @@ from xscale.models.heads import load_heads
 
 Scores = dict[str, float]
 """Metric -> number."""
-
-
-class HasLanguages(Protocol):
-    """Anything with languages: a source, a dictionary or a test set."""
-
-    @property
-    def langs(self) -> tuple[str, ...]: ...
 
 
 class Exported:
@@ -67,10 +59,7 @@ class Exported:
     def num_layers(self) -> int:
         return self.encoder.lm.config.num_hidden_layers
 
-    def language_ids(self, source: HasLanguages) -> dict[str, int]:
-        return self.numbers_of(source.langs)
-
-    def numbers_of(self, languages: Sequence[str]) -> dict[str, int]:
+    def language_ids(self, languages: Sequence[str]) -> dict[str, int]:
         """The number of each language; 0, the neutral embedding, for languages that the model was not trained with."""
         return dict.fromkeys(languages, 0) | {name: number for number, name in enumerate(self.languages) if number}
 
@@ -91,9 +80,9 @@ def tokenizer_of(path: Path, rows: int) -> Tokenizer:
     return tokenizer
 
 
-def read_texts(source: Source, limit: int) -> list[tuple[str, ...]]:
-    """The texts of the first `limit` records."""
-    return [source.read(*place).texts for place in source.places(np.arange(min(limit, source.records)))]
+def read_texts(source: Source, limit: int, part: int = 0, parts: int = 1) -> list[tuple[str, ...]]:
+    """The texts of the first `limit` records; of these, every `parts`-th from the number `part` on."""
+    return [source.read(*place).texts for place in source.places(np.arange(part, min(limit, source.records), parts))]
 
 
 def check_out(path: Path) -> None:

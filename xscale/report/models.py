@@ -117,7 +117,7 @@ def examples(model: Exported, source: Source) -> list[tuple[list[str], list[Mask
         heads.load_state_dict(kept.weights)
     parts = Parts(model.encoder, heads.eval().to(model.device))
     longest = positions(model.encoder.lm.config)
-    context = Context(model.tokenizer, longest, "drop", model.language_ids(source), segments=model.segments)
+    context = Context(model.tokenizer, longest, "drop", model.language_ids(source.langs), segments=model.segments)
     shown = (masked_tokens(parts, pair, options, context, bool(kept)) for pair in pairs_of(model, source))
     return list(islice((of_pair for of_pair in shown if of_pair[1]), PAIRS))
 

@@ -135,7 +135,7 @@ class Trainer:
         """The words that alignment scores compare, by dictionary. Only rank 0 has them."""
         asked = self.recipe.train.measure_every or self.alignment_scores in tasks.values()
         if asked and (run_spec.lexicons or run_spec.measured):
-            self.host_group.from_main(lambda: self.probes.update(find_probes(run_spec, self.out)))
+            self.probes = find_probes(run_spec, self.out, self.host_group, self.watch.note)
         self.status.note_step(self.step)
 
     def loop(self, batches: Iterator[StepBatch]) -> int:

@@ -43,7 +43,7 @@ class Collator:
     """Makes batches of features: token ids, attention masks, token types as in the model's training, labels."""
 
     def __init__(self, model: Exported, languages: Sequence[str], head_labels: Callable[..., dict[str, Tensor]]):
-        self.model, self.language_ids, self.head_labels = model, model.numbers_of(languages), head_labels
+        self.model, self.language_ids, self.head_labels = model, model.language_ids(languages), head_labels
 
     def __call__(self, groups: Sequence[list[Feature]], labelled: bool = True) -> dict[str, Tensor]:
         """A padded batch of all features of some groups. groups: each has features that must be in one batch."""
