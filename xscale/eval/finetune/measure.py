@@ -11,7 +11,7 @@ from xscale.errors import UserError
 from xscale.eval.bootstrap import describe, intervals
 from xscale.eval.card import CARD, describe_finetuned
 from xscale.eval.finetune import classification, qa, tags
-from xscale.eval.finetune.task import Encoding, Task, TaskData
+from xscale.eval.finetune.task import Task, TaskData
 from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings, silence_libraries
 from xscale.eval.finetune.transfer import (
     Predictions,
@@ -129,27 +129,27 @@ def measure_transfer(args: argparse.Namespace, process: Process | None = None) -
         ranks.start(process)  # before the model is loaded, since it sets the rank's device
     host_group = HostGroup()
     tuner = make_tuner(args, task, host_group.size, sorted({*train, *translated, *tests}))
-    encoding = Encoding(tuner.collator.model.tokenizer, tuner.settings.max_length, [])
+    tokenizer, longest = tuner.collator.model.tokenizer, tuner.settings.max_length
     unlabelled = {name: [e._replace(gold=None) for e in data.examples] for name, data in tests.items()}
-    test_features = {language: task.encode(examples, encoding) for language, examples in unlabelled.items()}
+    test_features = {name: task.encode(examples, tokenizer, longest, []) for name, examples in unlabelled.items()}
     table = TransferTable(task, tests)
     for training in plan:
-        encoding = encoding._replace(labels=task.labels(training.data.examples))
-        groups = group_features(task, training, encoding)
+        labels = task.labels(training.data.examples)
+        groups = group_features(task, training, tokenizer, longest, labels)
         found: Predictions = {language: [] for language in training.tests}
         for seed in args.seeds:
             if host_group.is_main:
                 print(f"{args.task} {training.name}, seed {seed}", flush=True)
-            trainer = tuner.train(groups, encoding.labels, seed)
+            trainer = tuner.train(groups, labels, seed)
             for language, of_seeds in found.items():
                 features = test_features[language]
                 logits = tuner.predict_logits(trainer, features)
-                of_seeds.append(task.predict(tests[language].examples, features, logits, encoding.labels))
+                of_seeds.append(task.predict(tests[language].examples, features, logits, labels))
             if args.keep:
-                name = training.name.replace(",", "").replace(" ", "_")
-                tuner.save(trainer, args.keep / f"{name}.seed_{seed}")
+                folder = args.keep / f"{training.name.replace(',', '').replace(' ', '_')}.seed_{seed}"
+                tuner.save(trainer, folder)
                 if host_group.is_main:
-                    save_card(args, tuner, training, tests, found, args.keep / f"{name}.seed_{seed}")
+                    save_card(args, tuner, training, tests, found, folder)
         table.add(training, found)
         host_group.from_main(partial(publish, args, tuner, table, training, found))
     if host_group.is_main and process is not None:

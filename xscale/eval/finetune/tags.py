@@ -20,7 +20,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import class_scores, entity_scores
 from xscale.eval.finetune.tables import column, is_table, read_rows
-from xscale.eval.finetune.task import IGNORED, Encoding, Feature, LabelledExample, Task, label_numbers
+from xscale.eval.finetune.task import IGNORED, Feature, LabelledExample, Task, label_numbers
 
 UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X".split()  # noqa: SIM905
 """Universal parts of speech (UD v2)."""
@@ -145,18 +145,18 @@ def bio_labels(examples: list[LabelledExample]) -> list[str]:
     return ["O", *(f"{place}-{kind}" for kind in types for place in "BI")]
 
 
-def encode(examples: list[LabelledExample], encoding: Encoding) -> list[Feature]:
-    pieces = word_pieces(encoding.tokenizer, {word for example in examples for word in example.texts})
-    room = encoding.longest - 2
+def encode(examples: list[LabelledExample], tokenizer: Tokenizer, longest: int, labels: list[str]) -> list[Feature]:
+    pieces = word_pieces(tokenizer, {word for example in examples for word in example.texts})
+    room = longest - 2
     features = []
     for i, example in enumerate(examples):
-        labels = label_numbers(encoding.labels, example.gold, len(example.texts))
+        numbers = label_numbers(labels, example.gold, len(example.texts))
         of_words = [pieces[word][:room] for word in example.texts]
         for start, end in windows([len(tokens) for tokens in of_words], room):
             lengths = [len(tokens) for tokens in of_words[start:end]]
             places = 1 + np.cumsum(lengths) - lengths
             ids = np.array([token for tokens in of_words[start:end] for token in tokens], dtype=np.int32)
-            features.append(Feature(i, example.langs, (ids,), places, labels[start:end]))
+            features.append(Feature(i, example.langs, (ids,), places, numbers[start:end]))
     return features
 
 
