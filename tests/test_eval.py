@@ -185,7 +185,7 @@ def test_a_disk_that_fills_is_the_machines(measure: Measure, monkeypatch: pytest
     def fail(path: Path, results: dict[str, Any]) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("xscale.eval.model.write_json", fail)
+    monkeypatch.setattr("xscale.eval.model.files.write_text", fail)
     assert measure("--task", "retrieval")[0] == 4
     assert "scores.json: No space left on device" in capsys.readouterr().err
 

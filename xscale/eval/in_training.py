@@ -118,11 +118,11 @@ def alignment_rows(run_spec: RunSpec) -> Results:
     if not lexicons:
         raise UserError("the run has no dictionary; set data.lexicons=[PATH/en-de.txt], or put it into lexicon/")
     nothing = {language: np.empty(0, dtype=np.int64) for lexicon in lexicons for language in lexicon.langs}
-    rows: Results = {}
-    for name, probe in find_probe(lexicons, run_spec.lexicons, run_spec.unseen, nothing).items():
-        words = {"withheld": probe.withheld, "trained": probe.trained}
-        rows[name] = {kind: math.nan for kind, pairs in words.items() if len(pairs.queries) >= FEWEST}
-    return rows
+    probes = find_probe(lexicons, run_spec.lexicons, run_spec.unseen, nothing)
+    return {
+        name: {kind: math.nan for kind, words in probe.items() if len(words.queries) >= FEWEST}
+        for name, probe in probes.items()
+    }
 
 
 def validate_best(run_spec: RunSpec, module: StepModule) -> None:
@@ -369,7 +369,7 @@ def find_probes(
     for lexicon in run_spec.measured:
         LOG.info(f"{lexicon.summary()}; no stream trains on it")
     for name, probe in found.items():
-        words = len(probe.withheld.queries)
+        words = len(probe["withheld"].queries)
         if heldout and words < FEWEST:
             LOG.warning(
                 f"alignment/{name} is left out: only {words} withheld words have one token, and {FEWEST} are needed; "

@@ -146,14 +146,20 @@ def xsim(vectors: Sequence[Tensor], texts: Sequence[list[str]], langs: tuple[str
         [texts[1 - side][row] != texts[1 - side][n] for n, row in enumerate(best_rows(*found))]
         for side, found in enumerate(both)
     ]
+    return both_directions(np.array(errors).T, langs, " xsim", "xsim")
+
+
+def both_directions(counted_N2: np.ndarray, langs: tuple[str, ...], suffix: str, mean: str) -> Scores:
+    """The share of sentences that are counted from the first language to the second, and back; the mean of both; and
+    the number of sentences. suffix: ends the names of the first two."""
     a, b = langs
-    counts = np.array([*errors, [1] * len(texts[0])]).T
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         there, back, n = np.moveaxis(sums, -1, 0)
-        return {f"{a}->{b} xsim": there / n, f"{b}->{a} xsim": back / n, "xsim": (there + back) / n / 2}
+        return {f"{a}->{b}{suffix}": there / n, f"{b}->{a}{suffix}": back / n, mean: (there + back) / n / 2}
 
-    return bootstrap(counts, scores_of) | {"sentences": len(texts[0])}
+    counts_N3 = np.column_stack([counted_N2, np.ones(len(counted_N2))])
+    return bootstrap(counts_N3, scores_of) | {"sentences": len(counted_N2)}
 
 
 def xsim_plus(
@@ -183,8 +189,11 @@ def best_rows(scores_NK: Tensor, rows_NK: Tensor) -> list[int]:
     return rows_NK.gather(1, scores_NK.argmax(1, keepdim=True))[:, 0].tolist()
 
 
-def load_wrong_translations(path: Path) -> WrongTranslations:
-    """Read LASER's file for xSIM++, {candidate: {"src": sentence, "errtype": type}}. Raises UserError."""
+def load_wrong_translations(path: Path | None) -> WrongTranslations:
+    """Read LASER's file for xSIM++, {candidate: {"src": sentence, "errtype": type}}, if there is one. Raises
+    UserError."""
+    if path is None:
+        return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {text.strip(): (made["src"].strip(), str(made["errtype"])) for text, made in found.items()}
@@ -202,18 +211,8 @@ def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[st
     penalties = hubness(first_NH, second_NH) if margin == "csls" else None
     (_, there_N1), (_, back_N1) = nearest_both(first_NH, second_NH, 1, penalties)
     same_N1 = torch.arange(len(first_NH), device=first_NH.device)[:, None]
-    a, b = langs
-    hits_N3 = torch.cat([there_N1 == same_N1, back_N1 == same_N1, same_N1 >= 0], 1).cpu().numpy()
-
-    def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
-        there, back, sentences = np.moveaxis(sums, -1, 0)
-        return {
-            f"{a}->{b}": there / sentences,
-            f"{b}->{a}": back / sentences,
-            "accuracy": (there + back) / sentences / 2,
-        }
-
-    return bootstrap(hits_N3, scores_of) | {"sentences": len(first_NH)}
+    right_N2 = torch.cat([there_N1 == same_N1, back_N1 == same_N1], 1)
+    return both_directions(right_N2.cpu().numpy(), langs, "", "accuracy")
 
 
 def hubness(

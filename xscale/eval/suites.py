@@ -11,7 +11,6 @@ The folder has the test sets as they are published, in folders of any depth:
     all         both, and the bits per character of each language of plain parallel text
 """
 
-import argparse
 import re
 import shlex
 import sys
@@ -52,11 +51,6 @@ file without a part has all parts."""
 MAIN = ("accuracy", "xsim", "AER", "F1", "f1", "bits_per_character", "tlm_loss")
 """The table shows the first of these numbers that a results row has, or if it has none, its first number."""
 Results = dict[str, dict[str, Scores]]
-
-
-def add_suite_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--finetune", default="", metavar="FLAGS", help="further flags of xscale.eval.finetune for the "
-        "suite transfer, such as '--seeds 0 --epochs 2'")  # fmt: skip
 
 
 def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, TaskRow]]:

@@ -45,6 +45,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     repeated: dict[str, Any] = {"nargs": "+", "action": "append", "default": [], "metavar": "X"}
     add("--aer", **repeated, help="word links made by hand: `en-es FILE.tsv`, or `en-fr TEXT LINKS`; repeatable")
     add("--mteb", **repeated, help="a task of mteb, the folder of its data, its subsets: `XNLI xnli/ de`; repeatable")
+    add("--finetune", default="", metavar="FLAGS", help="further flags of xscale.eval.finetune for the suite transfer, "
+        "such as '--seeds 0 --epochs 2'")  # fmt: skip
     group = parser.add_argument_group("variants", "Every combination of several values is evaluated.")
     add = group.add_argument
     add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="for retrieval, mining, mteb (default: the "
@@ -82,11 +84,10 @@ def plan_heldout(args: Namespace, sources: list[Source]) -> list[TaskRow]:
 
 
 def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    wrong = load_wrong_translations(args)
-
     def evaluate(source: Source, model: Exported) -> dict[str, Scores]:
         return retrieval.evaluate(model, source, args.limit, variants_of(args, model), wrong)
 
+    wrong = retrieval.load_wrong_translations(args.xsim_plus)
     rows = parallel_rows(args, [text for folder in args.texts for text in find_parallel(folder)])
     if args.texts and not rows and not args.data:
         raise UserError(
@@ -98,7 +99,7 @@ def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
 
 def parallel_rows(args: Namespace, texts: list[ParallelText]) -> list[TaskRow]:
     """The rows of task retrieval for each pair of languages of parallel plain text."""
-    wrong, limit = load_wrong_translations(args), args.texts_limit
+    wrong, limit = retrieval.load_wrong_translations(args.xsim_plus), args.texts_limit
 
     def evaluate(text: ParallelText, langs: tuple[str, str], model: Exported) -> dict[str, Scores]:
         chosen = variants_of(args, model)
@@ -111,10 +112,6 @@ def parallel_rows(args: Namespace, texts: list[ParallelText]) -> list[TaskRow]:
         for text in texts
         for langs in text.pairs(args.pairs == "all")
     ]
-
-
-def load_wrong_translations(args: Namespace) -> retrieval.WrongTranslations:
-    return retrieval.load_wrong_translations(args.xsim_plus) if args.xsim_plus else {}
 
 
 def variants_of(args: Namespace, model: Exported) -> list[retrieval.Variant]:

@@ -264,7 +264,7 @@ class Trainer:
         found: Results = {}
         with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
             for pair, probe in self.probes.items():
-                scores = dict(zip(("withheld", "trained"), probe.scores(table), strict=True))
+                scores = {kind: words.score(table) for kind, words in probe.items()}
                 found[pair] = {kind: score for kind, score in scores.items() if score is not None}
         return {pair: scores for pair, scores in found.items() if scores}
 

@@ -1,18 +1,21 @@
 """Does the fine-tuning runs of a task: reads flags and text, and writes scores, predictions and models."""
 
 import argparse
+import logging
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from xscale import files, ranks
 from xscale.errors import UserError
-from xscale.eval.bootstrap import describe, intervals
+from xscale.eval.bootstrap import describe
 from xscale.eval.card import CARD, describe_finetuned
 from xscale.eval.finetune import classification, qa, tags
 from xscale.eval.finetune.task import Task, TaskData
-from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings, silence_libraries
+from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings
 from xscale.eval.finetune.transfer import (
     Predictions,
     TrainingText,
@@ -22,7 +25,7 @@ from xscale.eval.finetune.transfer import (
     write_predictions,
 )
 from xscale.eval.means import print_means
-from xscale.eval.model import Exported, check_out, write_json
+from xscale.eval.model import Exported, check_out, write_results
 from xscale.ranks import HostGroup, Process
 from xscale.step.ds_config import read_ds_config
 
@@ -180,7 +183,9 @@ def save_card(
 
 
 def make_tuner(args: argparse.Namespace, task: Task, world: int, languages: list[str]) -> FineTuner:
-    silence_libraries()
+    # Else they repeat in each run that the head is new, and the run's arguments.
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
     if args.batch % world:
         raise UserError(f"--batch {args.batch} is not a multiple of the {world} ranks")
     model = Exported(args.model)
@@ -200,15 +205,9 @@ def publish(
     given = {
         name: getattr(args, name) for name in ("limit", "test_limit", "train", "test", "translated", "code_switch")
     }
-    content = {
-        "model": str(args.model),
-        "results": {args.task: table.rows | table.summary},
-        "intervals": intervals({args.task: table.rows | table.summary}),
-        "failed": {},
-        "seeds": {args.task: table.seeds},
-        "settings": {"seeds": args.seeds, **asdict(tuner.settings), "ranks": tuner.world, **given},
-    }
-    write_json(args.out, content)
+    settings = {"seeds": args.seeds, **asdict(tuner.settings), "ranks": tuner.world, **given}
+    results = {args.task: table.rows | table.summary}
+    write_results(args.out, args.model, results, {}, seeds={args.task: table.seeds}, settings=settings)
 
 
 def print_table(task: str, table: TransferTable) -> None:
