@@ -19,6 +19,7 @@ from xscale.eval import in_training as evals
 from xscale.eval import run
 from xscale.eval.alignment_score import ProbeWords, find_probe, tokens_of, trained_tokens
 from xscale.models.build import build_encoder
+from xscale.ranks import HostGroup
 
 
 def by_hand(table: torch.Tensor, pairs: list[tuple[int, int]], targets: list[int]) -> float:
@@ -56,7 +57,7 @@ def test_all_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokeniz
     theirs = plain_tokens(sources[0], "xx", tokenizer) | plain_tokens(sources[1], "xx", tokenizer)
     assert set(tokens["xx"].tolist()) == theirs
     found = find_probe([lexicon], [], 0.2, tokens)["en-xx"]
-    for words in (found.withheld, found.trained):
+    for words in (found["withheld"], found["trained"]):
         assert set(words.targets_C.tolist()) == theirs | {b for _, b in lexicon.single().tolist()}
         assert all(a != b for a, b in words.pairs_P2.tolist())
 
@@ -115,9 +116,9 @@ def test_words_of_which_an_objective_saw_any_entry_are_not_withheld() -> None:
             if not any(withheld(word, 1 - 0.5**0.5) for word in words) and a != b:
                 seen |= {side[0] for side in (a, b) if len(side) == 1}
         pairs = {(a[0], b[0]) for _, _, a, b in entries if len(a) == len(b) == 1 and a != b}
-        assert set(map(tuple, asked.withheld.pairs_P2.tolist())) == {p for p in pairs if p[0] not in seen}
-        assert set(map(tuple, asked.trained.pairs_P2.tolist())) == {p for p in pairs if p[0] in seen}
-        assert seen and len(asked.withheld.queries)
+        assert set(map(tuple, asked["withheld"].pairs_P2.tolist())) == {p for p in pairs if p[0] not in seen}
+        assert set(map(tuple, asked["trained"].pairs_P2.tolist())) == {p for p in pairs if p[0] in seen}
+        assert seen and len(asked["withheld"].queries)
 
 
 def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
@@ -129,7 +130,7 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
     tokens = {language: np.arange(9) for language in ("de", "en")}
 
     def asked(*read: Lexicon) -> list[int]:
-        return find_probe([lexicon], read, 0.3, tokens)["de-en"].withheld.queries.tolist()
+        return find_probe([lexicon], read, 0.3, tokens)["de-en"]["withheld"].queries.tolist()
 
     assert asked(lexicon) == asked() == [4]
     other = lexicon_of(("de", "fr"), (kept, "u", [4], [8]), (kept, "u", [7, 4], [8]))
@@ -140,7 +141,7 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
 def test_dictionaries_of_one_name_are_measured_together() -> None:
     one, two = (lexicon_of(("de", "en"), (some_word(True, "a"), "x", [a], [a + 1])) for a in (1, 5))
     found = find_probe([one, two], [], 0.3, {"en": np.arange(9)})
-    assert found.keys() == {"de-en"} and found["de-en"].withheld.pairs_P2.tolist() == [[1, 2], [5, 6]]
+    assert found.keys() == {"de-en"} and found["de-en"]["withheld"].pairs_P2.tolist() == [[1, 2], [5, 6]]
 
 
 def test_eval_run_tells_withheld_words_from_trained_ones(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -202,8 +203,8 @@ def test_a_run_counts_its_tokens_once(demo: Path, tmp_path: Path, monkeypatch: p
         sets = [f"data.lexicons=[{', '.join(str(demo / 'lexicon' / file) for file in files)}]"]
         run_spec = launch.run_spec_of(["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets])
         assert [lexicon.name for lexicon in run_spec.measured] == [file.removesuffix(".txt") for file in files]
-        found = evals.find_probes(run_spec, tmp_path)
-        return {name: [w.targets_C.tolist() for w in (g.withheld, g.trained)] for name, g in found.items()}
+        found = evals.find_probes(run_spec, tmp_path, HostGroup(), lambda doing: None)
+        return {name: [w.targets_C.tolist() for w in (g["withheld"], g["trained"])] for name, g in found.items()}
 
     monkeypatch.setattr(evals, "tokens_of", count)
     first = words("en-xx.txt")
@@ -212,6 +213,38 @@ def test_a_run_counts_its_tokens_once(demo: Path, tmp_path: Path, monkeypatch: p
     assert counted == ["xx", "en"] and both["en-xx"] == first["en-xx"] and both["xx-en"] != first["en-xx"]
     (tmp_path / evals.TOKENS).write_bytes((tmp_path / evals.TOKENS).read_bytes()[:99])
     assert words("en-xx.txt") == first and counted == ["xx", "en", "xx"]
+
+
+def test_ranks_count_tokens_together_and_show_progress(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a long count looks like a hang. The words are those that one rank finds, and only rank 0 has them."""
+
+    class Rank(HostGroup):
+        size, rank = 3, 0
+
+        def from_main(self, make: Any) -> Any:
+            return make()
+
+        def share(self, works: list[Any]) -> list[Any]:
+            return [work() for work in works]
+
+    def targets(host_group: HostGroup, out: Path) -> dict[str, list[int]]:
+        noted.clear()
+        found = evals.find_probes(run_spec, out, host_group, noted.append)
+        return {name: probe["trained"].targets_C.tolist() for name, probe in found.items()}
+
+    monkeypatch.setattr(sample, "_CHUNK", 100)
+    noted: list[str] = []
+    sets = [f"data.lexicons=[{demo / 'lexicon' / 'en-xx.txt'}]"]
+    run_spec = launch.run_spec_of(["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets])
+    lists = sum(-(-source.records // 100) for source in run_spec.sources if "xx" in source.langs)
+    (tmp_path / "three").mkdir()
+    alone = targets(HostGroup(), tmp_path)
+    assert noted == ["counting the tokens of the text in xx"] * lists and lists > 9
+    assert targets(Rank(), tmp_path / "three") == alone and len(noted) == lists
+    monkeypatch.setattr(Rank, "rank", 1)
+    assert targets(Rank(), tmp_path / "three") == {}
 
 
 def test_too_few_words_have_no_score(
@@ -229,9 +262,9 @@ def test_too_few_words_have_no_score(
         )
         caplog.clear()
         with caplog.at_level("INFO"):
-            found = evals.find_probes(run_spec, tmp_path)["en-xx"]
+            found = evals.find_probes(run_spec, tmp_path, HostGroup(), lambda doing: None)["en-xx"]
         assert (
-            f"alignment/en-xx is left out: only {len(found.withheld.queries)} withheld words" in caplog.text
+            f"alignment/en-xx is left out: only {len(found['withheld'].queries)} withheld words" in caplog.text
         ) == noted
-        withheld, trained = found.scores(table)
+        withheld, trained = (found[kind].score(table) for kind in ("withheld", "trained"))
         assert withheld is None and trained is not None

@@ -115,12 +115,12 @@ def test_text_in_a_language_that_the_model_lacks_is_measured(
     code, found = measure("--model", tmp_path / "hf", "--task", *tasks)
     assert code == 0 and tuple(found["results"]) == tasks and not found["failed"]
     model, texts = Exported(tmp_path / "hf"), ["the dog sees a cat", "a house", "rain"]
-    assert model.numbers_of(["xx", "en"]) == {"xx": 0, "de": 1, "en": 2}
+    assert model.language_ids(["xx", "en"]) == {"xx": 0, "de": 1, "en": 2}
     plain = AutoModel.from_pretrained(tmp_path / "hf")
     with torch.no_grad():
         states = [plain(**tokenizer.hf(text, return_tensors="pt")).last_hidden_state[0, 1:-1] for text in texts]
     expected = torch.stack([torch.nn.functional.normalize(state.mean(0), dim=0) for state in states])
-    (of_xx,), (of_en,) = (retrieval.embed(model, texts, n, ["mean"], [-1]).values() for n in (0, 2))
+    (of_xx,), (of_en,) = (retrieval.embed(model, texts, n, [("mean", -1)]).values() for n in (0, 2))
     torch.testing.assert_close(of_xx, expected, rtol=0, atol=1e-5)
     assert (of_en - expected).abs().max() > 0.01
 
@@ -184,7 +184,7 @@ def test_a_disk_that_fills_is_the_machines(measure: Measure, monkeypatch: pytest
     def fail(path: Path, results: dict[str, Any]) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("xscale.eval.model.write_json", fail)
+    monkeypatch.setattr("xscale.eval.model.files.write_text", fail)
     assert measure("--task", "retrieval")[0] == 4
     assert "scores.json: No space left on device" in capsys.readouterr().err
 

@@ -448,7 +448,8 @@ def test_perplexity_is_that_of_transformers(tmp_path: Path, demo: Path, tokenize
             log_p = lm(torch.tensor([shown])).logits[0].double().log_softmax(-1)
         losses += [-float(log_p[place, ids[place]]) for place in targets]
         right += sum(int(log_p[place].argmax()) == ids[place] for place in targets)
-    found = heldout.evaluate_perplexity(Exported(path), source, "xx", 40)
+    texts = [source.read(0, number).texts[1] for number in range(40)]
+    found = heldout.evaluate_perplexity(Exported(path), texts, "xx", source.directory)
     assert found["targets"] == len(losses) > 20
     assert found["mlm_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert found["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)

@@ -27,7 +27,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import NotFinite, UserError
 from xscale.eval.finetune import __main__ as command
 from xscale.eval.finetune import classification, measure, qa, squad, tags
-from xscale.eval.finetune.task import Encoding, LabelledExample, Task, TaskData
+from xscale.eval.finetune.task import LabelledExample, Task, TaskData
 from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings
 from xscale.eval.finetune.transfer import (
     TransferTable,
@@ -324,7 +324,7 @@ def test_a_words_tag_is_read_from_its_first_token(model: Exported, tokenizer: To
     words = words_of(tokenizer)
     sentences = [[words[(7 * i + 11 * n) % 60] for n in range(3 + i)] for i in range(4)]
     examples = [LabelledExample(str(i), ("en",), tuple(s), None) for i, s in enumerate(sentences)]
-    features = tags.POS.encode(examples, Encoding(model.tokenizer, 40, tags.UPOS))
+    features = tags.POS.encode(examples, model.tokenizer, 40, tags.UPOS)
     found, whole = said(model, tags.POS, features, tags.UPOS)
     cut = 0
     for sentence, logits in zip(sentences, found, strict=True):
@@ -346,7 +346,7 @@ def test_a_pair_is_read_with_its_token_types(
     words = words_of(tokenizer)
     texts = [(" ".join(words[i : i + 3]), " ".join(words[i + 9 : i + 9 + 2 * i])) for i in (1, 2, 3)]
     examples = [LabelledExample(str(i), ("en", "de"), pair, ("b",)) for i, pair in enumerate(texts)]
-    features = classification.encode(examples, Encoding(model.tokenizer, 40, ["a", "b"]))
+    features = classification.encode(examples, model.tokenizer, 40, ["a", "b"])
     found, whole = said(model, measure.TASKS["xnli"], features, ["a", "b"])
     for pair, logits in zip(texts, found, strict=True):
         a, b = (tokenizer.hf(text, add_special_tokens=False)["input_ids"] for text in pair)
@@ -361,9 +361,7 @@ def test_a_pair_is_read_with_its_token_types(
 def test_every_word_of_a_long_sentence_has_one_tag(model: Exported, tokenizer: Tokenizer) -> None:
     words = (words_of(tokenizer) * 3)[:100]
     gold = tuple(tags.UPOS[len(word) % 17] for word in words)
-    features = tags.POS.encode(
-        [LabelledExample("1", ("en",), tuple(words), gold)], Encoding(model.tokenizer, 20, tags.UPOS)
-    )
+    features = tags.POS.encode([LabelledExample("1", ("en",), tuple(words), gold)], model.tokenizer, 20, tags.UPOS)
     assert len(features) > 5
     assert all(feature.tokens <= 18 and len(feature.places) == len(feature.labels) for feature in features)
     logits = [np.eye(17)[feature.labels] for feature in features]
@@ -381,7 +379,7 @@ def test_an_answer_is_found_in_a_long_context(model: Exported, tokenizer: Tokeni
         LabelledExample(str(i), ("en", "en"), (f"{words[i]} ?", context), ((text, context.index(text)),))
         for i, text in enumerate(answers)
     ]
-    features = qa.encode(examples, Encoding(model.tokenizer, 40, qa.labels([])))
+    features = qa.encode(examples, model.tokenizer, 40, qa.labels([]))
     logits = []
     for feature in features:
         of_feature = np.zeros((len(feature.places), 2))
@@ -411,7 +409,7 @@ def test_labels_stand_where_the_heads_look(model: Exported, tokenizer: Tokenizer
         LabelledExample(str(n), ("en",), tuple(words[: n + 3]), ("NOUN", "VERB", "X", "ADJ", "ADV")[: n + 3])
         for n in (0, 2)
     ]
-    features = tags.encode(sentences, Encoding(model.tokenizer, 40, tags.UPOS))
+    features = tags.encode(sentences, model.tokenizer, 40, tags.UPOS)
     batch = Collator(model, ["en"], tags.head_labels)([[feature] for feature in features])
     for row, sentence in enumerate(sentences):
         expected = [-100]
@@ -425,7 +423,7 @@ def test_labels_stand_where_the_heads_look(model: Exported, tokenizer: Tokenizer
         LabelledExample(key, ("en", "en"), (words[0], context), ((words[at], context.index(words[at])),))
         for key, at in (("a", 1), ("b", 7))
     ]
-    features = qa.encode(asked, Encoding(model.tokenizer, 14, []))
+    features = qa.encode(asked, model.tokenizer, 14, [])
     batch = Collator(model, ["en"], qa.head_labels)([[feature] for feature in features])
     found = {"a": set[str](), "b": set[str]()}
     for ids, start, end, feature in zip(
@@ -439,7 +437,7 @@ def test_labels_stand_where_the_heads_look(model: Exported, tokenizer: Tokenizer
 
 
 def test_what_is_not_finite_has_no_score(model: Exported) -> None:
-    features = tags.encode([LabelledExample("1", ("en",), ("word",), None)], Encoding(model.tokenizer, 40, tags.UPOS))
+    features = tags.encode([LabelledExample("1", ("en",), ("word",), None)], model.tokenizer, 40, tags.UPOS)
     collator = Collator(model, ["en"], tags.head_labels)
     tuner = FineTuner(tags.POS, SETTINGS, collator, Path())
     said = np.full((1, 3, 17), np.nan)
@@ -450,7 +448,7 @@ def test_what_is_not_finite_has_no_score(model: Exported) -> None:
 
 def test_settings_and_seed_decide_a_run(model: Exported, tmp_path: Path) -> None:
     examples = [LabelledExample(str(n), ("en", "en"), (f"word {n}", "end"), ("ab"[n % 2],)) for n in range(4)]
-    features = classification.encode(examples, Encoding(model.tokenizer, 40, ["a", "b"]))
+    features = classification.encode(examples, model.tokenizer, 40, ["a", "b"])
     collator = Collator(model, ["en"], classification.head_labels)
     tuner = FineTuner(classification.XNLI, replace(SETTINGS, warmup=7.0), collator, tmp_path)
     given = tuner.arguments([features[:2], features[2:]], 5)
@@ -558,6 +556,14 @@ def test_predictions_as_xtreme_reads_them(tmp_path: Path) -> None:
     assert json.loads(qa.write(questions, ["香港", ""])) == {"a": "香港", "b": ""}
 
 
+def test_the_page_has_xtremes_names() -> None:
+    """Of the tasks whose folder in XTREME has another name."""
+    rows = [line for line in (launch.ROOT / "docs" / "fine-tuning.md").read_text().splitlines() if line[:3] == "| `"]
+    for name, task in measure.TASKS.items():
+        (row,) = [row for row in rows if f"`{name}`" in row.split("|")[1]]
+        assert f"`{task.xtreme}`" in row.split("|")[1]
+
+
 def test_intents_of_multiatis(tmp_path: Path) -> None:
     """Columns as its files have them. An intent that only a test has counts as wrong, for MultiATIS++ alone."""
     head, of = "id\tutterance\tslot_labels\tintent\n", dict[str, TaskData]()
@@ -600,7 +606,7 @@ def test_sentences_of_sib200_taxi1500_and_massive(tmp_path: Path, model: Exporte
         read(path, "de")
     words = words_of(model.tokenizer)
     examples = [LabelledExample("1", ("en",), (" ".join(words[:30]),), ("a",))]
-    (feature,) = classification.encode(examples, Encoding(model.tokenizer, 12, ["a"]))
+    (feature,) = classification.encode(examples, model.tokenizer, 12, ["a"])
     assert feature.ids[0].tolist() == model.tokenizer.encode([examples[0].texts[0]])[0][:10]
     majority = predict_majority(measure.TASKS["sib200"], found, found)
     assert majority == ["science/technology"] * 2 and classification.score(found, majority, "de")["accuracy"] == 0.5

@@ -630,7 +630,7 @@ def test_the_first_layers_are_exported(ended: tuple[StepModule, Path, Path], dem
     export.export(ended[1], tmp_path / "hf", layers=1)
     cut = Exported(tmp_path / "hf")
     assert whole.num_layers == 2 and cut.num_layers == 1 and cut.headless and cut.heads == {}
-    (of_whole,) = retrieval.evaluate(whole, source, 50, layers=[1]).values()
+    (of_whole,) = retrieval.evaluate(whole, source, 50, retrieval.variants(whole, layers=[1])).values()
     (of_cut,) = retrieval.evaluate(cut, source, 50).values()
     assert of_whole == of_cut
     card = ModelCard.load(tmp_path / "hf" / "README.md")
@@ -777,9 +777,9 @@ def test_sentence_transformers_makes_our_vectors(
     sides = []
     for side in (0, 1):
         texts = [texts[side] for texts in read_texts(source, 100)] + ["", "word " * 600]
-        (ours,) = retrieval.embed(model, texts, 0, [pooling], [-1]).values()
+        (ours,) = retrieval.embed(model, texts, 0, [(pooling, -1)]).values()
         found = theirs.encode(texts, convert_to_tensor=True).cpu()
         torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
         sides.append(found[:100])
-    expected = retrieval.evaluate(model, source, 100, [pooling])
+    expected = retrieval.evaluate(model, source, 100, retrieval.variants(model, [pooling]))
     assert [retrieval.accuracies(*sides, "cosine", source.langs)] == [*expected.values()]

@@ -122,13 +122,16 @@ def test_a_suite_prints_one_table_with_means(texts: Path, tmp_path: Path, tokeni
     flags = ["--finetune", "--seeds 0 --epochs 1"]
     assert run.main(["--model", str(model), "--suite", "all", "--texts", str(texts), "--out", str(out), *flags]) == 0
     results = json.loads(out.read_text())["results"]
-    assert list(results) == ["retrieval", "sib200"]
+    assert list(results) == ["retrieval", "perplexity", "sib200"]
     assert set(results["sib200"]) == {
         "eng_Latn supervised", "deu_Latn zero-shot", "eng_Latn majority", "deu_Latn majority"
     }  # fmt: skip
     cells = cells_of(capsys.readouterr().out)
     of_pairs = [results["retrieval"][f"{p} cosine"]["accuracy"] for p in ("deu_Latn-eng_Latn", "eng_Latn-fra_Latn")]
     (shown,) = cells["retrieval", "mean over 2 languages cosine", "accuracy"]
+    of_texts = [results["perplexity"][f"{language}_Latn"]["bits_per_character"] for language in ("deu", "eng", "fra")]
+    (bits,) = cells["perplexity", "mean over 3 languages", "bits_per_character"]
+    assert bits.startswith(f"{np.mean(of_texts):.4g} [")
     assert shown.startswith(f"{np.mean(of_pairs):.4g} [") and ("retrieval", "eng_Latn-fra_Latn xsim", "xsim") in cells
     assert run.main(["--model", str(model), "--task", "retrieval", "--texts", str(texts)]) == 0
     assert f"retrieval mean over 2 languages: accuracy {shown}" in capsys.readouterr().out, "a task has them too"

@@ -24,9 +24,9 @@ from tests.test_training import same_checkpoint, wait_for
 from xscale import config
 from xscale.config import EvalConfig, EvalTask
 from xscale.data.mixture import initial_state
-from xscale.data.shards import find_sources
+from xscale.data.shards import Source, find_sources
 from xscale.dry_run import dry_run
-from xscale.errors import UserError
+from xscale.errors import RankError, UserError
 from xscale.eval.bootstrap import intervals
 from xscale.eval.in_training import (
     Heldout,
@@ -125,14 +125,14 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
     run_spec = resolve_run(recipe, sets, [demo]).calibrated()
     engine = engine_of(run_spec)
     held = Heldout(EvalTask(name="heldout", data=[str(heldout)], limit=60), run_spec, engine, ALONE, print)
-    of, rows, targets, counts = held.run_spec.recipe, held.batch.rows, held.batch.targets(), held.batch.counts()
+    of, rows = held.run_spec.recipe, held.batch.rows
     sums, again = (measure_rows(engine, of, rows, rank=0) for _ in range(2))
     assert torch.equal(sums.values_K, again.values_K) and engine.module.training
     assert engine.module.encoder.label_smoothing == 0.1
     for auxiliary_state in engine.module.auxiliary_states.values():
         if isinstance(auxiliary_state, ppa.Moco):
             assert not auxiliary_state._batch.parts and not auxiliary_state.queue.filled
-    results = held.results(sums, sums.values_K.tolist(), targets, counts)
+    results = held.measure()
     assert set(run_spec.recipe.streams) <= set(results) and all(
         "loss" in results[stream] for stream in run_spec.recipe.streams
     )
@@ -220,6 +220,33 @@ def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path, t
     (copy / "index.json").write_text(index.replace('"xx"', '"YY"'))
     with pytest.raises(UserError, match=r"yy .* and in YY .*two languages"):
         find_task_sources(replace(task, data=[str(copy)]), run_spec)
+
+
+def test_a_rank_reads_its_share_of_the_texts(demo: Path, heldout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each record is read by one rank; a damaged one is the error of that rank."""
+    run_spec = resolve_run("tlm", ["data.workers=0"], [demo])
+    task, engine, read = (
+        EvalTask(name="retrieval", data=[str(heldout / "pairs")], limit=41),
+        engine_of(run_spec),
+        list[int](),
+    )
+
+    def recorded(self: Source, shard: int, record: int, plain: Any = Source.read) -> Any:
+        read.append(record)
+        return plain(self, shard, record)
+
+    monkeypatch.setattr(Source, "read", recorded)
+    ranks = [Retrieval(task, run_spec, engine, Process(rank, 3, rank, 3), lambda doing: None) for rank in range(3)]
+    assert sorted(read) == list(range(41))
+    alone = Retrieval(task, run_spec, engine, ALONE, lambda doing: None)
+    assert sorted(texts for rank in ranks for (own,) in [rank.texts] for texts in own) == sorted(alone.texts[0])
+
+    def damaged(self: Source, shard: int, record: int) -> Any:
+        raise UserError("record 7 is damaged")
+
+    monkeypatch.setattr(Source, "read", damaged)
+    with pytest.raises(RankError, match="record 7"):
+        Retrieval(task, run_spec, engine, ALONE, lambda doing: None)
 
 
 @pytest.fixture(scope="module")

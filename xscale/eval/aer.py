@@ -84,7 +84,7 @@ def evaluate(model: Exported, gold: HandLinks, layers: Sequence[str | int] = (AL
     """The error rates of both methods at each layer, and the number of pairs that were cut at the model's positions."""
     numbers = layer_numbers(layers, model.num_layers)
     found: dict[tuple[str, int], list[Links]] = {key: [] for key in product(METHODS, numbers)}
-    language, cut = model.language_ids(gold), 0
+    language, cut = model.language_ids(gold.langs), 0
     for start in range(0, len(gold.words), BATCH):
         pairs = gold.words[start : start + BATCH]
         sides = [

@@ -11,7 +11,7 @@ Shape letters: P entries of the dictionary, Q query tokens, C tokens of the othe
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,8 +42,10 @@ class ProbeWords:
     """The target language's tokens."""
 
     @torch.no_grad()
-    def score(self, table_VH: Tensor) -> float:
-        """The share of source tokens whose nearest neighbour is a translation; 0 if there is no entry."""
+    def score(self, table_VH: Tensor) -> float | None:
+        """The share of source tokens whose nearest neighbour is a translation; None for fewer than FEWEST of them."""
+        if len(self.queries) < FEWEST:
+            return None
         queries_Q, targets_C = (torch.from_numpy(ids).to(table_VH.device) for ids in (self.queries, self.targets_C))
         rows_CH = F.normalize(table_VH[targets_C].float(), dim=-1)
         nearest = []
@@ -52,26 +54,15 @@ class ProbeWords:
             cosine.masked_fill_(chunk[:, None] == targets_C, -2.0)
             nearest += targets_C[cosine.argmax(1)].tolist()
         probe = set(map(tuple, self.pairs_P2.tolist()))
-        return sum(pair in probe for pair in zip(self.queries.tolist(), nearest, strict=True)) / max(len(nearest), 1)
+        return sum(pair in probe for pair in zip(self.queries.tolist(), nearest, strict=True)) / len(nearest)
 
     @property
     def queries(self) -> np.ndarray:
         return np.unique(self.pairs_P2[:, 0])
 
 
-@dataclass(frozen=True)
-class AlignmentProbe:
-    """A dictionary's words in one direction: those that no objective reads, and those that objectives read."""
-
-    withheld: ProbeWords
-    trained: ProbeWords
-
-    def scores(self, table_VH: Tensor) -> tuple[float | None, float | None]:
-        """The scores of withheld and of trained words; None if there are too few words."""
-        withheld, trained = (
-            pairs.score(table_VH) if len(pairs.queries) >= FEWEST else None for pairs in (self.withheld, self.trained)
-        )
-        return withheld, trained
+AlignmentProbe = dict[str, ProbeWords]
+"""A dictionary's words in one direction: "withheld", which no objective reads, and "trained", which objectives read."""
 
 
 def evaluate(
@@ -94,15 +85,15 @@ def evaluate(
     scores: dict[str, float] = {}
     directions = {lexicon.name: "->".join(lexicon.langs) for lexicon in of_pair}
     for name, probe in find_probe(of_pair, lexicons, heldout, tokens).items():
-        found = zip(
-            ("", " trained"), probe.scores(model.encoder.embeddings), (probe.withheld, probe.trained), strict=True
-        )
-        for kind, score, pairs in found:
-            scores |= {} if score is None else {directions[name] + kind: score}
-            if score is None and len(pairs.queries):
-                few = f"{len(pairs.queries)} words of one token{kind or ' withheld'}, {FEWEST} would do"
+        for kind, words in probe.items():
+            count, score = len(words.queries), words.score(model.encoder.embeddings)
+            suffix = "" if kind == "withheld" else f" {kind}"
+            if score is not None:
+                scores[directions[name] + suffix] = score
+            elif count:
+                few = f"{count} words of one token {kind}, {FEWEST} would do"
                 print(f"alignment {name}: no score for {few}; a tokenizer with more whole words helps", file=sys.stderr)
-            scores[f"words{kind}"] = scores.get(f"words{kind}", 0) + len(pairs.queries)
+            scores[f"words{suffix}"] = scores.get(f"words{suffix}", 0) + count
     return scores
 
 
@@ -122,7 +113,8 @@ def find_probe(
         pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
         candidates = np.union1d(tokens[same[0].langs[1]], pairs[:, 1])
         trained = np.isin(pairs[:, 0], np.concatenate([seen[lexicon] for lexicon in (*read, *same)]))
-        found[name] = AlignmentProbe(ProbeWords(pairs[~trained], candidates), ProbeWords(pairs[trained], candidates))
+        of_kind = {"withheld": pairs[~trained], "trained": pairs[trained]}
+        found[name] = {kind: ProbeWords(words_P2, candidates) for kind, words_P2 in of_kind.items()}
     return found
 
 
@@ -133,10 +125,19 @@ def trained_tokens(lexicon: Lexicon, heldout: float) -> np.ndarray:
     return np.array(sorted(found), dtype=np.int64)
 
 
-def tokens_of(language: str, sources: list[Source], tokenizer: Tokenizer) -> np.ndarray:
-    """The distinct token ids in a sample (data/sample.py) of a language's text, over all sources that contain it."""
+def tokens_of(
+    language: str,
+    sources: list[Source],
+    tokenizer: Tokenizer,
+    part: int = 0,
+    parts: int = 1,
+    note: Callable[[], None] = lambda: None,
+) -> np.ndarray:
+    """The distinct token ids in a sample (data/sample.py) of a language's text, over all sources that contain it. part:
+    the part of the sample that is read, of `parts`. note: a function that is called as the work goes on."""
     counted = np.zeros(tokenizer.vocab_size, dtype=bool)
-    for texts in texts_of(language, sources):
+    for texts in texts_of(language, sources, part=part, parts=parts):
+        note()
         for ids in tokenizer.encode(texts):
             counted[ids] = True
     return np.flatnonzero(counted & ~tokenizer.is_special)

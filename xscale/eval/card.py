@@ -26,35 +26,7 @@ HEADS = {
     "AutoModelForQuestionAnswering": "question-answering",
 }
 """Class of transformers -> the hub's name for its task."""
-TEXT = """\
-# {name}
-
-{summary}
-
-## Use
-
-{use}
-
-## Data
-
-{data_used}
-
-## Training
-
-{training}
-
-## Scores
-
-{scores}
-
-## Intended use
-
-{purpose}
-
-## Limits
-
-{limits}
-"""
+SECTIONS = ("Use", "Data", "Training", "Scores", "Intended use", "Limits")
 USE = """\
 ```python
 from sentence_transformers import SentenceTransformer
@@ -151,13 +123,26 @@ def describe_finetuned(
     )
 
 
-def make_card(name: str, header: dict[str, Any], results: list[EvalResult], longest: int, **sections: str) -> ModelCard:
-    """The card with these fields of the header, and these sections of TEXT. longest: the most tokens of a text."""
+def make_card(
+    name: str,
+    header: dict[str, Any],
+    results: list[EvalResult],
+    longest: int,
+    *,
+    summary: str,
+    use: str,
+    data_used: str,
+    training: str,
+    purpose: str,
+) -> ModelCard:
+    """The card with these fields of the header, and with SECTIONS. longest: the most tokens of a text."""
     data = ModelCardData(
         **header, license="unknown", library_name="transformers", model_name=name, eval_results=results or None
     )
     scores = score_table(results) if results else "No score was measured."
-    return join_card(data, TEXT.format(name=name, scores=scores, limits=LIMITS.format(longest=longest), **sections))
+    texts = (use, data_used, training, scores, purpose, LIMITS.format(longest=longest))
+    sections = "".join(f"\n## {title}\n\n{text}\n" for title, text in zip(SECTIONS, texts, strict=True))
+    return join_card(data, f"# {name}\n\n{summary}\n{sections}")
 
 
 def join_card(data: ModelCardData, text: str) -> ModelCard:
@@ -183,19 +168,19 @@ def eval_results(results: Results, intervals: Results, kind: str = "sentence-sim
     found = []
     rows = [(task, row, numbers) for task, of_task in results.items() for row, numbers in of_task.items()]
     for task, row, name, value in ((task, row, *number) for task, row, numbers in rows for number in numbers.items()):
-        if not (isinstance(value, int | float) and math.isfinite(value) and direction(name)):
-            continue
-        interval = intervals.get(task, {}).get(row, {}).get(name)
-        one = EvalResult(
-            task_type=PIPELINES.get(task, kind),
-            task_name=task,
-            dataset_type=f"{task}/{row}",
-            dataset_name=row,
-            metric_type=name,
-            metric_value=float(f"{value:.6g}"),
-            metric_args={"interval_95": [float(f"{bound:.6g}") for bound in interval]} if interval else None,
-        )
-        found.append(one)
+        if isinstance(value, int | float) and math.isfinite(value) and direction(name):
+            interval = intervals.get(task, {}).get(row, {}).get(name)
+            found.append(
+                EvalResult(
+                    task_type=PIPELINES.get(task, kind),
+                    task_name=task,
+                    dataset_type=f"{task}/{row}",
+                    dataset_name=row,
+                    metric_type=name,
+                    metric_value=float(f"{value:.6g}"),
+                    metric_args={"interval_95": [float(f"{bound:.6g}") for bound in interval]} if interval else None,
+                )
+            )
     return found
 
 

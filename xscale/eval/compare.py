@@ -14,7 +14,7 @@ from pathlib import Path
 from xscale import files
 from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval.model import Exported, write_results
-from xscale.eval.suites import SUITES, Results, add_suite_flags, evaluate_rows, markdown, plan_rows, table
+from xscale.eval.suites import SUITES, Results, evaluate_rows, markdown, plan_rows, table
 from xscale.eval.tasks import add_flags
 from xscale.plugins import load_plugins
 
@@ -26,7 +26,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for table.md and MODEL.json")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     add_flags(parser)
-    add_suite_flags(parser)
     args = parser.parse_args(argv)
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)

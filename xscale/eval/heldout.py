@@ -11,9 +11,10 @@ same tokenizer. Under different tokenizers only bits per character are comparabl
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     options = tlm.TlmOptions(
         language_embeddings=model.language_embeddings, language_dropout=0.0, reset_positions=model.reset_positions
     )
-    batches = [tlm.collate(some, options, context_of(model, source)) for some in pairs]
+    batches = [tlm.collate(some, options, context_of(model, source.langs)) for some in pairs]
     sums = masked_sums(model, "tlm", batches, options)
     if "mlm" not in sums:
         raise UserError(
@@ -57,20 +58,18 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     return scores(sums["mlm"], "tlm_loss", ids) | {"dropped": dropped} | evaluate_alignlm(model, source, limit)
 
 
-def evaluate_perplexity(model: Exported, source: Source, language: str, limit: int) -> dict[str, float]:
-    """Perplexity of the source's texts in a language, each as `[CLS] text [SEP]` with 15 % of its tokens masked. Texts
-    longer than the model's positions are split."""
+def evaluate_perplexity(model: Exported, texts: list[str], language: str, path: Path) -> dict[str, float]:
+    """Perplexity of a language's texts, each as `[CLS] text [SEP]` with 15 % of its tokens masked. Texts longer than
+    the model's positions are split. path: where the texts are from."""
     check_head(model, "perplexity")
-    texts_of_language = [texts[source.langs.index(language)] for texts in read_texts(source, limit)]
-    ids = model.tokenizer.encode(texts_of_language)
+    ids = model.tokenizer.encode(texts)
     options = mlm.MaskedOptions(language_embeddings=model.language_embeddings, language_dropout=0.0)
-    context = context_of(model, source)
-    texts = batches_of([((language,), (text,)) for text in ids], "perplexity")
-    sums = masked_sums(model, "mlm", (mlm.collate(some, options, context) for some in texts), options)
+    context = context_of(model, [language])
+    batches = batches_of([((language,), (text,)) for text in ids], "perplexity")
+    sums = masked_sums(model, "mlm", (mlm.collate(some, options, context) for some in batches), options)
     if "mlm" not in sums:
-        raise UserError(f"{source.directory}: no text in {language} has a token to predict")
-    characters = sum(map(len, texts_of_language))
-    return scores(sums["mlm"], "mlm_loss", ids, characters)
+        raise UserError(f"{path}: no text in {language} has a token to predict")
+    return scores(sums["mlm"], "mlm_loss", ids, characters=sum(map(len, texts)))
 
 
 def check_head(model: Exported, task: str) -> None:
@@ -82,8 +81,8 @@ def check_head(model: Exported, task: str) -> None:
         )
 
 
-def context_of(model: Exported, source: Source) -> Context:
-    return Context(model.tokenizer, model.longest, "drop", model.language_ids(source), segments=model.segments)
+def context_of(model: Exported, langs: Sequence[str]) -> Context:
+    return Context(model.tokenizer, model.longest, "drop", model.language_ids(langs), segments=model.segments)
 
 
 def batches_of(texts: list[tuple[tuple[str, ...], tuple[list[int], ...]]], name: str) -> Iterator[list[list[Example]]]:
@@ -183,7 +182,7 @@ def alignlm_batches(
     zeros = np.zeros(len(shard), dtype=np.int64)
     draw = SampledRecords(np.arange(len(shard)), zeros, zeros, shard, record, zeros.astype(float))
     how = StreamCollate(collate, options, objective.words(options))
-    dataset = StepDataset([source], {"alignlm": how}, context_of(model, source), seed=0)
+    dataset = StepDataset([source], {"alignlm": how}, context_of(model, source.langs), seed=0)
     for places in np.split(np.arange(len(shard)), range(BATCH, len(shard), BATCH)):
         plan = StepPlan(0, [{"alignlm": draw.select(places)}], {}, rank=0, world=1)
         (stream_batch,) = dataset.stream_batches("alignlm", plan)

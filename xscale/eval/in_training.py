@@ -10,7 +10,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from xscale.data.mixture import PACK_FILL, StreamSpec, initial_state
 from xscale.data.remote import Cache, location
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.streams import matches_languages
-from xscale.errors import UserError
+from xscale.errors import RankError, UserError
 from xscale.eval import retrieval
 from xscale.eval.alignment_score import FEWEST, AlignmentProbe, find_probe, tokens_of
 from xscale.eval.bootstrap import Score, mean
@@ -47,7 +47,7 @@ from xscale.run_spec import (
     shows_neutral,
 )
 from xscale.step.module import StepModule
-from xscale.step.step import StepSums, gather_rows, measure_rows
+from xscale.step.step import gather_rows, measure_rows
 
 LOG = logging.getLogger("xscale")
 Results = dict[str, dict[str, float]]
@@ -67,15 +67,11 @@ def find_measures(
     alignment: the function that measures alignment scores. note: a function that is called with a description of what a
     task is doing. Raises UserError.
     """
-    found: dict[str, Callable[[], Results]] = {}
-    for task in run_spec.recipe.eval.tasks:
-        if task.kind == "alignment":
-            found[task.name] = alignment
-        elif task.kind == "heldout":
-            found[task.name] = Heldout(task, run_spec, engine, process, note).measure
-        else:
-            found[task.name] = Retrieval(task, run_spec, engine, process, note).measure
-    return found
+    kinds: dict[str, Any] = {"heldout": Heldout, "retrieval": Retrieval}
+    return {
+        task.name: kinds[task.kind](task, run_spec, engine, process, note).measure if task.kind in kinds else alignment
+        for task in run_spec.recipe.eval.tasks
+    }
 
 
 def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup) -> list[str]:
@@ -125,11 +121,11 @@ def alignment_rows(run_spec: RunSpec) -> Results:
     if not lexicons:
         raise UserError("the run has no dictionary; set data.lexicons=[PATH/en-de.txt], or put it into lexicon/")
     nothing = {language: np.empty(0, dtype=np.int64) for lexicon in lexicons for language in lexicon.langs}
-    rows: Results = {}
-    for name, probe in find_probe(lexicons, run_spec.lexicons, run_spec.unseen, nothing).items():
-        words = {"withheld": probe.withheld, "trained": probe.trained}
-        rows[name] = {kind: math.nan for kind, pairs in words.items() if len(pairs.queries) >= FEWEST}
-    return rows
+    probes = find_probe(lexicons, run_spec.lexicons, run_spec.unseen, nothing)
+    return {
+        name: {kind: math.nan for kind, words in probe.items() if len(words.queries) >= FEWEST}
+        for name, probe in probes.items()
+    }
 
 
 def validate_best(run_spec: RunSpec, module: StepModule) -> None:
@@ -257,30 +253,19 @@ class Heldout:
         self.engine, self.process = engine, process
 
     def measure(self) -> Results:
-        targets, counts = self.batch.targets(), self.batch.counts()
-        sums = measure_rows(self.engine, self.run_spec.recipe, self.batch.rows, rank=self.process.rank, note=self.note)
+        """Return a results row for each stream and for each of its languages."""
+        recipe, targets, counts = self.run_spec.recipe, self.batch.targets(), self.batch.counts()
+        sums = measure_rows(self.engine, recipe, self.batch.rows, rank=self.process.rank, note=self.note)
         numbers = torch.tensor([*targets.values(), *counts.values()], dtype=torch.float64)
         table = torch.cat([sums.values_K, numbers.to(sums.values_K.device)])
         if dist.is_initialized():  # not in a dry run
             dist.all_reduce(table)
-        totals, *whole = (part.tolist() for part in table.split([len(sums.values_K), len(targets), len(counts)]))
-        of_all = [map(int, part) for part in whole]
-        return self.results(
-            sums, totals, dict(zip(targets, of_all[0], strict=True)), dict(zip(counts, of_all[1], strict=True))
-        )
-
-    def results(
-        self,
-        sums: StepSums,
-        totals_K: list[float],
-        targets: dict[tuple[str, str], int],
-        counts: dict[tuple[str, str, str], int],
-    ) -> Results:
-        """Return a results row for each stream and for each of its languages. `sums` is this rank's; the other
-        arguments are already summed over all ranks."""
-        found = sums.shares(totals_K, self.run_spec.recipe, targets)
+        totals_K, *whole = (part.tolist() for part in table.split([len(sums.values_K), len(targets), len(counts)]))
+        targets = dict(zip(targets, map(int, whole[0]), strict=True))
+        counts = dict(zip(counts, map(int, whole[1]), strict=True))
         results: Results = {}
-        for name, number in (found | sums.by_language(totals_K, self.run_spec.recipe, counts)).items():
+        found = sums.shares(totals_K, recipe, targets) | sums.by_language(totals_K, recipe, counts)
+        for name, number in found.items():
             key = MetricKey.parse(name)
             # A stream has no targets if all its pairs were too long.
             if any(n for (stream, _), n in targets.items() if stream == key.stream):
@@ -309,10 +294,8 @@ class ModelInTraining(Exported):
 
     def __init__(self, run_spec: RunSpec, engine: Any):
         self.device, self.encoder, self.tokenizer = engine.device, engine.module.encoder, run_spec.tokenizer
-        self.heads, self.languages, self.segments = {}, [NEUTRAL, *run_spec.languages], run_spec.segments
+        self.languages = [NEUTRAL, *run_spec.languages]
         self.language_embeddings = run_spec.any_stream("language_embeddings")
-        self.reset_positions = run_spec.any_stream("reset_positions")
-        self.lexicon_heldout = run_spec.unseen
         self.pooling = trained_pooling(run_spec.recipe.identity()["streams"])
 
 
@@ -326,29 +309,34 @@ def row_sources(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
 
 
 class Retrieval:
-    """A task that measures how often a sentence's translation is its nearest neighbour. Every rank embeds a part of the
-    sentences."""
+    """A task that measures how often a sentence's translation is its nearest neighbour. Every rank reads and embeds a
+    part of the sentences."""
 
     def __init__(self, task: EvalTask, run_spec: RunSpec, engine: Any, process: Process, note: Callable[[str], None]):
-        self.note = partial(note, f"measuring {task.name}")
-        self.sources = row_sources(task, find_task_sources(task, run_spec))
-        self.texts = [read_texts(source, task.limit) for source in self.sources.values()]
-        self.model, self.process = ModelInTraining(run_spec, engine), process
-        self.encoder = engine.module.encoder
+        """Read this rank's texts. Raises RankError."""
+        self.note, self.process, self.limit = partial(note, f"measuring {task.name}"), process, task.limit
+        self.sources, self.texts = row_sources(task, find_task_sources(task, run_spec)), list[list[tuple[str, ...]]]()
+        for source in self.sources.values():
+            self.note()
+            try:
+                self.texts.append(read_texts(source, task.limit, process.rank, process.world))
+            except UserError as error:
+                raise RankError(str(error)) from None
+        self.model = ModelInTraining(run_spec, engine)
 
     def measure(self) -> Results:
-        results, world = {}, self.process.world
-        self.encoder.eval()
-        for (row, source), pairs in zip(self.sources.items(), self.texts, strict=True):
-            ids, sides = self.model.language_ids(source), []
-            order = torch.tensor([n for rank in range(world) for n in range(rank, len(pairs), world)]).argsort()
+        results, world, encoder = {}, self.process.world, self.model.encoder
+        encoder.eval()
+        for (row, source), mine in zip(self.sources.items(), self.texts, strict=True):
+            ids, sides, pairs = self.model.language_ids(source.langs), [], min(self.limit, source.records)
+            order = torch.tensor([n for rank in range(world) for n in range(rank, pairs, world)]).argsort()
             for side, language in enumerate(source.langs):
                 self.note()
-                texts = [texts[side] for texts in pairs[self.process.rank :: world]]
-                (mine,) = retrieval.embed(self.model, texts, ids[language], [self.model.pooling], [-1]).values()
-                sides.append(gather_rows(mine.float())[0][order.to(mine.device)])
+                texts = [texts[side] for texts in mine]
+                (vectors,) = retrieval.embed(self.model, texts, ids[language], [(self.model.pooling, -1)]).values()
+                sides.append(gather_rows(vectors.float())[0][order.to(vectors.device)])
             results[row] = retrieval.accuracies(sides[0], sides[1], "cosine", source.langs)
-        self.encoder.train()
+        encoder.train()
         return results
 
 
@@ -367,21 +355,25 @@ def check_number(results: dict[str, Results], path: str) -> float | None:
 # Alignment scores
 
 
-def find_probes(run_spec: RunSpec, out: Path) -> dict[str, AlignmentProbe]:
+def find_probes(
+    run_spec: RunSpec, out: Path, host_group: HostGroup, note: Callable[[str], None]
+) -> dict[str, AlignmentProbe]:
     """Return the alignment probe (the words that an alignment score compares) of each of the run's dictionaries, by the
-    dictionary's name. Rank 0 only."""
+    dictionary's name. All ranks call it together; ranks other than 0 get {}. note: as in find_measures."""
     heldout, lexicons = run_spec.unseen, run_spec.lexicons + run_spec.measured
+    tokens = tokens_by_language(run_spec, out, sorted({lexicon.langs[1] for lexicon in lexicons}), host_group, note)
+    if not host_group.is_main:
+        return {}
     if heldout < run_spec.recipe.data.lexicon_heldout:
         LOG.warning(
             f"data.lexicon_heldout: {run_spec.recipe.data.lexicon_heldout:g}, but model.init withheld only {heldout:g} "
             f"of the words; alignment/* measures only those"
         )
-    tokens = tokens_by_language(run_spec, out, sorted({lexicon.langs[1] for lexicon in lexicons}))
     found = find_probe(lexicons, run_spec.lexicons, heldout, tokens)
     for lexicon in run_spec.measured:
         LOG.info(f"{lexicon.summary()}; no stream trains on it")
     for name, probe in found.items():
-        words = len(probe.withheld.queries)
+        words = len(probe["withheld"].queries)
         if heldout and words < FEWEST:
             LOG.warning(
                 f"alignment/{name} is left out: only {words} withheld words have one token, and {FEWEST} are needed; "
@@ -390,17 +382,24 @@ def find_probes(run_spec: RunSpec, out: Path) -> dict[str, AlignmentProbe]:
     return found
 
 
-def tokens_by_language(run_spec: RunSpec, out: Path, languages: list[str]) -> dict[str, np.ndarray]:
-    """Return the distinct tokens of each language's text, which tokens.npz keeps for a resume."""
-    path, tokens = out / TOKENS, {}
-    if path.exists():
+def tokens_by_language(
+    run_spec: RunSpec, out: Path, languages: list[str], host_group: HostGroup, note: Callable[[str], None]
+) -> dict[str, np.ndarray]:
+    """Return the distinct tokens of each language's text. Every rank counts a part of the text. tokens.npz keeps the
+    tokens for a resume; only rank 0 reads it."""
+    path, tokens, parts = out / TOKENS, dict[str, np.ndarray](), range(host_group.size)
+    if host_group.is_main and path.exists():
         try:
             tokens = dict(np.load(path))
         except (OSError, ValueError, EOFError, zipfile.BadZipFile):
             LOG.info(f"{path} is damaged; the tokens of the text are counted again")
-    new = [language for language in languages if language not in tokens]
-    tokens |= {language: tokens_of(language, run_spec.sources, run_spec.tokenizer) for language in new}
-    if new:
-        with files.publish(path) as partial, partial.open("wb") as file:
-            np.savez(file, **tokens)
+    new = host_group.from_main(lambda: [language for language in languages if language not in tokens])
+    for language in new:
+        text = language, run_spec.sources, run_spec.tokenizer
+        noted = partial(note, f"counting the tokens of the text in {language}")
+        found = host_group.share([partial(tokens_of, *text, part, len(parts), noted) for part in parts])
+        tokens[language] = reduce(np.union1d, found)
+    if new and host_group.is_main:
+        with files.publish(path) as unfinished, unfinished.open("wb") as file:
+            np.savez(file, **tokens)  # type: ignore[arg-type]
     return tokens

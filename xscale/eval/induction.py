@@ -106,10 +106,10 @@ def word_vectors(
 ) -> Iterator[tuple[int | None, list[Tensor]]]:
     """Unit vectors of both languages' words [N, H], [M, H]: first by the input embeddings, then by each layer."""
     yield None, [mean_rows(model.encoder.embeddings, words) for words in test.words]
-    languages = model.language_ids(test)
+    languages = model.language_ids(test.langs)
     for layer in layers:
         sides = zip(test.langs, test.words, strict=True)
-        states = [embed_ids(model, list(map(list, words)), languages[lang], ["mean"], [layer]) for lang, words in sides]
+        states = [embed_ids(model, list(map(list, words)), languages[lang], [("mean", layer)]) for lang, words in sides]
         yield layer, [of_side["mean", layer] for of_side in states]
 
 

@@ -21,7 +21,7 @@ from xscale.errors import UserError
 from xscale.eval.bootstrap import entity_scores
 from xscale.eval.model import Exported, Scores
 from xscale.eval.neighbours import ratio_margins
-from xscale.eval.retrieval import embed_sides, layer_numbers, variants
+from xscale.eval.retrieval import Variant, embed_sides
 
 NEIGHBOURS = 4
 OWN = "own threshold"
@@ -46,24 +46,17 @@ class Candidates:
     """Ratio margins [C]."""
 
 
-def evaluate(
-    model: Exported,
-    bitext: Bitext,
-    dev: Bitext | None = None,
-    poolings: Sequence[str] | None = None,
-    layers: Sequence[str | int] = (-1,),
-) -> dict[str, Scores]:
-    """Precision, recall and F1 of the mined pairs, for each combination of pooling and layer. dev: the development set
-    for the threshold."""
-    numbers, poolings = layer_numbers(layers, model.num_layers), poolings or [model.pooling]
-    sides = embed_sides(model, bitext.texts, bitext, poolings, numbers)
-    dev_sides = embed_sides(model, dev.texts, dev, poolings, numbers) if dev else sides
+def evaluate(model: Exported, bitext: Bitext, dev: Bitext | None, chosen: Sequence[Variant]) -> dict[str, Scores]:
+    """Precision, recall and F1 of the mined pairs, for each variant. dev: the development set for the threshold."""
+    sides = embed_sides(model, bitext.texts, bitext.langs, chosen)
+    dev_sides = embed_sides(model, dev.texts, dev.langs, chosen) if dev else sides
     found = {}
-    for name, pooling, layer, _ in variants(model, poolings, numbers):
-        candidates = mine(sides[0][pooling, layer], sides[1][pooling, layer])
-        dev_candidates = mine(dev_sides[0][pooling, layer], dev_sides[1][pooling, layer]) if dev else candidates
+    for variant in chosen:
+        candidates = mine(sides[0][variant.vectors], sides[1][variant.vectors])
+        dev_candidates = mine(dev_sides[0][variant.vectors], dev_sides[1][variant.vectors]) if dev else candidates
         threshold = best_threshold(dev_candidates, (dev or bitext).gold)
-        found[name if dev else f"{name} {OWN}".strip()] = rates(candidates, bitext.gold, threshold)
+        name = variant.name if dev else f"{variant.name} {OWN}".strip()
+        found[name] = rates(candidates, bitext.gold, threshold)
     return found
 
 

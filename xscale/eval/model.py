@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +23,6 @@ Scores = dict[str, float]
 """Metric -> number."""
 
 
-class HasLanguages(Protocol):
-    """Anything with languages: a source, a dictionary or a test set."""
-
-    @property
-    def langs(self) -> tuple[str, ...]: ...
-
-
 class Exported:
     """The model and tokenizer of a Hugging Face directory, in eval mode, on a GPU if there is one."""
 
@@ -45,7 +38,16 @@ class Exported:
             self.encoder = Encoder(lm).eval().to(self.device)
         except UserError as error:
             raise UserError(f"--model {path}: {error}") from None
-        self.tokenizer = tokenizer_of(path, lm.config.vocab_size)
+        self.tokenizer, rows = Tokenizer(path), lm.config.vocab_size
+        if not len(self.tokenizer.ordinary_ids):  # transformers makes one without words if there is none
+            raise UserError(
+                f"--model {path} has no tokenizer; save the model's tokenizer there: `tokenizer.save_pretrained(DIR)`"
+            )
+        if self.tokenizer.vocab_size > rows:
+            raise UserError(
+                f"--model {path}: its tokenizer has {self.tokenizer.vocab_size:,} ids for {rows:,} embeddings; save "
+                f"the tokenizer there that the model was trained with"
+            )
         self.headless = not has_head
         """True if the directory has no masked-LM head, so that the head is random."""
         self.heads = load_heads(path)
@@ -67,33 +69,14 @@ class Exported:
     def num_layers(self) -> int:
         return self.encoder.lm.config.num_hidden_layers
 
-    def language_ids(self, source: HasLanguages) -> dict[str, int]:
-        return self.numbers_of(source.langs)
-
-    def numbers_of(self, languages: Sequence[str]) -> dict[str, int]:
+    def language_ids(self, languages: Sequence[str]) -> dict[str, int]:
         """The number of each language; 0, the neutral embedding, for languages that the model was not trained with."""
         return dict.fromkeys(languages, 0) | {name: number for number, name in enumerate(self.languages) if number}
 
 
-def tokenizer_of(path: Path, rows: int) -> Tokenizer:
-    """The tokenizer in a model's directory. rows: the number of the model's embeddings. Raises UserError if the
-    tokenizer has more ids than that, or if the directory has none (transformers then makes one without words)."""
-    tokenizer = Tokenizer(path)
-    if not len(tokenizer.ordinary_ids):
-        raise UserError(
-            f"--model {path} has no tokenizer; save the model's tokenizer there: `tokenizer.save_pretrained(DIR)`"
-        )
-    if tokenizer.vocab_size > rows:
-        raise UserError(
-            f"--model {path}: its tokenizer has {tokenizer.vocab_size:,} ids for {rows:,} embeddings; save the "
-            f"tokenizer there that the model was trained with"
-        )
-    return tokenizer
-
-
-def read_texts(source: Source, limit: int) -> list[tuple[str, ...]]:
-    """The texts of the first `limit` records."""
-    return [source.read(*place).texts for place in source.places(np.arange(min(limit, source.records)))]
+def read_texts(source: Source, limit: int, part: int = 0, parts: int = 1) -> list[tuple[str, ...]]:
+    """The texts of the first `limit` records; of these, every `parts`-th from the number `part` on."""
+    return [source.read(*place).texts for place in source.places(np.arange(part, min(limit, source.records), parts))]
 
 
 def check_out(path: Path) -> None:
@@ -103,12 +86,8 @@ def check_out(path: Path) -> None:
     files.check_writable(path)
 
 
-def write_results(out: Path | None, model: Path, results: dict, failed: dict) -> None:
+def write_results(out: Path | None, model: Path, results: dict, failed: dict, **more: Any) -> None:
     """Write the scores and their intervals to `out`, unless it is None. results: task -> results row -> scores."""
     if out:
-        found = {"model": str(model), "results": results, "intervals": intervals(results), "failed": failed}
-        write_json(out, found)
-
-
-def write_json(path: Path, results: dict) -> None:
-    files.write_text(path, json.dumps(results, indent=1) + "\n")
+        found = {"model": str(model), "results": results, "intervals": intervals(results), "failed": failed, **more}
+        files.write_text(out, json.dumps(found, indent=1) + "\n")

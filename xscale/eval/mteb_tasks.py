@@ -17,7 +17,7 @@ from torch import Tensor
 from xscale import files
 from xscale.errors import UserError
 from xscale.eval.model import Exported, Scores
-from xscale.eval.retrieval import BATCH, embed, layer_numbers, variants
+from xscale.eval.retrieval import BATCH, Variant, embed
 
 
 class MtebEncoder:
@@ -31,8 +31,8 @@ class MtebEncoder:
     ) -> np.ndarray:
         """Unit vectors [n_texts, H]. Language embeddings are neutral unless the subset's name is a language's name."""
         texts = [text for batch in inputs for text in batch["text"]]
-        language = self.model.numbers_of([hf_subset])[hf_subset]
-        (found,) = embed(self.model, texts, language, [self.pooling], [self.layer]).values()
+        language = self.model.language_ids([hf_subset])[hf_subset]
+        (found,) = embed(self.model, texts, language, [(self.pooling, self.layer)]).values()
         return found.cpu().numpy()
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
@@ -78,11 +78,8 @@ def find_task(name: str, folder: Path, subsets: Sequence[str]) -> Any:
     return task
 
 
-def evaluate(
-    model: Exported, task: Any, poolings: Sequence[str] | None = None, layers: Sequence[str | int] = (-1,)
-) -> dict[str, Scores]:
-    """mteb's scores of each subset (and split, if the task has several), for each pooling and layer."""
-    numbers, poolings = layer_numbers(layers, model.num_layers), poolings or [model.pooling]
+def evaluate(model: Exported, task: Any, chosen: Sequence[Variant]) -> dict[str, Scores]:
+    """mteb's scores of each subset (and split, if the task has several), for each variant."""
     try:
         task.load_data()
     except (OSError, ValueError, KeyError) as error:
@@ -90,10 +87,10 @@ def evaluate(
             f"{task.metadata.dataset['path']} is not the data of mteb's {task.metadata.name}: {error}"
         ) from None
     found = {}
-    for split, (variant, pooling, layer, _) in product(task.eval_splits, variants(model, poolings, numbers)):
-        encoder = MtebEncoder(model, pooling, layer)
+    for split, variant in product(task.eval_splits, chosen):
+        encoder = MtebEncoder(model, *variant.vectors)
         for subset, scores in task.evaluate(encoder, split, encode_kwargs={"batch_size": BATCH}).items():
-            name = [subset, split if len(task.eval_splits) > 1 else "", variant]
+            name = [subset, split if len(task.eval_splits) > 1 else "", variant.name]
             numeric = {metric: float(v) for metric, v in scores.items() if isinstance(v, int | float)}
             found[" ".join(filter(None, name))] = {"main_score": numeric["main_score"]} | numeric
     return found

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
-from torch import Tensor
-
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.model import Exported
-from xscale.eval.retrieval import embed
+from xscale.eval.retrieval import Vectors, embed
 
 NAME = re.compile(
     r"(?P<start>(?:.*\.)?)"
@@ -42,7 +40,7 @@ class ParallelText:
             raise UserError(
                 f"{', '.join(map(str, files.values()))} have no lines; write the texts again, or move them away"
             )
-        self._vectors: dict[str, dict[tuple[str, int], Tensor]] = {}
+        self._vectors: dict[str, Vectors] = {}
         self._key: object = None
 
     def pairs(self, every: bool) -> list[tuple[str, str]]:
@@ -51,16 +49,14 @@ class ParallelText:
         english = [pair for pair in found if any(ENGLISH.match(language) for language in pair)]
         return found if every or not english else english
 
-    def vectors(
-        self, model: Exported, language: str, poolings: Sequence[str], layers: Sequence[int], limit: int | None
-    ) -> dict[tuple[str, int], Tensor]:
+    def vectors(self, model: Exported, language: str, of: Sequence[tuple[str, int]], limit: int | None) -> Vectors:
         """Unit vectors of the first `limit` lines, as retrieval.embed returns them."""
-        key = model, *poolings, *layers, limit
+        key = model, *of, limit
         if key != self._key:
             self._vectors, self._key = {}, key
         if language not in self._vectors:
-            number = model.numbers_of([language])[language]
-            self._vectors[language] = embed(model, self.texts[language][:limit], number, poolings, layers)
+            number = model.language_ids([language])[language]
+            self._vectors[language] = embed(model, self.texts[language][:limit], number, of)
         return self._vectors[language]
 
 

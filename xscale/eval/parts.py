@@ -4,7 +4,6 @@ The same command without --part then reads all rows, and evaluates those that ar
 single process, because the scores in resampled texts are saved too.
 """
 
-import argparse
 import json
 import re
 from argparse import Namespace
@@ -19,12 +18,6 @@ from xscale.errors import UserError
 from xscale.eval.bootstrap import Score
 from xscale.eval.model import Exported, Scores
 from xscale.eval.tasks import TaskRow
-
-
-def add_part_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--parts", type=Path, metavar="DIR", help="folder for each row's scores; those that it has are not evaluated")
-    add("--part", metavar="K/N", help="evaluate only part K of N, from 0 to N - 1, of the rows, into --parts")
 
 
 def share_rows(rows: dict[str, dict[str, TaskRow]], args: Namespace) -> dict[str, dict[str, TaskRow]]:

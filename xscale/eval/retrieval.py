@@ -16,6 +16,7 @@ import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from xscale.data.shards import Source
 from xscale.data.stream_batch import StateIndices, StreamBatch, Types
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
-from xscale.eval.model import Exported, HasLanguages, Scores, read_texts
+from xscale.eval.model import Exported, Scores, read_texts
 from xscale.eval.neighbours import nearest_both, ratio_margins
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
@@ -38,29 +39,74 @@ NEIGHBOURS, XSIM_NEIGHBOURS = 10, 4
 """The number k of nearest neighbours in csls, and in xSIM."""
 POOLINGS, MARGINS, XSIM = ("mean", "cls"), ("cosine", "csls"), "xsim"
 Vectors = dict[tuple[str, int], Tensor]
-"""Unit vectors by pooling and layer."""
+"""Unit vectors by pooling and layer. Layers are counted from the end, -1 for the last."""
 WrongTranslations = dict[str, tuple[str, str]]
 """A wrong translation of xSIM++ -> (the sentence that it was made of, the type of its error)."""
 ALL = "all"
 """The value of --layer that means all layers."""
 
 
+class Variant(NamedTuple):
+    """One way to make sentence vectors and to rank neighbours."""
+
+    name: str
+    pooling: str
+    layer: int
+    """The layer's number from the end, -1 for the last."""
+    margin: str
+
+    @property
+    def vectors(self) -> tuple[str, int]:
+        """The key of the variant's vectors in Vectors."""
+        return self.pooling, self.layer
+
+
+def variants(
+    model: Exported,
+    poolings: Sequence[str] | None = None,
+    layers: Sequence[str | int] = (-1,),
+    margins: Sequence[str] = MARGINS[:1],
+) -> list[Variant]:
+    """Every combination of pooling, layer and margin. Its name mentions a choice if several were asked for, or if it is
+    not the default (the model's own pooling, last layer, cosine). poolings: None is the model's own. layers: as in
+    layer_numbers."""
+    found, poolings, numbers = [], poolings or [model.pooling], layer_numbers(layers, model.num_layers)
+    for pooling, layer, margin in product(poolings, numbers, margins):
+        name = [*name_choice(pooling, poolings, model.pooling), *name_choice(margin, margins, MARGINS[0])]
+        name += [f"layer {model.num_layers + 1 + layer}"] if len(numbers) > 1 or layer != -1 else []
+        found.append(Variant(" ".join(name), pooling, layer, margin))
+    return found
+
+
+def name_choice(choice: str, asked: Sequence[str], default: str) -> list[str]:
+    """The choice, if several were asked for or it is not the default; else nothing."""
+    return [choice] if len(set(asked)) > 1 or choice != default else []
+
+
+def layer_numbers(asked: Sequence[str | int], last: int) -> list[int]:
+    """The layers' numbers from the end, -1 for the last. asked: numbers from either end, or `all`. Raises UserError."""
+    if ALL in asked:
+        return list(range(-last - 1, 0))
+    absent = [number for number in asked if not -last - 1 <= int(number) <= last]
+    if absent:
+        raise UserError(
+            f"--layer {' '.join(map(str, absent))}: the model has layers 1 to {last}, and 0 for its embeddings' output"
+        )
+    return list(dict.fromkeys(int(number) - last - 1 if int(number) >= 0 else int(number) for number in asked))
+
+
 def evaluate(
     model: Exported,
     source: Source,
     limit: int,
-    poolings: Sequence[str] | None = None,
-    layers: Sequence[str | int] = (-1,),
-    margins: Sequence[str] = MARGINS[:1],
+    chosen: Sequence[Variant] | None = None,
     wrong: WrongTranslations | None = None,
 ) -> dict[str, Scores]:
-    """Name of each combination of pooling, layer and margin -> its accuracies, or for xSIM its error rates. poolings:
-    None is the model's own. wrong: the wrong translations of xSIM++."""
-    poolings = poolings or [model.pooling]
-    numbers = layer_numbers(layers, model.num_layers)
-    texts = [list(side) for side in zip(*read_texts(source, limit), strict=True)]
-    sides = embed_sides(model, texts, source, poolings, numbers)
-    return evaluate_vectors(model, sides, texts, source.langs, poolings, numbers, margins, wrong or {})
+    """Name of each variant -> its accuracies, or for xSIM its error rates. chosen: None is the default variant. wrong:
+    the wrong translations of xSIM++."""
+    texts, chosen = [list(side) for side in zip(*read_texts(source, limit), strict=True)], chosen or variants(model)
+    sides = embed_sides(model, texts, source.langs, chosen)
+    return evaluate_vectors(model, sides, texts, source.langs, chosen, wrong or {})
 
 
 def evaluate_vectors(
@@ -68,29 +114,27 @@ def evaluate_vectors(
     sides: Sequence[Vectors],
     texts: Sequence[list[str]],
     langs: tuple[str, ...],
-    poolings: Sequence[str],
-    layers: Sequence[int],
-    margins: Sequence[str],
+    chosen: Sequence[Variant],
     wrong: WrongTranslations,
 ) -> dict[str, Scores]:
-    """Do the same as `evaluate` for the vectors of two languages' texts. layers: counted from the end."""
-    found, extra = {}, dict[int, tuple[dict[str, tuple[str, str]], Vectors]]()
-    for side in (0, 1) if XSIM in margins else ():
+    """Do the same as `evaluate` for the vectors of two languages' texts."""
+    found, extra = {}, dict[int, tuple[WrongTranslations, Vectors]]()
+    for side in (0, 1) if any(variant.margin == XSIM for variant in chosen) else ():
         present = set(texts[side])
         of_side = {text: made for text, made in wrong.items() if made[0] in present}
         if of_side:
-            number = model.numbers_of(langs)[langs[side]]
-            extra[side] = of_side, embed(model, list(of_side), number, poolings, layers)
-    for name, pooling, layer, margin in variants(model, poolings, layers, margins):
-        vectors = [side[pooling, layer] for side in sides]
-        if margin != XSIM:
-            found[name] = accuracies(vectors[0], vectors[1], margin, langs)
+            (more,) = embed_sides(model, [list(of_side)], [langs[side]], chosen)
+            extra[side] = of_side, more
+    for variant in chosen:
+        vectors = [side[variant.vectors] for side in sides]
+        if variant.margin != XSIM:
+            found[variant.name] = accuracies(vectors[0], vectors[1], variant.margin, langs)
             continue
-        found[name] = xsim(vectors, texts, langs)
+        found[variant.name] = xsim(vectors, texts, langs)
         for side, (of_side, more) in extra.items():
-            candidates = torch.cat([vectors[side], more[pooling, layer]])
+            candidates = torch.cat([vectors[side], more[variant.vectors]])
             direction = "->".join([langs[1 - side], langs[side]])
-            found[name] |= xsim_plus(vectors[1 - side], candidates, texts[side], of_side, direction)
+            found[variant.name] |= xsim_plus(vectors[1 - side], candidates, texts[side], of_side, direction)
     return found
 
 
@@ -102,14 +146,20 @@ def xsim(vectors: Sequence[Tensor], texts: Sequence[list[str]], langs: tuple[str
         [texts[1 - side][row] != texts[1 - side][n] for n, row in enumerate(best_rows(*found))]
         for side, found in enumerate(both)
     ]
+    return both_directions(np.array(errors).T, langs, " xsim", "xsim")
+
+
+def both_directions(counted_N2: np.ndarray, langs: tuple[str, ...], suffix: str, mean: str) -> Scores:
+    """The share of sentences that are counted from the first language to the second, and back; the mean of both; and
+    the number of sentences. suffix: ends the names of the first two."""
     a, b = langs
-    counts = np.array([*errors, [1] * len(texts[0])]).T
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         there, back, n = np.moveaxis(sums, -1, 0)
-        return {f"{a}->{b} xsim": there / n, f"{b}->{a} xsim": back / n, "xsim": (there + back) / n / 2}
+        return {f"{a}->{b}{suffix}": there / n, f"{b}->{a}{suffix}": back / n, mean: (there + back) / n / 2}
 
-    return bootstrap(counts, scores_of) | {"sentences": len(texts[0])}
+    counts_N3 = np.column_stack([counted_N2, np.ones(len(counted_N2))])
+    return bootstrap(counts_N3, scores_of) | {"sentences": len(counted_N2)}
 
 
 def xsim_plus(
@@ -139,8 +189,11 @@ def best_rows(scores_NK: Tensor, rows_NK: Tensor) -> list[int]:
     return rows_NK.gather(1, scores_NK.argmax(1, keepdim=True))[:, 0].tolist()
 
 
-def load_wrong_translations(path: Path) -> WrongTranslations:
-    """Read LASER's file for xSIM++, {candidate: {"src": sentence, "errtype": type}}. Raises UserError."""
+def load_wrong_translations(path: Path | None) -> WrongTranslations:
+    """Read LASER's file for xSIM++, {candidate: {"src": sentence, "errtype": type}}, if there is one. Raises
+    UserError."""
+    if path is None:
+        return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {text.strip(): (made["src"].strip(), str(made["errtype"])) for text, made in found.items()}
@@ -152,54 +205,14 @@ def load_wrong_translations(path: Path) -> WrongTranslations:
         ) from None
 
 
-def variants(
-    model: Exported, poolings: Sequence[str], layers: Sequence[int], margins: Sequence[str] = MARGINS[:1]
-) -> list[tuple[str, str, int, str]]:
-    """(name, pooling, layer, margin) of every combination. The name mentions a choice if several were asked for, or if
-    it is not the default (the model's own pooling, last layer, cosine). layers: counted from the end."""
-    found = []
-    for pooling, layer, margin in product(poolings, layers, margins):
-        name = [*name_choice(pooling, poolings, model.pooling), *name_choice(margin, margins, MARGINS[0])]
-        name += [f"layer {model.num_layers + 1 + layer}"] if len(layers) > 1 or layer != -1 else []
-        found.append((" ".join(name), pooling, layer, margin))
-    return found
-
-
-def name_choice(choice: str, asked: Sequence[str], default: str) -> list[str]:
-    """The choice, if several were asked for or it is not the default; else nothing."""
-    return [choice] if len(set(asked)) > 1 or choice != default else []
-
-
-def layer_numbers(asked: Sequence[str | int], last: int) -> list[int]:
-    """The layers' numbers from the end, -1 for the last. asked: numbers from either end, or `all`. Raises UserError."""
-    if ALL in asked:
-        return list(range(-last - 1, 0))
-    absent = [number for number in asked if not -last - 1 <= int(number) <= last]
-    if absent:
-        raise UserError(
-            f"--layer {' '.join(map(str, absent))}: the model has layers 1 to {last}, and 0 for its embeddings' output"
-        )
-    return list(dict.fromkeys(int(number) - last - 1 if int(number) >= 0 else int(number) for number in asked))
-
-
 def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[str, ...]) -> Scores:
     """The share of unit vectors in `first_NH` whose nearest one in `second_NH` has the same row number, the share in
     the other direction, and the mean of both."""
     penalties = hubness(first_NH, second_NH) if margin == "csls" else None
     (_, there_N1), (_, back_N1) = nearest_both(first_NH, second_NH, 1, penalties)
     same_N1 = torch.arange(len(first_NH), device=first_NH.device)[:, None]
-    a, b = langs
-    hits_N3 = torch.cat([there_N1 == same_N1, back_N1 == same_N1, same_N1 >= 0], 1).cpu().numpy()
-
-    def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
-        there, back, sentences = np.moveaxis(sums, -1, 0)
-        return {
-            f"{a}->{b}": there / sentences,
-            f"{b}->{a}": back / sentences,
-            "accuracy": (there + back) / sentences / 2,
-        }
-
-    return bootstrap(hits_N3, scores_of) | {"sentences": len(first_NH)}
+    right_N2 = torch.cat([there_N1 == same_N1, back_N1 == same_N1], 1)
+    return both_directions(right_N2.cpu().numpy(), langs, "", "accuracy")
 
 
 def hubness(
@@ -210,26 +223,23 @@ def hubness(
     return there.mean(1) / 2, back.mean(1) / 2
 
 
-def embed(
-    model: Exported, texts: list[str], language: int, poolings: Sequence[str], layers: Sequence[int]
-) -> dict[tuple[str, int], Tensor]:
-    """Unit vectors [n_texts, H] for each pooling and layer. A vector is the mean state of a sentence's tokens without
-    special tokens, or the state of [CLS]."""
-    return embed_ids(model, model.tokenizer.encode(texts), language, poolings, layers)
+def embed(model: Exported, texts: list[str], language: int, of: Sequence[tuple[str, int]]) -> Vectors:
+    """Unit vectors [n_texts, H] for each pooling and layer in `of`. A vector is the mean state of a sentence's tokens
+    without special tokens, or the state of [CLS]."""
+    return embed_ids(model, model.tokenizer.encode(texts), language, of)
 
 
 def embed_sides(
-    model: Exported, texts: Sequence[list[str]], of: HasLanguages, poolings: Sequence[str], layers: Sequence[int]
+    model: Exported, texts: Sequence[list[str]], langs: Sequence[str], chosen: Sequence[Variant]
 ) -> list[Vectors]:
-    """The vectors of the texts in each of two languages, as `embed` returns them. of: has the languages of both."""
-    languages = model.language_ids(of)
-    return [embed(model, side, languages[lang], poolings, layers) for lang, side in zip(of.langs, texts, strict=True)]
+    """The vectors of the texts in each language, for all variants."""
+    numbers, keys = model.language_ids(langs), [variant.vectors for variant in chosen]
+    return [embed(model, side, numbers[lang], keys) for lang, side in zip(langs, texts, strict=True)]
 
 
-def embed_ids(
-    model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str], layers: Sequence[int]
-) -> dict[tuple[str, int], Tensor]:
+def embed_ids(model: Exported, sentences: list[list[int]], language: int, of: Sequence[tuple[str, int]]) -> Vectors:
     """Do the same as `embed` for the sentences' token ids without special tokens."""
+    poolings, layers = (list(dict.fromkeys(choices)) for choices in zip(*of, strict=True))
     ids = [sentence[: model.longest - 2] for sentence in sentences]
     order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     found: dict[tuple[str, int], list[Tensor]] = {key: [] for key in product(poolings, layers)}
@@ -257,11 +267,10 @@ def stream_batch_of(model: Exported, sentences: list[list[int]], language: int, 
     """A stream batch of `[CLS] sentence [SEP]`, with the states that each pooling reads ("tokens": of all)."""
     examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in sentences]
     sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language})
-    special = np.concatenate([[True, *[False] * len(sentence), True] for sentence in sentences])
-    counts = np.array([len(sentence) for sentence in sentences])
-    tokens = np.flatnonzero(~special)
+    is_last = sequences.offsets == sequences.lengths[sequences.numbers] - 1
+    tokens = np.flatnonzero((sequences.offsets > 0) & ~is_last)
     reads = {
-        "mean": StateIndices(tokens, counts),
+        "mean": StateIndices(tokens, sequences.lengths - 2),
         "cls": StateIndices(sequences.starts),
         "tokens": StateIndices(tokens),
     }

@@ -17,8 +17,8 @@ from xscale.eval.bootstrap import intervals
 from xscale.eval.card import CARD, add_scores
 from xscale.eval.means import print_means
 from xscale.eval.model import Exported, check_out, write_results
-from xscale.eval.parts import add_part_flags, share_rows
-from xscale.eval.suites import SUITES, add_suite_flags, evaluate_rows, markdown, plan_rows, table
+from xscale.eval.parts import share_rows
+from xscale.eval.suites import SUITES, evaluate_rows, markdown, plan_rows, table
 from xscale.eval.tasks import TASKS, add_flags
 from xscale.plugins import load_plugins
 
@@ -32,9 +32,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--card", action="store_true", help="add the scores to the model's card, its README.md")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
+    parser.add_argument("--parts", type=Path, metavar="DIR", help="folder for each row's scores; those that it has are "
+                        "not evaluated")  # fmt: skip
+    parser.add_argument("--part", metavar="K/N", help="evaluate only part K of N, from 0 to N - 1, of the rows, into "
+                        "--parts")  # fmt: skip
     add_flags(parser)
-    add_suite_flags(parser)
-    add_part_flags(parser)
     args = parser.parse_args(argv)
     try:
         if args.lexicon_heldout is not None and not 0 <= args.lexicon_heldout <= 1:

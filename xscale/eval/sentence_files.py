@@ -29,28 +29,24 @@ def save_pooling(folder: Path, pooling: str, config: Any, longest: int) -> None:
     """
     parts: dict[str, tuple[str, dict[str, Any] | None]] = {"": ("Transformer", None)}
     if pooling == "mean":
-        parts["0_WordWeights"] = ("WordWeights", _weights(Tokenizer(folder), config.vocab_size))
+        tokenizer = Tokenizer(folder)
+        of_id = {number: token for token, number in tokenizer.hf.get_vocab().items()}
+        weights = {of_id[number]: 0.0 for number in (tokenizer.cls_id, tokenizer.sep_id)}
+        vocab = [of_id.get(number, "") for number in range(config.vocab_size)]  # a weight for each id of the embeddings
+        words = {"vocab": vocab, "word_weights": weights, "unknown_word_weight": 1.0}
+        parts["0_WordWeights"] = ("WordWeights", words)
     modes = {f"pooling_mode_{name}": pooling in name for name in ("cls_token", "mean_tokens")}
     parts[POOLING] = ("Pooling", {"word_embedding_dimension": config.hidden_size} | modes)
     parts["2_Normalize"] = ("Normalize", {})
     modules = []
     for number, (path, (kind, fields)) in enumerate(parts.items()):
-        modules.append(
-            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        )
+        kind = f"sentence_transformers.models.{kind}"
+        modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
         if fields is not None:
             (folder / path).mkdir()
             _write(folder / path / "config.json", fields)
     _write(folder / "modules.json", modules)
     _write(folder / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
-
-
-def _weights(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """The config of WordWeights, which has a weight for each id of the embeddings."""
-    of_id = {number: token for token, number in tokenizer.hf.get_vocab().items()}
-    left_out = {of_id[number]: 0.0 for number in (tokenizer.cls_id, tokenizer.sep_id)}
-    vocab = [of_id.get(number, "") for number in range(rows)]
-    return {"vocab": vocab, "word_weights": left_out, "unknown_word_weight": 1.0}
 
 
 def _write(path: Path, content: Any) -> None:

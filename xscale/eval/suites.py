@@ -8,9 +8,9 @@ The folder has the test sets as they are published, in folders of any depth:
                 MASSIVE's `1.1/data/en-US.jsonl`, MultiATIS++'s `train_EN.tsv` and `test_DE.tsv`, Taxi1500's
                 `eng_train.tsv` and `deu_test.tsv`, `train-LANG.tsv` and `test-LANG.tsv` in a folder xnli, pawsx, udpos
                 (pos), panx (ner) or taxi1500, and UD's `en_ewt-ud-train.conllu` and `de_pud-ud-test.conllu`
+    all         both, and the bits per character of each language of plain parallel text
 """
 
-import argparse
 import re
 import shlex
 import sys
@@ -26,14 +26,15 @@ from tqdm import tqdm
 
 from xscale.data.shards import Source
 from xscale.errors import UserError
+from xscale.eval import heldout
 from xscale.eval.bootstrap import Score, combine, describe, p_value
 from xscale.eval.finetune.measure import TASKS as FINETUNED
 from xscale.eval.finetune.measure import check_flags, measure_transfer, parse_arguments
 from xscale.eval.means import with_means
 from xscale.eval.model import Exported, Scores
-from xscale.eval.parallel import ENGLISH, find_parallel
+from xscale.eval.parallel import ENGLISH, ParallelText, find_parallel
 from xscale.eval.retrieval import MARGINS, XSIM
-from xscale.eval.tasks import TASKS, TaskRow
+from xscale.eval.tasks import TASKS, TaskRow, parallel_rows
 
 SUITES = ("retrieval", "transfer", "all")
 FOLDERS = {name: name for name in ("xnli", "pawsx", "pos", "ner", "taxi1500")} | {"udpos": "pos", "panx": "ner"}
@@ -47,14 +48,9 @@ FILES = (
 )
 """The pattern of the end of a file's path, and the file's task; None: the folder's name gives the task (FOLDERS). A
 file without a part has all parts."""
-MAIN = ("accuracy", "xsim", "AER", "F1", "f1", "perplexity", "tlm_loss")
+MAIN = ("accuracy", "xsim", "AER", "F1", "f1", "bits_per_character", "tlm_loss")
 """The table shows the first of these numbers that a results row has, or if it has none, its first number."""
 Results = dict[str, dict[str, Scores]]
-
-
-def add_suite_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--finetune", default="", metavar="FLAGS", help="further flags of xscale.eval.finetune for the "
-        "suite transfer, such as '--seeds 0 --epochs 2'")  # fmt: skip
 
 
 def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, TaskRow]]:
@@ -68,8 +64,15 @@ def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, Tas
     if args.suite != "transfer":
         chosen = args.margin if args.margin != [MARGINS[0]] else [MARGINS[0], XSIM]
         settings = Namespace(**vars(args) | {"margin": chosen, "data": [], "layer": args.layer or [-1]})
-        if any(text for folder in args.texts for text in find_parallel(folder)):
-            rows["retrieval"] = TASKS["retrieval"](settings, sources)
+        parallel = [text for folder in args.texts for text in find_parallel(folder)]
+        if parallel:
+            rows["retrieval"] = parallel_rows(settings, parallel)
+        if parallel and args.suite == "all":
+            rows["perplexity"] = [
+                TaskRow(language, path, partial(perplexity, text, language, args.limit))
+                for text in parallel
+                for language, path in text.files.items()
+            ]
         golds = [path for folder in args.texts for path in sorted(folder.rglob("*.test.gold*"))]
         if golds:
             settings.mining = [path.with_name(path.name.partition(".gold")[0]) for path in golds]
@@ -88,6 +91,13 @@ def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, Tas
             f"docs/evaluation.md lists the files of test sets"
         )
     return {task: name_rows(of_task) for task, of_task in rows.items()}
+
+
+def perplexity(text: ParallelText, language: str, limit: int, model: Exported) -> dict[str, Scores]:
+    """The perplexity and the bits per character of a language's text; nothing for a model without masked-LM head."""
+    if model.headless:
+        return {}
+    return {"": heldout.evaluate_perplexity(model, text.texts[language][:limit], language, text.files[language])}
 
 
 def name_rows(rows: list[TaskRow]) -> dict[str, TaskRow]:

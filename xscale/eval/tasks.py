@@ -11,7 +11,7 @@ from xscale.data.lexicon import cut_pair, find_lexicons, load_lexicon, pair_of
 from xscale.data.shards import Source, pair_name
 from xscale.errors import UserError
 from xscale.eval import aer, alignment_score, heldout, induction, mining, mteb_tasks, retrieval
-from xscale.eval.model import Exported, Scores
+from xscale.eval.model import Exported, Scores, read_texts
 from xscale.eval.parallel import ParallelText, find_parallel
 
 
@@ -45,6 +45,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     repeated: dict[str, Any] = {"nargs": "+", "action": "append", "default": [], "metavar": "X"}
     add("--aer", **repeated, help="word links made by hand: `en-es FILE.tsv`, or `en-fr TEXT LINKS`; repeatable")
     add("--mteb", **repeated, help="a task of mteb, the folder of its data, its subsets: `XNLI xnli/ de`; repeatable")
+    add("--finetune", default="", metavar="FLAGS", help="further flags of xscale.eval.finetune for the suite transfer, "
+        "such as '--seeds 0 --epochs 2'")  # fmt: skip
     group = parser.add_argument_group("variants", "Every combination of several values is evaluated.")
     add = group.add_argument
     add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="for retrieval, mining, mteb (default: the "
@@ -82,24 +84,11 @@ def plan_heldout(args: Namespace, sources: list[Source]) -> list[TaskRow]:
 
 
 def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    wrong = retrieval.load_wrong_translations(args.xsim_plus) if args.xsim_plus else {}
-    layers = args.layer or [-1]
-
     def evaluate(source: Source, model: Exported) -> dict[str, Scores]:
-        return retrieval.evaluate(model, source, args.limit, args.pooling, layers, args.margin, wrong)
+        return retrieval.evaluate(model, source, args.limit, variants_of(args, model), wrong)
 
-    def row(text: ParallelText, langs: tuple[str, str]) -> TaskRow:
-        def evaluate(model: Exported) -> dict[str, Scores]:
-            numbers, limit = retrieval.layer_numbers(layers, model.num_layers), args.texts_limit
-            poolings = args.pooling or [model.pooling]
-            sides = [text.vectors(model, language, poolings, numbers, limit) for language in langs]
-            texts = [text.texts[language][:limit] for language in langs]
-            return retrieval.evaluate_vectors(model, sides, texts, langs, poolings, numbers, args.margin, wrong)
-
-        return TaskRow(pair_name(langs), Path(text.name), evaluate)
-
-    texts = [text for folder in args.texts for text in find_parallel(folder)]
-    rows = [row(text, pair) for text in texts for pair in text.pairs(args.pairs == "all")]
+    wrong = retrieval.load_wrong_translations(args.xsim_plus)
+    rows = parallel_rows(args, [text for folder in args.texts for text in find_parallel(folder)])
     if args.texts and not rows and not args.data:
         raise UserError(
             f"--texts {' '.join(map(str, args.texts))}: no parallel text; needs files such as eng_Latn.devtest and "
@@ -108,17 +97,39 @@ def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     return [*rows, *(rows_of_pairs(args, sources, evaluate) if args.data or not rows else [])]
 
 
+def parallel_rows(args: Namespace, texts: list[ParallelText]) -> list[TaskRow]:
+    """The rows of task retrieval for each pair of languages of parallel plain text."""
+    wrong, limit = retrieval.load_wrong_translations(args.xsim_plus), args.texts_limit
+
+    def evaluate(text: ParallelText, langs: tuple[str, str], model: Exported) -> dict[str, Scores]:
+        chosen = variants_of(args, model)
+        keys, lines = [variant.vectors for variant in chosen], [text.texts[language][:limit] for language in langs]
+        sides = [text.vectors(model, language, keys, limit) for language in langs]
+        return retrieval.evaluate_vectors(model, sides, lines, langs, chosen, wrong)
+
+    return [
+        TaskRow(pair_name(langs), Path(text.name), partial(evaluate, text, langs))
+        for text in texts
+        for langs in text.pairs(args.pairs == "all")
+    ]
+
+
+def variants_of(args: Namespace, model: Exported) -> list[retrieval.Variant]:
+    return retrieval.variants(model, args.pooling, args.layer or [-1], args.margin)
+
+
 def plan_perplexity(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    def row(source: Source, language: str) -> TaskRow:
-        return TaskRow(
-            language,
-            source.directory,
-            lambda model: {"": heldout.evaluate_perplexity(model, source, language, args.limit)},
-        )
+    def evaluate(source: Source, language: str, model: Exported) -> dict[str, Scores]:
+        texts = [texts[source.langs.index(language)] for texts in read_texts(source, args.limit)]
+        return {"": heldout.evaluate_perplexity(model, texts, language, source.directory)}
 
     if not sources:
         raise UserError("task perplexity needs --data: shard directories of held-out text")
-    return [row(source, language) for source in sources for language in source.langs]
+    return [
+        TaskRow(language, source.directory, partial(evaluate, source, language))
+        for source in sources
+        for language in source.langs
+    ]
 
 
 def plan_induction(args: Namespace, sources: list[Source]) -> list[TaskRow]:
@@ -130,17 +141,13 @@ def plan_induction(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     for path in paths:
         by_pair.setdefault(pair_name(pair_of(path, languages)), []).append(path)
 
-    def row(pair: str, chosen: list[Path]) -> TaskRow:
-        def evaluate(model: Exported) -> dict[str, Scores]:
-            lexicons = {path: load_lexicon(path, model.tokenizer, languages) for path in paths}
-            asked, read = [lexicons[path] for path in chosen], list(lexicons.values())
-            share = withheld_share(args, model)
-            margins = [margin for margin in args.margin if margin in retrieval.MARGINS] or ["cosine"]
-            return induction.evaluate(model, asked, read, share, args.limit, args.layer, margins)
+    def evaluate(chosen: list[Path], model: Exported) -> dict[str, Scores]:
+        lexicons = {path: load_lexicon(path, model.tokenizer, languages) for path in paths}
+        asked, read, share = [lexicons[path] for path in chosen], [*lexicons.values()], withheld_share(args, model)
+        margins = [margin for margin in args.margin if margin in retrieval.MARGINS] or ["cosine"]
+        return induction.evaluate(model, asked, read, share, args.limit, args.layer, margins)
 
-        return TaskRow(pair, chosen[0], evaluate)
-
-    return [row(pair, chosen) for pair, chosen in by_pair.items()]
+    return [TaskRow(pair, chosen[0], partial(evaluate, chosen)) for pair, chosen in by_pair.items()]
 
 
 def plan_mining(args: Namespace, sources: list[Source]) -> list[TaskRow]:
@@ -153,14 +160,12 @@ def plan_mining(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     if absent := dev.keys() - pairs.values():
         raise UserError(f"--mining_dev {dev[absent.pop()]} has no --mining of the same languages")
 
-    def row(prefix: Path, pair: str) -> TaskRow:
-        def evaluate(model: Exported) -> dict[str, Scores]:
-            dev_bitext = mining.load_bitext(dev[pair]) if pair in dev else None
-            return mining.evaluate(model, mining.load_bitext(prefix), dev_bitext, args.pooling, args.layer or [-1])
+    def evaluate(prefix: Path, pair: str, model: Exported) -> dict[str, Scores]:
+        dev_bitext = mining.load_bitext(dev[pair]) if pair in dev else None
+        chosen = retrieval.variants(model, args.pooling, args.layer or [-1])
+        return mining.evaluate(model, mining.load_bitext(prefix), dev_bitext, chosen)
 
-        return TaskRow(pair, prefix, evaluate)
-
-    return [row(prefix, pair) for prefix, pair in pairs.items()]
+    return [TaskRow(pair, prefix, partial(evaluate, prefix, pair)) for prefix, pair in pairs.items()]
 
 
 def plan_aer(args: Namespace, sources: list[Source]) -> list[TaskRow]:
@@ -184,17 +189,16 @@ def plan_aer(args: Namespace, sources: list[Source]) -> list[TaskRow]:
 
 
 def plan_mteb(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    def row(name: str, folder: Path, subsets: list[str]) -> TaskRow:
-        task = mteb_tasks.find_task(name, folder, subsets)
-        return TaskRow(
-            f"{name} {task.metadata.type}",
-            folder,
-            lambda model: mteb_tasks.evaluate(model, task, args.pooling, args.layer or [-1]),
-        )
+    def evaluate(task: Any, model: Exported) -> dict[str, Scores]:
+        return mteb_tasks.evaluate(model, task, retrieval.variants(model, args.pooling, args.layer or [-1]))
 
     if not args.mteb or any(len(given) < 2 for given in args.mteb):
         raise UserError("task mteb needs --mteb NAME FOLDER, or --mteb NAME FOLDER SUBSET ...")
-    return [row(name, Path(folder), subsets) for name, folder, *subsets in args.mteb]
+    rows = []
+    for name, folder, *subsets in args.mteb:
+        task = mteb_tasks.find_task(name, Path(folder), subsets)
+        rows.append(TaskRow(f"{name} {task.metadata.type}", Path(folder), partial(evaluate, task)))
+    return rows
 
 
 def withheld_share(args: Namespace, model: Exported) -> float:

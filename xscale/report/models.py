@@ -114,7 +114,7 @@ def examples(model: Exported, source: Source) -> list[tuple[list[str], list[Mask
     if kept:
         heads.load_state_dict(kept.weights)
     parts = Parts(model.encoder, heads.eval().to(model.device))
-    context = heldout.context_of(model, source)
+    context = heldout.context_of(model, source.langs)
     shown = (masked_tokens(parts, pair, options, context, bool(kept)) for pair in pairs_of(model, source))
     return list(islice((of_pair for of_pair in shown if of_pair[1]), PAIRS))
 

@@ -104,7 +104,7 @@ class Trainer:
         """The words that alignment scores compare, by dictionary. Only rank 0 has them."""
         asked = self.recipe.train.measure_every or self.alignment_scores in tasks.values()
         if asked and (run_spec.lexicons or run_spec.measured):
-            self.host_group.from_main(lambda: self.probes.update(find_probes(run_spec, self.out)))
+            self.probes = find_probes(run_spec, self.out, self.host_group, self.watch.note)
         self.status.step = self.step
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
@@ -226,7 +226,7 @@ class Trainer:
         found: Results = {}
         with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
             for pair, probe in self.probes.items():
-                scores = dict(zip(("withheld", "trained"), probe.scores(table), strict=True))
+                scores = {kind: words.score(table) for kind, words in probe.items()}
                 found[pair] = {kind: score for kind, score in scores.items() if score is not None}
         return {pair: scores for pair, scores in found.items() if scores}
 

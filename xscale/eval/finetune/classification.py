@@ -18,10 +18,11 @@ from torch import Tensor
 from xscale.data import sequences
 from xscale.data.sequences import fit_pairs
 from xscale.data.text import read_lines
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import class_scores
 from xscale.eval.finetune.tables import Columns, column, is_table, read_rows
-from xscale.eval.finetune.task import CLASSIFIER, Encoding, Feature, LabelledExample, Task, label_numbers
+from xscale.eval.finetune.task import CLASSIFIER, Feature, LabelledExample, Task, label_numbers
 
 PAIR = ("premise", "sentence1"), ("hypothesis", "sentence2", "hypo")
 SENTENCE = (("text", "utt", "verse", "utterance"),)
@@ -89,23 +90,19 @@ def labels(examples: list[LabelledExample]) -> list[str]:
     return sorted({label for example in examples for label in example.gold or ()})
 
 
-def encode(examples: list[LabelledExample], encoding: Encoding) -> list[Feature]:
+def encode(examples: list[LabelledExample], tokenizer: Tokenizer, longest: int, labels: list[str]) -> list[Feature]:
     """Make features. A sentence that is too long is truncated; in a pair, both sides in proportion."""
-    tokenizer, features = encoding.tokenizer, list[Feature]()
+    features: list[Feature] = []
     for start in range(0, len(examples), AT_ONCE):
         some = examples[start : start + AT_ONCE]
-        ids = tokenizer.encode([text for example in some for text in example.texts])
-        parts = len(some[0].texts)
-        whole = [tuple(ids[parts * i : parts * (i + 1)]) for i in range(len(some))]
-        fitted: list[tuple[list[int], ...]] = [(of[0][: encoding.longest - 2],) for of in whole]
-        if parts == 2:
-            pairs = [sequences.Example(e.langs, of, None, np.uint64(0)) for e, of in zip(some, whole, strict=True)]
-            cut, _ = fit_pairs(pairs, encoding.longest, "truncate", tokenizer.pair.special)
-            fitted = [pair.ids for pair in cut]
-        for number, (example, texts) in enumerate(zip(some, fitted, strict=True), start=start):
-            sides = tuple(np.array(text, dtype=np.int32) for text in texts)
-            label = label_numbers(encoding.labels, example.gold, 1)
-            features.append(Feature(number, example.langs, sides, CLS, label))
+        ids = iter(tokenizer.encode([text for example in some for text in example.texts]))
+        whole = [sequences.Example(e.langs, tuple(next(ids) for _ in e.texts), None, np.uint64(0)) for e in some]
+        if len(some[0].texts) == 2:
+            whole, _ = fit_pairs(whole, longest, "truncate", tokenizer.pair.special)
+        for example, fitted in zip(some, whole, strict=True):
+            sides = tuple(np.array(text[: longest - 2], dtype=np.int32) for text in fitted.ids)
+            label = label_numbers(labels, example.gold, 1)
+            features.append(Feature(len(features), example.langs, sides, CLS, label))
     return features
 
 

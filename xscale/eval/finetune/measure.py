@@ -1,18 +1,21 @@
 """Does the fine-tuning runs of a task: reads flags and text, and writes scores, predictions and models."""
 
 import argparse
+import logging
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from xscale import files, ranks
 from xscale.errors import UserError
-from xscale.eval.bootstrap import describe, intervals
+from xscale.eval.bootstrap import describe
 from xscale.eval.card import CARD, describe_finetuned
 from xscale.eval.finetune import classification, qa, tags
-from xscale.eval.finetune.task import Encoding, Task, TaskData
-from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings, silence_libraries
+from xscale.eval.finetune.task import Task, TaskData
+from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings
 from xscale.eval.finetune.transfer import (
     Predictions,
     TrainingText,
@@ -22,7 +25,7 @@ from xscale.eval.finetune.transfer import (
     write_predictions,
 )
 from xscale.eval.means import print_means
-from xscale.eval.model import Exported, check_out, write_json
+from xscale.eval.model import Exported, check_out, write_results
 from xscale.ranks import HostGroup, Process
 from xscale.step.ds_config import read_ds_config
 
@@ -129,27 +132,27 @@ def measure_transfer(args: argparse.Namespace, process: Process | None = None) -
         ranks.start(process)  # before the model is loaded, since it sets the rank's device
     host_group = HostGroup()
     tuner = make_tuner(args, task, host_group.size, sorted({*train, *translated, *tests}))
-    encoding = Encoding(tuner.collator.model.tokenizer, tuner.settings.max_length, [])
+    tokenizer, longest = tuner.collator.model.tokenizer, tuner.settings.max_length
     unlabelled = {name: [e._replace(gold=None) for e in data.examples] for name, data in tests.items()}
-    test_features = {language: task.encode(examples, encoding) for language, examples in unlabelled.items()}
+    test_features = {name: task.encode(examples, tokenizer, longest, []) for name, examples in unlabelled.items()}
     table = TransferTable(task, tests)
     for training in plan:
-        encoding = encoding._replace(labels=task.labels(training.data.examples))
-        groups = group_features(task, training, encoding)
+        labels = task.labels(training.data.examples)
+        groups = group_features(task, training, tokenizer, longest, labels)
         found: Predictions = {language: [] for language in training.tests}
         for seed in args.seeds:
             if host_group.is_main:
                 print(f"{args.task} {training.name}, seed {seed}", flush=True)
-            trainer = tuner.train(groups, encoding.labels, seed)
+            trainer = tuner.train(groups, labels, seed)
             for language, of_seeds in found.items():
                 features = test_features[language]
                 logits = tuner.predict_logits(trainer, features)
-                of_seeds.append(task.predict(tests[language].examples, features, logits, encoding.labels))
+                of_seeds.append(task.predict(tests[language].examples, features, logits, labels))
             if args.keep:
-                name = training.name.replace(",", "").replace(" ", "_")
-                tuner.save(trainer, args.keep / f"{name}.seed_{seed}")
+                folder = args.keep / f"{training.name.replace(',', '').replace(' ', '_')}.seed_{seed}"
+                tuner.save(trainer, folder)
                 if host_group.is_main:
-                    save_card(args, tuner, training, tests, found, args.keep / f"{name}.seed_{seed}")
+                    save_card(args, tuner, training, tests, found, folder)
         table.add(training, found)
         host_group.from_main(partial(publish, args, tuner, table, training, found))
     if host_group.is_main and process is not None:
@@ -180,7 +183,9 @@ def save_card(
 
 
 def make_tuner(args: argparse.Namespace, task: Task, world: int, languages: list[str]) -> FineTuner:
-    silence_libraries()
+    # Else they repeat in each run that the head is new, and the run's arguments.
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
     if args.batch % world:
         raise UserError(f"--batch {args.batch} is not a multiple of the {world} ranks")
     model = Exported(args.model)
@@ -200,15 +205,9 @@ def publish(
     given = {
         name: getattr(args, name) for name in ("limit", "test_limit", "train", "test", "translated", "code_switch")
     }
-    content = {
-        "model": str(args.model),
-        "results": {args.task: table.rows | table.summary},
-        "intervals": intervals({args.task: table.rows | table.summary}),
-        "failed": {},
-        "seeds": {args.task: table.seeds},
-        "settings": {"seeds": args.seeds, **asdict(tuner.settings), "ranks": tuner.world, **given},
-    }
-    write_json(args.out, content)
+    settings = {"seeds": args.seeds, **asdict(tuner.settings), "ranks": tuner.world, **given}
+    results = {args.task: table.rows | table.summary}
+    write_results(args.out, args.model, results, {}, seeds={args.task: table.seeds}, settings=settings)
 
 
 def print_table(task: str, table: TransferTable) -> None:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from xscale.data.text import read_lines
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.finetune import squad
 from xscale.eval.finetune.tables import column, is_table, read_rows
-from xscale.eval.finetune.task import Encoding, Feature, LabelledExample, Task
+from xscale.eval.finetune.task import Feature, LabelledExample, Task
 
 QUESTION, STRIDE, ANSWER = 64, 128, 30
 """BERT's values: the most tokens of a question, the tokens between sequences' starts, the most tokens of an answer."""
@@ -101,15 +102,15 @@ def labels(examples: list[LabelledExample]) -> list[str]:
     return ["first", "last"]
 
 
-def encode(examples: list[LabelledExample], encoding: Encoding) -> list[Feature]:
-    tokenizer, template = encoding.tokenizer, encoding.tokenizer.pair
+def encode(examples: list[LabelledExample], tokenizer: Tokenizer, longest: int, labels: list[str]) -> list[Feature]:
+    template = tokenizer.pair
     contexts = list(dict.fromkeys(example.texts[1] for example in examples))
     encodings = tokenizer.backend.encode_batch(contexts, add_special_tokens=False)
     encoded = dict(zip(contexts, encodings, strict=True))
     questions = tokenizer.encode([example.texts[0] for example in examples])
     features = []
     for i, (example, question) in enumerate(zip(examples, questions, strict=True)):
-        whole = encoding.longest - template.special
+        whole = longest - template.special
         question = question[: min(QUESTION, whole // 2)]
         found = encoded[example.texts[1]]
         ids, spans = np.array(found.ids, dtype=np.int32), np.array(found.offsets, dtype=np.int32).reshape(-1, 2)

@@ -20,35 +20,30 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import class_scores, entity_scores
 from xscale.eval.finetune.tables import column, is_table, read_rows
-from xscale.eval.finetune.task import IGNORED, Encoding, Feature, LabelledExample, Task, label_numbers
+from xscale.eval.finetune.task import IGNORED, Feature, LabelledExample, Task, label_numbers
 
 UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X".split()  # noqa: SIM905
 """Universal parts of speech (UD v2)."""
 WORDS, POS_TAGS, NER_TAGS = ("tokens", "words"), ("upos", "pos_tags", "tags"), ("ner_tags", "tags")
 PREFIX = re.compile(r"[a-z][\w-]+:")
 
-TaggedWords = tuple[str, list[str], list[str | None]]
-"""(number of a sentence's first line, its words, their tags)."""
+TaggedWord = tuple[str, str, str | None]
+"""(number of its line, word, tag)."""
 
 
 def read_pos(path: Path, language: str) -> list[LabelledExample]:
     """Read CoNLL-U, a local data set, or lines `word<TAB>tag` as in XTREME's folders."""
-    kinds = f"one of UD's: {' '.join(UPOS)}"
     if is_table(path):
-        found = _read_table(path, POS_TAGS)
-    elif is_conllu(path):
-        found = _read_sentences(path, _conllu_word)
+        sentences = _read_table(path, POS_TAGS)
     else:
-        found = _read_sentences(path, partial(_column_word, is_tag=UPOS.__contains__, kinds=kinds))
-    return _checked_examples(path, language, found, UPOS.__contains__, kinds)
+        sentences = _read_sentences(path, _conllu_word if is_conllu(path) else _column_word)
+    return _checked_examples(path, language, sentences, UPOS.__contains__, f"one of UD's: {' '.join(UPOS)}")
 
 
 def read_ner(path: Path, language: str) -> list[LabelledExample]:
-    kinds = "O, B-TYPE or I-TYPE"
-    if is_table(path):
-        return _checked_examples(path, language, _read_table(path, NER_TAGS), is_bio, kinds)
-    found = _read_sentences(path, partial(_column_word, is_tag=is_bio, kinds=kinds))
-    return _checked_examples(path, language, _without_prefix(found), is_bio, kinds)
+    sentences = _read_table(path, NER_TAGS) if is_table(path) else _read_sentences(path, _column_word)
+    examples = _checked_examples(path, language, sentences, is_bio, "O, B-TYPE or I-TYPE")
+    return examples if is_table(path) else _without_prefix(examples)
 
 
 def is_conllu(path: Path) -> bool:
@@ -62,49 +57,50 @@ def is_bio(tag: str) -> bool:
 
 
 def _checked_examples(
-    path: Path, language: str, found: Iterable[TaggedWords], is_tag: Callable[[str], bool], kinds: str
+    path: Path, language: str, sentences: Iterable[list[TaggedWord]], is_tag: Callable[[str], bool], kinds: str
 ) -> list[LabelledExample]:
-    """The sentences of `found` as examples. Raises UserError for a tag that is not one of `kinds`."""
+    """The sentences as examples. Raises UserError for a tag that is not one of `kinds`."""
     examples = []
-    for key, words, tags in found:
-        where = f"{path}: the sentence from line {key}"
-        wrong = next((tag for tag in tags if tag is not None and not is_tag(tag)), None)
-        if wrong is not None:
-            raise UserError(f"{where} has the tag {wrong!r}, which is not {kinds}; fix it")
-        if len(words) != len(tags) or (None in tags and any(tags)):
-            raise UserError(f"{where} has words with a tag and words without; fix it")
-        examples.append(LabelledExample(key, (language,), tuple(words), None if None in tags else tuple(tags)))
+    for sentence in sentences:
+        for line, _, tag in sentence:
+            if tag is not None and not is_tag(tag):
+                raise UserError(f"{path}: line {line}: the tag {tag!r} is not {kinds}; fix it")
+        lines, words, tags = zip(*sentence, strict=True)
+        if None in tags and any(tags):
+            raise UserError(f"{path}: the sentence from line {lines[0]} has words with a tag and words without; fix it")
+        examples.append(LabelledExample(lines[0], (language,), words, None if None in tags else tags))
     if not examples:
         raise UserError(f"{path} has no sentence")
     return examples
 
 
-def _read_table(path: Path, tags: tuple[str, ...]) -> Iterator[TaggedWords]:
+def _read_table(path: Path, names: tuple[str, ...]) -> Iterator[list[TaggedWord]]:
     for key, row in read_rows(path):
         where = f"{path}: line {key}"
-        words, of_words = column(row, WORDS, where), column(row, tags, where)
-        if not all(isinstance(one, str) for one in (*words, *of_words)):
+        words, tags = column(row, WORDS, where), column(row, names, where)
+        if not all(isinstance(one, str) for one in (*words, *tags)):
             raise UserError(
                 f"{where}: words and tags must be text; replace numbers by the names in the data set's `features`"
             )
-        yield key, words, of_words
+        if len(words) != len(tags):
+            raise UserError(f"{where} has {len(words)} words and {len(tags)} tags; fix it")
+        if words:
+            yield [(key, word, tag) for word, tag in zip(words, tags, strict=True)]
 
 
 def _read_sentences(
     path: Path, read_word: Callable[[str, str, int], tuple[str, str | None] | None]
-) -> Iterator[TaggedWords]:
+) -> Iterator[list[TaggedWord]]:
     """The sentences of a file; a blank line ends one. read_word is called with a line, its place ("FILE: line N") and
     the number of words before it in the sentence. It returns word and tag, or None if the line is not a word."""
-    first, words, tags = 0, list[str](), list[str | None]()
+    sentence: list[TaggedWord] = []
     for number, line in (*read_lines(path), (0, "")):
         if not line.strip():
-            if words:
-                yield str(first), words, tags
-            words, tags = [], []
-        elif found := read_word(line, f"{path}: line {number}", len(words)):
-            first = first if words else number
-            words.append(found[0])
-            tags.append(found[1])
+            if sentence:
+                yield sentence
+            sentence = []
+        elif found := read_word(line, f"{path}: line {number}", len(sentence)):
+            sentence.append((str(number), *found))
 
 
 def _conllu_word(line: str, where: str, before: int) -> tuple[str, str] | None:
@@ -121,34 +117,26 @@ def _conllu_word(line: str, where: str, before: int) -> tuple[str, str] | None:
             f"{where}: the number {fields[0]!r} of {fields[1]!r} must be {before + 1}; words are numbered from "
             f"1, and a blank line ends a sentence"
         )
-    if fields[3] not in UPOS:
-        raise UserError(f"{where}: {fields[3]!r} in column 4 is not a part of speech of UD: {' '.join(UPOS)}")
     return fields[1], fields[3]
 
 
-def _column_word(
-    line: str, where: str, before: int, is_tag: Callable[[str], bool], kinds: str
-) -> tuple[str, str | None] | None:
+def _column_word(line: str, where: str, before: int) -> tuple[str, str | None] | None:
     """The word and tag in the first and last column; the tag is None if there is only one column. CoNLL's marks of
     documents (-DOCSTART-) are not words."""
     if line.startswith("-DOCSTART-"):
         return None
     fields = line.split("\t") if "\t" in line else line.split(" ")
-    tag = fields[-1].strip() if len(fields) > 1 else None
     if not fields[0].strip():
         raise UserError(f"{where} begins with no word; a line is `word<TAB>tag`")
-    if tag is not None and not is_tag(tag):
-        raise UserError(f"{where}: the tag {tag!r} is not {kinds}; a line is `word<TAB>tag`")
-    return fields[0], tag
+    return fields[0], fields[-1].strip() if len(fields) > 1 else None
 
 
-def _without_prefix(given: Iterable[TaggedWords]) -> list[TaggedWords]:
-    """The sentences without the language that WikiANN's own files have before each word, as in `en:house`."""
-    sentences = list(given)
-    found = (PREFIX.match(word) for _, words, _ in sentences for word in words)
+def _without_prefix(examples: list[LabelledExample]) -> list[LabelledExample]:
+    """The examples without the language that WikiANN's own files have before each word, as in `en:house`."""
+    found = (PREFIX.match(word) for example in examples for word in example.texts)
     prefixes = {match[0] if match else "" for match in found}
     (prefix,) = prefixes if len(prefixes) == 1 else [""]
-    return [(key, [word.removeprefix(prefix) or word for word in words], tags) for key, words, tags in sentences]
+    return [e._replace(texts=tuple(word.removeprefix(prefix) or word for word in e.texts)) for e in examples]
 
 
 def bio_labels(examples: list[LabelledExample]) -> list[str]:
@@ -157,18 +145,18 @@ def bio_labels(examples: list[LabelledExample]) -> list[str]:
     return ["O", *(f"{place}-{kind}" for kind in types for place in "BI")]
 
 
-def encode(examples: list[LabelledExample], encoding: Encoding) -> list[Feature]:
-    pieces = word_pieces(encoding.tokenizer, {word for example in examples for word in example.texts})
-    room = encoding.longest - 2
+def encode(examples: list[LabelledExample], tokenizer: Tokenizer, longest: int, labels: list[str]) -> list[Feature]:
+    pieces = word_pieces(tokenizer, {word for example in examples for word in example.texts})
+    room = longest - 2
     features = []
     for i, example in enumerate(examples):
-        labels = label_numbers(encoding.labels, example.gold, len(example.texts))
+        numbers = label_numbers(labels, example.gold, len(example.texts))
         of_words = [pieces[word][:room] for word in example.texts]
         for start, end in windows([len(tokens) for tokens in of_words], room):
             lengths = [len(tokens) for tokens in of_words[start:end]]
             places = 1 + np.cumsum(lengths) - lengths
             ids = np.array([token for tokens in of_words[start:end] for token in tokens], dtype=np.int32)
-            features.append(Feature(i, example.langs, (ids,), places, labels[start:end]))
+            features.append(Feature(i, example.langs, (ids,), places, numbers[start:end]))
     return features
 
 
@@ -216,26 +204,19 @@ def score_pos(examples: list[LabelledExample], predictions: list[list[str]], lan
     """Accuracy of words; F1 averaged over the tags that occur; and seqeval's F1 as XTREME's evaluate.py reports it,
     in which neighbouring words with the same tag count as one entity."""
     gold = [example.gold or () for example in examples]
+    found = class_scores(gold, predictions, sorted({tag for tags in gold for tag in tags}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # seqeval's: parts of speech are not tags of entities
-        entities = entity_scores(entity_counts(examples, predictions))
-    return class_scores(gold, predictions, sorted({tag for tags in gold for tag in tags})) | {
-        "xtreme_f1": entities["f1"]
-    }
+        return found | {"xtreme_f1": score_ner(examples, predictions, language)["f1"]}
 
 
 def score_ner(examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
     """F1, precision and recall of whole entities by the rules of seqeval and conlleval."""
-    return entity_scores(entity_counts(examples, predictions))
-
-
-def entity_counts(examples: list[LabelledExample], predictions: list[list[str]]) -> np.ndarray:
-    """The numbers of right, of found and of gold entities in each sentence [S, 3]."""
     from seqeval.metrics.sequence_labeling import get_entities
 
     sides = zip(examples, predictions, strict=True)
     sets = [(set(get_entities(list(example.gold or ()))), set(get_entities(found))) for example, found in sides]
-    return np.array([(len(gold & found), len(found), len(gold)) for gold, found in sets])
+    return entity_scores(np.array([(len(gold & found), len(found), len(gold)) for gold, found in sets]))
 
 
 def write(examples: list[LabelledExample], predictions: list[Any]) -> str:

@@ -12,7 +12,6 @@ import numpy as np
 from torch import Tensor
 
 from xscale.data.tokenizer import Tokenizer
-from xscale.errors import UserError
 
 IGNORED = -100
 """The label of a position without a label."""
@@ -66,15 +65,6 @@ class Feature(NamedTuple):
         return sum(map(len, self.ids))
 
 
-class Encoding(NamedTuple):
-    """The settings that turn examples into features."""
-
-    tokenizer: Tokenizer
-    longest: int
-    """The most tokens of a sequence, including special tokens."""
-    labels: list[str]
-
-
 @dataclass(frozen=True)
 class Task:
     """A table of the functions that make up a task."""
@@ -82,7 +72,9 @@ class Task:
     read: Callable[[Path, str], list[LabelledExample]]
     labels: Callable[[list[LabelledExample]], list[str]]
     """Lists the labels of the head's outputs for a training text."""
-    encode: Callable[[list[LabelledExample], Encoding], list[Feature]]
+    encode: Callable[[list[LabelledExample], Tokenizer, int, list[str]], list[Feature]]
+    """Makes features of examples. The integer is the most tokens of a sequence, including special tokens; the strings
+    are the labels of the head's outputs."""
     head: str
     """The transformers class with the task's head, such as AutoModelForTokenClassification."""
     head_labels: Callable[[list[Feature], int], dict[str, Tensor]]
@@ -110,14 +102,3 @@ class Task:
 def label_numbers(labels: list[str], gold: tuple[str, ...] | None, count: int) -> np.ndarray:
     """The number of each label; IGNORED `count` times if the example has no labels."""
     return np.array([labels.index(label) for label in gold] if gold else [IGNORED] * count, dtype=np.int64)
-
-
-def check_labels(labels: list[str], data: TaskData, train: Path) -> None:
-    """Raise UserError for a label that the training text does not have."""
-    for example in data.examples:
-        for label in example.gold or ():
-            if label not in labels:
-                raise UserError(
-                    f"{data.path}: line {example.key}: the label {label!r} is nowhere in {train}, which has "
-                    f"{', '.join(labels)}; give both files the same labels"
-                )

@@ -3,7 +3,6 @@
 Shape letters: B sequences, L tokens of the longest one, S states that are read from a sequence, C outputs of the head.
 """
 
-import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ class Collator:
     """Makes batches of features: token ids, attention masks, token types as in the model's training, labels."""
 
     def __init__(self, model: Exported, languages: Sequence[str], head_labels: Callable[..., dict[str, Tensor]]):
-        self.model, self.language_ids, self.head_labels = model, model.numbers_of(languages), head_labels
+        self.model, self.language_ids, self.head_labels = model, model.language_ids(languages), head_labels
 
     def __call__(self, groups: Sequence[list[Feature]], labelled: bool = True) -> dict[str, Tensor]:
         """A padded batch of all features of some groups. groups: each has features that must be in one batch."""
@@ -104,10 +103,14 @@ class FineTuner:
 
     def arguments(self, groups: list[list[Feature]], seed: int) -> transformers.TrainingArguments:
         size = sum(map(len, groups)) / len(groups)
-        on_gpu, precisions = torch.cuda.is_available(), dict[str, Any]()
-        for name in ("bf16", "fp16") if self.ds_config else ():
-            enabled = (self.ds_config or {}).get(name, {}).get("enabled")
-            precisions[name] = enabled is True or (enabled == "auto" and (name == "bf16" or on_gpu))
+        on_gpu, more = torch.cuda.is_available(), dict[str, Any]()
+        if self.ds_config:
+            for name in ("bf16", "fp16"):
+                enabled = self.ds_config.get(name, {}).get("enabled")
+                more[name] = enabled is True or (enabled == "auto" and (name == "bf16" or on_gpu))
+            # Some values "auto" of zero_optimization can be completed by xscale alone.
+            zero = {k: v for k, v in self.ds_config.get("zero_optimization", {}).items() if v != "auto"}
+            more["deepspeed"] = self.ds_config | {"zero_optimization": zero}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return transformers.TrainingArguments(
@@ -119,7 +122,6 @@ class FineTuner:
                 per_device_train_batch_size=max(1, round(self.settings.batch / size / self.world)),
                 per_device_eval_batch_size=PREDICTED_AT_ONCE,
                 seed=seed,
-                deepspeed=without_unknown_auto(self.ds_config) if self.ds_config else None,
                 use_cpu=not on_gpu,
                 ddp_backend=None if on_gpu or self.world == 1 else "gloo",
                 ddp_find_unused_parameters=False,
@@ -129,7 +131,7 @@ class FineTuner:
                 disable_tqdm=True,
                 report_to="none",
                 remove_unused_columns=False,
-                **precisions,
+                **more,
             )
 
     def predict_logits(self, trainer: transformers.Trainer, features: list[Feature]) -> list[np.ndarray]:
@@ -150,15 +152,3 @@ class FineTuner:
             self.collator.model.tokenizer.hf.save_pretrained(path)
             (path / "training_args.bin").unlink(missing_ok=True)  # a pickle
             files.apply_umask(path)
-
-
-def without_unknown_auto(config: dict[str, Any]) -> dict[str, Any]:
-    """The ds_config without the values "auto" of zero_optimization, some of which only xscale can complete."""
-    zero = {k: v for k, v in config.get("zero_optimization", {}).items() if v != "auto"}
-    return config | {"zero_optimization": zero}
-
-
-def silence_libraries() -> None:
-    """Silence what transformers and accelerate repeat in each run: that the head is new, and the run's arguments."""
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)

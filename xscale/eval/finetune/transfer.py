@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xscale import files
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval import bootstrap
-from xscale.eval.finetune.task import CLASSIFIER, Encoding, Feature, LabelledExample, Task, TaskData, check_labels
+from xscale.eval.finetune.task import CLASSIFIER, Feature, LabelledExample, Task, TaskData
 
 ZERO_SHOT, SUPERVISED, TRANSLATE_TRAIN = "zero-shot", "supervised", "translate-train"
 SHORT = {ZERO_SHOT: "zs", SUPERVISED: "sup", TRANSLATE_TRAIN: "tt"}
@@ -77,8 +78,14 @@ def check_training(task: Task, training: TrainingText, tests: dict[str, TaskData
     there = {label for example in data.examples for label in example.gold or ()}
     if len(there) < 2:
         raise UserError(f"{data.path} has only the label {', '.join(there)}; there is nothing to learn from it")
+    labels = task.labels(data.examples)
     for test in () if task.new_labels else training.tests:
-        check_labels(task.labels(data.examples), tests[test], data.path)
+        for example in tests[test].examples:
+            if absent := [label for label in example.gold or () if label not in labels]:
+                raise UserError(
+                    f"{tests[test].path}: line {example.key}: the label {absent[0]!r} is nowhere in {data.path}, which "
+                    f"has {', '.join(labels)}; give both files the same labels"
+                )
 
 
 def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> list[list[LabelledExample]]:
@@ -102,23 +109,24 @@ def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> l
                 f"{translated.path} does not translate {source.path}: line {example.key} is labelled {example.gold} in "
                 f"the former and {original.gold} in the latter"
             )
-        first = original._replace(
-            langs=(example.langs[0], original.langs[1]), texts=(example.texts[0], original.texts[1])
+        groups.append(
+            [
+                a._replace(langs=(b.langs[0], a.langs[1]), texts=(b.texts[0], a.texts[1]))
+                for a, b in ((original, example), (example, original))
+            ]
         )
-        second = example._replace(
-            langs=(original.langs[0], example.langs[1]), texts=(original.texts[0], example.texts[1])
-        )
-        groups.append([first, second])
     return groups
 
 
-def group_features(task: Task, training: TrainingText, encoding: Encoding) -> list[list[Feature]]:
+def group_features(
+    task: Task, training: TrainingText, tokenizer: Tokenizer, longest: int, labels: list[str]
+) -> list[list[Feature]]:
     """Features in groups that must not be split over batches; without code-switching, each group is one feature."""
     flat = [example for group in training.groups for example in group]
-    group_of = [number for number, group in enumerate(training.groups) for _ in group]
-    features = task.encode(flat, encoding)
+    features = task.encode(flat, tokenizer, longest, labels)
     if len(flat) == len(training.groups):
         return [[feature] for feature in features]
+    group_of = [number for number, group in enumerate(training.groups) for _ in group]
     groups: list[list[Feature]] = [[] for _ in training.groups]
     for feature in features:
         groups[group_of[feature.example]].append(feature)
@@ -149,23 +157,20 @@ class TransferTable:
 
     def add(self, training: TrainingText, found: Predictions) -> None:
         for language, of_seeds in found.items():
-            data, setting = self.tests[language], training.tests[language]
-            if not data.labelled:
-                continue
-            scores = [self.task.score(data.examples, predictions, language) for predictions in of_seeds]
-            row = f"{language} {setting}"
-            self.seeds[row] = {metric: [score[metric] for score in scores] for metric in scores[0]}
-            self.rows[row] = {}
-            for metric, values in self.seeds[row].items():
-                self.rows[row] |= mean_and_deviation(metric, values)
-            self.rows[row]["examples"] = len(data.examples)
-            self._summarize(training, row, language)
+            data, row = self.tests[language], f"{language} {training.tests[language]}"
+            if data.labelled:
+                scores = [self.task.score(data.examples, predictions, language) for predictions in of_seeds]
+                self.seeds[row] = {metric: [score[metric] for score in scores] for metric in scores[0]}
+                self.rows[row] = {}
+                for metric, values in self.seeds[row].items():
+                    self.rows[row] |= mean_and_deviation(metric, values)
+                self.rows[row]["examples"] = len(data.examples)
+                self._summarize(training, row, language)
 
     def _summarize(self, training: TrainingText, row: str, language: str) -> None:
         """Add the task's first metric to the language's summary; delta = sup - zs (Tang et al. 2022), seed by seed."""
-        metric, short = next(iter(self.seeds[row])), SHORT[training.tests[language]]
-        summary = self.summary.setdefault(language, {})
-        summary |= mean_and_deviation(short, self.seeds[row][metric])
+        metric, summary = next(iter(self.seeds[row])), self.summary.setdefault(language, {})
+        summary |= mean_and_deviation(SHORT[training.tests[language]], self.seeds[row][metric])
         both = [self.seeds.get(f"{language} {setting}") for setting in (SUPERVISED, ZERO_SHOT)]
         if both[0] and both[1]:
             paired = zip(both[0][metric], both[1][metric], strict=True)
@@ -173,8 +178,8 @@ class TransferTable:
         if self.task.classes and "majority" not in summary:
             examples = self.tests[language].examples
             constant = predict_majority(self.task, training.data.examples, examples)
-            self.rows[f"{language} majority"] = self.task.score(examples, constant, language)
-            summary["majority"] = self.rows[f"{language} majority"][metric]
+            majority = self.rows[f"{language} majority"] = self.task.score(examples, constant, language)
+            summary["majority"] = majority[metric]
 
 
 def write_predictions(
