@@ -37,10 +37,7 @@ class Threads(HostGroup):
     barrier_of: threading.Barrier
 
     def __init__(self, rank: int, size: int):
-        self.number, self.of = rank, size
-
-    rank = property(lambda self: self.number)  # type: ignore[assignment]
-    size = property(lambda self: self.of)  # type: ignore[assignment]
+        self.rank, self.size, self.is_main = rank, size, rank == 0
 
     def gather(self, value: Any) -> list[Any]:
         self.board[self.rank] = value
