@@ -51,7 +51,8 @@ class Sentence:
         return [Parsed(row[_FORM], row[_UPOS], int(row[_HEAD]) - 1, row[_DEPREL]) for row in self.words]
 
     def reordered(self, order: list[int], change: Callable[[list[str]], list[str]]) -> str:
-        """The sentence's lines with its units in another order. change: maps the forms of words to new forms."""
+        """Return the lines of the sentence with its units in the order `order`. change: a function
+        from the words' forms to new forms."""
         units = self.units()
         words = [number for unit in order for number in units[unit][1]]
         number_of = {"0": "0"} | {str(old + 1): str(new) for new, old in enumerate(words, start=1)}

@@ -116,7 +116,7 @@ def in_spaces(en: str, xx: str, links: str) -> tuple[str, str, str]:
 
 
 def write_wiki(world: World, folder: Path, language: str, wanted: int) -> None:
-    """Write documents with so many sentences as WikiExtractor does."""
+    """Write documents of `wanted` sentences in all, in the format of WikiExtractor."""
     lines, written, number = list[str](), 0, 0
     while written < wanted:
         number += 1

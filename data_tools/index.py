@@ -167,7 +167,9 @@ def main(argv: list[str] | None = None) -> None:
     if len(langs or ()) > 2 or len(set(langs or ())) < len(langs or ()):
         raise UserError(f"--langs {' '.join(args.langs)}: needs one language, or two different ones")
     if not all(lang.isprintable() for lang in langs or ()):
-        raise UserError(f"--langs {' '.join(map(repr, args.langs))}: a language's name has no control characters")
+        raise UserError(
+            f"--langs {' '.join(map(repr, args.langs))}: the name of a language must not contain control characters"
+        )
     index = build(args.directory, langs, {"tool": TOOL}, args.links_count)
     print(summary(args.directory, index), *warnings(args.directory, index), sep="\n")
 

@@ -92,7 +92,7 @@ def frequent_words(texts: list[str]) -> str:
 
 
 def text_of(source: Source, records: list[Record]) -> dict[str, Any]:
-    """Statistics of the texts: those of the index over all texts, or of `records` if an older index has none."""
+    """Return statistics of all texts of a source, from the index, or of `records` if an older index has none."""
     if "text" in source.index:
         return source.index["text"]
     survey = Survey(len(source.langs))

@@ -108,7 +108,10 @@ def check_url(url: str, name: str) -> None:
         try:
             fsspec.get_filesystem_class(link.partition("://")[0])
         except (ImportError, ValueError) as error:  # no such protocol, or its package is not installed
-            raise UserError(f"{url} (source {name}): {error}; or download the file, and give its path") from None
+            raise UserError(
+                f"{url} (source {name}) cannot be fetched: {error}; install that, "
+                f"or download the file and give its path"
+            ) from None
 
 
 def check_lexicons(corpus: Corpus) -> None:

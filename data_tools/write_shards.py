@@ -153,8 +153,8 @@ def mono_lines(
 
 
 class TokenFilter:
-    """Selects records by their numbers of tokens: every side has at least `least` (PPA 3.1), and the sequence with its
-    special tokens at most `most`, as data.max_length counts."""
+    """Selects records by their numbers of tokens. Every side needs at least `least` tokens (Pan et al. 2021, 3.1), and
+    the whole sequence with its special tokens may have at most `most`."""
 
     def __init__(self, tokenizer: Path, least: int, most: int):
         self.encoder, self.least, self.most = Tokenizer(tokenizer), least, most

@@ -146,7 +146,7 @@ def test_a_plugin_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
         ("OBJECTIVES = []", "OBJECTIVES is not a dict"),
         ("OBJECTIVES = {'odd': 5}", "OBJECTIVES\\['odd'\\] is not an Objective"),
         ("from dataclasses import dataclass, replace\nfrom xscale.objectives import tlm\n@dataclass\nclass O:\n"
-         "    weight: float = 7.0\nOBJECTIVES = {'odd': replace(tlm.OBJECTIVE, options=O)}", "every stream has weight"),
+         "    weight: float = 7.0\nOBJECTIVES = {'odd': replace(tlm.OBJECTIVE, options=O)}", "options named weight"),
         ("from dataclasses import replace\nfrom xscale.objectives import tlm\n"
          "OBJECTIVES = {'odd': replace(tlm.OBJECTIVE, reads='pairs')}", "reads = 'pairs': must be"),
     ],

@@ -1,9 +1,9 @@
 """Merge models into one: `python -m xscale.merge A B C --how mean|weighted|ema|ties --out HF_DIR`.
 
 A model is a Hugging Face directory, a checkpoint, or a run, whose newest checkpoint is taken. `mean` and `weighted`
-average the models. `ema` takes the exponential moving average of the checkpoints of one run, or of the models from the
-oldest to the newest. `ties` adds the merged changes of the models to the model --base, from which they were trained
-(Yadav et al. 2023). All models must have the same tokenizer, configuration and shapes.
+average the models. `ema` takes the exponential moving average of the checkpoints of one run, or of several models,
+which must be given from the oldest to the newest. `ties` adds the merged changes of the models to the model --base,
+from which they were trained (Yadav et al. 2023). All models must have the same tokenizer, configuration and shapes.
 """
 
 import argparse

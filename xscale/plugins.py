@@ -53,4 +53,4 @@ def _check_objectives(plugin: str, objectives: dict[str, Any]) -> None:
             raise UserError(f'{where}.reads = {objective.reads!r}: must be "mono" or "pair"')
         clash = sorted(own & {field.name for field in fields(objective.options)})
         if clash:
-            raise UserError(f"{where}: every stream has {', '.join(clash)}; give these options other names")
+            raise UserError(f"{where}: all streams already have options named {', '.join(clash)}; rename these options")

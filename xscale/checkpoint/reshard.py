@@ -66,8 +66,8 @@ class SavedPartitions:
             self.scaler, self.like = None, self._read_whole(names)
 
     def _read_partitioned(self, rank: int) -> tuple[Any, list[SavedGroup]]:
-        """Note in `places` where a rank's file of ZeRO stage 1, 2 or 3 has each parameter. Returns the loss scaler and
-        the optimizer's parameter groups in the file."""
+        """Store the position of each parameter in a rank's file (ZeRO stage 1, 2 or 3) in `places`. Returns the loss
+        scaler and the optimizer's parameter groups in the file."""
         start_of = self._open(rank)
         for group, (shapes, each_cut) in enumerate(private.saved_groups(self.model, start_of)):
             at, length = 0, len(self.opened[rank][group].flats[WEIGHT])

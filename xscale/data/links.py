@@ -103,7 +103,8 @@ def segments(pairs: list[Example], layout: Layout) -> list[list[tuple[Example, i
 def word_tokens(
     pairs: list[Example], layout: Layout, sequences: Sequences, first: np.ndarray, keep: Literal["all", "first", "last"]
 ) -> WordTokens:
-    """The places of each word's tokens (keep: all, first or last); none for a cut-off word. first: WordLinks.first."""
+    """Return the positions of each word's tokens. A word that was cut off has none. keep: return all tokens of a word,
+    or its first or its last. first: the number of each text's first word, as in WordLinks."""
     texts = list(chain.from_iterable(layout))
     if not texts:
         return WordTokens(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))

@@ -207,8 +207,9 @@ def find_one(url: str, cache: Cache) -> Remote | None:
 def fetch_file(
     url: str, path: Path, check: Callable[[Path], None], optional: bool = False, field: str = "data.cache"
 ) -> bool:
-    """Fetch a file. check: raises an error if the downloaded file is damaged. optional: if the server has no such
-    file, return False. field: what the user sets to choose the file's folder. Raises OSError if all attempts fail."""
+    """Fetch a file. check: a function that raises an error if the downloaded file is damaged. optional: return False if
+    the server has no such file. field: the setting that chooses the local folder, for messages. Raises OSError if all
+    attempts fail."""
 
     def attempt(number: int) -> bool:
         partial_path = path.with_name(f"{path.name}.{number}{PARTIAL}")  # a stalled attempt may still write

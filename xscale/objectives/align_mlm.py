@@ -56,8 +56,8 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Con
     source, target = entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
         raise UserError(
-            f"streams.{context.stream}: data.lexicons has no entry whose two words are two different single tokens; "
-            f"set subwords: mean"
+            f"streams.{context.stream}: no entry of data.lexicons can be used: its two words must be one token each, "
+            f"and differ; subwords: mean also takes words of several tokens"
         )
     picked = entries_of_row(len(source.lengths), options.pairs_per_step, context)
     (source_ids, source_starts), (target_ids, target_starts) = source.take(picked), target.take(picked)

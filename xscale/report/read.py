@@ -111,7 +111,9 @@ def read_runs(folders: list[Path], logs: dict[Path, MetricsLog] | None = None) -
 def read_run(folder: Path, name: str, label: str, log: MetricsLog) -> Run:
     config, status, own_evals = folder / "config.yaml", folder / "status.json", folder / "evals.jsonl"
     if not log.path.is_file():
-        raise UserError(f"{folder} has no metrics.jsonl; give the directories that runs were started with as --out")
+        raise UserError(
+            f"{folder} has no metrics.jsonl; give directories of runs, which are the values of --out at their starts"
+        )
     evals = list(hook_scores(folder / "evals"))
     if own_evals.is_file():
         with own_evals.open("rb") as file:

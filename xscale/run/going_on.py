@@ -95,7 +95,8 @@ def find_own(out: Path, resume: str, host_group: HostGroup) -> Checkpoint | None
 
 
 def verified(path: Path, option: str, host_group: HostGroup) -> Checkpoint:
-    """Return the checkpoint in a directory that the user's `option` names. Raises UserError if it is damaged."""
+    """Check and return the checkpoint in the directory `path`, which the user chose by `option`. Raises UserError if it
+    is damaged."""
     if problem := checkpoints.verify(path, host_group):
         raise UserError(f"checkpoint {path} is not usable ({problem}); choose another for {option}")
     return checkpoints.read(path)

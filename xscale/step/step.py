@@ -122,8 +122,8 @@ def optimizer_step(
     The step's loss is sum over streams of weight * sum over terms of factor * (sum over targets / targets of all
     ranks). DeepSpeed divides gradients by the number of ranks, so the weights are multiplied by it.
 
-    totals: the targets of all ranks by (stream, term). Returns this rank's sums and, if `measure`, the gradient norm of
-    each stream.
+    totals: the targets of all ranks by (stream, term). Returns this rank's sums of losses and targets and, if
+    `measure`, the gradient norm of each stream.
     """
     recipe = recipe.at(step)
     engine.module.follow(recipe)
