@@ -57,7 +57,7 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Con
     if not len(source.lengths):
         raise UserError(
             f"streams.{context.stream}: no entry of data.lexicons can be used: its two words must be one token each, "
-            f"and differ; subwords: mean also takes words of several tokens"
+            f"and differ; set subwords: mean, which also takes words of several tokens"
         )
     picked = entries_of_row(len(source.lengths), options.pairs_per_step, context)
     (source_ids, source_starts), (target_ids, target_starts) = source.take(picked), target.take(picked)
