@@ -1,20 +1,26 @@
 """Runs a tool as a command."""
 
+import os
 import sys
 from collections.abc import Callable
 
-from xscale.errors import ENVIRONMENT_ERRNOS, UserError, check_arguments, print_anything
+from xscale.errors import ENVIRONMENT_ERRNOS, MachineError, UserError, check_arguments, print_anything
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a tool and exit. A UserError is printed, with exit code 2; an error of disk or network exits with 4."""
+    """Run a tool and exit. A UserError is printed, with exit code 2; an error of the machine exits with 4."""
     print_anything()
     code = 0
     try:
+        if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+            raise UserError("this tool is one process; start it without mpirun. data_tools.prepare uses many cores")
         check_arguments(sys.argv[1:])
         main()
     except UserError as error:
         code = 2
+        print(f"error: {error}", file=sys.stderr)
+    except MachineError as error:
+        code = 4
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         code = 4 if error.errno in ENVIRONMENT_ERRNOS else 2

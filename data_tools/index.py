@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,14 +22,14 @@ from xscale.data.scan import scan_shard
 from xscale.data.shards import ENTRIES, FORMAT_VERSION, LAYOUTS, SEGMENTATIONS, fingerprint, idx_path, read_index
 from xscale.data.survey import Survey
 from xscale.data.survey import warnings as survey_warnings
-from xscale.errors import UserError
+from xscale.errors import MachineError, UserError
 
 from .command import run
 from .engine import start_worker
 
 TOOL = "data_tools.index"
 WORKER_TARS = 8
-"""Tars are scanned in several processes if each has at least this many."""
+"""A process scans this many tars at a time; fewer than twice as many are scanned in this process."""
 Scanned = tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int]], Survey | None]
 """For some tars: (entry in index.json, layout, languages, number of documents) of each; a survey of all their texts."""
 
@@ -62,9 +63,14 @@ def scan_all(tars: list[Path], langs: tuple[str, ...] | None, counted: dict[str,
     workers = min(len(os.sched_getaffinity(0)), len(tars) // WORKER_TARS)
     if workers < 2:
         return [scan(tars, langs, counted)]
+    parts = [tars[start : start + WORKER_TARS] for start in range(0, len(tars), WORKER_TARS)]
     with ProcessPoolExecutor(workers, get_context("fork"), start_worker, (os.getpid(),)) as pool:
-        parts = [tars[number::workers] for number in range(workers)]
-        return [*pool.map(partial(scan, langs=langs, counted=counted), parts)]
+        try:
+            return [*pool.map(partial(scan, langs=langs, counted=counted), parts)]
+        except BrokenProcessPool:
+            raise MachineError("a process that scans tars was killed, perhaps because memory ran out") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def described(

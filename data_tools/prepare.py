@@ -154,7 +154,8 @@ def files_below(paths: list[str]) -> list[Path]:
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """A hash of corpus.yaml, of the sizes and times of its files, and of this program's own files."""
+    """A hash of corpus.yaml, of the sizes and times of its files, and of the form of the files between
+    the steps."""
     seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns)
             for source in corpus.sources
             for file in files_below([*source.paths, *corpus.rules_of(source).paths, *corpus.lexicons])]  # fmt: skip

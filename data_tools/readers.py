@@ -334,11 +334,14 @@ TABLES = {
 def shard_records(source: SourceSpec) -> Iterator[Unit]:
     """Pairs or documents of shards. Links count words as data/words.py divides a text."""
     shards = Source(source.paths[0])
-    places = [(shard, record) for shard, records in enumerate(shards.counts.tolist()) for record in range(records)]
-    records = enumerate((shards.with_words(shards.read(*place)) for place in places), start=1)
+
+    def places() -> Iterator[tuple[int, int]]:
+        return ((shard, record) for shard, records in enumerate(shards.counts.tolist()) for record in range(records))
+
+    records = enumerate((shards.with_words(shards.read(*place)) for place in places()), start=1)
     if source.pairs:
         return (Unit(number, [*record.texts], record.links) for number, record in records)
-    starts = (not shards.continues_document(*place) for place in places)
+    starts = (not shards.continues_document(*place) for place in places())
     return joined((number, new, [*record.texts]) for (number, record), new in zip(records, starts, strict=True))
 
 

@@ -697,7 +697,7 @@ def test_real_dictionaries_meet_their_text(real: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_eflomal_finds_the_gold_links(tmp_path: Path, corpus_files, shard_records) -> None:
-    """As a user runs it, under mpirun, on 4,000 pairs of the demo world."""
+    """As a user runs it, on 4,000 pairs of the demo world. Under mpirun, which would start it twice, it is refused."""
     world = World(0)
     pairs = [world.pair(i) for i in range(4000)]
     src, tgt = corpus_files([pair[0] for pair in pairs], [pair[1] for pair in pairs])
@@ -705,9 +705,11 @@ def test_eflomal_finds_the_gold_links(tmp_path: Path, corpus_files, shard_record
     command = [sys.executable, "-m", "data_tools.write_shards", "pairs", "--src", src, "--tgt", tgt]
     command += ["--langs", "en", "xx", "--out", tmp_path / "out", "--align", "--shard_lines", "1000"]
     mpirun = [launch.BIN / "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    done = subprocess.run(
-        [*map(str, mpirun + command)], cwd=launch.ROOT, env=launch.environment(), capture_output=True, text=True
+    refused, done = (
+        subprocess.run([*map(str, words)], cwd=launch.ROOT, env=launch.environment(), capture_output=True, text=True)
+        for words in (mpirun + command, command)
     )
+    assert refused.returncode == 2 and "start it without mpirun" in refused.stderr
     assert done.returncode == 0, done.stderr[-3000:]
     records = [record for shard in shard_records(tmp_path / "out") for record in shard]
     assert [tuple(record["texts"]) for record in records] == [pair[:2] for pair in pairs]

@@ -5,7 +5,9 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.plugins import load_plugins
 from xscale.run.folder import FAULT, explain
+from xscale.run_spec import resolve_run
 
 RECIPE = "streams: {ranking: {objective: ranking, samples: 24}}\n"
 
@@ -182,3 +185,11 @@ def test_it_trains_resumes_and_is_exported(package: Path, demo: Path, tmp_path: 
     words = ["-m", "xscale.export", str(again), str(tmp_path / "hf"), "--plugin", "ranking"]
     assert launch.fork(0, words, launch.environment())[0] == 0
     AutoModelForMaskedLM.from_pretrained(tmp_path / "hf")
+
+
+def test_a_state_is_told_the_number_of_steps(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state without a queue, such as one that follows a schedule."""
+    state = SimpleNamespace(steps=0)
+    monkeypatch.setitem(OBJECTIVES, "tlm", replace(OBJECTIVES["tlm"], auxiliary_state=lambda *_: state))
+    resolve_run("tlm", ["data.workers=0", "train.steps=7"], [demo]).module()
+    assert state.steps == 7

@@ -123,6 +123,9 @@ def test_word_links_are_looked_for_once(demo: Path, monkeypatch: pytest.MonkeyPa
         assert {run_spec.identity() == jobs[0].identity() for run_spec in jobs} == {True}
         pairs = [source for source in jobs[0].sources if source.kind == "pair"]
         assert len(looked) == 16 * len(pairs), ranks
+    looked.clear()
+    resolve_run("alignlm", [*sets, "data.languages=[en-xx]"], [demo])
+    assert len(pairs) == 2 and len(looked) == 16, "a source that no stream reads is left alone"
 
 
 def test_every_rank_hears_of_a_file_that_is_missing(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,15 @@ def part_of_permutation(
 
 def leading_bits(key: Key, n: int, bits: int) -> np.ndarray:
     """Return the first `bits` bits (1 to 8) of hash64(key, range(n)), as uint8 [n]."""
-    return (hash64(key, np.arange(n, dtype=np.uint64)) >> np.uint64(64 - bits)).astype(np.uint8)
+    leading = np.empty(n, dtype=np.uint8)
+    for start in range(0, n, _CHUNK):
+        hashes = hash64(key, np.arange(start, min(start + _CHUNK, n), dtype=np.uint64))
+        leading[start : start + _CHUNK] = hashes >> np.uint64(64 - bits)
+    return leading
+
+
+_CHUNK = 1 << 14
+"""`leading_bits` computes this many hashes at a time, which fit into a processor's cache."""
 
 
 def torch_seed(*parts: str | int) -> int:

@@ -397,7 +397,7 @@ def resolve_run(
     whole = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
     sources = take_first([part for source in whole for part in source.parts(known)], recipe.data.first)
     check_file_sizes(sources, host_group)
-    samples = sample_links(recipe, sources, host_group)
+    samples = sample_links(languages_of_links(recipe), sources, host_group)
     specs, *specs_of_phases = phase_specs(recipe, sources, samples)
     check_cache(recipe, specs, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
@@ -605,17 +605,26 @@ def of_languages(languages: list[str] | None, lexicon: Lexicon) -> bool:
     return matches_languages(languages, lexicon.langs) or (len(languages) == 1 and languages[0] in lexicon.langs)
 
 
-def sample_links(recipe: Recipe, sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
-    """Look for word links in some records of each source, if an objective needs them. Each source is read by one
-    rank."""
-    if not any(OBJECTIVES[stream.objective].needs == "links" for stream in recipe.streams.values()):
-        return []
-    return host_group.share([partial(sample_links_of, source) for source in sources])
+def languages_of_links(recipe: Recipe) -> list[list[str] | None]:
+    """Return the languages of each stream that needs word links, also of phases. None: all languages."""
+    recipes = (recipe, *(phase.recipe for phase in recipe.phases))
+    streams = [(of, stream) for of in recipes for stream in of.streams.values()]
+    needing = [(of, stream) for of, stream in streams if OBJECTIVES[stream.objective].needs == "links"]
+    return [of.data.languages if stream.languages is None else stream.languages for of, stream in needing]
+
+
+def sample_links(languages: list[list[str] | None], sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
+    """Look for word links in some records of each source that may be read for them. Each source is read by one rank.
+    languages: see languages_of_links."""
+
+    def look(source: Source) -> LinkSample:
+        fits = any(of is None or matches_languages(of, source.langs) for of in languages)
+        return sample_links_of(source) if fits and source.kind == "pair" else LinkSample(False, "")
+
+    return host_group.share([partial(look, source) for source in sources])
 
 
 def sample_links_of(source: Source) -> LinkSample:
-    if source.kind == "mono":
-        return LinkSample(False, "")
     numbers = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
     found, without_readahead = LinkSample(False, ""), source.without_readahead()
     for shard, number in source.places(numbers):

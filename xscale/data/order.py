@@ -246,9 +246,20 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
     behind = np.searchsorted(filled, filled - sizes + room, side="right")
     border = np.append(borders, len(sizes))
     ends = np.repeat(border[1:], np.diff(border))
-    following = np.clip(behind, np.arange(1, len(sizes) + 1), ends).data
-    starts, at = [], 0
-    while at < len(sizes):
-        starts.append(at)
+    following = np.clip(behind, np.arange(1, len(sizes) + 1), ends)
+    starts = np.zeros(len(sizes) + 1, dtype=bool)
+    starts[border] = True
+    at = following[borders]
+    while len(at := at[~starts[at]]) > FEW:  # one run after each border at a time
+        starts[at] = True
         at = following[at]
-    return np.array(starts)
+    found, after = starts.data, following.data
+    for start in at.tolist():
+        while not found[start]:
+            found[start] = True
+            start = after[start]
+    return np.flatnonzero(starts[:-1])
+
+
+FEW = 32
+"""When at most this many borders have runs left, finding these runs one by one is faster."""

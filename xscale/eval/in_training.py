@@ -42,6 +42,7 @@ from xscale.run_spec import (
     check_file_sizes,
     check_language_names,
     check_links,
+    languages_of_links,
     linked_sources,
     sample_links,
     shows_neutral,
@@ -106,7 +107,7 @@ def row_names(task: EvalTask, run_spec: RunSpec, sources: list[Source], host_gro
     if task.kind == "retrieval":
         pairs = list(row_sources(task, sources))
         return [ALL, *pairs]
-    samples = sample_links(run_spec.recipe, sources, host_group)
+    samples = sample_heldout_links(run_spec, sources, host_group)
     specs = heldout_stream_specs(run_spec, sources, samples)
     check_links(run_spec.recipe, specs, sources, samples)
     languages = [(spec.name, of) for spec in specs for s in spec.sources for of in (sources[s].pair, *sources[s].langs)]
@@ -201,6 +202,12 @@ def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
     return sources
 
 
+def sample_heldout_links(run_spec: RunSpec, sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
+    """Look for word links in held-out sources. They may have other languages than `data.languages`."""
+    data = replace(run_spec.recipe.data, languages=None)
+    return sample_links(languages_of_links(replace(run_spec.recipe, data=data, phases=())), sources, host_group)
+
+
 def heldout_stream_specs(run_spec: RunSpec, sources: list[Source], samples: list[LinkSample]) -> list[StreamSpec]:
     """Return a spec for each stream that can read held-out sources, with these sources and all their records in one
     step. Raises UserError if no stream can read them."""
@@ -237,7 +244,8 @@ class Heldout:
         self.note = partial(note, f"measuring {task.name}")
         recipe, sources = run_spec.recipe, sources or find_task_sources(task, run_spec)
         tokens = Calibration([(tokens_per_byte(source, run_spec.tokenizer), 0.0) for source in sources], {})
-        specs = heldout_stream_specs(run_spec, sources, sample_links(recipe, sources, HostGroup(alone=True)))
+        samples = sample_heldout_links(run_spec, sources, HostGroup(alone=True))
+        specs = heldout_stream_specs(run_spec, sources, samples)
         for i, spec in enumerate(specs):
             if spec.packed:
                 text = sum(estimated_size(sources[s], s, tokens) for s in spec.sources)

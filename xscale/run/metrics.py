@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from xscale import files
 from xscale.config import Recipe
 from xscale.data.loader import StepBatch
 from xscale.errors import printable
@@ -102,15 +104,22 @@ class JsonLines:
     """
 
     def __init__(self, path: Path | None, after_step: int):
-        """Open the file, and cut off what follows the last complete line of a step up to `after_step`."""
+        """Open the file, without what follows the last complete line of a step up to `after_step`.
+
+        The file is replaced by a new one, since a run that lost this directory may still write to the old one.
+        """
         self.file = None
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.file = path, path.open("ab", buffering=0)
-        self.end = next((end for end, entry in entries_from_end(path) if entry["step"] <= after_step), 0)
+        self.end = 0
         """The size of the file up to its last complete line, in bytes."""
-        self.file.truncate(self.end)
+        if path.exists():
+            self.end = next((end for end, entry in entries_from_end(path) if entry["step"] <= after_step), 0)
+            with files.publish(path) as kept:
+                shutil.copyfile(path, kept)
+                os.truncate(kept, self.end)
+        self.path, self.file = path, path.open("ab", buffering=0)
         self.lines, self.size = list[bytes](), 0
         """The waiting lines, and their size in bytes."""
         self.failing = False
@@ -184,7 +193,7 @@ def entries_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         while start or data:
             line_start = data.rfind(b"\n", 0, -1) + 1
             if start and not line_start:
-                size = min(BUFFER, start)
+                size = min(max(BUFFER, len(data)), start)
                 start = file.seek(start - size)
                 data = file.read(size) + data
                 continue

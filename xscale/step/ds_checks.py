@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 from collections.abc import Iterable
+from types import NoneType
 from typing import Any
 
 import torch
@@ -22,10 +23,15 @@ FLAGS = (
     *("prescale_gradients", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
     *("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"),
 )
+VALUES: dict[str, tuple[str, tuple[type, ...]]] = {
+    **dict.fromkeys(("gradient_clipping", "gradient_predivide_factor"), ("a number", (int, float))),
+    **dict.fromkeys(("communication_data_type", "seq_parallel_communication_data_type"), ("a text", (str, NoneType))),
+    "steps_per_print": ("a whole number", (int, NoneType)),
+}
+"""The keys whose values DeepSpeed uses without a check."""
 KEYS = (
-    *(*SECTIONS, *FLAGS, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-    *("communication_data_type", "seq_parallel_communication_data_type", "steps_per_print"),
-    *("gradient_clipping", "gradient_predivide_factor"),
+    *(*SECTIONS, *FLAGS, *VALUES),
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
 )
 """The keys of a ds_config that affect a run of xscale."""
 ZERO_KEYS = {
@@ -64,8 +70,9 @@ def _check_key(key: str, value: Any) -> str:
         return "" if off and not meant else f"{key} has no effect in a run of xscale{advice}"
     if key in SECTIONS and not isinstance(value, dict):
         return f"{key}: {value!r} is not an object"
-    if key in FLAGS and value != "auto" and type(value) is not bool:
-        return f"{key}: {value!r} is not true or false"
+    kind, types = ("true or false", (bool,)) if key in FLAGS else VALUES.get(key, ("", (type(value),)))
+    if value != "auto" and type(value) not in types:
+        return f"{key}: {value!r} is not {kind}"
     return ""
 
 

@@ -19,7 +19,7 @@ from xscale.errors import blaming
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads, load_kept_heads
 from xscale.objectives import OBJECTIVES
-from xscale.objectives.base import AuxiliaryState, HasQueue, Losses, Parts, Prediction
+from xscale.objectives.base import AuxiliaryState, Losses, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
 
 Weights = dict[tuple[str, str], float]
@@ -68,10 +68,10 @@ class StepModule(nn.Module):
                 self.notes += [note] if note else []
             with self.blaming(name, "auxiliary_state"):
                 auxiliary_state = objective.auxiliary_state and objective.auxiliary_state(encoder, heads, options)
-            if isinstance(auxiliary_state, HasQueue):
-                auxiliary_state.steps = recipe.train.steps
             if auxiliary_state is not None:
                 self.auxiliary_states[name] = auxiliary_state
+                if hasattr(auxiliary_state, "steps"):
+                    auxiliary_state.steps = recipe.train.steps
         if recipe.train.activation_checkpointing:
             encoder.checkpoint_activations()
         if recipe.train.compile:

@@ -84,8 +84,7 @@ def _read_table(path: Path, names: tuple[str, ...]) -> Iterator[list[TaggedWord]
             )
         if len(words) != len(tags):
             raise UserError(f"{where} has {len(words)} words and {len(tags)} tags; fix it")
-        if words:
-            yield [(key, word, tag) for word, tag in zip(words, tags, strict=True)]
+        yield [(key, word, tag) for word, tag in zip(words, tags, strict=True)]
 
 
 def _read_sentences(
