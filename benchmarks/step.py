@@ -310,7 +310,8 @@ def global_batches(run_spec: RunSpec) -> Iterator[dict[str, SampledRecords]]:
         "max_tokens": 1 << 40,
         "state": initial_state(run_spec.specs),
     }
-    for plan in Mixture(run_spec.specs, run_spec.sources, run_spec.calibration, **options):
+    mixture = Mixture(run_spec.specs, run_spec.sources, run_spec.calibration, **options)
+    for plan in iter(mixture.next_step, None):
         (row,) = plan.rows
         yield row
 
