@@ -17,8 +17,9 @@ import time
 from itertools import islice
 from pathlib import Path
 
-from benchmarks.common import print_table
-from benchmarks.words import Gold, glued, read_gold, scores, tokens_of
+from common import print_table
+from words import Gold, glued, read_gold, scores, tokens_of
+
 from data_tools import align
 from data_tools.steps import SAMPLE_PARTS
 from xscale.data.link_projection import parse

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import yaml
+from common import print_table
 
-from benchmarks.common import print_table
 from data_tools.demo_world import World
 from xscale.data.mixture import initial_state
 from xscale.data.words import split

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-from benchmarks.common import print_table, text_pairs
+from common import print_table, text_pairs
+
 from data_tools.cleaning import NORMALISE
 
 LONGEST = 1000

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
-from benchmarks.common import print_table
+from common import print_table
+
 from data_tools.conllu import read_sentences
 from data_tools.sentences import split_sentences
 

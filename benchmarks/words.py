@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from benchmarks.common import print_table
+from common import print_table
+
 from data_tools import align
 from xscale.data.link_projection import parse, places
 from xscale.data.text import read_lines

@@ -48,3 +48,9 @@ def test_gpu_sh_asks_for_parts() -> None:
     assert done.returncode == 2
     for parts in ("check rows", "modern train", "head gather step"):
         assert f'"{parts}"' in done.stderr
+
+
+def test_benchmarks_start_as_their_first_lines_say() -> None:
+    """`python benchmarks/X.py` finds its own folder, not the package `benchmarks`."""
+    for path in sorted((launch.ROOT / "benchmarks").glob("*.py")):
+        assert "from benchmarks" not in path.read_text(encoding="utf-8"), path
