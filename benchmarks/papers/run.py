@@ -201,6 +201,8 @@ class Grid:
         evaluate = ("-m", "xscale.eval.run", "--model", hf, "--data", heldout, *texts, "--lexicon_heldout", 1)
         files = {kind: parts.with_name(f"{parts.name}.{kind}.json") for kind in ("withheld", "all")}
         words = {kind: ("--lexicons", world / kind / f"{pair}.txt", "--task", "alignment") for kind in files}
+        if not (world / "withheld" / f"{pair}.txt").stat().st_size:  # training has all words
+            words["withheld"] = ("--task",)
         more = ("retrieval", "heldout", "--pooling", "mean", "cls", "--layer", "all", "--limit", 3000)
         self.once(files["withheld"], *evaluate, *words["withheld"], *more)
         self.once(files["all"], *evaluate, *words["all"])
@@ -209,8 +211,8 @@ class Grid:
         of_pool = {pool: [value for row, value in rows.items() if pool in row.split()] for pool in ("mean", "cls")}
         scores = {f"retrieval {pool}": max(values) for pool, values in of_pool.items()}
         for kind, file in files.items():
-            (of_words,) = read_results(file)["alignment"].values()
-            scores[f"aligned {kind}"] = 100 * of_words.get(pair.replace("-", "->", 1), math.nan)
+            for of_words in read_results(file).get("alignment", {}).values():
+                scores[f"aligned {kind}"] = 100 * of_words.get(pair.replace("-", "->", 1), math.nan)
         (of_text,) = found["heldout"].values()
         scores |= {"TLM loss": of_text["tlm_loss"], "unigram entropy": of_text["unigram_entropy"]}
         tasks = world / "tasks.json"
