@@ -389,6 +389,9 @@ def test_the_summary_answers_what_is_asked_first(tmp_path: Path) -> None:
     assert re.search(r"b: the training loss rose: it ends 1\.\d+ above its lowest, near step [45]\d\.", said(0, 1))
     assert "c: the training loss is not finite after step 59." in said(0, 2) and "not diverged" in said(0)
     assert "Worst language by loss of mlm: a: de 3 nats; b: en 4 nats." in said(0, 1)
+    of_streams = [e | {"loss/mlm": 8 / e["step"], "loss/ppa": abs(e["step"] - 50) / 25} for e in falling]
+    folders.append(make_run(tmp_path / "d", of_streams, []))
+    assert re.search(r"^d: the loss of ppa rose: it ends 1\.\d+ above its lowest, near step [45]\d\.$", said(3), re.M)
     assert "has not diverged" in page_of(folders[0], out=tmp_path / "page.html")[0]
 
 

@@ -2,6 +2,7 @@
 noise; did a run diverge; which language is worst."""
 
 import math
+import re
 
 import pandas as pd
 
@@ -13,6 +14,8 @@ RANGES = 10
 """A loss is compared between this many equal ranges of its steps."""
 LEAST_RISE = 0.01
 """A loss rises if it ends above its lowest by more than this share of it, and by more than two deviations."""
+STREAM_RISE = 0.25
+"""The loss of a stream must also rise by more than this share of its largest fall."""
 MOST_METRICS = 2
 """The worst language is named by at most this many metrics."""
 
@@ -40,22 +43,32 @@ def verdict(headline: Chart) -> str:
 
 def stability(runs: list[Run]) -> list[str]:
     """Return a sentence for each run whose loss rises, or has no number, at its end; one sentence if there is none."""
-    losses = {run.label: run.metrics["loss"] for run in runs if len(run.metrics.get("loss", ()))}
-    wrong = {label: found for label, curve in losses.items() if (found := rise(curve))}
+    trained = [run for run in runs if len(run.metrics.get("loss", ()))]
     one = "The run has not diverged: its training loss ends near its lowest."
-    fine = [one if len(losses) == 1 else "No run diverged: each training loss ends near its lowest."]
-    return [f"{label}: the training loss {found}." for label, found in wrong.items()] or (fine if losses else [])
+    fine = [one if len(trained) == 1 else "No run diverged: each training loss ends near its lowest."]
+    wrong = []
+    for run in trained:
+        losses = {"the training loss": (run.metrics["loss"], 0.0)}
+        streams = {name: curve for name, curve in run.metrics.items() if re.fullmatch(r"loss/[^/.]+", name)}
+        if len(streams) > 1:
+            losses |= {f"the loss of {name[5:]}": (curve, STREAM_RISE) for name, curve in streams.items()}
+        wrong += [
+            f"{run.label}: {of} {found}." for of, (curve, least) in losses.items() if (found := rise(curve, least))
+        ]
+    return wrong or (fine if trained else [])
 
 
-def rise(curve: pd.Series) -> str:
-    """Return what is wrong with the end of a loss; "" if it ends near its lowest."""
+def rise(curve: pd.Series, least: float) -> str:
+    """Return what is wrong with the end of a loss; "" if it ends near its lowest. least: a rise by less than this share
+    of the loss's largest fall is not reported."""
     known, end = curve.dropna(), last_tenth(curve).dropna()
     if not len(end):
         last = known.index[-1] if len(known) else 0
         return f"is not finite after step {last:,}"
     means = thin(known, RANGES)["mean"]
     above = float(end.mean() - means.min())
-    if above <= max(LEAST_RISE * abs(means.min()), 2 * float(end.std(ddof=0))):
+    fall = float((means.cummax() - means).max())
+    if above <= max(LEAST_RISE * abs(means.min()), 2 * float(end.std(ddof=0)), least * fall):
         return ""
     return f"rose: it ends {number(above)} above its lowest, near step {means.idxmin():,.0f}"
 
