@@ -61,6 +61,10 @@ def values_of(done: list[Done], world: str, arm: str, name: str) -> dict[int, fl
     return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
 
+def shown_p(p: float) -> str:
+    return "-" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else "< 0.001"
+
+
 def map_worlds(done: list[Done]) -> list[str]:
     """A table for each world, with means and sample standard deviations over seeds."""
     tables = []
@@ -101,9 +105,8 @@ def comparisons(grid: dict[str, Any], done: list[Done]) -> list[str]:
                 if not differences or name == "unigram entropy" or name.endswith("majority"):
                     continue
                 p = stats.ttest_1samp(differences, 0.0).pvalue if np.ptp(differences) else math.nan
-                shown = "-" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else "< 0.001"
                 sides = f"{'/'.join(first)} - {'/'.join(second)}"
-                rows.append([sides, name, spread(differences, name), str(len(differences)), shown])
+                rows.append([sides, name, spread(differences, name), str(len(differences)), shown_p(p)])
     if not rows:
         return ["No comparison has a seed with which both sides converged."] if grid.get("compare") else []
     head = ["cells", "measure", "difference", "seeds", "p"]
@@ -119,7 +122,8 @@ def correlations(done: list[Done]) -> list[str]:
         if name.endswith("Δ") and len(points) >= 3:
             found = stats.spearmanr([p[0] for p in points], [p[1] for p in points])
             rho, p = found.statistic, found.pvalue
-            lines.append(f"Alignment (all words) and {name}: rho {rho:.3f} (Spearman), p {p:.3f}, {len(points)} cells.")
+            how = f"rho {rho:.3f} (Spearman), p {shown_p(p)}, {len(points)} cells"
+            lines.append(f"Alignment (all words) and {name}: {how}.")
     return lines
 
 
