@@ -123,7 +123,8 @@ def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
     if steps < 3 * follows:
         lines.append(
             f"momentum {options.momentum}: the key encoder needs about {follows:,.0f} steps to follow the trained one, "
-            f"and stays near its start in a run of {steps:,}; set it to {max(1 - 3 / max(steps, 4), 0.0):.2g} or less"
+            f"and stays near its start in a run of {steps:,}; train for {3 * follows:,.0f} steps or more. A lower "
+            f"momentum follows faster, but below 0.95 the contrast may learn the age of keys instead of their meaning"
         )
     if options.queue_size > records:
         lines.append(
