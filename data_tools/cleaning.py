@@ -80,8 +80,8 @@ class Cleaner:
         self.normalise = [NORMALISE[name] for name in NORMALISE if name in rules.normalise]
 
     def clean(self, unit: Unit) -> list[str]:
-        """The clean sides of a pair or sentences of a document; an empty list if a rule removes the unit. The rule
-        `exclude` is in `without_excluded`."""
+        """The clean sides of a pair or sentences of a document; an empty list if a rule removes the unit. The rules
+        `exclude` and `boilerplate` are in `without_excluded` and `without_boilerplate`."""
         if len(unit.texts) < len(self.langs):
             self.removed.add("language missing" if len(self.langs) == 2 else "empty", [])
             return []
@@ -156,6 +156,20 @@ class Cleaner:
                 texts = [text for text, hit in zip(texts, found, strict=True) if not hit]
             if texts:
                 kept.append((unit, texts))
+        return kept
+
+    def without_boilerplate(self, units: list[tuple[Unit, list[str]]]) -> list[tuple[Unit, list[str]]]:
+        """The documents of a chunk without the sentences that the rule `boilerplate` removes; pairs are left alone."""
+        most = self.rules.boilerplate
+        if most is None or len(self.langs) == 2:
+            return units
+        documents_with, kept = Counter(text for _, texts in units for text in set(texts)), []
+        for unit, texts in units:
+            for text in texts:
+                if documents_with[text] > most:
+                    self.removed.add("boilerplate (sentences)", [text])
+            if left := [text for text in texts if documents_with[text] <= most]:
+                kept.append((unit, left))
         return kept
 
 

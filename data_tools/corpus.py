@@ -68,6 +68,9 @@ class Rules(Strict):
     exclude: list[str] = []
     """Files of evaluation text. A pair or a sentence is dropped if a text has the same letters and digits as one of
     their lines, or nearly the same characters."""
+    boilerplate: int | None = Field(default=None, ge=1)
+    """A sentence is removed from documents if more than this many of a chunk's documents (8,192 consecutive ones of a
+    source, or 4 MB) have it, such as a menu or a licence."""
     dedup: Literal["exact", "near"] | None = None
     """Only the first of equal, or nearly equal, pairs or documents is kept, among all sources of the same languages."""
 

@@ -125,7 +125,7 @@ def clean(folder: Path, number: int) -> None:
             units += 1
             if texts := cleaner.clean(unit):
                 cleaned.append((unit, texts))
-    for unit, texts in cleaner.without_excluded(cleaned):
+    for unit, texts in cleaner.without_boilerplate(cleaner.without_excluded(cleaned)):
         links, lost = projected(unit, texts, source)
         kept.append(Unit(unit.number, texts, links))
         dropped += lost

@@ -320,6 +320,24 @@ def test_evaluation_text_is_left_out(tmp_path: Path) -> None:
         run(tmp_path, tree, out="none")
 
 
+def test_boilerplate_is_removed_from_documents(tmp_path: Path) -> None:
+    """A sentence of more documents than the rule allows goes; one that a document repeats stays, and so do pairs."""
+    menu, pages = "Home, contact and imprint.", [f"This is page {n} of many." for n in range(6)]
+    documents = [[menu, page] for page in pages] + [["Twice is not often."] * 3, [menu]]
+    (tmp_path / "en").write_text("\n\n".join("\n".join(lines) for lines in documents), encoding="utf-8")
+    both = [(menu, f"Seite {n}.") for n in range(6)]
+    sources = [
+        {"mono": "en", "text": str(tmp_path / "en")},
+        {"pairs": ["en", "de"], "text": moses(tmp_path, both)},
+    ]
+    rules = {"rules": {"boilerplate": 5, "length": {"characters": [1, 1000]}}}
+    out = run(tmp_path, {"sources": sources} | rules)
+    texts = [record for _, record in stored(out / "shards")]
+    assert sorted(texts) == sorted([*((page,) for page in pages), *[("Twice is not often.",)] * 3, *both])
+    removed = [source["removed"] for source in json.loads((out / "report.json").read_text())["sources"]]
+    assert removed == [{"boilerplate (sentences)": 7}, {}]
+
+
 @pytest.mark.parametrize("form", ["tsv", "jsonl"])
 def test_scores_of_other_programs(tmp_path: Path, form: str, capsys: pytest.CaptureFixture) -> None:
     """Pairs below the bound are removed, and one whose score is no number by the reader."""
