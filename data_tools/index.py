@@ -59,7 +59,7 @@ def build(
 
 
 def scan_all(tars: list[Path], langs: tuple[str, ...] | None, counted: dict[str, str]) -> list[Scanned]:
-    """What `scan` returns, for parts of the tars; many tars are scanned in a process for each core."""
+    """Return what `scan` returns, for parts of the tars. Many tars are scanned in a process for each core."""
     workers = min(len(os.sched_getaffinity(0)), len(tars) // WORKER_TARS)
     if workers < 2:
         return [scan(tars, langs, counted)]

@@ -557,7 +557,7 @@ def test_predictions_as_xtreme_reads_them(tmp_path: Path) -> None:
 
 
 def test_the_page_has_xtremes_names() -> None:
-    """Of the tasks whose folder in XTREME has another name."""
+    """The page names the tasks whose folder in XTREME has another name."""
     rows = [line for line in (launch.ROOT / "docs" / "fine-tuning.md").read_text().splitlines() if line[:3] == "| `"]
     for name, task in measure.TASKS.items():
         (row,) = [row for row in rows if f"`{name}`" in row.split("|")[1]]

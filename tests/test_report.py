@@ -446,7 +446,7 @@ def test_a_run_is_watched_until_it_ends(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_refresh_reads_only_what_is_new(
     one: tuple[Path, list[Entry]], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """What was parsed stays; a file that a resume has cut is read again from its beginning."""
+    """A refresh parses new lines only. A file that a resume has cut is read again from its beginning."""
     folder, entries = one
     whole = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     again = whole[:10] + [json.dumps(e | {"lr": e["step"], "loss/new": 1.0}) + "\n" for e in entries[10:]]

@@ -134,7 +134,7 @@ def test_real_text(name: str, real: Path) -> None:
 
 
 def test_swapped_languages_are_told(tmp_path: Path, corpus_files, capsys: pytest.CaptureFixture) -> None:
-    """By write_shards, index and inspect alike."""
+    """write_shards, index and inspect tell it alike."""
     src, tgt = corpus_files([f"This is sentence {i}" for i in range(90)], [f"这是第{i}句话" for i in range(90)])
     argv = ["pairs", "--src", str(src), "--tgt", str(tgt), "--langs", "zh", "en", "--shard_lines", "20", "--out"]
     out = tmp_path / "out"

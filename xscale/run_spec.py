@@ -66,10 +66,10 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.jso
 
 
 class LinkSample(NamedTuple):
-    """What some records of a source, the first and the last among them, say about its word links."""
+    """The word links of some records of a source, the first and the last among them."""
 
     some: bool
-    """Whether any of the records has links."""
+    """True if any of these records has links."""
     bare: str
     """The place of the first of them that has none, or an empty string."""
 

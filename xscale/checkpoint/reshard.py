@@ -24,7 +24,7 @@ class SavedPlace(NamedTuple):
 
     group: int
     start: int
-    """Where the parameter begins in the vector."""
+    """The index at which the parameter begins in the vector."""
     first: int
     length: int
 

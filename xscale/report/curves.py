@@ -77,7 +77,7 @@ BY_LAYER = ("accuracy", "aer", "AER", "f1", "F1", "P@1")
 
 
 NO_CURVE = pd.Series(dtype=float)
-"""What stands for the curve of a run that lacks a metric."""
+"""The curve of a run that lacks a metric."""
 
 
 class Chart(NamedTuple):

@@ -79,7 +79,7 @@ class PendingStep:
     error: Exception | None
     """The error that kept this rank from reading its records, or that forbids it to go on."""
     message: Message
-    """Whether a rank has failed, whether one was asked to stop, and the leaves of GlobalCounts."""
+    """The message says if a rank has failed and if one was asked to stop, and has the leaves of GlobalCounts."""
     form: TreeSpec | None
     sent: int
     """The number of steps that had begun when the message was sent."""
