@@ -333,8 +333,11 @@ class OpenFile:
             raise
 
     def fits_index(self, shard: int, start: int, about: Shard) -> bool:
-        """Return True if the shard's entries, from number `start` of the file on, have the checksum of index.json,
-        which is computed once, and again if the file has changed: a changed file may fit a changed tar, but not index.json."""
+        """Return True if the shard's entries, from number `start` of the file on, have the checksum of index.json.
+
+        The checksum is computed once, and again if the file has changed: a changed file may fit a changed tar, but not
+        index.json.
+        """
         changed = os.fstat(self.fd).st_ctime_ns
         if changed != self.changed:
             self.changed, self.intact = changed, {}
