@@ -162,7 +162,8 @@ class Grid:
         file = self.out / "recipes" / f"{cell.path}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(yaml.safe_dump(self.recipe(arm, steps, world, init), sort_keys=False), encoding="utf-8")
-        data = [folder for kind in arm.get("reads", ["mono"]) for folder in sorted((world / "shards" / kind).iterdir())]
+        text = ["mono" if (world / "shards/mono").exists() else "sides"]
+        data = [folder for kind in arm.get("reads", text) for folder in sorted((world / "shards" / kind).iterdir())]
         ranks = self.scale.get("ranks", 1)
         launcher = ("-m", "deepspeed.launcher.runner", "--num_gpus", ranks) if ranks > 1 else ()
         self.run(*launcher, ROOT / "xscale/train.py", "--ds_config", ROOT / "ds_configs" / self.scale["ds_config"],
