@@ -49,7 +49,7 @@ NORMALISE: dict[str, Callable[[str], str]] = {
 
 
 class Removed:
-    """The number of units, or of sentences of documents, that each rule removed, with examples."""
+    """Counts how many pairs, documents, or sentences of documents each rule removed, and keeps examples."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

@@ -76,7 +76,7 @@ class Rules(Strict):
 
     @property
     def paths(self) -> list[str]:
-        """The files that the rules read."""
+        """The files that the rules need: evaluation text and a language identification model."""
         return [*self.exclude, *([self.lid] if isinstance(self.lid, str) else [])]
 
 
@@ -161,7 +161,7 @@ class SourceSpec(Strict):
         if self.text == []:
             raise ValueError("text: [] must name files or folders")
         if any(map(is_url, self.paths)) and given[0] in FOLDERS:
-            raise ValueError(f"{given[0]}: {self.paths[0]!r} must be a folder on a disk; copy it")
+            raise ValueError(f"{given[0]}: {self.paths[0]!r} is no local folder; download it, and name the copy")
         self._check_columns(given[0])
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ValueError(f"name: {self.name!r} must have only letters, digits, _, - and ., and no leading - or .")
@@ -291,7 +291,9 @@ def load_corpus(path: Path) -> Corpus:
     for source in tree["sources"] if isinstance(tree.get("sources"), list) else ():
         if isinstance(source, dict) and isinstance(source.get("shards"), str):
             if is_url(source["shards"]):
-                raise UserError(f"{path}: shards: {source['shards']!r} must be a folder on a disk; copy it")
+                raise UserError(
+                    f"{path}: shards: {source['shards']!r} is no local folder; download it, and name the copy"
+                )
             langs = Source(source["shards"]).langs
             given = {"pairs": list(langs)} if len(langs) == 2 else {"mono": langs[0]}
             if source.keys() & {"pairs", "mono"}:
@@ -312,7 +314,10 @@ def problem_lines(error: ValidationError, where: str = "") -> list[str]:
             inner = str(problem["ctx"]["error"]).splitlines()
             lines += [f"{where}{place}{': ' if place else ''}{line}" for line in inner]
         elif problem["type"] == "extra_forbidden":
-            lines.append(f"{where}{place}: unknown key; remove it")
+            kinds = {"the corpus": Corpus, "a source": SourceSpec, "rules": Rules}
+            homes = [kind for kind, model in kinds.items() if problem["loc"][-1] in model.model_fields]
+            remedy = f"it is a key of {' and of '.join(homes)}: move it there" if homes else "remove it"
+            lines.append(f"{where}{place}: unknown key here; {remedy}")
         else:
             given = "" if problem["type"] == "missing" else f": {problem['input']!r}"
             lines.append(f"{where}{place}{given}: {problem['msg']}")

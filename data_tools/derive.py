@@ -96,7 +96,8 @@ class Derivation:
         return found
 
     def words_order(self, words: list[str], where: str) -> list[int]:
-        """The new order of words, which --conllu may split differently: a word goes where its first character goes."""
+        """The positions of a sentence's words in their new order. --conllu may split the sentence into other words than
+        these: then a word moves with its first character."""
         word_of = [number for number, word in enumerate(words) for _ in "".join(word.split())]
         order: dict[int, None] = {}
         at = 0

@@ -256,7 +256,8 @@ def run(args: argparse.Namespace) -> None:
         start(corpus, folder)
         for name, (step, count) in steps.STEPS.items():
             done = executor.run(name, step, count(folder))
-            print(f"{name}: did {done:,} of {count(folder):,} tasks", file=sys.stderr, flush=True)
+            if tasks := count(folder):
+                print(f"{name}: did {done:,} of {tasks:,} tasks", file=sys.stderr, flush=True)
         finish(corpus, folder, args.out)
     finally:
         executor.close()

@@ -320,7 +320,7 @@ def test_tables_say_what_is_noise(tmp_path: Path) -> None:
     assert tables.is_numeric(row[1:])
     rows = {row[0]: [tables.number(cell) for cell in row[1:]] for row in tables.summary(runs[:1]).rows}
     assert rows["retrieval accuracy, en-de"] == ["0.9 [0.85, 0.93]", "0.9", "0.9", "24"]
-    assert rows["retrieval accuracy, mean over 2 languages"][0] == "0.89 [0.84, 0.92]"
+    assert rows["retrieval accuracy, mean over 2 languages or pairs"][0] == "0.89 [0.84, 0.92]"
     curve = runs[0].evals["retrieval", "en-fr", "accuracy"]
     assert curve.attrs[16] == pytest.approx((0.6, 0.78))
     without = curve.copy()
@@ -403,20 +403,24 @@ def test_means_over_languages(tmp_path: Path) -> None:
     found = {"heldout": {"mlm": {"loss": 9.5}, "mlm en": {"loss": 1.5}, "mlm de": {"loss": 2.5}}}
     folder = make_run(tmp_path / "run", entries, [{"step": 1, "results": found}])
     rows = {row[0]: row[1:] for row in tables.summary(read_runs([folder])).rows}
-    assert rows["heldout loss, mlm, mean over 2 languages"] == [2, 2, 2, 1]
-    assert rows["loss/mlm, mean over 2 languages"] == [2.5, 2.5, 2.5, 4]
+    assert rows["heldout loss, mlm, mean over 2 languages or pairs"] == [2, 2, 2, 1]
+    assert rows["loss/mlm, mean over 2 languages or pairs"] == [2.5, 2.5, 2.5, 4]
     accuracies = {"en-xx": {"accuracy": 0.25}, "en-yy": {"accuracy": 0.75}, "all": {"accuracy": 0.5}}
     ends = {"en-xx": {"accuracy": [0.0, 0.5]}, "en-yy": {"accuracy": [0.5, 1.0]}, "all": {"accuracy": [0.4, 0.6]}}
     found = {"step": 1, "results": {"retrieval": accuracies}, "intervals": {"retrieval": ends}}
     (run,) = read_runs([make_run(tmp_path / "all", entries, [found], checkpoint={"best": "retrieval/all/accuracy"})])
     (shown,) = [row[1] for row in tables.headline_table(tables.headlines([run])).rows if "retrieval" in str(row[0])]
     rows = {row[0]: row[1] for row in tables.summary([run]).rows}
-    assert tables.number(shown) == tables.number(rows["retrieval accuracy, mean over 2 languages"]) == "0.5 [0.4, 0.6]"
+    assert (
+        tables.number(shown)
+        == tables.number(rows["retrieval accuracy, mean over 2 languages or pairs"])
+        == "0.5 [0.4, 0.6]"
+    )
     assert "retrieval accuracy, all" not in rows and list(curves.eval_charts([run])[0].lines) == ["en-xx", "en-yy"]
     curve = tables.mean_curve([pd.Series([3.0, 2, np.nan], [1, 2, 3]), pd.Series([5.0, np.nan], [1, 3])])
     assert curve.tolist()[:2] == [4, 3.5] and np.isnan(curve[3])
     scores = {"de": {"loss": 1.0, "targets": 10.0}, "fr": {"loss": 2.0, "targets": 30.0}}
-    assert tables.with_means("perplexity", scores)["mean over 2 languages"] == {"loss": 1.5}
+    assert tables.with_means("perplexity", scores)["mean over 2 languages or pairs"] == {"loss": 1.5}
     assert tables.with_means("mteb", scores) == scores
 
 

@@ -180,7 +180,7 @@ def test_processes_that_share_a_suite_make_its_one_table(
     assert run.main([*words, *parts, "--limit", "5"]) == 2
     assert "has scores of an evaluation with --limit 1000" in capsys.readouterr().err
     assert run.main([*words, "--part", "0/3"]) == run.main([*words, *parts, "--part", "3/3"]) == 2
-    assert "--part 0/3 needs --parts" in (said := capsys.readouterr().err) and "--part 3/3 needs" in said
+    assert "--part 0/3: give --parts" in (said := capsys.readouterr().err) and "--part 3/3: " in said
 
 
 def test_means_by_script_and_by_training() -> None:

@@ -671,7 +671,7 @@ def find_tokenizer(recipe: Recipe, data: Path | None) -> str:
             raise UserError(f"model.init {init} does not exist; give a run, or a Hugging Face directory or name")
         return init  # a hub name
     if data is None:
-        raise UserError("all of --data is remote, from where no tokenizer is fetched; set model.tokenizer=DIR")
+        raise UserError("all of --data is remote, and a tokenizer is only looked for on disks; set model.tokenizer=DIR")
     for folder in (data, data.resolve().parent):
         if (folder / "tokenizer").is_dir():
             return str(folder / "tokenizer")

@@ -46,8 +46,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A run's estimates of lengths in tokens. They are equal on all ranks, also after a resume, since the assignment of
-    samples to rows depends on them."""
+    """A run's estimates of a text's number of tokens from its bytes. They are equal on all ranks and after a resume,
+    since they decide which samples share a row of the batch."""
 
     lines: list[tuple[float, float]]
     """(a, b) of each source: the estimate of a record's tokens is a * (number of its bytes) + b."""

@@ -99,7 +99,7 @@ def same_word(word: str) -> str:
 
 
 def withheld(word: str, heldout: float) -> bool:
-    """True if the entries of this word are withheld from all objectives. heldout: the share of such words."""
+    """True if no objective sees the dictionary entries of this word. heldout: the share of such words."""
     return int(rng.key("lexicon_heldout", same_word(word))) < heldout * 2**64
 
 

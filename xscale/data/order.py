@@ -101,7 +101,7 @@ class EpochOrder:
         return int(self.ends[self.window_ends[window - 1] - 1]) if window else 0
 
     def parts(self, position: int) -> int:
-        """Number of parts of the window that holds `position`."""
+        """The number of parts (runs of records that are read one after another) in the shuffle window of `position`."""
         _, first, end = self.bounds(position)
         return max(min((end - first) * self.sources // WINDOW_RECORDS, (end - first) // PART_RECORDS), 1)
 

@@ -203,7 +203,7 @@ def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
 
 
 def sample_heldout_links(run_spec: RunSpec, sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
-    """Look for word links in held-out sources. They may have other languages than `data.languages`."""
+    """Return samples of the word links of held-out sources, whose languages need not be in `data.languages`."""
     data = replace(run_spec.recipe.data, languages=None)
     return sample_links(languages_of_links(replace(run_spec.recipe, data=data, phases=())), sources, host_group)
 
@@ -224,7 +224,7 @@ def heldout_stream_specs(run_spec: RunSpec, sources: list[Source], samples: list
             specs.append(StreamSpec(spec.name, chosen, sum(sources[s].records for s in chosen), spec.packed))
     if not specs:
         kinds = ", ".join(sorted({f"{source.pair} ({source.kind})" for source in sources}))
-        raise UserError(f"no stream of the recipe reads any of {kinds}")
+        raise UserError(f"no stream of the recipe reads data such as {kinds}; name other data, or leave out the task")
     return specs
 
 
@@ -393,8 +393,8 @@ def find_probes(
 def tokens_by_language(
     run_spec: RunSpec, out: Path, languages: list[str], host_group: HostGroup, note: Callable[[str], None]
 ) -> dict[str, np.ndarray]:
-    """Return the distinct tokens of each language's text. Every rank counts a part of the text. tokens.npz keeps the
-    tokens for a resume; only rank 0 reads it."""
+    """Return the ids of the tokens that occur in each language's text. Every rank reads a part of the text. They are
+    saved in tokens.npz, so that a resume need not read the text again; only rank 0 reads this file."""
     path, tokens, parts = out / TOKENS, dict[str, np.ndarray](), range(host_group.size)
     if host_group.is_main and path.exists():
         try:

@@ -1,4 +1,4 @@
-"""The tasks of `xscale.eval.run`: each is a function that checks the flags and returns the rows to evaluate."""
+"""The tasks of `xscale.eval.run`: each is a function that checks the flags and returns the results rows to compute."""
 
 import argparse
 from argparse import Namespace
@@ -91,8 +91,8 @@ def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     rows = parallel_rows(args, [text for folder in args.texts for text in find_parallel(folder)])
     if args.texts and not rows and not args.data:
         raise UserError(
-            f"--texts {' '.join(map(str, args.texts))}: no parallel text; needs files such as eng_Latn.devtest and "
-            f"deu_Latn.devtest, or newstest2019-ref.deu.txt, whose lines n are translations"
+            f"--texts {' '.join(map(str, args.texts))}: no parallel text; give files of which each line n is one "
+            f"sentence in another language, such as eng_Latn.devtest and deu_Latn.devtest"
         )
     return [*rows, *(rows_of_pairs(args, sources, evaluate) if args.data or not rows else [])]
 

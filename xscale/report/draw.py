@@ -2,6 +2,7 @@
 
 import io
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class Pictures:
         with matplotlib.rc_context({"svg.hashsalt": str(self.number)}):
             figure.savefig(text, format="svg", transparent=True)
         if self.folder is not None:
-            figure.suptitle(title, fontsize=8)
+            figure.suptitle(textwrap.fill(title, 55), fontsize=8)
             self.folder.mkdir(parents=True, exist_ok=True)
             slug = re.sub(r"[^\w.-]+", "-", title).strip("-")
             with files.publish(self.folder / f"{self.number:03d}-{slug}.png") as path:

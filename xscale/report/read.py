@@ -81,7 +81,10 @@ class MetricsLog:
         """Metric -> its steps and its values."""
 
     def read(self) -> dict[str, pd.Series]:
-        """Return the curves. If a step has several values, the last one counts. Raises UserError."""
+        """Return the curves; none before the first step. If a step has several values, the last one counts. Raises
+        UserError."""
+        if not self.path.exists():
+            return {}
         with self.path.open("rb") as file:
             file.seek(self.end - len(self.last))
             if file.read(len(self.last)) != self.last:
@@ -110,7 +113,7 @@ def read_runs(folders: list[Path], logs: dict[Path, MetricsLog] | None = None) -
 
 def read_run(folder: Path, name: str, label: str, log: MetricsLog) -> Run:
     config, status, own_evals = folder / "config.yaml", folder / "status.json", folder / "evals.jsonl"
-    if not log.path.is_file():
+    if not log.path.is_file() and not config.is_file():
         raise UserError(
             f"{folder} has no metrics.jsonl; give directories of runs, which are the values of --out at their starts"
         )

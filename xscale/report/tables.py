@@ -189,7 +189,7 @@ def summary(runs: list[Run]) -> Table:
             means = [mean_curve(list(curves)) for curves in zip(*members.values(), strict=True)]
             own = means_of_runs.get(label, means)
             means = [mean if of_run.empty else of_run for mean, of_run in zip(means, own, strict=True)]
-            ordered[f"{label}, mean over {len(members)} languages", next(iter(members))[1]] = means
+            ordered[f"{label}, mean over {len(members)} languages or pairs", next(iter(members))[1]] = means
     for members in groups.values():
         ordered |= members
     rows: list[list[Cell]] = [
@@ -281,7 +281,7 @@ def with_means(task: str, rows: dict[str, dict[str, float]]) -> dict[str, dict[s
     for variant, of_variant in variants.items():
         if len(of_variant) > 1:
             means = pd.DataFrame([found[row] for row in of_variant]).mean().items()
-            label = ", ".join(filter(None, [f"mean over {len(of_variant)} languages", variant]))
+            label = ", ".join(filter(None, [f"mean over {len(of_variant)} languages or pairs", variant]))
             found[label] = {str(name): float(mean) for name, mean in means if direction(str(name))}
     return found
 

@@ -182,8 +182,8 @@ def with_new_values(saved: dict[str, Any], identity: dict[str, Any]) -> dict[str
 
 
 def fixed_by_phases(recipe: dict[str, Any]) -> tuple[Any, int]:
-    """Return the values in a recipe's phases on which a saved state depends: the languages of the streams, which decide
-    the sources that have a position, and the largest data.max_length, which decides the model's positions."""
+    """Return the values in a recipe's phases on which a saved state depends: the streams' languages, which decide
+    which sources have a reading position, and the largest data.max_length, the number of the model's positions."""
     phases = [{}, *(recipe.get("phases") or [])]
     some = recipe["data"].get("languages") or any(stream.get("languages") for stream in recipe["streams"].values())
     languages = [{name: value for name, value in phase.items() if "languages" in name} for phase in phases]

@@ -403,7 +403,8 @@ class CollapseDetector:
         return [
             f"streams.{stream}: vectors of different sentences hardly differ (mean cosine {cosine:.4f}, over {ALIKE} "
             f"in {ALIKE_STEPS} steps), so it learns next to nothing. With random weights the [CLS] vectors of all "
-            f"sentences are alike: set streams.{stream}.pooling=mean, or model.attention_gain=1.0 and model.dropout=0.0"
+            f"sentences are alike; what helps is streams.{stream}.pooling=mean, model.attention_gain=1.0 and "
+            f"model.dropout=0.0, those of them that are not set already"
             for stream, cosine in cosines.items()
             if cosine > ALIKE and self.steps[stream] == ALIKE_STEPS
         ]

@@ -66,8 +66,8 @@ class Validation:
             host_group.from_main(lambda: self.find_best(earlier))
 
     def find_best(self, earlier: list[tuple[int, dict[str, Results]]]) -> None:
-        """Find the best of the existing checkpoints. earlier: the step and the results of each evaluation of earlier
-        starts. Rank 0 only. Raises UserError if an evaluation lacks the number of checkpoint.best."""
+        """Find the best of the existing checkpoints. earlier: the step and the results of each evaluation before
+        this start. Rank 0 only. Raises UserError if an evaluation lacks the score that checkpoint.best names."""
         assert self.best_of
         folder = self.out / "checkpoints"
         there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(folder)}

@@ -184,8 +184,8 @@ class StepFlops:
         }
 
     def attention(self, tokens: int, squares: int) -> float:
-        """Return the FLOPs of attention. In local layers, all sequences are taken to have one length: the mean over
-        tokens of the length of the token's sequence. squares: sum of squared sequence lengths."""
+        """Return the FLOPs of attention. For layers with a sliding window, every sequence is assumed to have the
+        token-weighted mean length, squares / tokens. squares: sum of squared sequence lengths."""
         w, length = self.window, squares / max(tokens, 1)
         within = length if length <= w + 1 else 2 * w + 1 - w * (w + 1) / length
         return self.per_pair * (self.whole * squares + self.local * tokens * within)
