@@ -26,9 +26,7 @@ def share_rows(rows: dict[str, dict[str, TaskRow]], args: Namespace) -> dict[str
         return rows
     match = re.fullmatch(r"(\d+)/(\d+)", args.part or "0/1")
     if not args.parts or not match or int(match[1]) >= int(match[2]):
-        raise UserError(
-            f"--part {args.part}: give --parts DIR too, and for N processes the parts 0/N, 1/N and so on; for 4, 0/4 to 3/4"
-        )
+        raise UserError(f"--part {args.part}: give --parts DIR too, and a part of N, such as 0/4 to 3/4")
     files.check_writable(args.parts / "0.json")
     flags = {
         f"--{name}": str(value) for name, value in vars(args).items() if name not in ("out", "card", "part", "parts")

@@ -25,7 +25,8 @@ from xscale.step.zero import one_reduction, take_step
 
 @dataclass
 class StepSums:
-    """The sums of losses and metrics over this rank's targets in one optimizer step. They stay on the device until metrics are read."""
+    """The sums of losses and metrics over this rank's targets in one optimizer step. They stay on the device until
+    metrics are read."""
 
     reported: list[Reported]
     values_K: Tensor
