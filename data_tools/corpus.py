@@ -314,7 +314,7 @@ def problem_lines(error: ValidationError, where: str = "") -> list[str]:
             inner = str(problem["ctx"]["error"]).splitlines()
             lines += [f"{where}{place}{': ' if place else ''}{line}" for line in inner]
         elif problem["type"] == "extra_forbidden":
-            kinds = {"the corpus": Corpus, "a source": SourceSpec, "rules": Rules}
+            kinds: dict[str, type[Strict]] = {"the corpus": Corpus, "a source": SourceSpec, "rules": Rules}
             homes = [kind for kind, model in kinds.items() if problem["loc"][-1] in model.model_fields]
             remedy = f"it is a key of {' and of '.join(homes)}: move it there" if homes else "remove it"
             lines.append(f"{where}{place}: unknown key here; {remedy}")
