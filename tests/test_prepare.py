@@ -245,7 +245,7 @@ def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path) -> None:
             {"pairs": ["en", "en"], "text": ["a", "b"]},
             {"mono": "de", "text": "a", "tmx": "b"},
             {"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]},
-            {"mono": "de", "jsonl": "a", "wieght": 3},
+            {"mono": "de", "jsonl": "a", "wieght": 3, "align": True},
             {"pairs": ["en", "de"], "text": ["a", "b"], "first": -1},
         ],
         "rules": {"dedup": "fuzzy"},
@@ -260,7 +260,17 @@ def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path) -> None:
         load_corpus(written(tmp_path, names))
     with pytest.raises(UserError) as told:
         load_corpus(written(tmp_path, tree))
-    for named in ("en", "tmx", "columns", "wieght", "first: -1", "dedup: 'fuzzy'", "'many'", "aligned"):
+    for named in (
+        "en",
+        "tmx",
+        "columns",
+        "wieght",
+        "first: -1",
+        "dedup: 'fuzzy'",
+        "'many'",
+        "aligned",
+        "align: unknown key here; it is a key of the corpus",
+    ):
         assert named in str(told.value), named
     tree = {"sources": [{"mono": "de", "text": "a", "rules": {"lenght": 3}}], "rules": {"length": {"tokens": [1, 9]}}}
     with pytest.raises(UserError, match="lenght"):

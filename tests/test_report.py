@@ -796,6 +796,15 @@ def broken(name: str, text: str) -> Callable[[Path], list[object]]:
     return write
 
 
+def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", [])
+    (folder / "metrics.jsonl").unlink()
+    assert (
+        command.main([str(folder), "--out", str(tmp_path / "r.html")]) == 0
+        and "run" in (tmp_path / "r.html").read_text()
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
