@@ -11,6 +11,7 @@ import numpy as np
 
 from xscale import rng
 from xscale.data.masking import mask_tokens
+from xscale.data.ragged import offsets
 from xscale.data.sequences import Example, Sequences, fit_pairs
 from xscale.data.shards import pair_name
 from xscale.data.tokenizer import Tokenizer
@@ -155,17 +156,19 @@ def masked_lm(
 ) -> StreamBatch:
     """The stream batch of MLM and TLM, with one term and the states "masked" [M].
 
-    neutral: share of sequences with language number 0; samples: number of samples, by default that of sequences.
+    neutral: share of sequences with language number 0, whose positions do not start again in a second sentence, as
+    transformers reads a pair by default; samples: number of samples, by default that of sequences.
     """
     whole_word = whole_word and len(sequences.ids) > 0  # without sequences there are no word numbers
     ids, targets = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
     names = {term: context.name_numbers(sequences)[sequences.numbers[targets]]} if context.names else {}
-    languages = sequences.languages
+    languages, positions = sequences.languages, sequences.positions
     if types == "languages":
         hidden = rng.uniform(sequences.identities ^ _NEUTRAL, np.zeros(len(sequences.lengths))) < neutral
         languages = np.where(hidden[sequences.numbers], 0, languages)
+        positions = np.where(hidden[sequences.numbers], offsets(sequences.lengths), positions)
     return StreamBatch(
-        sequences=replace(sequences, ids=ids, languages=languages),
+        sequences=replace(sequences, ids=ids, languages=languages, positions=positions),
         reads={"masked": StateIndices(targets)},
         targets={term: len(targets)},
         samples=len(sequences.lengths) if samples is None else samples,

@@ -45,10 +45,13 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     check_head(model, "heldout")
     ids = model.tokenizer.encode([text for texts in read_texts(source, limit) for text in texts])
     pairs = batches_of([(source.langs, sides) for sides in zip(ids[::2], ids[1::2], strict=True)], "heldout")
+    context = context_of(model, source.langs)
     options = tlm.TlmOptions(
-        language_embeddings=model.language_embeddings, language_dropout=0.0, reset_positions=model.reset_positions
+        language_embeddings=model.language_embeddings,
+        language_dropout=float(not any(context.language_ids.values())),  # a pair of unknown languages has no language
+        reset_positions=model.reset_positions,
     )
-    batches = [tlm.collate(some, options, context_of(model, source.langs)) for some in pairs]
+    batches = [tlm.collate(some, options, context) for some in pairs]
     sums = masked_sums(model, "tlm", batches, options)
     if "mlm" not in sums:
         raise UserError(
