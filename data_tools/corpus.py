@@ -181,7 +181,7 @@ class SourceSpec(Strict):
         numbers = [n for n in given if isinstance(n, int)]
         wanted = 2 + (self.links is not None) + (self.score is not None)
         if form == "tsv" and (min(numbers, default=0) < 1 or len(set(numbers)) != wanted):
-            raise ValueError("columns: tsv needs the numbers of two columns, from 1, such as [1, 2]")
+            raise ValueError("columns, links and score: tsv needs different columns, by numbers from 1, such as [1, 2]")
         if form != "tsv" and numbers:
             raise ValueError(f"columns: {form} needs names, such as [en, de]")
 
@@ -213,6 +213,8 @@ class Corpus(Strict):
     @model_validator(mode="after")
     def check(self) -> Self:
         problems = []
+        if self.rules.score is not None and all(source.score is None for source in self.sources):
+            problems.append("rules.score: no source has a score; name its column there, such as score: 3")
         for number, source in enumerate(self.sources):
             try:
                 rules = self.rules_of(source)
@@ -320,5 +322,6 @@ def problem_lines(error: ValidationError, where: str = "") -> list[str]:
             lines.append(f"{where}{place}: unknown key here; {remedy}")
         else:
             given = "" if problem["type"] == "missing" else f": {problem['input']!r}"
-            lines.append(f"{where}{place}{given}: {problem['msg']}")
+            quote = "; YAML reads yes, no, on and off as truth values: quote it" * isinstance(problem["input"], bool)
+            lines.append(f"{where}{place}{given}: {problem['msg']}{quote}")
     return lines

@@ -122,7 +122,7 @@ def scan(tars: list[Path], langs: tuple[str, ...] | None, counted: dict[str, str
     for path in tars:
         scanned = scan_shard(path, langs, counted)
         with files.publish(idx_path(path)) as partial:
-            scanned.idx.tofile(partial)
+            partial.write_bytes(scanned.idx.tobytes())  # numpy's tofile does not tell what the system said
         found.append((scanned.shard._asdict(), scanned.layout, scanned.langs, scanned.documents))
         survey = survey or Survey(len(scanned.langs))
         if len(survey.seen) == len(scanned.langs):

@@ -275,7 +275,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, nargs="+", default=[], help="shard directories")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="text files, plain, .gz or .xz")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--type", choices=("wordpiece", "unigram", "bpe"), default="wordpiece")
+    parser.add_argument("--type", choices=("wordpiece", "unigram", "bpe"), help="default: wordpiece")
     parser.add_argument("--extend", type=Path, metavar="OLD", help="tokenizer to which the text's tokens are added")
     parser.add_argument("--vocab_size", type=int, default=32000)
     parser.add_argument(
@@ -297,6 +297,9 @@ def main(argv: list[str] | None = None) -> None:
     if not 0 < args.coverage <= 1:
         raise UserError(f"--coverage {args.coverage:g} is a share of the text's characters: more than 0, at most 1")
     old = Loaded(args.extend) if args.extend else None
+    if old and (args.type or args.lowercase):
+        raise UserError(f"--extend {args.extend} has a type and a case of its own; leave out --type and --lowercase")
+    args.type = args.type or "wordpiece"
     if old:
         args.type, args.lowercase = type_of(old), old.lowercases
     sources = find_sources(args.data) if args.data else []

@@ -197,12 +197,19 @@ class TrainConfig:
     def can_skip(self) -> Self:
         if self.spikes == "skip" and not self.rollbacks:
             raise ValueError("spikes: skip needs rollbacks, the most steps that the run may skip; set rollbacks: 10")
+        ranges = list[tuple[int, int]]()
         for entry in self.skip_steps:
             if not re.fullmatch(r"\d{1,15}(-\d{1,15})?", str(entry)):
                 raise ValueError(f"skip_steps: {entry!r} is neither a step nor a range; write [500, 81200-81260]")
             first, *last = (int(number) for number in str(entry).split("-"))
             if first < 1 or [first] > last > []:
                 raise ValueError(f"skip_steps: {entry!r}: steps count from 1, and a range goes upwards")
+            ranges.append((first, last[0] if last else first))
+        first_kept = 1
+        for first, end in sorted(ranges):
+            first_kept = max(first_kept, end + 1) if first <= first_kept else first_kept
+        if first_kept > self.steps:
+            raise ValueError(f"skip_steps: {self.skip_steps} excludes all {self.steps} steps; name fewer")
         return self
 
     def skips(self, step: int) -> bool:
@@ -546,7 +553,9 @@ def _build_phase(
             problems.append(f"{name}: set it for the recipe too; the steps after the phase use that value")
             continue
         if name == "data.languages_add":
-            before = changes.get("data.languages", recipe.data.languages)
+            if "data.languages" in changes:
+                problems.append(f"{name}: the phase also has data.languages; list all languages there")
+            before = recipe.data.languages
             if before is None or not isinstance(value, list):
                 problems.append(f"{name}: needs a list, and languages to add to: data.languages of the recipe")
                 continue
@@ -591,6 +600,11 @@ def _build_recipe(
     if recipe.checkpoint.best and recipe.checkpoint.best.partition("/")[0] not in tasks:
         there = ", ".join(tasks) or "none"
         problems.append(f"checkpoint.best: {recipe.checkpoint.best} is of no task of eval.tasks; there are {there}")
+    problems += [
+        f"streams.{name}.warm_in: {stream.warm_in:g} exceeds the steps: {recipe.train.steps}"
+        for name, stream in streams.items()
+        if stream and stream.warm_in > recipe.train.steps
+    ]
     rows, longest = recipe.train.max_tokens, recipe.data.max_length
     if rows is not None and rows < longest:
         problems.append(f"train.max_tokens: {rows} must be at least data.max_length: {longest}")

@@ -7,6 +7,8 @@ import os
 import resource
 import socket
 import subprocess
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -229,7 +231,14 @@ def start(process: Process) -> torch.device:
     backend = "nccl" if cuda else "gloo"
     if process.world == 1:  # no other ranks: do not listen to other hosts
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    waiting = threading.Timer(20, print, [
+        f"rank {process.rank} waits for the other ranks, {process.world} in all, at {os.environ.get('MASTER_ADDR')}, "
+        f"port {os.environ.get('MASTER_PORT')}; to train on one rank, unset WORLD_SIZE and RANK"
+    ], {"file": sys.stderr, "flush": True})  # fmt: skip
+    waiting.daemon = True
+    waiting.start()
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
+    waiting.cancel()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 

@@ -473,6 +473,10 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
 def check_none_forgotten(directory: Path, found: list[Path]) -> None:
     """Raises UserError if a folder beside the sources has shards but no index.json, as an incomplete copy has."""
     for path in sorted(directory.iterdir()) if found and directory not in found else ():
+        if not path.exists():
+            raise UserError(
+                f"{path} is a link to {path.readlink()}, which is not there; restore it, or remove the link"
+            )
         being_written = path.name.endswith(PARTIAL)
         if path not in found and not being_written and path.is_dir() and any(path.glob("*.tar")):
             raise UserError(

@@ -42,10 +42,12 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str, append: bool = F
     """Check that directory `out` is free or belongs to this run. append: data may have been added. Raises UserError."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
-    path, saved = out / IDENTITY, read_identity(out)
+    path, log = out / IDENTITY, out / "metrics.jsonl"
+    begun = any(out.glob("checkpoints/step_*")) or (log.exists() and log.stat().st_size > 0)
+    saved = read_identity(out) if begun else None  # a start that failed before its first step claims nothing
     if saved is None and not path.exists() and any(next(out.glob(name), None) for name in FOREIGN):
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
-    if resume == "never" and (saved or path.exists()):
+    if resume == "never" and begun and (saved or path.exists()):
         raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
     if saved and (differences := changed(saved, identity, append)):
         remedy = "name all data that the run had, " if append else "add --data_change append for further data, "

@@ -198,7 +198,9 @@ def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> 
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be created ({error.strerror}); choose another") from None
-    return files.Lock(out)
+    lock = files.Lock(out)
+    folder.claim_out(out, run_spec.identity(), args.resume, args.data_change == "append")  # it may have waited
+    return lock
 
 
 def write_config(out: Path, run_spec: RunSpec, config: EngineConfig) -> None:

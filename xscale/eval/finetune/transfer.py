@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xscale import files
+from xscale.data.scripts import spelling_key
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval import bootstrap
@@ -45,6 +46,11 @@ def plan_training(
 ) -> list[TrainingText]:
     """All training texts with their tests. Raises UserError if a text has no test, or if labels do not match."""
     found = []
+    spelled = {spelling_key(language): language for language in tests}
+    for language, data in (train | translated).items():
+        other = spelled.get(spelling_key(language), language)
+        if other != language:
+            raise UserError(f"{language}={data.path} and --test {other} are one language; spell it alike")
     for language, data in train.items():
         served = list(tests) if language == source else [language] if language in tests else []
         if not served:
@@ -94,6 +100,8 @@ def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> l
     if source is None:
         raise UserError("--code_switch needs --train with the source-language file from which --translated was made")
     originals = {example.key: example for example in source.examples}
+    if absent := originals.keys() - {example.key for example in translated.examples}:
+        raise UserError(f"{translated.path} lacks line or question {min(absent)} of {source.path}; translate all of it")
     groups = []
     for example in translated.examples:
         if example.key not in originals:
