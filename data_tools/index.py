@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files
-from xscale.data.scan import scan_shard
 from xscale.data.shards import ENTRIES, FORMAT_VERSION, LAYOUTS, SEGMENTATIONS, fingerprint, idx_path, read_index
-from xscale.data.survey import Survey
-from xscale.data.survey import warnings as survey_warnings
 from xscale.errors import MachineError, UserError
 
 from .command import run
 from .engine import start_worker
+from .scan import scan_shard
+from .survey import Survey
+from .survey import warnings as survey_warnings
 
 TOOL = "data_tools.index"
 WORKER_TARS = 8

@@ -16,10 +16,8 @@ import numpy as np
 
 from xscale import files
 from xscale.data import links as word_links
-from xscale.data.scan import scan_shard
 from xscale.data.sequences import Example, join_segments
 from xscale.data.shards import Source, directories_below, idx_path, read_index
-from xscale.data.survey import Survey, warnings
 from xscale.data.tokenizer import Tokenizer, unknown_lines
 from xscale.data.words import TokenWords, segment, split
 from xscale.errors import UserError
@@ -29,6 +27,8 @@ from xscale.record import Record
 from .command import run
 from .index import summary
 from .inspect_page import page, text_statistics
+from .scan import scan_shard
+from .survey import Survey, warnings
 
 _LENGTH_SAMPLE = 10_000
 _FREQUENT = 8

@@ -159,7 +159,7 @@ def fingerprint(corpus: Corpus) -> str:
     seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns)
             for source in corpus.sources
             for file in files_below([*source.paths, *corpus.rules_of(source).paths, *corpus.lexicons])]  # fmt: skip
-    form = [steps.CHUNK_UNITS, steps.CHUNK_BYTES, steps.PART_PAIRS, "pickled units"]
+    form = [steps.CHUNK_UNITS, steps.CHUNK_BYTES, steps.PART_PAIRS, "pickled units and surveys"]
     text = json.dumps([corpus.model_dump(mode="json"), seen, *form])
     return hashlib.sha256(text.encode()).hexdigest()
 
