@@ -27,14 +27,14 @@ from transformers import PreTrainedTokenizerFast
 from data_tools import demo_corpus, index, inspect, lexicon, tokenizer, write_shards
 from data_tools.command import run
 from data_tools.documents import passages
-from data_tools.readers import parallel_lines
+from data_tools.readers import files_of, parallel_lines
 from data_tools.sentences import split_sentences
 from xscale.data.shards import Source
 from xscale.data.streams import select_sources
-from xscale.data.text import files_of, read_lines
+from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.files import check_writable, publish, write_text
+from xscale.files import check_writable, parallel_map, publish, write_text
 from xscale.run_spec import resolve_run
 
 EN = [f"one two three number {i}" for i in range(400)]
@@ -711,7 +711,7 @@ def test_two_writers_of_one_place(tmp_path: Path, corpus_files, write_pairs) -> 
         patch.setattr(index, "build", lambda *given, **named: second(*given, named))
         write_pairs(*paths, tmp_path / "out", "--shard_lines", 50)
     assert refusals and Source(tmp_path / "out").records == 400
-    Source(tmp_path / "out").check_sizes()
+    parallel_map((whole := Source(tmp_path / "out")).check_size, whole.shards)
 
 
 def test_names_that_say_compressed(tmp_path: Path, demo: Path, refused) -> None:

@@ -1,17 +1,15 @@
 """Reads text files line by line: plain, .gz, .xz or .zst. A cut-off file is an error. Errors name file and line."""
 
 import lzma
-import os
 import unicodedata
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any, BinaryIO
 
-from xscale.errors import UserError, can_be_encoded
+from xscale.errors import UserError
 
 _BLOCK = 1 << 10
 """The number of bytes that are decompressed at once; the text in them may be 32,768 times as large."""
@@ -51,7 +49,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
     except IsADirectoryError:
-        _check_folder(path)
+        check_folder(path)
         raise UserError(f"{path} is a folder; give a file of text") from None
     except UnicodeDecodeError as error:
         raise UserError(
@@ -72,7 +70,7 @@ def _check_form(path: Path, line: bytes) -> None:
         form = _FORMS[b"\xff\xfe"]
     if form:
         if "Arrow" in form:
-            _check_folder(path.parent)
+            check_folder(path.parent)
         raise UserError(f"{path} {form.format(quote(str(path)))}")
 
 
@@ -86,7 +84,7 @@ def _check_line_ends(path: Path, lines: int, line: bytes) -> None:
         )
 
 
-def _check_folder(path: Path) -> None:
+def check_folder(path: Path) -> None:
     """Raises UserError for a folder that `save_to_disk` of the `datasets` library wrote."""
     if (path / "dataset_dict.json").exists() or all((path / f"{n}.json").exists() for n in ("dataset_info", "state")):
         raise UserError(f"{path} {_TABLE.format('datasets')}")
@@ -139,28 +137,6 @@ _OPENERS: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {
     ".xz": lambda file: _lines_of(_decompressed(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ))),
     ".zst": lambda file: _lines_of(_unzstd(file)),
 }
-
-
-def files_of(paths: list[Path]) -> list[Path]:
-    """Each path itself, or for a folder all files below it except hidden ones, sorted. Raises UserError."""
-
-    def below(folder: Path) -> list[Path]:
-        _check_folder(folder)
-        found = (path for path in folder.rglob("*") if not path.is_dir())
-        return sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(folder).parts))
-
-    files = [f for path in paths for f in (below(path) if path.is_dir() else [path])]
-    if not files:
-        raise UserError(f"no file in {', '.join(map(str, paths))}")
-    for path in files:
-        if path.exists() and not path.is_file() and path not in paths:  # reading a pipe would wait forever
-            raise UserError(f"{path} is neither a file nor a directory; remove it, or name the files")
-        if not can_be_encoded(str(path)):
-            raise UserError(f"{str(path)!a} is not UTF-8, but keys of records contain file names; rename it")
-    twice = [path for path, times in Counter(os.path.abspath(path) for path in files).items() if times > 1]
-    if twice:
-        raise UserError(f"{twice[0]} is given twice, so its lines would be read twice")
-    return files
 
 
 def stretch(text: str, number: int, of: int) -> str:
