@@ -9,7 +9,6 @@ import lzma
 import os
 import random
 import re
-import subprocess
 import tarfile
 import time
 from collections.abc import Callable
@@ -17,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow.ipc
-import pyarrow.parquet
 import pytest
 import tokenizers
 import zstandard
@@ -220,42 +217,14 @@ def test_tables_of_datasets(tmp_path, write_pairs, refused) -> None:
             message = refused(tool)
             assert message.startswith(f"{path} ") and "data_tools.prepare" in message and "\n" not in message
             assert named[path] in message
-    assert refused(mono("--text", arrow, "--out", tmp_path / "out")).startswith(f"{arrow.parent} is a table")
+    assert refused(mono("--text", arrow, "--out", tmp_path / "out")).startswith(f"{arrow} is an Arrow file")
     assert not list(tmp_path.glob("out*"))
-
-
-@pytest.mark.parametrize("form", ["stream", "file"])
-def test_a_loose_arrow_file(tmp_path, refused, form: str) -> None:
-    """The command that the message names makes the parquet file. The folder is like one of the cache of `datasets`."""
-    table = datasets.Dataset.from_dict({"text": EN}).data.table
-    path = tmp_path / "my data.arrow"
-    with getattr(pyarrow.ipc, f"new_{form}")(path, table.schema) as writer:
-        writer.write_table(table)
-    (tmp_path / "dataset_info.json").write_text("{}")
-    message = refused(mono("--text", path, "--out", tmp_path / "out"))
-    assert message.startswith(f"{path} is an Arrow file") and "data_tools.prepare" in message and "\n" not in message
-    subprocess.run(message.split("`")[3], shell=True, check=True)
-    assert pyarrow.parquet.read_table(f"{path}.parquet").column("text").to_pylist() == EN
 
 
 def test_a_folder_with_a_file_of_information_is_no_data_set(tmp_path: Path) -> None:
     for name in ("dataset_info.json", "a.txt"):
         (tmp_path / name).touch()
     assert [path.name for path in files_of([tmp_path])] == ["a.txt", "dataset_info.json"]
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_line_ends_of_old_macs(tmp_path: Path, suffix: str) -> None:
-    """They are told with a command. A stray one among other lines is text."""
-    path = tmp_path / f"t{suffix}"
-    pack = gzip.compress if suffix else bytes
-    path.write_bytes(pack(b"One.\rTwo.\rThree.\r"))
-    with pytest.raises(UserError, match="line ends of old Macs") as told:
-        list(read_lines(path))
-    command = str(told.value).split("`")[1]
-    assert str(path) in command and subprocess.check_output(command, shell=True) == b"One.\nTwo.\nThree.\n"
-    path.write_bytes(pack(b"One.\rTwo.\nThree.\n"))
-    assert [line for _, line in read_lines(path)] == ["One.\rTwo.", "Three."]
 
 
 def test_real_text_looks_like_no_other_format(real: Path) -> None:

@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import Any, BinaryIO
 
 from xscale.errors import UserError
@@ -16,36 +15,28 @@ _BLOCK = 1 << 10
 _LONGEST_LINE = 1 << 26
 """The maximum number of bytes of a line; a file with a longer line is refused, so that memory is bounded."""
 _TABLE = "is a table; let `python -m data_tools.prepare` read it (`{}:` in corpus.yaml)"
-_ARROW = (
-    "is an Arrow file; write it as parquet, which `python -m data_tools.prepare` reads: `python -c 'import sys; from "
-    'pyarrow import ipc, parquet; parquet.write_table(ipc.{}(open(sys.argv[1], "rb")).read_all(), sys.argv[2])\' {{0}} '
-    "{{0}}.parquet`"
-)
 _FORMS = {
     b"\x1f\x8b": "is compressed by gzip; name it .gz",
     b"\xfd7zXZ": "is compressed by xz; name it .xz",
     b"\x28\xb5\x2f\xfd": "is compressed by zstd; name it .zst",
     b"PAR1": _TABLE.format("parquet"),
-    b"ARROW1": _ARROW.format("open_file"),
-    b"\xff\xff\xff\xff": _ARROW.format("open_stream"),
+    **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), "is an Arrow file; write it as parquet"),
     **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`"),
 }
-"""First bytes of a file that is not plain text -> what its error message says, with {0} for the file."""
+"""First bytes of a file that is not plain text -> what its error message says."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, line without its end) for a UTF-8 file. Raises UserError."""
-    number, raw = 0, b""
+    number = 0
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(_OPENERS.get(path.suffix, _plain)(file), start=1):
                 if len(raw) > _LONGEST_LINE:
-                    _check_line_ends(path, number, raw)
                     raise UserError(f"{path}: line {number} has more than {_LONGEST_LINE:,} bytes; split or remove it")
                 if number == 1:
                     _check_form(path, raw)
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            _check_line_ends(path, number, raw)
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
     except IsADirectoryError:
@@ -69,19 +60,7 @@ def _check_form(path: Path, line: bytes) -> None:
     if form is None and len(line) >= 8 and 3 * line.count(0) > len(line):
         form = _FORMS[b"\xff\xfe"]
     if form:
-        if "Arrow" in form:
-            check_folder(path.parent)
-        raise UserError(f"{path} {form.format(quote(str(path)))}")
-
-
-def _check_line_ends(path: Path, lines: int, line: bytes) -> None:
-    """Raises UserError if the only line of a file has line ends of old Macs in it."""
-    if lines == 1 and b"\r" in line.rstrip(b"\r\n"):
-        cat = {".gz": "gzip -dc", ".xz": "xz -dc", ".zst": "zstd -dc"}.get(path.suffix, "cat")
-        raise UserError(
-            f"{path} has line ends of old Macs (\\r), so it is one line; convert it: `{cat} {quote(str(path))} | tr "
-            f"'\\r' '\\n'`"
-        )
+        raise UserError(f"{path} {form}")
 
 
 def check_folder(path: Path) -> None:
