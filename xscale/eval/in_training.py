@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from xscale.config import EvalTask, StreamConfig
-from xscale.data.calibrate import tokens_per_byte
+from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
 from xscale.data.mixture import PACK_FILL, StreamSpec, initial_state
 from xscale.data.remote import Cache, location
@@ -238,7 +238,7 @@ class Heldout:
         """Prepare one evaluation of all held-out records. sources: the data to measure; None: the task's data."""
         self.note = partial(note, f"measuring {task.name}")
         recipe, sources = run_spec.recipe, sources or find_task_sources(task, run_spec)
-        tokens = Calibration([(tokens_per_byte(source, run_spec.tokenizer), 0.0) for source in sources], {})
+        tokens = Calibration([bytes_to_tokens(source, run_spec.tokenizer) for source in sources], {})
         samples = sample_heldout_links(run_spec, sources, HostGroup(alone=True))
         specs = heldout_stream_specs(run_spec, sources, samples)
         for i, spec in enumerate(specs):
