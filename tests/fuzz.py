@@ -428,6 +428,8 @@ def make_run(case: Case) -> Path:
         manifest |= {
             "state": {"step": number, "streams": {"mlm": {"taken": [10 * number]}}},
             "calibration": {"x": 0.25},
+            "engine": {"stage": 2},
+            "excluded_steps": [],
         }
         manifest |= {"files": {name: checkpoints.sealed_file(step / name) for name in names}}
         (step / checkpoints.MANIFEST).write_text(checkpoints.sealed_manifest(manifest))

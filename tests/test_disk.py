@@ -146,7 +146,8 @@ class Engine:
 
 
 def manifest(step: int) -> dict[str, Any]:
-    return {"state": {"step": step}, "identity": {"a": 1}}
+    made = {"state": {"step": step}, "identity": {"a": 1}, "excluded_steps": []}
+    return made | {"calibration": {"lines": []}, "engine": {"stage": 2}}
 
 
 def manager_in(folder: Path) -> CheckpointManager:
