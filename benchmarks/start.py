@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import print_table, text_pairs, write_tokenizer
 
 from data_tools.write_shards import Line, write_shards
-from xscale.data.shards import ENTRIES, idx_path
+from xscale.data.shards import ENTRIES
 from xscale.record import Record
 from xscale.run import synchronizer
 
@@ -68,7 +68,7 @@ def link_shards(directory: Path, shards: int) -> None:
     real = directory / shard["name"]
     for number in range(1, shards):
         path = directory / f"text-{number:06d}.tar"
-        for new, old in ((path, real), (idx_path(path), idx_path(real))):
+        for new, old in ((path, real), (path.with_suffix(".idx"), real.with_suffix(".idx"))):
             if number % MOST_LINKS:
                 os.link(old, new)
             else:

@@ -13,12 +13,11 @@ import numpy as np
 
 from xscale.data.scripts import short_code
 from xscale.data.text import read_lines
-from xscale.data.words import is_blank
 from xscale.errors import UserError
 
 from .corpus import Rules
 from .readers import Unit
-from .sentences import split_sentences
+from .sentences import is_blank, split_sentences
 
 EXAMPLES, EXAMPLE_LENGTH = 3, 200
 """The number of examples that are kept for a rule, and of characters that are kept of each of their texts."""

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files
-from xscale.data.scan import scan_shard
-from xscale.data.shards import ENTRIES, FORMAT_VERSION, LAYOUTS, SEGMENTATIONS, fingerprint, idx_path, read_index
-from xscale.data.survey import Survey
-from xscale.data.survey import warnings as survey_warnings
+from xscale.data.shards import ENTRIES, FORMAT_VERSION, LAYOUTS, SEGMENTATIONS, fingerprint, read_index
 from xscale.errors import MachineError, UserError
 
 from .command import run
 from .engine import start_worker
+from .scan import scan_shard
+from .survey import Survey
+from .survey import warnings as survey_warnings
 
 TOOL = "data_tools.index"
 WORKER_TARS = 8
@@ -111,7 +111,7 @@ def write(directory: Path, index: dict[str, Any]) -> None:
     """Write the index: first the file that joins the entries of all shards, and index.json last."""
     with files.publish(directory / ENTRIES) as partial, partial.open("wb") as all_entries:
         for shard in index["shards"]:
-            all_entries.write(idx_path(directory / shard["name"]).read_bytes())
+            all_entries.write((directory / shard["name"]).with_suffix(".idx").read_bytes())
     files.write_text(directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -121,7 +121,7 @@ def scan(tars: list[Path], langs: tuple[str, ...] | None, counted: dict[str, str
     found, survey = [], None
     for path in tars:
         scanned = scan_shard(path, langs, counted)
-        with files.publish(idx_path(path)) as partial:
+        with files.publish(path.with_suffix(".idx")) as partial:
             partial.write_bytes(scanned.idx.tobytes())  # numpy's tofile does not tell what the system said
         found.append((scanned.shard._asdict(), scanned.layout, scanned.langs, scanned.documents))
         survey = survey or Survey(len(scanned.langs))

@@ -16,10 +16,8 @@ import numpy as np
 
 from xscale import files
 from xscale.data import links as word_links
-from xscale.data.scan import scan_shard
 from xscale.data.sequences import Example, join_segments
-from xscale.data.shards import Source, directories_below, idx_path, read_index
-from xscale.data.survey import Survey, warnings
+from xscale.data.shards import Source, directories_below, read_index
 from xscale.data.tokenizer import Tokenizer, unknown_lines
 from xscale.data.words import TokenWords, segment, split
 from xscale.errors import UserError
@@ -29,6 +27,8 @@ from xscale.record import Record
 from .command import run
 from .index import summary
 from .inspect_page import page, text_statistics
+from .scan import scan_shard
+from .survey import Survey, warnings
 
 _LENGTH_SAMPLE = 10_000
 _FREQUENT = 8
@@ -172,13 +172,14 @@ def damage(source: Source) -> list[str]:
             problems.append(_first_damage(source, number))
         elif not _idx_fits(path, source.langs):
             problems.append(
-                f"{idx_path(path)} does not fit its shard; run `python -m data_tools.index {source.directory}`"
+                f"{path.with_suffix('.idx')} does not fit its shard; run `python -m data_tools.index "
+                f"{source.directory}`"
             )
     return sorted(problems)
 
 
 def _idx_fits(path: Path, langs: tuple[str, ...]) -> bool:
-    idx = idx_path(path)
+    idx = path.with_suffix(".idx")
     return idx.exists() and idx.read_bytes() == scan_shard(path, langs).idx.tobytes()
 
 
@@ -238,7 +239,7 @@ def inspect(source: Source, show: int, verify: bool, tokenizer: Tokenizer | None
         if problems:
             raise UserError(f"{len(problems)} damaged shards:\n" + "\n".join(f"  {problem}" for problem in problems))
         print(f"{directory}: {len(source.shards)} shards verified")
-    source.check_sizes()
+    files.parallel_map(source.check_size, source.shards)
     source.check_links()
     records = records_of(source)
     links = link_statistics(records, tokenizer)

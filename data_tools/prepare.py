@@ -30,6 +30,7 @@ from . import align, prepare_report, readers, steps
 from .cleaning import exclusion, identified_languages, language_code
 from .corpus import Corpus, SourceSpec, file_name, group_of, is_url, load_corpus
 from .engine import EXECUTORS, Executor, do_share
+from .write_shards import lock_folder
 
 DRY_RUN_UNITS = 2000
 """The number of units of a source that --dry_run reads."""
@@ -159,7 +160,7 @@ def fingerprint(corpus: Corpus) -> str:
     seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns)
             for source in corpus.sources
             for file in files_below([*source.paths, *corpus.rules_of(source).paths, *corpus.lexicons])]  # fmt: skip
-    form = [steps.CHUNK_UNITS, steps.CHUNK_BYTES, steps.PART_PAIRS, "pickled units"]
+    form = [steps.CHUNK_UNITS, steps.CHUNK_BYTES, steps.PART_PAIRS, "pickled units and surveys"]
     text = json.dumps([corpus.model_dump(mode="json"), seen, *form])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -168,10 +169,10 @@ def claim(folder: Path) -> int:
     """Lock the folder. Waits for workers of a killed start to end first. Raises UserError."""
     for _ in range(files.LOCK_SECONDS):
         try:
-            return files.lock_folder(folder)
+            return lock_folder(folder)
         except UserError:
             time.sleep(1)
-    return files.lock_folder(folder)
+    return lock_folder(folder)
 
 
 def start(corpus: Corpus, folder: Path) -> None:

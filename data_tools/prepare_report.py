@@ -6,11 +6,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from xscale.data.survey import warnings
-
 from .cleaning import LID_PROBABILITY, Removed, identified_languages, identifier, language_code
 from .corpus import Corpus, SourceSpec
 from .steps import chunks_of, read_json, units_in
+from .survey import warnings
 
 IDENTIFIED = 200
 """The language of a source's first pairs or documents is identified, of at most this many."""

@@ -9,16 +9,18 @@ error names the file, the place and what to do.
 import gzip
 import json
 import lzma
+import os
 import re
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from xscale.data.shards import Source
-from xscale.data.text import files_of, read_lines
+from xscale.data.text import check_folder, read_lines
 from xscale.errors import UserError, can_be_encoded
 
 from .conllu import read_sentences
@@ -220,6 +222,28 @@ def opus_pairs(source: SourceSpec) -> Iterator[Unit]:
         raise UserError(f"{path} not found") from None
     except (zipfile.BadZipFile, RuntimeError, ValueError) as error:  # RuntimeError: a zip with a password
         raise UserError(f"{path} is damaged, or no zip: {error}; download it again") from None
+
+
+def files_of(paths: list[Path]) -> list[Path]:
+    """Each path itself, or for a folder all files below it except hidden ones, sorted. Raises UserError."""
+
+    def below(folder: Path) -> list[Path]:
+        check_folder(folder)
+        found = (path for path in folder.rglob("*") if not path.is_dir())
+        return sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(folder).parts))
+
+    files = [f for path in paths for f in (below(path) if path.is_dir() else [path])]
+    if not files:
+        raise UserError(f"no file in {', '.join(map(str, paths))}")
+    for path in files:
+        if path.exists() and not path.is_file() and path not in paths:  # reading a pipe would wait forever
+            raise UserError(f"{path} is neither a file nor a directory; remove it, or name the files")
+        if not can_be_encoded(str(path)):
+            raise UserError(f"{str(path)!a} is not UTF-8, but keys of records contain file names; rename it")
+    twice = [path for path, times in Counter(os.path.abspath(path) for path in files).items() if times > 1]
+    if twice:
+        raise UserError(f"{twice[0]} is given twice, so its lines would be read twice")
+    return files
 
 
 def documents(source: SourceSpec) -> Iterator[Unit]:

@@ -2,6 +2,8 @@
 
 import re
 
+from xscale.data.words import Class, class_of
+
 _ENDS = re.compile(r"(?<=[\u17d4\u17d5])\s*|(?<=[。！？])(?=\d)")
 """Khmer's full stops, and Chinese and Japanese ones before a number."""
 _SPACES = re.compile(r"(?<=[\u0E00-\u0EFF])\s+(?=[\u0E00-\u0EFF])")
@@ -42,3 +44,8 @@ def _split_unspaced(piece: str) -> list[str]:
                 sentences[-1] = f"{sentences[-1]} {part}".strip()
         return sentences
     return [part for part in _ENDS.split(piece) if part]
+
+
+def is_blank(text: str) -> bool:
+    """True if the text has no visible character; a no-break space and a U+200B are invisible."""
+    return all(class_of(character) in (Class.BREAK, Class.FORMAT, Class.JOINER) for character in text)

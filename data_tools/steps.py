@@ -29,7 +29,6 @@ import numpy as np
 from xscale import files
 from xscale.data import words
 from xscale.data.link_projection import project_links
-from xscale.data.shards import idx_path
 from xscale.errors import UserError
 from xscale.record import Record
 
@@ -443,7 +442,7 @@ def move_shards(tars: list[Path], directory: Path, name: str, made: dict[str, An
         directory.mkdir(parents=True, exist_ok=True)
         ((shard, *rest),), survey = pickle.loads(tar.with_suffix(".scan").read_bytes())
         place = directory / f"{name}-{len(parts):06d}.tar"
-        for old, new in ((tar, place), (idx_path(tar), idx_path(place))):
+        for old, new in ((tar, place), (tar.with_suffix(".idx"), place.with_suffix(".idx"))):
             with suppress(FileNotFoundError):  # it was moved before
                 old.replace(new)
         parts.append(([(shard | {"name": place.name}, *rest)], survey))

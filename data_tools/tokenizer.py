@@ -23,13 +23,14 @@ from transformers import PreTrainedTokenizerFast
 
 from xscale import files
 from xscale.data.shards import Source, find_sources
-from xscale.data.text import files_of, read_lines
+from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer as Loaded
 from xscale.data.tokenizer import unknown_lines
-from xscale.data.words import is_blank
 from xscale.errors import UserError
 
 from .command import run
+from .readers import files_of
+from .sentences import is_blank
 
 WORDPIECE_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}

@@ -10,6 +10,7 @@ it is complete. `data_tools.prepare` reads more formats, cleans the text, and wo
 
 import argparse
 import contextlib
+import fcntl
 import io
 import os
 import shutil
@@ -23,9 +24,7 @@ from typing import NamedTuple
 
 from xscale import files
 from xscale.data.link_projection import project_links
-from xscale.data.text import files_of
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.words import is_blank
 from xscale.errors import UserError
 from xscale.record import Record
 
@@ -34,8 +33,8 @@ from . import index as indexing
 from .command import run
 from .corpus import LANGUAGE, NAME
 from .documents import FORMS, passages
-from .readers import parallel_lines
-from .sentences import split_sentences
+from .readers import files_of, parallel_lines
+from .sentences import is_blank, split_sentences
 
 SHARD_LINES = 8192
 MEMBER_RECORDS = 256
@@ -180,11 +179,34 @@ def key_names(paths: list[Path]) -> list[str]:
     return [stem(path) if times[stem(path)] == 1 else path.relative_to(common).as_posix() for path in absolute]
 
 
+def claim_folder(partial: Path) -> int:
+    """Make an empty folder for this process and lock it. The lock lasts until the returned descriptor is closed.
+    Raises UserError if another process has the lock."""
+    if partial.is_dir():
+        os.close(lock_folder(partial))
+    files.remove(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    return lock_folder(partial)
+
+
+def lock_folder(folder: Path) -> int:
+    """Lock a folder for this process until the returned descriptor is closed. Raises UserError."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise UserError(f"{folder} is being written by another process; wait for it, or stop it") from None
+    except OSError:
+        pass  # a file system without locks
+    return fd
+
+
 def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, made_by: dict) -> dict:
     """Write the shards, then the index. Returns index.json's content."""
     check_free(out)
     partial = files.beside(out)
-    lock = files.claim_folder(partial)
+    lock = claim_folder(partial)
     counts: Counter[str] = Counter()
     shards = 0
     try:

@@ -46,6 +46,7 @@ from tests import demo_shards
 from xscale.checkpoint import store as checkpoints
 from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
+from xscale.files import parallel_map
 from xscale.ranks import HostGroup
 from xscale.record import Record
 from xscale.run import folder as folders
@@ -333,7 +334,7 @@ def state_of(directory: Path) -> Any:
     """All that a run reads of a folder of shards: records, documents, fingerprints."""
     found = []
     for source in find_sources([directory]):
-        source.check_sizes()
+        parallel_map(source.check_size, source.shards)
         records = [source.with_words(record) for record in all_of(source)]
         follows = [source.look(shard, slice(None))[1].tolist() for shard in range(len(source.shards))]
         found.append((source.name, records, follows))
@@ -427,6 +428,8 @@ def make_run(case: Case) -> Path:
         manifest |= {
             "state": {"step": number, "streams": {"mlm": {"taken": [10 * number]}}},
             "calibration": {"x": 0.25},
+            "engine": {"stage": 2},
+            "excluded_steps": [],
         }
         manifest |= {"files": {name: checkpoints.sealed_file(step / name) for name in names}}
         (step / checkpoints.MANIFEST).write_text(checkpoints.sealed_manifest(manifest))

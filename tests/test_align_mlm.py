@@ -15,7 +15,7 @@ from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noq
 from tests.test_dict_mlm import random_samples
 from xscale.config import load_recipe
 from xscale.data import lexicon as lexicons
-from xscale.data.calibrate import tokens_per_byte
+from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, load_lexicon
 from xscale.data.loader import StepDataset, StreamCollate
@@ -168,7 +168,7 @@ def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted:
     lexicon = load_lexicon(demo / "lexicon" / "en-xx.txt", tokenizer)
     sources = find_sources([demo])
     specs = [StreamSpec(name, (0, 1), samples, packed=True) for name, samples in (("a", 5), ("b", 7))]
-    calibration = Calibration([(tokens_per_byte(source, tokenizer), 0.0) for source in sources], {})
+    calibration = Calibration([bytes_to_tokens(source, tokenizer) for source in sources], {})
     options = align_mlm.AlignMlmOptions(pairs_per_step=wanted)
     streams = {spec.name: StreamCollate(align_mlm.collate, options) for spec in specs}
     context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1}, 3, (lexicon,))

@@ -191,48 +191,19 @@ def test_eval_run_tells_withheld_words_from_trained_ones(demo: Path, tmp_path: P
 # A run's
 
 
-def test_a_run_counts_its_tokens_once(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And keeps them for a resume; a damaged file is made anew, a dictionary given later adds its language."""
-    counted: list[str] = []
-
-    def count(language: str, *arguments: Any, plain: Any = tokens_of) -> Any:
-        counted.append(language)
-        return plain(language, *arguments)
-
-    def words(*files: str) -> dict[str, list[list[int]]]:
-        sets = [f"data.lexicons=[{', '.join(str(demo / 'lexicon' / file) for file in files)}]"]
-        run_spec = launch.run_spec_of(["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets])
-        assert [lexicon.name for lexicon in run_spec.measured] == [file.removesuffix(".txt") for file in files]
-        found = evals.find_probes(run_spec, tmp_path, HostGroup(), lambda doing: None)
-        return {name: [w.targets_C.tolist() for w in (g["withheld"], g["trained"])] for name, g in found.items()}
-
-    monkeypatch.setattr(evals, "tokens_of", count)
-    first = words("en-xx.txt")
-    assert counted == ["xx"] and words("en-xx.txt") == first and counted == ["xx"]
-    both = words("en-xx.txt", "xx-en.txt")
-    assert counted == ["xx", "en"] and both["en-xx"] == first["en-xx"] and both["xx-en"] != first["en-xx"]
-    (tmp_path / evals.TOKENS).write_bytes((tmp_path / evals.TOKENS).read_bytes()[:99])
-    assert words("en-xx.txt") == first and counted == ["xx", "en", "xx"]
-
-
-def test_ranks_count_tokens_together_and_show_progress(
-    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_count_tokens_together_and_show_progress(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a long count looks like a hang. The words are those that one rank finds, and only rank 0 has them."""
 
     class Rank(HostGroup):
         def __init__(self, rank: int):
             self.rank, self.size, self.is_main = rank, 3, rank == 0
 
-        def from_main(self, make: Any) -> Any:
-            return make()
-
         def share(self, works: list[Any]) -> list[Any]:
             return [work() for work in works]
 
-    def targets(host_group: HostGroup, out: Path) -> dict[str, list[int]]:
+    def targets(host_group: HostGroup) -> dict[str, list[int]]:
         noted.clear()
-        found = evals.find_probes(run_spec, out, host_group, noted.append)
+        found = evals.find_probes(run_spec, host_group, noted.append)
         return {name: probe["trained"].targets_C.tolist() for name, probe in found.items()}
 
     monkeypatch.setattr(sample, "_CHUNK", 100)
@@ -240,11 +211,10 @@ def test_ranks_count_tokens_together_and_show_progress(
     sets = [f"data.lexicons=[{demo / 'lexicon' / 'en-xx.txt'}]"]
     run_spec = launch.run_spec_of(["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets])
     lists = sum(-(-source.records // 100) for source in run_spec.sources if "xx" in source.langs)
-    (tmp_path / "three").mkdir()
-    alone = targets(HostGroup(), tmp_path)
+    alone = targets(HostGroup())
     assert noted == ["counting the tokens of the text in xx"] * lists and lists > 9
-    assert targets(Rank(0), tmp_path / "three") == alone and len(noted) == lists
-    assert targets(Rank(1), tmp_path / "three") == {}
+    assert targets(Rank(0)) == alone and len(noted) == lists
+    assert targets(Rank(1)) == {}
 
 
 def test_too_few_words_have_no_score(
@@ -262,7 +232,7 @@ def test_too_few_words_have_no_score(
         )
         caplog.clear()
         with caplog.at_level("INFO"):
-            found = evals.find_probes(run_spec, tmp_path, HostGroup(), lambda doing: None)["en-xx"]
+            found = evals.find_probes(run_spec, HostGroup(), lambda doing: None)["en-xx"]
         assert (
             f"alignment/en-xx is left out: only {len(found['withheld'].queries)} withheld words" in caplog.text
         ) == noted

@@ -9,7 +9,6 @@ import lzma
 import os
 import random
 import re
-import subprocess
 import tarfile
 import time
 from collections.abc import Callable
@@ -17,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow.ipc
-import pyarrow.parquet
 import pytest
 import tokenizers
 import zstandard
@@ -27,14 +24,14 @@ from transformers import PreTrainedTokenizerFast
 from data_tools import demo_corpus, index, inspect, lexicon, tokenizer, write_shards
 from data_tools.command import run
 from data_tools.documents import passages
-from data_tools.readers import parallel_lines
+from data_tools.readers import files_of, parallel_lines
 from data_tools.sentences import split_sentences
 from xscale.data.shards import Source
 from xscale.data.streams import select_sources
-from xscale.data.text import files_of, read_lines
+from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.files import check_writable, publish, write_text
+from xscale.files import check_writable, parallel_map, publish, write_text
 from xscale.run_spec import resolve_run
 
 EN = [f"one two three number {i}" for i in range(400)]
@@ -220,42 +217,14 @@ def test_tables_of_datasets(tmp_path, write_pairs, refused) -> None:
             message = refused(tool)
             assert message.startswith(f"{path} ") and "data_tools.prepare" in message and "\n" not in message
             assert named[path] in message
-    assert refused(mono("--text", arrow, "--out", tmp_path / "out")).startswith(f"{arrow.parent} is a table")
+    assert refused(mono("--text", arrow, "--out", tmp_path / "out")).startswith(f"{arrow} is an Arrow file")
     assert not list(tmp_path.glob("out*"))
-
-
-@pytest.mark.parametrize("form", ["stream", "file"])
-def test_a_loose_arrow_file(tmp_path, refused, form: str) -> None:
-    """The command that the message names makes the parquet file. The folder is like one of the cache of `datasets`."""
-    table = datasets.Dataset.from_dict({"text": EN}).data.table
-    path = tmp_path / "my data.arrow"
-    with getattr(pyarrow.ipc, f"new_{form}")(path, table.schema) as writer:
-        writer.write_table(table)
-    (tmp_path / "dataset_info.json").write_text("{}")
-    message = refused(mono("--text", path, "--out", tmp_path / "out"))
-    assert message.startswith(f"{path} is an Arrow file") and "data_tools.prepare" in message and "\n" not in message
-    subprocess.run(message.split("`")[3], shell=True, check=True)
-    assert pyarrow.parquet.read_table(f"{path}.parquet").column("text").to_pylist() == EN
 
 
 def test_a_folder_with_a_file_of_information_is_no_data_set(tmp_path: Path) -> None:
     for name in ("dataset_info.json", "a.txt"):
         (tmp_path / name).touch()
     assert [path.name for path in files_of([tmp_path])] == ["a.txt", "dataset_info.json"]
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_line_ends_of_old_macs(tmp_path: Path, suffix: str) -> None:
-    """They are told with a command. A stray one among other lines is text."""
-    path = tmp_path / f"t{suffix}"
-    pack = gzip.compress if suffix else bytes
-    path.write_bytes(pack(b"One.\rTwo.\rThree.\r"))
-    with pytest.raises(UserError, match="line ends of old Macs") as told:
-        list(read_lines(path))
-    command = str(told.value).split("`")[1]
-    assert str(path) in command and subprocess.check_output(command, shell=True) == b"One.\nTwo.\nThree.\n"
-    path.write_bytes(pack(b"One.\rTwo.\nThree.\n"))
-    assert [line for _, line in read_lines(path)] == ["One.\rTwo.", "Three."]
 
 
 def test_real_text_looks_like_no_other_format(real: Path) -> None:
@@ -711,7 +680,7 @@ def test_two_writers_of_one_place(tmp_path: Path, corpus_files, write_pairs) -> 
         patch.setattr(index, "build", lambda *given, **named: second(*given, named))
         write_pairs(*paths, tmp_path / "out", "--shard_lines", 50)
     assert refusals and Source(tmp_path / "out").records == 400
-    Source(tmp_path / "out").check_sizes()
+    parallel_map((whole := Source(tmp_path / "out")).check_size, whole.shards)
 
 
 def test_names_that_say_compressed(tmp_path: Path, demo: Path, refused) -> None:

@@ -15,9 +15,10 @@ from transformers import AutoTokenizer
 
 from data_tools import demo_corpus, inspect, prepare, tokenizer, write_shards
 from data_tools.demo_world import FIRST_YY, World
+from data_tools.readers import files_of
 from tests import launch
 from xscale.data.shards import Source, find_sources
-from xscale.data.text import files_of, read_lines
+from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.run_spec import resolve_run
 

@@ -1,6 +1,5 @@
 """What a step asks of the device: the host does not wait for it, one copy moves all, activations are computed again."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -142,6 +141,7 @@ def test_compiled_and_checkpointed_training_is_the_same(demo: Path, tmp_path: Pa
         {"step": 5},
         {"world_size": "1"},
         {"state": {}},
+        {"engine": None},
     ],
     ids=str,
 )
@@ -158,8 +158,11 @@ def test_a_manifest_that_is_not_sound_is_passed_over(tmp_path: Path, change: dic
             "identity": {"seed": 0},
             "state": {"step": step},
             "files": {"weights": whole},
+            "excluded_steps": [],
+            "calibration": {"lines": []},
+            "engine": {"stage": 2},
         }
-        (path / store.MANIFEST).write_text(json.dumps(manifest | (change if step == 8 else {})))
+        (path / store.MANIFEST).write_text(store.sealed_manifest(manifest | (change if step == 8 else {})))
     said: list[str] = []
     found = store.newest_valid(tmp_path, HostGroup(), said.append)
     assert found is not None and found.step == 4

@@ -9,8 +9,8 @@ import pytest
 from data_tools import write_shards
 from tests import launch
 from xscale import dry_run as planning
-from xscale.data import calibrate, mixture
-from xscale.data.mixture import FIT_SAMPLES, initial_state
+from xscale.data import calibrate
+from xscale.data.mixture import initial_state
 from xscale.data.packed_row import RowCost
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
@@ -31,24 +31,20 @@ def numbers(line: str) -> list[float]:
     return [float(text) for text in re.findall(r"\d+\.\d+(?:e[+-]\d+)?|\d+", line.replace(",", ""))]
 
 
-def test_draws(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records by language, and epochs, are those that the first steps consume."""
+def test_shares_and_epochs(demo: Path) -> None:
+    """Epochs by language, of pairs and of running text, are about those that the first steps consume."""
     run_spec = run_spec_of(demo, "xlm", "streams.mlm.samples=20", "streams.tlm.samples=30", "train.steps=500")
-    monkeypatch.setattr(mixture, "FIT_SAMPLES", 50 * 8)
-    assert FIT_SAMPLES > 50 * 8
     found: Counter[str] = Counter()
-    for batch in run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 8):
+    for batch in run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 32):
         for stream, keys in batch.keys().items():
             found.update(f"{stream} {key.split('-0')[0].rpartition('.')[2]}" for key in keys)
-    lines = [line for line in planning.sampling_lines(run_spec) if line.startswith("  ")]
-    assert len(lines) == len(found) == sum(len(spec.sources) for spec in run_spec.specs)
+    shown = {}
+    for line in run_spec.share_lines():
+        stream, _, sources = line.partition("of stream ")[2].partition(": ")
+        shown |= {f"{stream} {pair}": float(n) for pair, n in re.findall(r"(\S+) \S+% \((\S+) epochs\)", sources)}
     records = {source.name: source.records for source in run_spec.sources}
-    for line in lines:
-        stream, _, _, source, *_ = line.split()
-        drawn = found[f"{stream} {source}"] / 8
-        _, _, of_step, epochs, _ = numbers(line.partition(source)[2])
-        assert of_step == pytest.approx(drawn, abs=0.1)
-        assert epochs == pytest.approx(500 * drawn / records[source], abs=0.05)
+    drawn = {name: 500 / 32 * n / records[name.split()[1]] for name, n in found.items()}
+    assert len(shown) == sum(len(spec.sources) for spec in run_spec.specs) and shown == pytest.approx(drawn, rel=0.1)
 
 
 def test_long_samples_are_planned_by_few_of_them(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +103,7 @@ def test_a_plan_for_another_machine(
     assert f"ranks: 64 of {device}" in told and "memory per rank" in told and not list(tmp_path.iterdir())
     assert ("by reduce_scatter" in told) == ds_config.startswith("zero3")
     assert ("26 samples: 38 ranks have nothing to do" in told) == (device == "")
-    assert "epochs in" in told and "FLOPs" in told and "checkpoint: " in told
+    assert " epochs)" in told and "FLOPs" in told and "checkpoint: " in told
 
 
 def test_ranks_are_for_plans(capsys: pytest.CaptureFixture) -> None:
@@ -147,7 +143,7 @@ def test_a_pair_has_one_name_and_ppa_its_keys(demo: Path, tmp_path: Path, capsys
 
     by_samples = told("streams.ppa.samples=24")
     assert f"{second}-{first}" in by_samples and f"{first}-{second}" not in by_samples
-    samples = re.compile(r"stream ppa: (\d+) samples")
+    samples = re.compile(r"(\d+) samples a step of stream ppa")
     by_tokens = told("streams.ppa.samples=null", "streams.ppa.tokens=1200")
     drawn = int(samples.findall(by_tokens)[0])
     keys = [float(re.findall(r"keys ([\d.]+) by all_gather", text)[0]) for text in (by_samples, by_tokens)]

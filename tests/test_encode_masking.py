@@ -19,7 +19,7 @@ from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
 from tests.plain import originals, sequences_of
 from xscale.data import masking
-from xscale.data.calibrate import tokens_per_byte
+from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec
@@ -380,7 +380,7 @@ def step_rows(demo: Path, tokenizer: Tokenizer, world: int, max_tokens: int, ste
     """Everything that the steps hold, over all ranks: {stream: sorted sequences} for each step."""
     sources = find_sources([demo])
     specs = [StreamSpec("mlm", (0, 1), 9, packed=True), StreamSpec("tlm", (3,), 25, packed=False)]
-    calibration = Calibration([(tokens_per_byte(source, tokenizer), 0.0) for source in sources], {})
+    calibration = Calibration([bytes_to_tokens(source, tokenizer) for source in sources], {})
     collates = {
         "mlm": StreamCollate(mlm.collate, mlm.MaskedOptions()),
         "tlm": StreamCollate(tlm.collate, tlm.TlmOptions(whole_word=True, shuffle_sides=True), words=True),

@@ -245,7 +245,8 @@ def save(module: StepModule, run_spec: RunSpec, path: Path) -> Path:
         if file.is_file()
     }
     manifest = {"step": 7, "world_size": 1, "state": {"step": 7}, "identity": run_spec.identity(), "files": sealed}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    manifest |= {"excluded_steps": [], "calibration": run_spec.calibration.to_dict(), "engine": {"stage": 0}}
+    (path / "manifest.json").write_text(checkpoints.sealed_manifest(manifest))
     return path
 
 

@@ -33,7 +33,7 @@ from fsspec.registry import known_implementations
 from transformers import PreTrainedTokenizerFast
 
 import tests.test_remote
-from data_tools import align, cleaning, corpus, engine, inspect_page, prepare, readers, steps
+from data_tools import align, cleaning, corpus, engine, inspect_page, prepare, readers, steps, write_shards
 from data_tools.corpus import Rules, SourceSpec, load_corpus
 from data_tools.demo_world import World
 from data_tools.sentences import split_sentences
@@ -822,7 +822,7 @@ def test_another_corpus_or_run_is_refused(
     folder = tmp_path / "out.incomplete"
     tree = {"sources": [tree["sources"][0] | {"first": 5}]}
     monkeypatch.setattr(files, "LOCK_SECONDS", 1)
-    lock = files.claim_folder(folder)
+    lock = write_shards.claim_folder(folder)
     with pytest.raises(UserError, match=r"out\.incomplete.*another process"):
         run(tmp_path, tree)
     os.close(lock)

@@ -11,9 +11,9 @@ import pytest
 from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES
 
 from data_tools import index, inspect, write_shards
-from xscale.data import survey as surveys
+from data_tools import survey as surveys
+from data_tools.survey import Survey, script_of, warnings
 from xscale.data.scripts import scripts_of, short_code
-from xscale.data.survey import Survey, script_of, warnings
 from xscale.data.text import read_lines
 
 

@@ -12,7 +12,7 @@ import yaml
 from xscale import files
 from xscale.checkpoint.store import complete_steps
 from xscale.data.loader import step_batches
-from xscale.data.mixture import StreamSpec, initial_state, steps_to_fit
+from xscale.data.mixture import StreamSpec, initial_state
 from xscale.data.packed_row import RowCost
 from xscale.data.sample import texts_of
 from xscale.data.tokenizer import unknown_lines
@@ -57,7 +57,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     validate_best(run_spec, module)
     print(yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True))
     print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
-    print(*data_lines(run_spec), *unknown_tokens(run_spec), *sampling_lines(run_spec), sep="\n")
+    print(*data_lines(run_spec), *unknown_tokens(run_spec), *run_spec.share_lines(), sep="\n")
     for line in [*run_spec.warnings(), *(f"heads: {note}" for note in module.notes)]:
         print(line)
     print(*cost_lines(run_spec, module, config, process, hardware.device), sep="\n")
@@ -97,30 +97,6 @@ def unknown_tokens(run_spec: RunSpec) -> list[str]:
         texts = [text for some in texts_of(language, run_spec.sources, UNKNOWN_SAMPLE) for text in some]
         shares[language] = run_spec.tokenizer.unknown(run_spec.tokenizer.encode(texts))
     return unknown_lines(shares, run_spec.tokenizer.hf.name_or_path)
-
-
-def sampling_lines(run_spec: RunSpec) -> Iterator[str]:
-    """Yield lines about the samples, records and epochs that each stream reads of each source in each part of the run.
-    These numbers are estimated from the stream's first steps."""
-    for title, total, phase in run_spec.parts():
-        if run_spec.phases:
-            yield f"{title}:"
-        mixture = phase.mixture(ALONE, "cpu", phase.specs, initial_state(phase.specs))
-        steps = steps_to_fit(mixture)
-        for _ in range(steps):
-            mixture.next_batch()
-        for spec, weights in zip(phase.specs, mixture.weights, strict=True):
-            yield f"stream {spec.name}: {spec.samples:,} samples a step from {phase.records(spec):,} records"
-            positions = mixture.state["positions"][spec.name]
-            for number, share, (epoch, position) in zip(spec.sources, weights, positions, strict=True):
-                source = phase.sources[number]
-                records = (epoch * source.records + position) / steps
-                if share:
-                    yield (
-                        f"  {spec.name} draws from {source.pair} {share * spec.samples:,.1f} samples a step "
-                        f"({share:.2%}), {records:,.1f} records; {records * total / source.records:,.2f} epochs in "
-                        f"{total:,} steps"
-                    )
 
 
 def cost_lines(

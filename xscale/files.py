@@ -68,29 +68,6 @@ def beside(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def claim_folder(partial: Path) -> int:
-    """Make an empty folder for this process and lock it. The lock lasts until the returned descriptor is closed.
-    Raises UserError if another process has the lock."""
-    if partial.is_dir():
-        os.close(lock_folder(partial))
-    remove(partial)
-    partial.mkdir(parents=True, exist_ok=True)
-    return lock_folder(partial)
-
-
-def lock_folder(folder: Path) -> int:
-    """Lock a folder for this process until the returned descriptor is closed. Raises UserError."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise UserError(f"{folder} is being written by another process; wait for it, or stop it") from None
-    except OSError:
-        pass  # a file system without locks
-    return fd
-
-
 def move_in(partial: Path, path: Path) -> None:
     """Rename `partial`, which several processes may have written together, to `path`."""
     if not partial.is_dir():

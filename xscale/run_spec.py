@@ -146,13 +146,11 @@ class RunSpec:
         """Return the run spec whose streams read no source more than data.max_epochs times in all phases together."""
         most, limited = self.recipe.data.max_epochs, dict[int, RunSpec]()
         left = {spec.name: np.full(len(spec.sources), most, dtype=float) for spec in self.specs}
-        sizes = {by: source_sizes(self.sources, self.calibration, by) for by in ("records", "tokens", "bytes") if most}
+        sizes = self.sizes() if most else {}
         for _, steps, part in self.parts() if most else []:
             data, specs = part.recipe.data, list[StreamSpec]()
             for spec in part.specs:
-                in_epoch = np.array([sizes["tokens" if spec.packed else "records"][s] for s in spec.sources])
-                in_epoch = in_epoch / (PACK_FILL * data.max_length) if spec.packed else in_epoch
-                epochs = steps * spec.samples / in_epoch
+                epochs = steps * spec.samples / samples_in_epoch(spec, sizes, data.max_length)
                 if spec.samples:
                     spec = replace(spec, most=tuple((left[spec.name] / epochs).tolist()))
                     drawn = stream_weights(spec, self.sources, data.alpha, sizes[data.alpha_by])
@@ -161,6 +159,9 @@ class RunSpec:
             limited[id(part)] = replace(part, specs=specs)
         phases = tuple(limited.get(id(phase), phase) for phase in self.phases)
         return replace(self, specs=limited.get(id(self), self).specs, phases=phases)
+
+    def sizes(self) -> dict[str, list[float]]:
+        return {by: source_sizes(self.sources, self.calibration, by) for by in ("records", "tokens", "bytes")}
 
     def max_tokens(self, device: str) -> int:
         default = MAX_TOKENS.get(device, MAX_TOKENS["cpu"])
@@ -303,17 +304,23 @@ class RunSpec:
         return [(f"steps {first + 1:,} to {end:,}", end - first, spec) for first, end, spec in spans if end > first]
 
     def share_lines(self) -> Iterator[str]:
-        """Yield lines with the languages' shares of each stream's samples in each part of the run."""
-        for title, _, part in self.parts():
+        """Yield lines with the languages' shares of each stream's samples and their epochs, by part of the run."""
+        sizes = self.sizes()
+        for title, steps, part in self.parts():
             data = part.recipe.data
-            sizes = source_sizes(self.sources, self.calibration, data.alpha_by)
             for spec in (spec for spec in part.specs if spec.samples):
-                shares = defaultdict[str, float](float)
-                weights = stream_weights(spec, self.sources, data.alpha, sizes)
-                for source, weight in zip(spec.sources, weights.tolist(), strict=True):
+                shares, whole = defaultdict[str, float](float), defaultdict[str, float](float)
+                weights = stream_weights(spec, self.sources, data.alpha, sizes[data.alpha_by])
+                in_epoch = samples_in_epoch(spec, sizes, data.max_length)
+                for source, weight, samples in zip(spec.sources, weights.tolist(), in_epoch.tolist(), strict=True):
                     shares[self.sources[source].pair] += weight
+                    whole[self.sources[source].pair] += samples * (weight > 0)
                 in_order = sorted(shares.items(), key=lambda item: -item[1])
-                found = ", ".join(f"{pair} {share:.2%}" for pair, share in in_order if share)
+                found = ", ".join(
+                    f"{pair} {share:.2%} ({steps * spec.samples * share / whole[pair]:,.2f} epochs)"
+                    for pair, share in in_order
+                    if share
+                )
                 yield f"{title}: {spec.samples:,} samples a step of stream {spec.name}: {found}"
 
     def any_stream(self, option: str) -> bool:
@@ -513,6 +520,12 @@ def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -
 def counts_epochs(specs: list[StreamSpec]) -> StreamSpec | None:
     """Return the stream whose pairs train.epochs counts, or None."""
     return next((spec for spec in specs if not spec.packed), None)
+
+
+def samples_in_epoch(spec: StreamSpec, sizes: dict[str, list[float]], max_length: int) -> np.ndarray:
+    """Return the number of samples in each of the stream's sources. sizes: see RunSpec.sizes."""
+    found = np.array([sizes["tokens" if spec.packed else "records"][s] for s in spec.sources])
+    return found / (PACK_FILL * max_length) if spec.packed else found
 
 
 def records_of(spec: StreamSpec, sources: list[Source]) -> int:

@@ -29,8 +29,7 @@ def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> N
     """Load weights, optimizer, loss scale, schedule and auxiliary states into the engine. The checkpoint may have been
     saved by another number of ranks or at another ZeRO stage. All ranks call it together."""
     path, stage = checkpoint.path, engine.zero_optimization_stage()
-    stage_before = checkpoint.engine["stage"] if checkpoint.engine else stage
-    if (checkpoint.world_size, stage_before) != (host_group.size, stage):
+    if (checkpoint.world_size, checkpoint.engine["stage"]) != (host_group.size, stage):
         load_rescaled(engine, path)
     elif engine.load_checkpoint(str(path.parent), tag=path.name)[0] is None:
         raise UserError(f"{path} has no files that DeepSpeed can load; remove it to go on from an older checkpoint")

@@ -26,7 +26,7 @@ from xscale.ranks import HostGroup
 
 MANIFEST, BEST = "manifest.json", "best"
 OWN_HASH = "sha256"
-"""The manifest's key for the hash of its other keys. Checkpoints of earlier versions lack it."""
+"""The manifest's key for the hash of its other keys."""
 HF = "hf"
 """The folder of a checkpoint with the model's Hugging Face config and the tokenizer."""
 AUXILIARY_STATES = "companions.pt"
@@ -63,19 +63,18 @@ class Checkpoint:
 
     @property
     def excluded_steps(self) -> list[int]:
-        """The 1-based steps that read records without an update, as the loss or gradient was not finite or a spike.
-        Earlier versions call them condemned."""
-        return self.manifest.get("excluded_steps", self.manifest.get("condemned", []))
+        """The 1-based steps that read records without an update, as the loss or gradient was not finite or a spike."""
+        return self.manifest["excluded_steps"]
 
     @property
-    def calibration(self) -> dict[str, Any] | None:
-        """The run's estimated lengths in tokens (data/calibration.py). None in checkpoints of earlier versions."""
-        return self.manifest.get("calibration")
+    def calibration(self) -> dict[str, Any]:
+        """The run's estimated lengths in tokens (data/calibration.py)."""
+        return self.manifest["calibration"]
 
     @property
-    def engine(self) -> dict[str, Any] | None:
-        """The DeepSpeed engine's ZeRO stage, precision and optimizer. None in checkpoints of earlier versions."""
-        return self.manifest.get("engine")
+    def engine(self) -> dict[str, Any]:
+        """The DeepSpeed engine's ZeRO stage, precision and optimizer."""
+        return self.manifest["engine"]
 
 
 # Finding
@@ -157,10 +156,11 @@ def read(path: Path) -> Checkpoint:
     """Read the manifest of a checkpoint's directory. Raises UserError if it is absent or damaged."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        kinds = {"step": int, "world_size": int, "identity": dict, "state": dict, "files": dict}
+        kinds = {"step": int, "world_size": int, "excluded_steps": list, OWN_HASH: str}
+        kinds |= dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
         wrong = [key for key, kind in kinds.items() if type(manifest.get(key)) is not kind or manifest[key] == {}]
         wrong += [name for name, file in manifest["files"].items() if not {"bytes", "sha256"} <= set(file)]
-        if OWN_HASH in manifest and sealed_manifest(manifest) != sealed_manifest(manifest, manifest[OWN_HASH]):
+        if sealed_manifest(manifest) != sealed_manifest(manifest, manifest.get(OWN_HASH)):
             raise ValueError("it differs from its own hash")
         if wrong or manifest["state"].get("step") != manifest["step"]:
             raise ValueError(f"{', '.join(wrong) or 'step'}: missing or malformed")

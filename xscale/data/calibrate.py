@@ -147,11 +147,3 @@ def fit_line(lengths: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
         slope = tokens.mean() / lengths.mean()
     slope = round(float(slope), 6)
     return slope, round(float(tokens.mean() - slope * lengths.mean()), 3)
-
-
-def tokens_per_byte(source: Source, tokenizer: Tokenizer, sample: int = 512) -> float:
-    """Tokens per stored byte of a source, from its first records. The result is the same on every machine."""
-    n = min(sample, int(source.counts[0]))
-    texts = [text for i in range(n) for text in source.read(0, i).texts]
-    tokens = sum(len(ids) + 1 for ids in tokenizer.encode(texts))
-    return round(tokens / max(int(source.lengths(0, np.arange(n)).sum()), 1), 4)

@@ -35,7 +35,7 @@ from xscale.data.ragged import evenly_spaced
 from xscale.data.remote import Cache, Remote, find_remote
 from xscale.data.text import stretch
 from xscale.errors import UserError
-from xscale.files import PARTIAL, parallel_map
+from xscale.files import PARTIAL
 from xscale.record import Record
 
 FORMAT_VERSION = 2
@@ -170,11 +170,8 @@ class Source:
         shards = np.searchsorted(ends, numbers, side="right")
         return list(zip(shards.tolist(), (numbers - (ends - self.counts)[shards]).tolist(), strict=True))
 
-    def check_sizes(self) -> None:
-        """Check the size of every file, so that an incomplete copy fails before step 1. Raises UserError."""
-        parallel_map(self.check_size, self.shards)
-
     def check_size(self, shard: Shard) -> None:
+        """Check the size of a shard's files, so that an incomplete copy fails before step 1. Raises UserError."""
         if self.remote:  # its files are checked when they are fetched
             return
         path = f"{self.directory}/{shard.name}"  # a Path would take longer than the check
@@ -358,10 +355,6 @@ _open: OrderedDict[tuple[int, str], OpenFile] = OrderedDict()
 def pair_name(langs: Iterable[str]) -> str:
     """The language, or the undirected pair of languages: "en-hi" for (en, hi) and for (hi, en)."""
     return "-".join(sorted(langs))
-
-
-def idx_path(tar: Path) -> Path:
-    return tar.with_suffix(".idx")
 
 
 def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:

@@ -1,57 +1,46 @@
 """Reads text files line by line: plain, .gz, .xz or .zst. A cut-off file is an error. Errors name file and line."""
 
 import lzma
-import os
 import unicodedata
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import Any, BinaryIO
 
-from xscale.errors import UserError, can_be_encoded
+from xscale.errors import UserError
 
 _BLOCK = 1 << 10
 """The number of bytes that are decompressed at once; the text in them may be 32,768 times as large."""
 _LONGEST_LINE = 1 << 26
 """The maximum number of bytes of a line; a file with a longer line is refused, so that memory is bounded."""
 _TABLE = "is a table; let `python -m data_tools.prepare` read it (`{}:` in corpus.yaml)"
-_ARROW = (
-    "is an Arrow file; write it as parquet, which `python -m data_tools.prepare` reads: `python -c 'import sys; from "
-    'pyarrow import ipc, parquet; parquet.write_table(ipc.{}(open(sys.argv[1], "rb")).read_all(), sys.argv[2])\' {{0}} '
-    "{{0}}.parquet`"
-)
 _FORMS = {
     b"\x1f\x8b": "is compressed by gzip; name it .gz",
     b"\xfd7zXZ": "is compressed by xz; name it .xz",
     b"\x28\xb5\x2f\xfd": "is compressed by zstd; name it .zst",
     b"PAR1": _TABLE.format("parquet"),
-    b"ARROW1": _ARROW.format("open_file"),
-    b"\xff\xff\xff\xff": _ARROW.format("open_stream"),
+    **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), "is an Arrow file; write it as parquet"),
     **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`"),
 }
-"""First bytes of a file that is not plain text -> what its error message says, with {0} for the file."""
+"""First bytes of a file that is not plain text -> what its error message says."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, line without its end) for a UTF-8 file. Raises UserError."""
-    number, raw = 0, b""
+    number = 0
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(_OPENERS.get(path.suffix, _plain)(file), start=1):
                 if len(raw) > _LONGEST_LINE:
-                    _check_line_ends(path, number, raw)
                     raise UserError(f"{path}: line {number} has more than {_LONGEST_LINE:,} bytes; split or remove it")
                 if number == 1:
                     _check_form(path, raw)
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            _check_line_ends(path, number, raw)
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
     except IsADirectoryError:
-        _check_folder(path)
+        check_folder(path)
         raise UserError(f"{path} is a folder; give a file of text") from None
     except UnicodeDecodeError as error:
         raise UserError(
@@ -71,22 +60,10 @@ def _check_form(path: Path, line: bytes) -> None:
     if form is None and len(line) >= 8 and 3 * line.count(0) > len(line):
         form = _FORMS[b"\xff\xfe"]
     if form:
-        if "Arrow" in form:
-            _check_folder(path.parent)
-        raise UserError(f"{path} {form.format(quote(str(path)))}")
+        raise UserError(f"{path} {form}")
 
 
-def _check_line_ends(path: Path, lines: int, line: bytes) -> None:
-    """Raises UserError if the only line of a file has line ends of old Macs in it."""
-    if lines == 1 and b"\r" in line.rstrip(b"\r\n"):
-        cat = {".gz": "gzip -dc", ".xz": "xz -dc", ".zst": "zstd -dc"}.get(path.suffix, "cat")
-        raise UserError(
-            f"{path} has line ends of old Macs (\\r), so it is one line; convert it: `{cat} {quote(str(path))} | tr "
-            f"'\\r' '\\n'`"
-        )
-
-
-def _check_folder(path: Path) -> None:
+def check_folder(path: Path) -> None:
     """Raises UserError for a folder that `save_to_disk` of the `datasets` library wrote."""
     if (path / "dataset_dict.json").exists() or all((path / f"{n}.json").exists() for n in ("dataset_info", "state")):
         raise UserError(f"{path} {_TABLE.format('datasets')}")
@@ -139,28 +116,6 @@ _OPENERS: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {
     ".xz": lambda file: _lines_of(_decompressed(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ))),
     ".zst": lambda file: _lines_of(_unzstd(file)),
 }
-
-
-def files_of(paths: list[Path]) -> list[Path]:
-    """Each path itself, or for a folder all files below it except hidden ones, sorted. Raises UserError."""
-
-    def below(folder: Path) -> list[Path]:
-        _check_folder(folder)
-        found = (path for path in folder.rglob("*") if not path.is_dir())
-        return sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(folder).parts))
-
-    files = [f for path in paths for f in (below(path) if path.is_dir() else [path])]
-    if not files:
-        raise UserError(f"no file in {', '.join(map(str, paths))}")
-    for path in files:
-        if path.exists() and not path.is_file() and path not in paths:  # reading a pipe would wait forever
-            raise UserError(f"{path} is neither a file nor a directory; remove it, or name the files")
-        if not can_be_encoded(str(path)):
-            raise UserError(f"{str(path)!a} is not UTF-8, but keys of records contain file names; rename it")
-    twice = [path for path, times in Counter(os.path.abspath(path) for path in files).items() if times > 1]
-    if twice:
-        raise UserError(f"{twice[0]} is given twice, so its lines would be read twice")
-    return files
 
 
 def stretch(text: str, number: int, of: int) -> str:

@@ -184,18 +184,13 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
     ][:-1]
 
 
-def is_blank(text: str) -> bool:
-    """True if the text has no visible character; a no-break space and a U+200B are invisible."""
-    return all(_class_of(character) in (Class.BREAK, Class.FORMAT, Class.JOINER) for character in text)
-
-
 def stands_alone(text: str) -> bool:
     """True if the text begins with a character of a script that is written without spaces."""
-    return bool(text) and _class_of(text[0]) in (Class.OWN, Class.OWN_PUNCTUATION)
+    return bool(text) and class_of(text[0]) in (Class.OWN, Class.OWN_PUNCTUATION)
 
 
 @lru_cache(maxsize=1 << 12)
-def _class_of(character: str) -> int:
+def class_of(character: str) -> int:
     return int(table()[ord(character)])
 
 

@@ -6,12 +6,10 @@ without.
 
 import logging
 import math
-import zipfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from xscale import files
 from xscale.config import EvalTask, StreamConfig
-from xscale.data.calibrate import tokens_per_byte
+from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
 from xscale.data.mixture import PACK_FILL, StreamSpec, initial_state
 from xscale.data.remote import Cache, location
@@ -55,8 +52,6 @@ Results = dict[str, dict[str, float]]
 """A task's numbers by results row and by name. A results row is, for example, a stream or a pair of languages."""
 TRIED = 8
 """The number of records that a dry run measures to find out which numbers a task gives."""
-TOKENS = "tokens.npz"
-"""The file in a run's directory that holds the distinct tokens of each language's text."""
 
 
 def find_measures(
@@ -243,7 +238,7 @@ class Heldout:
         """Prepare one evaluation of all held-out records. sources: the data to measure; None: the task's data."""
         self.note = partial(note, f"measuring {task.name}")
         recipe, sources = run_spec.recipe, sources or find_task_sources(task, run_spec)
-        tokens = Calibration([(tokens_per_byte(source, run_spec.tokenizer), 0.0) for source in sources], {})
+        tokens = Calibration([bytes_to_tokens(source, run_spec.tokenizer) for source in sources], {})
         samples = sample_heldout_links(run_spec, sources, HostGroup(alone=True))
         specs = heldout_stream_specs(run_spec, sources, samples)
         for i, spec in enumerate(specs):
@@ -363,13 +358,11 @@ def check_number(results: dict[str, Results], path: str) -> float | None:
 # Alignment scores
 
 
-def find_probes(
-    run_spec: RunSpec, out: Path, host_group: HostGroup, note: Callable[[str], None]
-) -> dict[str, AlignmentProbe]:
+def find_probes(run_spec: RunSpec, host_group: HostGroup, note: Callable[[str], None]) -> dict[str, AlignmentProbe]:
     """Return the alignment probe (the words that an alignment score compares) of each of the run's dictionaries, by the
     dictionary's name. All ranks call it together; ranks other than 0 get {}. note: as in find_measures."""
     heldout, lexicons = run_spec.unseen, run_spec.lexicons + run_spec.measured
-    tokens = tokens_by_language(run_spec, out, sorted({lexicon.langs[1] for lexicon in lexicons}), host_group, note)
+    tokens = tokens_by_language(run_spec, sorted({lexicon.langs[1] for lexicon in lexicons}), host_group, note)
     if not host_group.is_main:
         return {}
     if heldout < run_spec.recipe.data.lexicon_heldout:
@@ -391,23 +384,14 @@ def find_probes(
 
 
 def tokens_by_language(
-    run_spec: RunSpec, out: Path, languages: list[str], host_group: HostGroup, note: Callable[[str], None]
+    run_spec: RunSpec, languages: list[str], host_group: HostGroup, note: Callable[[str], None]
 ) -> dict[str, np.ndarray]:
-    """Return the ids of the tokens that occur in each language's text. Every rank reads a part of the text. They are
-    saved in tokens.npz, so that a resume need not read the text again; only rank 0 reads this file."""
-    path, tokens, parts = out / TOKENS, dict[str, np.ndarray](), range(host_group.size)
-    if host_group.is_main and path.exists():
-        try:
-            tokens = dict(np.load(path))
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-            LOG.info(f"{path} is damaged; the tokens of the text are counted again")
-    new = host_group.from_main(lambda: [language for language in languages if language not in tokens])
-    for language in new:
+    """Return the ids of the tokens that occur in each language's text. Every rank reads a part of the text."""
+    tokens = dict[str, np.ndarray]()
+    for language in languages:
         text = language, run_spec.sources, run_spec.tokenizer
         noted = partial(note, f"counting the tokens of the text in {language}")
+        parts = range(host_group.size)
         found = host_group.share([partial(tokens_of, *text, part, len(parts), noted) for part in parts])
         tokens[language] = reduce(np.union1d, found)
-    if new and host_group.is_main:
-        with files.publish(path) as unfinished, unfinished.open("wb") as file:
-            np.savez(file, **tokens)  # type: ignore[arg-type]
     return tokens

@@ -126,11 +126,11 @@ def code_revision() -> dict[str, Any]:
 
 
 def changed(saved: dict[str, Any], identity: dict[str, Any], append: bool = False) -> list[str]:
-    """Return a line for each difference between two identities. If `saved` lacks special_tokens, as in older versions,
-    they are not compared. append: sources that only `identity` has are no difference."""
+    """Return a line for each difference between two identities. append: sources that only `identity` has are no
+    difference."""
     if append and all(entry in identity["data"] for entry in saved["data"]):
         identity = identity | {"data": saved["data"]}
-    return compare(saved, {key: value for key, value in identity.items() if key in saved or key != "special_tokens"})
+    return compare(saved, identity)
 
 
 def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:

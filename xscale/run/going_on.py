@@ -104,7 +104,7 @@ def verified(path: Path, option: str, host_group: HostGroup) -> Checkpoint:
 
 def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
     """Check that DeepSpeed can load the checkpoint into an engine of this configuration. Raises UserError."""
-    if checkpoint is None or checkpoint.engine is None:
+    if checkpoint is None:
         return
     saved, now = checkpoint.engine, config.saved()
     if saved["precision"] != config.precision:
@@ -123,7 +123,7 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
 def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
     """Return the checkpoint's calibration. All ranks measure together what it lacks: all of it without a checkpoint,
     new sources, and the phases of a fork that has other ones."""
-    if checkpoint is None or checkpoint.calibration is None:
+    if checkpoint is None:
         return run_spec.measure_calibration(host_group)
     before, now = checkpoint.identity, run_spec.identity()
     saved = Calibration.from_dict(checkpoint.calibration, len(before["data"]), list(run_spec.recipe.streams))

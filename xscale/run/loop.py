@@ -104,7 +104,7 @@ class Trainer:
         """The words that alignment scores compare, by dictionary. Only rank 0 has them."""
         asked = self.recipe.train.measure_every or self.alignment_scores in tasks.values()
         if asked and (run_spec.lexicons or run_spec.measured):
-            self.probes = find_probes(run_spec, self.out, self.host_group, self.watch.note)
+            self.probes = find_probes(run_spec, self.host_group, self.watch.note)
         self.status.step = self.step
 
     def loop(self, batches: Iterator[StepBatch]) -> int:

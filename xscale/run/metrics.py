@@ -37,8 +37,6 @@ LINE_SECONDS = 5.0
 """The least number of seconds between progress lines. The first and last step and each evaluation always have one."""
 BUFFER = 1 << 16
 """Lines wait in memory until they have more than this number of bytes, or until the next flush."""
-MOST_WAITING = 1 << 26
-"""The most bytes that wait in memory while a file cannot be written."""
 SLOW, SLOW_FLUSHES = 1.5, 10
 """A rank is slow if it takes at least SLOW times the ranks' median time at SLOW_FLUSHES consecutive readings of the
 metrics."""
@@ -99,8 +97,7 @@ class _Printable(logging.Formatter):
 class JsonLines:
     """An append-only file of JSON objects with a "step" field, or no file if `path` is None.
 
-    Training goes on while lines cannot be written, as on a full disk. They wait in memory and are written once that is
-    possible again.
+    Training goes on while lines cannot be written, as on a full disk. These lines are lost.
     """
 
     def __init__(self, path: Path | None, after_step: int):
@@ -122,8 +119,8 @@ class JsonLines:
         self.path, self.file = path, path.open("ab", buffering=0)
         self.lines, self.size = list[bytes](), 0
         """The waiting lines, and their size in bytes."""
-        self.failing = False
-        """True while lines cannot be written."""
+        self.lost = 0
+        """The number of lines that could not be written since a line was last written."""
 
     def write(self, entry: dict[str, Any]) -> None:
         """Add a line, which waits for `flush` or until more than BUFFER bytes wait. Numbers that are not finite become
@@ -131,21 +128,18 @@ class JsonLines:
         if self.file:
             self.lines.append(_encoded(entry))
             self.size += len(self.lines[-1])
-            if self.size > BUFFER and not self.failing:
+            if self.size > BUFFER:
                 self.flush()
 
     def flush(self, to_disk: bool = False) -> None:
         if self.file and self.lines:
             problem = self._append(b"".join(self.lines))
-            if problem and not self.failing:
-                LOG.error(f"{self.path}: {problem}; training goes on, and new lines wait in memory until this is fixed")
-            elif self.failing and not problem:
-                LOG.warning(f"{self.path}: works again; the lines that waited are written")
-            self.failing = bool(problem)
-            if problem and self.size > MOST_WAITING:
-                LOG.error(f"{self.path}: {len(self.lines):,} lines are lost, since they take too much memory")
-            if not problem or self.size > MOST_WAITING:
-                self.lines, self.size = [], 0
+            if problem and not self.lost:
+                LOG.error(f"{self.path}: {problem}; training goes on, and lines are lost until this is fixed")
+            elif self.lost and not problem:
+                LOG.warning(f"{self.path}: works again; {self.lost:,} lines are missing")
+            self.lost = self.lost + len(self.lines) if problem else 0
+            self.lines, self.size = [], 0
         if self.file and to_disk:
             try:
                 os.fsync(self.file.fileno())
@@ -170,8 +164,8 @@ class JsonLines:
 
     def close(self) -> None:
         self.flush(to_disk=True)
-        if self.file and self.lines:
-            LOG.error(f"{self.path}: its last {len(self.lines):,} lines are lost")
+        if self.file and self.lost:
+            LOG.error(f"{self.path}: its last {self.lost:,} lines are missing")
 
 
 def _encoded(entry: dict[str, Any]) -> bytes:

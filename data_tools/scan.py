@@ -13,10 +13,11 @@ import numpy as np
 from xscale.data.link_projection import project_links
 from xscale.data.parse import parse_line, parse_sample, sample_key
 from xscale.data.shards import BLOCK, FOLLOWS, IDX_DTYPE, PART_BYTES, Shard, check_languages
-from xscale.data.survey import Survey
 from xscale.errors import UserError
 from xscale.files import sha256_file
 from xscale.record import Record
+
+from .survey import Survey
 
 
 @dataclass(frozen=True)
