@@ -12,6 +12,7 @@ from tests import launch
 from tests.test_going_on import run_spec_of, save
 from tests.test_training import arguments, same_checkpoint
 from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.store import sealed_manifest
 from xscale.errors import UserError
 from xscale.ranks import HostGroup
 from xscale.report import tables
@@ -29,7 +30,7 @@ def parent(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save(run_spec.module(), run_spec, path / "checkpoints" / "step_00000007")
     shutil.copytree(folder, folder.with_name("step_00000009"))
     manifest = json.loads((folder / "manifest.json").read_text()) | {"step": 9, "state": {"step": 9}}
-    (folder.with_name("step_00000009") / "manifest.json").write_text(json.dumps(manifest))
+    (folder.with_name("step_00000009") / "manifest.json").write_text(sealed_manifest(manifest))
     return path
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from tests.test_going_on import run_spec_of, save
 from xscale import export, merge
+from xscale.checkpoint.store import sealed_manifest
 from xscale.models.heads import FILE
 
 Weights = dict[str, np.ndarray]
@@ -69,7 +70,7 @@ def parts(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         save(module, run_spec, folder)
         manifest = json.loads((folder / "manifest.json").read_text()) | {"step": number + 1}
         manifest["state"]["step"] = number + 1
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        (folder / "manifest.json").write_text(sealed_manifest(manifest))
         exported.append(path / f"hf{number}")
         export.export(folder, exported[-1])
     return exported

@@ -208,6 +208,8 @@ def run_fields(config: Any, named: str) -> dict[str, Any]:
     sound = isinstance(found, dict) and all(isinstance(value, kinds.get(name, object)) for name, value in found.items())
     if not sound or not all(isinstance(language, str) for language in found.get("languages", [])):
         raise UserError(f"{named}: the field `xscale` of its config.json is damaged; export the run again")
+    if found.get("language_embeddings") and found.get("languages", [])[:1] != [NEUTRAL]:
+        raise UserError(f"{named}: its run is of an older version, which numbers languages in another way; train again")
     return found
 
 
@@ -228,19 +230,11 @@ def _token_types(config: Any) -> int:
 
 
 def fill_neutral_row(lm: PreTrainedModel) -> None:
-    """Set the embedding of token type 0 to the mean of the languages' embeddings, unless the model's run trained it.
-
-    Runs of older versions count languages from 0 and have no neutral row; their rows move up by one.
-    """
+    """Set the embedding of token type 0 to the mean of the languages' embeddings, unless the model's run trained it."""
     fields = getattr(lm.config, "xscale", None) or {}
-    names = fields.get("languages", [])
-    older = names[:1] != [NEUTRAL]
-    if not fields.get("language_embeddings") or (not older and fields.get("neutral_trained")):
-        return
-    names = [NEUTRAL, *names] if older else names
-    own = _type_table(lm)[0 if older else 1 :][: len(names) - 1]
-    lm.config.xscale = fields | {"languages": names}
-    _set_type_table(lm, torch.cat([own.mean(0, keepdim=True), own]))
+    if fields.get("language_embeddings") and not fields.get("neutral_trained"):
+        own = _type_table(lm)[1 : len(fields["languages"])]
+        _set_type_table(lm, torch.cat([own.mean(0, keepdim=True), own]))
 
 
 def _type_table(lm: PreTrainedModel) -> torch.Tensor:
