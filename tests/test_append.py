@@ -142,6 +142,7 @@ def test_what_a_run_cannot_take_in(corpus: Path, tmp_path: Path) -> None:
     assert folder.changed(checkpoint.identity, after.identity())
     assert folder.changed(after.identity(), first.identity(), append=True)
     (tmp_path / folder.IDENTITY).write_text(json.dumps(after.identity()))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match=r"name all data that the run had"):
         folder.claim_out(tmp_path, first.identity(), "auto", append=True)
     with pytest.raises(UserError, match=r"add --data_change append"):

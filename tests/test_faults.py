@@ -174,6 +174,7 @@ def test_other_special_tokens_are_another_run(demo: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=rf"special_tokens\.mask: was {same.mask_id}, is now {changed.mask_id}"):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / folder.IDENTITY).write_text(json.dumps(was))
+        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
         folder.claim_out(tmp_path / "run", now, "auto")
 
 

@@ -212,6 +212,8 @@ def test_a_run_from_before_the_neutral_row(demo: Path, tmp_path: Path, embedding
     saved["recipe"]["streams"]["tlm"].pop("language_dropout", None)
     out.mkdir()
     (out / "identity.json").write_text(json.dumps(saved))
+    claim_out(out, run_spec.identity(), "never")  # a start that failed before its first step claims nothing
+    (out / "metrics.jsonl").write_text('{"step": 1}\n')
     if embeddings:
         with pytest.raises(UserError, match=rf"{out} .*--set model.init={out}"):
             claim_out(out, run_spec.identity(), "auto")

@@ -35,6 +35,8 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     size = ["--vocab_size", "500"]
     tool.main(["--text", str(path / "old.txt"), "--out", str(path / "old"), "--type", request.param, *size])
     more = ["--text", str(path / "new.txt"), "--out", str(path / "new"), "--extend", str(path / "old"), *size]
+    with pytest.raises(UserError, match="leave out --type"):
+        tool.main([*more, "--type", "unigram"])
     tool.main(more)
     return Tokenizer(path / "old"), Tokenizer(path / "new")
 

@@ -284,6 +284,7 @@ def test_a_longer_room_begins_at_once() -> None:
         ({"until": 1.5}, r"phases\[0\].until: 1.5 .*0.8"),
         ({"until": True}, r"until: True .*an integer from 0"),
         ({"data.alpha": 0.5}, r"until: None"),
+        ({"until": 0.5, "data.languages": ["xx"], "data.languages_add": ["yy"]}, r"add: the phase also has data.lang"),
         ({"until": 0.5, "data.languages": None, "data.languages_add": ["xx"]}, r"data.languages_add: .*data.languages"),
     ],
 )

@@ -248,7 +248,7 @@ def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path) -> None:
             {"mono": "de", "jsonl": "a", "wieght": 3, "align": True},
             {"pairs": ["en", "de"], "text": ["a", "b"], "first": -1},
         ],
-        "rules": {"dedup": "fuzzy"},
+        "rules": {"dedup": "fuzzy", "score": True},
         "tokenizer": {"vocab_size": "many"},
         "aligned": True,
     }

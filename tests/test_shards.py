@@ -553,6 +553,13 @@ def test_a_folder_whose_index_is_missing_is_not_left_out(demo: Path, tmp_path: P
     assert len(find_sources([tmp_path / "demo" / "pairs_yy"])) == 1
 
 
+def test_a_link_to_a_disk_that_is_not_there_is_not_left_out(demo: Path, tmp_path: Path) -> None:
+    shutil.copytree(demo / "pairs", tmp_path / "pairs")
+    (tmp_path / "mono").symlink_to("/absent/mono")
+    with pytest.raises(UserError, match="mono is a link to /absent/mono"):
+        find_sources([tmp_path])
+
+
 def test_an_index_of_another_version_is_refused(copy: Path) -> None:
     for content, named in (("{", "not an index"), ("{}", "not an index"), ('{"version": 99}', "version 99")):
         (copy / "index.json").write_text(content)
