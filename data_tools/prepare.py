@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from xscale import files
 from xscale.data.remote import fetch_file
@@ -154,15 +155,14 @@ def files_below(paths: list[str]) -> list[Path]:
     return [file for found in below for file in found if file.is_file()]
 
 
-def fingerprint(corpus: Corpus) -> str:
-    """A hash of corpus.yaml, of the sizes and times of its files, and of the form of the files between
-    the steps."""
-    seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns)
+def inputs(corpus: Corpus) -> dict[str, Any]:
+    """What a continued start must have in common with the first: corpus.yaml, the size and time of each of its files,
+    and the form of the files between the steps."""
+    seen = {str(file): [file.stat().st_size, file.stat().st_mtime_ns]
             for source in corpus.sources
-            for file in files_below([*source.paths, *corpus.rules_of(source).paths, *corpus.lexicons])]  # fmt: skip
+            for file in files_below([*source.paths, *corpus.rules_of(source).paths, *corpus.lexicons])}  # fmt: skip
     form = [steps.CHUNK_UNITS, steps.CHUNK_BYTES, steps.PART_PAIRS, "pickled units and surveys"]
-    text = json.dumps([corpus.model_dump(mode="json"), seen, *form])
-    return hashlib.sha256(text.encode()).hexdigest()
+    return {"corpus.yaml": corpus.model_dump(mode="json"), "the version of xscale": form, **seen}
 
 
 def claim(folder: Path) -> int:
@@ -179,17 +179,16 @@ def start(corpus: Corpus, folder: Path) -> None:
     """Write plan.json, or check that the plan.json in the folder is for the same input. Raises UserError."""
     for cache in (steps.corpus_of, steps.chunks_of, steps.places_in, steps.parts_of, exclusion):
         cache.cache_clear()
-    plan = {"fingerprint": fingerprint(corpus), "corpus": corpus.model_dump(mode="json", exclude_unset=True)}
+    now, path = inputs(corpus), folder / "inputs.json"
     begun = any((folder / "done").glob("*/*")) or (folder / "logs").exists()  # jobs of SLURM may still write marks
     if not begun or not (folder / "plan.json").exists():
-        steps.write_json(folder / "plan.json", plan)
-    elif steps.read_json(folder / "plan.json")["fingerprint"] != plan["fingerprint"]:
-        raise UserError(
-            f"{folder} is for another corpus.yaml or another version of xscale, or an input file has changed; "
-            f"remove it to start anew"
-        )
-    else:
-        print(f"continuing with the finished tasks in {folder}", file=sys.stderr)
+        steps.write_json(path, now)
+        steps.write_json(folder / "plan.json", {"corpus": corpus.model_dump(mode="json", exclude_unset=True)})
+        return
+    before = steps.read_json(path) if path.exists() else {}
+    if changed := [name for name in now | before if now.get(name) != before.get(name)]:
+        raise UserError(f"{', '.join(changed[:3])} changed after {folder} was begun; remove it to start anew")
+    print(f"continuing with the finished tasks in {folder}", file=sys.stderr)
 
 
 def finish(corpus: Corpus, folder: Path, out: Path) -> None:

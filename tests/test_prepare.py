@@ -826,10 +826,12 @@ def test_another_corpus_or_run_is_refused(
     with pytest.raises(UserError, match=r"out\.incomplete.*another process"):
         run(tmp_path, tree)
     os.close(lock)
-    steps.write_json(folder / "plan.json", {"fingerprint": "another"})
+    changed = tree["sources"][0]["tmx"]
+    steps.write_json(folder / "plan.json", {})
+    steps.write_json(folder / "inputs.json", prepare.inputs(load_corpus(written(tmp_path, tree))) | {changed: [0, 0]})
     (folder / "done" / "cut").mkdir(parents=True)
     (folder / "done" / "cut" / "000000").touch()
-    with pytest.raises(UserError, match=r"out\.incomplete.*remove it"):
+    with pytest.raises(UserError, match=rf"^{changed} changed .*out\.incomplete.*remove it"):
         run(tmp_path, tree)
     files.remove(folder / "done")  # no task is finished, so nothing is lost
     assert json.loads((run(tmp_path, tree) / "report.json").read_text())["sources"][0]["counts"]["records"] == 5

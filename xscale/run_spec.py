@@ -681,7 +681,10 @@ def find_tokenizer(recipe: Recipe, data: Path | None) -> str:
         return str(own)
     if init and not Path(init).exists():
         if not may_be_there(init):
-            raise UserError(f"model.init {init} does not exist; give a run, or a Hugging Face directory or name")
+            raise UserError(
+                f"model.init {init} does not exist; give a run, or a Hugging Face directory or name; "
+                f"to resume, put the folder hf of one of the run's checkpoints there"
+            )
         return init  # a hub name
     if data is None:
         raise UserError("all of --data is remote, and a tokenizer is only looked for on disks; set model.tokenizer=DIR")
