@@ -349,6 +349,8 @@ def test_warmup_is_a_share_or_a_number(warmup: float, steps: int) -> None:
 def test_a_stream_s_factor_rises_to_its_weight(warm_in: float, factors: list[float]) -> None:
     """The first step already counts; a warm-in below 1 is a share of the 10 steps."""
     made = load("mlm", "train.steps=10", "streams.mlm.weight=3", f"streams.mlm.warm_in={warm_in}")
+    (line,) = problems(load, "mlm", "train.steps=10", "streams.mlm.warm_in=11")
+    assert "streams.mlm.warm_in: 11 exceeds the steps: 10" in line
     assert [made.stream_weight("mlm", step) for step in range(3)] == pytest.approx(factors)
 
 

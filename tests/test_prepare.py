@@ -275,6 +275,8 @@ def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path) -> None:
     tree = {"sources": [{"mono": "de", "text": "a", "rules": {"lenght": 3}}], "rules": {"length": {"tokens": [1, 9]}}}
     with pytest.raises(UserError, match="lenght"):
         load_corpus(written(tmp_path, tree))
+    with pytest.raises(UserError, match=r"rules.score: no source has a score"):
+        load_corpus(written(tmp_path, {"sources": [{"mono": "de", "text": "a"}], "rules": {"score": 1.0}}))
     twice = {"sources": [{"mono": "de", "text": "x/a"}, {"mono": "de", "text": "y/a"}]}
     with pytest.raises(UserError, match=r"two are called a\.de"):
         load_corpus(written(tmp_path, twice))
