@@ -156,8 +156,8 @@ def files_below(paths: list[str]) -> list[Path]:
 
 
 def inputs(corpus: Corpus) -> dict[str, Any]:
-    """What a continued start must have in common with the first: corpus.yaml, the size and time of each of its files,
-    and the form of the files between the steps."""
+    """Return what all starts into one folder must have in common: corpus.yaml, the size and the time of each of its
+    files, and the form of the files between the steps."""
     seen = {str(file): [file.stat().st_size, file.stat().st_mtime_ns]
             for source in corpus.sources
             for file in files_below([*source.paths, *corpus.rules_of(source).paths, *corpus.lexicons])}  # fmt: skip

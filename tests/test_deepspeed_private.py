@@ -156,9 +156,11 @@ def test_muon_is_where_it_is_looked_for() -> None:
 
 
 def test_config() -> None:
-    read, error = private.config_classes()
-    assert issubclass(error, Exception)
+    read, error, dtype = private.config_classes()
+    assert issubclass(error, Exception) and dtype("bf16").value == torch.bfloat16
     assert read({"train_batch_size": 1, "gradient_clipping": 0.5}).gradient_clipping == 0.5
+    assert {"adam", "adamw", "muon"} <= set(private.optimizers())
+    assert {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"} <= set(private.schedulers())
     for builder in ("CPUAdamBuilder", "FusedAdamBuilder"):
         assert "verbose" in parameters(getattr(importlib.import_module("deepspeed.ops.op_builder"), builder).load)
 

@@ -3,14 +3,10 @@
 import copy
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
-import torch.distributed as dist
-from torch import nn
 
 from xscale.checkpoint.store import Checkpoint
 from xscale.config import Recipe, load_recipe
@@ -18,7 +14,6 @@ from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.run.going_on import check_engine
 from xscale.step.ds_config import Hardware, read_ds_config, resolve_ds_config
-from xscale.step.engine import build_engine
 
 SHIPPED = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
 CPU, CPU_FP16, OLD_CPU = Hardware("cpu", False, True), Hardware("cpu", True, True), Hardware("cpu", False, False)
@@ -278,23 +273,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
             read_ds_config(path)
 
 
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        ({"prescale_gradients": "false"}, "prescale_gradients: 'false'"),
-        ({"steps_per_print": "10"}, "steps_per_print: '10'"),
-        ({"fp16": {"enabled": "true"}}, "fp16.enabled: 'true'"),
-        ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage: '2'"),
-        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": "False"}}}, "optimizer.params.adam_w_mode: 'False'"),
-        ({"optimizer": {"type": "Adam", "params": {"betas": ["0.9", 1e-1]}}}, "optimizer.params.betas.0: '0.9'"),
-        ({"optimizer": {"type": "Adam", "params": {"eps": "1e-8"}}}, "optimizer.params.eps: '1e-8'"),
-    ],
-)
-def test_numbers_and_flags_in_quotes(tmp_path: Path, config: dict[str, Any], name: str) -> None:
-    """DeepSpeed would take "false" for true."""
-    (tmp_path / "x.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=rf"x\.json: {name} .*without quotes"):
-        read_ds_config(tmp_path / "x.json")
+ADAM = {"type": "AdamW", "params": {"torch_adam": True}}
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -312,16 +291,18 @@ def test_numbers_that_are_none(tmp_path: Path, number: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"fp61": {"enabled": True}}, "fp61 .*fp16"),
-        ({"gradient_cliping": 1.0}, "gradient_cliping .*gradient_clipping"),
-        ({"zero_optimisation": {"stage": 2}}, "zero_optimisation .*zero_optimization"),
+        ({"fp61": {}}, "fp61 .*did you mean fp16"),
+        ({"gradient_cliping": 1.0}, "gradient_cliping .*did you mean gradient_clipping"),
+        ({"zero_optimisation": {}}, "did you mean zero_optimization"),
         ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint .*leave it out"),
         ({"optimizer": "AdamW"}, "optimizer: 'AdamW' is not an object"),
         ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
+        ({"optimizer": {"type": "AdamWW"}}, "AdamWW is none of .*adamw"),
+        ({"optimizer": ADAM, "scheduler": {"type": "Warmup"}}, "Warmup is none of .*WarmupLR"),
     ],
 )
 def test_mistakes_in_names_are_told(tmp_path: Path, config: dict, message: str) -> None:
-    """DeepSpeed ignores them: "fp61" would train in fp32."""
+    """DeepSpeed ignores some ("fp61" would train in fp32), and meets others with a traceback after minutes."""
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(config))
     with pytest.raises(UserError, match=f"mine.json:\n  .*{message}"):
@@ -335,7 +316,6 @@ def test_other_keys_are_left_to_deepspeed(tmp_path: Path) -> None:
         {"optimizer": {"type": "adam", "params": {"adam_w_mode": True, "bias_correction": True, "fused": True}}},
         {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}, "amp": {"enabled": False}},
         {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}},
-        {"wandb": {"enabled": True, "project": "2026"}},
     ):
         path.write_text(json.dumps(config))
         assert read_ds_config(path) == config
@@ -344,20 +324,30 @@ def test_other_keys_are_left_to_deepspeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"bfloat16": {"enabled": True}}, "bfloat16 .*bf16"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16 .*did you mean bf16"),
+        ({"fp16": {"enabled": "true"}}, "fp16.enabled: 'true' is not true, false or"),
         ({"fp16": {"enabled": 1}}, "fp16.enabled: 1 is not true, false or"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast .*leave it out"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op .*leave it out"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation .*leave it out"),
+        ({"prescale_gradients": "no"}, "prescale_gradients: 'no' is not true or false"),
+        ({"steps_per_print": "10"}, "steps_per_print: '10' is not a whole number"),
+        ({"gradient_predivide_factor": True}, "gradient_predivide_factor: True is not a number"),
+        ({"communication_data_type": 5}, "communication_data_type: 5 is not a text"),
         ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload: write offload_optimizer"),
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4: must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage = '2': must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme: .*write cpu"),
         ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, "zero_quantized_gradients .*stage 3"),
         ({"optimizer": {"type": "Adam", "params": {"maximize": True}}}, "params.maximize .*leave it out"),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": "false"}}}, "adam_w_mode: 'false' is not true or"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "quadratic"}}}, "'quadratic' .*log or linear"),
-        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype .*grad_accum_dtype"),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype is unknown"),
+        ({"wandb": {"enabled": True}}, "wandb: the package wandb is not installed"),
+        ({"comet": {"enabled": True}}, "comet: the package comet_ml is not installed"),
         ({"optimizer": {"type": "Adam", "params": None}}, "optimizer.params: None is not an object"),
-        ({"optimizer": {"type": "Adam", "parms": {"eps": 1}}}, "optimizer.parms .*params"),
+        ({"optimizer": {"type": "Adam", "parms": {}}}, "optimizer.parms is unknown; did you mean params"),
+        ({"optimizer": {"type": "Optimizer"}}, "optimizer.type: Optimizer is none of"),
+        ({"scheduler": {"type": "math"}}, "scheduler.type: math is none of"),
     ],
 )
 def test_what_would_not_do_what_it_says(tmp_path: Path, config: dict, message: str) -> None:
@@ -374,51 +364,20 @@ def test_what_would_not_do_what_it_says(tmp_path: Path, config: dict, message: s
         ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer: 'cpu': .*dictionary"),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}}, "reduce_bucket_size: '5e8'"),
         ({"zero_optimization": {"stage": 2, "reduce_scater": True}}, "reduce_scater: True"),
+        ({"data_types": {"grad_accum_dtype": "fp8"}}, "data_types.grad_accum_dtype: 'fp8'"),
         ({"communication_data_type": "fp8"}, "communication_data_type.*fp8"),
-        ({"communication_data_type": 5}, "lower"),
-        ({"wall_clock_breakdown": "x"}, "str"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer.params .*1.5"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": "0.9"}}}, "optimizer.params .*'betas': '0.9'"),
+        ({"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}, "optimizer.params .*'weight_deacy'"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.params .*cycle_min_lr"),
+        ({"scheduler": {"type": "StepLR"}}, "scheduler.params .*step_size"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_stesp": 3}}}, "scheduler.params .*'warmup_stesp'"),
         ({"elasticity": {}}, "'elasticity' configuration block is no longer supported"),
     ],
 )
-def test_what_deepspeed_refuses_to_read(config: dict[str, Any], message: str) -> None:
+def test_what_deepspeed_would_say_when_the_engine_is_built(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=rf"ds_config X\.json: .*{message}"):
         resolve(config)
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of this process alone."""
-    store = f"file://{tmp_path_factory.mktemp('group')}/store"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepspeed.comm.comm, "cdb", None)
-        patch.setitem(vars(deepspeed.ops), "__compatible_ops__", {})  # else an operator of C++ is compiled
-        deepspeed.comm.init_distributed("gloo", False, init_method=store, rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"optimizer": {"type": "AdamWW"}}, "AdamWW"),
-        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "betas": [0.9, 1.5]}}}, "1.5"),
-        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "weight_deacy": 0.1}}}, "'weight_deacy'"),
-        ({"scheduler": {"type": "Warmup"}}, "Warmup"),
-        ({"scheduler": {"type": "OneCycle"}}, "cycle_min_lr"),
-        ({"scheduler": {"type": "StepLR"}}, "step_size"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_stesp": 3}}}, "'warmup_stesp'"),
-        ({"data_types": {"grad_accum_dtype": "fp8"}}, "'fp8'"),
-    ],
-)
-def test_what_deepspeed_refuses_to_build(
-    one_process: None, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    found, *_ = resolve(
-        {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}} | config, world=1, hardware=CPU
-    )
-    with pytest.raises(UserError, match=rf"--ds_config: .*{message}"):
-        build_engine(nn.Linear(2, 2), found)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -39,11 +39,25 @@ def import_muon_uncompiled() -> None:
 # The ds_config
 
 
-def config_classes() -> tuple[Any, Any]:
-    """Return the class that reads a ds_config, and its exception class."""
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+def config_classes() -> tuple[Any, Any, Any]:
+    """Return the class that reads a ds_config, its exception class, and its enum of number types."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 
-    return DeepSpeedConfig, DeepSpeedConfigError
+    return DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
+
+
+def optimizers() -> list[str]:
+    """Return the names of DeepSpeed's own optimizers, which optimizer.type may have besides torch's."""
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    return list(DEEPSPEED_OPTIMIZERS)
+
+
+def schedulers() -> dict[str, Any]:
+    """Return DeepSpeed's own scheduler classes by name, which scheduler.type may have besides torch's."""
+    from deepspeed.runtime import lr_schedules
+
+    return {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
 
 
 def compile_operator(builder: str) -> None:

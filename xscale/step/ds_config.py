@@ -5,7 +5,6 @@
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from xscale.config import Recipe
 from xscale.data.parse import parse_json
 from xscale.errors import UserError
-from xscale.step.ds_checks import ADAM, MONITORS, check_names, deepspeed_refusal
+from xscale.step.ds_checks import ADAM, check_names, validate_by_building
 from xscale.step.zero import check_stage, stage_of
 
 AUTO = "auto"
@@ -32,8 +31,6 @@ MAY_CHANGE = ("lr", "weight_decay", "fused", "foreach")
 """The parameters of the ds_config's optimizer that a resume may change."""
 
 ROWS = 'the streams of the recipe define a step, and train.max_tokens its rows; write "auto" here'
-QUOTED = re.compile(r"true|false|[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
-"""A text that was meant as a number or as true or false."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +96,6 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     for name, value in _leaves(config):
         if isinstance(value, float) and not math.isfinite(value):  # NaN could not be compared between ranks
             raise UserError(f"--ds_config {path}: {name} is not a finite number")
-        # DeepSpeed takes "false" for true, and fails on "10" in the first step.
-        if isinstance(value, str) and QUOTED.fullmatch(value) and name.partition(".")[0] not in MONITORS:
-            raise UserError(f"--ds_config {path}: {name}: {value!r} is a text; write it without quotes")
     problems = check_names(config)
     if problems:
         raise UserError(f"--ds_config {path}:\n" + "\n".join(f"  {problem}" for problem in problems))
@@ -134,7 +128,7 @@ def resolve_ds_config(
         raise UserError(f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{unfilled}')
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    problem = check_stage(resolved, precision, recipe.train.compile, world) or deepspeed_refusal(resolved)
+    problem = check_stage(resolved, precision, recipe.train.compile, world) or validate_by_building(resolved)
     if problem:
         raise UserError(f"ds_config {path}: {problem}")
     return EngineConfig(resolved, precision, stage_of(resolved), notes)

@@ -15,8 +15,7 @@ from xscale.step.zero import gather_for_every_pass, offloads, stage_of
 def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     import deepspeed
 
-    _, ConfigError = private.config_classes()
-    names = (AttributeError, KeyError)  # of an optimizer or a scheduler that does not exist, or of its parameters
+    _, ConfigError, _ = private.config_classes()
     private.pickle_stage_plainly()
     check_module(module, stage_of(ds_config))
     optimizer = ds_config["optimizer"]
@@ -26,7 +25,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     private.import_muon_uncompiled()
     try:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
-    except (ValueError, TypeError, ImportError, NotImplementedError, AssertionError, ConfigError, *names) as error:
+    except (ValueError, TypeError, ImportError, NotImplementedError, AssertionError, ConfigError) as error:
         raise UserError(f"--ds_config: DeepSpeed refuses this configuration: {error}") from error
     private.look_at_norm_alone(engine)
     private.zero_padding(engine)
