@@ -322,6 +322,8 @@ def problem_lines(error: ValidationError, where: str = "") -> list[str]:
             lines.append(f"{where}{place}: unknown key here; {remedy}")
         else:
             given = "" if problem["type"] == "missing" else f": {problem['input']!r}"
-            quote = "; YAML reads yes, no, on and off as truth values: quote it" * isinstance(problem["input"], bool)
+            quote = "; YAML reads yes, no, on and off as truth values: quote it" * (
+                problem["input"] in (True, False) and problem["type"] == "string_type"
+            )
             lines.append(f"{where}{place}{given}: {problem['msg']}{quote}")
     return lines

@@ -236,7 +236,8 @@ def start(process: Process) -> torch.device:
         f"port {os.environ.get('MASTER_PORT')}; to train on one rank, unset WORLD_SIZE and RANK"
     ], {"file": sys.stderr, "flush": True})  # fmt: skip
     waiting.daemon = True
-    waiting.start()
+    if process.world > 1 and process.local_rank == 0:  # one line a host
+        waiting.start()
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
     waiting.cancel()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -466,7 +466,7 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
 def check_none_forgotten(directory: Path, found: list[Path]) -> None:
     """Raises UserError if a folder beside the sources has shards but no index.json, as an incomplete copy has."""
     for path in sorted(directory.iterdir()) if found and directory not in found else ():
-        if not path.exists():
+        if path.is_symlink() and not path.exists():
             raise UserError(
                 f"{path} is a link to {path.readlink()}, which is not there; restore it, or remove the link"
             )
