@@ -78,7 +78,7 @@ if [ "${1:-}" = --cpu ]; then
 else
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
     python3 -c "import torch, triton, transformers as t; print('torch', torch.__version__, 'triton', triton.__version__, 'transformers', t.__version__)"
-    part check 90 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py
+    part check 150 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py
     part rows 370 python3 benchmarks/rows.py --seconds 290
     # mmBERT-base's shape, length and share of masked tokens; its authors' 108k tokens/s on an H100, twice.
     part modern 260 python3 benchmarks/rows.py --preset modern-base --vocab_size 256000 --recipe mlm --max_length 1024 \

@@ -27,6 +27,7 @@ from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.ops import masked_ce
 from xscale.ops.alignment_gather import alignment_gather
+from xscale.ops.dropout_add_norm import dropout_add_norm
 from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec, resolve_run
@@ -138,7 +139,9 @@ def test_masked_cross_entropy(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 16])
-@pytest.mark.parametrize("lengths", [[128] * 8, [512, 300, 128, 127, 64, 9, 1, 0, 5, 0], [1]], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[128] * 8, [128, 65, 64, 3], [512, 300, 128, 127, 64, 9, 1, 0, 5, 0], [1]], ids=str
+)
 def test_attention(lengths: list[int], window: int | None, dtype: torch.dtype) -> None:
     """Outputs and gradients in 16 bits agree with those in fp32 on the same device, and those in fp32 with fp64."""
     row, heads = tokens_of(lengths), 4
@@ -171,6 +174,34 @@ def test_attention_dropout_keeps_the_mean(dtype: torch.dtype) -> None:
     assert error(draws[0], draws[1]) > 0.05
     draws[0].sum().backward()
     assert qkv.grad is not None and qkv.grad.isfinite().all() and qkv.grad.any()
+
+
+@pytest.mark.skipif(not CUDA, reason="plain operators elsewhere")
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("shape", [(4000, 768), (3, 1024), (700, 320), (0, 768)], ids=str)
+def test_dropout_add_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """The states and the four gradients are right for the mask that the gradient of x shows, which keeps its share."""
+    p = 0.1
+    norm = torch.nn.LayerNorm(shape[1]).to(DEVICE, dtype)
+    for weight in norm.parameters():
+        torch.nn.init.normal_(weight)
+    x, residual, incoming = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(3))
+    leaves = [tensor.requires_grad_() for tensor in (x, residual)] + [*norm.parameters()]
+    runs = []
+    for _ in range(2):
+        out = dropout_add_norm(x, residual, p, norm, 5)
+        runs.append([out, *torch.autograd.grad(out, leaves, incoming)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    _, d_x, d_residual, *_ = runs[0]
+    kept = (d_x != 0) | (d_residual == 0)
+    if kept.numel() > 10_000:
+        assert kept.float().mean().item() == pytest.approx(1 - p, abs=0.01)
+    plain = [wide(tensor) for tensor in leaves]
+    total = plain[0] * kept.cpu() / (1 - p) + plain[1]
+    expected = F.layer_norm(total, shape[1:], *plain[2:])
+    exact = [expected, *torch.autograd.grad(expected, plain, incoming.cpu().double())]
+    for ours, reference in zip(runs[0], exact, strict=True):
+        assert ours.dtype == dtype and error(ours, reference) < LIMIT[dtype]
 
 
 # Encoder

@@ -10,6 +10,7 @@ long as web pages. A step has --rows_per_step packed rows, made beforehand (load
      ms that the host worked (without waits for the GPU), and the share of the time that the GPU was busy
   2. for `mixed` in packed rows of --mixed_rows tokens: the same numbers, with the shipped samples and with as many
      samples as fill the rows, compared with the sum of its streams alone and with --recipe
+--kernels N also prints the N kernels that take most of the GPU's time in each profiled step.
 Sizes in --first are measured first. The script names sizes for which --seconds leaves no time. Lines that begin with
 GOAL say which goals are met; a missed goal does not make the script fail.
 """
@@ -22,7 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,6 +154,8 @@ class Bench:
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profiler:
             seconds = self.run(run_spec, [batch])
+        if self.args.kernels:
+            print_kernels(profiler.events(), self.args.kernels)
         return of_profile(profiler.events(), seconds)
 
 
@@ -167,6 +170,21 @@ def of_profile(events: Iterable[Any], seconds: float) -> tuple[int, float, float
     return len(on_gpu), seconds - waits / 1e6, busy / span
 
 
+def print_kernels(events: Iterable[Any], count: int) -> None:
+    """Print the kernels and copies that take most of the GPU's time, with their number and their ms."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if "CUDA" in str(event.device_type):
+            times[event.name].append(event.time_range.elapsed_us() / 1e3)
+    largest = sorted(times.items(), key=lambda item: -sum(item[1]))[:count]
+    whole = sum(map(sum, times.values()))
+    print_table(
+        f"the {count} largest kernels of {whole:.1f} ms",
+        ["kernel", "calls", "ms"],
+        [[name[:100], str(len(each)), f"{sum(each):.2f}"] for name, each in largest],
+    )
+
+
 def synchronize() -> None:
     if CUDA:
         torch.cuda.synchronize()
@@ -179,8 +197,8 @@ class Sizes:
         self.bench, self.args, self.deadline = bench, args, deadline
         self.found: dict[tuple[int, bool], Measured] = {}
 
-    def measure(self, sizes: Iterable[int], compiled: bool) -> None:
-        for size in sizes:
+    def measure(self, sizes: Iterable[int], kinds: Iterable[bool]) -> None:
+        for size, compiled in product(sizes, kinds):
             if time.monotonic() < self.deadline:
                 started = time.monotonic()
                 run_spec = self.bench.filled(self.bench.run_spec(size), size)
@@ -191,7 +209,7 @@ class Sizes:
     def print(self) -> None:
         args, goal = self.args, f"; goal: {self.args.goal:,} tokens/s" if self.args.goal else ""
         model = f"{args.preset}, vocabulary {args.vocab_size:,}, {self.bench.precision}"
-        for compiled, kind in ((False, "eager"), (True, "compiled")):
+        for compiled, kind in ((False, "eager"), *([] if args.eager else [(True, "compiled")])):
             rows = [[f"{size:,}", *self.found[size, c].cells()] for size, c in sorted(self.found) if c is compiled]
             title = f"{args.recipe} in rows, {kind}; {model}, {args.max_length} tokens a sequence{goal}"
             print_table(title, HEADER, rows)
@@ -238,6 +256,7 @@ def main() -> None:
     parser.add_argument(
         "--first", type=int, default=16384, help="of --rows, measured before all others, compiled first"
     )
+    parser.add_argument("--eager", action="store_true", help="no compiled runs")
     parser.add_argument("--rows_per_step", type=int, default=4)
     parser.add_argument("--mixed_rows", type=int, default=16384, help="train.max_tokens of `mixed`; 0: without mixed")
     parser.add_argument("--max_length", type=int, default=128)
@@ -247,6 +266,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150, help="after which no other size is begun")
     parser.add_argument("--pairs", type=int, default=20_000, help="of the demo world")
     parser.add_argument("--goal", type=int, help="tokens/s, to be printed")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="print the N largest kernels of a step")
     args = parser.parse_args()
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     deadline = time.monotonic() + args.seconds
@@ -257,13 +277,11 @@ def main() -> None:
         ranks.start(ranks.find_process())
         sizes = Sizes(Bench(args.recipe, data, args), args, deadline)
         first, *others = sorted(args.rows, key=lambda size: (size != args.first, size))
-        sizes.measure([first], True)
-        sizes.measure([first], False)
+        kinds = [False] if args.eager else [True, False]
+        sizes.measure([first], kinds)
         if args.mixed_rows:
             mixed(Bench("mixed", data, args), args, sizes.found.get((args.mixed_rows, False)))
-        for size in others:
-            sizes.measure([size], True)
-            sizes.measure([size], False)
+        sizes.measure(others, kinds)
         sizes.print()
         sizes.goals()
         torch.distributed.destroy_process_group()

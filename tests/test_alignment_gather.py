@@ -186,8 +186,8 @@ def test_it_compiles_whole(dynamic: bool) -> None:
 
 @pytest.mark.slow
 def test_the_interpreted_kernels_are_plain_torch() -> None:
-    """This one, and those of the loss and of rotations."""
-    files = ("alignment_gather", "masked_ce", "rotation")
+    """This one, and those of the loss, rotations, short attention, and dropout with residual and norm."""
+    files = ("alignment_gather", "masked_ce", "rotation", "fused_kernels")
     run_python("".join(f"import tests.test_{of} as t; t.interpret()\n" for of in files), TRITON_INTERPRET="1")
 
 

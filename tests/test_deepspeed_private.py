@@ -7,6 +7,7 @@ import inspect
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -211,6 +212,20 @@ def test_keys_of_files() -> None:
         assert key in named.values(), key
     assert "fp32_flat_groups" in {*named.values(), *strings[DeepSpeedZeroOptimizer_Stage3]}
     assert "loss_scaler" in {*named.values(), *strings[DeepSpeedZeroOptimizer]}
+
+
+def test_the_order_of_weights_in_a_file(tmp_path: Path) -> None:
+    def engine(stage: int, *groups: list[str]) -> Any:
+        shapes = [dict.fromkeys(group, torch.Size([3])) for group in groups]
+        return SimpleNamespace(zero_optimization_stage=lambda: stage, _get_zero_param_shapes=lambda: shapes)
+
+    assert hasattr(DeepSpeedEngine, "_get_zero_param_shapes")
+    torch.save(
+        {"param_shapes": engine(2, ["a", "b"], ["c"])._get_zero_param_shapes()}, tmp_path / "mp_rank_00_model_states.pt"
+    )
+    assert private.has_weights_in_order(engine(2, ["a", "b"], ["c"]), tmp_path)
+    assert not private.has_weights_in_order(engine(2, ["b", "a"], ["c"]), tmp_path)
+    assert private.has_weights_in_order(engine(0, ["b", "a"], ["c"]), tmp_path / "none")
 
 
 def _keywords(kind: Any) -> set[str]:

@@ -280,6 +280,17 @@ def test_equals_plain_in_fp64(m: int, label_smoothing: float, z_loss: float, wei
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=atol)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_columns_in_parts(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU computes an odd vocabulary in two parts, here in each of two chunks."""
+    monkeypatch.setattr(masked_ce, "_columns", lambda weight_VH: [slice(0, V - 5), slice(V - 5, V)])
+    arguments = inputs(ROWS + 9, bias=bias)
+    (ours, *_), (exact, *_) = masked_cross_entropy(*arguments), plain(*arguments)
+    torch.testing.assert_close(ours, exact, rtol=1e-12, atol=0)
+    for mine, other in zip(gradients(ours, arguments), gradients(exact, arguments), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_row_of_weight_0_adds_exactly_nothing(dtype: torch.dtype) -> None:
     """As the rows that fill a batch up: whatever they hold, everything else has the same bits."""

@@ -1,6 +1,7 @@
 """The optimizer step against a plain single-process PyTorch loop that shares no code with it but the data."""
 
 import json
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from tests import launch
 from xscale import export
 from xscale.checkpoint.restore import full_weights
 from xscale.data.packed_row import pack_row
 from xscale.data.stream_batch import StreamBatch
+from xscale.deepspeed_private import model_file
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.run.start import warm_up_queues
@@ -53,6 +55,10 @@ def test_mixed_zero2_step_equals_plain_pytorch(demo: Path, tmp_path: Path) -> No
     arguments = ["--ds_config", str(tmp_path / "ds.json"), "--recipe", str(recipe), "--data", str(demo)]
     arguments += ["--out", str(out), "--steps", str(STEPS), "--set", *SETS]
     launch.run(2, arguments)
+    for shapes in torch.load(model_file(out / "checkpoints" / f"step_{STEPS:08d}"), weights_only=False)["param_shapes"]:
+        *starts, _ = accumulate([0, *(shape.numel() for shape in shapes.values())])
+        assert not [start for start in starts if start % 8], "in 16 bits, each weight begins at a multiple of 16 bytes"
+    assert len(AutoTokenizer.from_pretrained(demo / "tokenizer")) % 8, "the vocabulary's bias would not"
     for step in (0, STEPS):
         export.export(out / "checkpoints" / f"step_{step:08d}", tmp_path / str(step))
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "0").train()

@@ -238,6 +238,14 @@ def saved_groups(model: dict[str, Any], rank: dict[str, Any]) -> Iterator[tuple[
         yield shapes, "fp32_flat_groups" in rank["optimizer_state_dict"]
 
 
+def has_weights_in_order(engine: Any, path: Path) -> bool:
+    """Whether a checkpoint of the engine's ZeRO stage has the weights in the engine's order."""
+    if engine.zero_optimization_stage() == 0:
+        return True
+    saved = torch.load(model_file(path), map_location="cpu", mmap=True, weights_only=False)["param_shapes"]
+    return [[*shapes] for shapes in saved] == [[*shapes] for shapes in engine._get_zero_param_shapes()]
+
+
 def saved_partition(rank: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Yield, for each group, a rank's flat fp32 weights and their optimizer state."""
     state = rank["optimizer_state_dict"]

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 from xscale.checkpoint import store
 from xscale.checkpoint.reshard import load_rescaled
 from xscale.checkpoint.store import Checkpoint
-from xscale.deepspeed_private import model_file, partition_files, saved_whole
+from xscale.deepspeed_private import has_weights_in_order, model_file, partition_files, saved_whole
 from xscale.errors import UserError
 from xscale.models.build import dropout_fields, fill_neutral_row, load_pretrained
 from xscale.models.heads import KeptHeads, load_heads
@@ -26,10 +26,14 @@ HEADS = "heads."
 
 
 def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> None:
-    """Load weights, optimizer, loss scale, schedule and auxiliary states into the engine. The checkpoint may have been
-    saved by another number of ranks or at another ZeRO stage. All ranks call it together."""
+    """Load weights, optimizer, loss scale, schedule and auxiliary states into the engine. All ranks call it together.
+
+    The checkpoint may have been saved by another number of ranks, at another ZeRO stage, or with its weights in another
+    order.
+    """
     path, stage = checkpoint.path, engine.zero_optimization_stage()
-    if (checkpoint.world_size, checkpoint.engine["stage"]) != (host_group.size, stage):
+    same = (checkpoint.world_size, checkpoint.engine["stage"]) == (host_group.size, stage)
+    if not same or not has_weights_in_order(engine, path):
         load_rescaled(engine, path)
     elif engine.load_checkpoint(str(path.parent), tag=path.name)[0] is None:
         raise UserError(f"{path} has no files that DeepSpeed can load; remove it to go on from an older checkpoint")

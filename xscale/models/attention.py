@@ -1,7 +1,8 @@
 """Self-attention over a packed row of sequences as one operator, and a dropout that is cheap on a CPU.
 
-In 16 bits on CUDA, attention is PyTorch's flash kernel for sequences of different lengths. Elsewhere the row is cut
-into blocks of sequences of similar length, and each block is padded inside the operator.
+In 16 bits on CUDA, attention is our kernel for short sequences (ops/short_attention.py), or PyTorch's flash kernel for
+sequences of different lengths. Elsewhere the row is cut into blocks of sequences of similar length, and each block is
+padded inside the operator.
 
 Shape letters: N tokens of a row, B sequences, A heads, D width of a head, H = A * D, X = 3 * H (queries, keys, values);
 n sequences of a block, L tokens of its longest, R = n * A.
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from xscale.ops.short_attention import LONGEST, WIDTHS, short_attention
 
 SIMILAR = (3, 4)
 """A sequence shorter than 3/4 of the first one of a block starts a new block: few blocks, and little padding."""
@@ -37,6 +40,8 @@ def attention(
     determine the dropout mask, so that a recomputed call draws the same one. The flash kernel uses CUDA's generator.
     """
     if runs_flash(qkv_NX, heads):
+        if longest <= LONGEST and qkv_NX.shape[1] // (3 * heads) in WIDTHS:
+            return short_attention(qkv_NX, starts_B1, longest, seed, layer, heads, dropout, window)
         return _flash(qkv_NX, starts_B1, longest, heads, dropout, window)
     saves = torch.is_grad_enabled() and qkv_NX.requires_grad
     room = buffer_size(qkv_NX.shape[0], qkv_NX.shape[1], longest, heads, dropout) if saves else 0

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from xscale.data.packed_row import Tokens
 from xscale.deepspeed_private import is_cut_up
 from xscale.models.attention import attention, dropout
+from xscale.ops.dropout_add_norm import dropout_add_norm, runs_fused
 from xscale.ops.rotation import rotate
 
 Run = Callable[..., Tensor]
@@ -42,8 +43,14 @@ def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int) -
     own, out, ffn = layer.attention.self, layer.attention.output, layer.output
     heads, p = own.num_attention_heads, _rate(own.dropout)
     attended = attention(_qkv(own, x), row.starts, row.lengths, row.longest, seed, number, heads, p)
-    x = out.LayerNorm(dropout(out.dense(attended), _rate(out.dropout), x))
-    return ffn.LayerNorm(dropout(ffn.dense(layer.intermediate(x)), _rate(ffn.dropout), x))
+    x = _add_norm(out.dense(attended), x, _rate(out.dropout), out.LayerNorm, seed, 2 * number)
+    return _add_norm(ffn.dense(layer.intermediate(x)), x, _rate(ffn.dropout), ffn.LayerNorm, seed, 2 * number + 1)
+
+
+def _add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: Tensor, number: int) -> Tensor:
+    if runs_fused(x, norm):
+        return dropout_add_norm(x, residual, p, norm, int(seed) + 2**62 + number)  # no seed of attention's dropout
+    return norm(dropout(x, p, residual))
 
 
 def _qkv(own: Any, x: Tensor) -> Tensor:

@@ -37,14 +37,22 @@ class MomentumEncoder:
     def _query_parameter(self) -> nn.Parameter:
         return next(self.query.parameters())
 
+    def _move(self) -> None:
+        """Move the masters to the query encoder's device. `Module.to` takes milliseconds even if they are there."""
+        device = self._query_parameter().device
+        if next(self.masters.parameters()).device != device:
+            self.masters.to(device)
+
     def forward_modules(self, train: bool) -> tuple[Encoder, nn.Module]:
         """Return the key encoder and its projection in the query encoder's data type, with dropout if `train`."""
         query = self._query_parameter()
-        self.masters.to(query.device)
+        self._move()
         modules = self.masters
         if next(self.masters.parameters()).dtype != query.dtype:
             modules = self._cast = self._cast or copy.deepcopy(self.masters).to(query.dtype)
-        encoder, projection = modules.train(train)
+        if modules.training != train:
+            modules.train(train)
+        encoder, projection = modules
         assert isinstance(encoder, Encoder)
         encoder.set_dropout(self.encoder.dropout)  # a phase may change it
         return encoder, projection
@@ -53,7 +61,7 @@ class MomentumEncoder:
     def update(self) -> None:
         """Update the fp32 weights (masters) as a moving average of the query encoder's weights. It is called after each
         optimizer step that changed these. Buffers are constants in all supported models."""
-        self.masters.to(self._query_parameter().device)
+        self._move()
         masters: list[Tensor] = list(self.masters.parameters())
         query: list[Tensor] = list(self.query.parameters())
         if query[0].dtype != masters[0].dtype:

@@ -119,10 +119,12 @@ def _losses_and_sums(
     found = []
     for start, end in pairwise(M * i // chunks for i in range(chunks + 1)):
         features_CH, labels_C, logits_CV = features_MH[start:end], labels_M[start:end], buffer_CV[: end - start]
-        if kernel or bias_V is None:
-            torch.mm(features_CH, weight_VH.T, out=logits_CV)
-        else:
-            torch.addmm(bias_V, features_CH, weight_VH.T, out=logits_CV)
+        for columns in _columns(weight_VH):
+            product = features_CH, weight_VH[columns].T
+            if kernel or bias_V is None:
+                torch.mm(*product, out=logits_CV[:, columns])
+            else:
+                torch.addmm(bias_V[columns], *product, out=logits_CV[:, columns])
         factors_C = None if factors_M is None else factors_M[start:end]
         arguments = logits_CV, labels_C, factors_C, options.label_smoothing, options.z_loss
         found.append(kernel.losses_(bias_V, *arguments) if kernel else _losses_(*arguments))
@@ -137,16 +139,27 @@ def _add_gradients(
     """Add `scale` times a chunk's gradients to `sums`. The chunk begins at row `start`; the first one overwrites
     `sums`."""
     d_features_MH, d_weight_VH, d_bias_V = sums
-    if d_features_MH is not None:
-        _product(d_logits_CV, weight_VH, scale, out=d_features_MH[start : start + len(features_CH)])
-    if d_weight_VH is not None:
-        _product(d_logits_CV.T, features_CH, scale, out=d_weight_VH, add=start > 0)
+    for columns in _columns(weight_VH):
+        d_logits_CK, add = d_logits_CV[:, columns], columns.start > 0
+        if d_features_MH is not None:
+            _product(d_logits_CK, weight_VH[columns], scale, d_features_MH[start : start + len(features_CH)], add)
+        if d_weight_VH is not None:
+            _product(d_logits_CK.T, features_CH, scale, d_weight_VH[columns], add=start > 0)
     if d_bias_V is not None:
         total_V = d_logits_CV.sum(0, dtype=d_bias_V.dtype)
         torch.add(d_bias_V if start else total_V.new_zeros(()), total_V, alpha=scale, out=d_bias_V)
 
 
-def _product(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool = False) -> None:
+def _columns(weight_VH: Tensor) -> list[slice]:
+    """Return the columns of the logits in parts, each of which one product computes. On CUDA an odd number of columns,
+    such as the 250,002 of XLM-R, excludes the fast kernels, and the rest of its division by 8 gets a product of its
+    own."""
+    V = len(weight_VH)
+    even = V - V % 8 if weight_VH.is_cuda else V
+    return [slice(start, end) for start, end in pairwise(sorted({0, even, V}))]
+
+
+def _product(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool) -> None:
     """Set out = scale * a @ b, or with `add` out += scale * a @ b. `out` is fp32 if a and b are half precision."""
     old = 1.0 if add else 0.0
     if a.is_cuda and a.dtype != out.dtype:

@@ -13,6 +13,12 @@ from xscale.step.zero import gather_for_every_pass, offloads, stage_of
 
 
 def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
+    """Build the engine. Raises UserError if DeepSpeed refuses the ds_config.
+
+    ZeRO makes each weight a view of one flat tensor per group. A weight of an odd size, such as the vocabulary's bias
+    of XLM-R (250,002), therefore comes last in its group: behind it, no weight would begin at a multiple of 16 bytes,
+    as CUDA's fast kernels of matrix products and layer norms need.
+    """
     import deepspeed
 
     _, ConfigError, _ = private.config_classes()
@@ -22,6 +28,9 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     if optimizer["type"].lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam"):
         load_adam("CPUAdamBuilder" if offloads(ds_config) else "FusedAdamBuilder")
     groups = decay_groups(module, optimizer["params"]["weight_decay"])
+    if stage_of(ds_config):
+        for group in groups:
+            group["params"].sort(key=lambda weight: weight.numel() % 8 > 0)
     private.import_muon_uncompiled()
     try:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)

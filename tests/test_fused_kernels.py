@@ -1,0 +1,146 @@
+"""The GPU kernels of short attention and of dropout, residual and norm, interpreted and compiled."""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import xscale.ops
+from tests.triton_kernel import compiled, fenced, memory_instructions
+from xscale.models.attention import attention
+from xscale.ops import dropout_add_norm_triton, short_attention_triton
+from xscale.ops.dropout_add_norm import dropout_add_norm
+from xscale.ops.short_attention import short_attention
+
+HALF = {"rtol": 0, "atol": 4e-3}
+"""The rounding of a few operations in fp16 on numbers near 1."""
+
+
+def starts_of(lengths: list[int]) -> Tensor:
+    return fenced(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int())
+
+
+def check_attention(lengths: list[int], heads: int, width: int, window: int | None) -> None:
+    """Values and gradients are those of fp64 attention in blocks."""
+    tokens = sum(lengths)
+    qkv = fenced(torch.randn(tokens, 3 * heads * width).half()).requires_grad_()
+    incoming = fenced(torch.randn(tokens, heads * width).half())
+    out = short_attention(qkv, starts_of(lengths), max(lengths), torch.tensor(2**61), 3, heads, 0.0, window)
+    wide = qkv.detach().double().requires_grad_()
+    arguments = torch.tensor(lengths, dtype=torch.int32), max(lengths), torch.tensor(0), 0, heads, 0.0, window
+    expected = attention(wide, starts_of(lengths), *arguments)
+    torch.testing.assert_close(out.double(), expected, **HALF)
+    (ours,), (theirs,) = (
+        torch.autograd.grad(of, leaf, incoming.to(of.dtype)) for of, leaf in ((out, qkv), (expected, wide))
+    )
+    torch.testing.assert_close(ours.double(), theirs, **HALF)
+
+
+def check_attention_dropout() -> None:
+    """Equal scores, and values that show each weight: its share, and draws that differ wherever one argument does. The
+    gradient of the values is the sum of the same weights."""
+    n, width, heads, p = 40, 16, 2, 0.1
+    qkv = torch.zeros(n, width, 3, heads, width).half()
+    qkv[:, :, 2] = torch.eye(width)[:, None]
+    leaf = qkv.view(n * width, -1).requires_grad_()
+    starts = starts_of([width] * n)
+
+    def weights(seed: int, layer: int) -> Tensor:
+        return short_attention(leaf, starts, width, torch.tensor(seed), layer, heads, p, None) * width
+
+    first, again, layer, seed = (weights(*of) for of in ((1, 0), (1, 0), (1, 1), (2**61, 0)))
+    assert torch.equal(first, again) and len(first.unique()) == 2
+    dropped = (first == 0).view(n, width, heads, width)
+    assert dropped.float().mean().item() == pytest.approx(p, abs=0.01)
+    assert first.max().item() == pytest.approx(1 / (1 - p), rel=1e-3)
+    pairs = [(dropped, (other == 0).view_as(dropped)) for other in (layer, seed)]
+    pairs += [(dropped[:, :, 0], dropped[:, :, 1]), (dropped[1:], dropped[:-1])]
+    pairs += [(dropped[:, 1:], dropped[:, :-1]), (dropped[..., 1:], dropped[..., :-1])]
+    for a, b in pairs:
+        assert (a & b).float().mean().item() == pytest.approx(p * p, abs=0.005)
+    (gradient,) = torch.autograd.grad(first.sum(), leaf)
+    of_values = gradient.view(n, width, 3, heads, width)[:, :, 2]
+    of_keys = first.detach().view(n, width, heads, width).sum(1).transpose(1, 2)[..., None]
+    torch.testing.assert_close(of_values, of_keys.expand_as(of_values), rtol=2e-3, atol=2e-3)
+
+
+def check_norm(tokens: int, width: int, p: float) -> None:
+    """States and gradients are those of plain operators in fp64 with the same mask, which the gradient of x shows."""
+    norm = nn.LayerNorm(width).half()
+    for weight in norm.parameters():
+        nn.init.normal_(weight)
+    leaves = [fenced(torch.randn(tokens, width).half()).requires_grad_() for _ in range(2)] + [*norm.parameters()]
+    incoming = fenced(torch.randn(tokens, width).half())
+    out = dropout_add_norm(leaves[0], leaves[1], p, norm, 5)
+    ours = torch.autograd.grad(out, leaves, incoming)
+    kept = (ours[0] != 0) | (ours[1] == 0)
+    if tokens * width > 1000 and p:
+        assert (~kept).float().mean().item() == pytest.approx(p, abs=0.03)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = F.layer_norm(wide[0] * kept / (1 - p) + wide[1], (width,), *wide[2:])
+    theirs = torch.autograd.grad(expected, wide, incoming.double())
+    for found, exact in zip([out, *ours], [expected, *theirs], strict=True):
+        assert found.dtype == torch.float16
+        torch.testing.assert_close(found.double(), exact.detach(), rtol=4e-3, atol=1e-2)
+
+
+def interpret() -> None:
+    torch.manual_seed(0)
+    with mock.patch.object(torch.cuda, "device_of", lambda tensor: nullcontext()):
+        for window in (None, 0, 3):
+            check_attention([13, 9, 4, 1, 0, 2, 0], 2, 16, window)
+        check_attention([40, 33, 32, 5], 3, 32, None)
+        check_attention([128, 65, 64, 3], 1, 64, 16)
+        check_attention_dropout()
+        for tokens, width, p in ((5, 48, 0.0), (7, 771, 0.0), (600, 16, 0.0), (40, 64, 0.3)):
+            check_norm(tokens, width, p)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_compiled_kernels_move_16_bytes_a_lane(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of a head of 64 numbers and of BERT's width; nothing is added atomically, and nothing is spilled."""
+    attention_kernels, norm_kernels = short_attention_triton, dropout_add_norm_triton
+    starts, qkv, out = starts_of([64, 3]), torch.zeros(67, 3 * 128, dtype=dtype), torch.zeros(67, 128, dtype=dtype)
+    x, weight = torch.zeros(9, 768, dtype=dtype), torch.zeros(768, dtype=dtype)
+    attend: list[Any] = [qkv, starts, out, 64, 5, 2, 0.1, None]
+    programs = {
+        "forward_heads": (attention_kernels, lambda: attention_kernels.attend(*attend)),
+        "backward_heads": (attention_kernels, lambda: attention_kernels.attend(*attend, torch.zeros_like(qkv))),
+        "forward_rows": (norm_kernels, lambda: norm_kernels.forward(x, x, weight, weight, 0.1, 1e-5, 5)),
+        "backward_rows": (norm_kernels, lambda: norm_kernels.backward(x, x, torch.zeros(9, 2), weight, 0.1, 5)),
+    }
+    for name, (module, work) in programs.items():
+        found = memory_instructions(compiled(module, name, 90, work), tmp_path)
+        loads = {kind for kind in found if kind.startswith("LDG")}
+        assert loads - {"LDG.E"} == {"LDG.E.128"}, "but for one start or mean"
+        assert not any(kind.startswith(("LDL", "STL", "ATOM", "RED")) for kind in found), name
+
+
+def test_short_attention_is_one_operator_of_a_compiled_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program is one graph, in which the compiler does not look into the kernel."""
+
+    def attend(qkv: Tensor, starts: Tensor, out: Tensor, *_: Any, grad_NX: Tensor | None = None) -> None:
+        if grad_NX is None:
+            out.copy_(qkv[:, : out.shape[1]])
+        else:
+            grad_NX.copy_(out.repeat(1, 3))
+
+    stub = ModuleType("xscale.ops.short_attention_triton")
+    monkeypatch.setattr(stub, "attend", attend, raising=False)
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    monkeypatch.setattr(xscale.ops, "short_attention_triton", stub)
+    qkv, starts = torch.randn(8, 3 * 32, requires_grad=True), starts_of([4, 4])
+
+    def program(qkv: Tensor) -> Tensor:
+        return short_attention(qkv * 2, starts, 8, torch.tensor(3), 0, 2, 0.1, None) * 3
+
+    runs = [program, torch.compile(program, fullgraph=True, dynamic=False, backend="aot_eager")]
+    (out, gradient), (traced, of_traced) = ((x := run(qkv), *torch.autograd.grad(x.sum(), qkv)) for run in runs)
+    torch.testing.assert_close((traced, of_traced), (out, gradient))

@@ -1,0 +1,49 @@
+"""Dropout, residual and layer norm behind each dense layer of a BERT layer, on a GPU by one kernel in each direction.
+
+As separate operators they read and write the states five times instead of twice, and are nine launches instead of two.
+
+Shape letters: N tokens of a row, H hidden width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from xscale.deepspeed_private import is_cut_up
+
+
+def runs_fused(x_NH: Tensor, norm: nn.Module) -> bool:
+    """True if one kernel should do it: 16 bits on CUDA, a norm with whole weights, a backward pass (without one, plain
+    operators cost the host less), and no compiler that fuses by itself."""
+    if not x_NH.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    fits = x_NH.dtype in (torch.float16, torch.bfloat16) and isinstance(norm, nn.LayerNorm)
+    return fits and norm.bias is not None and not is_cut_up(norm.weight)
+
+
+def dropout_add_norm(x_NH: Tensor, residual_NH: Tensor, p: float, norm: nn.LayerNorm, seed: int) -> Tensor:
+    """Return `norm(dropout(x, p) + residual)`, computed in fp32 from the sum in the type of x. `seed` determines the
+    dropout mask. Results have the same bits every time."""
+    return _DropoutAddNorm.apply(x_NH, residual_NH, norm.weight, norm.bias, p, norm.eps, seed)
+
+
+class _DropoutAddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, bias_H: Tensor, p: float, eps: float, seed: int
+    ) -> Tensor:
+        from xscale.ops import dropout_add_norm_triton as kernel  # Triton comes with CUDA builds of torch
+
+        out_NH, *saved = kernel.forward(x_NH.contiguous(), residual_NH.contiguous(), weight_H, bias_H, p, eps, seed)
+        ctx.save_for_backward(*saved, weight_H)
+        ctx.dropout = p, seed
+        return out_NH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor | None, ...]:
+        from xscale.ops import dropout_add_norm_triton as kernel
+
+        return *kernel.backward(grad_NH.contiguous(), *ctx.saved_tensors, *ctx.dropout), None, None, None

@@ -1,0 +1,103 @@
+"""Self-attention over a packed row of sequences of up to 128 tokens on a GPU: one program computes one head of one
+sequence, whose scores it holds as a whole.
+
+PyTorch's flash kernel works in blocks of 128 tokens, of which a sentence fills a third, and its backward pass needs
+four kernels and three more passes over memory.
+
+Shape letters: N tokens of a row, B sequences, A heads, D width of a head, H = A * D, X = 3 * H (queries, keys, values).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LONGEST, WIDTHS = 128, (16, 32, 64)
+"""The length of the longest sequence, and the widths of a head, that the kernel takes."""
+
+
+def short_attention(
+    qkv_NX: Tensor,
+    starts_B1: Tensor,
+    longest: int,
+    seed: Tensor,
+    layer: int,
+    heads: int,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """Return `dropout(softmax(q k^T / sqrt(D))) v` within each sequence [N, H], for positions with |i - j| <= window.
+
+    qkv is of 16 bits. `seed` (int64, on the CPU) and `layer` determine the dropout mask, so that the backward pass
+    draws it again. Nothing but the arguments is kept for the backward pass. Results have the same bits every time.
+    """
+    return _ShortAttention.apply(qkv_NX, starts_B1, longest, seed, layer, heads, dropout, window)
+
+
+class _ShortAttention(torch.autograd.Function):
+    """It calls the kernel itself unless it is compiled, since an operator of torch.library costs the host as much again
+    as the launch."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv_NX: Tensor, starts_B1: Tensor, longest: int, seed: Tensor, *rest: Any) -> Tensor:
+        ctx.save_for_backward(qkv_NX, starts_B1, seed)
+        ctx.longest, ctx.rest = longest, rest
+        attend = attend_op if torch.compiler.is_compiling() else _attend
+        return attend(qkv_NX, starts_B1, longest, seed, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor | None, ...]:
+        qkv_NX, starts_B1, seed = ctx.saved_tensors
+        gradient = gradient_op if torch.compiler.is_compiling() else _gradient
+        return gradient(grad_NH, qkv_NX, starts_B1, ctx.longest, seed, *ctx.rest), *[None] * 7
+
+
+def _attend(
+    qkv_NX: Tensor,
+    starts_B1: Tensor,
+    longest: int,
+    seed: Tensor,
+    layer: int,
+    heads: int,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    from xscale.ops import short_attention_triton as kernel  # Triton comes with CUDA builds of torch
+
+    out_NH = qkv_NX.new_empty(len(qkv_NX), qkv_NX.shape[1] // 3)
+    kernel.attend(qkv_NX.contiguous(), starts_B1, out_NH, longest, int(seed) + layer, heads, dropout, window)
+    return out_NH
+
+
+def _gradient(
+    grad_NH: Tensor,
+    qkv_NX: Tensor,
+    starts_B1: Tensor,
+    longest: int,
+    seed: Tensor,
+    layer: int,
+    heads: int,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    from xscale.ops import short_attention_triton as kernel
+
+    qkv_NX = qkv_NX.contiguous()
+    grad_NX = torch.empty_like(qkv_NX)
+    more = longest, int(seed) + layer, heads, dropout, window
+    kernel.attend(qkv_NX, starts_B1, grad_NH.contiguous(), *more, grad_NX=grad_NX)
+    return grad_NX
+
+
+attend_op = torch.library.custom_op("xscale::short_attention", _attend, mutates_args=())
+gradient_op = torch.library.custom_op("xscale::short_attention_backward", _gradient, mutates_args=())
+
+
+@attend_op.register_fake
+def _(qkv_NX: Tensor, *_: Any) -> Tensor:
+    return qkv_NX.new_empty(len(qkv_NX), qkv_NX.shape[1] // 3)
+
+
+@gradient_op.register_fake
+def _(grad_NH: Tensor, qkv_NX: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(qkv_NX, memory_format=torch.contiguous_format)

@@ -1,0 +1,147 @@
+"""The GPU kernels of attention over short sequences. This module is imported only if there is a GPU, since Triton is
+not a required package."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xscale.ops.triton_dropout import dropout_mask, mask_numbers
+
+
+def attend(
+    qkv_NX: Tensor,
+    starts_B1: Tensor,
+    out_NH: Tensor,
+    longest: int,
+    seed: int,
+    heads: int,
+    dropout: float,
+    window: int | None,
+    grad_NX: Tensor | None = None,
+) -> None:
+    """Write the attended values to `out`, or with `grad_NX`, the gradient of qkv for which `out` is the incoming
+    gradient. All tensors are contiguous."""
+    numbers = *mask_numbers(seed, dropout), window or 0
+    choices = {"DROPOUT": dropout > 0, "WINDOW": window is not None, "HEADS": heads, "D": out_NH.shape[1] // heads}
+    programs, kernel = (len(starts_B1) - 1) * heads, forward_heads if grad_NX is None else backward_heads
+    tensors = qkv_NX, starts_B1, out_NH, *([] if grad_NX is None else [grad_NX])
+    with torch.cuda.device_of(qkv_NX):
+        for shortest, block in BLOCKS if len(qkv_NX) else ():
+            if longest >= shortest:
+                warps = 8 if block > 64 else 4
+                kernel[(programs,)](*tensors, *numbers, shortest, **choices, BLOCK=block, num_warps=warps, num_stages=1)
+
+
+BLOCKS = (65, 128), (1, 64)
+"""The lengths of the sequences for which the kernel is launched, shortest and longest. The longest is its block size:
+with blocks of 128 tokens for all, a multiprocessor would run fewer programs at a time."""
+
+
+@triton.jit(do_not_specialize=["low", "high", "drop", "window", "shortest"])
+def forward_heads(
+    qkv,
+    starts,
+    out,
+    low,
+    high,
+    drop,
+    kept: tl.float32,
+    window,
+    shortest,
+    DROPOUT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    first = tl.load(starts + program // HEADS)
+    length = tl.load(starts + program // HEADS + 1) - first
+    if (length >= shortest) & (length <= BLOCK):
+        q, k, v = _queries_keys_values(qkv, first, length, program, HEADS, D, BLOCK)
+        weights = _softmax(q, k, length, window, WINDOW, D, BLOCK)
+        if DROPOUT:
+            weights *= dropout_mask(_pairs(BLOCK), program, low, high, drop, kept)
+        attended = tl.dot(weights.to(v.dtype), v)
+        place, live = _places(first, length, program, HEADS * D, HEADS, D, BLOCK)
+        tl.store(out + place, attended.to(v.dtype), mask=live)
+
+
+@triton.jit(do_not_specialize=["low", "high", "drop", "window", "shortest"])
+def backward_heads(
+    qkv,
+    starts,
+    grad_out,
+    grad,
+    low,
+    high,
+    drop,
+    kept: tl.float32,
+    window,
+    shortest,
+    DROPOUT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    first = tl.load(starts + program // HEADS)
+    length = tl.load(starts + program // HEADS + 1) - first
+    if (length >= shortest) & (length <= BLOCK):
+        q, k, v = _queries_keys_values(qkv, first, length, program, HEADS, D, BLOCK)
+        place, live = _places(first, length, program, HEADS * D, HEADS, D, BLOCK)
+        g = tl.load(grad_out + place, mask=live, other=0)
+        weights = _softmax(q, k, length, window, WINDOW, D, BLOCK)
+        d_weights = tl.dot(g, tl.trans(v))
+        dropped = weights
+        if DROPOUT:
+            mask = dropout_mask(_pairs(BLOCK), program, low, high, drop, kept)
+            d_weights *= mask
+            dropped = weights * mask
+        place, live = _places(first, length, program, 3 * HEADS * D, HEADS, D, BLOCK)
+        d_v = tl.dot(tl.trans(dropped.to(v.dtype)), g)
+        tl.store(grad + place + 2 * HEADS * D, d_v.to(v.dtype), mask=live)
+        d_scores = (weights * (d_weights - tl.sum(weights * d_weights, 1)[:, None])).to(v.dtype)
+        scale: tl.constexpr = D**-0.5
+        tl.store(grad + place, (tl.dot(d_scores, k) * scale).to(v.dtype), mask=live)
+        tl.store(grad + place + HEADS * D, (tl.dot(tl.trans(d_scores), q) * scale).to(v.dtype), mask=live)
+
+
+@triton.jit
+def _places(first, length, program, stride, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the places of the sequence's numbers of one head in rows of `stride` numbers, and which of them exist."""
+    token = tl.arange(0, BLOCK)[:, None]
+    lane = tl.arange(0, D)[None, :]
+    place = (first + token).to(tl.int64) * stride + (program % HEADS) * D + lane
+    return place, (token < length) & (lane < D)
+
+
+@triton.jit
+def _queries_keys_values(qkv, first, length, program, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    place, live = _places(first, length, program, 3 * HEADS * D, HEADS, D, BLOCK)
+    q = tl.load(qkv + place, mask=live, other=0)
+    k = tl.load(qkv + place + HEADS * D, mask=live, other=0)
+    v = tl.load(qkv + place + 2 * HEADS * D, mask=live, other=0)
+    return q, k, v
+
+
+@triton.jit
+def _softmax(q, k, length, window, WINDOW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the attention weights in fp32. Rows beyond the sequence hold arbitrary finite numbers."""
+    scale: tl.constexpr = D**-0.5 * 1.4426950408889634  # log2(e)
+    i = tl.arange(0, BLOCK)[:, None]
+    j = tl.arange(0, BLOCK)[None, :]
+    near = j < length
+    if WINDOW:
+        near = near & (tl.abs(i - j) <= window)
+    scores = tl.where(near, tl.dot(q, tl.trans(k)) * scale, -1.0e30)
+    weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
+    return weights / tl.sum(weights, 1)[:, None]
+
+
+@triton.jit
+def _pairs(BLOCK: tl.constexpr):
+    """Return a number for each pair of a query and a key."""
+    return tl.arange(0, BLOCK)[:, None] * 128 + tl.arange(0, BLOCK)[None, :]
