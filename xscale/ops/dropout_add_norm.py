@@ -19,8 +19,9 @@ def runs_fused(x_NH: Tensor, norm: nn.Module) -> bool:
     operators cost the host less), and no compiler that fuses by itself."""
     if not x_NH.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    fits = x_NH.dtype in (torch.float16, torch.bfloat16) and isinstance(norm, nn.LayerNorm)
-    return fits and norm.bias is not None and not is_cut_up(norm.weight)
+    if not isinstance(norm, nn.LayerNorm) or norm.bias is None:
+        return False
+    return x_NH.dtype in (torch.float16, torch.bfloat16) and not is_cut_up(norm.weight)
 
 
 def dropout_add_norm(x_NH: Tensor, residual_NH: Tensor, p: float, norm: nn.LayerNorm, seed: int) -> Tensor:
