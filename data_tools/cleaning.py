@@ -244,8 +244,8 @@ def language_code(label: str) -> str:
 
 @cache
 def identifier(lid: bool | str) -> Callable[[str], tuple[str, float]]:
-    """A function that returns a text's language and the language's probability, by py3langid or by the fastText model
-    that `lid` names; the language "", if the model knows no word of the text. Raises UserError."""
+    """Return a function that gives a text's language and its probability, by py3langid or by the fastText model that
+    `lid` names. The language is "" if the model knows no word of the text. Raises UserError."""
 
     def best(text: str) -> tuple[str, float]:
         if not isinstance(lid, str):

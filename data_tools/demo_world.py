@@ -436,7 +436,7 @@ class Composer:
         return self.express(self.world.pronouns["they" if subject.person == "3pl" else singular], "nom")
 
     def complements(self, verb: Word, subject: Part, depth: int, gap: str) -> Part:
-        """The complements of a verb. They follow it in English, and mostly precede it in xx."""
+        """The complements of a verb. They follow it in English, and mostly precede it in the invented language xx."""
         if verb.kind == "be":
             return self.adjective(subject.head)
         if verb.kind == "wanting":

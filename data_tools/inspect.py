@@ -2,7 +2,7 @@
 
     python -m data_tools.inspect DIR ... [--show N] [--verify] [--tokenizer T] [--json F]
 
-Words, and the word numbers of links, follow xscale/data/words.py: runs of letters and digits, and single symbols.
+Words, and the word numbers of word links, follow xscale/data/words.py: runs of letters and digits, and single symbols.
 """
 
 import argparse

@@ -34,7 +34,7 @@ class Script:
         model = self.json["model"]
         if model["type"] != "WordPiece":
             raise UserError(
-                f"{path}: trans needs a WordPiece tokenizer, and this is {model['type']}; train one with "
+                f"{path}: the change `trans` needs a WordPiece tokenizer, and this is {model['type']}; train one with "
                 f"`python -m data_tools.tokenizer --type wordpiece`"
             )
         self.size = self.tokenizer.vocab_size

@@ -96,7 +96,7 @@ def write_pickle(path: Path, value: Any) -> None:
 
 
 def cut(folder: Path, number: int) -> None:
-    """Write the units of a source in chunks."""
+    """Write the pairs or documents of a source to files of limited size."""
     source, chunks, size, total, lines = corpus_of(folder).sources[number], 0, 0, 0, list[str]()
     for unit in read_units(source):
         if len(lines) == CHUNK_UNITS or size >= CHUNK_BYTES:

@@ -198,7 +198,7 @@ def test_ranks_count_tokens_together_and_show_progress(demo: Path, monkeypatch: 
         def __init__(self, rank: int):
             self.rank, self.size, self.is_main = rank, 3, rank == 0
 
-        def share(self, works: list[Any]) -> list[Any]:
+        def divide_work(self, works: list[Any]) -> list[Any]:
             return [work() for work in works]
 
     def targets(host_group: HostGroup) -> dict[str, list[int]]:

@@ -74,7 +74,7 @@ def auxiliary(tokenizer: Tokenizer) -> tuple[Tokens, Index, dict[str, Tensor]]:
         examples_of(tokenizer, random_pairs(3)), contextual.ContextualOptions(), context(tokenizer)
     )
     inputs = to_device(pack_row({"s": stream_batch}, LONGEST, FILLER).inputs, CPU)
-    return *inputs.auxiliary["s"], inputs.arrays["s"]
+    return *inputs.auxiliary["s"], [inputs.arrays["s"]]
 
 
 def test_before_the_first_step_nothing_has_moved(tokenizer: Tokenizer) -> None:

@@ -133,7 +133,7 @@ def test_dropout_can_be_changed(kind: str, before: float) -> None:
     other.load_state_dict(built.state_dict())
     momentum, states = MomentumEncoder(other, torch.nn.Identity(), 0.9), []
     other.set_dropout(0.4)
-    for encoder in (built, other, momentum.forward_modules(train=True)[0]):
+    for encoder in (built, other, momentum.key_modules(train=True)[0]):
         torch.manual_seed(1)
         states.append(encoder(row_of([9, 7, 4])))
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
@@ -199,7 +199,7 @@ def test_another_rope_theta_makes_the_model_of_that_theta() -> None:
     theirs.load_state_dict(encoder.lm.state_dict())
     inputs = padded_inputs(encoder, row)
     expected = theirs.base_model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
-    for found in (encoder, momentum.forward_modules(train=False)[0]):
+    for found in (encoder, momentum.key_modules(train=False)[0]):
         torch.testing.assert_close(found(row), expected, rtol=0, atol=1e-10)
     assert (before - expected).abs().max() > 1e-3
     with pytest.raises(UserError, match=r"rope_theta.*bert"):

@@ -72,7 +72,7 @@ def collate(tokenizer: Tokenizer, pairs: list[Example], options: Any, objective:
 def read(moco: ppa.Moco, encoder: Encoder, stream_batch: StreamBatch) -> Tensor:
     """z of the key view of each pair."""
     inputs = to_device(pack_row({"s": stream_batch}, MAX_LENGTH, FILLER).inputs, CPU)
-    return moco.read(encoder, *inputs.auxiliary["s"], inputs.arrays["s"])
+    return moco.read(encoder, *inputs.auxiliary["s"], [inputs.arrays["s"]])
 
 
 def make_parts(
@@ -407,7 +407,7 @@ def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: to
     encoder = build(tokenizer)
     key = MomentumEncoder(encoder, torch.nn.Identity(), 0.999)
     encoder.to(dtype)
-    cast, _ = key.forward_modules(train=True)
+    cast, _ = key.key_modules(train=True)
     assert {p.dtype for p in cast.parameters()} == {dtype}
     assert {p.dtype for p in key.masters.parameters()} == {torch.float32}
     before = [k.double().clone() for k in key.masters.parameters()]
@@ -421,7 +421,7 @@ def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: to
         expected = q.double() + 0.999**100 * (start - q.double())
         torch.testing.assert_close(k.double(), expected, rtol=1e-5, atol=1e-6)
         assert ((k.double() - start).abs() > 1e-4).all()
-    again, _ = key.forward_modules(train=True)
+    again, _ = key.key_modules(train=True)
     assert again is cast
     assert all(torch.equal(c, k.to(dtype)) for c, k in zip(cast.parameters(), key.masters.parameters(), strict=True))
 
@@ -479,7 +479,7 @@ def test_saved_state_is_exact(tokenizer: Tokenizer) -> None:
         other = make_parts(tokenizer, options, torch.float32, seed=9)
         fresh = Parts(parts.encoder, parts.heads, ppa.Moco(other.encoder, other.heads, options))
         fresh.auxiliary_state.momentum.query = parts.auxiliary_state.momentum.query
-        fresh.auxiliary_state.momentum.forward_modules(train=True)  # a copy in dtype is there before the load, too
+        fresh.auxiliary_state.momentum.key_modules(train=True)  # a copy in dtype is there before the load, too
         fresh.auxiliary_state.load_state_dict(torch.load(file, weights_only=True))
         for _ in range(2):
             same_state(fresh.auxiliary_state.state_dict(), parts.auxiliary_state.state_dict())
@@ -579,7 +579,7 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
         for row in batch.rows:
             inputs = to_device(row.inputs, CPU)
             tokens, index = inputs.auxiliary["ppa.prefill"]
-            moco.read(engine.module.encoder, tokens, index, inputs.arrays["ppa.prefill"])
+            moco.read(engine.module.encoder, tokens, index, [inputs.arrays["ppa.prefill"]])
             for ids in tokens.input_ids.split(tokens.lengths.tolist()):
                 plain.append(plain_z(*key, run_spec.tokenizer, ids[1:-1].tolist(), moco.options).tolist())
         expected += moco._batch.send()()[0].tolist()

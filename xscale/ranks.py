@@ -313,7 +313,7 @@ class HostGroup:
             raise UserError(problem)
         return value
 
-    def share(self, works: list[Callable[[], Any]]) -> list[Any]:
+    def divide_work(self, works: list[Callable[[], Any]]) -> list[Any]:
         """Return on every rank the values of all functions. Each function is called on one rank; its UserError is
         raised on all ranks."""
         made: tuple[list[Any], str] = ([], "")

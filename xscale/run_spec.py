@@ -130,7 +130,9 @@ class RunSpec:
 
         def measure(spec: RunSpec, lines: list[tuple[float, float]] | None) -> Calibration:
             dataset = spec.dataset(spec.specs)
-            return calibrate(spec.specs, spec.sources, dataset, **spec.sampling, share=host_group.share, lines=lines)
+            return calibrate(
+                spec.specs, spec.sources, dataset, **spec.sampling, divide_work=host_group.divide_work, lines=lines
+            )
 
         found = found or measure(self, None)
         return replace(found, phases=[measure(phase, found.lines).streams for phase in self.phases])
@@ -406,7 +408,7 @@ def resolve_run(
     check_file_sizes(sources, host_group)
     samples = sample_links(languages_of_links(recipe), sources, host_group)
     specs, *specs_of_phases = phase_specs(recipe, sources, samples)
-    check_cache(recipe, specs, sources)
+    check_cache_size(recipe, specs, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
     recipe = with_steps(recipe, specs, sources)
     tokenizer = Tokenizer(find_tokenizer(recipe, near))
@@ -491,10 +493,10 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
     def check(number: int) -> None:
         parallel_map(Source.check_size, owners[number::size], shards[number::size])
 
-    host_group.share([partial(check, number) for number in range(size)])
+    host_group.divide_work([partial(check, number) for number in range(size)])
 
 
-def check_cache(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
+def check_cache_size(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
     """Check that the cache is large enough for the remote shards that the shuffle reads at once. Raises UserError."""
     at_once = remote_window_bytes(specs, sources)
     if at_once > recipe.data.cache_gb * 1e9:
@@ -634,7 +636,7 @@ def sample_links(languages: list[list[str] | None], sources: list[Source], host_
         fits = any(of is None or matches_languages(of, source.langs) for of in languages)
         return sample_links_of(source) if fits and source.kind == "pair" else LinkSample(False, "")
 
-    return host_group.share([partial(look, source) for source in sources])
+    return host_group.divide_work([partial(look, source) for source in sources])
 
 
 def sample_links_of(source: Source) -> LinkSample:

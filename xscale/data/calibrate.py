@@ -32,7 +32,7 @@ Work = Callable[[], Any]
 
 
 def run_serially(works: list[Work]) -> list[Any]:
-    """Call all functions in this process and return their values. HostGroup.share divides the calls among the ranks."""
+    """Call all functions in this process and return their values. HostGroup.divide_work divides them among the ranks."""
     return [work() for work in works]
 
 
@@ -44,23 +44,23 @@ def calibrate(
     seed: int,
     alpha: float,
     max_length: int,
-    share: Callable[[list[Work]], list[Any]] = run_serially,
+    divide_work: Callable[[list[Work]], list[Any]] = run_serially,
     lines: list[tuple[float, float]] | None = None,
     alpha_by: str = "records",
 ) -> Calibration:
-    """Measure the calibration of a run, which is the same on every machine. share: calls functions and returns their
-    values. lines: the Calibration.lines that another phase of the run has measured; None: measure them."""
+    """Measure the calibration of a run, which is the same on every machine. divide_work: calls functions and returns
+    their values. lines: the Calibration.lines that another phase of the run has measured; None: measure them."""
     shards = max(SHARDS // len(sources), SHARDS_OF_SOURCE)
     sample = min(max(LINE_RECORDS // len(sources), 8), 32)
     dataset = copy.copy(dataset)
     dataset.sources = [source.with_shards(shards) for source in sources]
     tokenizer = dataset.context.tokenizer
-    lines = lines or share(
+    lines = lines or divide_work(
         [partial(bytes_to_tokens, source, tokenizer, min(shards, LINE_SHARDS), sample) for source in dataset.sources]
     )
     found = Calibration(lines, {})
     settings = {"seed": seed, "alpha": alpha, "alpha_by": alpha_by, "max_length": max_length}
-    estimates = share([partial(estimate_stream, spec, dataset, found, settings) for spec in specs])
+    estimates = divide_work([partial(estimate_stream, spec, dataset, found, settings) for spec in specs])
     return replace(found, streams={spec.name: of for spec, of in zip(specs, estimates, strict=True)})
 
 

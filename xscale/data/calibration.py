@@ -59,7 +59,7 @@ class Calibration:
         return [Calibration(self.lines, streams) for streams in self.phases]
 
     def estimate_for(self, stream: str) -> Estimate:
-        """The stream's estimate; for a stream without one, an estimate that corrects nothing."""
+        """Return the stream's estimated lengths; without any, an estimate that leaves lengths as they are."""
         return self.streams.get(stream) or Estimate()
 
     def estimated_tokens(self, source: int, length: np.ndarray) -> np.ndarray:

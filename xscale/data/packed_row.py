@@ -110,7 +110,7 @@ def pack_row(
         for read in p.reads.values()
     ]
     labels = [ids for p in parts for ids in p.labels.values()]
-    groups, group_of = group_predictions(stream_batches, names or {})
+    groups, group_of = group_by_language(stream_batches, names or {})
     counts = dict(zip(groups, np.bincount(group_of, minlength=len(groups)).tolist(), strict=False))
     return PackedRow(
         Inputs(
@@ -141,10 +141,10 @@ def pack_row(
 NO_NUMBERS = np.empty(0, dtype=np.int64)
 
 
-def group_predictions(
+def group_by_language(
     stream_batches: dict[str, StreamBatch], names: dict[str, tuple[str, ...]]
 ) -> tuple[list[tuple[str, str, str]], np.ndarray]:
-    """The values of PackedRow.names and Inputs.names."""
+    """Return the values of PackedRow.names and Inputs.names, which group the predictions by language or pair."""
     groups: list[tuple[str, str, str]] = []
     numbers: list[np.ndarray] = [NO_NUMBERS]
     for stream, stream_batch in stream_batches.items():
@@ -224,6 +224,44 @@ def _auxiliary_inputs(stream_batch: StreamBatch, longest: int, filler: int) -> t
     sequences, reads = stream_batch.auxiliary
     tokens, (place,) = lay_out([sequences], [stream_batch.types], longest, filler)
     return tokens, gather_index([StateIndices(place[reads.places], reads.counts)], len(tokens.input_ids))
+
+
+def join_auxiliary(parts: list[tuple[Tokens, Index]]) -> tuple[Tokens, Index]:
+    """Return the auxiliary inputs of several rows as those of one row. Its states are in the order of the parts."""
+    if len(parts) == 1:
+        return parts[0]
+    tokens, indices = zip(*parts, strict=True)
+    first_token, first_state, first_pair = (
+        np.cumsum([0, *sizes])
+        for sizes in (
+            [len(part.input_ids) for part in tokens],
+            [len(index[0]) - 1 for index in indices],
+            [len(index[1]) for index in indices],
+        )
+    )
+
+    def joined(arrays: list[np.ndarray], firsts: np.ndarray, ends: bool = False) -> np.ndarray:
+        """Concatenate arrays to each of which its first number is added; ends: offsets that begin with 0."""
+        moved = [array[ends:] + first for array, first in zip(arrays, firsts[:-1], strict=True)]
+        return np.concatenate([[0] * ends, *moved]).astype(np.int32)
+
+    offsets, places, place_offsets, states = zip(*indices, strict=True)
+    types = None if tokens[0].types is None else np.concatenate([part.types for part in tokens])
+    whole = Tokens(
+        np.concatenate([part.input_ids for part in tokens]),
+        np.concatenate([part.positions for part in tokens]),
+        types,
+        joined([part.starts for part in tokens], first_token, ends=True),
+        np.concatenate([part.lengths for part in tokens]),
+        max(part.longest for part in tokens),
+    )
+    index = (
+        joined(offsets, first_pair, ends=True),
+        joined(places, first_token),
+        joined(place_offsets, first_pair, ends=True),
+        joined(states, first_state),
+    )
+    return whole, index
 
 
 def _cost(parts: list[StreamBatch]) -> RowCost:

@@ -64,7 +64,7 @@ class Sequences:
 
     @property
     def numbers(self) -> np.ndarray:
-        """Sequence number of each token [N]."""
+        """Index of each token's sequence [N]."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     @property

@@ -142,8 +142,8 @@ class Tokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_inside(self, words: list[str]) -> list[list[int]]:
-        """Token ids that each word has inside a sentence. The word is encoded after ", ", or in a script without
-        spaces after "，", because byte-level BPE and Unigram mark the space before a word."""
+        """Token ids that each word has inside a sentence. The word is encoded after ", " ("，" in a script
+        without spaces), because byte-level BPE and Unigram mark the space before a word."""
         commas = ["，" if stands_alone(word) else ", " for word in words]
         texts = [comma + word for comma, word in zip(commas, words, strict=True)]
         encodings = self.backend.encode_batch(texts, add_special_tokens=False)

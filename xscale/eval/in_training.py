@@ -392,6 +392,6 @@ def tokens_by_language(
         text = language, run_spec.sources, run_spec.tokenizer
         noted = partial(note, f"counting the tokens of the text in {language}")
         parts = range(host_group.size)
-        found = host_group.share([partial(tokens_of, *text, part, len(parts), noted) for part in parts])
+        found = host_group.divide_work([partial(tokens_of, *text, part, len(parts), noted) for part in parts])
         tokens[language] = reduce(np.union1d, found)
     return tokens

@@ -43,7 +43,7 @@ class MomentumEncoder:
         if next(self.masters.parameters()).device != device:
             self.masters.to(device)
 
-    def forward_modules(self, train: bool) -> tuple[Encoder, nn.Module]:
+    def key_modules(self, train: bool) -> tuple[Encoder, nn.Module]:
         """Return the key encoder and its projection in the query encoder's data type, with dropout if `train`."""
         query = self._query_parameter()
         self._move()

@@ -46,10 +46,12 @@ class Losses:
 class AuxiliaryState(Protocol):
     """A stream's state without an optimizer, such as a momentum encoder. It is fp32 and the same on every rank."""
 
-    def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
-        """Return the loss's states["auxiliary"], computed from the stream batch's auxiliary sequences without gradient.
+    def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: list[dict[str, Tensor]]) -> Tensor:
+        """Return the loss's states["auxiliary"], computed from the stream's auxiliary sequences without gradient.
 
-        It runs once a row, on the device and in the data type of `trained`. index: the arguments of alignment_gather.
+        It runs on the device and in the data type of `trained`, for one or more rows of a step at a time. tokens: the
+        sequences of all these rows. index: the arguments of alignment_gather, which gives one state for each state that
+        is returned. arrays: the arrays of each row.
         """
 
     def update(self, applied: bool) -> None:

@@ -54,7 +54,7 @@ class Frozen:
         """Copy of `initial` on the device and in the data type of the trained encoder."""
 
     @torch.no_grad()
-    def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
+    def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: list[dict[str, Tensor]]) -> Tensor:
         """Return the states of f0 at the tokens of the anchor language [T, H]."""
         ours, theirs = next(self.running.parameters()), next(trained.parameters())
         if (ours.device, ours.dtype) != (theirs.device, theirs.dtype):

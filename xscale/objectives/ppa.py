@@ -236,13 +236,14 @@ class Moco:
         self._batch = GatheredVectors()
 
     @torch.no_grad()
-    def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
+    def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: list[dict[str, Tensor]]) -> Tensor:
         """Return z_k of each pair's key view [B, D]. In training, the z_k enter the queue after the optimizer step."""
         self.queue.to(tokens.input_ids.device)
-        key_encoder, projection = self.momentum.forward_modules(trained.training and not self.options.momentum_eval)
+        key_encoder, projection = self.momentum.key_modules(trained.training and not self.options.momentum_eval)
         z_BD = projection(alignment_gather(key_encoder(tokens), *index))
         if trained.training:
-            self._batch.add(z_BD, arrays["number"], arrays["texts"])
+            numbers_B, texts_B2 = (torch.cat([of_row[name] for of_row in arrays]) for name in ("number", "texts"))
+            self._batch.add(z_BD, numbers_B, texts_B2)
         return z_BD
 
     def gather(self) -> None:

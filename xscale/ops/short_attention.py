@@ -35,8 +35,8 @@ def short_attention(
 
 
 class _ShortAttention(torch.autograd.Function):
-    """It calls the kernel itself unless it is compiled, since an operator of torch.library costs the host as much again
-    as the launch."""
+    """Outside of torch.compile, it calls the kernel directly: an operator of torch.library would double the host's time
+    for a launch."""
 
     @staticmethod
     def forward(ctx: Any, qkv_NX: Tensor, starts_B1: Tensor, longest: int, seed: Tensor, *rest: Any) -> Tensor:

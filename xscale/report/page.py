@@ -82,7 +82,7 @@ def page(
 
 
 def run_sections(runs: list[Run], pictures: Pictures) -> list[Section]:
-    """Return the sections of runs. All but the summary, the losses and the languages are folded."""
+    """Return the page's sections about runs. Only the summary, the losses and the languages are open at first."""
     charts = {curves.LOSSES: [], curves.LANGUAGES: [], "Evaluations": curves.eval_charts(runs)}
     charts |= curves.metric_sections(runs)
     sections = [summary(runs, pictures)]

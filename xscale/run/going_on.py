@@ -1,9 +1,9 @@
-"""A start goes on from a checkpoint: the run's own, or for a fork another run's (`train.py --fork RUN@STEP --out NEW`).
+"""A run continues from a checkpoint: its own, or for a fork another run's (`train.py --fork RUN@STEP --out NEW`).
 
 A fork takes over weights, optimizer, schedule, auxiliary states and positions in the data. Its recipe may differ from
 the other run's only in fields that are read anew in each step and do not change the order of any source.
 
-With `--data_change append`, a start takes in new sources, or further shards of a source. A source that the run already
+With `--data_change append`, it takes in new sources, or further shards of a source. A source that the run already
 had continues with its next record. A new source begins with epoch 0. New shards of a source become a separate source,
 which is listed after the source of the old shards.
 """

@@ -242,7 +242,7 @@ def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, devi
                 torch.manual_seed(rng.torch_seed(run_spec.recipe.train.seed, "prefill", name, *place))
                 inputs = to_device(row.inputs, device)
                 (auxiliary,), (arrays,) = inputs.auxiliary.values(), inputs.arrays.values()
-                auxiliary_state.read(module.encoder, *auxiliary, arrays)
+                auxiliary_state.read(module.encoder, *auxiliary, [arrays])
             have = auxiliary_state.finish_warmup()
             if time.monotonic() - logged > LINE_SECONDS:
                 logged = time.monotonic()

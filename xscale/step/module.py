@@ -96,14 +96,6 @@ class StepModule(nn.Module):
         leaves = tree_leaves([auxiliary_state.state_dict() for auxiliary_state in self.auxiliary_states.values()])
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
-    def read_auxiliary(self, inputs: Inputs) -> States:
-        """Return what each stream's auxiliary state computes from its own inputs of a row, named "auxiliary"."""
-        found = {}
-        for stream, (tokens, index) in inputs.auxiliary.items():
-            auxiliary_state = self.auxiliary_states[stream]
-            found[stream] = {"auxiliary": auxiliary_state.read(self.encoder, tokens, index, inputs.arrays[stream])}
-        return found
-
     def read(self, row: PackedRow, inputs: Inputs) -> States:
         """Return the encoder's states that losses read, by stream and name [S, H]."""
         hidden_NH = self.encoder(inputs.tokens)
@@ -126,8 +118,8 @@ class StepModule(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the row's loss, and the numbers [K] whose keys are then in `reported`, without gradient.
 
-        inputs: row.inputs on the device. more: further states, such as those of read_auxiliary. weights_M: weight of
-        each prediction, divided by `largest`.
+        inputs: row.inputs on the device. more: further states that losses read, such as those of auxiliary encoders.
+        weights_M: weight of each prediction, divided by `largest`.
         """
         states = self.read(row, inputs)
         predictions: list[tuple[str, Prediction]] = []

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from xscale import rng
 from xscale.config import Recipe
-from xscale.data.packed_row import Inputs, PackedRow
+from xscale.data.packed_row import PackedRow, Tokens, join_auxiliary
 from xscale.objectives import OBJECTIVES, HasQueue
-from xscale.step.module import Reported, StepModule, Weights
+from xscale.step.module import Reported, States, StepModule, Weights
 from xscale.step.zero import one_reduction, take_step
 
 
@@ -84,13 +84,22 @@ class StepSums:
 class RowPass:
     """A row on the device. Each forward pass draws the same dropout masks."""
 
-    def __init__(self, module: StepModule, row: PackedRow, device: torch.device, seed: tuple[str | int, ...]):
-        """Copy the row to the device and compute the states of the auxiliary encoders. seed: the seed of everything
-        random about the row."""
+    def __init__(
+        self,
+        module: StepModule,
+        row: PackedRow,
+        device: torch.device,
+        seed: tuple[str | int, ...],
+        read_alone: bool = True,
+    ):
+        """Copy the row to the device. seed: the seed of everything random about the row. read_alone: let the auxiliary
+        states read this row alone; else `read_auxiliary` must follow."""
         self.row, self.seed = row, seed
-        self.inputs = to_device(row.inputs, device)
-        torch.manual_seed(rng.torch_seed("beside", *seed))  # this string is part of the seed and must stay
-        self.more = module.read_auxiliary(self.inputs)
+        self.inputs = to_device(row.inputs._replace(auxiliary={}), device)
+        self.more: States = {}
+        """The states of the auxiliary encoders, by stream and name."""
+        if read_alone:
+            read_auxiliary(module, [self])
 
     def vectors(self, module: StepModule) -> dict[str, Tensor]:
         """Return the vectors of this row that other rows of the step read, by stream [n, D]."""
@@ -133,9 +142,10 @@ def optimizer_step(
         engine.module.encoder.set_rope_theta(recipe.model.rope_theta)
     weights, lr = step_weights(recipe, totals, step), set_learning_rate(engine, recipe, step)
     passes = [
-        RowPass(engine.module, row, engine.device, (recipe.train.seed, step, number, rank))
+        RowPass(engine.module, row, engine.device, (recipe.train.seed, step, number, rank), read_alone=False)
         for number, row in enumerate(rows)
     ]
+    read_auxiliary(engine.module, passes)
     share_vectors(engine.module, passes)
     norms = gradient_norms(engine, passes, weights) if measure else {}
     undo_mean = {term: world * weight for term, weight in weights.items()}
@@ -175,7 +185,11 @@ def measure_rows(
             for name, stream in recipe.streams.items()
             for term in OBJECTIVES[stream.objective].terms(stream.options)
         }
-        passes = [RowPass(module, row, engine.device, ("eval", number, rank)) for number, row in enumerate(rows)]
+        passes = [
+            RowPass(module, row, engine.device, ("eval", number, rank), read_alone=False)
+            for number, row in enumerate(rows)
+        ]
+        read_auxiliary(module, passes)
         share_vectors(module, passes)
         of_rows = []
         for row_pass in passes:
@@ -194,6 +208,30 @@ def time_on(device: torch.device) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def read_auxiliary(module: StepModule, passes: list[RowPass]) -> None:
+    """Let the auxiliary states read the rows, as many at a time as together have no more auxiliary tokens than the
+    largest row has tokens. A row has few of them, and a pass over few costs a GPU's host as much as one over many."""
+    most = max(len(row_pass.row.inputs.tokens.input_ids) for row_pass in passes)
+    groups: list[list[RowPass]] = [[]]
+    held = 0
+    for row_pass in passes:
+        held += row_pass.row.work.auxiliary_tokens
+        if groups[-1] and held > most:
+            groups.append([])
+            held = row_pass.row.work.auxiliary_tokens
+        groups[-1].append(row_pass)
+    for group in groups:
+        torch.manual_seed(rng.torch_seed("beside", *group[0].seed))  # this string is part of the seed and must stay
+        for stream in group[0].row.inputs.auxiliary:
+            parts = [row_pass.row.inputs.auxiliary[stream] for row_pass in group]
+            arrays = [row_pass.inputs.arrays[stream] for row_pass in group]
+            tokens, index = to_device(join_auxiliary(parts), group[0].inputs.labels.device)
+            states = module.auxiliary_states[stream].read(module.encoder, tokens, index, arrays)
+            sizes = [len(offsets) - 1 for _, (offsets, *_) in parts]
+            for row_pass, of_row in zip(group, states.split(sizes), strict=True):
+                row_pass.more[stream] = {"auxiliary": of_row}
 
 
 def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
@@ -278,9 +316,11 @@ def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict
     return norms
 
 
-def to_device(inputs: Inputs, device: torch.device) -> Inputs:
-    """Copy the arrays to the device as tensors, except Tokens.lengths, which the host reads."""
-    on_host = {id(tokens.lengths) for tokens in (inputs.tokens, *(tokens for tokens, _ in inputs.auxiliary.values()))}
+def to_device(inputs: Any, device: torch.device) -> Any:
+    """Copy the arrays of Inputs, or of Tokens and an Index, to the device as tensors, except Tokens.lengths, which the
+    host reads."""
+    parts = tree_leaves(inputs, is_leaf=lambda part: isinstance(part, Tokens))
+    on_host = {id(part.lengths) for part in parts if isinstance(part, Tokens)}
     leaves, spec = tree_flatten(inputs)
     moving = [isinstance(leaf, np.ndarray) and id(leaf) not in on_host for leaf in leaves]
     moved = iter(copy_at_once([leaf for leaf, moves in zip(leaves, moving, strict=True) if moves], device))

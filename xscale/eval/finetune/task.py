@@ -1,6 +1,6 @@
 """A fine-tuning task: how its files are read, encoded, predicted, scored and written.
 
-Shape letters: S states that are read from a sequence, C outputs of the head, B sequences, L tokens of the longest one.
+Shape letters: S hidden states read per sequence, C outputs of the head, B sequences, L tokens of the longest one.
 """
 
 from collections.abc import Callable

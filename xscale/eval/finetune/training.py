@@ -1,6 +1,6 @@
 """Fine-tuning by transformers' Trainer: an exported encoder with one of transformers' own heads.
 
-Shape letters: B sequences, L tokens of the longest one, S states that are read from a sequence, C outputs of the head.
+Shape letters: B sequences, L tokens of the longest one, S hidden states read per sequence, C outputs of the head.
 """
 
 import warnings
