@@ -32,7 +32,7 @@ Work = Callable[[], Any]
 
 
 def run_serially(works: list[Work]) -> list[Any]:
-    """Call all functions in this process and return their values. HostGroup.divide_work divides them among the ranks."""
+    """Call all functions in this process and return their values. HostGroup.divide_work divides them among ranks."""
     return [work() for work in works]
 
 
