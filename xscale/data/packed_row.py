@@ -5,6 +5,7 @@ One row is one forward and backward pass of a rank.
 Shape letters: N tokens of a row, B sequences, S states that a loss reads, K places summed into them, M predictions.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -240,7 +241,7 @@ def join_auxiliary(parts: list[tuple[Tokens, Index]]) -> tuple[Tokens, Index]:
         )
     )
 
-    def joined(arrays: list[np.ndarray], firsts: np.ndarray, ends: bool = False) -> np.ndarray:
+    def joined(arrays: Iterable[np.ndarray], firsts: np.ndarray, ends: bool = False) -> np.ndarray:
         """Concatenate arrays to each of which its first number is added; ends: offsets that begin with 0."""
         moved = [array[ends:] + first for array, first in zip(arrays, firsts[:-1], strict=True)]
         return np.concatenate([[0] * ends, *moved]).astype(np.int32)

@@ -241,8 +241,8 @@ def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, devi
                 place = (batch.step, number, process.rank)
                 torch.manual_seed(rng.torch_seed(run_spec.recipe.train.seed, "prefill", name, *place))
                 inputs = to_device(row.inputs, device)
-                (auxiliary,), (arrays,) = inputs.auxiliary.values(), inputs.arrays.values()
-                auxiliary_state.read(module.encoder, *auxiliary, [arrays])
+                ((tokens, index),), (arrays,) = inputs.auxiliary.values(), inputs.arrays.values()
+                auxiliary_state.read(module.encoder, tokens, index, [arrays])
             have = auxiliary_state.finish_warmup()
             if time.monotonic() - logged > LINE_SECONDS:
                 logged = time.monotonic()
