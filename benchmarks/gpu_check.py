@@ -180,7 +180,8 @@ def test_attention_dropout_keeps_the_mean(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("shape", [(4000, 768), (3, 1024), (700, 320), (0, 768)], ids=str)
 def test_dropout_add_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """The states and the four gradients are right for the mask that the gradient of x shows, which keeps its share."""
+    """The dropout mask is read from the gradient of x. States and all four gradients are right for this mask, and it
+    keeps the share 1 - p."""
     p = 0.1
     norm = torch.nn.LayerNorm(shape[1]).to(DEVICE, dtype)
     for weight in norm.parameters():

@@ -335,6 +335,10 @@ def test_other_keys_are_left_to_deepspeed(tmp_path: Path) -> None:
         ({"gradient_predivide_factor": True}, "gradient_predivide_factor: True is not a number"),
         ({"communication_data_type": 5}, "communication_data_type: 5 is not a text"),
         ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload: write offload_optimizer"),
+        (
+            {"zero_optimization": {"round_robin_gradients": True}},
+            "zero_optimization.round_robin_gradients: .*leave it out",
+        ),
         ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage = '2': must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme: .*write cpu"),
         ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, "zero_quantized_gradients .*stage 3"),

@@ -44,8 +44,8 @@ def check_attention(lengths: list[int], heads: int, width: int, window: int | No
 
 
 def check_attention_dropout() -> None:
-    """Equal scores, and values that show each weight: its share, and draws that differ wherever one argument does. The
-    gradient of the values is the sum of the same weights."""
+    """With equal scores and one-hot values, the output is the dropped weights. Their share is p, and two masks whose
+    seed, layer, head, sequence, query or key differ are independent. The backward pass draws the same mask."""
     n, width, heads, p = 40, 16, 2, 0.1
     qkv = torch.zeros(n, width, 3, heads, width).half()
     qkv[:, :, 2] = torch.eye(width)[:, None]
@@ -119,7 +119,7 @@ def test_the_compiled_kernels_move_16_bytes_a_lane(dtype: torch.dtype, tmp_path:
     for name, (module, work) in programs.items():
         found = memory_instructions(compiled(module, name, 90, work), tmp_path)
         loads = {kind for kind in found if kind.startswith("LDG")}
-        assert loads - {"LDG.E"} == {"LDG.E.128"}, "but for one start or mean"
+        assert loads - {"LDG.E"} == {"LDG.E.128"}, "starts and means are single numbers"
         assert not any(kind.startswith(("LDL", "STL", "ATOM", "RED")) for kind in found), name
 
 

@@ -401,6 +401,16 @@ def test_the_momentum_rises_over_the_run(demo: Path) -> None:
         make_job(demo, *ramp, "streams.ppa.momentum_ramp=0.4")
 
 
+def test_the_key_encoder_of_a_loaded_model_has_dropout_in_training(tokenizer: Tokenizer) -> None:
+    """transformers loads models in evaluation mode."""
+    encoder = build(tokenizer)
+    encoder.lm.eval()
+    key = MomentumEncoder(encoder, torch.nn.Identity(), 0.999)
+    for train in (True, False, True):
+        modules, _ = key.key_modules(train)
+        assert {module.training for module in modules.modules()} == {train}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: torch.dtype) -> None:
     """With m = 0.999 an fp16 weight would never move; fp32 masters go where the equation says."""

@@ -49,8 +49,8 @@ def attention(
 
 
 def runs_flash(qkv_NX: Tensor, heads: int) -> bool:
-    """True if the flash kernel supports the input: 16 bits, Ampere or newer, a head width that is a multiple of 8,
-    up to 128."""
+    """True if PyTorch's flash kernel supports the input, and so does ours for short sequences: 16 bits, Ampere or
+    newer, a head width that is a multiple of 8, up to 128."""
     head = qkv_NX.shape[1] // (3 * heads)
     fits = qkv_NX.dtype in (torch.float16, torch.bfloat16) and head % 8 == 0 and head <= 128
     return fits and qkv_NX.is_cuda and torch.cuda.get_device_capability(qkv_NX.device) >= (8, 0)

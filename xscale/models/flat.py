@@ -49,7 +49,9 @@ def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int) -
 
 def _add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: Tensor, number: int) -> Tensor:
     if runs_fused(x, norm):
-        return dropout_add_norm(x, residual, p, norm, int(seed) + 2**62 + number)  # no seed of attention's dropout
+        return dropout_add_norm(
+            x, residual, p, norm, int(seed) + 2**62 + number
+        )  # attention's seeds are below 2^62 + layers
     return norm(dropout(x, p, residual))
 
 

@@ -31,6 +31,7 @@ class MomentumEncoder:
         base: Any = copy.deepcopy(encoder.lm.base_model, {id(config): config})
         self.masters = nn.ModuleList([Encoder(base), copy.deepcopy(projection)]).requires_grad_(False)
         self.masters.to(torch.promote_types(self._query_parameter().dtype, torch.float32))
+        self.masters.train()  # in all modules, of which those of a loaded model are still in evaluation mode
         self._cast: nn.ModuleList | None = None
         """Copy of the masters in the query encoder's data type, if that is not the masters' own."""
 

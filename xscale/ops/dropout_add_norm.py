@@ -25,8 +25,8 @@ def runs_fused(x_NH: Tensor, norm: nn.Module) -> bool:
 
 
 def dropout_add_norm(x_NH: Tensor, residual_NH: Tensor, p: float, norm: nn.LayerNorm, seed: int) -> Tensor:
-    """Return `norm(dropout(x, p) + residual)`, computed in fp32 from the sum in the type of x. `seed` determines the
-    dropout mask. Results have the same bits every time."""
+    """Return `norm(dropout(x, p) + residual)`. The sum is rounded to the type of x, and then normed in fp32. `seed`
+    determines the dropout mask. Results have the same bits every time."""
     return _DropoutAddNorm.apply(x_NH, residual_NH, norm.weight, norm.bias, p, norm.eps, seed)
 
 

@@ -151,12 +151,11 @@ def _add_gradients(
 
 
 def _columns(weight_VH: Tensor) -> list[slice]:
-    """Return the columns of the logits in parts, each of which one product computes. On CUDA an odd number of columns,
-    such as the 250,002 of XLM-R, excludes the fast kernels, and the rest of its division by 8 gets a product of its
-    own."""
+    """Return the columns of the logits in parts, each of which one product computes. On CUDA the fast kernels need a
+    multiple of 8 columns, which the 250,002 of XLM-R are not, and the last V % 8 columns get a product of their own."""
     V = len(weight_VH)
-    even = V - V % 8 if weight_VH.is_cuda else V
-    return [slice(start, end) for start, end in pairwise(sorted({0, even, V}))]
+    fast = V - V % 8 if weight_VH.is_cuda else V
+    return [slice(start, end) for start, end in pairwise(sorted({0, fast, V}))]
 
 
 def _product(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool) -> None:

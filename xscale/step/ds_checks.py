@@ -37,6 +37,8 @@ KEYS = (
 ZERO_KEYS = {
     "cpu_offload": "write offload_optimizer",
     "cpu_offload_param": "write offload_param",
+    "parameter_alignment": "xscale aligns weights by their order; leave it out",
+    "round_robin_gradients": "checkpoints need the weights of a group one behind the other; leave it out",
     "zenflow": "xscale updates all weights in each step; leave it out",
 }
 """Keys of zero_optimization that DeepSpeed accepts and xscale does not, with the remedy."""
@@ -88,7 +90,7 @@ def _check_values(config: dict[str, Any]) -> list[str]:
     }
     for key, value in zero.items():
         if key in ZERO_KEYS:
-            problems[f"zero_optimization.{key}: {ZERO_KEYS[key]}"] = True
+            problems[f"zero_optimization.{key}: {ZERO_KEYS[key]}"] = value is not False
         nvme = (
             f"zero_optimization.{key}.device = nvme: untested with xscale, and below stage 3 it works as cpu; write cpu"
         )
