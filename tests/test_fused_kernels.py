@@ -44,8 +44,8 @@ def check_attention(lengths: list[int], heads: int, width: int, window: int | No
 
 
 def check_attention_dropout() -> None:
-    """With equal scores and one-hot values, the output is the dropped weights. Their share is p, and two masks whose
-    seed, layer, head, sequence, query or key differ are independent. The backward pass draws the same mask."""
+    """The output is the dropped weights, since scores are equal and values one-hot. Their share is p, and two masks
+    whose seed, layer, head, sequence, query or key differ are independent. The backward pass draws the same mask."""
     n, width, heads, p = 40, 16, 2, 0.1
     qkv = torch.zeros(n, width, 3, heads, width).half()
     qkv[:, :, 2] = torch.eye(width)[:, None]
@@ -105,7 +105,8 @@ def interpret() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_the_compiled_kernels_move_16_bytes_a_lane(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Of a head of 64 numbers and of BERT's width; nothing is added atomically, and nothing is spilled."""
+    """The kernels are those for a head of 64 numbers and for BERT's width; they add nothing atomically and spill
+    nothing."""
     attention_kernels, norm_kernels = short_attention_triton, dropout_add_norm_triton
     starts, qkv, out = starts_of([64, 3]), torch.zeros(67, 3 * 128, dtype=dtype), torch.zeros(67, 128, dtype=dtype)
     x, weight = torch.zeros(9, 768, dtype=dtype), torch.zeros(768, dtype=dtype)

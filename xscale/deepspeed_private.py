@@ -239,7 +239,8 @@ def saved_groups(model: dict[str, Any], rank: dict[str, Any]) -> Iterator[tuple[
 
 
 def has_weights_in_order(engine: Any, path: Path) -> bool:
-    """Whether a checkpoint of the engine's ZeRO stage has the weights in the engine's order."""
+    """Return True if a checkpoint of the engine's ZeRO stage has the weights in the engine's order. Its flat tensors
+    can then be loaded as they are."""
     if engine.zero_optimization_stage() == 0:
         return True
     saved = torch.load(model_file(path), map_location="cpu", mmap=True, weights_only=False)["param_shapes"]
