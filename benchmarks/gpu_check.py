@@ -32,7 +32,7 @@ from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, step_weights
+from xscale.step.step import RowPass, read_auxiliary, step_weights
 
 CUDA = torch.cuda.is_available()
 CPU = torch.device("cpu")
@@ -325,7 +325,9 @@ def row_results(run_spec: RunSpec, row: PackedRow, module: StepModule) -> Iterat
     scale = 2.0**10
     device = next(module.parameters()).device
     weights = step_weights(run_spec.recipe, row.targets, 0)
-    loss, reported = RowPass(module, row, device, (0,))(module, weights)
+    row_pass = RowPass(row, device, (0,))
+    read_auxiliary(module, [row_pass])
+    loss, reported = row_pass(module, weights)
     gradients = torch.autograd.grad(loss * scale, list(module.parameters()), materialize_grads=True)
     yield loss.detach()
     yield reported

@@ -65,7 +65,7 @@ from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, StepSums, optimizer_step, step_weights
+from xscale.step.step import RowPass, StepSums, optimizer_step, read_auxiliary, step_weights
 
 PAIRS = 4000
 DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
@@ -499,7 +499,8 @@ def first_row(run_spec: RunSpec) -> tuple[dict[str, StreamBatch], PackedRow]:
 
 @torch.no_grad()
 def losses_of(run_spec: RunSpec, module: StepModule, row: PackedRow) -> dict[str, float]:
-    row_pass = RowPass(module, row, torch.device("cpu"), (0,))
+    row_pass = RowPass(row, torch.device("cpu"), (0,))
+    read_auxiliary(module, [row_pass])
     _, values_K = row_pass(module, step_weights(run_spec.recipe, row.targets, 0))
     return stream_losses(run_spec, StepSums(module.reported, values_K), row.targets)
 

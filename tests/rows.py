@@ -18,7 +18,7 @@ from xscale.objectives import OBJECTIVES, Parts
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass
+from xscale.step.step import RowPass, read_auxiliary
 
 CPU, FILLER, LONGEST = torch.device("cpu"), 3, 128
 
@@ -52,10 +52,17 @@ class Sums:
     """Sum of each metric, and the term by whose targets it is divided."""
 
 
+def read_row(module: StepModule, row: PackedRow, seed: tuple[str | int, ...] = (0,)) -> RowPass:
+    """Return the row on the CPU, with the states of the auxiliary encoders."""
+    row_pass = RowPass(row, CPU, seed)
+    read_auxiliary(module, [row_pass])
+    return row_pass
+
+
 def sums(objective: str, parts: Parts, stream_batch: StreamBatch, options: Any, seed: int = 0) -> Sums:
     """The companion reads once, and a row runs once for each term, with all other weights at 0."""
     module = OneStream(objective, parts, options)
-    row_pass = RowPass(module, pack_row({"s": stream_batch}, LONGEST, FILLER), CPU, (seed,))
+    row_pass = read_row(module, pack_row({"s": stream_batch}, LONGEST, FILLER), (seed,))
     names = list(OBJECTIVES[objective].terms(options))
     terms, reported = {}, torch.empty(0)
     for name in names:

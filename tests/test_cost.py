@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForMaskedLM, BertConfig
 
+from tests.rows import read_row
 from xscale.config import Recipe, load_recipe
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import PackedRow, RowCost, Tokens
@@ -21,7 +22,6 @@ from xscale.ranks import Process
 from xscale.run_spec import resolve_run
 from xscale.step import cost
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass
 
 
 def recipe_of(*sets: str) -> Recipe:
@@ -148,7 +148,7 @@ def test_peak_of_a_row(demo: Path, recipe: str, preset: str) -> None:
     """Activations, head and gradients: what a row allocates at most, on a CPU; its sequences are shorter than they
     might be."""
     module, row = first_row(demo, recipe, f"model.preset={preset}", "model.dropout=0.1")
-    row_pass = RowPass(module, row, torch.device("cpu"), (0,))
+    row_pass = read_row(module, row)
     weights = {key: 1e-3 for key in row.targets}
     with torch.profiler.profile(profile_memory=True) as profile:
         row_pass(module, weights)[0].backward()
@@ -236,7 +236,7 @@ def test_flops_of_a_whole_row(demo: Path, recipe: str) -> None:
     module, row = first_row(demo, recipe)
     weights = {key: 1e-3 for key in row.targets}
     with counter() as counted:
-        RowPass(module, row, torch.device("cpu"), (0,))(module, weights)[0].backward()
+        read_row(module, row)(module, weights)[0].backward()
     found = cost.StepFlops(module.encoder).flops(row.work)
     assert set(found) == {"encoder", "attention", "head", "auxiliary"}
     assert sum(found.values()) == pytest.approx(counted.get_total_flops(), rel=0.05)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import launch
-from tests.rows import CPU, rows_of_step, totals_of
+from tests.rows import CPU, read_row, rows_of_step, totals_of
 from xscale.checkpoint import store
 from xscale.data.packed_row import PackedRow
 from xscale.files import sha256_file
@@ -58,7 +58,7 @@ def test_the_host_does_not_wait_for_the_device(run_spec: RunSpec, row: PackedRow
     which come from the host, and on a CPU the head, which looks whether the incoming gradient is 1."""
     module = StepModule(run_spec.encoder(), run_spec.recipe)
     weights = step_weights(run_spec.recipe, totals_of([row]), 0)
-    row_pass = RowPass(module, row, CPU, (0,))
+    row_pass = RowPass(row, CPU, (0,))
     with Waits() as copies:
         for auxiliary in row.inputs.auxiliary.values():
             to_device(auxiliary, CPU)
@@ -102,8 +102,7 @@ def test_checkpointed_activations_give_the_same_step(demo: Path, row: PackedRow)
         sets += [f"train.activation_checkpointing={on}", "streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=8"]
         run_spec = launch.run_spec_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
         module = StepModule(run_spec.encoder(), run_spec.recipe)
-        row_pass = RowPass(module, row, CPU, (0,))
-        loss, _ = row_pass(module, step_weights(run_spec.recipe, totals_of([row]), 0))
+        loss, _ = read_row(module, row)(module, step_weights(run_spec.recipe, totals_of([row]), 0))
         loss.backward()
         inputs = to_device(row.inputs, CPU)
         kept = saved_bytes(module, lambda m=module, i=inputs: m.encoder(i.tokens))

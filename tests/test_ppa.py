@@ -39,7 +39,7 @@ from xscale.run import start as prefilling
 from xscale.run_spec import RunSpec
 from xscale.step.engine import build_engine
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, optimizer_step, share_vectors, to_device
+from xscale.step.step import RowPass, add_shared_states, optimizer_step, to_device
 
 MAX_LENGTH = 32
 
@@ -244,8 +244,8 @@ def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
     for cuts in ([pairs], [pairs[5:6], pairs[:5], pairs[6:]]):
         module = OneStream("ppa", parts, options)
         rows = [pack_row({"s": collate(tokenizer, cut, options)}, LONGEST, FILLER) for cut in cuts]
-        passes = [RowPass(module, row, CPU, (0,)) for row in rows]
-        share_vectors(module, passes)
+        passes = [RowPass(row, CPU, (0,)) for row in rows]
+        add_shared_states(module, passes)
         reported = sum(row_pass(module, {("s", "moco"): 1.0})[1] for row_pass in passes)
         found = {of.name: value for of, value in zip(module.reported, reported.tolist(), strict=True)}
         assert found["contrastive_accuracy_step"] == right

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, DistilBertConfig, ModernBertConfig, XLMRobertaConfig
 
 from tests import launch, plain
-from tests.rows import CPU, PlainEngine, assert_same_gradients, one_thread, rows_of_step, totals_of  # noqa: F401
+from tests.rows import PlainEngine, assert_same_gradients, one_thread, read_row, rows_of_step, totals_of  # noqa: F401
 from xscale.config import RECIPES
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import PackedRow, pack_row
@@ -23,7 +23,7 @@ from xscale.ranks import Process
 from xscale.run_spec import RunSpec
 from xscale.step import step
 from xscale.step.module import Reported, StepModule
-from xscale.step.step import RowPass, StepSums, optimizer_step, step_weights
+from xscale.step.step import StepSums, optimizer_step, step_weights
 
 SMALL = ["model.dropout=0.0", "data.max_length=32", "data.workers=0"]
 """For every recipe."""
@@ -174,7 +174,7 @@ def through_rows(case: Case, ranks: list[list[PackedRow]]) -> tuple[Tensor, dict
     loss, numbers = torch.zeros(()).double(), torch.zeros(()).double()
     for rank, rows in enumerate(ranks):
         for number, row in enumerate(rows):
-            row_loss, reported_K = RowPass(module, row, CPU, (0, number, rank))(module, weights)
+            row_loss, reported_K = read_row(module, row, (0, number, rank))(module, weights)
             row_loss.backward()
             loss, numbers = loss + row_loss.detach(), numbers + reported_K
     shares = StepSums(module.reported, numbers).shares(numbers.tolist(), recipe, totals)
@@ -304,7 +304,7 @@ def piece_of_nothing(run_spec: RunSpec, stream: str) -> StreamBatch:
 def row_gradients(case: Case, stream_batches: dict[str, StreamBatch]) -> tuple[Tensor, dict[str, Tensor | None]]:
     row = pack_row(stream_batches, case.run_spec.recipe.data.max_length, case.run_spec.tokenizer.sep_id)
     weights = step_weights(case.run_spec.recipe, totals_of([row]), 0)
-    loss, _ = RowPass(case.module, row, CPU, (0,))(case.module, weights)
+    loss, _ = read_row(case.module, row)(case.module, weights)
     names, parameters = zip(*case.module.named_parameters(), strict=True)
     return loss.detach(), dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
 
@@ -391,7 +391,7 @@ def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatc
     engine = PlainEngine(case.module)
     case.module.zero_grad()
     others: list[Tensor] = []
-    passes = [[RowPass(case.module, row, CPU, (0,)) for row in rows] for rows in ranks]
+    passes = [[read_row(case.module, row) for row in rows] for rows in ranks]
     monkeypatch.setattr(step.dist, "all_reduce", lambda total: others.append(total.clone()))
     step.gradient_norms(engine, passes[1], weights)
     monkeypatch.setattr(step.dist, "all_reduce", lambda total: total.add_(others.pop(0)))

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from tests import launch
+from tests.rows import read_row
 from xscale import export
 from xscale.checkpoint.restore import full_weights
 from xscale.data.packed_row import pack_row
@@ -23,7 +24,6 @@ from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.run.start import warm_up_queues
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +109,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
                 (name, term): warm * run_spec.recipe.streams[name].weight * factor / counts[term]
                 for term, factor in terms.items()
             }
-            loss, _ = RowPass(module, row, torch.device("cpu"), (name, step))(module, weights)
+            loss, _ = read_row(module, row, (name, step))(module, weights)
             # In fp64: torch adds up an fp32 norm of a million numbers to 1.3e-4 only.
             found = torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True, retain_graph=True)
             norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in found]), dtype=torch.float64).item()

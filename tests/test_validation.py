@@ -94,9 +94,8 @@ def test_losses_by_language(demo: Path) -> None:
     (batch,) = run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 1)
     (row,) = batch.rows
     (stream_batches,) = launch.pieces_of(run_spec, 1)
-    _, values_K = RowPass(engine.module, row, engine.device, (0,))(
-        engine.module, step_weights(run_spec.recipe, batch.targets(), 0)
-    )
+    row_pass = RowPass(row, engine.device, (0,))
+    _, values_K = row_pass(engine.module, step_weights(run_spec.recipe, batch.targets(), 0))
     sums = StepSums(engine.module.reported, values_K)
     found = sums.by_language(values_K.tolist(), run_spec.recipe, batch.counts())
     expected = mean_losses(engine.module.encoder.lm, run_spec, stream_batches)

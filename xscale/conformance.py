@@ -22,7 +22,7 @@ from xscale.plugins import load_plugins
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, StepSums, share_vectors, step_weights
+from xscale.step.step import RowPass, StepSums, add_shared_states, step_weights
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
@@ -81,8 +81,8 @@ def compute_step(module: StepModule, run_spec: RunSpec, ranks: list[list[PackedR
     rows = [row for rows in ranks for row in rows]
     totals = {key: sum(row.targets[key] for row in rows) for key in rows[0].targets}
     weights = step_weights(run_spec.recipe, totals, 0)
-    passes = [RowPass(module, row, CPU, (0, number)) for number, row in enumerate(rows)]
-    share_vectors(module, passes)
+    passes = [RowPass(row, CPU, (0, number)) for number, row in enumerate(rows)]
+    add_shared_states(module, passes)
     loss, reported = 0.0, torch.zeros(())
     for row_pass in passes:
         of_row, numbers_K = row_pass(module, weights)
@@ -152,8 +152,8 @@ def check_empty_rows(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
         rows = [pack_row({name: stream_batch}, length, separator) for stream_batch in (full, empty)]
         one = copy.deepcopy(module)
         one.streams = {name: module.streams[name]}
-        passes = [RowPass(one, row, CPU, (0, number)) for number, row in enumerate(rows)]
-        share_vectors(one, passes)
+        passes = [RowPass(row, CPU, (0, number)) for number, row in enumerate(rows)]
+        add_shared_states(one, passes)
         weights = dict.fromkeys(rows[1].targets, 1.0)
         passes[0](one, weights)
         reported = one.reported

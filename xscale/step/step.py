@@ -84,22 +84,12 @@ class StepSums:
 class RowPass:
     """A row on the device. Each forward pass draws the same dropout masks."""
 
-    def __init__(
-        self,
-        module: StepModule,
-        row: PackedRow,
-        device: torch.device,
-        seed: tuple[str | int, ...],
-        read_alone: bool = True,
-    ):
-        """Copy the row to the device. seed: the seed of everything random about the row. read_alone: let the auxiliary
-        states read this row alone; else `read_auxiliary` must follow."""
+    def __init__(self, row: PackedRow, device: torch.device, seed: tuple[str | int, ...]):
+        """Copy the row to the device. seed: the seed of everything random about the row."""
         self.row, self.seed = row, seed
         self.inputs = to_device(row.inputs._replace(auxiliary={}), device)
         self.more: States = {}
-        """The states of the auxiliary encoders, by stream and name."""
-        if read_alone:
-            read_auxiliary(module, [self])
+        """Further states that losses read, by stream and name, which `add_shared_states` sets."""
 
     def vectors(self, module: StepModule) -> dict[str, Tensor]:
         """Return the vectors of this row that other rows of the step read, by stream [n, D]."""
@@ -141,12 +131,9 @@ def optimizer_step(
     if recipe.model.rope_theta:
         engine.module.encoder.set_rope_theta(recipe.model.rope_theta)
     weights, lr = step_weights(recipe, totals, step), set_learning_rate(engine, recipe, step)
-    passes = [
-        RowPass(engine.module, row, engine.device, (recipe.train.seed, step, number, rank), read_alone=False)
-        for number, row in enumerate(rows)
-    ]
-    read_auxiliary(engine.module, passes)
-    share_vectors(engine.module, passes)
+    seed = recipe.train.seed
+    passes = [RowPass(row, engine.device, (seed, step, number, rank)) for number, row in enumerate(rows)]
+    add_shared_states(engine.module, passes)
     norms = gradient_norms(engine, passes, weights) if measure else {}
     undo_mean = {term: world * weight for term, weight in weights.items()}
     of_rows: list[Tensor] = []
@@ -185,12 +172,8 @@ def measure_rows(
             for name, stream in recipe.streams.items()
             for term in OBJECTIVES[stream.objective].terms(stream.options)
         }
-        passes = [
-            RowPass(module, row, engine.device, ("eval", number, rank), read_alone=False)
-            for number, row in enumerate(rows)
-        ]
-        read_auxiliary(module, passes)
-        share_vectors(module, passes)
+        passes = [RowPass(row, engine.device, ("eval", number, rank)) for number, row in enumerate(rows)]
+        add_shared_states(module, passes)
         of_rows = []
         for row_pass in passes:
             note()
@@ -234,14 +217,15 @@ def read_auxiliary(module: StepModule, passes: list[RowPass]) -> None:
                 row_pass.more[stream] = {"auxiliary": of_row}
 
 
-def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
-    """Give each row the vectors of all rows and ranks, for objectives that compare the samples of a whole step. Also
-    let the auxiliary states gather their vectors from all ranks.
+def add_shared_states(module: StepModule, passes: list[RowPass]) -> None:
+    """Add to each row the states of the auxiliary encoders and, for objectives that compare the samples of a whole
+    step, the vectors of all rows and ranks. Also let the auxiliary states gather their vectors from all ranks.
 
-    These vectors have no gradient. In a row's forward pass, its own vectors are computed again with gradient
+    The vectors of rows have no gradient. In a row's forward pass, its own vectors are computed again with gradient
     (module.py). The sum of the rows' gradients is then the gradient of the whole step (as in GradCache, Gao et al.
     2021).
     """
+    read_auxiliary(module, passes)
     for auxiliary_state in module.auxiliary_states.values():
         if isinstance(auxiliary_state, HasQueue):
             auxiliary_state.gather()
