@@ -41,7 +41,7 @@ class OneStream(StepModule):
         self.heads = nn.ModuleDict({"s": parts.heads} if parts.heads is not None else {})
         self.auxiliary_states = {"s": parts.auxiliary_state} if parts.auxiliary_state is not None else {}
         self.streams = {"s": (OBJECTIVES[objective], options)}
-        self.reported = []
+        self.reported, self.smoothing = [], {}
 
 
 @dataclass

@@ -609,12 +609,13 @@ def run_spec_of(demo: Path, *sets: str) -> RunSpec:
 
 def test_the_recipe_s_terms_reach_the_model_s_own_head(demo: Path) -> None:
     run_spec = run_spec_of(demo, "train.label_smoothing=0.1", "train.z_loss=0.01")
-    encoder = StepModule(run_spec.encoder(), run_spec.recipe).double().encoder
-    out = encoder.lm.get_output_embeddings()
+    module = StepModule(run_spec.encoder(), run_spec.recipe).double()
+    out = module.encoder.lm.get_output_embeddings()
     torch.manual_seed(0)
     features, labels = torch.randn(20, out.weight.shape[1]).double(), torch.randint(len(out.weight), (20,))
     weighted = weights_of(20).double(), 3.0
-    loss, losses, _ = encoder.vocabulary_loss(features, labels, *weighted)
+    options = module.smoothing | dict(zip(("weights_M", "largest"), weighted, strict=True))
+    loss, losses, _ = module.encoder.vocabulary_loss(features, labels, **options)
     expected, each, _ = plain(features, out.weight, out.bias, labels, 0.1, 0.01, *weighted)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(losses, each, rtol=1e-12, atol=0)

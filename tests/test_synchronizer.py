@@ -51,9 +51,12 @@ def batch(step: int) -> Any:
 def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchronizer:
     host_group = SimpleNamespace(begin_sum=lambda numbers: network.begin_sum(rank, numbers))
     watch, process = SimpleNamespace(note=lambda doing: None), Process(rank, RANKS, rank, RANKS)
-    context: Any = SimpleNamespace(process=process, host_group=host_group, stop=stop, watch=watch, locks=[])
+    engine = SimpleNamespace(module=SimpleNamespace(auxiliary_states={}))
+    context: Any = SimpleNamespace(
+        engine=engine, process=process, host_group=host_group, stop=stop, watch=watch, locks=[]
+    )
     checkpoint_manager: Any = SimpleNamespace(written=False, under_way=None)
-    return StepSynchronizer(context, checkpoint_manager, 0, STEPS, frozenset())
+    return StepSynchronizer(context, checkpoint_manager, 0, STEPS)
 
 
 def batches(failing: int) -> Any:

@@ -33,7 +33,7 @@ from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import Exported, read_texts
 from xscale.models.build import positions
 from xscale.objectives import OBJECTIVES, Parts, Prediction, alignlm, mlm, tlm
-from xscale.ops.alignment_gather import alignment_gather
+from xscale.step.module import encoder_states
 from xscale.step.step import to_device
 
 BATCH = 32
@@ -125,10 +125,9 @@ def predict(
 ) -> tuple[list[Prediction], Tensor]:
     """The features of all predictions of a stream batch, and the labels of the predictions [M]. filler: a token id."""
     row = pack_row({objective: stream_batch}, positions(parts.encoder.lm.config), filler)
-    inputs, reads = to_device(row.inputs, parts.encoder.embeddings.device), row.states[objective]
-    gathered = alignment_gather(parts.encoder(inputs.tokens), *inputs.gather).split(list(reads.values()))
-    states = dict(zip(reads, gathered, strict=True))
-    return OBJECTIVES[objective].loss(parts, states, inputs.arrays[objective], options).predictions, inputs.labels
+    inputs = to_device(row.inputs, parts.encoder.embeddings.device)
+    arguments = encoder_states(parts.encoder, row, inputs)[objective], inputs.arrays[objective], options
+    return OBJECTIVES[objective].loss(parts, *arguments).predictions, inputs.labels
 
 
 def rates(loss_name: str, accuracy_name: str, sums: np.ndarray) -> dict[str, np.ndarray]:

@@ -81,8 +81,6 @@ class Encoder(nn.Module):
         super().__init__()
         _check(lm.config)
         self.lm = lm
-        self.label_smoothing, self.z_loss = 0.0, 0.0
-        """Options of vocabulary_loss; a training run sets them from its recipe."""
         self.compiled_shape: tuple[int, int] | None = None
         """(N, B) of the packed rows that the compiled program accepts; the run sets it."""
         self.dropout: float | None = None
@@ -178,13 +176,11 @@ class Encoder(nn.Module):
         head = self.head
         return head.norm(head.activation(head.dense(states_MH)))
 
-    def vocabulary_loss(
-        self, features_ME: Tensor, labels_M: Tensor, weights_M: Tensor | None = None, largest: float = 1.0
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return masked_cross_entropy (ops/masked_ce.py) of the features under the tied projection and its bias."""
+    def vocabulary_loss(self, features_ME: Tensor, labels_M: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return masked_cross_entropy (ops/masked_ce.py) of the features under the tied projection and its bias.
+        options: the optional arguments of masked_cross_entropy."""
         out = self.lm.get_output_embeddings()
-        smoothing, z_loss = self.label_smoothing, self.z_loss
-        return masked_cross_entropy(features_ME, out.weight, out.bias, labels_M, smoothing, z_loss, weights_M, largest)
+        return masked_cross_entropy(features_ME, out.weight, out.bias, labels_M, **options)
 
 
 def _call(function: Callable[..., Tensor], *arguments: Any) -> Tensor:

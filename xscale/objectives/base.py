@@ -70,14 +70,12 @@ class HasQueue(AuxiliaryState, Protocol):
 
     steps: int
     """Number of optimizer steps of the run, set by StepModule. It is not saved, as a resume may change it."""
-    counts: list[int] | None
-    """Number of vectors that each rank reads in this step, set before its rows are read; None if the ranks must first
-    exchange these numbers."""
     prefill_samples: int
     """Number of samples that the warm-up reads; 0 for no warm-up."""
 
-    def gather(self) -> None:
-        """Exchange the vectors. All ranks call it after the last row of a step is read, before the first loss."""
+    def gather(self, counts: list[int] | None) -> None:
+        """Exchange the vectors. All ranks call it after the last row of a step is read, before the first loss. counts:
+        number of vectors that each rank has read; None: the ranks must first exchange these numbers."""
 
     def finish_warmup(self) -> int:
         """Add the vectors that were read to the queue. During the warm-up, all ranks call it after `read` of all rows

@@ -229,8 +229,6 @@ class Moco:
         self.prefill_samples = options.queue_size if options.prefill else 0
         self.step = self.steps = 0
         """Number of optimizer steps done, and number of steps of the whole run, which StepModule sets."""
-        self.counts: list[int] | None = None
-        """Number of keys of each rank in the current step, which the trainer sets."""
         self.of_step: Callable[[], tuple[Tensor, Tensor]] | None = None
         """The function that returns the current step's keys [N, D] and text hashes [N, 2]; None before `gather`."""
         self._batch = GatheredVectors()
@@ -246,9 +244,9 @@ class Moco:
             self._batch.add(z_BD, numbers_B, texts_B2)
         return z_BD
 
-    def gather(self) -> None:
+    def gather(self, counts: list[int] | None) -> None:
         if self._batch.parts:
-            self.of_step = functools.cache(self._batch.send(self.counts))
+            self.of_step = functools.cache(self._batch.send(counts))
 
     def update(self, applied: bool) -> None:
         self._enqueue(self.step + 1)
@@ -258,7 +256,7 @@ class Moco:
         self.step += 1
 
     def _enqueue(self, step: int) -> None:
-        self.gather()
+        self.gather(None)
         if self.of_step:
             keys_ND, texts_N2 = self.of_step()
             self.queue.push(keys_ND, step, texts_N2)

@@ -23,7 +23,6 @@ from xscale.eval.alignment_score import AlignmentProbe
 from xscale.eval.in_training import Results, find_measures, find_probes
 from xscale.metric_keys import MetricKey
 from xscale.models.encoder import set_rope_theta
-from xscale.objectives import HasQueue
 from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, explain
 from xscale.run.going_on import is_own
 from xscale.run.metrics import (
@@ -75,8 +74,6 @@ class Trainer:
         """The step at which this trainer began, and since then the number of pairs longer than data.max_length."""
         self.unreported: list[UnreportedStep] = []
         self.pace, self.collapse = Pace(context.watch.names), CollapseDetector()
-        auxiliary_states = self.engine.module.auxiliary_states.items()
-        self.gathering = {stream: one for stream, one in auxiliary_states if isinstance(one, HasQueue)}
         self.flops = StepFlops(self.engine.module.encoder)
         self.reporter = Reporter(self.out, self.step, self.recipe) if self.process.is_main else None
         self.spikes = self.spike_detector()
@@ -96,8 +93,7 @@ class Trainer:
             note=self.watch.note,
             published=self.validation.published,
         )
-        steps, gathering = self.recipe.train.steps, frozenset(self.gathering)
-        self.synchronizer = StepSynchronizer(context, self.checkpoint_manager, self.step, steps, gathering)
+        self.synchronizer = StepSynchronizer(context, self.checkpoint_manager, self.step, self.recipe.train.steps)
         traced = self.out / "trace" / f"rank{self.process.rank}.jsonl" if trace else None
         self.trace = JsonLines(traced, self.step)
         self.probes: dict[str, AlignmentProbe] = {}
@@ -191,8 +187,6 @@ class Trainer:
         skipped = engine.skipped_steps
         # The first step measures too, so that a lack of memory for it shows at once.
         measure = bool(train.measure_every) and (self.step == 0 or (self.step + 1) % train.measure_every == 0)
-        for stream, auxiliary_state in self.gathering.items():
-            auxiliary_state.counts = counts.auxiliary[stream]
         try:
             sums, norms = optimizer_step(
                 engine,
@@ -203,6 +197,7 @@ class Trainer:
                 rank=self.process.rank,
                 world=self.process.world,
                 measure=measure and keeps_whole_weights(engine),
+                vector_counts=counts.auxiliary,
             )
         except NotFinite as error:  # under fp16 all ranks raise it
             self.flush()

@@ -23,6 +23,7 @@ from xscale.data.loader import StepBatch
 from xscale.data.packed_row import RowCost
 from xscale.errors import UserError
 from xscale.files import Lock
+from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Message, Process
 from xscale.run.folder import Status
 from xscale.run.watch import StopRequest, Watch
@@ -107,17 +108,12 @@ class PendingStep:
 class StepSynchronizer:
     """Reads the records of this rank's part of each step, and announces the steps to the other ranks."""
 
-    def __init__(
-        self,
-        context: TrainerContext,
-        checkpoint_manager: CheckpointManager,
-        done: int,
-        steps: int,
-        gathering: frozenset[str],
-    ):
-        """Begin after `done` steps. steps: the run's last step. gathering: the streams whose auxiliary state exchanges
-        its vectors between all ranks once a step."""
-        self.announced, self.steps, self.gathering, self.checkpoint_manager = done, steps, gathering, checkpoint_manager
+    def __init__(self, context: TrainerContext, checkpoint_manager: CheckpointManager, done: int, steps: int):
+        """Begin after `done` steps. steps: the run's last step."""
+        self.announced, self.steps, self.checkpoint_manager = done, steps, checkpoint_manager
+        auxiliary_states = context.engine.module.auxiliary_states.items()
+        self.gathering = {stream for stream, state in auxiliary_states if isinstance(state, HasQueue)}
+        """The streams whose auxiliary state exchanges its vectors between all ranks once a step."""
         self.process, self.host_group, self.locks = context.process, context.host_group, context.locks
         self.stop, self.watch = context.stop, context.watch
         self.waited = 0.0

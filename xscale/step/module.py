@@ -48,7 +48,8 @@ class StepModule(nn.Module):
         objective and shapes are the same."""
         super().__init__()
         self.encoder = encoder
-        encoder.label_smoothing, encoder.z_loss = recipe.train.label_smoothing, recipe.train.z_loss
+        self.smoothing = {"label_smoothing": recipe.train.label_smoothing, "z_loss": recipe.train.z_loss}
+        """The options of the vocabulary loss in training. Evaluations have no smoothing."""
         self.heads = nn.ModuleDict()
         self.auxiliary_states: dict[str, AuxiliaryState] = {}
         """States without an optimizer. They are not submodules, because DeepSpeed must neither cast nor save them."""
@@ -96,16 +97,9 @@ class StepModule(nn.Module):
         leaves = tree_leaves([auxiliary_state.state_dict() for auxiliary_state in self.auxiliary_states.values()])
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
-    def read(self, row: PackedRow, inputs: Inputs) -> States:
-        """Return the encoder's states that losses read, by stream and name [S, H]."""
-        hidden_NH = self.encoder(inputs.tokens)
-        sizes = [n for reads in row.states.values() for n in reads.values()]
-        states = iter(alignment_gather(hidden_NH, *inputs.gather).split(sizes))
-        return {stream: {name: next(states) for name in reads} for stream, reads in row.states.items()}
-
     def vectors(self, row: PackedRow, inputs: Inputs) -> dict[str, Tensor]:
         """Return the vectors of this row that other rows of the step read, by stream [n, D]."""
-        states, found = self.read(row, inputs), dict[str, Tensor]()
+        states, found = encoder_states(self.encoder, row, inputs), dict[str, Tensor]()
         for stream, (objective, options) in self.streams.items():
             if objective.vectors:
                 arguments = self.parts(stream), states[stream], inputs.arrays[stream], options
@@ -121,7 +115,7 @@ class StepModule(nn.Module):
         inputs: row.inputs on the device. more: further states that losses read, such as those of auxiliary encoders.
         weights_M: weight of each prediction, divided by `largest`.
         """
-        states = self.read(row, inputs)
+        states = encoder_states(self.encoder, row, inputs)
         predictions: list[tuple[str, Prediction]] = []
         wide = torch.promote_types(next(self.encoder.parameters()).dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=weights_M.device)
@@ -160,7 +154,8 @@ class StepModule(nn.Module):
         if not predictions:
             return weights_M.new_zeros(()), {}, weights_M.new_zeros(0)
         features_MH = torch.cat([p.features_MH for _, p in predictions])
-        loss, losses_M, right_M = self.encoder.vocabulary_loss(features_MH, inputs.labels, weights_M, largest)
+        options = {"weights_M": weights_M, "largest": largest} | (self.smoothing if self.training else {})
+        loss, losses_M, right_M = self.encoder.vocabulary_loss(features_MH, inputs.labels, **options)
         sizes = [row.predictions[stream, p.term] for stream, p in predictions]
         found = dict[Reported, Tensor]()
         both_2M = torch.stack([losses_M, right_M.to(losses_M.dtype)])
@@ -169,6 +164,13 @@ class StepModule(nn.Module):
             found |= {Reported("loss", stream, p.term): loss_1, Reported(p.accuracy, stream, p.term): right_1}
         sums = losses_M.new_zeros(len(row.names) + 1).index_add_(0, inputs.names, losses_M)
         return loss, found, sums[:-1]
+
+
+def encoder_states(encoder: Encoder, row: PackedRow, inputs: Inputs) -> States:
+    """Return the encoder's states that losses read, by stream and name [S, H]. inputs: row.inputs on the device."""
+    sizes = [n for reads in row.states.values() for n in reads.values()]
+    states = iter(alignment_gather(encoder(inputs.tokens), *inputs.gather).split(sizes))
+    return {stream: {name: next(states) for name in reads} for stream, reads in row.states.items()}
 
 
 def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) -> None:

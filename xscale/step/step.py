@@ -4,7 +4,7 @@ Shape letters: N tokens of a row, S states that losses read, M predictions, K re
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -116,14 +116,16 @@ def optimizer_step(
     rank: int,
     world: int,
     measure: bool = False,
+    vector_counts: Mapping[str, list[int]] = {},
 ) -> tuple[StepSums, dict[str, Tensor]]:
     """Train on the rows of one step.
 
     The step's loss is sum over streams of weight * sum over terms of factor * (sum over targets / targets of all
     ranks). DeepSpeed divides gradients by the number of ranks, so the weights are multiplied by it.
 
-    totals: the targets of all ranks by (stream, term). Returns this rank's sums of losses and targets and, if
-    `measure`, the gradient norm of each stream.
+    totals: the targets of all ranks by (stream, term). vector_counts: stream -> number of vectors of each rank that
+    enter the stream's queue. Returns this rank's sums of losses and targets and, if `measure`, the gradient norm of
+    each stream.
     """
     recipe = recipe.at(step)
     engine.module.follow(recipe)
@@ -133,7 +135,7 @@ def optimizer_step(
     weights, lr = step_weights(recipe, totals, step), set_learning_rate(engine, recipe, step)
     seed = recipe.train.seed
     passes = [RowPass(row, engine.device, (seed, step, number, rank)) for number, row in enumerate(rows)]
-    add_shared_states(engine.module, passes)
+    add_shared_states(engine.module, passes, vector_counts)
     norms = gradient_norms(engine, passes, weights) if measure else {}
     undo_mean = {term: world * weight for term, weight in weights.items()}
     of_rows: list[Tensor] = []
@@ -162,9 +164,8 @@ def measure_rows(
     recipe: a recipe with the streams of the rows. All ranks must have the same number of rows. note: it is called
     before each row.
     """
-    module, encoder = engine.module, engine.module.encoder
+    module = engine.module
     module.follow(recipe)
-    kept, encoder.label_smoothing, encoder.z_loss = (encoder.label_smoothing, encoder.z_loss), 0.0, 0.0
     module.eval()
     try:
         nothing = {
@@ -181,7 +182,6 @@ def measure_rows(
         return StepSums(module.reported, reduce(torch.add, of_rows))
     finally:
         module.train()
-        encoder.label_smoothing, encoder.z_loss = kept
 
 
 def time_on(device: torch.device) -> Any:
@@ -217,18 +217,19 @@ def read_auxiliary(module: StepModule, passes: list[RowPass]) -> None:
                 row_pass.more[stream] = {"auxiliary": of_row}
 
 
-def add_shared_states(module: StepModule, passes: list[RowPass]) -> None:
+def add_shared_states(module: StepModule, passes: list[RowPass], vector_counts: Mapping[str, list[int]] = {}) -> None:
     """Add to each row the states of the auxiliary encoders and, for objectives that compare the samples of a whole
     step, the vectors of all rows and ranks. Also let the auxiliary states gather their vectors from all ranks.
+    vector_counts: see `optimizer_step`.
 
     The vectors of rows have no gradient. In a row's forward pass, its own vectors are computed again with gradient
     (module.py). The sum of the rows' gradients is then the gradient of the whole step (as in GradCache, Gao et al.
     2021).
     """
     read_auxiliary(module, passes)
-    for auxiliary_state in module.auxiliary_states.values():
+    for stream, auxiliary_state in module.auxiliary_states.items():
         if isinstance(auxiliary_state, HasQueue):
-            auxiliary_state.gather()
+            auxiliary_state.gather(vector_counts.get(stream))
     if not any(objective.vectors for objective, _ in module.streams.values()):
         return
     found = [row_pass.vectors(module) for row_pass in passes]
