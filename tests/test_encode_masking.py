@@ -239,26 +239,20 @@ def test_where_words_begin() -> None:
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_too_long_is_counted(tokenizer, overlong: str) -> None:
+def test_what_is_too_long_is_dropped_or_cut(tokenizer, overlong: str) -> None:
     """Also where nothing of a piece is left."""
     for sizes, long in (([(5, 5), (90, 90), (3, 200)], 2), ([(90, 90), (100, 100)], 2)):
         stream_batch = tlm.collate(
             [[fake(*size)] for size in sizes], tlm.TlmOptions(), context(tokenizer, 64, overlong)
         )
-        assert stream_batch.too_long == long and max(stream_batch.sequences.lengths, default=0) <= 64
+        assert max(stream_batch.sequences.lengths, default=0) <= 64
         assert (
             stream_batch.samples
             == len(stream_batch.sequences.lengths)
             == (len(sizes) if overlong == "truncate" else len(sizes) - long)
         )
     stream_batch = mlm.collate([[fake(5), fake(200)]], mlm.MaskedOptions(), context(tokenizer, 64, overlong))
-    assert stream_batch.too_long == 0 and stream_batch.sequences.lengths.tolist() == [
-        7,
-        64,
-        64,
-        64,
-        16,
-    ]  # [CLS] and [SEP] each
+    assert stream_batch.sequences.lengths.tolist() == [7, 64, 64, 64, 16]  # [CLS] and [SEP] each
 
 
 # 3. Masking

@@ -146,6 +146,7 @@ class StepDataset(Dataset):
             found.append(
                 replace(
                     how(samples, stream, self.context_of(stream, share)),
+                    too_long=sum(map(self.is_too_long, of_row)),
                     pairs=self.count_pairs(stream, of_row),
                     keys=[example.key for example in of_row],
                 )
@@ -160,12 +161,16 @@ class StepDataset(Dataset):
     def count_pairs(self, stream: str, examples: list[Example]) -> dict[tuple[str, str], int]:
         pairs = [name for name in self.streams[stream].names if name not in self.context.language_ids]
         counts = {(what, name): 0 for name in pairs for what in ("drawn", "too_long")}
-        room = self.context.max_length - self.context.tokenizer.pair.special
         for example in examples if pairs else ():
             name = pair_name(example.langs)
             counts["drawn", name] += 1
-            counts["too_long", name] += sum(map(len, example.ids)) > room
+            counts["too_long", name] += self.is_too_long(example)
         return counts
+
+    def is_too_long(self, example: Example) -> bool:
+        """Return True for a pair of more than data.max_length tokens."""
+        room = self.context.max_length - self.context.tokenizer.pair.special
+        return len(example.ids) == 2 and sum(map(len, example.ids)) > room
 
     def _examples(self, stream: str, rows: list[SampledRecords]) -> Iterator[Example]:
         sampled = SampledRecords(

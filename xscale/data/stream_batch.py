@@ -50,10 +50,10 @@ class Context:
     names: tuple[str, ...] = ()
     """Languages ("en") and pairs ("de-en") whose losses are reported separately."""
 
-    def fit_pairs(self, samples: list[list[Example]]) -> tuple[list[Example], int]:
-        """The pairs, dropped or truncated if over max_length, and how many were over it. samples: one pair each."""
+    def fit_pairs(self, samples: list[list[Example]]) -> list[Example]:
+        """Return the pairs; those over max_length are dropped or truncated. samples: one pair each."""
         special = self.tokenizer.pair.special
-        return fit_pairs([sample[0] for sample in samples], self.max_length, self.overlong, special)
+        return fit_pairs([sample[0] for sample in samples], self.max_length, self.overlong, special)[0]
 
     def name_numbers(self, sequences: Sequences) -> np.ndarray:
         """For each sequence, the index in `names` of its language or pair, found from its first and last token;
@@ -108,6 +108,7 @@ class StreamBatch:
     """What the token types mean; None: they are 0 everywhere."""
     auxiliary: "AuxiliaryInputs | None" = None
     too_long: int = 0
+    """Number of sampled pairs that are longer than max_length. The loader sets it, whatever collate has set."""
     pairs: dict[tuple[str, str], int] = field(default_factory=dict)
     """Number of sampled pairs ("drawn") and of overlong ones ("too_long"), by pair of languages in Context.names."""
     keys: list[str] = field(default_factory=list)
@@ -151,7 +152,6 @@ def masked_lm(
     types: Types | None = None,
     neutral: float = 0.0,
     samples: int | None = None,
-    too_long: int = 0,
     term: str = "mlm",
 ) -> StreamBatch:
     """The stream batch of MLM and TLM, with one term and the states "masked" [M].
@@ -175,5 +175,4 @@ def masked_lm(
         labels={term: sequences.ids[targets]},
         names=names,
         types=types,
-        too_long=too_long,
     )

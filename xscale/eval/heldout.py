@@ -57,7 +57,7 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
         raise UserError(
             f"{source.directory}: no pair of {model.longest} tokens or fewer has a token to predict; give other pairs"
         )
-    dropped = float(sum(batch.too_long for batch in batches))
+    dropped = float(len(ids) // 2 - sum(batch.samples for batch in batches))
     return scores(sums["mlm"], "tlm_loss", ids) | {"dropped": dropped} | evaluate_alignlm(model, source, limit)
 
 

@@ -75,13 +75,11 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Cont
 
     Its states are "masked" [M], H at the masked tokens, and "linked" [R], H* at the masked tokens with links.
     """
-    pairs, too_long = context.fit_pairs(samples)
+    pairs = context.fit_pairs(samples)
     sides = first_sides(pairs, options.shuffle_sides)
     layout = [[2 * p + side, 2 * p + 1 - side] for p, side in enumerate(sides)]
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
-    stream_batch = masked_lm(
-        sequences, context, mask_prob=options.mask_prob, types=context.types(False), too_long=too_long
-    )
+    stream_batch = masked_lm(sequences, context, mask_prob=options.mask_prob, types=context.types(False))
     masked, labels = stream_batch.reads["masked"].places, stream_batch.labels["mlm"]
     words = links.read_links(pairs)
     tokens = links.word_tokens(pairs, layout, sequences, words.first, options.expand)

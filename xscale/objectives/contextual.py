@@ -79,7 +79,7 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
     The objective reads the states at the positions "first" and "second" [K], the two words of each link, and "anchors"
     [T], the tokens of the anchor language, which the frozen encoder reads, too.
     """
-    pairs, too_long = context.fit_pairs(samples)
+    pairs = context.fit_pairs(samples)
     sides = [_anchor_side(pair, options.anchor) for pair in pairs]
     anchors = [[2 * p + side] for p, side in enumerate(sides)]
     layout = anchors + [[2 * p + 1 - side] for p, side in enumerate(sides)]
@@ -96,7 +96,6 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
         targets={"align": len(first), "anchor": len(places), "tokens": int((~special).sum())},
         samples=len(pairs),
         auxiliary=AuxiliaryInputs(alone, StateIndices(places)),
-        too_long=too_long,
     )
 
 

@@ -140,10 +140,10 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: Context)
     A query view is a pair's first side alone; a key view, the second. The auxiliary inputs are key views. The states
     are "masked" [M] and "query" [B], one for each query view. `number` [B] is the pair's position in the global batch.
     """
-    pairs, too_long = context.fit_pairs(samples)
+    pairs = context.fit_pairs(samples)
     sides = list(zip(pairs, tlm.first_sides(pairs), strict=True))
     words = word_level(sides, options, context) if options.tlm_weight else StreamBatch(view([], context), {}, {}, 0)
-    stream_batch = replace(words, samples=len(pairs), too_long=too_long)
+    stream_batch = replace(words, samples=len(pairs))
     if not options.moco_weight:
         return stream_batch
     query, key = view(sides, context), view([(pair, 1 - side) for pair, side in sides], context)

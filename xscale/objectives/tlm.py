@@ -27,7 +27,7 @@ _SWAP = rng.key("tlm", "swap")
 
 def collate(samples: list[list[Example]], options: TlmOptions, context: Context) -> StreamBatch:
     """Return the masked sequences of samples, each of which is a single pair."""
-    pairs, too_long = context.fit_pairs(samples)
+    pairs = context.fit_pairs(samples)
     first = first_sides(pairs, options.shuffle_sides)
     sequences = [[(pair, side), (pair, 1 - side)] for pair, side in zip(pairs, first, strict=True)]
     return masked_lm(
@@ -37,7 +37,6 @@ def collate(samples: list[list[Example]], options: TlmOptions, context: Context)
         whole_word=options.whole_word,
         types=context.types(options.language_embeddings),
         neutral=options.language_dropout,
-        too_long=too_long,
     )
 
 
