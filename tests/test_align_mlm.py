@@ -22,7 +22,7 @@ from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
-from xscale.data.stream_batch import Context, StreamBatch, StreamShare
+from xscale.data.stream_batch import Context, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
@@ -64,7 +64,7 @@ def context(entries: list[Entry], tokenizer: Tokenizer) -> Callable[..., Context
     lexicons = (made(entries[:20], ("en", "de")), made(entries[20:], ("fr", "en")))
 
     def make(step: int = 0, part: int = 0, parts: int = 1, seed: int = 0, stream: str = "align_mlm") -> Context:
-        return Context(tokenizer, 64, "drop", LANGUAGES, seed, lexicons, stream, StreamShare(step, part, parts))
+        return Context(tokenizer, 64, "drop", LANGUAGES, seed, lexicons, stream, step, part, parts)
 
     return make
 

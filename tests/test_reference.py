@@ -17,7 +17,7 @@ from xscale.config import RECIPES
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import PackedRow, pack_row
 from xscale.data.sequences import Example
-from xscale.data.stream_batch import StreamBatch, StreamShare
+from xscale.data.stream_batch import StreamBatch
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec
@@ -297,7 +297,7 @@ def test_an_optimizer_step_applies_the_references_gradient(case: Case) -> None:
 
 def piece_of_nothing(run_spec: RunSpec, stream: str) -> StreamBatch:
     config = run_spec.recipe.streams[stream]
-    context = run_spec.dataset(run_spec.specs).context_of(stream, StreamShare())
+    context = run_spec.dataset(run_spec.specs).context_of(stream)
     return OBJECTIVES[config.objective].collate([], config.options, context)
 
 

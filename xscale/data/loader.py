@@ -22,7 +22,7 @@ from xscale.data.packed_row import PackedRow, RowCost, RowShape, pack_row
 from xscale.data.planner import Failure, Node, Plans, failure_of, leave_signals_to_parent, start_planner
 from xscale.data.sequences import Example
 from xscale.data.shards import Source, pair_name
-from xscale.data.stream_batch import Context, StreamBatch, StreamShare, check_stream_batch
+from xscale.data.stream_batch import Context, StreamBatch, check_stream_batch
 from xscale.data.words import TokenWords, stands_alone
 from xscale.errors import UserError, blaming
 from xscale.ranks import Process, name_process
@@ -142,10 +142,10 @@ class StepDataset(Dataset):
         for row, records in enumerate(rows):
             of_row = list(islice(examples, len(records.sample)))
             samples = [list(group) for _, group in groupby(of_row, key=lambda example: example.number)]
-            share = StreamShare(plan.step, row * plan.world + plan.rank, len(rows) * plan.world)
+            place = {"step": plan.step, "row": row * plan.world + plan.rank, "rows": len(rows) * plan.world}
             found.append(
                 replace(
-                    how(samples, stream, self.context_of(stream, share)),
+                    how(samples, stream, self.context_of(stream, **place)),
                     too_long=sum(map(self.is_too_long, of_row)),
                     pairs=self.count_pairs(stream, of_row),
                     keys=[example.key for example in of_row],
@@ -153,10 +153,10 @@ class StepDataset(Dataset):
             )
         return found
 
-    def context_of(self, stream: str, share: StreamShare) -> Context:
+    def context_of(self, stream: str, **place: int) -> Context:
         how = self.streams[stream]
         lexicons = self.context.lexicons if how.lexicons is None else how.lexicons
-        return replace(self.context, stream=stream, share=share, lexicons=lexicons, names=how.names)
+        return replace(self.context, stream=stream, **place, lexicons=lexicons, names=how.names)
 
     def count_pairs(self, stream: str, examples: list[Example]) -> dict[tuple[str, str], int]:
         pairs = [name for name in self.streams[stream].names if name not in self.context.language_ids]

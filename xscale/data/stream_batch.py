@@ -22,15 +22,6 @@ _NEUTRAL = rng.key("language", "neutral")
 
 
 @dataclass(frozen=True)
-class StreamShare:
-    """A packed row of an optimizer step: number `part` of the `parts` rows of all ranks."""
-
-    step: int = 0
-    part: int = 0
-    parts: int = 1
-
-
-@dataclass(frozen=True)
 class Context:
     """The values that a collate function gets besides its samples and options."""
 
@@ -44,7 +35,10 @@ class Context:
     lexicons: tuple[Any, ...] = ()
     """The stream's dictionaries (data/lexicon.py), without the withheld words."""
     stream: str = ""
-    share: StreamShare = StreamShare()
+    step: int = 0
+    row: int = 0
+    """Number of the packed row among the `rows` rows that all ranks have in the step."""
+    rows: int = 1
     segments: bool = False
     """True if the two sentences of a pair have token types 0 and 1."""
     names: tuple[str, ...] = ()

@@ -68,12 +68,11 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Con
 
 def entries_of_row(total: int, wanted: int | None, context: Context) -> np.ndarray:
     """Return the numbers of the dictionary entries that this row uses: its share of the step's entries."""
-    share = context.share
     if wanted is None or wanted >= total:
-        return np.arange(share.part, total, share.parts)
-    draw = rng.key(context.seed, context.stream, "dictionary", share.step)
+        return np.arange(context.row, total, context.rows)
+    draw = rng.key(context.seed, context.stream, "dictionary", context.step)
     chosen = np.argpartition(rng.hash64(draw, np.arange(total)), wanted - 1)[:wanted]
-    return np.sort(chosen)[share.part :: share.parts]
+    return np.sort(chosen)[context.row :: context.rows]
 
 
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: AlignMlmOptions) -> Losses:
