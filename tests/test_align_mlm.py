@@ -18,7 +18,7 @@ from xscale.data import lexicon as lexicons
 from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, load_lexicon
-from xscale.data.loader import StepDataset, StreamCollate
+from xscale.data.loader import StepDataset, StreamObjective
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
@@ -170,8 +170,8 @@ def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted:
     specs = [StreamSpec(name, (0, 1), samples, packed=True) for name, samples in (("a", 5), ("b", 7))]
     calibration = Calibration([bytes_to_tokens(source, tokenizer) for source in sources], {})
     options = align_mlm.AlignMlmOptions(pairs_per_step=wanted)
-    streams = {spec.name: StreamCollate(align_mlm.collate, options) for spec in specs}
-    context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1}, 3, (lexicon,))
+    streams = {spec.name: StreamObjective(align_mlm.OBJECTIVE, options, lexicons=(lexicon,)) for spec in specs}
+    context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1}, 3)
     dataset = StepDataset(sources, streams, context, 3)
 
     def entries_of(world: int, max_tokens: int) -> list[dict[str, list[Entry]]]:

@@ -21,7 +21,7 @@ from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noq
 from tests.test_encoder import CONFIGS
 from xscale.data import links as word_links
 from xscale.data.calibration import Calibration
-from xscale.data.loader import StepDataset, StreamCollate
+from xscale.data.loader import StepDataset, StreamObjective
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Example, Sequences
@@ -228,9 +228,7 @@ def test_options_are_checked() -> None:
 def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None:
     """From shards through the loader: what a masked word is predicted from are its gold translations."""
     source = Source(demo / "pairs")
-    objective = alignlm.OBJECTIVE
-    options = alignlm.AlignLMOptions(shuffle_sides=True)
-    stream = StreamCollate(objective.collate, options, objective.words(options))
+    stream = StreamObjective(alignlm.OBJECTIVE, alignlm.AlignLMOptions(shuffle_sides=True))
     dataset = StepDataset([source], {"alignlm": stream}, context(tokenizer), 5)
     specs = [StreamSpec("alignlm", (0,), 40, packed=False)]
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 512, "world": 1, "rank": 0}
@@ -278,7 +276,7 @@ def test_a_pair_that_is_far_too_long_is_not_tokenised_whole(
 
     monkeypatch.setattr(Source, "read", lambda self, shard, record: long)
     monkeypatch.setattr(Tokenizer, "encode_words", encode_words)
-    stream = StreamCollate(alignlm.OBJECTIVE.collate, alignlm.AlignLMOptions(), words=True)
+    stream = StreamObjective(alignlm.OBJECTIVE, alignlm.AlignLMOptions())
     dataset = StepDataset([source], {"alignlm": stream}, replace(context(tokenizer), overlong="drop"), 5)
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 1 << 20, "world": 1, "rank": 0}
     specs = [StreamSpec("alignlm", (0,), 4, packed=False)]

@@ -21,7 +21,7 @@ from tests.plain import originals, sequences_of
 from xscale.data import masking
 from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
-from xscale.data.loader import StepDataset, StreamCollate
+from xscale.data.loader import StepDataset, StreamObjective
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Example, Sequences, fit_pairs, join_segments, pack_sentences
@@ -376,8 +376,8 @@ def step_rows(demo: Path, tokenizer: Tokenizer, world: int, max_tokens: int, ste
     specs = [StreamSpec("mlm", (0, 1), 9, packed=True), StreamSpec("tlm", (3,), 25, packed=False)]
     calibration = Calibration([bytes_to_tokens(source, tokenizer) for source in sources], {})
     collates = {
-        "mlm": StreamCollate(mlm.collate, mlm.MaskedOptions()),
-        "tlm": StreamCollate(tlm.collate, tlm.TlmOptions(whole_word=True, shuffle_sides=True), words=True),
+        "mlm": StreamObjective(mlm.OBJECTIVE, mlm.MaskedOptions()),
+        "tlm": StreamObjective(tlm.OBJECTIVE, tlm.TlmOptions(whole_word=True, shuffle_sides=True)),
     }
     dataset = StepDataset(sources, collates, context(tokenizer, 64), seed)
     arguments: Any = {"seed": seed, "alpha": 0.7, "max_length": 64, "max_tokens": max_tokens, "world": world}

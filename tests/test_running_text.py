@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from data_tools import documents, index, inspect, write_shards
 from tests.plain import originals
 from xscale.data.calibrate import calibrate
-from xscale.data.loader import StepDataset, StreamCollate
+from xscale.data.loader import StepDataset, StreamObjective
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.shards import PART_BYTES, Source
 from xscale.data.stream_batch import Context
@@ -117,7 +117,7 @@ class Run:
     def __init__(self, source: Source, tokenizer: Tokenizer, world: int = 1, max_tokens: int = 4096, samples: int = 8):
         self.tokenizer, self.spec = tokenizer, StreamSpec("mlm", (0,), samples, packed=True)
         context = Context(tokenizer, LENGTH, "drop", {"en": 0}, stream="mlm")
-        self.dataset = StepDataset([source], {"mlm": StreamCollate(mlm.collate, mlm.MaskedOptions())}, context, 0)
+        self.dataset = StepDataset([source], {"mlm": StreamObjective(mlm.OBJECTIVE, mlm.MaskedOptions())}, context, 0)
         arguments: Any = {"seed": 0, "alpha": 0.7, "max_length": LENGTH}
         found = calibrate([self.spec], [source], self.dataset, **arguments)
         self.ranks = [

@@ -141,7 +141,7 @@ def check_empty_rows(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
     plan = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs)).next_step()
     for name in run_spec.recipe.streams:
         full, how = dataset.stream_batches(name, plan)[0], dataset.streams[name]
-        empty: StreamBatch = how.collate([], how.options, dataset.context_of(name))
+        empty: StreamBatch = how.objective.collate([], how.options, dataset.context_of(name))
         for field in (field for field in fields(StreamBatch) if field.name != "pairs"):  # the loader fills in pairs
             there, here = getattr(full, field.name), getattr(empty, field.name)
             if isinstance(there, dict) and there.keys() != here.keys():

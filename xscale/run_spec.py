@@ -22,7 +22,7 @@ from xscale.data import loader as loading
 from xscale.data.calibrate import calibrate
 from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, check_column_order, find_lexicons, load_lexicon, pair_of
-from xscale.data.loader import StepBatch, StepDataset, StreamCollate
+from xscale.data.loader import StepBatch, StepDataset, StreamObjective
 from xscale.data.mixture import (
     PACK_FILL,
     Mixture,
@@ -353,16 +353,13 @@ class RunSpec:
         ids = {language: number for number, language in enumerate(self.languages, start=1)}
         limits, seed = (recipe.data.max_length, recipe.data.overlong), recipe.train.seed
         context = Context(self.tokenizer, *limits, ids, seed, segments=self.segments)
-        collates = {}
+        streams = {}
         for spec in specs:
-            stream = recipe.streams[spec.name]
-            objective, options = OBJECTIVES[stream.objective], stream.options
-            lexicons = self.dictionaries.get(spec.name, ())
+            stream, lexicons = recipe.streams[spec.name], self.dictionaries.get(spec.name, ())
             names = tuple(sorted({of for s in spec.sources for of in (self.sources[s].pair, *self.sources[s].langs)}))
-            of_objective = stream.objective, frozenset(objective.terms(options))
-            words = objective.words(options)
-            collates[spec.name] = StreamCollate(objective.collate, options, words, lexicons, names, *of_objective)
-        return StepDataset(self.sources, collates, context, seed, shape)
+            objective = OBJECTIVES[stream.objective]
+            streams[spec.name] = StreamObjective(objective, stream.options, stream.objective, lexicons, names)
+        return StepDataset(self.sources, streams, context, seed, shape)
 
     def plans(
         self, process: Process, device: str, state: dict[str, Any], steps: int, host_group: HostGroup | None = None

@@ -6,7 +6,7 @@ the state saved at step t describes what was consumed up to step t, whatever was
 
 import atexit
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -31,30 +31,20 @@ from xscale.record import Record
 CHARACTERS = 64
 """The maximum number of characters of a text that are tokenised, per token of data.max_length; see `shortened`."""
 
-Collate = Callable[[list[list[Example]], Any, Context], StreamBatch]
-"""(samples, the stream's options, context) -> stream batch. A sample is a list of one or more examples."""
-
 
 @dataclass(frozen=True)
-class StreamCollate:
-    collate: Collate
+class StreamObjective:
+    """The objective of a stream, whose `collate` makes the stream's batches."""
+
+    objective: Any
+    """The Objective (objectives/base.py)."""
     options: Any
-    words: bool = False
-    """True if the examples carry the words of their texts."""
-    lexicons: tuple[Any, ...] | None = None
-    """The stream's own dictionaries; None: those of the context that StepDataset was given."""
+    name: str = ""
+    """Name of the objective in error messages."""
+    lexicons: tuple[Any, ...] = ()
+    """The stream's dictionaries (data/lexicon.py), without the withheld words."""
     names: tuple[str, ...] = ()
     """Languages and pairs whose losses are reported separately (Context.names)."""
-    objective: str = ""
-    """Name of the objective; "" if the stream is not from a recipe."""
-    terms: frozenset[str] = frozenset()
-
-    def __call__(self, samples: list[list[Example]], stream: str, context: Context) -> StreamBatch:
-        with blaming(f"streams.{stream}, objective {self.objective}: collate"):
-            stream_batch = self.collate(samples, self.options, context)
-            if self.objective:
-                check_stream_batch(stream_batch, self.terms)
-        return stream_batch
 
 
 @dataclass(frozen=True)
@@ -103,7 +93,7 @@ class StepDataset(Dataset):
     def __init__(
         self,
         sources: list[Source],
-        streams: dict[str, StreamCollate],
+        streams: dict[str, StreamObjective],
         context: Context,
         seed: int,
         shape: RowShape | None = None,
@@ -143,9 +133,12 @@ class StepDataset(Dataset):
             of_row = list(islice(examples, len(records.sample)))
             samples = [list(group) for _, group in groupby(of_row, key=lambda example: example.number)]
             place = {"step": plan.step, "row": row * plan.world + plan.rank, "rows": len(rows) * plan.world}
+            with blaming(f"streams.{stream}, objective {how.name}: collate"):
+                stream_batch = how.objective.collate(samples, how.options, self.context_of(stream, **place))
+                check_stream_batch(stream_batch, how.objective.terms(how.options).keys())
             found.append(
                 replace(
-                    how(samples, stream, self.context_of(stream, **place)),
+                    stream_batch,
                     too_long=sum(map(self.is_too_long, of_row)),
                     pairs=self.count_pairs(stream, of_row),
                     keys=[example.key for example in of_row],
@@ -155,8 +148,7 @@ class StepDataset(Dataset):
 
     def context_of(self, stream: str, **place: int) -> Context:
         how = self.streams[stream]
-        lexicons = self.context.lexicons if how.lexicons is None else how.lexicons
-        return replace(self.context, stream=stream, **place, lexicons=lexicons, names=how.names)
+        return replace(self.context, stream=stream, **place, lexicons=how.lexicons, names=how.names)
 
     def count_pairs(self, stream: str, examples: list[Example]) -> dict[tuple[str, str], int]:
         pairs = [name for name in self.streams[stream].names if name not in self.context.language_ids]
@@ -178,7 +170,8 @@ class StepDataset(Dataset):
         )
         places = list(zip(sampled.source.tolist(), sampled.shard.tolist(), sampled.record.tolist(), strict=True))
         records = [self.sources[source].read(shard, record) for source, shard, record in places]
-        pairs, words_wanted = bool(records) and len(records[0].texts) == 2, self.streams[stream].words
+        how = self.streams[stream]
+        pairs, words_wanted = bool(records) and len(records[0].texts) == 2, how.objective.words(how.options)
         if pairs:
             records = [self.shortened(record, words_wanted) for record in records]
         texts = [text for record in records for text in record.texts]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from xscale import rng
-from xscale.data.loader import StepDataset, StreamCollate
+from xscale.data.loader import StepDataset, StreamObjective
 from xscale.data.mixture import SampledRecords, StepPlan
 from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example
@@ -183,7 +183,7 @@ def alignlm_batches(
     shard, record = np.array(source.places(np.arange(min(limit, source.records)))).T
     zeros = np.zeros(len(shard), dtype=np.int64)
     draw = SampledRecords(np.arange(len(shard)), zeros, zeros, shard, record, zeros.astype(float))
-    how = StreamCollate(collate, options, objective.words(options))
+    how = StreamObjective(replace(objective, collate=collate), options)
     dataset = StepDataset([source], {"alignlm": how}, context_of(model, source.langs), seed=0)
     for places in np.split(np.arange(len(shard)), range(BATCH, len(shard), BATCH)):
         plan = StepPlan(0, [{"alignlm": draw.select(places)}], {}, rank=0, world=1)

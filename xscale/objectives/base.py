@@ -16,8 +16,9 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from xscale.data.loader import Collate
 from xscale.data.packed_row import Index, Tokens
+from xscale.data.sequences import Example
+from xscale.data.stream_batch import Context, StreamBatch
 from xscale.models.encoder import Encoder
 
 
@@ -108,8 +109,8 @@ class Objective:
     """Frozen dataclass of the objective's own fields of a stream. Its class variable `in_phases` names the fields that
     a phase may change: only collate, loss and terms may read them, and `terms` must have the same keys for all their
     values."""
-    collate: Collate
-    """(samples, options, context) -> stream batch. It runs in a worker."""
+    collate: Callable[[list[list[Example]], Any, Context], StreamBatch]
+    """(samples, options, context) -> stream batch. It runs in a worker. A sample is a list of one or more examples."""
     loss: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Losses]
     """(parts, states [S, H] by name, arrays, options) -> losses. It runs on the device."""
     terms: Callable[[Any], dict[str, float]]
