@@ -233,9 +233,12 @@ class Source:
         offset, length, crc = self._entry(shard, record)
         length &= FOLLOWS - 1
         about = self.shards[shard]
-        path = f"{self.directory}/{about.name}"
-        for again in (False, True):  # a second read from a shared file system may succeed
-            data = self._bytes(about, length, offset, again) if offset + length <= about.bytes else b""
+        path, data = f"{self.directory}/{about.name}", b""
+        for again in (False, True) if offset + length <= about.bytes else ():  # a second read may succeed
+            if self.remote:
+                data = self.remote.read((about.name, about.bytes, about.sha256), length, offset, again)
+            else:
+                data = self._file(about.name).read(length, offset)
             if data and zlib.crc32(data) == crc:
                 break
         else:
@@ -265,11 +268,6 @@ class Source:
         assert self.remote
         about = self.shards[shard]
         self.remote.fetch(about.name, about.bytes, about.sha256)
-
-    def _bytes(self, shard: Shard, length: int, offset: int, again: bool) -> bytes:
-        if self.remote:
-            return self.remote.read((shard.name, shard.bytes, shard.sha256), length, offset, again)
-        return self._file(shard.name).read(length, offset)
 
     def _text_part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
         """The record of one part of a long text, which has an index entry for each part. whole: the record of all the
