@@ -107,15 +107,13 @@ class StepDataset(Dataset):
     def __getitem__(self, plan: StepPlan | Failure) -> StepBatch | Failure:
         if isinstance(plan, Failure):
             return plan
-        return next((of_phase for end, of_phase in self.phases if plan.step < end), self)._read(plan)
-
-    def _read(self, plan: StepPlan) -> StepBatch | Failure:
+        phase = next((of_phase for end, of_phase in self.phases if plan.step < end), self)
         try:
-            stream_batches = {name: self.stream_batches(name, plan) for name in plan.rows[0]}
+            stream_batches = {name: phase.stream_batches(name, plan) for name in plan.rows[0]}
         except (UserError, OSError) as error:  # not raised: DataLoader would wrap it and lose errno and file
             return failure_of(error, f"step {plan.step}: ")
-        names = {name: stream.names for name, stream in self.streams.items()}
-        longest, filler = self.context.max_length, self.context.tokenizer.sep_id
+        names = {name: stream.names for name, stream in phase.streams.items()}
+        longest, filler = phase.context.max_length, phase.context.tokenizer.sep_id
         rows = [
             pack_row(
                 {name: of_rows[row] for name, of_rows in stream_batches.items()}, longest, filler, self.shape, names
