@@ -151,6 +151,7 @@ class StepSynchronizer:
             self.flying.append(self.pending[-1])
 
     def _read(self, batches: Iterator[StepBatch]) -> PendingStep:
+        """Read the records of the next step and send this rank's message about it."""
         self.watch.note(f"reading the records of step {self.announced}")
         started = time.monotonic()
         try:
@@ -163,23 +164,6 @@ class StepSynchronizer:
             return self._failed(error)
         assert batch.step == self.announced - 1, (batch.step, self.announced)
         self.waited += time.monotonic() - started
-        return self._send(batch)
-
-    def take_wait(self) -> float:
-        """Return the seconds of waiting for records since the last call."""
-        waited, self.waited = self.waited, 0.0
-        return waited
-
-    def stops_next(self) -> bool:
-        """Whether any rank was asked to stop before the step that begins next."""
-        return bool(self.pending) and self.pending[0].stopped()
-
-    def _failed(self, error: Exception) -> PendingStep:
-        self.error = error
-        message = self.host_group.begin_sum([1, *[0] * (self.length - 1)])
-        return PendingStep(None, error, message, None, self.begun, None)
-
-    def _send(self, batch: StepBatch) -> PendingStep:
         rank, world, manager = self.process.rank, self.process.world, self.checkpoint_manager
         flush = self.process.is_main and time.monotonic() - self.last_flush >= FLUSH_SECONDS
         if flush:
@@ -202,6 +186,20 @@ class StepSynchronizer:
         message = self.host_group.begin_sum([0, int(bool(self.stop)), *numbers])
         self.length = 2 + len(numbers)
         return PendingStep(batch, None, message, form, self.begun, manager.under_way)
+
+    def take_wait(self) -> float:
+        """Return the seconds of waiting for records since the last call."""
+        waited, self.waited = self.waited, 0.0
+        return waited
+
+    def stops_next(self) -> bool:
+        """Whether any rank was asked to stop before the step that begins next."""
+        return bool(self.pending) and self.pending[0].stopped()
+
+    def _failed(self, error: Exception) -> PendingStep:
+        self.error = error
+        message = self.host_group.begin_sum([1, *[0] * (self.length - 1)])
+        return PendingStep(None, error, message, None, self.begun, None)
 
 
 def check_targets(counts: GlobalCounts, step: int, recipe: Recipe) -> None:
