@@ -106,7 +106,7 @@ WRONG = [
         "reads.'source'. has places from 1000000 ",
     ),
     ('targets={"rank": len(pairs)}', 'targets={"rnak": len(pairs)}', "collate", "targets have rnak, but not rank"),
-    ("samples=len(pairs), ", 'samples=len(pairs), labels={"odd": first.ids}, ', "collate", "labels has odd; the terms"),
+    ("samples=len(pairs)", 'samples=len(pairs), labels={"odd": first.ids}', "collate", "labels has odd; the terms"),
     ("    scores = ", "    import sys; sys.exit(0)\n    scores = ", "loss", r"called sys.exit\(0\)"),
     ('return Losses(sums={"rank"', 'return Losses(sums={"rnak"', "loss", "sums has 'rnak', which is none of"),
     ('step_loss_share(losses, states["own"])', "losses", "loss", r"sums.'rank'. has shape \[24\]"),
