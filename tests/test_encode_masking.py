@@ -18,7 +18,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
 from tests.plain import originals, sequences_of
-from xscale.data import masking
 from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepDataset, StreamObjective
@@ -26,7 +25,7 @@ from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Example, Sequences, fit_pairs, join_segments, pack_sentences
 from xscale.data.shards import find_sources
-from xscale.data.stream_batch import Context, StreamBatch
+from xscale.data.stream_batch import Context, StreamBatch, mask_tokens
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
 from xscale.objectives import mlm, tlm
@@ -278,7 +277,7 @@ def test_masking_rates(tokenizer, mask_prob: float) -> None:
     generator = np.random.default_rng(0)
     ids = generator.integers(0, tokenizer.vocab_size, 400_000)
     special = np.isin(ids, tokenizer.hf.all_special_ids)
-    masked, targets = masking.mask_tokens(flat(ids, 100), tokenizer, mask_prob)
+    masked, targets = mask_tokens(flat(ids, 100), tokenizer, mask_prob)
     assert targets.tolist() == sorted(set(targets.tolist()))
     assert not special[targets].any(), "a special token is predicted"
     assert within(len(targets), int((~special).sum()), mask_prob)
@@ -303,7 +302,7 @@ def test_masking_rates(tokenizer, mask_prob: float) -> None:
 def test_every_place_is_masked_equally(tokenizer) -> None:
     """First and last tokens too, and neighbours independently."""
     ids = np.full(400_000, tokenizer.ordinary_ids[0])
-    _, targets = masking.mask_tokens(flat(ids, 20), tokenizer, 0.15)
+    _, targets = mask_tokens(flat(ids, 20), tokenizer, 0.15)
     per_place = np.bincount(targets % 20, minlength=20)
     assert all(within(int(n), 20_000, 0.15) for n in per_place)
     chosen = np.zeros(len(ids))
@@ -320,7 +319,7 @@ def test_whole_words(tokenizer) -> None:
     words = np.concatenate([[-1, *np.sort(generator.integers(0, 12, 28)), -1] for _ in range(8000)])
     ids = generator.choice(tokenizer.ordinary_ids, len(words))
     ids[words < 0] = tokenizer.cls_id
-    masked, targets = masking.mask_tokens(flat(ids, 30, words), tokenizer, 0.15, whole_word=True)
+    masked, targets = mask_tokens(flat(ids, 30, words), tokenizer, 0.15, whole_word=True)
     chosen = np.zeros(len(ids), dtype=bool)
     chosen[targets] = True
     groups: dict[tuple[int, int], set[bool]] = {}
@@ -338,7 +337,7 @@ def test_whole_words_of_both_sides_are_independent(tokenizer) -> None:
     pair = Example(("en", "xx"), ([50, 51], [60, 61]), (two_tokens_a_word(2),) * 2, np.uint64(0))
     many = [Example(pair.langs, pair.ids, pair.words, np.uint64(i)) for i in range(4000)]
     joined = join_segments(tokenizer, [[(e, 0), (e, 1)] for e in many], LANGUAGES)
-    _, targets = masking.mask_tokens(joined, tokenizer, 0.5, whole_word=True)
+    _, targets = mask_tokens(joined, tokenizer, 0.5, whole_word=True)
     hits = np.zeros(len(joined.ids), dtype=bool)
     hits[targets] = True
     hits = hits.reshape(-1, 7)
