@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from xscale.data.link_projection import project_links
-from xscale.data.parse import parse_line, parse_sample, sample_key
 from xscale.data.shards import BLOCK, FOLLOWS, IDX_DTYPE, PART_BYTES, Shard, check_languages
 from xscale.errors import UserError
 from xscale.files import sha256_file
-from xscale.record import Record
+from xscale.record import Record, parse_json, parse_sample, sample_key
 
 from .survey import Survey
 
@@ -77,7 +76,7 @@ def _records_of(path: Path, langs: tuple[str, ...] | None) -> Iterator[tuple[str
                     offset = member.offset_data
                     for line in os.pread(fd, member.size, offset).splitlines(keepends=True):
                         if line.strip():
-                            yield layout, parse_line(line, unique_fields=True), offset, line
+                            yield layout, Record.from_dict(parse_json(line)), offset, line
                         offset += len(line)
                 continue
             sample = list(members)

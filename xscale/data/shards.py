@@ -30,13 +30,12 @@ import numpy as np
 
 from xscale.data import words
 from xscale.data.link_projection import project_links
-from xscale.data.parse import parse_line, parse_sample
 from xscale.data.ragged import evenly_spaced
 from xscale.data.remote import Cache, Remote, find_remote
 from xscale.data.text import stretch
 from xscale.errors import UserError
 from xscale.files import PARTIAL
-from xscale.record import Record
+from xscale.record import Record, parse_json, parse_sample
 
 FORMAT_VERSION = 2
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
@@ -248,7 +247,10 @@ class Source:
                 f"every damaged shard"
             )
         try:
-            whole = parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
+            if self.layout == "lines":
+                whole = Record.from_dict(parse_json(data, unique_fields=False))
+            else:
+                whole = parse_sample(data, self.langs)
         except (ValueError, LookupError, TypeError, AttributeError, tarfile.TarError) as error:
             raise UserError(
                 f"{path}: record {record} does not fit layout {self.layout!r} ({error}); run "

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from xscale.config import Recipe
-from xscale.data.parse import parse_json
 from xscale.errors import UserError
+from xscale.record import parse_json
 from xscale.step.ds_checks import ADAM, check_names, validate_by_building
 from xscale.step.zero import check_stage, stage_of
 
