@@ -36,7 +36,7 @@ from torch.utils.data import Dataset
 
 from tests import demo_shards, launch
 from xscale.data.calibration import Calibration
-from xscale.data.loader import StepBatch, step_batches
+from xscale.data.loader import StepBatch, batches_of, step_plans
 from xscale.data.mixture import Mixture, StepPlan, StreamSpec
 from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 from xscale.step.cost import bytes_sent
@@ -119,7 +119,7 @@ def waiting(kind: str, number: int, batch: int, args: argparse.Namespace) -> lis
     mixture = mixture_of(kind, sources_of(kind, number, args.records, args.shards), batch, args.ranks)
     dataset: Any = EmptySteps()
     started = time.perf_counter()
-    batches = step_batches(mixture, dataset, workers=2, steps=args.steps + 1)
+    batches = batches_of(step_plans(mixture, 2, args.steps + 1), dataset, 2, mixture.rank)
     next(batches)
     first, waits = time.perf_counter() - started, []
     time.sleep(ENGINE_SECONDS)

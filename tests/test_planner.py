@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from tests import launch
 from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
 from xscale.data import forks, shards
-from xscale.data.loader import step_batches, worker_count
+from xscale.data.loader import batches_of, step_plans, worker_count
 from xscale.data.mixture import StepPlan, StreamSpec, initial_state
 from xscale.data.planner import Failure, Node, start_planner
 from xscale.errors import MachineError, RankError, UserError
@@ -41,7 +41,7 @@ class Plans(Dataset):
 
 def through_workers(run: Any, workers: int, steps: int) -> Iterator[Any]:
     dataset: Any = Plans()
-    return step_batches(run, dataset, workers, steps)
+    return batches_of(step_plans(run, workers, steps), dataset, workers, run.rank)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import yaml
 
 from xscale import files
 from xscale.checkpoint.store import complete_steps
-from xscale.data.loader import step_batches
+from xscale.data.loader import batches_of
 from xscale.data.mixture import StreamSpec, initial_state
 from xscale.data.packed_row import RowCost
 from xscale.data.sample import texts_of
@@ -149,7 +149,7 @@ def work_of(run_spec: RunSpec, spec: StreamSpec) -> RowCost:
     most = min(READ, max(READ_TOKENS // run_spec.recipe.data.max_length, 1)) if spec.packed else READ
     few = replace(spec, samples=min(spec.samples, most))
     mixture = run_spec.mixture(ALONE, "cpu", [few], initial_state([few]))
-    (batch,) = step_batches(mixture, run_spec.dataset([few]), workers=0, steps=1)
+    (batch,) = batches_of(iter([mixture.next_step()]), run_spec.dataset([few]), workers=0, rank=0)
     return RowCost(*(round(number * spec.samples / few.samples) for number in batch.work()))
 
 

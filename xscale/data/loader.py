@@ -245,18 +245,14 @@ def worker_count(wanted: int | str, process: Process, device: str) -> int:
     return 2 if device == "cpu" else min(max(cores - 2, 4), 6)
 
 
-def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: int) -> Iterator[StepBatch]:
-    """The next `steps` batches of the mixture. workers: number of worker processes; 0: all work is in this process."""
-    return batches_of(step_plans(mixture, workers, steps), dataset, workers, mixture.rank)
-
-
 def step_plans(mixture: Mixture, workers: int, steps: int, node: Node | None = None) -> Plans:
-    """The plans of the mixture's next steps. With workers, this starts a planner process, which makes the plans."""
+    """Return the plans of the mixture's next steps. With workers, a planner process makes the plans."""
     return start_planner(mixture, steps, node) if workers else (mixture.next_step() for _ in range(steps))
 
 
 def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> Iterator[StepBatch]:
-    """The batches of these plans. The call starts the workers and waits for the first plans."""
+    """Return the batches of these plans. The call starts `workers` worker processes and waits for the first plans; with
+    0 workers, all work is in this process."""
     loader: DataLoader = DataLoader(
         dataset,
         sampler=plans,
