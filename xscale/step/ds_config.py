@@ -13,7 +13,7 @@ from xscale.config import Recipe
 from xscale.errors import UserError
 from xscale.record import parse_json
 from xscale.step.ds_checks import ADAM, check_names, validate_by_building
-from xscale.step.zero import check_stage, stage_of
+from xscale.step.zero import stage_problem, stage_of
 
 AUTO = "auto"
 _INSIDE, _BESIDE = (Path(__file__).parents[up] / "ds_configs" for up in (1, 2))
@@ -128,7 +128,7 @@ def resolve_ds_config(
         raise UserError(f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{unfilled}')
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    problem = check_stage(resolved, precision, recipe.train.compile, world) or validate_by_building(resolved)
+    problem = stage_problem(resolved, precision, recipe.train.compile, world) or validate_by_building(resolved)
     if problem:
         raise UserError(f"ds_config {path}: {problem}")
     return EngineConfig(resolved, precision, stage_of(resolved), notes)

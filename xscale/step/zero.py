@@ -34,7 +34,7 @@ def offloads(ds_config: dict[str, Any]) -> bool:
     return (ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none") != "none"
 
 
-def check_stage(ds_config: dict[str, Any], precision: str, compiles: bool, world: int) -> str | None:
+def stage_problem(ds_config: dict[str, Any], precision: str, compiles: bool, world: int) -> str | None:
     """Return why this stage cannot train with these settings and the remedy, or None if it can."""
     stage, node = stage_of(ds_config), ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     if precision != "fp32" and stage == 0:
