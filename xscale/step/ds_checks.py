@@ -51,9 +51,9 @@ DEEPSPEED_ADAM = ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none
 """Parameters of Adam that only DeepSpeed's own classes have."""
 
 
-def check_names(config: dict[str, Any]) -> list[str]:
+def config_problems(config: dict[str, Any]) -> list[str]:
     """Return a line for each key that DeepSpeed would ignore, and each value that it would misread."""
-    problems = [line for key, value in config.items() if (line := _check_key(key, value))]
+    problems = [line for key, value in config.items() if (line := _key_problem(key, value))]
     for key in () if problems else ("optimizer", "scheduler"):
         section = config.get(key, {"type": ""})
         if not isinstance(section.get("type"), str):
@@ -61,10 +61,11 @@ def check_names(config: dict[str, Any]) -> list[str]:
         if not isinstance(section.get("params", {}), dict):
             return [f"{key}.params: {section['params']!r} is not an object"]
         problems += _unknown(key, section, ("type", "params", "legacy_fusion"))
-    return problems or _check_values(config) + _check_types(config)
+    return problems or _value_problems(config) + _type_problems(config)
 
 
-def _check_key(key: str, value: Any) -> str:
+def _key_problem(key: str, value: Any) -> str:
+    """Return what is wrong with a key of the ds_config, or ""."""
     if key not in KEYS:
         off = value == {} or (isinstance(value, dict) and value.get("enabled") is False)
         meant = difflib.get_close_matches(key.lower(), KEYS, n=1, cutoff=0.65)
@@ -78,7 +79,7 @@ def _check_key(key: str, value: Any) -> str:
     return ""
 
 
-def _check_values(config: dict[str, Any]) -> list[str]:
+def _value_problems(config: dict[str, Any]) -> list[str]:
     """Return a line for each value that DeepSpeed would silently replace, ignore or read as another."""
     zero, params = config.get("zero_optimization", {}), config.get("optimizer", {}).get("params", {})
     stage, rise = zero.get("stage", 0), config.get("scheduler", {}).get("params", {}).get("warmup_type", "log")
@@ -119,7 +120,7 @@ def _unknown(where: str, section: dict[str, Any], known: Iterable[str]) -> list[
     return problems
 
 
-def _check_types(config: dict[str, Any]) -> list[str]:
+def _type_problems(config: dict[str, Any]) -> list[str]:
     """Return a line if the type of the optimizer or of the scheduler does not exist."""
     kind = config.get("optimizer", {}).get("type", "AdamW")
     own = private.optimizers()

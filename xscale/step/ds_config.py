@@ -12,8 +12,8 @@ from typing import Any
 from xscale.config import Recipe
 from xscale.errors import UserError
 from xscale.record import parse_json
-from xscale.step.ds_checks import ADAM, check_names, validate_by_building
-from xscale.step.zero import stage_problem, stage_of
+from xscale.step.ds_checks import ADAM, config_problems, validate_by_building
+from xscale.step.zero import stage_of, stage_problem
 
 AUTO = "auto"
 _INSIDE, _BESIDE = (Path(__file__).parents[up] / "ds_configs" for up in (1, 2))
@@ -96,7 +96,7 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     for name, value in _leaves(config):
         if isinstance(value, float) and not math.isfinite(value):  # NaN could not be compared between ranks
             raise UserError(f"--ds_config {path}: {name} is not a finite number")
-    problems = check_names(config)
+    problems = config_problems(config)
     if problems:
         raise UserError(f"--ds_config {path}:\n" + "\n".join(f"  {problem}" for problem in problems))
     return config
