@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from xscale import files
+from xscale.checkpoint.store import is_run
 from xscale.config import DataConfig
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ class Exported:
     """The model and tokenizer of a Hugging Face directory, in eval mode, on a GPU if there is one."""
 
     def __init__(self, path: Path):
-        if (path / "checkpoints").is_dir() or (path / "manifest.json").exists():
+        if is_run(path):
             raise UserError(f"--model {path} is a run; export it first: `python -m xscale.export {path} HF_DIR`")
         if not path.exists():
             raise UserError(f"--model {path} does not exist; `python -m xscale.export RUN_DIR {path}` makes it")
