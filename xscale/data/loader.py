@@ -59,11 +59,11 @@ class StepBatch:
         return sum(row.samples for row in self.rows)
 
     def too_long(self) -> dict[str, int]:
-        """Number of pairs longer than data.max_length, by stream."""
+        """Return the number of pairs longer than data.max_length, by stream."""
         return self._sums("too_long")
 
     def targets(self) -> dict[tuple[str, str], int]:
-        """Number of targets on this rank, by (stream, term)."""
+        """Return the number of targets on this rank, by (stream, term)."""
         return self._sums("targets")
 
     def counts(self) -> dict[tuple[str, str, str], int]:
@@ -73,7 +73,7 @@ class StepBatch:
         return {key: sum(getattr(row, name)[key] for row in self.rows) for key in getattr(self.rows[0], name)}
 
     def auxiliary(self) -> dict[str, int]:
-        """Stream -> the number of token vectors that its auxiliary encoder computes."""
+        """Return the number of vectors that the auxiliary encoder of each stream computes, by stream."""
         return {
             stream: sum(len(row.inputs.auxiliary[stream][1][0]) - 1 for row in self.rows)
             for stream in self.rows[0].inputs.auxiliary
@@ -83,7 +83,7 @@ class StepBatch:
         return RowCost(*map(sum, zip(*(row.work for row in self.rows), strict=True)))
 
     def keys(self) -> dict[str, list[str]]:
-        """Keys of the records of each stream, in the order of consumption."""
+        """Return the keys of the records of each stream, in the order of consumption."""
         return {stream: [key for row in self.rows for key in row.keys[stream]] for stream in self.rows[0].keys}
 
 
@@ -123,7 +123,7 @@ class StepDataset(Dataset):
         return StepBatch(plan.step, rows, plan.state)
 
     def stream_batches(self, stream: str, plan: StepPlan) -> list[StreamBatch]:
-        """The stream batch of each row. The records of all rows are tokenised together."""
+        """Return the stream batch of each row. The records of all rows are tokenised together."""
         how, rows = self.streams[stream], [row[stream] for row in plan.rows]
         examples = self._examples(stream, rows)
         found = []
@@ -202,15 +202,15 @@ class StepDataset(Dataset):
             at = end
 
     def shortened(self, pair: Record, words: bool) -> Record:
-        """The pair, with texts cut to CHARACTERS * max_length characters to save time in tokenisation. words: whether
-        the stream needs the words of the pair. Such a pair is cut only if data.overlong then drops it."""
+        """Return the pair, with texts cut to CHARACTERS * max_length characters to save time in tokenisation. words:
+        whether the stream needs the words of the pair. Such a pair is cut only if data.overlong then drops it."""
         most = CHARACTERS * self.context.max_length
         if max(map(len, pair.texts)) <= most or (words and self.context.overlong != "drop"):
             return pair
         return pair._replace(texts=tuple(text[:most] for text in pair.texts), links="" if words else pair.links)
 
     def borders(self, texts: list[str], ids: list[list[int]]) -> dict[int, list[int]]:
-        """Number of a text that is longer than a sequence -> the tokens before which the text may be cut."""
+        """Return the tokens before which a text may be cut, by the index of each text longer than a sequence."""
         long = [i for i, tokens in enumerate(ids) if len(tokens) > self.context.max_length - 2]
         if not long:
             return {}
@@ -218,7 +218,7 @@ class StepDataset(Dataset):
         return {i: of_text.borders() for i, of_text in zip(long, words, strict=True)}
 
     def follows(self, records: SampledRecords) -> np.ndarray:
-        """True for each record that continues the document of the record before it in its sample [n_records]."""
+        """Return True for each record that continues the document of the record before it in its sample [n_records]."""
         found = np.zeros(len(records.sample), dtype=bool)
         same = [a[1:] == a[:-1] for a in (records.sample, records.source, records.shard)]
         found[1:] = np.logical_and.reduce([*same, records.record[1:] == records.record[:-1] + 1])
@@ -228,7 +228,8 @@ class StepDataset(Dataset):
         return found
 
     def identities(self, stream: str, records: SampledRecords) -> np.ndarray:
-        """uint64 key of all random choices about each record, for the stream and the record's epoch [n_records]."""
+        """Return the key of all random choices about each record, for the stream and the record's epoch, uint64
+        [n_records]."""
         per_stream = rng.key(self.seed, stream, "record")
         per_source = rng.hash64(per_stream ^ self.source_keys[records.source], records.epoch)
         number = (records.shard.astype(np.uint64) << np.uint64(40)) + records.record.astype(np.uint64)
@@ -236,7 +237,8 @@ class StepDataset(Dataset):
 
 
 def worker_count(wanted: int | str, process: Process, device: str) -> int:
-    """The number of loader workers of a rank. wanted: data.workers; "auto" is 2 on a CPU, 4 to 6 by cores for a GPU."""
+    """Return the number of loader workers of a rank. wanted: data.workers; "auto" is 2 on a CPU, and 4 to 6 for a GPU,
+    depending on the number of cores."""
     if wanted != "auto":
         return int(wanted)
     cores = len(os.sched_getaffinity(0))

@@ -228,7 +228,7 @@ class Source:
         return bool(self._entry(shard, record)[1] & FOLLOWS)
 
     def read(self, shard: int, record: int) -> Record:
-        """Record number `record` of shard number `shard`. Raises UserError if its bytes are damaged."""
+        """Return record number `record` of shard number `shard`. Raises UserError if its bytes are damaged."""
         offset, length, crc = self._entry(shard, record)
         length &= FOLLOWS - 1
         about = self.shards[shard]

@@ -51,7 +51,7 @@ class Context:
         return fit_pairs([sample[0] for sample in samples], self.max_length, self.overlong, special)[0]
 
     def name_numbers(self, sequences: Sequences) -> np.ndarray:
-        """For each sequence, the index in `names` of its language or pair, found from its first and last token;
+        """Return for each sequence the index in `names` of its language or pair, found from its first and last token;
         len(names) if `names` lacks the language or pair [B]."""
         ends = np.cumsum(sequences.lengths)
         first, last = sequences.languages[ends - sequences.lengths], sequences.languages[ends - 1]
@@ -62,7 +62,7 @@ class Context:
         return np.array(numbers, dtype=np.int64)[which]
 
     def types(self, language_embeddings: bool) -> "Types | None":
-        """The meaning of the token type ids of a pair; None: all are 0."""
+        """Return the meaning of the token type ids of a pair; None: all are 0."""
         return "languages" if language_embeddings else "segments" if self.segments else None
 
 
@@ -119,7 +119,7 @@ class AuxiliaryInputs(NamedTuple):
 
 
 def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
-    """Raises ValueError if a stream batch cannot be packed into a row. terms: terms of the objective's loss."""
+    """Raise ValueError if a stream batch cannot be packed into a row. terms: terms of the objective's loss."""
     if not isinstance(stream_batch, StreamBatch):
         raise ValueError(f"returned {type(stream_batch).__name__}, not a StreamBatch (xscale/data/stream_batch.py)")
     tokens = len(stream_batch.sequences.ids)
@@ -183,7 +183,7 @@ def masked_lm(
     samples: int | None = None,
     term: str = "mlm",
 ) -> StreamBatch:
-    """The stream batch of MLM and TLM, with one term and the states "masked" [M].
+    """Return the stream batch of MLM and TLM, with one term and the states "masked" [M].
 
     neutral: share of sequences with language number 0, whose positions do not start again in a second sentence, as
     transformers reads a pair by default; samples: number of samples, by default that of sequences.

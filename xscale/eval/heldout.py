@@ -123,7 +123,7 @@ def masked_sums(
 def predict(
     parts: Parts, objective: str, stream_batch: StreamBatch, options: Any, filler: int
 ) -> tuple[list[Prediction], Tensor]:
-    """The features of all predictions of a stream batch, and the labels of the predictions [M]. filler: a token id."""
+    """Return the features of all predictions of a stream batch, and their labels [M]. filler: a token id."""
     row = pack_row({objective: stream_batch}, positions(parts.encoder.lm.config), filler)
     inputs = to_device(row.inputs, parts.encoder.embeddings.device)
     arguments = encoder_states(parts.encoder, row, inputs)[objective], inputs.arrays[objective], options
