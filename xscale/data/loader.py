@@ -144,7 +144,7 @@ class StepDataset(Dataset):
             )
         return found
 
-    def context_of(self, stream: str, **place: int) -> Context:
+    def context_of(self, stream: str, **place: Any) -> Context:
         how = self.streams[stream]
         return replace(self.context, stream=stream, **place, lexicons=how.lexicons, names=how.names)
 
