@@ -140,8 +140,9 @@ def train(words: list[str], vocab_size: int, through: Callable[[Any, Iterator[An
     setattr(module, resolve, prepare_wide)
     module.Trainer.loop = lambda self, batches, *more: loop(self, through(self, batches), *more)
     module.Trainer.save = lambda *arguments, **more: None
-    process = ranks.find_process() if hasattr(ranks, "find_process") else ranks.find_place()
-    ranks.start(process)
+    read = next(name for name in ("read_launcher", "find_process", "find_place") if hasattr(ranks, name))
+    process = getattr(ranks, read)()
+    getattr(ranks, "join_process_group", getattr(ranks, "start", None))(process)
     args = parse_arguments(words)
     told = [module.Status(args.out, process)] if hasattr(module, "Status") else []
     host_group = ranks.HostGroup() if hasattr(ranks, "HostGroup") else ranks.Control()

@@ -24,7 +24,7 @@ from xscale.data.sequences import Example
 from xscale.data.shards import Source, pair_name
 from xscale.data.stream_batch import Context, StreamBatch, StreamShare, check_stream_batch
 from xscale.data.words import TokenWords, stands_alone
-from xscale.errors import UserError, blaming
+from xscale.errors import UserError, adding_note
 from xscale.ranks import Process, name_process
 from xscale.record import Record
 
@@ -50,7 +50,7 @@ class StreamCollate:
     terms: frozenset[str] = frozenset()
 
     def __call__(self, samples: list[list[Example]], stream: str, context: Context) -> StreamBatch:
-        with blaming(f"streams.{stream}, objective {self.objective}: collate"):
+        with adding_note(f"streams.{stream}, objective {self.objective}: collate"):
             stream_batch = self.collate(samples, self.options, context)
             if self.objective:
                 check_stream_batch(stream_batch, self.terms)

@@ -31,7 +31,7 @@ from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import Exported, read_texts
-from xscale.models.build import positions
+from xscale.models.build import longest_sequence
 from xscale.objectives import OBJECTIVES, Parts, Prediction, alignlm, mlm, tlm
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
@@ -124,7 +124,7 @@ def predict(
     parts: Parts, objective: str, stream_batch: StreamBatch, options: Any, filler: int
 ) -> tuple[list[Prediction], Tensor]:
     """The features of all predictions of a stream batch, and the labels of the predictions [M]. filler: a token id."""
-    row = pack_row({objective: stream_batch}, positions(parts.encoder.lm.config), filler)
+    row = pack_row({objective: stream_batch}, longest_sequence(parts.encoder.lm.config), filler)
     inputs, reads = to_device(row.inputs, parts.encoder.embeddings.device), row.states[objective]
     gathered = alignment_gather(parts.encoder(inputs.tokens), *inputs.gather).split(list(reads.values()))
     states = dict(zip(reads, gathered, strict=True))
