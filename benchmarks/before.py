@@ -140,9 +140,10 @@ def train(words: list[str], vocab_size: int, through: Callable[[Any, Iterator[An
     setattr(module, resolve, prepare_wide)
     module.Trainer.loop = lambda self, batches, *more: loop(self, through(self, batches), *more)
     module.Trainer.save = lambda *arguments, **more: None
-    read = next(name for name in ("read_launcher", "find_process", "find_place") if hasattr(ranks, name))
-    process = getattr(ranks, read)()
-    getattr(ranks, "join_process_group", getattr(ranks, "start", None))(process)
+    names = ("read_launcher", "find_process", "find_place"), ("join_process_group", "start")
+    read, join = (next(getattr(ranks, name) for name in either if hasattr(ranks, name)) for either in names)
+    process = read()
+    join(process)
     args = parse_arguments(words)
     told = [module.Status(args.out, process)] if hasattr(module, "Status") else []
     host_group = ranks.HostGroup() if hasattr(ranks, "HostGroup") else ranks.Control()
