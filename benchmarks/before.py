@@ -140,8 +140,10 @@ def train(words: list[str], vocab_size: int, through: Callable[[Any, Iterator[An
     setattr(module, resolve, prepare_wide)
     module.Trainer.loop = lambda self, batches, *more: loop(self, through(self, batches), *more)
     module.Trainer.save = lambda *arguments, **more: None
-    process = ranks.find_process() if hasattr(ranks, "find_process") else ranks.find_place()
-    ranks.start(process)
+    names = ("read_launcher", "find_process", "find_place"), ("join_process_group", "start")
+    read, join = (next(getattr(ranks, name) for name in either if hasattr(ranks, name)) for either in names)
+    process = read()
+    join(process)
     args = parse_arguments(words)
     told = [module.Status(args.out, process)] if hasattr(module, "Status") else []
     host_group = ranks.HostGroup() if hasattr(ranks, "HostGroup") else ranks.Control()

@@ -12,7 +12,7 @@ from typing import Any
 
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import LANGUAGES, World
-from data_tools.write_shards import SHARD_LINES, Line, write_shards
+from data_tools.write_shards import SHARD_LINES, InputLine, write_shards
 from xscale.data.shards import Source
 from xscale.data.text import read_lines
 from xscale.data.words import split
@@ -91,7 +91,7 @@ def write_mono(texts: Iterable[str], language: str, out: Path, documents: bool =
 def _write(records: Iterable[list[Record]], out: Path) -> Source:
     """Write shards. records: the records of each pair or document."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    lines = (Line(number, "", of_document) for number, of_document in enumerate(records, start=1))
+    lines = (InputLine(number, "", of_document) for number, of_document in enumerate(records, start=1))
     write_shards(lines, out, out.name, SHARD_LINES, {"tool": "benchmarks"})
     return Source(out)
 

@@ -25,21 +25,21 @@ ROOT = Path(__file__).resolve().parent.parent
 def train(arguments: list[str], delay: float) -> None:
     """Train one rank, whose messages arrive `delay` seconds after they are sent, or later."""
     from xscale import train
-    from xscale.ranks import HostGroup, Message
+    from xscale.ranks import HostGroup, PendingSum
 
     begin = HostGroup.begin_sum
 
-    class Late(Message):
+    class Late(PendingSum):
         """A message that arrives `delay` seconds after it is sent, or later."""
 
-        def arrived(self) -> bool:
-            return time.monotonic() >= arrives[self.tensor] and super().arrived()
+        def is_complete(self) -> bool:
+            return time.monotonic() >= arrives[self.tensor] and super().is_complete()
 
         def wait(self) -> list[int]:
             time.sleep(max(0.0, arrives.pop(self.tensor) - time.monotonic()))
             return super().wait()
 
-    def begin_sum(self: HostGroup, numbers: list[int]) -> Message:
+    def begin_sum(self: HostGroup, numbers: list[int]) -> PendingSum:
         message = begin(self, numbers)
         arrives[message.tensor] = time.monotonic() + delay
         return Late(message.tensor, message.work)

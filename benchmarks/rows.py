@@ -274,7 +274,7 @@ def main() -> None:
         data = write_world(
             list(islice(text_pairs(None)[1], args.pairs)), 30_000, Path(folder) / "world", documents=True
         )
-        ranks.start(ranks.find_process())
+        ranks.join_process_group(ranks.read_launcher())
         sizes = Sizes(Bench(args.recipe, data, args), args, deadline)
         first, *others = sorted(args.rows, key=lambda size: (size != args.first, size))
         kinds = [False] if args.eager else [True, False]

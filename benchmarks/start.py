@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import print_table, text_pairs, write_tokenizer
 
-from data_tools.write_shards import Line, write_shards
+from data_tools.write_shards import InputLine, write_shards
 from xscale.data.shards import ENTRIES
 from xscale.record import Record
 from xscale.run import synchronizer
@@ -53,7 +53,7 @@ def write_corpus(out: Path, kind: str, sources: int, shards: int, records: int) 
     for number in range(sources):
         langs = ("en", f"l{number:02}") if kind == "pair" else (f"l{number:02}",)
         lines = (
-            Line(n, "", [Record(f"k-{n:09d}", langs, pair[: len(langs)], doc=None if kind == "pair" else n // 10)])
+            InputLine(n, "", [Record(f"k-{n:09d}", langs, pair[: len(langs)], doc=None if kind == "pair" else n // 10)])
             for n, pair in enumerate(pairs, start=1)
         )
         write_shards(lines, out / langs[-1], "text", len(pairs), {"tool": "benchmarks"})

@@ -22,7 +22,7 @@ The FLOPs that the stock loop computes are counted by torch (FlopCounterMode) in
 computed by the stock loop / needed.
 --data: directories of shards with tokenizer/ and lexicon/ beside them (default: made from the demo world, with word
 links; --words N joins its sentences until each side of a pair has N words). --allocator default: glibc's malloc, with
-huge pages for large tensors as in every run of xscale (ranks.start), for both loops; steady: malloc keeps freed memory,
+huge pages for large tensors as in every run of xscale, for both loops; steady: malloc keeps freed memory,
 from which the stock loop with its large logits gains most.
 """
 
@@ -591,7 +591,7 @@ def main() -> None:
             return
         if args.check:
             sys.exit(not check(args.recipes, args.data, args))
-        ranks.start(ranks.find_process())
+        ranks.join_process_group(ranks.read_launcher())
         if args.alone:
             alone(args.alone, args.recipes[0], args.data, args)
         else:

@@ -140,10 +140,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="xscale-fp16-") as folder:
         args.out, args.data = Path(folder), Path(folder) / "demo"
         demo_shards.build(args.data, pairs=3000, mono=3000)
-        process = ranks.find_process()
+        process = ranks.read_launcher()
         fp16 = Hardware.here().fp16 is True
         check("mixed+overflow", args.steps + HEALING, lambda: overflow(args), overflows=fp16)
-        ranks.start(process)
+        ranks.join_process_group(process)
         host_group = HostGroup()
 
         def train(words: argparse.Namespace) -> None:

@@ -28,19 +28,21 @@ from xscale.data.text import read_lines
 from xscale.errors import UserError
 
 from .command import run
-from .readers import together
+from .readers import zip_lines
 
 Links = set[tuple[int, int]]
-"""Pairs (number of a word of the first text, number of a word of the second text), from 0."""
+"""Word links: pairs of a word's index in the first text and a word's index in the second, from 0."""
 
 PROGRAM, MODELS = "eflomal-align", 3
-"""The aligner, and the number of models that it trains in each direction."""
+"""The aligner's command, and the number of models that it trains in each direction."""
 NEIGHBOURS = ((-1, 0), (0, -1), (1, 0), (0, 1), (-1, -1), (-1, 1), (1, -1), (1, 1))
+"""The steps (in the first text, in the second) from a link to its eight neighbouring links."""
 
 
 def grow_diag_final_and(forward: Links, reverse: Links) -> Links:
-    """Symmetrised links (Koehn et al. 2003): the intersection; then those neighbouring links of the union that have a
-    word without a link so far; then those links of either direction whose words both have none so far."""
+    """Return symmetrised links (Koehn et al. 2003): the intersection; then the neighbours of these links in the union
+    that link a word without a link so far; then the links of either direction between two words without any link so
+    far."""
     union, links = forward | reverse, forward & reverse
     linked: tuple[set[int], set[int]] = {i for i, _ in links}, {j for _, j in links}
 
@@ -72,22 +74,23 @@ SYMMETRIZE: dict[str, Callable[[Links, Links], Links]] = {
 
 
 def parse_links(text: str) -> Links:
+    """Return the links that a line of the Pharaoh form, such as "0-0 1-2", contains."""
     return {(int(i), int(j)) for i, _, j in (link.partition("-") for link in text.split())}
 
 
 def align(pairs: Iterable[Sequence[str]], out: Path, symmetrize: str, priors: Path | None = None) -> str:
-    """Write the links between the words (data/words.py) of each pair to `out`, one line per pair. priors: a file of
-    `write_priors`. Returns a report. Raises UserError."""
-    return align_words(in_words(pairs), out, symmetrize, priors)
+    """Write the links between the words (data/words.py) of each pair to the file `out`, one line per pair. Return a
+    line for the log. priors: a file that `write_priors` has written. Raises UserError."""
+    return align_words(space_words(pairs), out, symmetrize, priors)
 
 
-def in_words(pairs: Iterable[Sequence[str]]) -> Iterator[Iterator[str]]:
-    """The texts of each pair, with spaces between their words."""
+def space_words(pairs: Iterable[Sequence[str]]) -> Iterator[Iterator[str]]:
+    """Yield, for each pair, its two texts with a space between each two words."""
     return ((" ".join(words.split([text])[0][0]) for text in pair) for pair in pairs)
 
 
-def find_program() -> str:
-    """The path of eflomal's program. Raises UserError if it is not installed."""
+def find_aligner() -> str:
+    """Return the path of eflomal's program. Raises UserError if it is not installed."""
     program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
     if not program:
         raise UserError(
@@ -98,10 +101,10 @@ def find_program() -> str:
 
 
 def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str, priors: Path | None = None) -> str:
-    """Do the same as `align` for texts whose words are separated by spaces. The aligner gets lower-case words."""
+    """Like `align`, for texts whose words are already separated by spaces."""
     with tempfile.TemporaryDirectory(prefix="links.", dir=out.parent) as folder:
         aligned = unlinked = total = 0
-        given, flags = _align_directions(pairs, Path(folder), priors)
+        given, flags = _align_both_directions(pairs, Path(folder), priors)
         with out.open("w", encoding="utf-8") as file:
             for both in zip(_lines(flags["-f"]), _lines(flags["-r"]), strict=True):
                 links = sorted(SYMMETRIZE[symmetrize](*map(parse_links, both)))
@@ -111,18 +114,19 @@ def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str, prio
         raise UserError(
             f"{PROGRAM} gave links for {aligned:,} of {given:,} pairs; give another program's links to --links"
         )
-    return f"{given:,} pairs aligned, {total / max(given, 1):.1f} links a pair, {unlinked:,} pairs without"
+    return f"{given:,} pairs aligned, {total / max(given, 1):.1f} links a pair, {unlinked:,} pairs without a link"
 
 
 def write_priors(pairs: Iterable[Iterable[str]], out: Path) -> None:
-    """Write how often words are linked in both directions, for `align_words` of other texts. Raises UserError.
+    """Write the file `out` of counts: how often eflomal links two words in both directions. `align_words` of other
+    texts can read this file. Raises UserError.
 
-    eflomal-makepriors instead counts the links of each direction alone, and fertilities and jumps too. Its priors gave
-    worse links than these when a text was aligned in parts (benchmarks/RESULTS.md).
+    eflomal-makepriors counts the links of each direction alone, and also fertilities and jumps. With its priors, the
+    links of a text that was aligned in several portions were worse (benchmarks/RESULTS.md).
     """
     counts: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory(prefix="priors.", dir=out.parent) as folder:
-        _, flags = _align_directions(pairs, Path(folder), None)
+        _, flags = _align_both_directions(pairs, Path(folder), None)
         with ExitStack() as stack:
             files_of = [stack.enter_context(path.open(encoding="utf-8", newline="\n")) for path in flags.values()]
             for src, tgt, forward, reverse in zip(*files_of, strict=True):
@@ -132,9 +136,11 @@ def write_priors(pairs: Iterable[Iterable[str]], out: Path) -> None:
         file.writelines(f"LEX\t{src}\t{tgt}\t{count}\n" for (src, tgt), count in sorted(counts.items()))
 
 
-def _align_directions(pairs: Iterable[Iterable[str]], folder: Path, priors: Path | None) -> tuple[int, dict[str, Path]]:
-    """Write texts and their links in both directions to the folder. The aligner sees texts in lower case. Returns the
-    number of pairs, and the files by the program's flags."""
+def _align_both_directions(
+    pairs: Iterable[Iterable[str]], folder: Path, priors: Path | None
+) -> tuple[int, dict[str, Path]]:
+    """Write lower-case texts, and eflomal's links of both directions, to files in the folder. Return the number of
+    pairs, and the path of each file by the program's flag (-s, -t: texts; -f, -r: forward and reverse links)."""
     names = {"-s": "src", "-t": "tgt", "-f": "forward", "-r": "reverse"}
     flags, given = {flag: folder / name for flag, name in names.items()}, 0
     with flags["-s"].open("w", encoding="utf-8") as src, flags["-t"].open("w", encoding="utf-8") as tgt:
@@ -143,7 +149,7 @@ def _align_directions(pairs: Iterable[Iterable[str]], folder: Path, priors: Path
             for text, file in zip(texts, (src, tgt), strict=True):
                 file.write(text.lower() + "\n")
     options = flags | ({"-p": priors} if priors else {})
-    command = [find_program(), *(str(word) for option in options.items() for word in option), "--verbose"]
+    command = [find_aligner(), *(str(word) for option in options.items() for word in option), "--verbose"]
     hidden = True if parent_process() else None  # None: only a terminal shows the bar
     told = ""
     with (
@@ -154,7 +160,7 @@ def _align_directions(pairs: Iterable[Iterable[str]], folder: Path, priors: Path
             told = told[-500:] + line
             bar.update(line.startswith("Done"))
     if process.returncode or not flags["-r"].exists():
-        raise UserError(f"{PROGRAM} failed ({process.returncode}): {told.strip()[-500:] or 'it says nothing'}")
+        raise UserError(f"{PROGRAM} failed ({process.returncode}): {told.strip()[-500:] or 'without an error message'}")
     return given, flags
 
 
@@ -166,12 +172,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--src", type=Path, required=True)
     parser.add_argument("--tgt", type=Path, required=True, help="its line n is the translation of line n of --src")
-    parser.add_argument("--out", type=Path, required=True, help="file to make: links in Pharaoh form, a line a pair")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="file to make: links in Pharaoh form, one line per pair"
+    )
     parser.add_argument("--symmetrize", choices=list(SYMMETRIZE), default="grow-diag-final-and")
     args = parser.parse_args(argv)
 
     def pairs() -> Iterator[list[str]]:
-        return together([args.src, args.tgt], [read_lines(args.src), read_lines(args.tgt)])
+        return zip_lines([args.src, args.tgt], [read_lines(args.src), read_lines(args.tgt)])
 
     sides = [args.out.with_name(f"{args.out.stem}.{side}.txt") for side in ("src", "tgt")]
     for path in (args.out, *sides):
@@ -183,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
     for number, path in enumerate(sides):
         with files.publish(path) as partial, partial.open("w", encoding="utf-8") as file:
             file.writelines(" ".join(words.split([pair[number]])[0][0]) + "\n" for pair in pairs())
-    print(f"{args.out}: {report}; of the words of {sides[0]} and {sides[1]}")
+    print(f"{args.out}: {report}; the links number the words of {sides[0]} and {sides[1]}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cleaning rules of a corpus. The texts that each rule removes are counted, with a few examples."""
+"""The cleaning rules of a corpus. The texts that each rule removes are counted, and a few examples are kept."""
 
 import re
 import unicodedata
@@ -20,15 +20,16 @@ from .readers import Unit
 from .sentences import is_blank, split_sentences
 
 EXAMPLES, EXAMPLE_LENGTH = 3, 200
-"""The number of examples that are kept for a rule, and of characters that are kept of each of their texts."""
+"""The number of examples that are kept for each rule, and the number of characters that are kept of each example."""
 LID_PROBABILITY, LID_LETTERS = 0.9, 20
-"""A text counts as in another language from this probability on, if it has at least this number of letters."""
+"""A text is in another language if the identifier gives that language at least this probability, and the text has at
+least this number of letters."""
 PERMUTATIONS, BANDS, SHINGLE = 108, 9, 5
-"""MinHash of character 5-grams, in 9 bands of 12 permutations. Two texts share a band with a probability of 2 % if
-60 % of their 5-grams are common, of 25 % for 75 %, and of 95 % for 90 %. (14 bands of 8 permutations removed one in
-six pairs of Tatoeba; most of these had less than 75 % in common with another pair.)"""
+"""MinHash of character 5-grams, in 9 bands of 12 permutations. Two texts have at least one band in common with a
+probability of 2 % if they share 60 % of their 5-grams, of 25 % for 75 %, and of 95 % for 90 %. (14 bands of 8
+permutations removed one in six pairs of Tatoeba, most of which shared less than 75 % with another pair.)"""
 SAME_WORDS = 4
-"""A pair with the same text on both sides is removed if the text has at least this number of words."""
+"""A pair with the same text on both sides is removed if this text has at least this number of words."""
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\ufeff]")
 _NO_LETTERS = re.compile(r"[\W_]+")
 
@@ -45,10 +46,11 @@ NORMALISE: dict[str, Callable[[str], str]] = {
     "controls": lambda text: _CONTROLS.sub(" ", text),
     "spaces": lambda text: " ".join(text.split()),
 }
+"""Each change of the rule `normalise` -> its function, in the order in which they are applied."""
 
 
-class Removed:
-    """Counts how many pairs, documents, or sentences of documents each rule removed, and keeps examples."""
+class RemovalCounts:
+    """The number of pairs, of documents, or of sentences of documents that each rule removed, with examples."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -61,7 +63,7 @@ class Removed:
             examples.append([text[:EXAMPLE_LENGTH] for text in texts])
 
     def join(self, other: dict[str, Any]) -> None:
-        """Add the counts and examples that another instance's `to_json` returned."""
+        """Add counts and examples in the form of `to_json`."""
         self.counts.update(other["counts"])
         for rule, examples in other["examples"].items():
             known = self.examples.setdefault(rule, [])
@@ -72,48 +74,49 @@ class Removed:
 
 
 class Cleaner:
-    """Applies the rules of a source to its units."""
+    """Applies the rules of one source to its units (pairs or documents). `removed` counts the units that rules removed,
+    `changed` the units whose text `normalise` changed."""
 
     def __init__(self, rules: Rules, langs: tuple[str, ...]):
-        self.rules, self.langs, self.removed, self.changed = rules, langs, Removed(), 0
+        self.rules, self.langs, self.removed, self.changed = rules, langs, RemovalCounts(), 0
         self.normalise = [NORMALISE[name] for name in NORMALISE if name in rules.normalise]
 
     def clean(self, unit: Unit) -> list[str]:
-        """The clean sides of a pair or sentences of a document; an empty list if a rule removes the unit. The rules
-        `exclude` and `boilerplate` are in `without_excluded` and `without_boilerplate`."""
+        """Return the clean sides of a pair, or the clean sentences of a document; [] if a rule removes the unit. The
+        rules `exclude` and `boilerplate` are applied later, by `without_excluded` and `without_boilerplate`."""
         if len(unit.texts) < len(self.langs):
             self.removed.add("language missing" if len(self.langs) == 2 else "empty", [])
             return []
-        if below(unit.score, self.rules.score):
+        if is_below(unit.score, self.rules.score):
             self.removed.add("score", unit.texts[: len(self.langs)])
             return []
-        texts = [self.normalised(text) for text in unit.texts]
+        texts = [self.normalise_text(text) for text in unit.texts]
         self.changed += texts != [text.strip() for text in unit.texts]
         if len(self.langs) == 2:
-            reason = "empty" if any(map(is_blank, texts)) else self.sentence_reason(texts) or self.unit_reason(texts)
+            reason = "empty" if any(map(is_blank, texts)) else self.sentence_problem(texts) or self.unit_problem(texts)
             if reason:
                 self.removed.add(reason, texts)
             return [] if reason else texts
         texts = [sentence for text in texts for sentence in split_sentences(text, self.langs[0])]
         texts = [text for text in texts if not is_blank(text)]
-        if reason := self.unit_reason(texts) if texts else "empty":
+        if reason := self.unit_problem(texts) if texts else "empty":
             self.removed.add(reason, texts[:1])
             return []
         kept = []
         for text in texts:
-            if reason := self.sentence_reason([text]):
+            if reason := self.sentence_problem([text]):
                 self.removed.add(f"{reason} (sentences)", [text])
             else:
                 kept.append(text)
         return kept
 
-    def normalised(self, text: str) -> str:
+    def normalise_text(self, text: str) -> str:
         for step in self.normalise:
             text = step(text)
         return text.strip()
 
-    def sentence_reason(self, texts: list[str]) -> str:
-        """The name of the rule that removes a pair or a single sentence, or "" if none does."""
+    def sentence_problem(self, texts: list[str]) -> str:
+        """Return the name of the rule by which a pair, or a single sentence, is removed; "" if no rule removes it."""
         sizes = [len(text) for text in texts]
         bounds = self.rules.length.characters
         if bounds and not (bounds[0] <= min(sizes) and max(sizes) <= bounds[1]):
@@ -122,8 +125,8 @@ class Cleaner:
             return "ratio"
         return ""
 
-    def unit_reason(self, texts: list[str]) -> str:
-        """The name of the rule that removes a whole pair or document, or "" if none does."""
+    def unit_problem(self, texts: list[str]) -> str:
+        """Return the name of the rule by which a whole pair or document is removed; "" if no rule removes it."""
         if len(self.langs) == 2 and texts[0] == texts[1] and len(texts[0].split()) >= SAME_WORDS:
             return "identical sides"
         if not self.rules.lid:
@@ -131,34 +134,34 @@ class Cleaner:
         sides = texts if len(self.langs) == 2 else [" ".join(texts)[:1000]]
         for text, lang in zip(sides, self.langs, strict=True):
             if sum(map(str.isalpha, text)) >= LID_LETTERS:
-                found, probability = identifier(self.rules.lid)(text)
+                found, probability = language_identifier(self.rules.lid)(text)
                 if found != language_code(lang) and probability >= LID_PROBABILITY:
                     return "lid"
         return ""
 
     def without_excluded(self, units: list[tuple[Unit, list[str]]]) -> list[tuple[Unit, list[str]]]:
-        """The units, each with its clean texts, without the pairs and sentences that the rule `exclude` removes."""
+        """Return the (unit, clean texts) without the pairs and sentences that the rule `exclude` removes."""
         if not self.rules.exclude:
             return units
-        hits = exclusion(tuple(self.rules.exclude)).find([text for _, texts in units for text in texts])
+        hits = load_exclusion(tuple(self.rules.exclude)).find([text for _, texts in units for text in texts])
         kept = []
         for unit, texts in units:
             found = [next(hits) for _ in texts]
             if len(self.langs) == 2:
                 if hit := next(filter(None, found), None):
-                    self.removed.add(hit.rule, [*texts, hit.place])
+                    self.removed.add(hit.rule, [*texts, hit.location])
                     texts = []
             else:
                 for text, hit in zip(texts, found, strict=True):
                     if hit:
-                        self.removed.add(f"{hit.rule} (sentences)", [text, hit.place])
+                        self.removed.add(f"{hit.rule} (sentences)", [text, hit.location])
                 texts = [text for text, hit in zip(texts, found, strict=True) if not hit]
             if texts:
                 kept.append((unit, texts))
         return kept
 
     def without_boilerplate(self, units: list[tuple[Unit, list[str]]]) -> list[tuple[Unit, list[str]]]:
-        """The documents of a chunk without the sentences that the rule `boilerplate` removes; pairs are left alone."""
+        """Return (document, clean sentences) without sentences that the rule `boilerplate` removes; pairs unchanged."""
         most = self.rules.boilerplate
         if most is None or len(self.langs) == 2:
             return units
@@ -172,31 +175,34 @@ class Cleaner:
         return kept
 
 
-def below(score: float | None, least: float | None) -> bool:
-    return score is not None and least is not None and not score >= least  # also if the score is not a number
+def is_below(score: float | None, minimum: float | None) -> bool:
+    """Return True if there are a score and a bound, and the score is less than the bound or is NaN."""
+    return score is not None and minimum is not None and not score >= minimum
 
 
 def letters_hash(text: str) -> bytes:
-    """A hash of the letters and digits of a text, ignoring their case; b"" for a text without any."""
+    """Return an 8-byte hash of a text's letters and digits, ignoring case; b"" if there are none."""
     folded = _NO_LETTERS.sub("", unicodedata.normalize("NFKC", text).casefold())
     return blake2b(folded.encode(), digest_size=8).digest() if folded else b""
 
 
 class Hit(NamedTuple):
-    """The rule that excludes a text, and the file and line of the evaluation text that it is too like."""
+    """The reason why the rule `exclude` removes a text: "exclude" or "exclude (near)", and the file and line of
+    evaluation text that is the same or similar."""
 
     rule: str
-    place: str
+    location: str
 
 
 class Exclusion:
-    """The lines of evaluation files, in which texts are searched. Raises UserError."""
+    """An index of the lines of evaluation files, in which texts are looked up."""
 
-    def __init__(self, names: tuple[str, ...]):
+    def __init__(self, paths: tuple[str, ...]):
+        """Read the files. Raises UserError if a file has no text."""
         self.places, lines = list[tuple[str, int]](), list[str]()
         self.exact = dict[bytes, int]()
         """The number of a line by its `letters_hash`."""
-        for name in names:
+        for name in paths:
             before = len(lines)
             for number, line in read_lines(Path(name)):
                 if key := letters_hash(line):
@@ -205,14 +211,14 @@ class Exclusion:
                     lines.append(line)
             if len(lines) == before:
                 raise UserError(f"rules.exclude: {name} has no text; give a file of evaluation text, or leave it out")
-        bands = band_hashes(lines)
+        bands = minhash_bands(lines)
         self.order = np.argsort(bands, axis=0, kind="stable")
         self.bands = np.take_along_axis(bands, self.order, axis=0)
 
     def find(self, texts: list[str]) -> Iterator[Hit | None]:
-        """Yield the hit of each text, or None."""
+        """Yield for each text its hit, or None if no line of the evaluation files is the same or similar."""
         near = np.full(len(texts), -1)
-        bands = band_hashes(texts)
+        bands = minhash_bands(texts)
         for band in range(BANDS):
             at = np.searchsorted(self.bands[:, band], bands[:, band]).clip(max=len(self.bands) - 1)
             same = (self.bands[at, band] == bands[:, band]) & (near < 0)
@@ -225,48 +231,50 @@ class Exclusion:
 
 
 @cache
-def exclusion(names: tuple[str, ...]) -> Exclusion:
-    return Exclusion(names)
+def load_exclusion(paths: tuple[str, ...]) -> Exclusion:
+    return Exclusion(paths)
 
 
-def band_hashes(texts: list[str]) -> np.ndarray:
-    """The MinHash bands of `text_hashes`, made of a thousand texts at a time, since their 5-grams need much memory."""
+def minhash_bands(texts: list[str]) -> np.ndarray:
+    """Return the uint64 hashes [len(texts), BANDS] of the texts' MinHash bands. 1,000 texts are hashed at a time,
+    because the 5-grams of a text need much memory."""
     parts = [text_hashes([[text] for text in texts[n : n + 1000]], True)[:, 1:] for n in range(0, len(texts), 1000)]
     return np.concatenate(parts or [np.empty((0, BANDS), dtype=np.uint64)])
 
 
 def language_code(label: str) -> str:
-    """The short code of a language, from its code or from a label of fastText. Both written forms of Norwegian are one
-    language, since models differ in their codes for it."""
+    """Return the short code of a language, such as "de", from a code or a label of fastText. Norwegian's two written
+    forms (nb, nn) have the code "no", because identifiers disagree about them."""
     code = short_code(label.removeprefix("__label__"))
     return "no" if code in ("nb", "nn") else code
 
 
 @cache
-def identifier(lid: bool | str) -> Callable[[str], tuple[str, float]]:
-    """Return a function that gives a text's language and its probability, by py3langid or by the fastText model that
-    `lid` names. The language is "" if the model knows no word of the text. Raises UserError."""
+def language_identifier(lid: bool | str) -> Callable[[str], tuple[str, float]]:
+    """Return a function (text) -> (language code, probability), by py3langid or by the fastText model at the path
+    `lid`. The code is "" if the model knows no word of the text. Raises UserError."""
 
     def best(text: str) -> tuple[str, float]:
         if not isinstance(lid, str):
-            label, probability = langid().classify(text)
+            label, probability = load_langid().classify(text)
             return language_code(label), probability
-        labels, probabilities = fasttext_model(lid).predict(text.replace("\n", " "))
+        labels, probabilities = load_fasttext(lid).predict(text.replace("\n", " "))
         return (language_code(labels[0]), probabilities[0]) if labels else ("", 0.0)
 
     return best
 
 
 @cache
-def identified_languages(lid: bool | str) -> set[str]:
-    """The codes of the languages that an identifier can find; an empty set if its model does not tell. Raises
-    UserError."""
-    labels = fasttext_model(lid).predict("the", k=-1, threshold=-1.0)[0] if isinstance(lid, str) else langid().labels
+def identifiable_languages(lid: bool | str) -> set[str]:
+    """Return the languages that an identifier can return; an empty set if it does not list them. Raises UserError."""
+    labels = (
+        load_fasttext(lid).predict("the", k=-1, threshold=-1.0)[0] if isinstance(lid, str) else load_langid().labels
+    )
     return set(map(language_code, labels))
 
 
 @cache
-def fasttext_model(path: str) -> Any:
+def load_fasttext(path: str) -> Any:
     import fasttext
 
     try:
@@ -276,18 +284,20 @@ def fasttext_model(path: str) -> Any:
 
 
 @cache
-def langid() -> Any:
-    """py3langid's identifier, which is set to return probabilities."""
+def load_langid() -> Any:
+    """Return py3langid's identifier, set to return probabilities."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
-def text_hashes(units: list[list[str]], near: bool) -> np.ndarray:
-    """uint64 hashes [n_units, 1 or 1 + BANDS]: of each unit's whole text and, if `near`, of its MinHash bands."""
+def text_hashes(units: list[list[str]], with_bands: bool) -> np.ndarray:
+    """Return uint64 hashes [len(units), 1] of each unit's whole text, or with `with_bands` [len(units), 1 + BANDS]:
+    also of its MinHash bands."""
     whole = b"".join(blake2b("\n".join(texts).encode(), digest_size=8).digest() for texts in units)
     exact = np.frombuffer(whole, dtype="<u8").reshape(-1, 1)
-    if not near or not units:
+    """letters_hash of a line -> the line's index in `places`."""
+    if not with_bands or not units:
         return exact
     import rensa
 

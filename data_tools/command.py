@@ -4,12 +4,12 @@ import os
 import sys
 from collections.abc import Callable
 
-from xscale.errors import ENVIRONMENT_ERRNOS, MachineError, UserError, check_arguments, print_anything
+from xscale.errors import ENVIRONMENT_ERRNOS, MachineError, UserError, check_arguments, escape_unprintable
 
 
 def run(main: Callable[[], None]) -> None:
     """Run a tool and exit. A UserError is printed, with exit code 2; an error of the machine exits with 4."""
-    print_anything()
+    escape_unprintable()
     code = 0
     try:
         if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:

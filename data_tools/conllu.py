@@ -1,4 +1,4 @@
-"""Sentences of CoNLL-U files, and the same sentences with their words in another order."""
+"""Reads sentences of CoNLL-U files, and writes them with their words in another order."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -12,11 +12,11 @@ from .word_order import Parsed
 
 _ID, _FORM, _UPOS, _HEAD, _DEPREL, _DEPS, _MISC = 0, 1, 3, 6, 7, 8, 9
 Row = list[str]
-"""The ten columns of a line."""
+"""The ten columns of a line of CoNLL-U."""
 
 
-def blocks(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
-    """The blocks of lines between blank lines, each with the number of its first line."""
+def blocks_between_blank_lines(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
+    """Yield each block of lines between blank lines, as (number of its first line, its lines)."""
     first, block = 0, list[str]()
     for number, line in lines:
         if line.strip():
@@ -34,12 +34,12 @@ class Sentence:
     comments: list[str]
     words: list[Row]
     ranges: dict[int, tuple[Row, int]]
-    """The number of the first word of each multiword token -> (the token's columns, its number of words)."""
+    """The index of the first word of each multiword token -> (the token's columns, its number of words)."""
     empty: dict[int, list[Row]]
-    """The number of a word -> the empty nodes after it; -1 -> those before the first word."""
+    """The index of a word -> the empty nodes after it. The key -1 has those before the first word."""
 
     def units(self) -> list[tuple[str, range]]:
-        """The units of reordering, which are words and multiword tokens: (written form, indices of its words)."""
+        """Return the words and multiword tokens that are moved as a whole: (written form, indices of its words)."""
         found, number = [], 0
         while number < len(self.words):
             row, size = self.ranges.get(number, (self.words[number], 1))
@@ -47,12 +47,12 @@ class Sentence:
             number += size
         return found
 
-    def tree(self) -> list[Parsed]:
+    def parsed_words(self) -> list[Parsed]:
         return [Parsed(row[_FORM], row[_UPOS], int(row[_HEAD]) - 1, row[_DEPREL]) for row in self.words]
 
-    def reordered(self, order: list[int], change: Callable[[list[str]], list[str]]) -> str:
-        """Return the lines of the sentence with its units in the order `order`. change: a function
-        from the words' forms to new forms."""
+    def reordered_lines(self, order: list[int], map_forms: Callable[[list[str]], list[str]]) -> str:
+        """Return the sentence in CoNLL-U, with its units in the order `order` (indices in `units()`). map_forms: a
+        function that maps the list of the words' forms to the forms that are written."""
         units = self.units()
         words = [number for unit in order for number in units[unit][1]]
         number_of = {"0": "0"} | {str(old + 1): str(new) for new, old in enumerate(words, start=1)}
@@ -68,7 +68,7 @@ class Sentence:
             for number in units[unit][1]:
                 rows += [self.ranges[number][0]] if number in self.ranges else []
                 rows += [self.words[number], *self.empty.get(number, [])]
-        forms = change([row[_FORM] for row in rows])
+        forms = map_forms([row[_FORM] for row in rows])
         lines = []
         for row, form in zip(rows, forms, strict=True):
             place = "-".join(map(renumbered, row[_ID].split("-")))
@@ -82,8 +82,8 @@ class Sentence:
 
 
 def read_sentences(path: Path) -> Iterator[tuple[str, Sentence]]:
-    """(place, sentence) for every sentence of a file; the place is "FILE: line N". Raises UserError."""
-    for first, block in blocks(read_lines(path)):
+    """Yield ("FILE: line N", sentence) for each sentence of a file. Raises UserError."""
+    for first, block in blocks_between_blank_lines(read_lines(path)):
         comments = [line for line in block if line.startswith("#")]
         words: list[Row] = []
         ranges: dict[int, tuple[Row, int]] = {}
@@ -102,7 +102,9 @@ def read_sentences(path: Path) -> Iterator[tuple[str, Sentence]]:
             elif row[_ID] == str(len(words) + 1):
                 words.append(row)
             else:
-                raise UserError(f"{where}: {row[_ID]!r} is not word {len(words) + 1} of its sentence (counted from 1)")
+                raise UserError(
+                    f"{where}: {row[_ID]!r} must be {len(words) + 1}, the number of the next word of its sentence"
+                )
         if any(start + size > len(words) for start, (_, size) in ranges.items()):
             raise UserError(f"{path}: line {first}: a multiword token is longer than its sentence; fix it")
         if not words and any(line.startswith("# text =") for line in comments):
@@ -112,7 +114,8 @@ def read_sentences(path: Path) -> Iterator[tuple[str, Sentence]]:
 
 
 def check_heads(sentence: Sentence, where: str) -> None:
-    """Raise UserError unless every word of a sentence has a head."""
+    """Raise UserError unless the HEAD column of every word is 0 or the number of a word of the sentence. where: the
+    sentence's file and line."""
     for row in sentence.words:
         if not row[_HEAD].isdigit() or int(row[_HEAD]) > len(sentence.words):
-            raise UserError(f"{where}: the head of {row[_FORM]!r} is {row[_HEAD]!r}; syn needs a head for each word")
+            raise UserError(f"{where}: the head of {row[_FORM]!r} is {row[_HEAD]!r}; --how syn needs a number")

@@ -28,7 +28,9 @@ from xscale.files import COMPRESSED
 
 LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
 FORMATS = ("text", "zst", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets", "conllu", "shards")
+"""The keys of a source that name its files, one for each format."""
 PAIRS_ONLY, MONO_ONLY, FOLDERS = ("zst", "tsv", "tmx", "opus"), ("conllu",), ("datasets", "shards")
+"""The formats that hold only pairs, those that hold only monolingual text, and those whose path is a folder."""
 
 
 class Strict(BaseModel):
@@ -39,8 +41,8 @@ class Length(Strict):
     characters: tuple[int, int] | None = Field(default=None, strict=False)
     """The fewest and the most characters of a sentence, and of each side of a pair."""
     tokens: tuple[int, int] | None = Field(default=None, strict=False)
-    """The fewest tokens of a side, and the most tokens of a whole sequence, as data.max_length counts them. This needs
-    `tokenizer`."""
+    """The fewest tokens of a sentence or side, and the most tokens of a whole sequence, as data.max_length counts them.
+    This rule needs `tokenizer`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -54,42 +56,42 @@ class Rules(Strict):
     """Text passes the rules in the order below. A rule of a source replaces the corpus's rule of the same name."""
 
     normalise: list[Literal["ftfy", "nfc", "controls", "spaces"]] = ["nfc", "controls", "spaces"]
-    """ftfy repairs text that was decoded in a wrong encoding, by the package ftfy; nfc changes text to Unicode's
-    composed form; controls replaces each control character by a space; spaces replaces each run of white space by one
+    """ftfy repairs, by the package ftfy, text that was decoded in a wrong encoding; nfc changes text to Unicode's
+    composed form; controls replaces control characters by spaces; spaces replaces each run of white space by one
     space."""
     score: float | None = None
-    """A pair or a document is dropped if its `score`, a column of its source, is less."""
+    """A pair or a document is removed if its `score`, a column of its source, is less than this number."""
     length: Length = Length()
     ratio: float | None = Field(default=None, ge=1)
     """The longer side of a pair has at most this many times the characters of the shorter side."""
     lid: bool | str = False
-    """A pair or a document is dropped if, by py3langid, a side is very probably in another language. A path names a
-    fastText model, such as GlotLID's, that decides instead."""
+    """A pair or a document is removed if py3langid finds that a side is very probably in another language. A path names
+    a fastText model, such as GlotLID's, that is used instead."""
     exclude: list[str] = []
-    """Files of evaluation text. A pair or a sentence is dropped if a text has the same letters and digits as one of
-    their lines, or nearly the same characters."""
+    """Files of evaluation text. A pair or a sentence is removed if it has the same letters and digits as a line of
+    these files, or nearly the same characters."""
     boilerplate: int | None = Field(default=None, ge=1)
-    """A sentence is removed from documents if more than this many of a chunk's documents (8,192 consecutive ones of a
-    source, or 4 MB) have it, such as a menu or a licence."""
+    """A sentence, such as a menu or a licence, is removed from documents if more than this number of a chunk's
+    documents have it. A chunk has 8,192 consecutive documents of a source, or 4 MB."""
     dedup: Literal["exact", "near"] | None = None
     """Only the first of equal, or nearly equal, pairs or documents is kept, among all sources of the same languages."""
 
     @property
     def paths(self) -> list[str]:
-        """The files that the rules need: evaluation text and a language identification model."""
+        """Return the paths of the files that the rules need: evaluation text and a language identification model."""
         return [*self.exclude, *([self.lid] if isinstance(self.lid, str) else [])]
 
 
 class SourceSpec(Strict):
-    """A source of text. `pairs` or `mono` gives its languages (for `shards`, the index does), and one key of FORMATS,
-    such as `tsv`, its files."""
+    """A source of text. `pairs` or `mono` gives its languages, except for `shards`, whose index gives them. One key of
+    FORMATS, such as `tsv`, gives its files."""
 
     pairs: tuple[str, str] | None = Field(default=None, strict=False)
     mono: str | None = None
     text: str | list[str] | None = None
     """For pairs, two files whose lines n are translations of each other; for `mono`, files and folders of text."""
     zst: tuple[str, str] | None = Field(default=None, strict=False)
-    """Two files of pairs as Mozilla's pipeline writes them; `links` may name a file of their word links."""
+    """Two files of pairs as Mozilla's pipeline writes them. `links` may name a file with the pairs' word links."""
     tsv: str | None = None
     tmx: str | None = None
     opus: str | None = None
@@ -97,45 +99,47 @@ class SourceSpec(Strict):
     jsonl: str | None = None
     parquet: str | None = None
     datasets: str | None = None
-    """A folder that `save_to_disk` of `datasets` wrote. Of several splits, `train` is read."""
+    """A folder that `save_to_disk` of `datasets` has written. If it has several splits, `train` is read."""
     conllu: str | None = None
-    """A CoNLL-U treebank, of which only the comment `# text =` of each sentence is read."""
+    """A CoNLL-U treebank. Only each sentence's comment `# text =` is read."""
     shards: str | None = None
     """A folder of shards. Its index gives the languages, so `pairs` and `mono` are left out."""
     columns: tuple[int | str, int | str] | None = Field(default=None, strict=False)
-    """The columns of both texts: numbers from 1 in a TSV, else names (default: the languages)."""
+    """The columns of the two texts: numbers from 1 in a TSV, otherwise names (default: the names of the languages)."""
     field: str = "text"
     """The field that holds a document's text in JSON lines, parquet and datasets."""
     score: int | str | None = None
     """The column of a score that another program gave: a number in a TSV, else a name. rules.score is its bound."""
     links: int | str | None = None
-    """Word links in Pharaoh format, which number the words between white space: a file with one line per pair, or the
-    number of a column of the TSV."""
+    """Word links in Pharaoh format, of white-space words: a file with one line per pair, or the number of a TSV's
+    column."""
     name: str | None = None
-    """The name of the source's shards. The default is made of the file's name and the languages."""
+    """The name of the source's shards. The default joins the first file's name and the languages."""
     first: int | None = Field(default=None, gt=0)
-    """The number of the source's first pairs or documents that are read; None: all."""
+    """The maximum number of pairs or documents that are read from the beginning of the source; None: all."""
     licence: str | None = None
     rules: dict[str, Any] = {}
 
     @property
     def format(self) -> str:
+        """Return the key of FORMATS that is set."""
         return next(name for name in FORMATS if getattr(self, name) is not None)
 
     @property
     def paths(self) -> list[str]:
-        """The source's files and folders, as corpus.yaml names them; a file of links comes last."""
+        """Return the source's files and folders, as corpus.yaml names them. A file of links is last."""
         given = getattr(self, self.format)
         return [*([given] if isinstance(given, str) else given), *([self.links] if isinstance(self.links, str) else [])]
 
-    def moved(self, places: dict[str, Path]) -> "SourceSpec":
-        """This source, under the same name, with a path here in place of each URL. places: the path of each URL."""
+    def with_local_paths(self, paths: dict[str, Path]) -> "SourceSpec":
+        """Return a copy of the source that has the same name, and in the place of each URL the path of the downloaded
+        file. paths: URL -> path."""
         given = {self.format: getattr(self, self.format), "links": self.links}
         for key, value in given.items():
             if isinstance(value, str):
-                given[key] = str(places.get(value, value))
+                given[key] = str(paths.get(value, value))
             elif isinstance(value, list | tuple):
-                given[key] = type(value)(str(places.get(path, path)) for path in value)
+                given[key] = type(value)(str(paths.get(path, path)) for path in value)
         return self.model_copy(update={**given, "name": self.name or default_name(self)})
 
     @property
@@ -168,22 +172,24 @@ class SourceSpec(Strict):
         return self
 
     def _check_columns(self, form: str) -> None:
-        """Raise ValueError if `columns` or `links` do not fit the format."""
+        """Raise ValueError if `columns`, `links` or `score` do not fit the format `form`."""
         if self.links is not None and (self.mono or form not in ("text", "zst", "tsv")):
             raise ValueError(f"links: {self.links!r} must belong to pairs of text, zst or tsv")
         if self.links is not None and isinstance(self.links, int) != (form == "tsv"):
-            raise ValueError(f"links: {self.links!r} must be a column's number for tsv, and else a file's path")
+            raise ValueError(f"links: {self.links!r} must be the number of a column for tsv, and else a file's path")
         if self.columns and (self.mono or form not in ("tsv", "jsonl", "parquet", "datasets")):
-            raise ValueError(f"columns: {form} has none for {'-'.join(self.langs)}; remove the key")
+            raise ValueError(f"columns: a source of {form} in {'-'.join(self.langs)} has no columns; remove the key")
         if self.score is not None and form not in ("tsv", "jsonl", "parquet", "datasets"):
-            raise ValueError(f"score: {form} has no column {self.score!r}; remove the key")
+            raise ValueError(f"score: a source of {form} has no columns; remove the key")
         given = [*(self.columns or ()), self.links, self.score]
         numbers = [n for n in given if isinstance(n, int)]
         wanted = 2 + (self.links is not None) + (self.score is not None)
         if form == "tsv" and (min(numbers, default=0) < 1 or len(set(numbers)) != wanted):
-            raise ValueError("columns, links and score: tsv needs different columns, by numbers from 1, such as [1, 2]")
+            raise ValueError(
+                "columns, links and score: tsv needs the numbers of different columns, from 1, such as [1, 2]"
+            )
         if form != "tsv" and numbers:
-            raise ValueError(f"columns: {form} needs names, such as [en, de]")
+            raise ValueError(f"columns: {form} needs the names of columns, such as [en, de]")
 
 
 class TokenizerSpec(Strict):
@@ -194,7 +200,8 @@ class TokenizerSpec(Strict):
 
 
 class HeldoutSpec(Strict):
-    """How many pairs of each language pair, and sentences of each language, are held out; at most a tenth of them."""
+    """The number of pairs of each language pair, and of sentences of each language, that are held out for evaluation.
+    At most a tenth of the text is held out."""
 
     pairs: int = Field(default=0, ge=0)
     mono: int = Field(default=0, ge=0)
@@ -204,30 +211,36 @@ class Corpus(Strict):
     sources: list[SourceSpec] = Field(min_length=1)
     rules: Rules = Rules()
     align: bool = False
-    """eflomal aligns the pairs that have no word links. Its links differ a little from run to run."""
+    """True: eflomal makes word links for the pairs that have none. Its links differ a little from run to run."""
     tokenizer: TokenizerSpec | None = None
     heldout: HeldoutSpec = HeldoutSpec()
     lexicons: list[str] = []
-    """Dictionaries, such as en-de.txt, that are copied to the folder `lexicon`."""
+    """The dictionaries, such as en-de.txt, that are copied to the folder `lexicon` of the output."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
         problems = []
         if self.rules.score is not None and all(source.score is None for source in self.sources):
-            problems.append("rules.score: no source has a score; name its column there, such as score: 3")
+            problems.append(
+                "rules.score: no source has a `score`; name the column with scores in a source, such as score: 3"
+            )
         for number, source in enumerate(self.sources):
             try:
                 rules = self.rules_of(source)
                 if rules.length.tokens and not self.tokenizer:
                     problems.append(f"sources[{number}].rules.length.tokens: needs tokenizer: {{vocab_size: N}}")
                 if source.score is not None and rules.score is None:
-                    problems.append(f"sources[{number}].score: needs a bound, such as rules: {{score: 0.5}}")
+                    problems.append(
+                        f"sources[{number}].score: needs a lower bound of the scores, such as rules: {{score: 0.5}}"
+                    )
                 if source.score is None and "score" in source.rules:
-                    problems.append(f"sources[{number}].rules.score: needs the score's column, such as score: 3")
+                    problems.append(
+                        f"sources[{number}].rules.score: needs the column with the scores, as the source's key score: 3"
+                    )
             except ValidationError as error:
                 problems += problem_lines(error, f"sources[{number}].rules.")
         twice = [name for name, times in Counter(self.names).items() if times > 1]
-        problems += [f"sources: two are called {name}; give each a `name`" for name in twice]
+        problems += [f"sources: two sources have the name {name}; give each source its own `name`" for name in twice]
         spelled = defaultdict[str, set[str]](set)
         for lang in (lang for source in self.sources for lang in source.langs):
             spelled[spelling_key(lang)].add(lang)
@@ -238,22 +251,24 @@ class Corpus(Strict):
         return self
 
     def rules_of(self, source: SourceSpec) -> Rules:
+        """Return the corpus's rules, with the source's own rules in the place of those of the same name."""
         return Rules.model_validate(self.rules.model_dump(exclude_unset=True) | source.rules)
 
     @property
     def names(self) -> list[str]:
-        """The name of each source."""
+        """Return the name of each source."""
         return [source.name or default_name(source) for source in self.sources]
 
     @property
     def directions(self) -> list[tuple[str, ...]]:
-        """The ordered pairs of languages that are aligned."""
+        """Return the ordered pairs of languages whose pairs are aligned; [] without `align`."""
         return sorted({source.langs for source in self.sources if source.pairs}) if self.align else []
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
-        """The groups in which duplicates are searched: each language, and each language pair in either order."""
-        return sorted({group_of(source) for source in self.sources})
+        """Return the sorted tuples of languages, of length 1 (monolingual) or 2 (pairs). Duplicates are searched among
+        all text with the same tuple."""
+        return sorted({language_group(source) for source in self.sources})
 
 
 def is_url(path: str) -> bool:
@@ -261,8 +276,8 @@ def is_url(path: str) -> bool:
 
 
 def file_name(path: str) -> str:
-    """The last part of a path or URL. If the query of a URL has a file name with a suffix of compression, the reader
-    needs that name."""
+    """Return the last part of a path or URL. If the query of a URL contains a file name with a suffix of compression,
+    return that name, since the suffix tells readers how to decompress the file."""
     if not is_url(path):
         return path.rstrip("/").rpartition("/")[2]
     link = next(part for part in path.split("::") if is_url(part))  # the first of a chain, such as zip://a::https://b
@@ -271,7 +286,8 @@ def file_name(path: str) -> str:
     return next((name for name in names if name.endswith(COMPRESSED)), names[0])
 
 
-def group_of(source: SourceSpec) -> tuple[str, ...]:
+def language_group(source: SourceSpec) -> tuple[str, ...]:
+    """Return the source's languages, sorted: an element of Corpus.groups."""
     return tuple(sorted(source.langs))
 
 
@@ -281,7 +297,7 @@ def default_name(source: SourceSpec) -> str:
 
 
 def load_corpus(path: Path) -> Corpus:
-    """Read corpus.yaml. Raises UserError with all problems."""
+    """Return the corpus that a corpus.yaml describes. Raises UserError with all problems."""
     try:
         tree = read_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -307,23 +323,23 @@ def load_corpus(path: Path) -> Corpus:
         raise UserError(f"{path}:\n" + "\n".join(f"  {line}" for line in problem_lines(error))) from None
 
 
-def problem_lines(error: ValidationError, where: str = "") -> list[str]:
-    """A line for each of pydantic's problems with the place, the value and what is needed."""
+def problem_lines(error: ValidationError, prefix: str = "") -> list[str]:
+    """Return a line for each of pydantic's problems: `prefix`, the field, its value, and what is wrong."""
     lines = []
     for problem in error.errors():
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
         if problem["type"] == "value_error":
             inner = str(problem["ctx"]["error"]).splitlines()
-            lines += [f"{where}{place}{': ' if place else ''}{line}" for line in inner]
+            lines += [f"{prefix}{place}{': ' if place else ''}{line}" for line in inner]
         elif problem["type"] == "extra_forbidden":
             kinds: dict[str, type[Strict]] = {"the corpus": Corpus, "a source": SourceSpec, "rules": Rules}
             homes = [kind for kind, model in kinds.items() if problem["loc"][-1] in model.model_fields]
             remedy = f"it is a key of {' and of '.join(homes)}: move it there" if homes else "remove it"
-            lines.append(f"{where}{place}: unknown key here; {remedy}")
+            lines.append(f"{prefix}{place}: unknown key here; {remedy}")
         else:
             given = "" if problem["type"] == "missing" else f": {problem['input']!r}"
             quote = "; YAML reads yes, no, on and off as truth values: quote it" * (
                 problem["input"] in (True, False) and problem["type"] == "string_type"
             )
-            lines.append(f"{where}{place}{given}: {problem['msg']}{quote}")
+            lines.append(f"{prefix}{place}{given}: {problem['msg']}{quote}")
     return lines

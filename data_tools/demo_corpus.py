@@ -54,10 +54,11 @@ UNIT = '<tu><tuv xml:lang="en"><seg>{}</seg></tuv><tuv xml:lang="yy"><seg>{}</se
 
 
 def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0) -> None:
-    """Make the whole corpus. The directory `out` appears only when it is complete."""
+    """Write the whole corpus to the directory `out`, which appears only when it is complete. pairs, mono: numbers of
+    en-xx pairs, and of sentences of en and of xx. Raises UserError."""
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; choose another --out or remove it")
-    partial = files.beside(out)
+    partial = files.partial_path(out)
     files.remove(partial)
     raw, corpus, made = partial / "raw", partial / "corpus.yaml", partial / "made"
     try:
@@ -76,22 +77,25 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0) -> 
         (partial / "shards").rmdir()
         made.rmdir()
         files.write_text(corpus, corpus_yaml(out / "raw"))
-        files.move_in(partial, out)
+        files.rename_into_place(partial, out)
     except BaseException:
         files.remove(partial)
         raise
 
 
 def corpus_yaml(raw: Path) -> str:
+    """Return the text of corpus.yaml for the raw files in the folder `raw`."""
     return CORPUS.replace("RAW", json.dumps(str(raw), ensure_ascii=False)[1:-1]).replace("HELDOUT", str(HELDOUT))
 
 
 def write_raw(world: World, raw: Path, pairs: int, mono: int) -> None:
-    """Write the raw files."""
+    """Write the raw files of the three languages to the folder `raw`. pairs, mono: as in `build`."""
     fifth = -(-pairs // 5)
-    lines = ["\t".join(in_spaces(*world.pair(number))) for number in range(with_heldout(pairs))]
+    lines = ["\t".join(link_whitespace_words(*world.pair(number))) for number in range(count_with_heldout(pairs))]
     write_lines(raw / "en-xx.tsv", lines)
-    units = [UNIT.format(*world.pair(number, "yy")[:2]) for number in range(FIRST_YY, FIRST_YY + with_heldout(fifth))]
+    units = [
+        UNIT.format(*world.pair(number, "yy")[:2]) for number in range(FIRST_YY, FIRST_YY + count_with_heldout(fifth))
+    ]
     files.write_text(raw / "en-yy.tmx", TMX % "".join(units))
     for language in WRITTEN:
         wanted = -(-mono // 5) if language == "yy" else mono
@@ -100,13 +104,14 @@ def write_raw(world: World, raw: Path, pairs: int, mono: int) -> None:
         write_lines(raw / f"{name}.txt", sorted(" ".join(entry[::flip]) for entry in world.dictionary()))
 
 
-def with_heldout(pairs: int) -> int:
-    """The number of pairs of which `pairs` remain for training."""
+def count_with_heldout(pairs: int) -> int:
+    """Return the number of pairs to generate, so that `pairs` of them remain for training after some are held out."""
     return pairs + min(HELDOUT, pairs // 9)
 
 
-def in_spaces(en: str, xx: str, links: str) -> tuple[str, str, str]:
-    """A pair with the links between its words, not symbols, renumbered to words between white space, as a TSV has."""
+def link_whitespace_words(en: str, xx: str, links: str) -> tuple[str, str, str]:
+    """Return a pair with its links renumbered from words and symbols (data/words.py) to white-space words, as a TSV has
+    them. Links of symbols are left out."""
     sides = [[(n, word) for n, piece in enumerate(text.split()) for word in re.findall(r"\w+|\W", piece)]
              for text in (en, xx)]  # fmt: skip
     numbers = (map(int, link.split("-")) for link in links.split())
@@ -115,12 +120,12 @@ def in_spaces(en: str, xx: str, links: str) -> tuple[str, str, str]:
     return en, xx, " ".join(f"{i}-{j}" for i, j in pieces)
 
 
-def write_wiki(world: World, folder: Path, language: str, wanted: int) -> None:
-    """Write documents of `wanted` sentences in all, in the format of WikiExtractor."""
+def write_wiki(world: World, folder: Path, language: str, sentence_count: int) -> None:
+    """Write documents with `sentence_count` sentences in total to the folder, in the format of WikiExtractor."""
     lines, written, number = list[str](), 0, 0
-    while written < wanted:
+    while written < sentence_count:
         number += 1
-        sentences = world.document(language, number)[: wanted - written]
+        sentences = world.document(language, number)[: sentence_count - written]
         text = ("" if language == "yy" else " ").join(sentences)
         lines += [f'<doc id="{number}" url="" title="{language} {number}">', text, "", "</doc>", ""]
         written += len(sentences)
@@ -136,11 +141,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("data/demo"))
     parser.add_argument("--pairs", type=int, default=20_000)
-    parser.add_argument("--mono", type=int, default=20_000, help="sentences of each language")
+    parser.add_argument("--mono", type=int, default=20_000, help="sentences of en and of xx; yy has a fifth")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     build(args.out, args.pairs, args.mono, args.seed)
-    print(f"{args.out}: {args.pairs:,} pairs, {args.mono:,} sentences of each language, tokenizer, dictionary")
+    print(f"{args.out}: {args.pairs:,} pairs, {args.mono:,} sentences each of en and xx, a tokenizer, dictionaries")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ LANGUAGES = ("en", "xx")
 """The languages in which a sentence is built."""
 WRITTEN = (*LANGUAGES, "yy")
 FIRST_YY = 1_000_000
-"""The number of the first en-yy pair of a corpus. It is so high that en-yy and en-xx have different sentences."""
+"""The index of the first en-yy pair of a corpus. It is so high that en-yy and en-xx pairs have different sentences."""
 
 # In the tables: word/irregular-form, word~ for a mass noun, word+particle for a phrasal verb, and capital
 # letters for noun classes. Earlier words are more frequent.
@@ -97,26 +97,26 @@ SUFFIXES = {"noun": NOUN_SUFFIXES, "verb": VERB_SUFFIXES, "copula": VERB_SUFFIXE
 ONSETS = ("k", "t", "p", "m", "n", "l", "r", "z", "v", "g", "b", "d", "sh", "j")
 VOWELS, CODAS = ("a", "i", "o", "u", "ei"), "vzjh"  # hardly a word comes out as an English one
 CHARACTERS = [chr(0x4E00 + 29 * i) for i in range(300)]
-"""The characters of yy. A stem has two of them, a suffix has one."""
+"""The characters from which stems of yy are made. A stem has two of them, and a suffix has one other character."""
 _ALL_SUFFIXES = sorted({*NOUN_SUFFIXES.values(), *VERB_SUFFIXES.values(), *CASES.values()})
 SUFFIX_CHARACTERS = {suffix: chr(0x7101 + number) for number, suffix in enumerate(_ALL_SUFFIXES)}
 PARTICLE_CHARACTERS = "的了吗吧"
 OF_YY = {".": "。", ",": "，", "?": "？"}
 GLUED = re.compile(r" (?=[.,?])| ?’ ?")
-"""The spaces beside punctuation between tokens, which the written text does not have."""
+"""Matches spaces between tokens that the written text does not have: those beside punctuation."""
 RETURN = 0.35
-"""The probability that a document reuses the word that it sampled last from a pool."""
+"""The probability that a document reuses the word that it last sampled from a pool."""
 
 TENSES_DRAWN = ("past",) * 3 + ("pres",) * 3 + ("fut",) * 2
 SIMPLE_VERBS = ("transitive",) * 10 + ("intransitive",) * 3 + ("motion", "be") * 2 + ("giving",)
 ALL_VERBS = (*SIMPLE_VERBS, "giving", "saying", "wanting")
 
-Token = tuple[str, tuple[int, ...]]  # surface form and the concepts that it expresses
+Token = tuple[str, tuple[int, ...]]  # surface form, and the numbers of the concepts that it expresses
 
 
 @dataclass(eq=False)
 class Word:
-    """A word of the lexicon; `en` and `xx` map the same grammatical keys ("" if invariable) to its forms."""
+    """A word of the lexicon. `en` and `xx` map the same grammatical keys to its forms; invariable words have ""."""
 
     pos: str
     kind: str  # noun class, verb class, ...
@@ -129,8 +129,8 @@ class Word:
     xx: dict[str, str] = field(default_factory=dict)
 
 
-class Part(NamedTuple):
-    """A part of a sentence in both languages, with those properties of its head that the grammar needs."""
+class Phrase(NamedTuple):
+    """Tokens of (a part of) a sentence in both languages, with the properties of its head that the grammar needs."""
 
     en: Sequence[Token] = ()
     xx: Sequence[Token] = ()
@@ -139,11 +139,12 @@ class Part(NamedTuple):
     person: str = "3sg"
 
 
-NOTHING = Part()
+NOTHING = Phrase()
 
 
 class Pool:
-    """Words to sample from, Zipf-distributed by rank. `rng` perturbs the ranks, so that each pool differs."""
+    """Words to sample from, Zipf-distributed by rank. If there is an `rng`, it perturbs the ranks, so that each pool
+    has other frequent words."""
 
     def __init__(self, words: list[Word], rng: Random | None):
         self.words = sorted(words, key=lambda word: (word.rank + 4) * rng.random() if rng else word.rank)
@@ -158,20 +159,20 @@ def choose(rng: Random, options: Sequence[str]) -> str:
     return options[int(rng.random() * len(options))]
 
 
-def order(en: Sequence[Part], xx: Sequence[Part]) -> Part:
-    """One part that joins parts: in English in the order of `en`, in xx in the order of `xx`."""
-    return Part([token for part in en for token in part.en], [token for part in xx for token in part.xx])
+def join(en: Sequence[Phrase], xx: Sequence[Phrase]) -> Phrase:
+    """Return a phrase that joins phrases: in English in the order of `en`, in xx in the order of `xx`."""
+    return Phrase([token for part in en for token in part.en], [token for part in xx for token in part.xx])
 
 
-def text(tokens: Sequence[Token]) -> str:
-    """The written text of tokens, each of which is one word or symbol by xscale/data/words.py."""
+def written_text(tokens: Sequence[Token]) -> str:
+    """Return the tokens as written text. Each token is one word or symbol of data/words.py."""
     spaced = re.sub(r"\ba (?=[aeiou])", "an ", " ".join(word for word, _ in tokens))
     written = GLUED.sub(lambda match: match[0].strip(), spaced)
     return written[0].upper() + written[1:]
 
 
 def add_s(word: str) -> str:
-    """The regular plural or third person of an English word."""
+    """Return the regular plural of an English noun, or the third person of a verb."""
     if word[-1] == "y" and word[-2] not in "aeiou":
         return word[:-1] + "ies"
     return word + ("es" if word.endswith(("s", "x", "z", "ch", "sh", "o")) else "s")
@@ -183,44 +184,44 @@ def english_verb(base: str, past: str = "") -> dict[str, str]:
     return forms | {f"past.{person}": past for person in PERSONS}
 
 
-def rows(table: dict[str, str]) -> Iterator[tuple[str, int, list[str]]]:
-    """(label, rank, fields) of each item of a table."""
+def table_items(table: dict[str, str]) -> Iterator[tuple[str, int, list[str]]]:
+    """Yield (label, rank, fields) for each item of a table such as NOUNS."""
     for label, items in table.items():
         for rank, item in enumerate(items.split()):
             yield label, rank, re.split("[:/]", item)
 
 
 def english_lexicon() -> list[Word]:
-    """All words, without their `xx` forms."""
+    """Return all words. Their `xx` forms are empty."""
     words = []
-    for kind, rank, (noun, *plural) in rows(NOUNS):
+    for kind, rank, (noun, *plural) in table_items(NOUNS):
         forms = {f"sg.{case}": noun.rstrip("~") for case in CASES}
         if not noun.endswith("~"):
             forms |= {f"pl.{case}": plural[0] if plural else add_s(noun) for case in CASES}
         words.append(Word("noun", kind, rank, forms))
-    for kind, rank, (name,) in rows(NAMES):
+    for kind, rank, (name,) in table_items(NAMES):
         words.append(Word("noun", kind, rank + 4, {f"sg.{case}": name for case in CASES}))
-    for kind, rank, (subjects, objects, verb, *past) in rows(VERBS):
+    for kind, rank, (subjects, objects, verb, *past) in table_items(VERBS):
         verb, _, particle = verb.partition("+")
         words.append(Word("verb", kind, rank, english_verb(verb, *past), subjects, objects, particle))
     be = {f"{t}.{p}": form for t, form in (("pres", "are"), ("past", "were"), ("fut", "be")) for p in PERSONS}
     be |= {"pres.1sg": "am", "pres.3sg": "is", "past.1sg": "was", "past.3sg": "was", "inf": "be"}
     words.append(Word("copula", "be", 0, be, "".join(NOUNS)))
-    for classes, rank, (adjective,) in rows(ADJECTIVES):
+    for classes, rank, (adjective,) in table_items(ADJECTIVES):
         words.append(Word("adjective", "", rank, {"": adjective}, objects=classes))
-    for classes, rank, (preposition,) in rows(PREPOSITIONS):
+    for classes, rank, (preposition,) in table_items(PREPOSITIONS):
         words.append(Word("preposition", "", rank, {"": preposition}, objects=classes))
-    for kind, rank, (person, subject, other) in rows(PRONOUNS):
+    for kind, rank, (person, subject, other) in table_items(PRONOUNS):
         forms = dict.fromkeys(CASES, other) | {"nom": subject}
         words.append(Word("pronoun", kind, rank, forms, person=person))
-    for label, rank, (word,) in rows(INVARIABLE):
+    for label, rank, (word,) in table_items(INVARIABLE):
         pos, kind = label.split()
         words.append(Word(pos, kind, rank, {"": word}))
     return words
 
 
-def coin(rng: Random, pos: str, suffixes: dict[str, str], taken: set[str]) -> dict[str, str]:
-    """The forms of a new word of the language xx. They are added to `taken`, which had none of them."""
+def coin_xx_forms(rng: Random, pos: str, suffixes: dict[str, str], taken_forms: set[str]) -> dict[str, str]:
+    """Return the forms of a new word of xx, by the keys of `suffixes`, and add them to `taken_forms`."""
     short = pos not in (*CONTENT, "copula")
     while True:
         syllables = 1 if short else 2 if rng.random() < 0.7 else 3
@@ -228,21 +229,23 @@ def coin(rng: Random, pos: str, suffixes: dict[str, str], taken: set[str]) -> di
         if pos not in ("noun", "adjective", "adverb", "number", "pronoun"):
             stem += choose(rng, CODAS)
         forms = {key: stem + suffix for key, suffix in suffixes.items()}
-        if taken.isdisjoint(forms.values()):
-            taken.update(forms.values())
+        if taken_forms.isdisjoint(forms.values()):
+            taken_forms.update(forms.values())
             return forms
 
 
-def in_characters(rng: Random, forms: dict[str, str], suffixes: dict[str, str], taken: set[str]) -> dict[str, str]:
-    """Each xx form of a word -> its yy form. The stem of the yy forms is new, and is added to `taken`."""
-    while (stem := choose(rng, CHARACTERS) + choose(rng, CHARACTERS)) in taken:
+def coin_yy_forms(
+    rng: Random, forms: dict[str, str], suffixes: dict[str, str], taken_stems: set[str]
+) -> dict[str, str]:
+    """Return {xx form of a word: its yy form}. Their new stem is added to `taken_stems`."""
+    while (stem := choose(rng, CHARACTERS) + choose(rng, CHARACTERS)) in taken_stems:
         pass
-    taken.add(stem)
+    taken_stems.add(stem)
     return {form: stem + (SUFFIX_CHARACTERS[suffixes[key]] if suffixes[key] else "") for key, form in forms.items()}
 
 
 class World:
-    """The languages that are made from a seed. Sentences depend only on the seed and the arguments."""
+    """The three languages of a seed. A sentence depends only on the seed and the arguments of `pair` or `document`."""
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -251,7 +254,7 @@ class World:
         taken = {form for word in self.words for form in word.en.values()} | OTHER_ENGLISH
         coined: dict[object, dict[str, str]] = {}
         self.yy = {**OF_YY, "’": ""}
-        """The yy form of each xx token."""
+        """xx token -> its yy form."""
         stems: set[str] = set()
         for word in self.words:  # "he", "she" and "it" are one word in xx; some words are in two tables
             name = (word.pos, word.person if word.pos == "pronoun" else word.en.get("", word))
@@ -262,11 +265,11 @@ class World:
                 if base.istitle():
                     coined[name] = {key: base + suffix for key, suffix in suffixes.items()}
                 else:
-                    coined[name] = coin(rng, word.pos, suffixes, taken)
-                self.yy |= in_characters(rng, coined[name], suffixes, stems)
+                    coined[name] = coin_xx_forms(rng, word.pos, suffixes, taken)
+                self.yy |= coin_yy_forms(rng, coined[name], suffixes, stems)
             word.xx = coined[name]
         particles = ("topic", "question", "not", "after not")
-        self.particles = {name: coin(rng, "particle", {"": ""}, taken)[""] for name in particles}
+        self.particles = {name: coin_xx_forms(rng, "particle", {"": ""}, taken)[""] for name in particles}
         for number, form in enumerate(self.particles.values()):
             self.yy[form] = PARTICLE_CHARACTERS[number]
         self.pronouns = {word.en["nom"]: word for word in self.words if word.pos == "pronoun"}
@@ -274,7 +277,7 @@ class World:
         self.pools = {key: Pool(words, rng if isinstance(key[0], Word) else None) for key, words in groups}
 
     def _groups(self) -> dict[tuple[Word | str, str], list[Word]]:
-        """Key of a pool -> its words. If the key has a Word, the pool holds words that can go with that word."""
+        """Return {key of a pool: its words}. If the key contains a Word, they can go with that word."""
         of: dict[str, list[Word]] = {}
         groups: dict[tuple[Word | str, str], list[Word]] = {}
         for word in self.words:
@@ -295,7 +298,8 @@ class World:
         return groups
 
     def pair(self, index: int, other: str = "xx") -> tuple[str, str, str]:
-        """English text, its translation and links ("i-j ...", by word) of parallel sentence `index`."""
+        """Return the English text of parallel sentence `index`, its translation into `other` ("xx" or "yy"), and their
+        links "i-j ..." between words and symbols."""
         sentence = Composer(self, Random(f"{self.seed}/pair/{index}")).sentence()
         places: dict[int, list[int]] = {}
         j = 0
@@ -305,10 +309,10 @@ class World:
                 places.setdefault(concept, []).extend(range(j, j + words))
             j += words
         links = {(i, j) for i, (_, cs) in enumerate(sentence.en) for c in cs for j in places.get(c, ())}
-        return text(sentence.en), self._written(sentence, other), " ".join(f"{i}-{j}" for i, j in sorted(links))
+        return written_text(sentence.en), self._written(sentence, other), " ".join(f"{i}-{j}" for i, j in sorted(links))
 
     def document(self, language: str, index: int) -> list[str]:
-        """Monolingual document `index` of a language: its sentences."""
+        """Return the sentences of monolingual document `index` of a language."""
         if language not in WRITTEN:
             raise ValueError(f"no language {language!r}, only {WRITTEN}")
         rng = Random(f"{self.seed}/{language}/{index}")
@@ -316,13 +320,13 @@ class World:
         sentences = min(1 + int(rng.expovariate(1 / 5)), 40)
         return [self._written(Composer(self, rng, topic).sentence(), language) for _ in range(sentences)]
 
-    def _written(self, sentence: Part, language: str) -> str:
+    def _written(self, sentence: Phrase, language: str) -> str:
         if language == "yy":
             return "".join(self.yy[token] for token, _ in sentence.xx)
-        return text(sentence.en if language == "en" else sentence.xx)
+        return written_text(sentence.en if language == "en" else sentence.xx)
 
     def dictionary(self) -> list[tuple[str, str]]:
-        """The translations between the forms of content words."""
+        """Return (en form, xx form) of all content words, without duplicates."""
         entries = []
         for word in self.words:
             if word.pos in CONTENT:
@@ -333,11 +337,11 @@ class World:
 
 
 Topic = dict[tuple[Word | str, str], Word]
-"""Key of each pool of the world -> the word that a document sampled last from the pool."""
+"""Key of a pool of the world -> the word that a document last sampled from the pool."""
 
 
 class Composer:
-    """The grammar. Each rule is a method that samples a part of a sentence in both languages."""
+    """The grammar. Each rule is a method that samples a phrase in both languages."""
 
     def __init__(self, world: World, rng: Random, topic: Topic | None = None):
         self.world, self.rng, self.topic = world, rng, topic
@@ -346,13 +350,13 @@ class Composer:
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
 
-    def express(self, word: Word, key: str = "") -> Part:
-        """A part with one form of a word in both languages, which expresses a new concept."""
+    def express(self, word: Word, key: str = "") -> Phrase:
+        """Return a phrase of one form of a word in both languages, which expresses a new concept."""
         c = next(self.concepts)
-        return Part([(word.en[key], (c,))], [(word.xx[key], (c,))], word, c, word.person)
+        return Phrase([(word.en[key], (c,))], [(word.xx[key], (c,))], word, c, word.person)
 
     def draw(self, owner: Word | str, group: str) -> Word:
-        """A word sampled from a pool of the world; in a document, often the one that was sampled last from it."""
+        """Return a word sampled from a pool of the world; in a document, often the word sampled last."""
         if self.topic is None:
             return self.world.pools[owner, group].draw(self.rng)
         known = self.topic.get((owner, group))
@@ -360,24 +364,24 @@ class Composer:
             known = self.topic[owner, group] = self.world.pools[owner, group].draw(self.rng)
         return known
 
-    def some(self, pos: Word | str, kind: str, probability: float = 1.0) -> Part:
+    def maybe_word(self, pos: Word | str, kind: str, probability: float = 1.0) -> Phrase:
         """Return an invariable word from a pool with this probability, otherwise NOTHING."""
         return self.express(self.draw(pos, kind)) if self.chance(probability) else NOTHING
 
-    def mark(self, sign: str) -> Part:
+    def punctuation(self, sign: str) -> Phrase:
         c = next(self.concepts)
-        return Part([(sign, (c,))], [(sign, (c,))])
+        return Phrase([(sign, (c,))], [(sign, (c,))])
 
-    def particle(self, name: str, *concepts: int) -> Part:
+    def particle(self, name: str, *concepts: int) -> Phrase:
         apostrophe: list[Token] = [("’", ())] if name == "topic" else []
-        return Part(xx=[*apostrophe, (self.world.particles[name], concepts)])
+        return Phrase(xx=[*apostrophe, (self.world.particles[name], concepts)])
 
-    def adjective(self, noun: Word) -> Part:
-        degree, adjective = self.some("adverb", "degree", 0.15), self.some(noun, "adjective")
-        return order((degree, adjective), (adjective, degree))
+    def adjective(self, noun: Word) -> Phrase:
+        degree, adjective = self.maybe_word("adverb", "degree", 0.15), self.maybe_word(noun, "adjective")
+        return join((degree, adjective), (adjective, degree))
 
-    def phrase(self, owner: Word | str, group: str, case: str, depth: int) -> Part:
-        """A noun phrase; `depth` 0 allows all modifiers, 1 and 2 fewer."""
+    def noun_phrase(self, owner: Word | str, group: str, case: str, depth: int) -> Phrase:
+        """Return a noun phrase. `depth` 0 allows all modifiers, 1 and 2 fewer."""
         noun = self.draw(owner, group)
         countable = "pl.nom" in noun.en
         if noun.kind == "P" and not countable:
@@ -386,81 +390,81 @@ class Composer:
         core = self.express(noun, f"{number}.{case}")
         roll = self.rng.random()
         if roll < 0.14:
-            front = self.some("determiner", number)
+            front = self.maybe_word("determiner", number)
         elif roll < 0.4 and number == "pl":
-            front = self.some("number", "number")
+            front = self.maybe_word("number", "number")
         elif roll < 0.7:
-            front = Part([("the", ())])
+            front = Phrase([("the", ())])
         else:
-            front = Part([("a", ())]) if countable and number == "sg" else NOTHING
+            front = Phrase([("a", ())]) if countable and number == "sg" else NOTHING
         adjective = self.adjective(noun) if self.chance((0.4, 0.25, 0.15)[depth]) else NOTHING
         before = after = NOTHING  # in xx; both follow the noun in English
         person = "3pl" if number == "pl" else "3sg"
         roll = self.rng.random() if depth == 0 else 1.0
         if roll < 0.06:
-            before = self.adposition("of", self.phrase("noun", "P", "gen", 2))
+            before = self.adposition("of", self.noun_phrase("noun", "P", "gen", 2))
         elif roll < 0.18:
             after = self.relative(noun, person)
         elif roll < 0.25:
-            conjunction, other = self.some("conjunction", "and"), self.phrase("noun", noun.kind, case, 2)
-            after, person = order((conjunction, other), (other, conjunction)), "3pl"
-        whole = order((front, adjective, core, before, after), (before, core, adjective, front, after))
-        return Part(whole.en, whole.xx, noun, core.concept, person)
+            conjunction, other = self.maybe_word("conjunction", "and"), self.noun_phrase("noun", noun.kind, case, 2)
+            after, person = join((conjunction, other), (other, conjunction)), "3pl"
+        whole = join((front, adjective, core, before, after), (before, core, adjective, front, after))
+        return Phrase(whole.en, whole.xx, noun, core.concept, person)
 
-    def adposition(self, preposition: str, phrase: Part) -> Part:
-        """A phrase with an English preposition, in place of which xx has a case suffix."""
+    def adposition(self, preposition: str, phrase: Phrase) -> Phrase:
+        """Return the noun phrase after an English preposition. In xx, its case suffix has that meaning."""
         return phrase._replace(en=[(preposition, (phrase.concept,)), *phrase.en])
 
-    def relative(self, noun: Word, person: str) -> Part:
-        """A relative clause: what a living thing does, or what is done to something else."""
-        relativiser = self.some("conjunction", "who" if noun.kind == "P" else "which")
+    def relative(self, noun: Word, person: str) -> Phrase:
+        """Return a relative clause about a noun: what a living thing does, or what is done to anything else."""
+        relativiser = self.maybe_word("conjunction", "who" if noun.kind == "P" else "which")
         tense = choose(self.rng, TENSES_DRAWN)
         if noun.kind in "PA":
-            clause = self.clause(tense, 1, subject=Part(head=noun, person=person))
+            clause = self.clause(tense, 1, subject=Phrase(head=noun, person=person))
         else:
             clause = self.clause(tense, 1, gap=noun.kind)
-        return order((relativiser, clause), (clause, relativiser))
+        return join((relativiser, clause), (clause, relativiser))
 
-    def participant(self, verb: Word, role: str, case: str, depth: int) -> Part:
-        """The subject or object of a verb."""
+    def participant(self, verb: Word, role: str, case: str, depth: int) -> Phrase:
+        """Return the subject or object of a verb (role "subject" or "object")."""
         if "P" in getattr(verb, f"{role}s") and self.chance(0.15):
             return self.express(self.draw("pronoun", "P"), case)
-        return self.phrase(verb, role, case, depth)
+        return self.noun_phrase(verb, role, case, depth)
 
-    def back_reference(self, subject: Part) -> Part:
-        """The pronoun for an earlier subject."""
+    def back_reference(self, subject: Phrase) -> Phrase:
+        """Return the pronoun that refers to an earlier subject."""
         noun = subject.head
         if noun.pos == "pronoun":
             return self.express(noun, "nom")
         singular = "it" if noun.kind == "A" else "she" if noun.en["sg.nom"] in FEMALE else "he"
         return self.express(self.world.pronouns["they" if subject.person == "3pl" else singular], "nom")
 
-    def complements(self, verb: Word, subject: Part, depth: int, gap: str) -> Part:
-        """The complements of a verb. They follow it in English, and mostly precede it in the invented language xx."""
+    def complements(self, verb: Word, subject: Phrase, depth: int, gap: str) -> Phrase:
+        """Return the complements of a verb. In English they follow the verb; in xx they mostly precede it."""
         if verb.kind == "be":
             return self.adjective(subject.head)
         if verb.kind == "wanting":
-            return self.clause("inf", 1, subject=Part(head=subject.head))
+            return self.clause("inf", 1, subject=Phrase(head=subject.head))
         if verb.kind == "saying":
-            that, said = self.some("conjunction", "that"), self.clause(choose(self.rng, TENSES_DRAWN), 1)
-            return order((that, said), (said, that))
+            that, said = self.maybe_word("conjunction", "that"), self.clause(choose(self.rng, TENSES_DRAWN), 1)
+            return join((that, said), (said, that))
         thing = goal = place = NOTHING
         if verb.kind in ("transitive", "giving") and not gap:
             thing = self.participant(verb, "object", "acc", depth)
         if verb.kind == "motion":
-            goal = self.adposition("to", self.phrase(verb, "object", "dat", 2))
+            goal = self.adposition("to", self.noun_phrase(verb, "object", "dat", 2))
         elif verb.kind == "giving":
-            goal = self.adposition("to", self.phrase("noun", "P", "dat", 2))
+            goal = self.adposition("to", self.noun_phrase("noun", "P", "dat", 2))
         if self.chance(0.1 if depth else 0.35):
-            preposition = self.some("preposition", "")
-            where = self.phrase(preposition.head, "object", "loc", 2)
-            place = order((preposition, where), (where, preposition))
-        manner = self.some(verb, "manner", 0.12)
-        return order((thing, goal, place, manner), (place, goal, thing, manner))
+            preposition = self.maybe_word("preposition", "")
+            where = self.noun_phrase(preposition.head, "object", "loc", 2)
+            place = join((preposition, where), (where, preposition))
+        manner = self.maybe_word(verb, "manner", 0.12)
+        return join((thing, goal, place, manner), (place, goal, thing, manner))
 
-    def clause(self, tense: str, depth: int, subject: Part = NOTHING, gap: str = "", ask: bool = False) -> Part:
-        """A clause. subject: its subject, which may have no tokens; NOTHING: one is sampled. gap: the class of the
-        object that is left out, because the clause is a relative clause about it."""
+    def clause(self, tense: str, depth: int, subject: Phrase = NOTHING, gap: str = "", ask: bool = False) -> Phrase:
+        """Return a clause. subject: the clause's subject, which may have no tokens; NOTHING: sample one. gap: the class
+        of the noun that a relative clause is about and whose object is therefore left out."""
         kind = choose(self.rng, SIMPLE_VERBS if depth else ALL_VERBS)
         if gap:
             verb = self.draw("taking", gap)
@@ -470,8 +474,8 @@ class Composer:
         if subject is NOTHING:
             subject = self.participant(verb, "subject", "nom", depth)
         rest = self.complements(verb, subject, depth, gap)
-        frequency = NOTHING if tense == "inf" else self.some("adverb", "frequency", 0.1)
-        time = NOTHING if depth or verb.kind in ("saying", "wanting") else self.some("adverb", tense, 0.25)
+        frequency = NOTHING if tense == "inf" else self.maybe_word("adverb", "frequency", 0.1)
+        time = NOTHING if depth or verb.kind in ("saying", "wanting") else self.maybe_word("adverb", tense, 0.25)
         negated = tense != "inf" and self.chance(0.14)
 
         key = "inf" if tense == "inf" else f"{tense}.{subject.person}"
@@ -493,27 +497,27 @@ class Composer:
         verbless = verb.kind == "be" and tense == "pres"
         dropped = subject.person[0] in "12" and not verbless  # only the verb's suffix expresses it
         suffixed = (action, subject.concept) if dropped else (action,)
-        predicate = Part(main, [] if verbless else [(verb.xx[key], suffixed)])
+        predicate = Phrase(main, [] if verbless else [(verb.xx[key], suffixed)])
         topic = self.particle("topic") if not (depth or dropped) and self.chance(0.3) else NOTHING
         denied = undone = NOTHING
         if negated:
             denied = self.particle("not", denial)._replace(en=[("not", (denial,))])
             undone = self.particle("after not", denial)
         asked = self.particle("question") if ask else NOTHING
-        opening = (Part(auxiliary), subject) if ask else (subject, Part(auxiliary))
-        whole = order(
+        opening = (Phrase(auxiliary), subject) if ask else (subject, Phrase(auxiliary))
+        whole = join(
             (*opening, denied, frequency, predicate, rest, time),
             (time, NOTHING if dropped else subject, topic, rest, frequency, denied, predicate, undone, asked),
         )
-        return Part(whole.en, whole.xx, subject.head, subject.concept, subject.person)
+        return Phrase(whole.en, whole.xx, subject.head, subject.concept, subject.person)
 
-    def sentence(self) -> Part:
-        """A sentence of 5 to 22 tokens: the start symbol of the grammar."""
+    def sentence(self) -> Phrase:
+        """Return a sentence of 5 to 22 English tokens."""
         while not 5 <= len((drawn := self._sentence()).en) <= 22:
             pass
         return drawn
 
-    def _sentence(self) -> Part:
+    def _sentence(self) -> Phrase:
         roll = self.rng.random()
         question, subordinate, coordinate = roll < 0.14, 0.65 < roll < 0.85, roll > 0.85
         tense = choose(self.rng, TENSES_DRAWN)
@@ -521,11 +525,11 @@ class Composer:
         if subordinate or coordinate:
             again = self.back_reference(main) if main.head.kind in "PA" and self.chance(0.4) else NOTHING
             other = self.clause(tense, 1, subject=again)
-            conjunction = self.some("conjunction", "subordinate" if subordinate else "coordinate")
-            comma = self.mark(",")
+            conjunction = self.maybe_word("conjunction", "subordinate" if subordinate else "coordinate")
+            comma = self.punctuation(",")
             fronted = (conjunction, other, comma, main)
             en = fronted if subordinate and self.chance(0.4) else (main, conjunction, other)
             xx = (other, conjunction, comma, main) if subordinate else (main, comma, conjunction, other)
-            whole = order(en, xx)
-        end = self.mark("?" if question else ".")
-        return order((whole, end), (whole, end))
+            whole = join(en, xx)
+        end = self.punctuation("?" if question else ".")
+        return join((whole, end), (whole, end))

@@ -1,10 +1,10 @@
-"""Runs the tasks of a step: in processes of this machine, as an array of SLURM jobs, or on a Ray cluster.
+"""Runs the tasks of a step in processes of this machine, as an array of SLURM jobs, or on a Ray cluster.
 
-A task is a pure function of the plan. It writes complete files (`put`), and last its mark. A task with a mark is not
-run again, so a killed run continues with the other tasks, with any executor. The executors are concurrent.futures,
-`sbatch --wait --array` and Ray's tasks. (datatrove's local executor waits forever for a worker that the kernel killed,
-its SLURM executor does not report whether tasks failed, and its Ray executor starts only inside its own pipelines.
-submitit needs SLURM's accounting database.)
+A task is a pure function of the plan. It writes whole files (by `replacing`), and then an empty file that marks it as
+done. A task that is marked is not run again, so a killed run continues with the other tasks, also with another
+executor. The executors use concurrent.futures, `sbatch --wait --array` and Ray's tasks. (datatrove's local executor
+waits forever for a worker that the kernel killed, its SLURM executor does not report whether tasks failed, and its Ray
+executor starts only inside its own pipelines. submitit needs SLURM's accounting database.)
 """
 
 import logging
@@ -37,8 +37,9 @@ Step = Callable[[Path, int], None]
 
 
 @contextmanager
-def put(path: Path) -> Iterator[Path]:
-    """Yield a new path to write to; its file then replaces `path`. Two processes may write `path` at the same time."""
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a new path to write to. The file that is written there then replaces `path`. Two processes may do so for
+    one `path` at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{files.PARTIAL}")
     try:
@@ -50,13 +51,14 @@ def put(path: Path) -> Iterator[Path]:
         raise
 
 
-def mark(folder: Path, step: str, number: int) -> Path:
-    """The file that says that a task is done."""
+def mark_path(folder: Path, step: str, number: int) -> Path:
+    """Return the path of the empty file that marks a task as done."""
     return folder / "done" / step / f"{number:06d}"
 
 
 def do_task(folder: Path, name: str, step: Step, number: int) -> None:
-    done = mark(folder, name, number)
+    """Do task `number` of the step called `name`, unless it is marked as done, and mark it."""
+    done = mark_path(folder, name, number)
     if not done.exists():
         step(folder, number)
         done.parent.mkdir(parents=True, exist_ok=True)
@@ -71,14 +73,14 @@ class Executor:
         self._pool: ProcessPoolExecutor | None = None
 
     def run(self, name: str, step: Step, tasks: int) -> int:
-        """Do the tasks of a step that are not done. Returns their number. Raises UserError and MachineError."""
-        left = [number for number in range(tasks) if not mark(self.folder, name, number).exists()]
+        """Do the tasks of a step that are not done. Return their number. Raises UserError and MachineError."""
+        left = [number for number in range(tasks) if not mark_path(self.folder, name, number).exists()]
         if left and self.kind == "slurm":
             self._run_array(name, left)
         elif left and self.kind == "ray":
             self._run_ray(name, step, left)
         elif left and self.workers == 1:
-            with progress(name, len(left)) as bar:
+            with progress_bar(name, len(left)) as bar:
                 for number in left:
                     do_task(self.folder, name, step, number)
                     bar.update()
@@ -100,7 +102,7 @@ class Executor:
             )
         tasks = [self._pool.submit(do_task, self.folder, name, step, n) for n in left]
         try:
-            with progress(name, len(left)) as bar:
+            with progress_bar(name, len(left)) as bar:
                 for future in as_completed(tasks):
                     future.result()
                     bar.update()
@@ -114,7 +116,7 @@ class Executor:
                 future.cancel()
 
     def _run_array(self, name: str, left: list[int]) -> None:
-        """Run an array of jobs, each of which does a share of the tasks."""
+        """Run a SLURM array of at most `workers` jobs, each of which does a share of the tasks."""
         jobs, logs = min(self.workers, len(left)), self.folder / "logs"
         logs.mkdir(exist_ok=True)
         words = [sys.executable, "-m", f"{__package__}.prepare", "--tasks", str(self.folder), name]
@@ -129,7 +131,7 @@ class Executor:
             )
         except FileNotFoundError:
             raise UserError("--executor slurm needs `sbatch` on PATH; or choose --executor local") from None
-        missing = [number for number in left if not mark(self.folder, name, number).exists()]
+        missing = [number for number in left if not mark_path(self.folder, name, number).exists()]
         if missing:
             job = done.stdout.strip().partition(";")[0]
             texts = [path.read_text(errors="replace") for path in sorted(logs.glob(f"{name}-{job}_*.out"))]
@@ -140,7 +142,7 @@ class Executor:
             )
 
     def _run_ray(self, name: str, step: Step, left: list[int]) -> None:
-        """Run the tasks on the Ray cluster of RAY_ADDRESS, or else on this machine, at most `workers` at a time."""
+        """Run the tasks on the Ray cluster of RAY_ADDRESS, by default this machine, at most `workers` at a time."""
         try:
             import ray
         except ImportError:
@@ -152,7 +154,7 @@ class Executor:
                 raise MachineError(f"Ray cannot be reached: {error}; see RAY_ADDRESS") from None
         do, waiting = ray.remote(do_task), list[Any]()
         try:
-            with progress(name, len(left)) as bar:
+            with progress_bar(name, len(left)) as bar:
                 for n, number in enumerate(left, start=1):
                     task = do.options(name=f"{name} {number}")
                     waiting.append(task.remote(self.folder.resolve(), name, step, number))
@@ -168,21 +170,20 @@ class Executor:
             ) from None
 
 
-def do_share(folder: Path, name: str, step: Step, tasks: int, job: int, jobs: int) -> None:
-    """Do a job's share of the tasks of a step."""
+def do_tasks_of_job(folder: Path, name: str, step: Step, tasks: int, job: int, jobs: int) -> None:
+    """Do every `jobs`-th task of a step, from task `job` on."""
     for number in range(job, tasks, jobs):
         do_task(folder, name, step, number)
 
 
-def progress(name: str, tasks: int) -> tqdm:
-    """A bar of the finished tasks of a step, with their rate and the time that is left; in a log, a line now and
-    then."""
+def progress_bar(name: str, tasks: int) -> tqdm:
+    """Return a bar that counts the finished tasks of a step. In a log it prints a line every PROGRESS_SECONDS."""
     seconds = 0.1 if sys.stderr.isatty() else PROGRESS_SECONDS
     return tqdm(desc=name, total=tasks, unit="task", mininterval=seconds, delay=seconds, leave=False)
 
 
 def start_worker(parent: int) -> None:
-    """Let a worker end when the process that started it is gone, and leave Ctrl-C to that process."""
+    """Make this process end soon after the process `parent`, and ignore Ctrl-C, which `parent` handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:

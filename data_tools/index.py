@@ -25,58 +25,59 @@ from .command import run
 from .engine import start_worker
 from .scan import scan_shard
 from .survey import Survey
-from .survey import warnings as survey_warnings
+from .survey import warning_lines as survey_warnings
 
 TOOL = "data_tools.index"
 WORKER_TARS = 8
-"""A process scans this many tars at a time; fewer than twice as many are scanned in this process."""
-Scanned = tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int]], Survey | None]
-"""For some tars: (entry in index.json, layout, languages, number of documents) of each; a survey of all their texts."""
+"""The number of tars that a worker process scans at a time. The main process scans less than twice as many."""
+TarScan = tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int]], Survey | None]
+"""What the scan of several tars found: a list of (the tar's entry in index.json, layout, languages, number of
+documents), and a survey of their texts."""
 
 
-def build(
-    directory: Path,
-    langs: tuple[str, ...] | None,
-    made_by: dict[str, Any],
-    links_count: str | None = None,
+def build_index(
+    directory: Path, langs: tuple[str, ...] | None, made_by: dict[str, Any], links_count: str | None = None
 ) -> dict[str, Any]:
-    """Scan all tars, write an .idx file beside each, the file that joins all entries, and index.json last. Raises
-    UserError.
+    """Scan all tars of a directory. Write an .idx file beside each tar, the file that joins the entries of all .idx
+    files, and then index.json. Return the content of index.json. Raises UserError.
 
-    links_count: which words the numbers in links count, a name in SEGMENTATIONS. None: those that an existing index
-    names; without an index, xscale's words in tars of its own layout and white-space words in others. Links are checked
-    if `made_by` names this tool; other tools have checked them before they wrote them.
+    langs: the languages of samples that do not name theirs. links_count: the kind of words that links number, a key of
+    SEGMENTATIONS. None: the kind that an existing index names; without an index, xscale's words in tars of the layout
+    `lines`, and white-space words in others. Links are checked only if `made_by` names this tool, because other tools
+    have checked them already.
     """
     tars = sorted(directory.glob("*.tar"))
     if not tars:
         raise UserError(f"no .tar in {directory}")
-    counted = {layout: _segmentation(directory, layout, links_count)["name"] for layout in LAYOUTS}
+    links_count_of = {layout: _segmentation(directory, layout, links_count)["name"] for layout in LAYOUTS}
     if made_by["tool"] != TOOL:
-        counted = {}
-    index = described(directory, scan_all(tars, langs, counted), made_by, links_count)
-    write(directory, index)
+        links_count_of = {}
+    index = index_content(directory, scan_in_processes(tars, langs, links_count_of), made_by, links_count)
+    write_index(directory, index)
     return index
 
 
-def scan_all(tars: list[Path], langs: tuple[str, ...] | None, counted: dict[str, str]) -> list[Scanned]:
-    """Return what `scan` returns, for parts of the tars. Many tars are scanned in a process for each core."""
+def scan_in_processes(tars: list[Path], langs: tuple[str, ...] | None, links_count_of: dict[str, str]) -> list[TarScan]:
+    """Scan the tars, by a process for each core if there are many tars. Return the result of `scan_tars` for each group
+    of WORKER_TARS tars, or one result for all."""
     workers = min(len(os.sched_getaffinity(0)), len(tars) // WORKER_TARS)
     if workers < 2:
-        return [scan(tars, langs, counted)]
+        return [scan_tars(tars, langs, links_count_of)]
     parts = [tars[start : start + WORKER_TARS] for start in range(0, len(tars), WORKER_TARS)]
     with ProcessPoolExecutor(workers, get_context("fork"), start_worker, (os.getpid(),)) as pool:
         try:
-            return [*pool.map(partial(scan, langs=langs, counted=counted), parts)]
+            return [*pool.map(partial(scan_tars, langs=langs, links_count_of=links_count_of), parts)]
         except BrokenProcessPool:
             raise MachineError("a process that scans tars was killed, perhaps because memory ran out") from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def described(
-    directory: Path, parts: Sequence[Scanned], made_by: dict[str, Any], links_count: str | None
+def index_content(
+    directory: Path, parts: Sequence[TarScan], made_by: dict[str, Any], links_count: str | None
 ) -> dict[str, Any]:
-    """The content of index.json, from the scans of all tars of the directory. Raises UserError."""
+    """Return the content of index.json. parts: scans that together cover all tars of the directory. Raises UserError if
+    tars differ in their languages or layout."""
     found = sorted((entry for part, _ in parts for entry in part), key=lambda entry: entry[0]["name"])
     _, layout, all_langs, _ = found[0]
     for shard, other_layout, other_langs, _ in found:
@@ -101,26 +102,26 @@ def described(
         "records": records,
         **documents,
         "bytes": sum(shard["bytes"] for shard, *_ in found),
-        "text": survey.result(),
+        "text": survey.statistics(),
         "made_by": made_by,
         "shards": [shard for shard, *_ in found],
     }
 
 
-def write(directory: Path, index: dict[str, Any]) -> None:
-    """Write the index: first the file that joins the entries of all shards, and index.json last."""
+def write_index(directory: Path, index: dict[str, Any]) -> None:
+    """Write the file that joins the entries of all shards' .idx files, and then index.json."""
     with files.publish(directory / ENTRIES) as partial, partial.open("wb") as all_entries:
         for shard in index["shards"]:
             all_entries.write((directory / shard["name"]).with_suffix(".idx").read_bytes())
     files.write_text(directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False) + "\n")
 
 
-def scan(tars: list[Path], langs: tuple[str, ...] | None, counted: dict[str, str]) -> Scanned:
-    """Write the .idx file of each tar. Returns what the tars hold, and a survey of the texts of those tars that have as
-    many languages as the first one."""
+def scan_tars(tars: list[Path], langs: tuple[str, ...] | None, links_count_of: dict[str, str]) -> TarScan:
+    """Write the .idx file of each tar. Return what the tars contain, and one survey of the texts of all tars that have
+    as many languages as the first one. langs, links_count_of: see scan_shard."""
     found, survey = [], None
     for path in tars:
-        scanned = scan_shard(path, langs, counted)
+        scanned = scan_shard(path, langs, links_count_of)
         with files.publish(path.with_suffix(".idx")) as partial:
             partial.write_bytes(scanned.idx.tobytes())  # numpy's tofile does not tell what the system said
         found.append((scanned.shard._asdict(), scanned.layout, scanned.langs, scanned.documents))
@@ -131,6 +132,7 @@ def scan(tars: list[Path], langs: tuple[str, ...] | None, counted: dict[str, str
 
 
 def _segmentation(directory: Path, layout: str, links_count: str | None) -> dict[str, str]:
+    """Return the entry of SEGMENTATIONS for the words that links number (see build_index)."""
     if links_count:
         return SEGMENTATIONS[links_count]
     try:
@@ -139,13 +141,14 @@ def _segmentation(directory: Path, layout: str, links_count: str | None) -> dict
         return SEGMENTATIONS["unicode" if layout == "lines" else "whitespace"]
 
 
-def warnings(directory: Path, index: dict[str, Any]) -> list[str]:
-    """A line for each suspicious property of the texts."""
+def warning_lines(directory: Path, index: dict[str, Any]) -> list[str]:
+    """Return a line for each suspicious property of the texts."""
     lines = survey_warnings(index["text"], tuple(index["langs"]), index["records"])
     return [f"warning: {directory}: {line}" for line in lines]
 
 
-def summary(directory: Path, index: dict[str, Any]) -> str:
+def summary_line(directory: Path, index: dict[str, Any]) -> str:
+    """Return a line about the records, shards and left-out lines of a directory."""
     counts = index["made_by"].get("counts", {})
     no_reasons = ("lines", "records", "members", "dropped_links")
     left_out = ", ".join(f"{n:,} {reason}" for reason, n in counts.items() if reason not in no_reasons)
@@ -165,8 +168,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--langs", nargs="+", help="languages, for samples that do not name theirs")
     parser.add_argument(
-        "--links_count", choices=SEGMENTATIONS, help="whose words the links count (default: as the index says; "
-        "whitespace where others wrote the tars)",
+        "--links_count", choices=SEGMENTATIONS, help="the kind of words that links number (default: as an "
+        "existing index says, or whitespace for tars of other tools)",
     )  # fmt: skip
     args = parser.parse_args(argv)
     langs = tuple(args.langs) if args.langs else None
@@ -176,8 +179,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(
             f"--langs {' '.join(map(repr, args.langs))}: the name of a language must not contain control characters"
         )
-    index = build(args.directory, langs, {"tool": TOOL}, args.links_count)
-    print(summary(args.directory, index), *warnings(args.directory, index), sep="\n")
+    index = build_index(args.directory, langs, {"tool": TOOL}, args.links_count)
+    print(summary_line(args.directory, index), *warning_lines(args.directory, index), sep="\n")
 
 
 if __name__ == "__main__":

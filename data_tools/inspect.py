@@ -25,19 +25,21 @@ from xscale.files import sha256_file
 from xscale.record import Record
 
 from .command import run
-from .index import summary
+from .index import summary_line
 from .inspect_page import page, text_statistics
 from .scan import scan_shard
-from .survey import Survey, warnings
+from .survey import Survey, warning_lines
 
 _LENGTH_SAMPLE = 10_000
 _FREQUENT = 8
 
 
-def describe(
+def description_lines(
     source: Source, records: list[Record], text: dict[str, Any], links: dict[str, Any] | None, show: int
 ) -> list[str]:
-    lines = [summary(source.directory, read_index(source.directory)[0])]
+    """Return the lines that describe a source: its shards, lengths, scripts and links, and `show` records. records: a
+    sample of the source's records; text: `corpus_statistics`; links: `link_statistics`."""
+    lines = [summary_line(source.directory, read_index(source.directory)[0])]
     for shard in source.shards[:20]:
         lines.append(f"  {shard.name}  {shard.records:,} records  {shard.bytes:,} bytes  sha256 {shard.sha256[:16]}")
     if len(source.shards) > 20:
@@ -55,7 +57,7 @@ def describe(
             f"frequent words: {frequent_words([record.texts[side] for record in records])}"
         )
     if source.kind == "mono":
-        lines.append("  " + documents(source))
+        lines.append("  " + document_line(source))
     else:
         ratio = text["length_ratio"]
         lines.append(
@@ -84,25 +86,25 @@ def describe(
 
 
 def frequent_words(texts: list[str]) -> str:
-    """The most frequent words, by which a person tells languages of one script apart."""
+    """Return the most frequent words, by which a reader can tell languages of one script apart."""
     counts: Counter[str] = Counter()
     for words, is_word in split([text.lower() for text in texts[:: max(len(texts) // 1000, 1)]]):
         counts.update(compress(words, is_word))
     return " ".join(word for word, _ in counts.most_common(_FREQUENT))
 
 
-def text_of(source: Source, records: list[Record]) -> dict[str, Any]:
-    """Return statistics of all texts of a source, from the index, or of `records` if an older index has none."""
+def corpus_statistics(source: Source, records: list[Record]) -> dict[str, Any]:
+    """Return statistics of all texts of a source from its index, or of `records` if an older index has none."""
     if "text" in source.index:
         return source.index["text"]
     survey = Survey(len(source.langs))
     for record in records:
         survey.add(record.texts)
-    return survey.result()
+    return survey.statistics()
 
 
-def records_of(source: Source) -> list[Record]:
-    """A sample of records, evenly spread over the whole source."""
+def sample_records(source: Source) -> list[Record]:
+    """Return up to _LENGTH_SAMPLE records, evenly spread over the source."""
     ordinals = np.linspace(0, source.records - 1, min(source.records, _LENGTH_SAMPLE)).astype(np.int64)
     ends = np.cumsum(source.counts)
     shards = np.searchsorted(ends, ordinals, side="right")
@@ -111,7 +113,7 @@ def records_of(source: Source) -> list[Record]:
 
 
 def link_statistics(records: list[Record], tokenizer: Tokenizer | None) -> dict[str, Any] | None:
-    """Statistics of word links, which --json calls "links"; None if no record has links."""
+    """Return statistics of the word links of records, which --json writes as "links"; None if no record has links."""
     records = [record for record in records if record.links is not None]
     if not records:
         return None
@@ -150,8 +152,8 @@ def link_statistics(records: list[Record], tokenizer: Tokenizer | None) -> dict[
     return statistics
 
 
-def documents(source: Source) -> str:
-    """A line with statistics of the number of sentences in a document."""
+def document_line(source: Source) -> str:
+    """Return a line about the number of sentences in a document of a source."""
     starts = np.concatenate([~source.look(shard, slice(None))[1] for shard in range(len(source.shards))])
     sizes = np.diff(np.flatnonzero(starts), append=len(starts))
     low, middle, high = np.percentile(sizes, [5, 50, 95])
@@ -161,8 +163,9 @@ def documents(source: Source) -> str:
     )
 
 
-def damage(source: Source) -> list[str]:
-    """A line for each shard that is missing or differs from the index, with the first damaged record if it is known."""
+def damage_lines(source: Source) -> list[str]:
+    """Return a line for each shard that is missing or differs from the index, with the first damaged record if it is
+    found."""
     problems = []
     for number, shard in enumerate(source.shards):
         path = source.directory / shard.name
@@ -203,11 +206,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N records, spread over the source")
     parser.add_argument("--verify", action="store_true", help="compare every byte with the index")
     parser.add_argument(
-        "--tokenizer", type=Path, help="to say how many tokens are unknown to it, and a bilingual target sums"
+        "--tokenizer",
+        type=Path,
+        help="a tokenizer, to count unknown tokens, and the tokens that a bilingual target sums",
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="F", help="write counts and what is said of links to this file too"
-    )
+    parser.add_argument("--json", type=Path, metavar="F", help="also write the counts and the statistics to this file")
     parser.add_argument("--html", type=Path, metavar="F", help="write a page: shares, lengths, links, dictionaries")
     args = parser.parse_args(argv)
     tokenizer = Tokenizer(args.tokenizer.absolute()) if args.tokenizer else None
@@ -223,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
         for source in below:
             found.append(inspect(source, args.show, args.verify, tokenizer))
             if args.html:
-                found[-1]["languages"] = text_statistics(below, source, records_of(source), given, tokenizer)
+                found[-1]["languages"] = text_statistics(below, source, sample_records(source), given, tokenizer)
         sources += below
     if args.html:
         files.write_text(args.html, page(sources, found))
@@ -232,20 +235,20 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def inspect(source: Source, show: int, verify: bool, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Print a description of a source. Returns its entry for --json. Raises UserError."""
+    """Print a description of a source, and return its entry for --json. Raises UserError if it is damaged."""
     directory = source.directory
     if verify:
-        problems = damage(source)
+        problems = damage_lines(source)
         if problems:
             raise UserError(f"{len(problems)} damaged shards:\n" + "\n".join(f"  {problem}" for problem in problems))
         print(f"{directory}: {len(source.shards)} shards verified")
     files.parallel_map(source.check_size, source.shards)
     source.check_links()
-    records = records_of(source)
+    records = sample_records(source)
     links = link_statistics(records, tokenizer)
-    text = text_of(source, records)
-    text["warnings"] = warnings(text, source.langs, source.records)
-    print("\n".join(describe(source, records, text, links, show)))
+    text = corpus_statistics(source, records)
+    text["warnings"] = warning_lines(text, source.langs, source.records)
+    print("\n".join(description_lines(source, records, text, links, show)))
     for line in text["warnings"]:
         print(f"warning: {directory}: {line}")
     entry = {"directory": str(directory), "name": source.name, "kind": source.kind, "records": source.records}

@@ -1,4 +1,4 @@
-"""The page of `data_tools.inspect --html`: shares of sources before and after sampling, and what is in their texts."""
+"""Makes the page of `data_tools.inspect --html`: shares of sources before and after sampling, and text statistics."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -15,19 +15,19 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split
 from xscale.record import Record
 
-from .prepare_report import document, table
+from .prepare_report import html_page, html_table
 
 ALPHAS = (1.0, 0.7, 0.5, 0.3)
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""The fewest words of a text in each column of the histogram."""
+"""The smallest number of words of a text in each column of the histogram of lengths."""
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def text_statistics(
     sources: list[Source], source: Source, records: list[Record], data: Path, tokenizer: Tokenizer | None
 ) -> list[dict[str, Any]]:
-    """Return a description of the texts of each of a source's languages. data: the folder whose dictionaries training
-    would read for all `sources`."""
+    """Return, for each language of `source`, statistics of the texts of `records`. data: the folder whose dictionaries
+    training would read for all `sources`."""
     found = []
     languages = {lang for one in sources for lang in one.langs}
     for side, lang in enumerate(source.langs):
@@ -39,7 +39,7 @@ def text_statistics(
         spelled = [same_word(word) for of_text, is_word in words for word in compress(of_text, is_word)]
         entry["dictionaries"] = {
             name: sum(word in known for word in spelled) / max(len(spelled), 1)
-            for name, known in known_words(find_lexicons(sources, data), lang, languages)
+            for name, known in dictionary_words(find_lexicons(sources, data), lang, languages)
         }
         if tokenizer:
             ids = tokenizer.encode(texts)
@@ -49,9 +49,9 @@ def text_statistics(
     return found
 
 
-def known_words(paths: list[Path], lang: str, languages: set[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the name of each dictionary of a language, and the words that it has in the language. languages: those of
-    all sources, by which the dictionaries' names are divided."""
+def dictionary_words(paths: list[Path], lang: str, languages: set[str]) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield (file name, the dictionary's words of the language `lang`) for each dictionary of this language. languages:
+    the languages of all sources, by which a file name is divided into two languages."""
     for path in paths:
         pair = pair_of(path, languages)
         if lang in pair:
@@ -63,8 +63,8 @@ def _column(path: Path, side: int) -> frozenset[str]:
     return frozenset(same_word(entry[side]) for entry in read_entries(path))
 
 
-def page(sources: list[Source], found: list[dict[str, Any]]) -> str:
-    """found: for each source, what `inspect` returns, with `text_statistics` as "languages"."""
+def page(sources: list[Source], entries: list[dict[str, Any]]) -> str:
+    """Return the HTML page. entries: the results of `inspect`, with those of `text_statistics` as "languages"."""
     shares, texts = [], []
     for kind in ("mono", "pair"):
         of_kind = [source for source in sources if source.kind == kind]
@@ -73,7 +73,7 @@ def page(sources: list[Source], found: list[dict[str, Any]]) -> str:
             of_alphas = [weight[number] for weight in weights]
             row = [str(source.directory), source.pair, source.records, round(source.bytes / 1e6, 1)]
             shares.append([*row, *(f"{share:.2%}" for share in of_alphas), f"{of_alphas[1] / of_alphas[0]:.2f}"])
-    for source, entry in zip(sources, found, strict=True):
+    for source, entry in zip(sources, entries, strict=True):
         for side, of in enumerate(entry["languages"]):
             most = max(of["lengths"])
             bars = "".join(_BARS[-(-8 * count // most)] for count in of["lengths"])
@@ -81,14 +81,14 @@ def page(sources: list[Source], found: list[dict[str, Any]]) -> str:
             fit = [f"{of['tokens_per_word']:.2f}", f"{of['unknown']:.2%}"] if "unknown" in of else ["", ""]
             linked = f"{entry['links']['linked_share'][side]:.0%}" if entry["links"] else "none"
             texts.append([str(source.directory), of["language"], bars, *fit, linked, known or "none"])
-    warned = [[entry["directory"], line] for entry in found for line in entry["text"]["warnings"]]
+    warned = [[entry["directory"], line] for entry in entries for line in entry["text"]["warnings"]]
     columns = " ".join(map(str, LENGTHS))
     head = ["source", "languages", "records", "MB", *(f"share at alpha {alpha:g}" for alpha in ALPHAS)]
-    return document("Shards", [
+    return html_page("Shards", [
         "<h2>Shares of monolingual and of parallel sources</h2>",
-        table([*head, f"how often at {ALPHAS[1]:g}, compared with 1"], shares),
+        html_table([*head, f"how often at {ALPHAS[1]:g}, compared with 1"], shares),
         "<p>`xscale/train.py --dry_run` prints the shares and epochs of a recipe.</p><h2>Texts</h2>",
-        table(["source", "language", f"texts by words, from {columns}", "tokens a word", "unknown tokens",
+        html_table(["source", "language", f"texts by words, from {columns}", "tokens a word", "unknown tokens",
                "linked words", "words in dictionaries"], texts),
-        "<h2>Warnings</h2>" + table(["source", "warning"], warned),
+        "<h2>Warnings</h2>" + html_table(["source", "warning"], warned),
     ])  # fmt: skip

@@ -28,19 +28,19 @@ from xscale.data.remote import fetch_file
 from xscale.errors import MachineError, UserError, check_arguments, report_environment_error, run_command
 
 from . import align, prepare_report, readers, steps
-from .cleaning import exclusion, identified_languages, language_code
-from .corpus import Corpus, SourceSpec, file_name, group_of, is_url, load_corpus
-from .engine import EXECUTORS, Executor, do_share
+from .cleaning import identifiable_languages, language_code, load_exclusion
+from .corpus import Corpus, SourceSpec, file_name, is_url, language_group, load_corpus
+from .engine import EXECUTORS, Executor, do_tasks_of_job
 from .write_shards import lock_folder
 
 DRY_RUN_UNITS = 2000
 """The number of units of a source that --dry_run reads."""
 COMPRESSION = 3
-"""The text of a compressed file is estimated as this many times its size."""
+"""The size of a compressed file is multiplied by this number to estimate the size of its text."""
 LONGEST_NAME = 200
-"""The maximum number of bytes of the name of a file at a URL; file systems allow 255, and downloads add a suffix."""
+"""The maximum number of bytes in the name of a file at a URL. File systems allow 255, and downloads add a suffix."""
 RECORD_BYTES = 100
-"""The approximate number of bytes of a record besides its texts."""
+"""The approximate number of bytes of a record without its texts."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -61,8 +61,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def check(corpus: Corpus) -> None:
-    """Raise UserError if a file is missing, or if the language identifier does not know a language."""
+def check_corpus(corpus: Corpus) -> None:
+    """Raise UserError if a file is missing, a URL or dictionary cannot be used, or the language identifier does not
+    know a language. Print a warning for each file that several sources read."""
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         rules = corpus.rules_of(source)
         for path in (*source.paths, *rules.paths):
@@ -70,14 +71,14 @@ def check(corpus: Corpus) -> None:
                 check_url(path, name)
             else:
                 check_path(path, source, name)
-        known = identified_languages(rules.lid) if rules.lid else set[str]()
+        known = identifiable_languages(rules.lid) if rules.lid else set[str]()
         for lang in source.langs if known else ():
             if language_code(lang) not in known:
                 raise UserError(
                     f"rules.lid: {'py3langid' if rules.lid is True else rules.lid} does not know {lang}; give {name} "
                     f"`rules: {{lid: false}}`, or the path of a fastText model that does"
                 )
-    read = Counter((group_of(source), source.columns, tuple(source.paths)) for source in corpus.sources)
+    read = Counter((language_group(source), source.columns, tuple(source.paths)) for source in corpus.sources)
     for (_, _, paths), times in read.items():
         if times > 1:
             print(
@@ -87,11 +88,11 @@ def check(corpus: Corpus) -> None:
     if corpus.lexicons:
         check_lexicons(corpus)
     if corpus.directions:
-        align.find_program()
+        align.find_aligner()
 
 
 def check_path(path: str, source: SourceSpec, name: str) -> None:
-    """Raise UserError unless a file or folder of a source is there, and can be read again after a kill."""
+    """Raise UserError unless the path is a file or folder, which a restart can read again. name: the source's."""
     if Path(path).is_file() or Path(path).is_dir():
         return
     if path == "-" or Path(path).exists():
@@ -101,7 +102,7 @@ def check_path(path: str, source: SourceSpec, name: str) -> None:
 
 
 def check_url(url: str, name: str) -> None:
-    """Raise UserError if the URL of a source names no file, or if fsspec cannot read its protocol."""
+    """Raise UserError if a URL does not end in a file's name, or if fsspec cannot read it. name: the source's."""
     import fsspec
 
     if not 0 < len(file_name(url).strip(".").encode()) <= LONGEST_NAME:
@@ -111,13 +112,13 @@ def check_url(url: str, name: str) -> None:
             fsspec.get_filesystem_class(link.partition("://")[0])
         except (ImportError, ValueError) as error:  # no such protocol, or its package is not installed
             raise UserError(
-                f"{url} (source {name}) cannot be fetched: {error}; install that, "
+                f"{url} (source {name}) cannot be fetched: {error}; install the package, "
                 f"or download the file and give its path"
             ) from None
 
 
 def check_lexicons(corpus: Corpus) -> None:
-    """Raise UserError unless training can read each dictionary, and finds its languages by its name."""
+    """Raise UserError unless training can read each dictionary and recognise its languages by its name."""
     from xscale.data.lexicon import pair_of, read_entries  # it takes seconds to import
 
     languages = {lang for source in corpus.sources for lang in source.langs}
@@ -125,7 +126,9 @@ def check_lexicons(corpus: Corpus) -> None:
     for path in map(Path, corpus.lexicons):
         absent = set(pair_of(path, languages)) - languages
         if absent:
-            raise UserError(f"lexicons: {path}: no source is in {', '.join(absent)}; add one, or leave the file out")
+            raise UserError(
+                f"lexicons: {path}: no source has text in {', '.join(absent)}; add one, or leave the dictionary out"
+            )
         if path.suffix != ".txt":
             remedy = "decompress" if path.suffix in files.COMPRESSED else "rename"
             raise UserError(f"lexicons: {path} must be plain text and named *.txt, such as en-de.txt; {remedy} it")
@@ -135,9 +138,9 @@ def check_lexicons(corpus: Corpus) -> None:
         read_entries(path)
 
 
-def fetch(corpus: Corpus, folder: Path) -> Corpus:
-    """Download the sources' files that are at URLs, unless an earlier start did. Returns the corpus with their paths
-    here. Raises OSError or UserError."""
+def fetch_sources(corpus: Corpus, folder: Path) -> Corpus:
+    """Download the files of sources that are at URLs, unless an earlier start has. Return the corpus with the paths of
+    the downloads in the place of the URLs. Raises OSError or UserError."""
     places = {}
     for url in (path for source in corpus.sources for path in source.paths if is_url(path)):
         path = places[url] = folder / "fetched" / hashlib.sha256(url.encode()).hexdigest()[:16] / file_name(url)
@@ -147,7 +150,7 @@ def fetch(corpus: Corpus, folder: Path) -> Corpus:
         print(f"fetching {url}", file=sys.stderr, flush=True)
         if not fetch_file(url, path, check=lambda _: None, optional=True, field="--out"):
             raise UserError(f"{url}: the server has no such file; correct it in corpus.yaml")
-    return corpus.model_copy(update={"sources": [source.moved(places) for source in corpus.sources]})
+    return corpus.model_copy(update={"sources": [source.with_local_paths(places) for source in corpus.sources]})
 
 
 def files_below(paths: list[str]) -> list[Path]:
@@ -155,9 +158,9 @@ def files_below(paths: list[str]) -> list[Path]:
     return [file for found in below for file in found if file.is_file()]
 
 
-def inputs(corpus: Corpus) -> dict[str, Any]:
-    """Return what all starts into one folder must have in common: corpus.yaml, the size and the time of each of its
-    files, and the form of the files between the steps."""
+def input_stamps(corpus: Corpus) -> dict[str, Any]:
+    """Return what must not change between the starts of one run: corpus.yaml, the size and modification time of each
+    input file, and the format of intermediate files."""
     seen = {str(file): [file.stat().st_size, file.stat().st_mtime_ns]
             for source in corpus.sources
             for file in files_below([*source.paths, *corpus.rules_of(source).paths, *corpus.lexicons])}  # fmt: skip
@@ -165,8 +168,8 @@ def inputs(corpus: Corpus) -> dict[str, Any]:
     return {"corpus.yaml": corpus.model_dump(mode="json"), "the version of xscale": form, **seen}
 
 
-def claim(folder: Path) -> int:
-    """Lock the folder. Waits for workers of a killed start to end first. Raises UserError."""
+def lock_work_folder(folder: Path) -> int:
+    """Lock the folder, after workers of a killed start have ended. Return the file descriptor. Raises UserError."""
     for _ in range(files.LOCK_SECONDS):
         try:
             return lock_folder(folder)
@@ -175,11 +178,11 @@ def claim(folder: Path) -> int:
     return lock_folder(folder)
 
 
-def start(corpus: Corpus, folder: Path) -> None:
-    """Write plan.json, or check that the plan.json in the folder is for the same input. Raises UserError."""
-    for cache in (steps.corpus_of, steps.chunks_of, steps.places_in, steps.parts_of, exclusion):
+def start_or_continue(corpus: Corpus, folder: Path) -> None:
+    """Write plan.json, or, if the folder has a plan, check that the inputs have not changed since. Raises UserError."""
+    for cache in (steps.planned_corpus, steps.all_chunks, steps.state_slices, steps.alignment_parts, load_exclusion):
         cache.cache_clear()
-    now, path = inputs(corpus), folder / "inputs.json"
+    now, path = input_stamps(corpus), folder / "inputs.json"
     begun = any((folder / "done").glob("*/*")) or (folder / "logs").exists()  # jobs of SLURM may still write marks
     if not begun or not (folder / "plan.json").exists():
         steps.write_json(path, now)
@@ -187,32 +190,34 @@ def start(corpus: Corpus, folder: Path) -> None:
         return
     before = steps.read_json(path) if path.exists() else {}
     if changed := [name for name in now | before if now.get(name) != before.get(name)]:
-        raise UserError(f"{', '.join(changed[:3])} changed after {folder} was begun; remove it to start anew")
-    print(f"continuing with the finished tasks in {folder}", file=sys.stderr)
+        raise UserError(f"{', '.join(changed[:3])} changed after the work in {folder} began; remove it to start anew")
+    print(f"continuing after the finished tasks in {folder}", file=sys.stderr)
 
 
 def finish(corpus: Corpus, folder: Path, out: Path) -> None:
-    """Write the report, and move the result to `out`."""
+    """Write the report, move the result to `out`, and remove the work folder."""
     result = folder / "result"
     for path in result.glob(f"*{files.PARTIAL}"):  # of a task that was killed
         files.remove(path)
     for name in corpus.lexicons:
         (result / "lexicon").mkdir(exist_ok=True)
         shutil.copyfile(name, result / "lexicon" / Path(name).name)
-    report = prepare_report.collect(folder, corpus)
+    report = prepare_report.collect_report(folder, corpus)
     files.write_text(result / "report.json", json.dumps(report, ensure_ascii=False, indent=1) + "\n")
     files.write_text(result / "report.html", prepare_report.page(report))
-    files.move_in(result, out)
+    files.rename_into_place(result, out)
     files.remove(folder)
     print(prepare_report.summary(out, report))
 
 
-def describe(corpus: Corpus) -> str:
-    """A description of what the command would do, estimated from the first pairs or documents of every source."""
+def dry_run_text(corpus: Corpus) -> str:
+    """Return what the command would read and write, estimated from the first pairs or documents of each source."""
     lines, disk = [], 0
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         if any(map(is_url, source.paths)):
-            lines.append(f"{name}: {source.format}, {'-'.join(source.langs)}, not counted, since it is at a URL")
+            lines.append(
+                f"{name}: {source.format}, {'-'.join(source.langs)}, not counted, because the source is at a URL"
+            )
             continue
         most = None if source.conllu else DRY_RUN_UNITS  # a treebank is small, and little of it is text
         seen = list(islice((unit for unit in readers.read_units(source) if unit.texts), most))
@@ -228,7 +233,7 @@ def describe(corpus: Corpus) -> str:
         about = "" if exact or count == source.first else "about "
         lines.append(f"{name}: {source.format}, {'-'.join(source.langs)}, {about}{count:,} {kind}")
     trained = f"a tokenizer of {corpus.tokenizer.vocab_size:,} tokens" if corpus.tokenizer else "no tokenizer"
-    held = f"held out of each language: {corpus.heldout.pairs:,} pairs, {corpus.heldout.mono:,} sentences"
+    held = f"held out: {corpus.heldout.pairs:,} pairs a language pair, {corpus.heldout.mono:,} sentences a language"
     return "\n".join([*lines, trained, held, f"disk: about {disk / 1e6:,.1f} MB, and three times as much meanwhile"])
 
 
@@ -236,24 +241,24 @@ def run(args: argparse.Namespace) -> None:
     if args.tasks:
         folder, name = Path(args.tasks[0]), args.tasks[1]
         step, count = steps.STEPS[name]
-        do_share(folder, name, step, count(folder), *map(int, args.tasks[2:]))
+        do_tasks_of_job(folder, name, step, count(folder), *map(int, args.tasks[2:]))
         return
     if args.workers < 1:
         raise UserError(f"--workers {args.workers} must be at least 1")
     corpus = load_corpus(args.corpus)
-    check(corpus)
+    check_corpus(corpus)
     if args.dry_run:
-        print(describe(corpus))
+        print(dry_run_text(corpus))
         return
     files.check_writable(args.out)
-    folder = files.beside(args.out)
+    folder = files.partial_path(args.out)
     folder.mkdir(exist_ok=True)
-    lock, executor = claim(folder), Executor(args.executor, args.workers, folder)
+    lock, executor = lock_work_folder(folder), Executor(args.executor, args.workers, folder)
     try:
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             raise UserError(f"{args.out} exists; choose another --out, or remove it")
-        corpus = fetch(corpus, folder)
-        start(corpus, folder)
+        corpus = fetch_sources(corpus, folder)
+        start_or_continue(corpus, folder)
         for name, (step, count) in steps.STEPS.items():
             done = executor.run(name, step, count(folder))
             if tasks := count(folder):
@@ -272,7 +277,7 @@ def main() -> int:
         run(args)
     except (UserError, MachineError) as error:
         fetched = f"{args.out}.incomplete/fetched" if args.out else ""
-        again = "; it was fetched: remove it, and the next start fetches it again" * bool(
+        again = "; this file was downloaded: remove it, and the next start downloads it again" * bool(
             fetched and fetched in str(error)
         )
         print(f"error: {error}{again}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The report of `data_tools.prepare`: what it did with each source, language and rule, as JSON, a page and lines."""
+"""The report of `data_tools.prepare` on each source, language and rule: as JSON, HTML and lines of text."""
 
 from collections import Counter
 from html import escape
@@ -6,21 +6,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .cleaning import LID_PROBABILITY, Removed, identified_languages, identifier, language_code
+from .cleaning import LID_PROBABILITY, RemovalCounts, identifiable_languages, language_code, language_identifier
 from .corpus import Corpus, SourceSpec
-from .steps import chunks_of, read_json, units_in
-from .survey import warnings
+from .steps import all_chunks, clean_units, read_json
+from .survey import warning_lines
 
 IDENTIFIED = 200
-"""The language of a source's first pairs or documents is identified, of at most this many."""
+"""The maximum number of first pairs or documents of a source whose language is identified."""
 
 
-def collect(folder: Path, corpus: Corpus) -> dict[str, Any]:
+def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
     sources = []
     for number, (name, source) in enumerate(zip(corpus.names, corpus.sources, strict=True)):
         counts: Counter[str] = Counter()
-        removed = Removed()
-        for chunk in (chunk for chunk in chunks_of(folder) if chunk.source == number):
+        removed = RemovalCounts()
+        for chunk in (chunk for chunk in all_chunks(folder) if chunk.source == number):
             for step in ("clean", "tars"):
                 found = read_json(folder / f"{step}/{chunk.number}.json")
                 removed.join(found.pop("removed"))
@@ -37,23 +37,23 @@ def collect(folder: Path, corpus: Corpus) -> dict[str, Any]:
             "examples": removed.examples,
             "bytes": shards.get("bytes", 0),
             "text": shards.get("text"),
-            "warnings": suspicions(folder, number, source, shards) if shards else [],
+            "warnings": source_warnings(folder, number, source, shards) if shards else [],
         })  # fmt: skip
     heldout = {p.parent.name: read_json(p)["records"] for p in sorted(folder.glob("result/heldout/*/index.json"))}
     tokenizer = read_json(folder / "tokenizer.json") if corpus.tokenizer else None
     return {"sources": sources, "heldout": heldout, "tokenizer": tokenizer}
 
 
-def suspicions(folder: Path, number: int, source: SourceSpec, index: dict[str, Any]) -> list[str]:
-    """A line for each suspicious property of a source's texts."""
-    lines = warnings(index["text"], source.langs, index["records"])
-    chunk = next(chunk for chunk in chunks_of(folder) if chunk.source == number)
-    units = list(islice(units_in(folder, chunk), IDENTIFIED))
+def source_warnings(folder: Path, number: int, source: SourceSpec, index: dict[str, Any]) -> list[str]:
+    """Return a line for each suspicious property of a source's texts. index: the source's index.json."""
+    lines = warning_lines(index["text"], source.langs, index["records"])
+    chunk = next(chunk for chunk in all_chunks(folder) if chunk.source == number)
+    units = list(islice(clean_units(folder, chunk), IDENTIFIED))
     for side, lang in enumerate(source.langs):
         texts = [unit.texts[side] if source.pairs else " ".join(unit.texts)[:500] for unit in units]
-        found, probability = identifier(True)(" ".join(texts))
+        found, probability = language_identifier(True)(" ".join(texts))
         code = language_code(lang)
-        if code in identified_languages(True) and found != code and probability >= LID_PROBABILITY:
+        if code in identifiable_languages(True) and found != code and probability >= LID_PROBABILITY:
             lines.append(f"{lang}: py3langid takes its text for {found}; correct the language if that is right")
     return lines
 
@@ -84,34 +84,36 @@ def page(report: dict[str, Any]) -> str:
         rows.append([source["name"], "-".join(source["languages"]), source["licence"] or "not said", counts["read"],
                      counts["changed"], sum(source["removed"].values()), counts["held"], counts["records"],
                      counts["linked"], round(source["bytes"] / 1e6, 1)])  # fmt: skip
-    parts.append(table(head, rows))
+    parts.append(html_table(head, rows))
     for source in report["sources"]:
         parts += [f"<p>Warning: {escape(source['name'])}: {escape(line)}</p>" for line in source["warnings"]]
     if report["tokenizer"]:
         parts.append(f"<h2>Tokenizer: {report['tokenizer']['tokens']:,} tokens</h2>")
         columns = ["sentences", "tokens_per_word", "characters_per_token", "unknown"]
         rows = [[lang, *(of[c] for c in columns)] for lang, of in report["tokenizer"]["languages"].items()]
-        parts.append(table(["language", "sentences", "tokens a word", "characters a token", "share unknown"], rows))
+        parts.append(
+            html_table(["language", "sentences", "tokens a word", "characters a token", "share unknown"], rows)
+        )
     parts.append(
-        "<h2>Held out</h2>" + table(["languages", "records"], [list(row) for row in report["heldout"].items()])
+        "<h2>Held out</h2>" + html_table(["languages", "records"], [list(row) for row in report["heldout"].items()])
     )
     parts.append("<h2>What the rules removed</h2>")
     for source in report["sources"]:
         rows = [[rule, n, *[" | ".join(texts) for texts in source["examples"].get(rule, [])]]
                 for rule, n in source["removed"].items()]  # fmt: skip
         if rows:
-            parts.append(f"<h3>{escape(source['name'])}</h3>" + table(["rule", "removed", "examples"], rows))
-    return document("Corpus", parts)
+            parts.append(f"<h3>{escape(source['name'])}</h3>" + html_table(["rule", "removed", "examples"], rows))
+    return html_page("Corpus", parts)
 
 
-def document(title: str, parts: list[str]) -> str:
-    """A page of HTML."""
+def html_page(title: str, parts: list[str]) -> str:
+    """Return a page of HTML. parts: its HTML after the title."""
     style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left;vertical-align:top}"
     return (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
             f"<body><h1>{title}</h1>{''.join(parts)}</body></html>\n")  # fmt: skip
 
 
-def table(head: list[str], rows: list[list[Any]]) -> str:
+def html_table(head: list[str], rows: list[list[Any]]) -> str:
     if not rows:
         return "<p>none</p>"
 

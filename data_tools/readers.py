@@ -1,9 +1,9 @@
 """Readers of a corpus's sources. Each yields the units of a source one after the other.
 
 A unit is a pair of sentences or a document. It has a number (of its line, row or translation unit in the source, from
-1), texts (both sides, or the document's paragraphs), and word links and a score as the source has them. A unit without
-texts stands for a translation unit that lacks a language. A source that looks like another format is refused. Every
-error names the file, the place and what to do.
+1), texts (both sides, or the document's paragraphs), and the source's own word links and score. A unit without texts is
+a translation unit that lacks a language. A source that looks like another format is refused. Every error names the
+file, the line or unit, and the remedy.
 """
 
 import gzip
@@ -25,13 +25,13 @@ from xscale.errors import UserError, can_be_encoded
 
 from .conllu import read_sentences
 from .corpus import SourceSpec
-from .documents import Passage, passages
-from .formats import HEAD_LINES, check_pairs, check_text, object_of, refuse_equal_sides, take_head
+from .documents import Passage, read_passages
+from .formats import HEAD_LINES, check_pairs, check_sides_differ, check_text, parse_object, take_head
 
 PARAGRAPHS = 1000
 """A document with more paragraphs than this is split into several."""
 UNIT_BYTES = 1 << 26
-"""A TMX with a translation unit of more bytes is refused, so that memory is bounded."""
+"""The maximum number of bytes of a translation unit. A TMX with a larger one is refused, so that memory is bounded."""
 XML_LANG = "{http://www.w3.org/XML/1998/namespace}lang"
 
 
@@ -43,7 +43,7 @@ class Unit(NamedTuple):
 
 
 def read_units(source: SourceSpec) -> Iterator[Unit]:
-    """The units of a source, at most `source.first` of them that have texts. Raises UserError."""
+    """Yield the units of a source, at most `source.first` units with texts. Raises UserError."""
     unit, found = None, 0
     units = READERS["pairs" if source.pairs else "mono", source.format](source)
     if source.pairs:
@@ -69,8 +69,9 @@ def text_pairs(source: SourceSpec) -> Iterator[Unit]:
 
 
 def parallel_lines(paths: list[Path]) -> Iterator[list[str]]:
-    """The lines n of two files of text, and of files that belong to them, for each n. Raises UserError if the first
-    lines of a text are not plain text, if one text is a copy of the other, or if a file ends before the others."""
+    """Yield, for each line number, the list of that line of all files. The first two files are texts; others, such as
+    links, go with them. Raises UserError if the first lines of a text are not plain text, if one text is a copy of the
+    other, or if a file ends before the others."""
     heads, columns = [], []
     for path in paths[:2]:
         lines = read_lines(path)
@@ -80,12 +81,13 @@ def parallel_lines(paths: list[Path]) -> Iterator[list[str]]:
         check_text(path, heads[-1])
     if isinstance(paths[0], Path) and paths[0].resolve() == paths[1].resolve() and not paths[0].is_fifo():
         raise UserError(f"{paths[0]} and {paths[1]} are the same file; give the translation for one of them")
-    refuse_equal_sides(f"{paths[1]} looks like a copy of {paths[0]}", zip(*heads, strict=False))
-    return together(paths, [*columns, *map(read_lines, paths[2:])])
+    check_sides_differ(f"{paths[1]} looks like a copy of {paths[0]}", zip(*heads, strict=False))
+    return zip_lines(paths, [*columns, *map(read_lines, paths[2:])])
 
 
-def together(paths: list[Path], columns: Sequence[Iterator[tuple[int, str]]]) -> Iterator[list[str]]:
-    """The lines n of several files, for each n. Raises UserError if one file ends before the others."""
+def zip_lines(paths: list[Path], columns: Sequence[Iterator[tuple[int, str]]]) -> Iterator[list[str]]:
+    """Yield, for each line number, the list of that line of all files. columns: for each path an iterator of (number,
+    line). Raises UserError if one file ends before the others."""
     for number, row in enumerate(zip_longest(*columns), start=1):
         if None in row:
             ended = row.index(None)
@@ -109,7 +111,7 @@ def tsv_pairs(source: SourceSpec) -> Iterator[Unit]:
             more = sum(other.count("\t") + 1 < most for _, other in lines)
             raise UserError(
                 f"{path}: line {number} has {len(columns) - 1} columns with tabs between them, needs {most}; "
-                f"{more:,} lines after it have too few, too. Fix them, or keep the others: `awk -F'\\t' 'NF >= {most}'`"
+                f"{more:,} later lines also have too few. Fix them, or keep the others: `awk -F'\\t' 'NF >= {most}'`"
             )
         place = f"{path}: line {number}"
         yield Unit(
@@ -128,7 +130,7 @@ def _score(place: str, value: Any) -> float:
 
 
 def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
-    """Translation units that have both languages; `de` is also found as de-DE."""
+    """Yield a unit for each translation unit, without texts if a language is missing. `de` also matches de-DE."""
     from defusedxml.ElementTree import ParseError, iterparse
 
     path, number, found = Path(source.paths[0]), 0, 0
@@ -144,7 +146,7 @@ def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
                 if event == "end" and element.tag == "tu":
                     number += 1
                     bounded.read_bytes = 0
-                    texts = _variants(element, source.langs)
+                    texts = _texts_of_unit(element, source.langs)
                     body.clear()
                     found += None not in texts
                     yield Unit(number, [] if None in texts else cast(list[str], texts))
@@ -152,7 +154,7 @@ def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
         raise
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
-    except (ParseError, ValueError, LookupError, StopIteration, *_damages()) as error:
+    except (ParseError, ValueError, LookupError, StopIteration, *_damage_errors()) as error:
         raise UserError(
             f"{path}: after translation unit {number}: {error or 'the file is empty'}; fix the TMX"
         ) from None
@@ -160,7 +162,8 @@ def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
         raise UserError(f"{path}: none of {number} translation units has both {' and '.join(source.langs)}")
 
 
-def _variants(unit: Any, langs: tuple[str, ...]) -> list[str | None]:
+def _texts_of_unit(unit: Any, langs: tuple[str, ...]) -> list[str | None]:
+    """Return a translation unit's text in each language, or None."""
     texts: dict[str, str] = {}
     for variant in unit.iter("tuv"):
         segment = variant.find("seg")
@@ -172,18 +175,18 @@ def _variants(unit: Any, langs: tuple[str, ...]) -> list[str | None]:
 
 
 class _Bounded:
-    """A file of translation units, of which each has a bounded size."""
+    """A file of translation units, whose `read` raises UserError if a unit is longer than UNIT_BYTES."""
 
     def __init__(self, file: BinaryIO, path: Path):
         self.file, self.path = file, path
         self.read_bytes = 0
-        """The bytes that were read since the end of the last unit."""
+        """The number of bytes read since the end of the last unit."""
 
     def read(self, size: int) -> bytes:
         data = self.file.read(size)
         self.read_bytes += len(data)
         if self.read_bytes > UNIT_BYTES:
-            raise UserError(f"{self.path}: more than {UNIT_BYTES:,} bytes and no translation unit ends; fix the TMX")
+            raise UserError(f"{self.path}: a translation unit has more than {UNIT_BYTES:,} bytes; fix the TMX")
         return data
 
 
@@ -197,8 +200,8 @@ def _open_bytes(path: Path) -> BinaryIO:
     return cast(BinaryIO, openers.get(path.suffix, open)(path, "rb"))
 
 
-def _damages() -> tuple[type[Exception], ...]:
-    """The errors of a compressed file that is damaged."""
+def _damage_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions that a damaged compressed file raises."""
     import zstandard
 
     return EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError
@@ -224,8 +227,8 @@ def opus_pairs(source: SourceSpec) -> Iterator[Unit]:
         raise UserError(f"{path} is damaged, or no zip: {error}; download it again") from None
 
 
-def files_of(paths: list[Path]) -> list[Path]:
-    """Each path itself, or for a folder all files below it except hidden ones, sorted. Raises UserError."""
+def input_files(paths: list[Path]) -> list[Path]:
+    """Return the files among the paths, and the sorted, not hidden files below the folders. Raises UserError."""
 
     def below(folder: Path) -> list[Path]:
         check_folder(folder)
@@ -237,7 +240,7 @@ def files_of(paths: list[Path]) -> list[Path]:
         raise UserError(f"no file in {', '.join(map(str, paths))}")
     for path in files:
         if path.exists() and not path.is_file() and path not in paths:  # reading a pipe would wait forever
-            raise UserError(f"{path} is neither a file nor a directory; remove it, or name the files")
+            raise UserError(f"{path} is neither a file nor a directory; remove it, or name the files to read")
         if not can_be_encoded(str(path)):
             raise UserError(f"{str(path)!a} is not UTF-8, but keys of records contain file names; rename it")
     twice = [path for path, times in Counter(os.path.abspath(path) for path in files).items() if times > 1]
@@ -246,17 +249,18 @@ def files_of(paths: list[Path]) -> list[Path]:
     return files
 
 
-def documents(source: SourceSpec) -> Iterator[Unit]:
-    """Documents by WikiExtractor's markup, JSON lines with `text` or `content`, or blank lines; else one per line."""
+def text_documents(source: SourceSpec) -> Iterator[Unit]:
+    """Yield documents: WikiExtractor's, JSON lines with `text` or `content`, lines between blank lines, or single
+    lines."""
     numbers = count(1)  # of the lines of all files
-    for path in files_of([Path(name) for name in source.paths]):
-        yield from joined((next(numbers), starts, texts) for _, starts, texts in passages(path, "auto")[1])
+    for path in input_files([Path(name) for name in source.paths]):
+        yield from join_passages((next(numbers), starts, texts) for _, starts, texts in read_passages(path, "auto")[1])
 
 
-def joined(parts: Iterable[Passage]) -> Iterator[Unit]:
-    """Documents of consecutive parts. Each part has its number, whether it starts a document, and its texts."""
+def join_passages(passages: Iterable[Passage]) -> Iterator[Unit]:
+    """Yield the documents that consecutive passages make up."""
     first, document = 0, list[str]()
-    for number, starts, texts in parts:
+    for number, starts, texts in passages:
         if document and (starts or len(document) >= PARAGRAPHS):
             yield Unit(first, document)
             document = []
@@ -270,14 +274,14 @@ def json_rows(source: SourceSpec) -> Iterator[Unit]:
     path = Path(source.paths[0])
     for number, line in read_lines(path):
         if line.strip():
-            fields = object_of(line)
+            fields = parse_object(line)
             if fields is None:
                 raise UserError(f"{path}: line {number} is not a JSON object; fix or remove it")
             yield _row(f"{path}: line {number}", number, fields, source)
 
 
 def _row(place: str, number: int, fields: dict[str, Any], source: SourceSpec) -> Unit:
-    """The document or the pair that a JSON object, or the row of a table, has."""
+    """Return the document or pair in the fields of a JSON object or table row. place: its file and line, for errors."""
     score = None if source.score is None else _score(place, fields.get(str(source.score)))
     if source.mono:
         text = fields.get(source.field)
@@ -299,7 +303,8 @@ def _row(place: str, number: int, fields: dict[str, Any], source: SourceSpec) ->
 
 
 def conllu_documents(source: SourceSpec) -> Iterator[Unit]:
-    """Documents that start at `# newdoc`. Each sentence before the first `# newdoc` is a document of its own."""
+    """Yield the documents of a treebank, which start at `# newdoc`. Each sentence before the first one is a
+    document."""
 
     def sentences() -> Iterator[Passage]:
         in_document = False
@@ -311,18 +316,18 @@ def conllu_documents(source: SourceSpec) -> Iterator[Unit]:
             yield number, starts or not in_document, [text.partition("=")[2].strip()]
             in_document = in_document or starts
 
-    return joined(sentences())
+    return join_passages(sentences())
 
 
 def table_rows(source: SourceSpec) -> Iterator[Unit]:
-    """Rows of a parquet file, or of a folder that `save_to_disk` wrote."""
+    """Yield a unit for each row of a parquet file, or of a folder that `save_to_disk` wrote."""
     path = source.paths[0]
     for number, fields in enumerate(_rows_in(path, *TABLES[source.format]), start=1):
         yield _row(f"{path}: row {number}", number, fields, source)
 
 
 def _rows_in(name: str, batches: Callable[[str], Iterator[Any]], form: str) -> Iterator[dict[str, Any]]:
-    """The rows of Arrow's batches. Raises UserError for every error, since a damaged file may cause any."""
+    """Yield the rows of Arrow's batches. Any exception becomes a UserError, since damaged files raise many."""
     number = 0
     try:
         for batch in batches(name):
@@ -331,7 +336,7 @@ def _rows_in(name: str, batches: Callable[[str], Iterator[Any]], form: str) -> I
                 yield row
                 number += 1
     except Exception as error:
-        raise UserError(f"{name} is damaged after row {number}, or is no {form}: {error}") from None
+        raise UserError(f"{name} is damaged after row {number}, or is not a {form}: {error}") from None
 
 
 def _parquet(name: str) -> Iterator[Any]:
@@ -351,12 +356,12 @@ def _data_set(name: str) -> Iterator[Any]:
 
 TABLES = {
     "parquet": (_parquet, "parquet file"),
-    "datasets": (_data_set, "folder of save_to_disk that has a split `train`, or none"),
+    "datasets": (_data_set, "folder of save_to_disk, with a split `train` or without splits"),
 }
 
 
 def shard_records(source: SourceSpec) -> Iterator[Unit]:
-    """Pairs or documents of shards. Links count words as data/words.py divides a text."""
+    """Yield the pairs or documents of shards. Their links number words as data/words.py divides a text."""
     shards = Source(source.paths[0])
 
     def places() -> Iterator[tuple[int, int]]:
@@ -366,7 +371,7 @@ def shard_records(source: SourceSpec) -> Iterator[Unit]:
     if source.pairs:
         return (Unit(number, [*record.texts], record.links) for number, record in records)
     starts = (not shards.continues_document(*place) for place in places())
-    return joined((number, new, [*record.texts]) for (number, record), new in zip(records, starts, strict=True))
+    return join_passages((number, new, [*record.texts]) for (number, record), new in zip(records, starts, strict=True))
 
 
 Reader = Callable[[SourceSpec], Iterator[Unit]]
@@ -381,7 +386,7 @@ READERS: dict[tuple[str, str], Reader] = {
     ("pairs", "datasets"): table_rows,
     ("pairs", "shards"): shard_records,
     ("mono", "shards"): shard_records,
-    ("mono", "text"): documents,
+    ("mono", "text"): text_documents,
     ("mono", "jsonl"): json_rows,
     ("mono", "conllu"): conllu_documents,
     ("mono", "parquet"): table_rows,

@@ -1,4 +1,4 @@
-"""The scan of a tar: one pass that finds every record and checks that it can be read."""
+"""Scans a tar of records: one pass finds every record and checks that it can be read."""
 
 import os
 import tarfile
@@ -35,42 +35,46 @@ class ScannedShard:
 def scan_shard(
     path: Path, langs: tuple[str, ...] | None = None, links_count: dict[str, str] | None = None
 ) -> ScannedShard:
-    """Scan a tar: find the byte range and checksum of every record. Raises UserError naming shard and record.
+    """Return the byte range and checksum of every record of a tar, with its languages and a survey of its texts. Raises
+    UserError, which names the file and the record.
 
-    links_count: layout -> the kind of words that its links count (a key of SEGMENTATIONS), to check that links fit.
+    langs: the languages of samples that do not name theirs. links_count: layout -> the kind of words that links of this
+    layout number (a key of SEGMENTATIONS), if the scan shall check that links fit the texts.
     """
     ranges: list[tuple[int, int, int]] = []
     found_langs, layout, doc = langs, "", None
     survey: Survey | None = None
     try:
-        for layout, record, offset, data in _records_of(path, langs):
+        for layout, record, offset, data in _read_records(path, langs):
             if found_langs is None:
                 check_languages(record.langs)
                 found_langs = record.langs
             elif record.langs != found_langs:
-                raise ValueError(f"languages {record.langs} in a source of {found_langs}; give each its own directory")
+                raise ValueError(
+                    f"languages {record.langs} after records with {found_langs}; give each its own directory"
+                )
             if links_count and record.links is not None and len(record.langs) == 2:
                 project_links(record.links, record.texts, by_words=links_count[layout] == "unicode")
-            ranges += entries(record, offset, data, follows=record.doc is not None and record.doc == doc)
+            ranges += idx_entries(record, offset, data, follows=record.doc is not None and record.doc == doc)
             doc = record.doc
             survey = survey or Survey(len(record.texts))
             survey.add(record.texts)
     except (ValueError, tarfile.TarError, EOFError) as error:
         raise UserError(f"{path}: record {len(ranges)}: {error}") from None
     if not ranges or found_langs is None or survey is None:
-        raise UserError(f"{path} holds no record (an empty or cut-off tar); write it again")
+        raise UserError(f"{path} holds no record, because the tar is empty or cut off; write it again")
     idx = np.array(ranges, dtype=IDX_DTYPE)
     shard = Shard(path.name, len(ranges), path.stat().st_size, sha256_file(path), zlib.crc32(idx.tobytes()))
     return ScannedShard(shard, layout, found_langs, idx, survey)
 
 
-def _records_of(path: Path, langs: tuple[str, ...] | None) -> Iterator[tuple[str, Record, int, bytes]]:
-    """Yield the layout, the record, its offset and its bytes for each record of a tar. langs: see parse_sample; None:
-    the languages of the first sample, and samples in others are refused."""
+def _read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[tuple[str, Record, int, bytes]]:
+    """Yield (layout, record, its offset, its bytes) for each record of a tar. langs: see parse_sample; None: the
+    languages of the first sample, and samples in other languages are refused."""
     whole = langs is None
     with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
         fd = file.fileno()
-        for (layout, _), members in groupby(_files_of(tar, fd), lambda m: (_layout_of(m), sample_key(m.name))):
+        for (layout, _), members in groupby(_file_members(tar, fd), lambda m: (_layout_of(m), sample_key(m.name))):
             if layout == "lines":
                 for member in members:
                     offset = member.offset_data
@@ -91,9 +95,9 @@ def _layout_of(member: tarfile.TarInfo) -> str:
     return "lines" if member.name.endswith(".jsonl") else "samples"
 
 
-def _files_of(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar except directories. Raises ValueError for a member that is no file, is cut off, or is
-    of another layout than those before, and for a tar without an end, which tarfile accepts."""
+def _file_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarInfo]:
+    """Yield the files of a tar. Raises ValueError for a link or device, a file that is cut off, a layout that differs
+    from earlier files, and a tar without an end mark (which tarfile accepts)."""
     layouts, size = set[str](), os.fstat(fd).st_size
     for member in tar:
         if member.offset_data + member.size > size:
@@ -111,8 +115,9 @@ def _files_of(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarInfo]:
         raise ValueError("the tar is cut off or damaged here: no end-of-archive mark follows the record before")
 
 
-def entries(record: Record, offset: int, data: bytes, follows: bool) -> list[tuple[int, int, int]]:
-    """A record's entries in the .idx: one, or for a long monolingual record one for each part."""
+def idx_entries(record: Record, offset: int, data: bytes, follows: bool) -> list[tuple[int, int, int]]:
+    """Return a record's entries (offset, length, CRC) in the .idx file: one, or for a long monolingual record one for
+    each PART_BYTES of its text. follows: the record continues the document of the record before."""
     if len(data) >= FOLLOWS:
         raise ValueError(f"record {record.key!r} has {len(data):,} bytes, more than 2 GiB; split its text")
     bytes_of = [len(text.encode()) for text in record.texts]  # raises for a lone surrogate, which no tokenizer takes

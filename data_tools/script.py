@@ -1,8 +1,10 @@
-"""A second script for a WordPiece tokenizer of V ids: token i has a copy i + V, and text is written with the copies.
+"""Writes text in a second script for a WordPiece tokenizer of V ids: token i has a copy with id i + V, and text is
+written with the copies.
 
-Each character of the vocabulary is mapped to one that no token has, and that the tokenizer and data/words.py treat in
-the same way: letters to Armenian ones, then to others. Text is normalised as the tokenizer does, and then mapped
-character by character, so that WordPiece, which takes the longest piece first, splits it as before.
+Each character of the vocabulary is mapped to a character that no token contains, and that the tokenizer and
+data/words.py treat in the same way. Letters are mapped to Armenian ones first. Text is normalised as the tokenizer does
+it, and then mapped character by character. WordPiece, which always takes the longest piece that fits, divides the
+mapped text as it divides the original.
 """
 
 import json
@@ -23,18 +25,22 @@ _FIRST = (range(0x561, 0x587), range(0x966, 0x970), range(0x2C30, 0x2C60), range
 
 
 class Script:
+    """A WordPiece tokenizer and the second script that is derived from it."""
+
     def __init__(self, path: Path, overlap: float = 0.0, seed: int = 0):
-        """path: a tokenizer's directory. overlap: the share of ids that stay as they are, selected by a hash
-        with the seed. Raises UserError."""
+        """path: a tokenizer's directory. overlap: the share of ids without a copy, chosen by a hash with the seed.
+        Raises UserError."""
         if not 0 <= overlap < 1:
-            raise UserError(f"--overlap {overlap:g}: the share of ids that stay as they are must be from 0 to below 1")
+            raise UserError(
+                f"--overlap {overlap:g}: the share of ids that stay as they are must be at least 0 and below 1"
+            )
         self.path = path
         self.tokenizer = Tokenizer(path.absolute())
         self.json: dict[str, Any] = json.loads(self.tokenizer.backend.to_str())
         model = self.json["model"]
         if model["type"] != "WordPiece":
             raise UserError(
-                f"{path}: the change `trans` needs a WordPiece tokenizer, and this is {model['type']}; train one with "
+                f"{path}: --how trans needs a WordPiece tokenizer, but this one is a {model['type']}; train one with "
                 f"`python -m data_tools.tokenizer --type wordpiece`"
             )
         self.size = self.tokenizer.vocab_size
@@ -42,8 +48,8 @@ class Script:
         self._prefix: str = model["continuing_subword_prefix"]
         ordinary = [int(number) for number in self.tokenizer.ordinary_ids if int(number) in self.tokens]
         ordered = sorted(ordinary, key=lambda number: int(rng.key(seed, "overlap", self.tokens[number])))
-        self.kept = frozenset(ordered[: round(overlap * len(ordered))])
-        self.shifted = [number for number in ordinary if number not in self.kept]
+        self.unshifted = frozenset(ordered[: round(overlap * len(ordered))])
+        self.shifted = [number for number in ordinary if number not in self.unshifted]
         self._image = self._map_characters(sorted(set(chain.from_iterable(map(self._bare, ordinary)))))
 
     def _bare(self, number: int) -> str:
@@ -51,8 +57,8 @@ class Script:
         return token[len(self._prefix) :] if token.startswith(self._prefix) and token != self._prefix else token
 
     def _map_characters(self, alphabet: list[str]) -> dict[int, str]:
-        """Code point of each character of the vocabulary -> its image. The images, which have no token themselves, are
-        all mapped to one further character without a token."""
+        """Return {code point of a character: its image}, for the vocabulary's characters and their images. All images
+        are themselves mapped to one further character that no token contains."""
         used = set(alphabet)
 
         def find_image(char: str) -> str:
@@ -77,8 +83,8 @@ class Script:
 
     @lru_cache(maxsize=1 << 17)  # noqa: B019 - a tool makes one
     def _class_of(self, char: str) -> tuple[Any, ...] | None:
-        """How data/words.py, Unicode and the tokenizer classify a character; its image has the same class. None if the
-        tokenizer changes the character."""
+        """Return how data/words.py, Unicode and the tokenizer classify a character; None if the tokenizer changes the
+        character. A character and its image have the same class."""
         inside = f"a{char}a"
         there = self.tokenizer.backend.normalizer.normalize_str(inside) if self.tokenizer.backend.normalizer else inside
         if there.replace(" ", "") != inside:
@@ -87,10 +93,10 @@ class Script:
         return int(table()[ord(char)]), unicodedata.category(char)[0], len(there), len(pieces)
 
     def map_texts(self, texts: list[str]) -> list[str]:
-        """The texts in the second script: words keep their number, and an id i that is not special or kept is i + V."""
+        """Return the texts in the second script. They keep their words, and each id i that has a copy becomes i + V."""
         normalizer = self.tokenizer.backend.normalizer
         texts = [normalizer.normalize_str(text) for text in texts] if normalizer else texts
-        if not self.kept:
+        if not self.unshifted:
             return [text.translate(self._image) for text in texts]
         encodings = self.tokenizer.backend.encode_batch(texts, add_special_tokens=False)
         return [self._map_pieces(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
@@ -99,20 +105,20 @@ class Script:
         parts, end = [], 0
         for number, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
             piece = text[first:last]
-            parts += [text[end:first], piece if number in self.kept else piece.translate(self._image)]
+            parts += [text[end:first], piece if number in self.unshifted else piece.translate(self._image)]
             end = last
         return "".join([*parts, text[end:]])
 
     def map_words(self, words: list[str]) -> list[str]:
-        """The words in the second script, each mapped by itself and without white space inside."""
+        """Return the words in the second script. Each is mapped by itself, and has no white space inside."""
         return ["".join(mapped.split()) or word for word, mapped in zip(words, self.map_texts(words), strict=True)]
 
     def dictionary(self) -> str:
-        """A line `id<TAB>id + V` for each id that is shifted."""
+        """Return a line `id<TAB>id + V` for each id that has a copy."""
         return "".join(f"{number}\t{number + self.size}\n" for number in self.shifted)
 
     def save_doubled(self, out: Path) -> None:
-        """Write the tokenizer with twice as many ids. Id i + V is the copy of i, or unused if i is special or kept."""
+        """Write the tokenizer with twice as many ids. Id i + V is the copy of i; it is unused if i has no copy."""
         vocabulary = {self.tokens[number]: number for number in sorted(self.tokens)}
         shifted = frozenset(self.shifted)
         for number in range(self.size):
@@ -130,7 +136,7 @@ class Script:
 
 
 def _candidates() -> Iterable[str]:
-    """Characters that may be images: assigned, and the same in all of Unicode's normal forms."""
+    """Yield characters that may be images: those that are assigned, and the same in all of Unicode's normal forms."""
     for code in chain(*_FIRST, range(0xA0, 0xD800), range(0xF900, 0xFFFE)):
         char = chr(code)
         if unicodedata.category(char) not in ("Cn", "Co", "Cc") and unicodedata.normalize("NFKD", char) == char:

@@ -1,26 +1,26 @@
-"""Splits paragraphs into sentences by sentencex, and by rules of our own for scripts that it does not know."""
+"""Splits paragraphs into sentences by sentencex, and by rules for scripts and languages that it splits wrongly."""
 
 import re
 
 from xscale.data.words import Class, class_of
 
 _ENDS = re.compile(r"(?<=[\u17d4\u17d5])\s*|(?<=[。！？])(?=\d)")
-"""Khmer's full stops, and Chinese and Japanese ones before a number."""
+"""Matches the end of a sentence after Khmer's full stops, and after Chinese and Japanese ones before a number."""
 _SPACES = re.compile(r"(?<=[\u0E00-\u0EFF])\s+(?=[\u0E00-\u0EFF])")
-"""A space between two letters of Thai or Lao, which marks the end of a sentence or a clause."""
+"""Matches a space between two letters of Thai or Lao, which ends a sentence or a clause."""
 _INITIAL = re.compile(r"(?:^|[\s(.])[A-ZÀ-ÞΑ-ΩА-Я]\.\s*$|[A-Za-z]\.$")
-"""A sentence goes on after an initial, and after a full stop without a space."""
+"""Matches an initial (J.), or a full stop after a letter, at the end of a piece. The sentence then continues."""
 _ORDINAL = re.compile(r"(?:^|[\s(])\d{1,3}\.\s*$")
 _WITH_ORDINALS = re.compile("bs|cs|da|de|et|fi|fo|hr|hu|is|lb|lv|nb|nn|no|pl|sk|sl|sr|tr")
-"""The languages in which 3. is an ordinal number."""
+"""The languages in which 3. is an ordinal number, so that a sentence may continue after it."""
 _END = 8
 """The number of last characters of a piece in which _INITIAL and _ORDINAL are searched."""
 _LONG = 60
-"""A Thai or Lao sentence is split at a space only if it has at least this number of characters by then."""
+"""A Thai or Lao sentence ends at a space only after at least this number of characters."""
 
 
 def split_sentences(text: str, language: str) -> list[str]:
-    """The sentences of a paragraph in order, with all of its visible characters."""
+    """Return the sentences of a paragraph, in order. They contain all of its visible characters."""
     import sentencex
 
     code, pieces = language.partition("-")[0].lower(), [""]
@@ -34,7 +34,8 @@ def split_sentences(text: str, language: str) -> list[str]:
 
 
 def _split_unspaced(piece: str) -> list[str]:
-    """Split long Thai or Lao at its spaces, and other text at the _ENDS that sentencex does not know."""
+    """Return a piece of text, split at spaces if it is long Thai or Lao, else at the _ENDS that sentencex does not
+    know."""
     if len(piece) > _LONG and _SPACES.search(piece):
         sentences = [""]
         for part in _SPACES.split(piece):
@@ -47,5 +48,5 @@ def _split_unspaced(piece: str) -> list[str]:
 
 
 def is_blank(text: str) -> bool:
-    """True if the text has no visible character; a no-break space and a U+200B are invisible."""
+    """Return True if the text has no visible character. No-break spaces and U+200B are invisible."""
     return all(class_of(character) in (Class.BREAK, Class.FORMAT, Class.JOINER) for character in text)

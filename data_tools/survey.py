@@ -16,18 +16,20 @@ import numpy as np
 from xscale.data.scripts import scripts_of
 
 HASHES = 1 << 16
-"""The maximum number of distinct texts whose hashes are kept, for each side of a pair."""
+"""The maximum number of distinct texts, for each side of a pair, whose hashes are kept."""
 BATCH = 256
+"""The number of records that are counted together."""
 ONE_IN = 16
-"""After a survey's first BATCH, letters are counted in one of this many texts."""
+"""Letters are counted in all texts of the first BATCH records, and afterwards in one of this many texts."""
 OCTAVE = 8
-"""The number of steps per doubling to which lengths are rounded."""
+"""Lengths are rounded to this number of steps per doubling."""
 DUPLICATES, SAME, IN_SCRIPT, RATIO, CORRELATION, FEWEST = 0.5, 0.1, 0.5, 8.0, 0.2, 1000
-"""A result of `Survey.result` beyond its bound causes a warning. FEWEST: pairs needed to judge the correlation."""
+"""The bounds beyond which a result of `Survey.statistics` causes a warning. FEWEST: the number of pairs that are needed
+to judge the correlation."""
 
 
 class Survey:
-    """The statistics of records of one language or pair of languages."""
+    """Statistics of records of one language or pair of languages. `sides` is 1 or 2."""
 
     def __init__(self, sides: int):
         self.records = self.same = 0
@@ -35,7 +37,9 @@ class Survey:
         self.seen: list[Counter[int]] = [Counter() for _ in range(sides)]
         self.letters: list[Counter[str]] = [Counter() for _ in range(sides)]
         self.ratios: Counter[int] = Counter()
-        self.moments = np.zeros(5, dtype=object)  # of both lengths x and y: sums of x, y, xx, yy and xy
+        self.moments = np.zeros(
+            5, dtype=object
+        )  # sums of x, y, xx, yy and xy, of the rounded log lengths x and y of the two sides
         self.pending: list[tuple[str, ...]] = []
 
     def add(self, texts: tuple[str, ...]) -> None:
@@ -63,12 +67,13 @@ class Survey:
         self.pending = []
 
     def _forget(self, side: int) -> None:
-        """Halve the limit of hashes until at most HASHES are kept."""
+        """Halve the limit of a side's hashes until at most HASHES are kept."""
         while len(self.seen[side]) > HASHES:
             self.limits[side] >>= 1
             self.seen[side] = _below(self.limits[side], self.seen[side])
 
     def join(self, other: "Survey") -> None:
+        """Add the counts of another survey."""
         self.flush()
         other.flush()
         self.records, self.same = self.records + other.records, self.same + other.same
@@ -81,12 +86,13 @@ class Survey:
             self.seen[side].update(_below(self.limits[side], other.seen[side]))
             self._forget(side)
 
-    def result(self) -> dict[str, Any]:
-        """The measurements by name.
+    def statistics(self) -> dict[str, Any]:
+        """Return the statistics by name.
 
-        duplicates: share of a side's texts that occurred before; scripts: share of a side's letters by script, the
-        largest first; same_text: share of pairs whose sides are equal; length_ratio: characters of the second text
-        divided by those of the first; length_correlation: correlation of the logarithms of both lengths.
+        duplicates: for each side, the share of texts that occurred before. scripts: for each side, the share of letters
+        in each of the 5 commonest scripts. Only for pairs: same_text: share of pairs whose sides are equal;
+        length_ratio: characters of the second text divided by those of the first; length_correlation: correlation of
+        the logarithms of both lengths.
         """
         self.flush()
         found: dict[str, Any] = {
@@ -128,14 +134,14 @@ def _shares(letters: Counter[str]) -> dict[str, float]:
 
 @lru_cache(maxsize=1 << 16)
 def script_of(character: str) -> str:
-    """The first word of the character's name in Unicode: LATIN, CYRILLIC, CJK, HIRAGANA, ..."""
+    """Return the first word of the character's name in Unicode: LATIN, CYRILLIC, CJK, HIRAGANA, ..."""
     words = unicodedata.name(character, "OTHER").replace("-", " ").split()
     return words[1] if words[0] in ("FULLWIDTH", "HALFWIDTH") and len(words) > 1 else words[0]
 
 
-def warnings(found: dict[str, Any], langs: tuple[str, ...], records: int) -> list[str]:
-    """A line about each result of `Survey.result` that is beyond its bound."""
-    lines, scripts = [], found["scripts"]
+def warning_lines(statistics: dict[str, Any], langs: tuple[str, ...], records: int) -> list[str]:
+    """Return a line about each result of `Survey.statistics` that is beyond its bound."""
+    lines, scripts = [], statistics["scripts"]
     shares = [[sum(of_side.get(s, 0) for s in scripts_of(lang)) for lang in langs] for of_side in scripts]
     foreign = False
     for side, lang in enumerate(langs):
@@ -146,17 +152,19 @@ def warnings(found: dict[str, Any], langs: tuple[str, ...], records: int) -> lis
                 f"{lang}: {scripts[side][most]:.0%} of the letters are {most}, {shares[side][side]:.0%} are "
                 f"{' or '.join(scripts_of(lang))}, in which {lang} is written"
             )
-        if found["duplicates"][side] > DUPLICATES:
+        if statistics["duplicates"][side] > DUPLICATES:
             lines.append(
-                f"{lang}: {found['duplicates'][side]:.0%} of the texts repeat an earlier one; remove duplicates"
+                f"{lang}: {statistics['duplicates'][side]:.0%} of the texts repeat an earlier one; remove duplicates"
             )
     if foreign and len(langs) == 2 and all(shares[side][1 - side] >= IN_SCRIPT for side in (0, 1)):
         lines.append(f"the languages look swapped: {langs[1]} {langs[0]} would fit the scripts")
     if len(langs) == 1:
         return lines
-    if found["same_text"] > SAME:
-        lines.append(f"{found['same_text']:.0%} of the pairs have the same text on both sides; are these translations?")
-    ratio, correlation = found["length_ratio"]["median"], found["length_correlation"]
+    if statistics["same_text"] > SAME:
+        lines.append(
+            f"{statistics['same_text']:.0%} of the pairs have the same text on both sides; are these translations?"
+        )
+    ratio, correlation = statistics["length_ratio"]["median"], statistics["length_correlation"]
     if not 1 / RATIO <= ratio <= RATIO:
         lines.append(f"a text in {langs[1]} has {ratio:g} times the characters of its pair's text in {langs[0]}")
     if correlation is not None and correlation < CORRELATION and records >= FEWEST:

@@ -29,45 +29,47 @@ from xscale.data.tokenizer import unknown_lines
 from xscale.errors import UserError
 
 from .command import run
-from .readers import files_of
+from .readers import input_files
 from .sentences import is_blank
 
 WORDPIECE_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 _SYMBOLS = r" ?[^\s\p{L}\p{M}\p{N}]+"
-"""The pattern of symbols, which never share a token with a word: `en.` would be neither word nor symbol."""
+"""Matches a run of symbols. A token never has both symbols and a word: `en.` would be neither word nor symbol."""
 _BYTE_LEVEL_WORD = rf" ?[\p{{L}}\p{{M}}]+| ?\p{{N}}+|{_SYMBOLS}|\s+(?!\S)|\s+"
-"""GPT-2's pattern of words, except that a combining mark belongs to its letter and `'s` is no special case."""
+"""GPT-2's pattern of words, except that a combining mark belongs to its letter and `'s` is not a special case."""
 COVERAGE = 0.9995
+"""The default share of each language's text whose characters the vocabulary contains."""
 _ALPHABET = 1000
-"""This many of the most frequent characters are in a vocabulary, as far as they fit, whatever the coverage."""
+"""The vocabulary contains this number of the most frequent characters, as far as they fit, whatever the coverage is."""
 _ROOM = 0.75
-"""The largest share of a vocabulary that single characters may take."""
+"""The maximum share of the vocabulary that single characters may take."""
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 """The byte tokens by which Unigram writes a character that is not in its vocabulary."""
 _SAMPLE = 2000
-"""The statistics of the trained tokenizer are over this many texts of a language or up to twice as many."""
+"""The trained tokenizer's statistics are computed over at least this number of texts of a language, if there are so
+many, and at most twice this number."""
 
 Texts = Iterable[tuple[str, str]]
-"""Pairs of a language and a text."""
+"""Pairs (language, text)."""
 
 
 def train(
-    texts: Texts, kind: str, vocab_size: int, lowercase: bool, coverage: float = COVERAGE
+    texts: Texts, model_type: str, vocab_size: int, lowercase: bool, coverage: float = COVERAGE
 ) -> PreTrainedTokenizerFast:
-    """Train a BERT-style WordPiece, an XLM-R-style Unigram or a RoBERTa-style byte-level BPE tokenizer. It has mask,
-    pad, cls and sep tokens, and joins the two sentences of a pair as that model does."""
-    special = WORDPIECE_SPECIAL if kind == "wordpiece" else ROBERTA_SPECIAL
+    """Return a trained tokenizer: WordPiece in BERT's style, Unigram in XLM-R's, or byte-level BPE in RoBERTa's. It has
+    mask, pad, cls and sep tokens, and joins the two sentences of a pair as that model does."""
+    special = WORDPIECE_SPECIAL if model_type == "wordpiece" else ROBERTA_SPECIAL
     tokens = list(special.values())
-    if kind == "wordpiece":
+    if model_type == "wordpiece":
         normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-        vocabulary = _wordpieces(texts, normalizer, vocab_size, tokens, coverage)
+        vocabulary = _train_wordpiece(texts, normalizer, vocab_size, tokens, coverage)
         tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=special["unk"]))
         tokenizer.normalizer = normalizer
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
         tokenizer.add_special_tokens(tokens)
-    elif kind == "bpe":
+    elif model_type == "bpe":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.normalizer = normalizers.Lowercase() if lowercase else None
         words = pre_tokenizers.Split(Regex(_BYTE_LEVEL_WORD), "isolated")
@@ -93,16 +95,16 @@ def train(
             unk_token=special["unk"],
             show_progress=False,
         )
-        with _spooled(texts, tokenizer.normalizer) as (lines, seen):
+        with _normalised_lines(texts, tokenizer.normalizer) as (lines, seen):
             kept = _alphabet(seen, coverage, vocab_size - len(_BYTES), lambda char: 1)
             rare = dict.fromkeys((ord(char) for char in set().union(*seen.values()) - {*kept}), " ")
             tokenizer.train_from_iterator((line.translate(rare) for line in lines), trainer)
-        tokenizer.model = _settled(tokenizer, len(tokens))
+        tokenizer.model = _reproducible_unigram(tokenizer, len(tokens))
     ids = {name: tokenizer.token_to_id(token) for name, token in special.items()}
     cls, sep = special["cls"], special["sep"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls} $A {sep}",
-        pair=f"{cls} $A {sep} $B:1 {sep}:1" if kind == "wordpiece" else f"{cls} $A {sep} {sep} $B {sep}",
+        pair=f"{cls} $A {sep} $B:1 {sep}:1" if model_type == "wordpiece" else f"{cls} $A {sep} {sep} $B {sep}",
         special_tokens=[(cls, ids["cls"]), (sep, ids["sep"])],
     )
     return PreTrainedTokenizerFast(
@@ -112,17 +114,19 @@ def train(
     )
 
 
-def _wordpieces(texts: Texts, normalizer: Any, vocab_size: int, special: list[str], coverage: float) -> dict[str, int]:
-    """A WordPiece vocabulary, the same in every run: WordPieceTrainer numbers the characters inside words in the order
-    of a hash table and breaks ties by number, so they are passed to it as its first tokens, in a fixed order."""
+def _train_wordpiece(
+    texts: Texts, normalizer: Any, vocab_size: int, special: list[str], coverage: float
+) -> dict[str, int]:
+    """Return {token: id} of a trained WordPiece, the same in every run. WordPieceTrainer numbers the characters inside
+    words in the order of a hash table and breaks ties by number; here they are its first tokens, in a fixed order."""
     tokenizer = Tokenizer(models.WordPiece())
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
 
     def is_inside(char: str) -> bool:
-        """True if the character can be inside a word. The normalizer puts spaces around Chinese characters."""
+        """Return whether a word can contain the character: not if the normalizer puts spaces around it (Chinese)."""
         return " " not in normalizer.normalize_str("a" + char)
 
-    with _spooled(texts, normalizer) as (lines, seen):
+    with _normalised_lines(texts, normalizer) as (lines, seen):
         kept = _alphabet(seen, coverage, vocab_size - len(special), lambda char: 1 + is_inside(char))
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size,
@@ -136,8 +140,8 @@ def _wordpieces(texts: Texts, normalizer: Any, vocab_size: int, special: list[st
 
 
 @contextmanager
-def _spooled(texts: Texts, normalizer: Any) -> Iterator[tuple[Iterator[str], dict[str, Counter[str]]]]:
-    """Yield the normalised texts, one per line, and each language's counts of its characters except spaces."""
+def _normalised_lines(texts: Texts, normalizer: Any) -> Iterator[tuple[Iterator[str], dict[str, Counter[str]]]]:
+    """Yield the normalised texts as a file with one per line, and each language's counts of characters but spaces."""
     seen: dict[str, Counter[str]] = defaultdict(Counter)
     with tempfile.TemporaryFile("w+", encoding="utf-8") as spool:
         for language, text in texts:
@@ -149,11 +153,13 @@ def _spooled(texts: Texts, normalizer: Any) -> Iterator[tuple[Iterator[str], dic
 
 
 def _alphabet(seen: dict[str, Counter[str]], coverage: float, room: int, tokens_of: Callable[[str], int]) -> list[str]:
-    """The characters of a vocabulary: the most frequent ones of each language, which make up `coverage` of its text,
-    and the _ALPHABET most frequent of all, as far as they fit. room: the tokens of the whole vocabulary. tokens_of: the
-    number of tokens that a character takes."""
+    """Return the characters of a vocabulary, as far as they fit: the most frequent ones of each language, which make up
+    the share `coverage` of the language's text, and the _ALPHABET most frequent ones of all text. room: the number of
+    tokens of the whole vocabulary. tokens_of: a function that returns the number of tokens that a character takes."""
     total: Counter[str] = sum(seen.values(), Counter())
-    before = dict.fromkeys(total, 1.0)  # share of text that more frequent characters make up; least of the languages
+    before = dict.fromkeys(
+        total, 1.0
+    )  # share of a language's text in more frequent characters; the least of all languages
     for counts in seen.values():
         passed, every = 0, counts.total()
         for char, times in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])):
@@ -165,19 +171,20 @@ def _alphabet(seen: dict[str, Counter[str]], coverage: float, room: int, tokens_
     ends = accumulate(map(tokens_of, asked))
     kept = [char for char, end in zip(asked, ends, strict=True) if end <= _ROOM * room]
     if asked and not kept:
-        raise UserError("no character fits into so small a vocabulary; take a larger --vocab_size")
+        raise UserError("no character fits into so small a vocabulary; choose a larger --vocab_size")
     if len(kept) < len(asked):
         print(
-            f"warning: --coverage {coverage:g} asks for {len(asked):,} characters, of which {len(kept):,} fit; take a "
+            f"warning: --coverage {coverage:g} needs {len(asked):,} characters, of which {len(kept):,} fit; choose a "
             f"larger --vocab_size",
             file=sys.stderr,
         )
     return kept
 
 
-def _settled(tokenizer: Tokenizer, special: int) -> models.Unigram:
-    """The Unigram model, made the same in every run. UnigramTrainer iterates over hash tables: the last digits of its
-    scores vary, and so does the order in which rare characters get the lowest score, the lowest + 0.0001, ..."""
+def _reproducible_unigram(tokenizer: Tokenizer, special: int) -> models.Unigram:
+    """Return the trained Unigram model, made the same in every run. UnigramTrainer iterates over hash tables, so that
+    the last digits of its scores vary, and so does the order in which rare characters get the lowest scores (the
+    lowest, the lowest + 0.0001, ...)."""
     model = json.loads(tokenizer.to_str())["model"]
     trained = model["vocab"][special:]
     low = min(score for _, score in trained)
@@ -195,24 +202,27 @@ def _settled(tokenizer: Tokenizer, special: int) -> models.Unigram:
 
 
 KINDS = {"WordPiece": "wordpiece", "Unigram": "unigram", "BPE": "bpe"}
-"""A model of the tokenizers library -> its --type."""
+"""Type of a model of the tokenizers library -> value of --type."""
 
 
 def type_of(tokenizer: Loaded) -> str:
+    """Return the value of --type for a tokenizer. Raises UserError if it is of another type."""
     found = json.loads(tokenizer.backend.to_str())["model"]["type"]
     if found not in KINDS:
-        raise UserError(f"--extend {tokenizer.hf.name_or_path} is of type {found}; give one of {', '.join(KINDS)}")
+        raise UserError(
+            f"--extend {tokenizer.hf.name_or_path} has the type {found}; name a tokenizer of type {' or '.join(KINDS)}"
+        )
     return KINDS[found]
 
 
-def extended(old: Loaded, fresh: PreTrainedTokenizerFast) -> str:
-    """The tokenizer.json of `old`, to which those tokens of `fresh` that it lacks are appended. Raises UserError."""
+def extended_json(old: Loaded, fresh: PreTrainedTokenizerFast) -> str:
+    """Return the tokenizer.json of `old`, with those tokens of `fresh` appended that `old` lacks. Raises UserError."""
     tree, more = json.loads(old.backend.to_str()), json.loads(fresh.backend_tokenizer.to_str())["model"]
     model, there = tree["model"], old.hf.get_vocab()
     if len(model["vocab"]) != old.vocab_size:
         raise UserError(
-            f"--extend {old.hf.name_or_path} has tokens beyond its vocabulary, such as those of add_tokens; add more "
-            f"by its add_tokens instead"
+            f"--extend {old.hf.name_or_path} has tokens beyond its vocabulary, such as those of add_tokens; add "
+            f"further tokens by its add_tokens, too"
         )
     if model["type"] == "Unigram":
         model["vocab"] += [entry for entry in more["vocab"] if entry[0] not in there]
@@ -226,7 +236,7 @@ def extended(old: Loaded, fresh: PreTrainedTokenizerFast) -> str:
 
 
 def shard_texts(sources: list[Source], limit: int) -> Iterator[tuple[str, str]]:
-    """Language and text of at most `limit` records of each source, in shard order."""
+    """Yield (language, text) of at most `limit` records of each source, in shard order."""
     for source in sources:
         left = limit
         for number, count in enumerate(source.counts):
@@ -236,28 +246,26 @@ def shard_texts(sources: list[Source], limit: int) -> Iterator[tuple[str, str]]:
 
 
 class Sample:
-    """A sample of each language's texts, spread evenly over the texts."""
+    """A sample of each language's texts, evenly spread over them, by language in `texts`."""
 
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = defaultdict(list)
         self._every: dict[str, int] = defaultdict(lambda: 1)
         self._passed: Counter[str] = Counter()
 
-    def of(self, texts: Texts) -> Iterator[tuple[str, str]]:
+    def collect(self, texts: Texts) -> Iterator[tuple[str, str]]:
+        """Yield (language, text) unchanged, and keep a sample of the texts that pass."""
         for language, text in texts:
             if self._passed[language] % self._every[language] == 0:
                 self.texts[language].append(text)
                 if len(self.texts[language]) == 2 * _SAMPLE:
-                    self.texts[language], self._every[language] = (
-                        self.texts[language][::2],
-                        2 * self._every[language],
-                    )
+                    self.texts[language], self._every[language] = (self.texts[language][::2], 2 * self._every[language])
             self._passed[language] += 1
             yield language, text
 
 
 def try_to_train(texts: Texts, args: argparse.Namespace) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of the type and size in `args`. Raises UserError if the library cannot make it."""
+    """Return a tokenizer of the type and size in `args`. Raises UserError if it cannot be trained."""
     try:
         return train(texts, args.type, args.vocab_size, args.lowercase, args.coverage)
     except UserError as error:
@@ -277,13 +285,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="text files, plain, .gz or .xz")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--type", choices=("wordpiece", "unigram", "bpe"), help="default: wordpiece")
-    parser.add_argument("--extend", type=Path, metavar="OLD", help="tokenizer to which the text's tokens are added")
+    parser.add_argument("--extend", type=Path, metavar="OLD", help="tokenizer to which tokens of the text are added")
     parser.add_argument("--vocab_size", type=int, default=32000)
     parser.add_argument(
-        "--coverage", type=float, default=COVERAGE, help="share of each language's characters that the vocabulary holds"
+        "--coverage",
+        type=float,
+        default=COVERAGE,
+        help="share of each language's text whose characters the vocabulary has",
     )
     parser.add_argument("--lowercase", action="store_true")
-    parser.add_argument("--max_records", type=int, default=1_000_000, help="records of each source, at most")
+    parser.add_argument(
+        "--max_records", type=int, default=1_000_000, help="the maximum number of records of each source"
+    )
     return parser.parse_args(argv)
 
 
@@ -308,7 +321,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def texts() -> Iterator[tuple[str, str]]:
         yield from shard_texts(sources, args.max_records)
-        for path in files_of(args.text) if args.text else []:
+        for path in input_files(args.text) if args.text else []:
             yield from (("text", line) for _, line in read_lines(path))
 
     there = ((language, text) for language, text in texts() if not is_blank(text))
@@ -317,11 +330,11 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(
             f"{', '.join(map(str, args.data + args.text))}: no text to train on; give other shards or files"
         )
-    tokenizer = try_to_train(sample.of(chain([first], there)), args)
+    tokenizer = try_to_train(sample.collect(chain([first], there)), args)
     with files.publish(args.out) as partial:
         (old.hf if old else tokenizer).save_pretrained(partial)
         if old:
-            (partial / "tokenizer.json").write_text(extended(old, tokenizer), encoding="utf-8")
+            (partial / "tokenizer.json").write_text(extended_json(old, tokenizer), encoding="utf-8")
     loaded = Loaded(args.out.absolute())
     ids = {language: loaded.encode(some) for language, some in sample.texts.items()}
     words = sum(len(text.split()) for some in sample.texts.values() for text in some)

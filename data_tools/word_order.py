@@ -1,6 +1,6 @@
 """Word orders that derive one language from another: inverted sentences, and French syntax.
 
-An order is a permutation: the numbers of the words, in their new order.
+An order is a list of the words' indices, in their new order.
 """
 
 import re
@@ -12,10 +12,10 @@ import numpy as np
 from xscale import rng
 
 _END = re.compile(r"[.!?][.!?\"'”’»)\]]*$")
-"""Punctuation that ends a sentence, alone or at the end of its last word."""
+"""Matches punctuation that ends a sentence, as a word or at the end of the last word."""
 _END_WORD = re.compile(r"[.!?]+")
 MOST_DEPENDENTS = 6
-"""A head with more dependents than this keeps their order (Wang and Eisner 2016)."""
+"""If a head has more dependents than this, they keep their order (Wang and Eisner 2016)."""
 FRENCH = {
     "NOUN": {"acl": (2, 321), "advmod": (64, 75), "amod": (422, 1359), "appos": (0, 217), "case": (2531, 2531),
              "cc": (217, 217), "conj": (0, 275), "cop": (91, 91), "det": (3501, 3501), "nmod": (17, 1747),
@@ -29,8 +29,9 @@ FRENCH = {
              "obj PRON": (206, 220), "obl": (220, 1304), "obl PRON": (49, 75), "parataxis": (33, 88),
              "xcomp": (1, 331)},
 }  # fmt: skip
-"""Counts in UD French-PUD: the head's part of speech -> the dependent's relation (with PRON if it is a pronoun) -> (the
-number of dependents before their head, the number of all). Punctuation and relations of fewer than 20 are left out."""
+"""Counts in UD French-PUD: the head's part of speech -> the dependent's relation (with PRON if the dependent is a
+pronoun) -> (number of dependents before their head, number of all dependents). Punctuation, and relations of fewer than
+20 dependents, are left out."""
 
 
 class Parsed(NamedTuple):
@@ -39,12 +40,12 @@ class Parsed(NamedTuple):
     form: str
     upos: str
     head: int
-    """The number of the head word, from 0; -1 for the root."""
+    """The index of the head word, from 0; -1 for the root."""
     deprel: str
 
 
 def invert_text(line: str) -> str:
-    """The line with the words of each sentence in reverse order; the final punctuation stays at the end."""
+    """Return the line with the words of each sentence in reverse order. Final punctuation stays at the end."""
     out: list[str] = []
     words: list[str] = []
     for word in line.split():
@@ -61,21 +62,21 @@ def invert_text(line: str) -> str:
     return " ".join([*out, *reversed(words)])
 
 
-def inverted(words: Sequence[str], inside: Collection[int] = ()) -> list[int]:
-    """The order that reverses each sentence. A word of . ! or ? ends a sentence and stays last, except for the words
-    `inside`, which belong to entities."""
+def inverted_order(words: Sequence[str], entity_words: Collection[int] = ()) -> list[int]:
+    """Return the order that reverses each sentence. A word that consists of . ! or ? ends a sentence and stays last,
+    unless its index is in `entity_words`, the words of named entities."""
     order: list[int] = []
     start = 0
     for number, word in enumerate(words):
-        if _END_WORD.fullmatch(word) and number not in inside:
+        if _END_WORD.fullmatch(word) and number not in entity_words:
             order += [*range(number - 1, start - 1, -1), number]
             start = number + 1
     return [*order, *range(len(words) - 1, start - 1, -1)]
 
 
-def as_french(words: Sequence[Parsed], seed: int) -> list[int] | None:
-    """A sampled order, in which the dependents of nouns, pronouns and verbs precede their heads as often as in French.
-    A dependent that changes sides goes next to its head. None if the parse has crossing arcs."""
+def french_order(words: Sequence[Parsed], seed: int) -> list[int] | None:
+    """Return a sampled order in which the dependents of nouns, pronouns and verbs precede their heads as often as in
+    French; None if the parse has crossing arcs. A dependent that changes sides goes next to its head."""
     dependents: list[list[int]] = [[] for _ in words]
     roots: list[int] = []
     for number, word in enumerate(words):
@@ -106,7 +107,7 @@ def _counts(head: Parsed, dependent: Parsed) -> tuple[int, int] | None:
 
 
 def _is_tree_without_crossings(dependents: list[list[int]], roots: list[int]) -> bool:
-    """True if every word descends from a root, and each word with its descendants is one stretch of the sentence."""
+    """Return True if every word descends from a root, and each word and its descendants are consecutive words."""
     spans: dict[int, tuple[int, int, int]] = {}
     todo = [(root, False) for root in roots]
     while todo:

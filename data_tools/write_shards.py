@@ -32,34 +32,36 @@ from . import align
 from . import index as indexing
 from .command import run
 from .corpus import LANGUAGE, NAME
-from .documents import FORMS, passages
-from .readers import files_of, parallel_lines
+from .documents import FORMS, read_passages
+from .readers import input_files, parallel_lines
 from .sentences import is_blank, split_sentences
 
 SHARD_LINES = 8192
+"""The default number of input lines of a shard."""
 MEMBER_RECORDS = 256
+"""The number of records in a .jsonl member of a tar."""
 STANDARD_INPUT = Path("/dev/stdin")
 _PROGRESS_LINES = 200_000
 
 
-class Line(NamedTuple):
+class InputLine(NamedTuple):
     number: int
-    """The line's number over all input files; for monolingual text, that of the line at which its document starts."""
+    """The line's number over all input files. For monolingual text: that of its document's first line."""
     reason: str
-    """The reason why no record of the line is kept, or ""."""
+    """The reason why the line gives no record, or ""."""
     records: list[Record] = []  # noqa: RUF012 (nobody appends)
     dropped_links: int = 0
-    """The number of links that were dropped because they join a word and a symbol."""
+    """The number of links that were dropped because they link a word and a symbol."""
 
 
-class Links(NamedTuple):
-    """The file of word links of pairs, and which words they number."""
+class LinkFile(NamedTuple):
+    """The file of the pairs' word links, and the texts whose words it numbers."""
 
     path: Path
     tokenised: tuple[Path, Path] | None = None
-    """The texts whose white-space words the links number; None: the texts of the pairs themselves."""
+    """The texts whose white-space words are numbered; None: the texts of the pairs themselves."""
     by_words: bool = False
-    """True if the links count words as data/words.py splits them, not white-space words."""
+    """True if the links number words as data/words.py divides texts; False: white-space words."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -67,22 +69,19 @@ class Links(NamedTuple):
 
 
 def pair_lines(
-    src: Path,
-    tgt: Path,
-    links: Links | None,
-    langs: tuple[str, str],
-    keep: "TokenFilter | None",
-) -> Iterator[Line]:
-    """Each line with its record. Raises UserError if one file has more lines."""
+    src: Path, tgt: Path, links: LinkFile | None, langs: tuple[str, str], keep: "TokenFilter | None"
+) -> Iterator[InputLine]:
+    """Yield each pair of lines with its record. keep: selects pairs by their numbers of tokens. Raises UserError if a
+    file ends before the others."""
     name = f"{stem(src)}.{langs[0]}-{langs[1]}"
     for number, row in enumerate(parallel_lines([src, tgt, *(links.paths if links else ())]), start=1):
         texts = (row[0].strip(), row[1].strip())
         if any(map(is_blank, texts)):
-            yield Line(number, "empty")
+            yield InputLine(number, "empty")
             continue
-        reason = keep.reason(texts) if keep else ""
+        reason = keep.problem(texts) if keep else ""
         if reason:
-            yield Line(number, reason)
+            yield InputLine(number, reason)
             continue
         pharaoh, dropped = None, 0
         if links:
@@ -94,12 +93,12 @@ def pair_lines(
                     f"{links.path}: line {number}: {error}; links are 0-based `source-target` numbers of the "
                     f"white-space words of the text as given, or of the aligner's text: --links_src F --links_tgt F"
                 ) from None
-        yield Line(number, "", [Record(f"{name}-{number:09d}", langs, texts, pharaoh)], dropped)
+        yield InputLine(number, "", [Record(f"{name}-{number:09d}", langs, texts, pharaoh)], dropped)
 
 
 @contextlib.contextmanager
-def aligned(src: Path, tgt: Path, out: Path, symmetrize: str) -> Iterator[Links]:
-    """Yield links for `pair_lines`, in a folder that is removed later."""
+def align_files(src: Path, tgt: Path, out: Path, symmetrize: str) -> Iterator[LinkFile]:
+    """Yield the file of the links that eflomal makes between the words of `src` and `tgt`. It is removed at the end."""
     folder = out.with_name(out.name + ".aligning")
 
     def texts() -> Iterator[tuple[str, str]]:
@@ -111,7 +110,7 @@ def aligned(src: Path, tgt: Path, out: Path, symmetrize: str) -> Iterator[Links]
     try:
         folder.mkdir(parents=True)
         print(align.align(texts(), folder / "links", symmetrize), file=sys.stderr)
-        yield Links(folder / "links", by_words=True)
+        yield LinkFile(folder / "links", by_words=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -126,16 +125,16 @@ def check_free(out: Path) -> None:
 
 def mono_lines(
     paths: list[Path], args: argparse.Namespace, keep: "TokenFilter | None", forms: Counter
-) -> Iterator[Line]:
-    """Each line with its records: one per sentence, or with --whole_lines one per line. forms: counts the files of each
-    form (documents.FORMS).
+) -> Iterator[InputLine]:
+    """Yield each line with its records: one per sentence, or with --whole_lines one per line. `forms` counts the files
+    of each form (documents.FORMS).
 
     A line goes into the shard of the line at which its document starts, so that shards do not split documents; but a
-    document of more than --shard_lines lines is split into several.
+    document of more than --shard_lines lines is split.
     """
     total = first = 0
-    for path, name in zip(paths, key_names(paths), strict=True):
-        form, lines = passages(path, args.documents)
+    for path, name in zip(paths, key_prefixes(paths), strict=True):
+        form, lines = read_passages(path, args.documents)
         forms[form] += 1
         for number, starts, paragraphs in lines:
             total += 1
@@ -143,12 +142,12 @@ def mono_lines(
                 first = total
             texts = paragraphs if args.whole_lines else [s for p in paragraphs for s in split_sentences(p, args.lang)]
             texts = [text for text in texts if not is_blank(text)]
-            kept = [(i, text) for i, text in enumerate(texts) if not (keep and keep.reason((text,)))]
+            kept = [(i, text) for i, text in enumerate(texts) if not (keep and keep.problem((text,)))]
             doc = None if form in ("lines", "json") and len(kept) == 1 else first  # None: alone in its document
             records = [
                 Record(f"{name}.{args.lang}-{number:09d}.{i}", (args.lang,), (text,), doc=doc) for i, text in kept
             ]
-            yield Line(first, "" if records else "length" if texts else "empty", records)
+            yield InputLine(first, "" if records else "length" if texts else "empty", records)
 
 
 class TokenFilter:
@@ -158,7 +157,8 @@ class TokenFilter:
     def __init__(self, tokenizer: Path, least: int, most: int):
         self.encoder, self.least, self.most = Tokenizer(tokenizer), least, most
 
-    def reason(self, texts: tuple[str, ...]) -> str:
+    def problem(self, texts: tuple[str, ...]) -> str:
+        """Return "too short", "too long", or "" if the numbers of tokens are allowed."""
         sizes = [len(ids) for ids in self.encoder.encode(list(texts))]
         if min(sizes) < self.least:
             return "too short"
@@ -170,18 +170,18 @@ def stem(path: Path) -> str:
     return path.name.partition(".")[0]
 
 
-def key_names(paths: list[Path]) -> list[str]:
-    """The beginning of each file's record keys: its stem, or, if files share a stem (WikiExtractor's AA/wiki_00 and
-    AB/wiki_00), its path below the files' common directory."""
+def key_prefixes(paths: list[Path]) -> list[str]:
+    """Return the beginning of each file's record keys: the file's stem, or, if files share a stem (WikiExtractor's
+    AA/wiki_00 and AB/wiki_00), its path below the files' common directory."""
     absolute = [Path(os.path.abspath(path)) for path in paths]
     common = os.path.commonpath([path.parent for path in absolute])
     times = Counter(map(stem, paths))
     return [stem(path) if times[stem(path)] == 1 else path.relative_to(common).as_posix() for path in absolute]
 
 
-def claim_folder(partial: Path) -> int:
-    """Make an empty folder for this process and lock it. The lock lasts until the returned descriptor is closed.
-    Raises UserError if another process has the lock."""
+def make_locked_folder(partial: Path) -> int:
+    """Make an empty folder, lock it for this process, and return the lock's file descriptor. The lock lasts until the
+    descriptor is closed. Raises UserError if another process has the lock."""
     if partial.is_dir():
         os.close(lock_folder(partial))
     files.remove(partial)
@@ -190,7 +190,7 @@ def claim_folder(partial: Path) -> int:
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock a folder for this process until the returned descriptor is closed. Raises UserError."""
+    """Lock a folder until the returned file descriptor is closed. Raises UserError if another process has the lock."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -202,17 +202,17 @@ def lock_folder(folder: Path) -> int:
     return fd
 
 
-def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, made_by: dict) -> dict:
-    """Write the shards, then the index. Returns index.json's content."""
+def write_shards(lines: Iterable[InputLine], out: Path, name: str, shard_lines: int, made_by: dict) -> dict:
+    """Write the shards and their index to the directory `out`. Return the content of index.json. Raises UserError."""
     check_free(out)
-    partial = files.beside(out)
-    lock = claim_folder(partial)
+    partial = files.partial_path(out)
+    lock = make_locked_folder(partial)
     counts: Counter[str] = Counter()
     shards = 0
     try:
         for _, group in groupby(lines, key=lambda line: (line.number - 1) // shard_lines):
             path = partial / f"{name}-{shards:06d}.tar"
-            if written := write_shard(path, counted(group, counts)):
+            if written := write_shard(path, count_lines(group, counts)):
                 counts["members"] += -(-written // MEMBER_RECORDS)
                 shards += 1
             else:
@@ -223,8 +223,8 @@ def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, 
             inputs = ", ".join(made_by.get("input", [])) or "the input"
             raise UserError(f"nothing to write to {out}: no record in {inputs} ({left_out or 'no line'})")
         made_by |= {"counts": dict(sorted(counts.items()))}
-        index = indexing.build(partial, None, made_by, links_count="unicode")
-        files.move_in(partial, out)
+        index = indexing.build_index(partial, None, made_by, links_count="unicode")
+        files.rename_into_place(partial, out)
         return index
     except BaseException:
         files.remove(partial)
@@ -234,7 +234,7 @@ def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, 
 
 
 def write_shard(path: Path, records: Iterable[Record]) -> int:
-    """Write a tar with the records, which is a WebDataset shard. Returns their number."""
+    """Write the records to a tar in WebDataset's format. Return the number of records."""
     lines, written = (record.to_json() + "\n" for record in records), 0
     with tarfile.open(path, "w") as tar:
         while member := list(islice(lines, MEMBER_RECORDS)):
@@ -246,8 +246,8 @@ def write_shard(path: Path, records: Iterable[Record]) -> int:
     return written
 
 
-def counted(lines: Iterable[Line], counts: Counter[str]) -> Iterator[Record]:
-    """Yield the records of the lines. Adds to the counts, and prints from time to time how many lines there were."""
+def count_lines(lines: Iterable[InputLine], counts: Counter[str]) -> Iterator[Record]:
+    """Yield the records of the lines. Add to `counts`, and print the number of lines from time to time."""
     for line in lines:
         counts["lines"] += 1
         counts["records"] += len(line.records)
@@ -271,7 +271,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     links.add_argument("--align", action="store_true", help="make word links with eflomal (data_tools/align.py)")
     for side in ("src", "tgt"):
         pairs.add_argument(f"--links_{side}", type=text_path, help=f"--{side} as the aligner saw it, if not as given")
-    pairs.add_argument("--symmetrize", choices=list(align.SYMMETRIZE), default="grow-diag-final-and", help="of --align")
+    pairs.add_argument(
+        "--symmetrize",
+        choices=list(align.SYMMETRIZE),
+        default="grow-diag-final-and",
+        help="how --align joins the links of both directions",
+    )
     mono = commands.add_parser("mono", help="plain text or WikiExtractor output; files or directories")
     mono.add_argument("--text", type=text_path, nargs="+", required=True, help="- is standard input")
     mono.add_argument("--lang", required=True)
@@ -286,11 +291,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for command in (pairs, mono):
         command.add_argument("--out", type=Path, required=True, help="directory to make")
         command.add_argument("--name", help="shards are NAME-%%06d.tar")
-        command.add_argument("--shard_lines", type=int, default=SHARD_LINES, help="input lines a shard covers")
-        command.add_argument("--tokenizer", type=Path, help="needed by --min_tokens and --max_tokens")
-        command.add_argument("--min_tokens", type=int, help="word pieces of each side, at least")
         command.add_argument(
-            "--max_tokens", type=int, help="tokens of the sequence, as data.max_length counts, at most"
+            "--shard_lines", type=int, default=SHARD_LINES, help="the number of input lines of a shard"
+        )
+        command.add_argument("--tokenizer", type=Path, help="needed by --min_tokens and --max_tokens")
+        command.add_argument("--min_tokens", type=int, help="the fewest tokens of each side")
+        command.add_argument(
+            "--max_tokens", type=int, help="the most tokens of a sequence, as data.max_length counts them"
         )
     return parser.parse_args(argv)
 
@@ -300,7 +307,7 @@ def text_path(name: str) -> Path:
 
 
 def check_pipes(args: argparse.Namespace) -> None:
-    """Raise UserError if a pipe would be read twice."""
+    """Raise UserError if a pipe would have to be read twice."""
     given = args.text if args.kind == "mono" else [args.src, args.tgt, args.links, args.links_src, args.links_tgt]
     for path in filter(None, given):
         is_pipe = path == STANDARD_INPUT or (path.exists() and not path.is_file() and not path.is_dir())
@@ -310,17 +317,17 @@ def check_pipes(args: argparse.Namespace) -> None:
             raise UserError(f"{path} is a pipe, which can be read only once; write its text to a file for --align")
 
 
-def links_of(args: argparse.Namespace) -> Links | None:
-    """The links that --links, --links_src and --links_tgt give. Raises UserError."""
+def given_links(args: argparse.Namespace) -> LinkFile | None:
+    """Return the links that --links, --links_src and --links_tgt name, or None. Raises UserError."""
     tokenised = (args.links_src, args.links_tgt)
     if tokenised == (None, None):
-        return Links(args.links) if args.links else None
+        return LinkFile(args.links) if args.links else None
     if not args.links or None in tokenised:
         raise UserError(
-            "--links_src and --links_tgt need each other and --links, which then numbers their words; give all three, "
-            "or --links alone, which numbers the words of --src and --tgt"
+            "--links_src and --links_tgt are the texts whose words --links numbers: give all three flags, or --links "
+            "alone if it numbers the words of --src and --tgt"
         )
-    return Links(args.links, tokenised)
+    return LinkFile(args.links, tokenised)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -329,7 +336,7 @@ def main(argv: list[str] | None = None) -> None:
     keep = None
     if args.min_tokens is not None or args.max_tokens is not None:
         if not args.tokenizer:
-            raise UserError("--min_tokens and --max_tokens count word pieces: give --tokenizer too")
+            raise UserError("--min_tokens and --max_tokens count tokens: also give --tokenizer")
         most = args.max_tokens if args.max_tokens is not None else sys.maxsize
         keep = TokenFilter(args.tokenizer, args.min_tokens or 0, most)
     if args.kind == "pairs" and args.langs[0] == args.langs[1]:
@@ -351,20 +358,20 @@ def main(argv: list[str] | None = None) -> None:
     }
     with contextlib.ExitStack() as stack:
         if args.kind == "pairs":
-            links = links_of(args)
+            links = given_links(args)
             if args.align:
-                links = stack.enter_context(aligned(args.src, args.tgt, args.out, args.symmetrize))
+                links = stack.enter_context(align_files(args.src, args.tgt, args.out, args.symmetrize))
                 made_by["links"] = f"eflomal, {args.symmetrize}"
             lines = pair_lines(args.src, args.tgt, links, tuple(args.langs), keep)
             name, files = args.name or "pairs", [args.src, args.tgt]
         else:
-            files = files_of(args.text)
+            files = input_files(args.text)
             made_by["documents"] = Counter()
             lines = mono_lines(files, args, keep, made_by["documents"])
             name = args.name or "mono"
         made_by["input"] = [file.name for file in files]
         index = write_shards(lines, args.out, name, args.shard_lines, made_by)
-    print(indexing.summary(args.out, index), *indexing.warnings(args.out, index), sep="\n")
+    print(indexing.summary_line(args.out, index), *indexing.warning_lines(args.out, index), sep="\n")
 
 
 if __name__ == "__main__":

@@ -17,20 +17,20 @@ def build(out: Path, pairs: int, mono: int) -> None:
     """Write the whole corpus; en-yy and yy have a fifth as many pairs and sentences."""
     world, made_by = World(0), {"tool": "tests.demo_shards"}
 
-    def pair_lines(first: int, count: int, other: str = "xx") -> Iterator[writer.Line]:
+    def pair_lines(first: int, count: int, other: str = "xx") -> Iterator[writer.InputLine]:
         for number in range(1, count + 1):
             *texts, links = world.pair(first + number - 1, other)
             key = f"demo.en-{other}-{first + number:09d}"
-            yield writer.Line(number, "", [Record(key, ("en", other), tuple(texts), links)])
+            yield writer.InputLine(number, "", [Record(key, ("en", other), tuple(texts), links)])
 
-    def mono_lines(language: str) -> Iterator[writer.Line]:
+    def mono_lines(language: str) -> Iterator[writer.InputLine]:
         written = documents = 0
         while written < (wanted := mono // 5 if language == "yy" else mono):
             sentences = world.document(language, documents := documents + 1)[: wanted - written]
             first = written + 1
             written += len(sentences)
             for number, text in enumerate(sentences, start=first):
-                yield writer.Line(
+                yield writer.InputLine(
                     first, "", [Record(f"demo.{language}-{number:09d}", (language,), (text,), doc=documents)]
                 )
 

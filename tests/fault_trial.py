@@ -219,7 +219,9 @@ class Trial:
         """Raises AssertionError where the struck run differs from the whole one."""
         assert launch.trace(self.out) == launch.trace(self.whole), "other records"
         assert launch.without_times(self.out) == launch.without_times(self.whole), "other metrics"
-        struck, whole = (launch.checkpoint_tensors(checkpoints.find(out)) for out in (self.out, self.whole))
+        struck, whole = (
+            launch.checkpoint_tensors(checkpoints.resolve_checkpoint(out)) for out in (self.out, self.whole)
+        )
         assert struck.keys() == whole.keys()
         assert all(struck[name].equal(whole[name]) for name in whole), "other weights"
 

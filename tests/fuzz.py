@@ -431,8 +431,8 @@ def make_run(case: Case) -> Path:
             "engine": {"stage": 2},
             "excluded_steps": [],
         }
-        manifest |= {"files": {name: checkpoints.sealed_file(step / name) for name in names}}
-        (step / checkpoints.MANIFEST).write_text(checkpoints.sealed_manifest(manifest))
+        manifest |= {"files": {name: checkpoints.sync_and_hash(step / name) for name in names}}
+        (step / checkpoints.MANIFEST).write_text(checkpoints.manifest_text(manifest))
     (run / "checkpoints/latest").write_text("step_00000008")
     (run / folders.IDENTITY).write_text(folders.dump(manifest["identity"]))
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 9)))
@@ -444,7 +444,7 @@ def checkpoint_case(case: Case) -> None:
     run = make_run(case)
     before = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
     identity = json.loads((run / folders.IDENTITY).read_text())
-    states = {n: checkpoints.read(run / f"checkpoints/step_{n:08d}").manifest for n in (4, 8)}
+    states = {n: checkpoints.read_checkpoint(run / f"checkpoints/step_{n:08d}").manifest for n in (4, 8)}
     case.names = [str(run)]
     for _ in range(rng.randrange(1, 3)):
         files = [path for path in sorted(run.rglob("*")) if path.is_file()]

@@ -70,8 +70,8 @@ def stopping_step(self: loop.Trainer, *args: Any) -> None:
 vars(loop)["optimizer_step"] = counted_step
 loop.Trainer.trace_step = stopping_step  # type: ignore[method-assign]
 
-process = ranks.find_process()
-ranks.start(process)
+process = ranks.read_launcher()
+ranks.join_process_group(process)
 host_group = HostGroup()
 try:
     for arguments in json.loads(Path(sys.argv[1]).read_text()):

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from data_tools import demo_corpus, index, inspect, lexicon, tokenizer, write_shards
 from data_tools.command import run
-from data_tools.documents import passages
-from data_tools.readers import files_of, parallel_lines
+from data_tools.documents import read_passages
+from data_tools.readers import input_files, parallel_lines
 from data_tools.sentences import split_sentences
 from xscale.data.shards import Source
 from xscale.data.streams import select_sources
@@ -224,12 +224,12 @@ def test_tables_of_datasets(tmp_path, write_pairs, refused) -> None:
 def test_a_folder_with_a_file_of_information_is_no_data_set(tmp_path: Path) -> None:
     for name in ("dataset_info.json", "a.txt"):
         (tmp_path / name).touch()
-    assert [path.name for path in files_of([tmp_path])] == ["a.txt", "dataset_info.json"]
+    assert [path.name for path in input_files([tmp_path])] == ["a.txt", "dataset_info.json"]
 
 
 def test_real_text_looks_like_no_other_format(real: Path) -> None:
     for path in sorted((real / "mono").rglob("*.xz")):
-        passages(path, "auto")
+        read_passages(path, "auto")
     checked = 0
     for folder in sorted((real / "parallel").iterdir()):
         for first, second in itertools.permutations(sorted(folder.glob("*.xz")), 2):
@@ -488,17 +488,20 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
         ([("a.jsonl", b"[" * 100_000)], "record 0: not JSON .*recursion"),
         ([("a.jsonl", b'{"key": "a", "langs": ["en", "en"], "texts": ["x", "y"]}')], "record 0: .* two different ones"),
         ([("a.jsonl", b'{"key": null, "langs": ["en"], "texts": ["x"]}')], "record 0: record None: .* key is a string"),
-        ([("a.jsonl", b'{"key": "a", "langs": [1], "texts": ["x"]}')], "record 0: .* not names of languages"),
+        (
+            [("a.jsonl", b'{"key": "a", "langs": [1], "texts": ["x"]}')],
+            "record 0: .* not strings, which names of languages",
+        ),
         (
             [("a.jsonl", b'{"key": "a", "langs": ["e\\u001b[1m"], "texts": ["x"]}')],
-            "record 0: .* not names of languages",
+            "record 0: .* not strings, which names of languages",
         ),
         ([("0.jsonl", b'{"key": "a\\ud800", "langs": ["en"], "texts": ["x"]}\n')], ".*an unpaired surrogate"),
         ([("0.jsonl", b'{"key": "a", "langs": ["en"], "texts": ["x"], "texts": ["y"]}\n')], ".*occurs twice"),
         ([("0.json", b'{"langs": ["en"], "texts": ["x"], "texts": ["y"]}')], ".*occurs twice"),
         ([("0.de.txt", b"x"), ("0.EN.TXT", b"y")], r".*0\.EN\.TXT.*lower case"),
         ([("0.JSON", b"{}"), ("0.de.txt", b"x")], r".*0\.JSON.*lower case"),
-        ([("0.e\x1b[31mn.txt", b"x")], ".*not names of languages"),
+        ([("0.e\x1b[31mn.txt", b"x")], ".*not strings, which names of languages"),
     ],
 )
 def test_a_foreign_tar_that_would_lose_something(tmp_path: Path, members: list, problem: str) -> None:
@@ -675,9 +678,9 @@ def test_two_writers_of_one_place(tmp_path: Path, corpus_files, write_pairs) -> 
         refusals.append(refusal)
         return build(*arguments[:-1], **arguments[-1])
 
-    build = index.build
+    build = index.build_index
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "build", lambda *given, **named: second(*given, named))
+        patch.setattr(index, "build_index", lambda *given, **named: second(*given, named))
         write_pairs(*paths, tmp_path / "out", "--shard_lines", 50)
     assert refusals and Source(tmp_path / "out").records == 400
     parallel_map((whole := Source(tmp_path / "out")).check_size, whole.shards)
@@ -687,9 +690,9 @@ def test_names_that_say_compressed(tmp_path: Path, demo: Path, refused) -> None:
     (tmp_path / "en-de.txt").write_text("a b\n")
     out = tmp_path / "new" / "en-de.txt.gz"
     words = ["--dict", str(tmp_path / "en-de.txt"), "--out", str(out)]
-    assert f"{out} would be written plain" in refused(lambda: lexicon.main(words))
+    assert f"{out} would be written uncompressed" in refused(lambda: lexicon.main(words))
     words = [str(demo / "pairs"), "--json", str(tmp_path / "a.json.xz")]
-    assert "a.json.xz would be written plain" in refused(lambda: inspect.main(words))
+    assert "a.json.xz would be written uncompressed" in refused(lambda: inspect.main(words))
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe"])

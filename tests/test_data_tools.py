@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from data_tools import demo_corpus, inspect, prepare, tokenizer, write_shards
 from data_tools.demo_world import FIRST_YY, World
-from data_tools.readers import files_of
+from data_tools.readers import input_files
 from tests import launch
 from xscale.data.shards import Source, find_sources
 from xscale.data.text import read_lines
@@ -108,8 +108,8 @@ def test_hidden_files_are_no_text(tmp_path: Path) -> None:
     for name in ("wiki/AA/wiki_00", "wiki/.DS_Store", "wiki/.git/config"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    assert files_of([tmp_path / "wiki"]) == [tmp_path / "wiki/AA/wiki_00"]
-    assert files_of([tmp_path / "wiki/.DS_Store"]) == [tmp_path / "wiki/.DS_Store"]  # named
+    assert input_files([tmp_path / "wiki"]) == [tmp_path / "wiki/AA/wiki_00"]
+    assert input_files([tmp_path / "wiki/.DS_Store"]) == [tmp_path / "wiki/.DS_Store"]  # named
 
 
 def test_links_go_with_their_pair(tmp_path: Path, corpus_files, write_pairs, shard_records) -> None:
@@ -224,7 +224,7 @@ def test_lines_are_numbered_from_one(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path / "t")) == [(1, "ä"), (2, ""), (3, "last")]
     (tmp_path / "d").mkdir()
     with pytest.raises(UserError, match="no file"):
-        files_of([tmp_path / "d"])
+        input_files([tmp_path / "d"])
 
 
 # inspect
@@ -331,7 +331,7 @@ def test_a_vocabulary_holds_a_share_of_each_language_s_characters(kind: str, mon
     else:
         assert not any(f"##{char}" in made.get_vocab() for char in held if char >= "\u4e00"), "never inside a word"
     small = tokenizer.train(texts, kind, 340, False, 0.95)
-    assert re.search(rf"asks for {len(expected)} characters.*--vocab_size", capsys.readouterr().err)
+    assert re.search(rf"needs {len(expected)} characters.*--vocab_size", capsys.readouterr().err)
     assert {piece for piece in small.get_vocab() if len(piece) == 1} - {"▁"} < expected
     with pytest.raises(UserError, match="--vocab_size"):
         tokenizer.train(texts, kind, 6 if kind == "wordpiece" else 200, False)

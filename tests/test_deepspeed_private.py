@@ -122,7 +122,7 @@ def test_signatures() -> None:
 
 
 def test_what_the_update_looks_at() -> None:
-    """`join_reduced` and `look_at_norm_alone`: an update is skipped for a norm that is not finite, it is of all tensors
+    """`join_reduced_gradients`, and the norm: an update is skipped for a norm that is not finite, it is of all tensors
     of averaged_gradients as far as there are weights, and a list with a flat_partition is not flattened again."""
     step = inspect.getsource(DeepSpeedZeroOptimizer.step)
     looks = [
@@ -141,13 +141,13 @@ def test_no_loss_scale_is_left() -> None:
     scaler = DynamicLossScaler(init_scale=1, scale_window=1, min_scale=1, delayed_shift=1, consecutive_hysteresis=False)
     with pytest.raises(Exception, match="scale") as caught:
         scaler.update_scale(True)
-    assert private.no_smaller_scale(caught.value) and not private.no_smaller_scale(ValueError("another"))
+    assert private.is_minimum_scale_error(caught.value) and not private.is_minimum_scale_error(ValueError("another"))
 
 
 def test_the_shared_memory_operator_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(deepspeed.ops), "__compatible_ops__", None)
     monkeypatch.setattr(deepspeed.ops, "_probe_compatible_ops", lambda: pytest.fail("is probed"))
-    private.leave_out_shared_memory_op()
+    private.disable_shared_memory_op()
     assert deepspeed.ops.__compatible_ops__ == {}
 
 
@@ -160,8 +160,8 @@ def test_config() -> None:
     read, error, dtype = private.config_classes()
     assert issubclass(error, Exception) and dtype("bf16").value == torch.bfloat16
     assert read({"train_batch_size": 1, "gradient_clipping": 0.5}).gradient_clipping == 0.5
-    assert {"adam", "adamw", "muon"} <= set(private.optimizers())
-    assert {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"} <= set(private.schedulers())
+    assert {"adam", "adamw", "muon"} <= set(private.optimizer_names())
+    assert {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"} <= set(private.scheduler_classes())
     for builder in ("CPUAdamBuilder", "FusedAdamBuilder"):
         assert "verbose" in parameters(getattr(importlib.import_module("deepspeed.ops.op_builder"), builder).load)
 
@@ -174,7 +174,7 @@ def test_a_schedule_is_followed() -> None:
         schedule.step()
     before = optimizer.param_groups[0]["lr"]
     optimizer.param_groups[0]["lr"] = 7.0
-    private.follow_schedule(type("Engine", (), {"lr_scheduler": schedule}))
+    private.apply_schedule(type("Engine", (), {"lr_scheduler": schedule}))
     assert optimizer.param_groups[0]["lr"] == before > 0 and schedule.last_batch_iteration == 5
 
 
@@ -185,8 +185,8 @@ def test_files_and_their_types(tmp_path: Path) -> None:
     for rank in (10, 9, 0):
         (tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     (tmp_path / "mp_rank_00_model_states.pt").touch()
-    assert private.model_file(tmp_path).name == "mp_rank_00_model_states.pt"
-    assert [int(path.name.split("_")[4]) for path in private.partition_files(tmp_path)] == [0, 9, 10]
+    assert private.model_state_path(tmp_path).name == "mp_rank_00_model_states.pt"
+    assert [int(path.name.split("_")[4]) for path in private.partition_paths(tmp_path)] == [0, 9, 10]
     for name in private.KNOWN_TYPES:
         module, _, kind = name.rpartition(".")
         assert isinstance(getattr(importlib.import_module(module), kind), type), name

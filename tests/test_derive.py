@@ -11,7 +11,7 @@ from data_tools import derive, tokenizer, word_order
 from data_tools.conllu import read_sentences
 from data_tools.demo_world import World
 from data_tools.script import Script
-from data_tools.word_order import Parsed, as_french, invert_text, inverted
+from data_tools.word_order import Parsed, french_order, invert_text, inverted_order
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split
@@ -62,10 +62,10 @@ def test_inverted_lines(text: str, derived: str) -> None:
 def test_inverting_twice_is_the_identity(words: list[str]) -> None:
     text = " ".join(words)
     assert invert_text(invert_text(text)) == text
-    order = inverted(words)
+    order = inverted_order(words)
     moved = [words[number] for number in order]
     assert sorted(order) == [*range(len(words))]
-    assert [moved[number] for number in inverted(moved)] == words
+    assert [moved[number] for number in inverted_order(moved)] == words
     ends = [number for number, word in enumerate(words) if re.fullmatch("[.!?]+", word)]
     assert [number for number, word in enumerate(moved) if re.fullmatch("[.!?]+", word)] == ends
 
@@ -79,7 +79,7 @@ def test_syntax_of_table_9(monkeypatch: pytest.MonkeyPatch) -> None:
     svo = sentence(("Sara", "PROPN", 2, "nsubj"), ("ate", "VERB", 0, "root"), ("apples", "NOUN", 2, "obj"))
     table = sentence(("Une", "DET", 2, "det"), ("table", "NOUN", 0, "root"), ("ronde", "ADJ", 2, "amod"))
     monkeypatch.setattr(word_order, "FRENCH", {"VERB": {"obj": (1, 1)}, "NOUN": {"amod": (1, 1)}})
-    assert as_french(svo, 0) == [0, 2, 1] and as_french(table, 0) == [0, 2, 1]
+    assert french_order(svo, 0) == [0, 2, 1] and french_order(table, 0) == [0, 2, 1]
 
 
 def test_french_order_follows_its_counts() -> None:
@@ -87,8 +87,8 @@ def test_french_order_follows_its_counts() -> None:
     behind = 0
     for number in range(2000):
         words = sentence((f"the{number}", "DET", 3, "det"), ("big", "ADJ", 3, "amod"), ("dog", "NOUN", 0, "root"))
-        order = as_french(words, 0)
-        assert order in ([0, 1, 2], [0, 2, 1]) and order == as_french(words, 0)
+        order = french_order(words, 0)
+        assert order in ([0, 1, 2], [0, 2, 1]) and order == french_order(words, 0)
         behind += order == [0, 2, 1]
     before, of_all = word_order.FRENCH["NOUN"]["amod"]
     assert behind / 2000 == pytest.approx(1 - before / of_all, abs=0.04)
@@ -98,7 +98,7 @@ def test_french_order_follows_its_counts() -> None:
 @settings(deadline=None)
 def test_syntax_is_a_permutation_that_keeps_phrases(heads: tuple[int, ...], seed: int) -> None:
     words = [Parsed(str(n), ("NOUN", "VERB")[n % 2], head, ("amod", "obj")[n % 2]) for n, head in enumerate(heads)]
-    order = as_french(words, seed)
+    order = french_order(words, seed)
     below = {n: {n} for n in range(len(heads))}
     for number in reversed(range(len(heads))):
         if heads[number] >= 0:
@@ -141,7 +141,9 @@ def test_ids_are_shifted_by_the_vocabulary(english: tuple[Path, Path], tmp_path:
 
 
 def test_larger_overlaps_hold_smaller_ones(english: tuple[Path, Path]) -> None:
-    small, large, other = (Script(english[0], share, seed).kept for share, seed in ((0.25, 0), (0.5, 0), (0.25, 1)))
+    small, large, other = (
+        Script(english[0], share, seed).unshifted for share, seed in ((0.25, 0), (0.5, 0), (0.25, 1))
+    )
     assert small < large and small != other and len(small) == len(other)
 
 

@@ -164,7 +164,7 @@ def test_a_manifest_that_is_not_sound_is_passed_over(tmp_path: Path, change: dic
             "calibration": {"lines": []},
             "engine": {"stage": 2},
         }
-        (path / store.MANIFEST).write_text(store.sealed_manifest(manifest | (change if step == 8 else {})))
+        (path / store.MANIFEST).write_text(store.manifest_text(manifest | (change if step == 8 else {})))
     said: list[str] = []
     found = store.newest_valid(tmp_path, HostGroup(), said.append)
     assert found is not None and found.step == 4

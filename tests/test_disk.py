@@ -188,7 +188,7 @@ def test_latest_names_a_whole_checkpoint_at_any_moment(tmp_path: Path, monkeypat
         complete = [path.name for path in store.complete_steps(folder)]
         assert latest is None or latest in complete, (latest, complete)
         for path in store.complete_steps(folder):
-            assert store.verify(path, HostGroup()) is None
+            assert store.find_damage(path, HostGroup()) is None
         seen.append((latest, complete))
 
     def looking(change: Any) -> Any:
@@ -288,7 +288,7 @@ def test_what_is_written_behind_is_what_a_waiting_save_writes(runs: Path) -> Non
     """Byte for byte, of a checkpoint that training went on after; and tensor for tensor what DeepSpeed's own writes."""
     for step in (2, 8, 10):
         path = f"checkpoints/step_{step:08d}"
-        files = [store.read(runs / run / path).manifest["files"] for run in ("whole", "disturbed")]
+        files = [store.read_checkpoint(runs / run / path).manifest["files"] for run in ("whole", "disturbed")]
         assert files[0] == files[1] and {store.AUXILIARY_STATES, "hf/config.json"} < files[0].keys()
         own = launch.checkpoint_tensors(runs / "own" / str(step))
         ours = launch.checkpoint_tensors(runs / "disturbed" / path)

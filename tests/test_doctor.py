@@ -52,7 +52,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
         monkeypatch.delenv("SLURM_JOB_ID", raising=False)
         if job:
             monkeypatch.setenv("SLURM_JOB_ID", "7")
-        return list(doctor.slurm())
+        return list(doctor.slurm_lines())
 
     return say
 
@@ -74,7 +74,7 @@ def test_a_site_that_signals_in_time(site: Callable[..., list[str]]) -> None:
         ({"more": "(null)"}, "SlurmctldParameters has no preempt_send_user_signal"),
         ({"grace": 0}, "gpu gives 0 s between a preemption and the end"),
         ({"mode": "SUSPEND,GANG"}, "train.stall_limit counts that time"),
-        ({"wait": 5}, "KillWait 5 s is short"),
+        ({"wait": 5}, "KillWait 5 s is too short"),
         ({"requeue": 0}, "sbatch --requeue"),
     ],
 )
@@ -91,20 +91,20 @@ def test_outside_of_a_job_all_partitions_are_told(site: Callable[..., list[str]]
 def test_no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert list(doctor.slurm()) == ["none: no scontrol here"]
+    assert list(doctor.slurm_lines()) == ["none: no scontrol here"]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert "MASTER_ADDR" in next(doctor.slurm())
+    assert "MASTER_ADDR" in next(doctor.slurm_lines())
     program = tmp_path / "scontrol"
     program.write_text("#!/bin/bash\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert "scontrol does not answer" in next(doctor.slurm())
+    assert "scontrol does not answer" in next(doctor.slurm_lines())
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without a launcher, far from any SLURM."""
-    monkeypatch.setattr(doctor, "slurm", lambda: iter(["none"]))
+    monkeypatch.setattr(doctor, "slurm_lines", lambda: iter(["none"]))
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RANK", "WORLD"))}
     monkeypatch.setattr(os, "environ", variables | {"MASTER_PORT": "29500"})
 
@@ -126,9 +126,9 @@ def test_one_screen(demo: Path, tmp_path: Path, alone: None, capsys: pytest.Capt
     [
         (["--recipe", "nothing"], "recipe 'nothing' not found"),
         (["--recipe", "tlm", "--set", "train.lrr=1"], "train.lrr: unknown key"),
-        (["--recipe", "tlm", "--out", "{file}/run"], "file is a file, or leads nowhere"),
+        (["--recipe", "tlm", "--out", "{file}/run"], "file is a file or a broken link"),
         (["--recipe", "tlm", "--data", "{file}"], "error:"),
-        (["--recipe", "tlm", "--out", "{nowhere}/run"], "nowhere is a file, or leads nowhere"),
+        (["--recipe", "tlm", "--out", "{nowhere}/run"], "nowhere is a file or a broken link"),
     ],
 )
 def test_what_keeps_a_run_from_starting(
@@ -147,7 +147,7 @@ def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(doctor, "SECONDS", 0.2)
     monkeypatch.setattr(doctor, "probe_file_system", lambda place: time.sleep(5))
     with pytest.raises(ValueError, match="no answer within"):
-        list(doctor.file_system(tmp_path))
+        list(doctor.file_system_lines(tmp_path))
 
 
 def test_a_file_system_without_atomic_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

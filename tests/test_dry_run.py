@@ -61,7 +61,7 @@ def test_long_samples_are_planned_by_few_of_them(demo: Path, monkeypatch: pytest
     def estimates() -> tuple[int, float, float]:
         read.clear()
         run_spec = run_spec_of(demo, "mlm", "data.max_length=256", "streams.mlm.samples=512")
-        tokens = planning.work_of(run_spec, run_spec.specs[0]).tokens
+        tokens = planning.stream_work(run_spec, run_spec.specs[0]).tokens
         assert run_spec.calibration
         return read["tokens"], run_spec.calibration.estimate_for("mlm").ratio, tokens
 
@@ -86,8 +86,8 @@ def test_work_of_a_step(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the text of 4 steps" in before
     monkeypatch.setattr(planning, "READ", 16)
     (spec,) = run_spec.specs
-    assert planning.work_of(run_spec, spec).tokens == pytest.approx(batch.work().tokens, rel=0.2)
-    assert isinstance(planning.work_of(run_spec, spec), RowCost)
+    assert planning.stream_work(run_spec, spec).tokens == pytest.approx(batch.work().tokens, rel=0.2)
+    assert isinstance(planning.stream_work(run_spec, spec), RowCost)
 
 
 @pytest.mark.parametrize(("ds_config", "device"), [("zero3_fp16_nodes", "cuda"), ("zero2_cpu", "")])

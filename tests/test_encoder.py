@@ -30,7 +30,7 @@ from transformers.models.modernbert import modeling_modernbert
 
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
-from xscale.models.build import PRESETS, build_encoder, decay_groups, dropout_fields, positions
+from xscale.models.build import PRESETS, build_encoder, decay_groups, dropout_fields, longest_sequence
 from xscale.models.encoder import HEADS, Encoder
 from xscale.models.flat import FLAT, first_position
 from xscale.models.momentum import MomentumEncoder
@@ -133,7 +133,7 @@ def test_dropout_can_be_changed(kind: str, before: float) -> None:
     other.load_state_dict(built.state_dict())
     momentum, states = MomentumEncoder(other, torch.nn.Identity(), 0.9), []
     other.set_dropout(0.4)
-    for encoder in (built, other, momentum.key_modules(train=True)[0]):
+    for encoder in (built, other, momentum.key_modules(dropout=True)[0]):
         torch.manual_seed(1)
         states.append(encoder(row_of([9, 7, 4])))
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
@@ -199,7 +199,7 @@ def test_another_rope_theta_makes_the_model_of_that_theta() -> None:
     theirs.load_state_dict(encoder.lm.state_dict())
     inputs = padded_inputs(encoder, row)
     expected = theirs.base_model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
-    for found in (encoder, momentum.key_modules(train=False)[0]):
+    for found in (encoder, momentum.key_modules(dropout=False)[0]):
         torch.testing.assert_close(found(row), expected, rtol=0, atol=1e-10)
     assert (before - expected).abs().max() > 1e-3
     with pytest.raises(UserError, match=r"rope_theta.*bert"):
@@ -445,7 +445,7 @@ def test_presets_have_their_shape(preset: str) -> None:
         encoder = build(preset=preset, max_length=600, dropout=0.2, pad_id=3)
     config = encoder.lm.config
     assert {name: getattr(config, name) for name in PRESETS[preset]} == PRESETS[preset]
-    assert positions(config) >= 600 and config.pad_token_id == 3 and config.vocab_size == 97
+    assert longest_sequence(config) >= 600 and config.pad_token_id == 3 and config.vocab_size == 97
     assert {getattr(config, name) for name in dropout_fields(config.model_type, 0.2)} == {0.2}
 
 

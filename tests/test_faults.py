@@ -25,7 +25,7 @@ from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import Lock
-from xscale.models.build import read_pretrained, trained_as
+from xscale.models.build import read_pretrained, run_fields_of
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
@@ -140,10 +140,10 @@ class Code:
 
 def seal(step: Path, number: int) -> None:
     """A manifest of what is in the folder."""
-    files = {path.name: checkpoints.sealed_file(path) for path in step.iterdir() if path.name != checkpoints.MANIFEST}
+    files = {path.name: checkpoints.sync_and_hash(path) for path in step.iterdir() if path.name != checkpoints.MANIFEST}
     sound = {"step": number, "world_size": 1, "identity": {"a": 1}, "state": {"step": number}, "files": files}
     sound |= {"excluded_steps": [], "calibration": {"lines": []}, "engine": {"stage": 2}}
-    (step / checkpoints.MANIFEST).write_text(checkpoints.sealed_manifest(sound))
+    (step / checkpoints.MANIFEST).write_text(checkpoints.manifest_text(sound))
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_another_s_code_is_never_asked_for(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "m" / "c.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nC = M = T = None\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setattr("signal.alarm", lambda *_: 0)
-    for load in (lambda p: read_pretrained("model.init", p), Tokenizer, trained_as):
+    for load in (lambda p: read_pretrained("model.init", p), Tokenizer, run_fields_of):
         with contextlib.suppress(UserError):
             load(tmp_path / "m")
     with pytest.raises(UserError, match=r"model\.init .*m cannot be loaded"):
@@ -222,7 +222,7 @@ def test_foreign_code_in_a_checkpoint_is_not_run(run: Path, tmp_path: Path) -> N
     step = run / "checkpoints/step_00000008"
     torch.save({"w": torch.ones(3), "x": Code(tmp_path / "owned")}, step / "mp_rank_00_model_states.pt")
     seal(step, 8)
-    problem = checkpoints.verify(step, HostGroup())
+    problem = checkpoints.find_damage(step, HostGroup())
     assert problem and "posix.mkdir" in problem and "may run code" in problem
     assert newest(run) == 4 and not (tmp_path / "owned").exists()
     (step / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Code(tmp_path / "owned")))
@@ -348,7 +348,10 @@ def test_one_rank_cannot_read_its_records(demo: Path, tmp_path: Path) -> None:
     assert f"record {number} " in output and "is damaged, its checksum differs" in output, output
     assert path.name in output and "--verify" in output
     assert "EnforceNotMet" not in output and "Traceback (most recent call last)" not in output.split("torch/dist")[0]
-    steps = [found.step for found in map(checkpoints.read, checkpoints.complete_steps(tmp_path / "out/checkpoints"))]
+    steps = [
+        found.step
+        for found in map(checkpoints.read_checkpoint, checkpoints.complete_steps(tmp_path / "out/checkpoints"))
+    ]
     assert steps == [0, 1, 2, 3, 4] and [entry["step"] for entry in launch.metrics(tmp_path / "out")] == [1, 2, 3, 4]
 
 
@@ -372,7 +375,7 @@ def test_a_folder_that_another_run_has_is_noticed(tmp_path: Path, monkeypatch: p
         assert str(tmp_path) in first.problem and os.strerror(errno.ENOLCK) in first.problem
     second = Lock(tmp_path)
     second.check()
-    with pytest.raises(UserError, match=rf"{tmp_path} .* another run's now \(host .*, process {os.getpid()}\)"):
+    with pytest.raises(UserError, match=rf"{tmp_path} .* belongs to another run \(host .*, process {os.getpid()}\)"):
         first.check()
     status = Status(tmp_path, Process(0, 1, 0, 1))
     status.running()
@@ -400,10 +403,10 @@ def test_a_run_whose_folder_another_has_ends(demo: Path, tmp_path: Path) -> None
         output, _ = first.communicate(timeout=60)
     finally:
         launch.kill(first)
-    assert first.returncode and f"{out} was removed" in output and "another run's now" in output
+    assert first.returncode and f"{out} was removed" in output and "belongs to another run" in output
     assert [entry["step"] for entry in launch.metrics(out)] == list(range(1, 21))
     assert sorted(step for step, _ in launch.trace(out)) == list(range(1, 21))
     assert json.loads((out / "status.json").read_text())["status"] == "done"
     assert [path.name for path in sorted((out / "trace").iterdir())] == ["rank0.jsonl"]
-    steps = [found.step for found in map(checkpoints.read, checkpoints.complete_steps(out / "checkpoints"))]
+    steps = [found.step for found in map(checkpoints.read_checkpoint, checkpoints.complete_steps(out / "checkpoints"))]
     assert steps == [0, 20]

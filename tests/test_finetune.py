@@ -691,9 +691,9 @@ def test_a_command_trains_scores_and_keeps_models(
     tmp_path: Path, hf: Path, model: Exported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From what is kept, transformers predicts what the command has predicted."""
-    monkeypatch.setattr(command.ranks, "start", lambda process: None)
+    monkeypatch.setattr(command.ranks, "join_process_group", lambda process: None)
     # Without a launcher's variables, accelerate leaves no process group behind for the tests that come after.
-    monkeypatch.setattr(command.ranks, "find_process", lambda: command.Process(0, 1, 0, 1))
+    monkeypatch.setattr(command.ranks, "read_launcher", lambda: command.Process(0, 1, 0, 1))
     monkeypatch.chdir(tmp_path)
     words = words_of(model.tokenizer)
     for language in ("en", "de"):

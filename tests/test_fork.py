@@ -12,7 +12,7 @@ from tests import launch
 from tests.test_going_on import run_spec_of, save
 from tests.test_training import arguments, same_checkpoint
 from xscale.checkpoint import store as checkpoints
-from xscale.checkpoint.store import sealed_manifest
+from xscale.checkpoint.store import manifest_text
 from xscale.errors import UserError
 from xscale.ranks import HostGroup
 from xscale.report import tables
@@ -30,7 +30,7 @@ def parent(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save(run_spec.module(), run_spec, path / "checkpoints" / "step_00000007")
     shutil.copytree(folder, folder.with_name("step_00000009"))
     manifest = json.loads((folder / "manifest.json").read_text()) | {"step": 9, "state": {"step": 9}}
-    (folder.with_name("step_00000009") / "manifest.json").write_text(sealed_manifest(manifest))
+    (folder.with_name("step_00000009") / "manifest.json").write_text(manifest_text(manifest))
     return path
 
 
@@ -53,7 +53,7 @@ def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, p
     for other in (f"{parent}@7", parent):  # it has not begun there
         with pytest.raises(UserError, match=r"--fork .*run(@7)?: .*new .*--out"):
             begin(demo, tmp_path / "new", other)
-    seventh = checkpoints.read(parent / "checkpoints" / "step_00000007")
+    seventh = checkpoints.read_checkpoint(parent / "checkpoints" / "step_00000007")
     going_on.write_ancestry(tmp_path / "new", seventh, seventh.identity)
     with pytest.raises(UserError, match=r"--fork .*run@9: .*new .*--out"):
         begin(demo, tmp_path / "new", f"{parent}@9")
@@ -117,9 +117,9 @@ def test_ancestors_are_kept_and_reported(demo: Path, parent: Path, tmp_path: Pat
         out.mkdir()
         (out / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0}\n')
     identity = run_spec_of(demo, "mixed", *SETS, "train.lr=0.5").identity()
-    going_on.write_ancestry(first, checkpoints.read(parent / "checkpoints" / "step_00000007"), identity)
+    going_on.write_ancestry(first, checkpoints.read_checkpoint(parent / "checkpoints" / "step_00000007"), identity)
     shutil.copytree(parent / "checkpoints", first / "checkpoints")
-    going_on.write_ancestry(second, checkpoints.read(first / "checkpoints" / "step_00000009"), identity)
+    going_on.write_ancestry(second, checkpoints.read_checkpoint(first / "checkpoints" / "step_00000009"), identity)
     found = json.loads((second / "ancestry.json").read_text())
     assert [(entry["run"], entry["step"]) for entry in found] == [(str(first), 9), (str(parent), 7)]
     assert all("recipe.train.lr: was 0.002, is now 0.5" in entry["changed"] for entry in found)

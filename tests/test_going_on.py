@@ -41,7 +41,7 @@ from xscale.eval.model import Exported, read_texts
 from xscale.eval.sentence_files import trained_pooling
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
-from xscale.models.heads import KeptHeads, load_heads, load_kept_heads, save_heads
+from xscale.models.heads import SavedHeads, copy_saved_heads, load_heads, save_heads
 from xscale.objectives import OBJECTIVES, alignlm, tlm
 from xscale.run.folder import claim_out
 from xscale.run_spec import RunSpec, find_tokenizer, shows_neutral
@@ -243,7 +243,7 @@ def save(module: StepModule, run_spec: RunSpec, path: Path) -> Path:
     }
     manifest = {"step": 7, "world_size": 1, "state": {"step": 7}, "identity": run_spec.identity(), "files": sealed}
     manifest |= {"excluded_steps": [], "calibration": run_spec.calibration.to_dict(), "engine": {"stage": 0}}
-    (path / "manifest.json").write_text(checkpoints.sealed_manifest(manifest))
+    (path / "manifest.json").write_text(checkpoints.manifest_text(manifest))
     return path
 
 
@@ -326,15 +326,15 @@ def test_heads_of_another_shape_start_fresh_and_it_is_said(demo: Path, ended: tu
 
 def test_the_stream_of_the_same_name_comes_first() -> None:
     kept = {
-        name: KeptHeads({"objective": "alignlm"}, {"weight": torch.full((1, 2), value), "bias": torch.zeros(1)})
+        name: SavedHeads({"objective": "alignlm"}, {"weight": torch.full((1, 2), value), "bias": torch.zeros(1)})
         for name, value in (("a", 1.0), ("b", 2.0))
     }
     found = {}
     for name in ("b", "c"):
         layer = torch.nn.Linear(2, 1)
-        load_kept_heads(kept, name, "alignlm", layer)
+        copy_saved_heads(kept, name, "alignlm", layer)
         found[name] = layer.weight[0, 0].item()
-    assert found == {"b": 2.0, "c": 1.0} and load_kept_heads(kept, "a", "ppa", torch.nn.Linear(2, 1)) is None
+    assert found == {"b": 2.0, "c": 1.0} and copy_saved_heads(kept, "a", "ppa", torch.nn.Linear(2, 1)) is None
 
 
 def test_a_damaged_file_of_heads_is_named(tmp_path: Path) -> None:
@@ -351,8 +351,8 @@ import sys, torch
 from xscale import ranks
 from xscale.checkpoint import restore
 
-process = ranks.find_process()
-ranks.start(process)
+process = ranks.read_launcher()
+ranks.join_process_group(process)
 reads, full_weights = [], restore.full_weights
 restore.full_weights = lambda path: reads.append(path) or full_weights(path)
 lm, heads = restore.load_initial(sys.argv[1], 0.0)
@@ -554,7 +554,7 @@ def test_the_best_checkpoint_is_exported(ended: tuple[StepModule, Path, Path], t
         export.export(tmp_path, tmp_path / "hf", best=True)
     (tmp_path / "checkpoints" / "best").write_text("step_00000007\n")
     assert export.export(tmp_path, tmp_path / "hf", best=True).name == "step_00000007"
-    assert checkpoints.find(tmp_path).name == "step_00000009", "no newer one is there"
+    assert checkpoints.resolve_checkpoint(tmp_path).name == "step_00000009", "no newer one is there"
 
 
 def test_the_card_is_the_hubs(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
@@ -578,7 +578,7 @@ def test_the_card_is_the_hubs(ended: tuple[StepModule, Path, Path], tmp_path: Pa
     assert read == [("retrieval", "en-xx", "accuracy", 0.75, None), ("mining", "en-xx", "F1", 0.5, interval)]
     assert "7 optimizer steps and 28,000 tokens" in card.text and "| 0.5 | 0.4 to 0.6 |" in card.text
     recipe_text = card.text.partition("```yaml\n")[2].partition("```")[0]
-    identity = checkpoints.read(tmp_path / "run/checkpoints/step_00000007").identity
+    identity = checkpoints.read_checkpoint(tmp_path / "run/checkpoints/step_00000007").identity
     assert yaml.safe_load(recipe_text) == identity["recipe"]
     card.save(tmp_path / "again.md")
     assert ModelCard.load(tmp_path / "again.md").data.to_dict() == card.data.to_dict()

@@ -17,7 +17,7 @@ from tests.test_going_on import run_spec_of
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.hf_directory import difference_from
-from xscale.models.grow import grow, origins, pieces_of, problem_of
+from xscale.models.grow import extension_problem, grow_vocabulary, old_ids_of_new, piece_ids
 from xscale.run_spec import check_tokenizer
 
 CYRILLIC = str.maketrans("abcdefghijklmnopqrstuvwxyz", "абцдефгхийклмнопярстувщыжз")
@@ -48,13 +48,13 @@ def test_an_extended_tokenizer_cuts_old_text_as_before(both: tuple[Tokenizer, To
     assert sorted(new.hf.get_vocab().values()) == list(range(new.vocab_size)) and new.vocab_size > old.vocab_size + 100
     assert old.encode(OLD) == new.encode(OLD) and new.unknown(new.encode(NEW)) == 0
     assert 2 * sum(map(len, new.encode(NEW))) < sum(len(text.replace(" ", "")) for text in NEW)
-    assert problem_of(old, new) is None and "lacks" in (problem_of(new, old) or "")
+    assert extension_problem(old, new) is None and "lacks" in (extension_problem(new, old) or "")
 
 
 def test_new_tokens_come_from_the_pieces_that_they_were(both: tuple[Tokenizer, Tokenizer]) -> None:
     """As transformers cuts the token's text inside a sentence; known ones come from themselves."""
     old, new = both
-    found, known = origins(old, new), old.hf.get_vocab()
+    found, known = old_ids_of_new(old, new), old.hf.get_vocab()
     assert all(found[number] == [number] for number in known.values()) and found.keys() == {*range(new.vocab_size)}
     for token, number in new.hf.get_vocab().items():
         if token in known:
@@ -72,10 +72,10 @@ def test_new_tokens_come_from_the_pieces_that_they_were(both: tuple[Tokenizer, T
 def test_pieces_inside_a_word_are_those_inside_a_word(demo: Path) -> None:
     old = Tokenizer(demo / "tokenizer")
     of = old.hf.convert_ids_to_tokens
-    found = [of(n) for n in pieces_of("##eringqq", old, False)]
+    found = [of(n) for n in piece_ids("##eringqq", old, False)]
     assert found[0] == "##er" and "".join(found).replace("##", "") == "eringqq" and all("##" in of for of in found)
-    assert pieces_of("##ж", old, False) == []
-    assert pieces_of("the dog", old, True) == old.encode(["the dog"])[0]
+    assert piece_ids("##ж", old, False) == []
+    assert piece_ids("the dog", old, True) == old.encode(["the dog"])[0]
 
 
 def resized(kind: str, rows: int) -> Any:
@@ -96,7 +96,7 @@ def test_a_grown_model_has_the_states_and_logits_that_it_had(kind: str, demo: Pa
     old, new = by_added_tokens(demo, tmp_path, ["жук", "the dog", "зонт"])
     lm = resized(kind, old.vocab_size)
     before, ids = copy.deepcopy(lm), old.encode(["the dog sees a cat"])[0][:9]
-    grow(lm, old, new)
+    grow_vocabulary(lm, old, new)
     (states, scores), (states_before, scores_before) = logits(lm, ids), logits(before, ids)
     assert torch.equal(states, states_before) and scores.shape[1] == new.vocab_size == lm.config.vocab_size
     torch.testing.assert_close(scores[:, : old.vocab_size], scores_before, rtol=0, atol=1e-5)
@@ -127,7 +127,7 @@ def test_growing_by_nothing_changes_nothing(kind: str, demo: Path) -> None:
     old = Tokenizer(demo / "tokenizer")
     lm = resized(kind, old.vocab_size + 7)  # rows that belong to no token
     before = copy.deepcopy(lm.state_dict())
-    grow(lm, old, old)
+    grow_vocabulary(lm, old, old)
     assert lm.state_dict().keys() == before.keys()
     assert all(torch.equal(weight, before[name]) for name, weight in lm.state_dict().items())
 
@@ -148,7 +148,7 @@ def test_rows_follow_their_tokens_where_ids_move(demo: Path, tmp_path: Path) -> 
     lm = resized("bert", old.vocab_size)
     lm.config.bos_token_id = old.special["cls"]
     before = copy.deepcopy(lm)
-    grow(lm, old, new)
+    grow_vocabulary(lm, old, new)
     texts = ["the dog sees a cat"]
     (ids,), (ids_before,) = new.encode(texts), old.encode(texts)
     assert ids != ids_before and torch.equal(logits(lm, ids)[0], logits(before, ids_before)[0])
@@ -194,4 +194,4 @@ def test_a_tokenizer_that_cuts_otherwise_is_refused(demo: Path, tmp_path: Path, 
     tree = json.loads(path.read_text())
     change(tree, part)
     path.write_text(json.dumps(tree))
-    assert (part if extra else "same tokens") in (problem_of(old, Tokenizer(tmp_path / "larger")) or "")
+    assert (part if extra else "same tokens") in (extension_problem(old, Tokenizer(tmp_path / "larger")) or "")

@@ -36,7 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch):
 
     def start(environment: dict[str, str]) -> Process:
         monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1"} | environment)
-        process = ranks.find_process()
+        process = ranks.read_launcher()
         written = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
         assert written == [str(process.rank), str(process.world), str(process.local_rank), str(process.local_world)]
         assert os.environ["LOCAL_SIZE"] == str(process.local_world)
@@ -86,7 +86,7 @@ def test_ranks_of_launchers(started, environment: dict[str, str], expected: Proc
             "LOCAL_RANK=0, LOCAL_WORLD_SIZE=4 and WORLD_SIZE=2 contradict",
         ),
         ({"MASTER_PORT": "x"}, "MASTER_PORT='x' in the environment is not a number"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 but no RANK"),
         ({"RANK": "0", "WORLD_SIZE": ""}, "RANK=0 but no WORLD_SIZE"),
         ({"SLURM_NTASKS": "x"}, "SLURM_NTASKS='x' in the environment is not a number"),
@@ -98,7 +98,7 @@ def test_an_environment_that_says_nothing(
     monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1"} | environment)
     with pytest.raises(UserError, match=named):
         ranks.check_launch()
-        ranks.find_process()
+        ranks.read_launcher()
 
 
 def test_jobs_and_steps_meet_at_ports_of_their_own(started) -> None:
@@ -243,15 +243,15 @@ def test_a_terminal_that_is_closed_stops_the_run(tmp_path: Path, nohup: bool) ->
 
 def test_a_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eht0")
-    with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME=eht0 is no network interface of .* which has lo"):
-        ranks.start(Process(0, 1, 0, 1))
+    with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME=eht0 is not a network interface of .* which has lo"):
+        ranks.join_process_group(Process(0, 1, 0, 1))
 
 
 ALONE = """
 import psutil
 from xscale import ranks
-process = ranks.find_process()
-ranks.start(process)
+process = ranks.read_launcher()
+ranks.join_process_group(process)
 control = ranks.HostGroup()
 assert control.sum([3]) == [3] and control.gather("a") == ["a"]
 print({found.laddr.ip for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN})

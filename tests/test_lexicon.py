@@ -444,7 +444,7 @@ def test_the_tool_truecases(tmp_path: Path, dictionary, capsys) -> None:
     out = tmp_path / "out" / "en-de.txt"
     tool.main(["--out", str(out), *options])
     assert out.read_text().splitlines() == [*AS_SPELLED, "dog дог"]
-    assert re.search("4 spelled otherwise in the text.*1 of them with unknown tokens", capsys.readouterr().out)
+    assert re.search("4 changed to their spelling in the text.*1 of them with unknown tokens", capsys.readouterr().out)
     with pytest.raises(UserError, match="no text in fr"):
         make(tmp_path / "en-fr.txt", "--dict", dictionary("fr/en-fr.txt", "a b"), "--truecase", tmp_path / "shards")
 
@@ -515,7 +515,7 @@ def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, out: str)
     ("out", "options", "message"),
     [
         ("dictionary.txt", [], "file name says its languages"),
-        ("en-fr.txt", [], "en-de.*--out is of en and fr"),
+        ("en-fr.txt", [], "en-de.*--out names en and fr"),
         ("en-de.txt", [], "exists"),
         ("de-en.txt", ["--share", "0"], "--share 0"),
         ("de-en.txt", ["--min_length", "9"], "nothing to write.*0 of 9 characters"),

@@ -283,7 +283,7 @@ def test_equals_plain_in_fp64(m: int, label_smoothing: float, z_loss: float, wei
 @pytest.mark.parametrize("bias", [True, False])
 def test_columns_in_parts(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU computes an odd vocabulary in two parts, here in each of two chunks."""
-    monkeypatch.setattr(masked_ce, "_columns", lambda weight_VH: [slice(0, V - 5), slice(V - 5, V)])
+    monkeypatch.setattr(masked_ce, "_column_slices", lambda weight_VH: [slice(0, V - 5), slice(V - 5, V)])
     arguments = inputs(ROWS + 9, bias=bias)
     (ours, *_), (exact, *_) = masked_cross_entropy(*arguments), plain(*arguments)
     torch.testing.assert_close(ours, exact, rtol=1e-12, atol=0)

@@ -13,7 +13,7 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from tests.test_going_on import run_spec_of, save
 from xscale import export, merge
-from xscale.checkpoint.store import sealed_manifest
+from xscale.checkpoint.store import manifest_text
 from xscale.models.heads import FILE
 
 Weights = dict[str, np.ndarray]
@@ -41,18 +41,20 @@ def plain_ties(base: np.ndarray, models: list[np.ndarray], density: float) -> np
 def test_ties_is_the_papers(density: float, models: int) -> None:
     rng = np.random.default_rng(models)
     changes = list(rng.normal(size=(models, 997)).astype(np.float32))
-    found = merge.ties([torch.tensor(change) for change in changes], density)
+    found = merge.ties_change([torch.tensor(change) for change in changes], density)
     np.testing.assert_allclose(found, plain_ties(np.zeros(997, np.float32), changes, density), rtol=0, atol=1e-6)
 
 
 def test_ties_by_hand() -> None:
     """Of each model the larger half stays: 3 -4 . . | . -2 1 . | 1 . . 5. Signs + - + +."""
     changes = torch.tensor([[3.0, -4.0, 1.0, 0.5], [0.0, -2.0, 1.0, -0.1], [1.0, 0.2, -0.3, 5.0]])
-    assert merge.ties(list(changes), 0.5).tolist() == [2.0, -3.0, 1.0, 5.0]
+    assert merge.ties_change(list(changes), 0.5).tolist() == [2.0, -3.0, 1.0, 5.0]
     opposed = torch.tensor([[2.0, 1.0], [-2.0, 3.0]])
-    assert merge.ties(list(opposed), 1.0).tolist() == [0.0, 2.0]
+    assert merge.ties_change(list(opposed), 1.0).tolist() == [0.0, 2.0]
     outvoted = torch.tensor([[3.0], [-1.0], [-1.0]])
-    assert merge.ties(list(outvoted), 1.0).tolist() == [3.0], "the sign is that of the sum, and -1 has no part in it"
+    assert merge.ties_change(list(outvoted), 1.0).tolist() == [3.0], (
+        "the sign is that of the sum, and -1 has no part in it"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def parts(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         save(module, run_spec, folder)
         manifest = json.loads((folder / "manifest.json").read_text()) | {"step": number + 1}
         manifest["state"]["step"] = number + 1
-        (folder / "manifest.json").write_text(sealed_manifest(manifest))
+        (folder / "manifest.json").write_text(manifest_text(manifest))
         exported.append(path / f"hf{number}")
         export.export(folder, exported[-1])
     return exported

@@ -280,7 +280,7 @@ def test_a_longer_room_begins_at_once() -> None:
         ({"until": 0.5, "train.warmup": 3}, r"train.warmup: a phase cannot"),
         ({"until": 0.5, "streams.mlm.mask_prob": 1.5}, r"phases\[0\].streams.mlm.mask_prob: 1.5"),
         ({"until": 0.5, "streams.mlm.samples": 0, "streams.tlm.samples": 0}, r"samples: 0 .*1 or more"),
-        ({"until": 0.5, "model.rope_theta": 1e4}, r"model.rope_theta: set it for the recipe"),
+        ({"until": 0.5, "model.rope_theta": 1e4}, r"model.rope_theta: also set it for the whole recipe"),
         ({"until": 1.5}, r"phases\[0\].until: 1.5 .*0.8"),
         ({"until": True}, r"until: True .*an integer from 0"),
         ({"data.alpha": 0.5}, r"until: None"),

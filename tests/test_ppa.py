@@ -317,7 +317,7 @@ def test_queue_is_a_list_that_forgets(size: int) -> None:
         assert [(queue.ring_KD[i].tolist(), int(queue.born_K[i])) for i in order] == plain
         assert len(queue.keys) == len(plain)
         age = sum(41 - born for _, born in plain) / max(len(plain), 1)
-        assert float(queue.age(41)) == pytest.approx(age)
+        assert float(queue.mean_age(41)) == pytest.approx(age)
 
 
 def test_keys_that_are_not_finite_do_not_poison_the_queue() -> None:
@@ -331,7 +331,7 @@ def test_global_order_from_shuffled_rows() -> None:
     order = torch.randperm(11)
     for cut in (order[:4], order[4:4], order[4:5], order[5:]):
         batch.add(vectors[cut], cut, torch.stack([cut + 100, -cut], 1))
-    found, texts = batch.send()()
+    found, texts = batch.start_exchange()()
     assert torch.equal(found, vectors) and not batch.parts
     assert texts.tolist() == [[i + 100, -i] for i in range(11)]
 
@@ -342,7 +342,7 @@ def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:
     parts, pairs = make_parts(tokenizer, options, torch.float32), make_pairs(tokenizer, 8)
     moco = parts.auxiliary_state
     whole = read(moco, parts.encoder, collate(tokenizer, pairs, options))
-    assert torch.equal(moco._batch.send()()[0], whole)
+    assert torch.equal(moco._batch.start_exchange()()[0], whole)
     for cut in ([5, 2, 7], [0], [6, 1, 3, 4]):
         read(moco, parts.encoder, collate(tokenizer, [pairs[i] for i in cut], options))
     start = moco.queue.next
@@ -417,7 +417,7 @@ def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: to
     encoder = build(tokenizer)
     key = MomentumEncoder(encoder, torch.nn.Identity(), 0.999)
     encoder.to(dtype)
-    cast, _ = key.key_modules(train=True)
+    cast, _ = key.key_modules(dropout=True)
     assert {p.dtype for p in cast.parameters()} == {dtype}
     assert {p.dtype for p in key.masters.parameters()} == {torch.float32}
     before = [k.double().clone() for k in key.masters.parameters()]
@@ -431,7 +431,7 @@ def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: to
         expected = q.double() + 0.999**100 * (start - q.double())
         torch.testing.assert_close(k.double(), expected, rtol=1e-5, atol=1e-6)
         assert ((k.double() - start).abs() > 1e-4).all()
-    again, _ = key.key_modules(train=True)
+    again, _ = key.key_modules(dropout=True)
     assert again is cast
     assert all(torch.equal(c, k.to(dtype)) for c, k in zip(cast.parameters(), key.masters.parameters(), strict=True))
 
@@ -592,7 +592,7 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
             moco.read(engine.module.encoder, tokens, index, [inputs.arrays["ppa.prefill"]])
             for ids in tokens.input_ids.split(tokens.lengths.tolist()):
                 plain.append(plain_z(*key, run_spec.tokenizer, ids[1:-1].tolist(), moco.options).tolist())
-        expected += moco._batch.send()()[0].tolist()
+        expected += moco._batch.start_exchange()()[0].tolist()
     torch.testing.assert_close(torch.tensor(sorted(expected)), torch.tensor(sorted(plain)), rtol=0, atol=1e-6)
     order = [(moco.queue.next + i) % 17 for i in range(17)]
     torch.testing.assert_close(moco.queue.ring_KD[order], torch.tensor(expected[-17:]), rtol=0, atol=1e-6)

@@ -218,7 +218,7 @@ def test_documents_stay_documents(tmp_path: Path) -> None:
         ({"pairs": ["en", "de"], "tmx": "f"}, b"", "after translation unit 0"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b'<!DOCTYPE tmx [<!ENTITY a "b">]><tmx>&a;</tmx>', "Entit"),
         ({"pairs": ["en", "de"], "opus": "f"}, b"PK no zip", "no zip"),
-        ({"pairs": ["en", "de"], "parquet": "f"}, b"PAR1 is none", "no parquet"),
+        ({"pairs": ["en", "de"], "parquet": "f"}, b"PAR1 is none", "not a parquet"),
         ({"mono": "en", "jsonl": "f"}, b'{"a": "b"}\n', "fields a"),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "b"}\n{"tex', "line 2 is not a JSON object"),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "\\ud800"}\n', "an unpaired surrogate"),
@@ -275,10 +275,10 @@ def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path) -> None:
     tree = {"sources": [{"mono": "de", "text": "a", "rules": {"lenght": 3}}], "rules": {"length": {"tokens": [1, 9]}}}
     with pytest.raises(UserError, match="lenght"):
         load_corpus(written(tmp_path, tree))
-    with pytest.raises(UserError, match=r"rules.score: no source has a score"):
+    with pytest.raises(UserError, match=r"rules.score: no source has a `score`"):
         load_corpus(written(tmp_path, {"sources": [{"mono": "de", "text": "a"}], "rules": {"score": 1.0}}))
     twice = {"sources": [{"mono": "de", "text": "x/a"}, {"mono": "de", "text": "y/a"}]}
-    with pytest.raises(UserError, match=r"two are called a\.de"):
+    with pytest.raises(UserError, match=r"two sources have the name a\.de"):
         load_corpus(written(tmp_path, twice))
 
 
@@ -369,7 +369,7 @@ def test_scores_of_other_programs(tmp_path: Path, form: str, capsys: pytest.Capt
     path.write_text(path.read_text().replace("0.49", '"high"' if form == "jsonl" else "high"))
     with pytest.raises(UserError, match="line 1: the score 'high' is not a number"):
         run(tmp_path, {"sources": [source | {"rules": {"score": 0.5}}]}, out="bad")
-    with pytest.raises(UserError, match=r"sources\[0\]\.score: needs a bound"):
+    with pytest.raises(UserError, match=r"sources\[0\]\.score: needs a lower bound"):
         run(tmp_path, {"sources": [source]}, out="bad")
 
 
@@ -454,7 +454,7 @@ def test_the_words_of_a_derived_languages_dictionary(tmp_path: Path) -> None:
     path = tmp_path / "en-xx-syn.txt"
     path.write_text("house\tmaison\n")
     for lang, word in (("en", "house"), ("xx-syn", "maison")):
-        assert list(inspect_page.known_words([path], lang, {"en", "xx-syn"})) == [(path.name, {word})]
+        assert list(inspect_page.dictionary_words([path], lang, {"en", "xx-syn"})) == [(path.name, {word})]
 
 
 def test_ftfy_is_a_rule(tmp_path: Path) -> None:
@@ -531,7 +531,7 @@ def test_near_duplicates_are_those_of_exact_jaccard(tmp_path: Path) -> None:
     for text in base:
         cut = choose.randrange(0, len(text))
         texts += [[text], [text[:cut] + choose.choice(["", "x", "yy"]) + text[cut + choose.randrange(60) :]]]
-    found = cleaning.text_hashes(texts, near=True)[:, 1:]
+    found = cleaning.text_hashes(texts, with_bands=True)[:, 1:]
 
     def runs(text: str) -> set[str]:
         return {text[i : i + 5] for i in range(len(text) - 4)}
@@ -551,7 +551,7 @@ def test_samples_for_the_tokenizer_follow_alpha(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(steps, "SAMPLE", 2_000)
     texts = [(lang, str(n)) for lang, count in counts.items() for n in range(count)]
     for alpha in (0.0, 0.5, 1.0):
-        found = Counter(lang for lang, _ in steps.sampled(texts, counts, alpha))
+        found = Counter(lang for lang, _ in steps.sample_texts(texts, counts, alpha))
         total = sum(count**alpha for count in counts.values())
         assert {lang: abs(found[lang] - 2000 * counts[lang] ** alpha / total) <= 1 for lang in counts} == dict.fromkeys(
             counts, True
@@ -589,7 +589,7 @@ def test_pairs_without_links_are_aligned(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(steps, "write_priors", write_priors)
     monkeypatch.setattr(steps, "PART_PAIRS", part)
     monkeypatch.setattr(steps, "SAMPLE_PARTS", 1)
-    monkeypatch.setattr(prepare.align, "find_program", lambda: "eflomal-align")
+    monkeypatch.setattr(prepare.align, "find_aligner", lambda: "eflomal-align")
     monkeypatch.setattr(steps, "CHUNK_UNITS", 3)
     pairs = [("a " * n + "end", "b " * (n + 2) + "Ende") for n in range(8)]
     given = {"text": moses(tmp_path, [*pairs, pairs[2], pairs[7]])}
@@ -627,7 +627,7 @@ def test_priors_are_the_links_of_both_directions(tmp_path: Path, monkeypatch: py
             (folder / flag).write_text(text, encoding="utf-8", newline="\n")
         return 2, {flag: folder / flag for flag in texts}
 
-    monkeypatch.setattr(align, "_align_directions", aligned)
+    monkeypatch.setattr(align, "_align_both_directions", aligned)
     align.write_priors([], tmp_path / "priors")
     assert (tmp_path / "priors").read_text().splitlines() == ["LEX\ta\tx\t2", "LEX\tb\ty\t1"]
 
@@ -776,7 +776,7 @@ def test_dry_run_counts_and_writes_nothing(
     run(tmp_path, tree | {"sources": sources}, "--dry_run")
     told = capsys.readouterr().out
     for line in ("memory: tmx, en-xx, 300 pairs", "wiki.xx: text, xx, 59 documents", "first: text, xx, 7 documents",
-                 "a tokenizer of 400 tokens", "20 pairs, 10 sentences"):  # fmt: skip
+                 "a tokenizer of 400 tokens", "20 pairs a language pair, 10 sentences a language"):  # fmt: skip
         assert line in told
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.yaml"]
     (tmp_path / "long").write_text("a b c\td e f\n" * 10_000)
@@ -824,13 +824,15 @@ def test_another_corpus_or_run_is_refused(
     folder = tmp_path / "out.incomplete"
     tree = {"sources": [tree["sources"][0] | {"first": 5}]}
     monkeypatch.setattr(files, "LOCK_SECONDS", 1)
-    lock = write_shards.claim_folder(folder)
+    lock = write_shards.make_locked_folder(folder)
     with pytest.raises(UserError, match=r"out\.incomplete.*another process"):
         run(tmp_path, tree)
     os.close(lock)
     changed = tree["sources"][0]["tmx"]
     steps.write_json(folder / "plan.json", {})
-    steps.write_json(folder / "inputs.json", prepare.inputs(load_corpus(written(tmp_path, tree))) | {changed: [0, 0]})
+    steps.write_json(
+        folder / "inputs.json", prepare.input_stamps(load_corpus(written(tmp_path, tree))) | {changed: [0, 0]}
+    )
     (folder / "done" / "cut").mkdir(parents=True)
     (folder / "done" / "cut" / "000000").touch()
     with pytest.raises(UserError, match=rf"^{changed} changed .*out\.incomplete.*remove it"):
@@ -891,7 +893,7 @@ def test_sources_at_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
             patch.setattr(sys, "argv", ["prepare", str(written(tmp_path, {"sources": [damaged]})), "--out", "d"])
             patch.chdir(tmp_path)
             assert prepare.main() == 2
-        assert "it was fetched: remove it, and the next start fetches it again" in capsys.readouterr().err
+        assert "this file was downloaded: remove it, and the next start downloads it again" in capsys.readouterr().err
         absent = address + "m.zip"
         with pytest.raises(UserError, match=re.escape(absent)):
             run(tmp_path, tree | {"sources": [*tree["sources"], {"pairs": ["en", "de"], "opus": absent, "name": "b"}]})

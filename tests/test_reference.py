@@ -196,7 +196,7 @@ def assert_equal_the_reference(case: Case, ranks: list[list[PackedRow]], rtol: f
         if hasattr(auxiliary_state, "queue"):
             options = case.run_spec.recipe.streams[stream].options
             _, keys = plain.views(case.model, stream, case.stream_batches[stream], options)
-            torch.testing.assert_close(auxiliary_state._batch.send()()[0], keys, rtol=0, atol=rtol)
+            torch.testing.assert_close(auxiliary_state._batch.start_exchange()()[0], keys, rtol=0, atol=rtol)
 
 
 def expected_metrics(case: Case) -> dict[str, float]:
@@ -312,7 +312,7 @@ def row_gradients(case: Case, stream_batches: dict[str, StreamBatch]) -> tuple[T
 def forget_keys(case: Case) -> None:
     for auxiliary_state in case.module.auxiliary_states.values():
         if hasattr(auxiliary_state, "queue"):
-            auxiliary_state._batch.send()()[0]
+            auxiliary_state._batch.start_exchange()()[0]
 
 
 @pytest.mark.parametrize("case", SIZES, indirect=True)

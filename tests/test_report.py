@@ -34,7 +34,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split
 from xscale.errors import UserError
 from xscale.eval.model import Exported
-from xscale.models.heads import KeptHeads, save_heads
+from xscale.models.heads import SavedHeads, save_heads
 from xscale.objectives import alignlm
 from xscale.report import __main__ as command
 from xscale.report import curves, models, tables, transfer
@@ -664,7 +664,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
     tokenizer.hf.save_pretrained(path)
     weights = {name: torch.randn(32, 32) / 4 for name in ("W2.weight", "W3.weight", "linear.weight")}
     weights |= {name: torch.randn(32) / 4 for name in ("W2.bias", "W3.bias", "linear.bias")}
-    save_heads({"alignlm": KeptHeads({"objective": "alignlm"}, weights)}, path)
+    save_heads({"alignlm": SavedHeads({"objective": "alignlm"}, weights)}, path)
     return path
 
 

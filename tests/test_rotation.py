@@ -13,7 +13,7 @@ from transformers.models.modernbert.modeling_modernbert import rotate_half
 from tests.triton_kernel import compiled, fenced, memory_instructions
 from xscale.ops import rotation
 from xscale.ops import rotation_triton as kernel
-from xscale.ops.rotation import rotate
+from xscale.ops.rotation import rotate_
 
 SHAPES = [(7, 3, 8), (5, 12, 64), (1, 1, 2), (4, 5, 20), (0, 2, 8)]
 """Tokens, heads, width of a head."""
@@ -44,7 +44,7 @@ Turn = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 def by_autograd(qkv: Tensor, incoming: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     leaf = qkv.clone().requires_grad_()
-    out = rotate(leaf * 1, cos, sin, heads)
+    out = rotate_(leaf * 1, cos, sin, heads)
     return out.detach(), *torch.autograd.grad(out, leaf, incoming)
 
 
@@ -74,10 +74,10 @@ def test_rotation_is_that_of_transformers(shape: tuple[int, int, int], dtype: to
 def test_gradients_that_are_not_contiguous() -> None:
     cos, sin = angles(6, 8, torch.float64)
     leaf = torch.randn(6, 48, dtype=torch.float64, requires_grad=True)
-    (ours,) = torch.autograd.grad(rotate(leaf * 1, cos, signed(sin), 2).sum(), leaf)
+    (ours,) = torch.autograd.grad(rotate_(leaf * 1, cos, signed(sin), 2).sum(), leaf)
     (exact,) = torch.autograd.grad(by_transformers(leaf, cos, sin, 2).sum(), leaf)
     torch.testing.assert_close(ours, exact)
-    assert torch.autograd.gradcheck(lambda x: rotate(x * 1, cos, signed(sin), 2), leaf)
+    assert torch.autograd.gradcheck(lambda x: rotate_(x * 1, cos, signed(sin), 2), leaf)
 
 
 def test_it_compiles_whole() -> None:
@@ -86,7 +86,7 @@ def test_it_compiles_whole() -> None:
     leaf, incoming = torch.randn(6, 48, dtype=torch.float64, requires_grad=True), torch.randn(6, 48).double()
 
     def turned(x: Tensor) -> Tensor:
-        return rotate(x * 1, cos, signed(sin), 2)
+        return rotate_(x * 1, cos, signed(sin), 2)
 
     whole = torch.compile(turned, fullgraph=True, backend="aot_eager")
     (a, da), (b, db) = ((out := run(leaf), *torch.autograd.grad(out, leaf, incoming)) for run in (turned, whole))

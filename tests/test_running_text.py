@@ -161,7 +161,7 @@ class Run:
 def test_documents_of_every_form(tmp_path: Path, lines, form: str) -> None:
     made = corpus()
     texts = list(lines(made))
-    assert documents.form_of([text.strip() for text in texts[: documents.HEAD_LINES]]) == form
+    assert documents.guess_form([text.strip() for text in texts[: documents.HEAD_LINES]]) == form
     for options in ((), ("--documents", form), ("--shard_lines", 100)):
         source = Source(write(tmp_path / str(options), texts, *options))
         found = indexed(source)

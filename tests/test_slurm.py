@@ -183,7 +183,7 @@ def test_doctor(slurm: Cluster, demo: Path, tmp_path: Path) -> None:
     told = slurm.run("srun", "--nodes=2", "--ntasks-per-node=1", "python", "-m", "xscale.doctor", *words)
     assert told.endswith("a run could start\n") and told.count("a run could start") == 1
     assert "2 ranks on 1 host(s), gloo" in told and "GB/s out of each rank" in told and "rank 0 of 2" in told
-    assert "warning: KillWait 10 s is short" in told and "partition all: jobs are not preempted" in told
+    assert "warning: KillWait 10 s is too short" in told and "partition all: jobs are not preempted" in told
 
 
 def test_prepare_and_evaluate(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:

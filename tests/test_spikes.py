@@ -229,7 +229,7 @@ def test_a_spike_is_left_out(demo: Path, tmp_path: Path, monkeypatch: pytest.Mon
     launch.run_all(2, tmp_path, [arguments(killed, *skip), arguments(stopped, *told_so)])
 
     assert [entry["step"] for entry in launch.metrics(whole) if entry.get("excluded")] == [FIRST, LAST]
-    assert checkpoints.read(whole / "checkpoints/step_00000046").excluded_steps == [FIRST, LAST]
+    assert checkpoints.read_checkpoint(whole / "checkpoints/step_00000046").excluded_steps == [FIRST, LAST]
     for out in (whole, killed):
         lines = [json.loads(line) for line in (out / "spikes.jsonl").read_text().splitlines()]
         assert [(line["step"], line["rank"]) for line in lines] == [(s, r) for s in (FIRST, LAST) for r in (0, 1)]

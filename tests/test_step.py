@@ -19,7 +19,7 @@ from xscale import export
 from xscale.checkpoint.restore import full_weights
 from xscale.data.packed_row import pack_row
 from xscale.data.stream_batch import StreamBatch
-from xscale.deepspeed_private import model_file
+from xscale.deepspeed_private import model_state_path
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.run.start import warm_up_queues
@@ -55,7 +55,9 @@ def test_mixed_zero2_step_equals_plain_pytorch(demo: Path, tmp_path: Path) -> No
     arguments = ["--ds_config", str(tmp_path / "ds.json"), "--recipe", str(recipe), "--data", str(demo)]
     arguments += ["--out", str(out), "--steps", str(STEPS), "--set", *SETS]
     launch.run(2, arguments)
-    for shapes in torch.load(model_file(out / "checkpoints" / f"step_{STEPS:08d}"), weights_only=False)["param_shapes"]:
+    for shapes in torch.load(model_state_path(out / "checkpoints" / f"step_{STEPS:08d}"), weights_only=False)[
+        "param_shapes"
+    ]:
         *starts, _ = accumulate([0, *(shape.numel() for shape in shapes.values())])
         assert not [start for start in starts if start % 8], "in 16 bits, each weight begins at a multiple of 16 bytes"
     assert len(AutoTokenizer.from_pretrained(demo / "tokenizer")) % 8, "the vocabulary's bias would not"

@@ -12,7 +12,7 @@ from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES
 
 from data_tools import index, inspect, write_shards
 from data_tools import survey as surveys
-from data_tools.survey import Survey, script_of, warnings
+from data_tools.survey import Survey, script_of, warning_lines
 from xscale.data.scripts import scripts_of, short_code
 from xscale.data.text import read_lines
 
@@ -32,7 +32,7 @@ def some_pairs(n: int) -> list[tuple[str, str]]:
 
 def test_counts_by_loops() -> None:
     pairs = some_pairs(700) + [("same", "same")] * 100
-    found = of(pairs).result()
+    found = of(pairs).statistics()
     assert found["duplicates"] == [round(1 - len(set(side)) / 800, 4) for side in zip(*pairs, strict=True)]
     assert found["same_text"] == 100 / 800
     assert list(found["scripts"][0]) == ["LATIN"] and list(found["scripts"][1]) == ["CYRILLIC", "LATIN"]
@@ -41,7 +41,7 @@ def test_counts_by_loops() -> None:
         assert found["length_ratio"][name] == pytest.approx(np.percentile(ratios, percent), rel=0.1)
     logs = np.log([[len(text) for text in pair] for pair in pairs])
     assert found["length_correlation"] == pytest.approx(np.corrcoef(logs.T)[0, 1], abs=0.02)
-    assert set(of([(text,) for text, _ in pairs]).result()) == {"duplicates", "scripts"}
+    assert set(of([(text,) for text, _ in pairs]).statistics()) == {"duplicates", "scripts"}
 
 
 @pytest.mark.parametrize("hashes", [1 << 16, 400])
@@ -56,9 +56,9 @@ def test_joined_in_any_order(hashes: int, monkeypatch: pytest.MonkeyPatch) -> No
         for other in others:
             first.join(other)
             assert max(map(len, first.seen)) <= hashes
-        results.append(first.result())
+        results.append(first.statistics())
     assert results[0] == results[1]
-    whole = of(pairs).result()
+    whole = of(pairs).statistics()
     exact = [1 - len(set(side)) / len(side) for side in zip(*pairs, strict=True)]
     for result in (results[0], whole):
         assert result["duplicates"] == pytest.approx(exact, abs=1e-4 if hashes > 6000 else 0.04)
@@ -117,20 +117,24 @@ def test_real_text(name: str, real: Path) -> None:
     for second in others:
         paths = [real / "parallel" / f"{name}.{lang}.xz" for lang in (first, second)]
         pairs = real_pairs(*paths, 10_000)
-        found, langs = of(pairs).result(), (first, second)
-        assert not warnings(found, langs, len(pairs)), (found, langs)
-        swapped = warnings(found, langs[::-1], len(pairs))
+        found, langs = of(pairs).statistics(), (first, second)
+        assert not warning_lines(found, langs, len(pairs)), (found, langs)
+        swapped = warning_lines(found, langs[::-1], len(pairs))
         assert bool(swapped) == (second == "zh")
         if second == "zh":
             assert f"swapped: {first} {second} would fit" in swapped[-1] and len(swapped) == 3
         order = random.Random(0).sample(range(len(pairs)), len(pairs))
         shuffled = [(a, pairs[i][1]) for (a, _), i in zip(pairs, order, strict=True)]
-        (line,) = warnings(of(shuffled).result(), langs, len(shuffled))
+        (line,) = warning_lines(of(shuffled).statistics(), langs, len(shuffled))
         assert "line n of one file" in line
         mixed = [(a, a if i % 5 == 0 else b) for i, (a, b) in enumerate(pairs)]
-        assert any("same text on both sides" in line for line in warnings(of(mixed).result(), langs, len(mixed)))
+        assert any(
+            "same text on both sides" in line for line in warning_lines(of(mixed).statistics(), langs, len(mixed))
+        )
         few = [pairs[i % 100] for i in range(len(pairs))]
-        assert sum("repeat an earlier one" in line for line in warnings(of(few).result(), langs, len(few))) == 2
+        assert (
+            sum("repeat an earlier one" in line for line in warning_lines(of(few).statistics(), langs, len(few))) == 2
+        )
 
 
 def test_swapped_languages_are_told(tmp_path: Path, corpus_files, capsys: pytest.CaptureFixture) -> None:

@@ -175,7 +175,7 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     assert "eval.tasks[0].data: 'x' is not a list; write [x]" in refused(task(name="heldout", data="x"))
     assert "best: 'loss' is not of the form TASK/ROW/NUMBER" in refused("checkpoint.best=loss")
     best = "checkpoint.best=heldot/tlm/loss"
-    assert "heldot/tlm/loss is of no task of eval.tasks; there are none" in refused(best)
+    assert "heldot/tlm/loss names no task of eval.tasks, which has: none" in refused(best)
     assert "there are alignment" in refused(best, task(name="alignment"))
     run_spec = resolve_run("tlm", ["data.workers=0"], [demo]).calibrated()
     engine = engine_of(run_spec)

@@ -201,7 +201,10 @@ def test_a_run_goes_back_and_leaves_out_the_bad_step(
             shutil.rmtree(again / config / f"checkpoints/step_{step:08d}")
     launch.run_all(2, again, [arguments(c, demo, again / c, *fields) for c in CONFIGS])
     for config in CONFIGS:
-        steps = {c.step: c for c in map(checkpoints.read, checkpoints.complete_steps(whole / config / "checkpoints"))}
+        steps = {
+            c.step: c
+            for c in map(checkpoints.read_checkpoint, checkpoints.complete_steps(whole / config / "checkpoints"))
+        }
         assert list(steps) == list(range(10)) and steps[6].excluded_steps == [] and steps[9].excluded_steps == [BAD]
         tensors = {step: launch.checkpoint_tensors(found.path) for step, found in steps.items()}
         floating = [(step, n, t) for step, held in tensors.items() for n, t in held.items() if t.is_floating_point()]

@@ -56,7 +56,7 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 
 from xscale import ranks  # noqa: E402
-from xscale.deepspeed_private import look_at_norm_alone  # noqa: E402
+from xscale.deepspeed_private import check_overflow_by_norm  # noqa: E402
 from xscale.step.adam import load_adam  # noqa: E402
 from xscale.step.zero import gather_for_every_pass, one_reduction  # noqa: E402
 
@@ -207,7 +207,7 @@ def build(case: dict[str, Any], out: Path) -> Any:
         model=model, model_parameters=[{"params": matrices}, {"params": vectors}], config=config(case)
     )
     gather_for_every_pass(engine, model.out.parameters())
-    look_at_norm_alone(engine)
+    check_overflow_by_norm(engine)
     if case["stage"] == 3:  # after which small weights are whole before the first pass
         engine.save_checkpoint(str(out / "saved"))
     return engine
@@ -277,7 +277,7 @@ def fail(case: dict[str, Any], out: Path) -> dict[str, Any]:
 def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
-    ranks.start(ranks.find_process())
+    ranks.join_process_group(ranks.read_launcher())
     supported = {"fp16": get_accelerator().is_fp16_supported(), "bf16": get_accelerator().is_bf16_supported()}
     results = {}
     for name, case in cases.items():

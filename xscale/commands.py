@@ -1,5 +1,5 @@
-"""Programs of pip that must run as scripts: xscale-train, xscale-finetune, and `xscale-data TOOL ...` for a tool of
-data_tools. The other programs are functions `main`, which pyproject.toml names."""
+"""Functions that pip installs as the programs xscale-train, xscale-finetune and `xscale-data TOOL ...` (a tool of
+data_tools): each runs a module as a script. pyproject.toml names the `main` of the other programs."""
 
 import runpy
 import sys

@@ -22,10 +22,10 @@ from xscale.errors import UserError
 RECIPES = Path(__file__).parent / "recipes"
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-"""The pydantic settings of a recipe's section, and of an objective's options."""
+"""The pydantic settings of the sections of a recipe, and of an objective's options."""
 NotNegative = Annotated[float, Field(ge=0)]
 MOST = 1 << 40
-"""The largest allowed number of steps, samples or tokens: more than anybody needs, and exact as a float."""
+"""The maximum number of steps, samples or tokens: more than anybody needs, and exact as a float."""
 Count = Annotated[int, Field(gt=0, le=MOST)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -215,7 +215,7 @@ class TrainConfig:
         return self
 
     def skips(self, step: int) -> bool:
-        """Whether a step, counted from 1, is excluded."""
+        """Return whether a step, counted from 1, is excluded."""
         ranges = [[int(number) for number in str(entry).split("-")] for entry in self.skip_steps]
         return any(steps[0] <= step <= steps[-1] for steps in ranges)
 
@@ -228,11 +228,11 @@ class TrainConfig:
         return self
 
     def whole_steps(self, number: float) -> int:
-        """Return a number of steps. A value below 1 is a share of the run's steps."""
+        """Return `number` as a number of steps. A value below 1 is a share of the run's steps."""
         return round(number * self.steps) if number < 1 else int(number)
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0. It is neither 0 in the first step nor in the last."""
+        """Return the learning rate of a step, counted from 0. The rates of the first and the last step are not 0."""
         warmup = self.whole_steps(self.warmup)
         decay = self.steps - warmup if self.decay is None else self.whole_steps(self.decay)
         if step < warmup:
@@ -243,7 +243,7 @@ class TrainConfig:
 
 
 HOOK_FIELDS = ("checkpoint", "step", "out")
-"""The fields that checkpoint.hook may contain, as {NAME}."""
+"""The names NAME for which checkpoint.hook may contain {NAME}."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -326,21 +326,21 @@ IN_PHASES = {
     "train": frozenset({"lr"}),
     "streams": frozenset({"samples", "tokens", "weight", "languages"}),
 }
-"""The fields that a phase may change. Objectives name further ones in the class variable in_phases of their options."""
+"""The fields that a phase may change, by section. Objectives name others in `in_phases` of their options."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the run, in which some fields of the recipe have other values."""
+    """A range of a run's steps, in which some fields of the recipe have other values."""
 
     until: int | float
-    """The end of the phase as the recipe has it: an integer is a step, a float is a share of the run."""
+    """The end of the phase as the recipe has it: an integer is a step, a float is a share of the run's steps."""
     fields: dict[str, Any]
-    """The values that the phase changes, by dotted field name, as the recipe has them."""
+    """The values that the phase sets, by dotted field name."""
     end: int
     """The first step, counted from 0, that does not belong to the phase."""
     recipe: Any
-    """The recipe of the phase's steps; it has no phases."""
+    """The recipe (without phases) for the phase's steps."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -374,7 +374,7 @@ class Recipe:
         return resolved
 
     def identity(self) -> dict[str, Any]:
-        """Return the fields that determine the result and that a resume must not change."""
+        """Return the fields that determine the result, which a resume must not change."""
         fields = self.to_dict()
         for section, names in NOT_IDENTITY.items():
             fields[section] = {k: v for k, v in fields[section].items() if k not in names}
@@ -388,11 +388,12 @@ class Recipe:
 
 
 BY_EPOCHS = MOST
-"""The value of train.steps in a recipe with `epochs`, until the data are known."""
+"""The value of train.steps in a recipe with `epochs`, until the number of pairs is known."""
 
 
 def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
-    """Return the recipe with train.steps computed from train.epochs. samples: pairs per step. Raises UserError."""
+    """Return the recipe with train.steps computed from train.epochs. pairs: the number of pairs of an epoch; samples:
+    the number of pairs of a step. Raises UserError."""
     train, problems = recipe.train, list[str]()
     assert train.epochs
     steps = math.ceil(round(train.epochs * pairs / samples, 6))
@@ -415,14 +416,14 @@ NOT_IDENTITY = {
         *("time_limit", "stall_limit", "stop_limit", "tracker", "rollbacks", "spikes", "skip_steps"),
     },
 }
-"""Fields that a resumed run may change. The tokenizer and the dictionaries are compared by content instead of path."""
+"""The fields that a resumed run may change. The tokenizer and the dictionaries are compared by content, not by path."""
 
 EITHER = {"train.steps": "epochs", "train.epochs": "steps"}
-"""Fields that exclude each other: `--set` of one removes the other."""
+"""Fields that exclude each other: `--set` of the first removes the second."""
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """A YAML loader that refuses a key that occurs twice, also as 1 and "1". YAML itself would take the last one."""
+    """A YAML loader that refuses a key that occurs twice, also as 1 and "1". YAML itself would use the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [str(self.construct_object(key, deep=True)) for key, _ in node.value]  # type: ignore[no-untyped-call]
@@ -437,10 +438,8 @@ def shipped_recipes() -> list[str]:
 
 
 def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Recipe:
-    """Load a shipped recipe by its name, or a YAML file by its path, with `key.sub=value` overrides.
-
-    objectives: the options class of each objective. Raises UserError with every problem.
-    """
+    """Return the shipped recipe `name`, or the recipe in the YAML file at the path `name`. sets: overrides
+    `key.sub=value`. objectives: name -> the options class of the objective. Raises UserError with every problem."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
     try:
         tree = read_yaml(path.read_text(encoding="utf-8")) or {}
@@ -469,7 +468,7 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
 
 
 def read_yaml(text: str) -> Any:
-    """Parse YAML. Raises ValueError."""
+    """Return the content of a YAML text. Raises ValueError."""
     try:
         return yaml.load(text, UniqueKeys)
     except (yaml.YAMLError, RecursionError) as error:
@@ -495,7 +494,7 @@ def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
 
 
 def _put(tree: dict[str, Any], dotted: str, value: Any) -> str:
-    """Set a field by its dotted name. Returns a problem, or an empty string if there is none."""
+    """Set a field of the tree by its dotted name. Return a problem, or "" if there is none."""
     *parents, last = dotted.split(".")
     node: Any = tree
     for parent in parents:
@@ -513,7 +512,7 @@ def _put(tree: dict[str, Any], dotted: str, value: Any) -> str:
 def _build_phases(
     recipe: Recipe, phases: Any, tree: dict[str, Any], objectives: dict[str, type], problems: list[str]
 ) -> Recipe:
-    """Return the recipe with its phases. tree: the recipe's fields without the phases."""
+    """Return the recipe with its phases, or add to `problems`. tree: the recipe's fields without the phases."""
     if not isinstance(phases, list):
         problems.append(f"phases: {phases!r} is not a list; write [{{until: 0.5, data.alpha: 0.3}}]")
         return recipe
@@ -528,7 +527,7 @@ def _build_phases(
         first = found[-1].end if found else 0
         if end < first:
             wrong.append(
-                f"until: {until!r} is neither a step (an integer from {first} on) nor a share of the run (a float, "
+                f"until: {until!r} is neither a step (an integer, at least {first}) nor a share of the run (a float, "
                 f"such as 0.8, and 1.0 for its end)"
             )
         else:
@@ -542,24 +541,29 @@ def _build_phases(
 def _build_phase(
     changes: dict[str, Any], tree: dict[str, Any], recipe: Recipe, objectives: dict[str, type], problems: list[str]
 ) -> Recipe | None:
-    """Return the recipe of a phase. tree: the recipe's fields, which this function changes to those of the phase."""
+    """Return the recipe of a phase's steps, or None after adding to `problems`. tree: the recipe's fields, which are
+    changed to those of the phase."""
     allowed = {f"{section}.{name}" for section in ("model", "data", "train") for name in IN_PHASES[section]}
     for name, stream in recipe.streams.items():
         own = getattr(objectives[stream.objective], "in_phases", frozenset[str]())
         allowed |= {f"streams.{name}.{field}" for field in IN_PHASES["streams"] | own}
     for name, value in changes.items():
         if name not in allowed:
-            problems.append(f"{name}: a phase cannot change it; it may change {', '.join(sorted(allowed))}")
+            problems.append(
+                f"{name}: a phase cannot change this field; a phase may change {', '.join(sorted(allowed))}"
+            )
             continue
         if name == "model.rope_theta" and recipe.model.rope_theta is None:
-            problems.append(f"{name}: set it for the recipe too; the steps after the phase use that value")
+            problems.append(
+                f"{name}: also set it for the whole recipe, because the steps after the phase use that value"
+            )
             continue
         if name == "data.languages_add":
             if "data.languages" in changes:
-                problems.append(f"{name}: the phase also has data.languages; list all languages there")
+                problems.append(f"{name}: the phase also has data.languages; list all languages in data.languages")
             before = recipe.data.languages
             if before is None or not isinstance(value, list):
-                problems.append(f"{name}: needs a list, and languages to add to: data.languages of the recipe")
+                problems.append(f"{name}: needs a list, and a recipe with data.languages, to which the list is added")
                 continue
             name, value = "data.languages", [*before, *value]
         _put(tree, name, value)
@@ -601,7 +605,7 @@ def _build_recipe(
     tasks = [task.name for task in recipe.eval.tasks]
     if recipe.checkpoint.best and recipe.checkpoint.best.partition("/")[0] not in tasks:
         there = ", ".join(tasks) or "none"
-        problems.append(f"checkpoint.best: {recipe.checkpoint.best} is of no task of eval.tasks; there are {there}")
+        problems.append(f"checkpoint.best: {recipe.checkpoint.best} names no task of eval.tasks, which has: {there}")
     problems += [
         f"streams.{name}.warm_in: {stream.warm_in:g} exceeds the steps: {recipe.train.steps}"
         for name, stream in streams.items()
@@ -614,13 +618,13 @@ def _build_recipe(
 
 
 def _build_tasks(fields: Any, problems: list[str]) -> None:
-    """Replace the fields of each task of eval by an EvalTask."""
+    """Replace the fields of each task in `eval` by an EvalTask, and add problems to `problems`."""
     if not isinstance(fields, dict) or not isinstance(fields.get("tasks"), list):
         return
     tasks = [_build(EvalTask, task, f"eval.tasks[{i}]", problems) for i, task in enumerate(fields["tasks"])]
     names = [task.name for task in tasks if task]
     twice = {name for name in names if names.count(name) > 1}
-    problems += [f"eval.tasks: two are called {name}; write {name}.one, {name}.two" for name in sorted(twice)]
+    problems += [f"eval.tasks: two tasks have the name {name}; write {name}.one, {name}.two" for name in sorted(twice)]
     fields["tasks"] = [task for task in tasks if task]
 
 
@@ -651,7 +655,8 @@ def _names(cls: Any) -> list[str]:
 
 
 def _build(cls: Any, fields: Any, where: str, problems: list[str], also: list[str] | None = None) -> Any:
-    """Return an instance of `cls`, or add to `problems` and return None. also: other field names that errors list."""
+    """Return an instance of `cls` with these fields, or add to `problems` and return None. where: the fields' place in
+    the recipe. also: further field names that errors list."""
     if not isinstance(fields, dict):
         problems.append(f"{where}: needs fields, got {fields!r}")
         return None

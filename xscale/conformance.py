@@ -1,6 +1,6 @@
 """A test helper for authors of objectives: `assert check_objective("my.yaml", ["shards"], plugins=["my"]) == []`.
 
-It computes the recipe's first step in fp64 on a CPU without dropout, for several numbers of ranks and packed rows.
+It computes the first step of a recipe in fp64 on a CPU, without dropout, for several numbers of ranks and packed rows.
 """
 
 import copy
@@ -27,13 +27,14 @@ from xscale.step.step import RowPass, StepSums, add_shared_states, step_weights
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
 WHOLE = 1 << 30
-"""A value of train.max_tokens with which a whole step is one packed row."""
+"""A value of train.max_tokens that is so large that a step is one packed row."""
 
 
 def check_objective(
     recipe: str, data: Sequence[str | Path], sets: Sequence[str] = (), plugins: Sequence[str] = ()
 ) -> list[str]:
-    """Return a line for each rule of training that the recipe's objectives break. A few samples in a step suffice.
+    """Return a line for each rule of training that the recipe's objectives break, or []. A few samples per step
+    suffice.
 
     The rules: loss, metrics, gradient and auxiliary states are the same for any number of ranks and rows; the gradient
     is that of the loss; packed rows without samples of a stream work like others; the same records are always collated
@@ -47,7 +48,7 @@ def check_objective(
     with torch.no_grad():
         for p in module.parameters():  # fresh heads may start at a point where gradients vanish
             p.add_(0.02 * torch.randn_like(p))
-    checks = (check_cuts, check_gradient, check_empty_rows, check_collate, check_resume)
+    checks = (division_problems, gradient_problems, empty_row_problems, collate_problems, resume_problems)
     return [line for check in checks for line in check(module, run_spec)]
 
 
@@ -61,7 +62,7 @@ class FirstStep(NamedTuple):
 
 
 def first_rows(run_spec: RunSpec, world: int = 1, max_tokens: int = WHOLE) -> list[list[PackedRow]]:
-    """Return the packed rows of the first step, a list for each rank."""
+    """Return the packed rows of the first step on `world` ranks: a list for each rank."""
     train = replace(run_spec.recipe.train, max_tokens=max(max_tokens, run_spec.recipe.data.max_length))
     run_spec = replace(run_spec, recipe=replace(run_spec.recipe, train=train))
     dataset, start = run_spec.dataset(run_spec.specs), initial_state(run_spec.specs)
@@ -76,7 +77,7 @@ def first_rows(run_spec: RunSpec, world: int = 1, max_tokens: int = WHOLE) -> li
 
 
 def compute_step(module: StepModule, run_spec: RunSpec, ranks: list[list[PackedRow]]) -> FirstStep:
-    """Compute the step with all ranks' rows in this process, and update the auxiliary states."""
+    """Return the results of a step. This process computes all ranks' rows, and updates the auxiliary states."""
     module.zero_grad()
     rows = [row for rows in ranks for row in rows]
     totals = {key: sum(row.targets[key] for row in rows) for key in rows[0].targets}
@@ -100,8 +101,8 @@ def auxiliary_leaves(module: StepModule) -> list[Tensor]:
     return [torch.as_tensor(leaf).double() for leaf in leaves]
 
 
-def check_cuts(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
-    """Check that several packed rows, also on 2 or 4 ranks, have the same results as one row."""
+def division_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
+    """Yield a line for each result of several packed rows, also on 2 or 4 ranks, that differs from that of one row."""
     in_one = copy.deepcopy(module)
     whole = compute_step(in_one, run_spec, first_rows(run_spec))
     norm = whole.gradient.norm()
@@ -119,8 +120,8 @@ def check_cuts(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
                 yield f"{where} {name} is {found.metrics[name]!r}, in one row {value!r}"
 
 
-def check_gradient(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
-    """Check that the gradient in a random direction is the difference quotient of the loss."""
+def gradient_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
+    """Yield a line if the gradient in a random direction is not the difference quotient of the loss."""
     ranks, step = first_rows(run_spec), 1e-6
     found = compute_step(copy.deepcopy(module), run_spec, ranks).gradient
     direction = torch.randn(len(found), dtype=found.dtype, generator=torch.Generator().manual_seed(1))
@@ -132,11 +133,12 @@ def check_gradient(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
         losses.append(compute_step(moved, run_spec, ranks).loss)
     slope, expected = (losses[0] - losses[1]) / (2 * step), (found @ direction).item()
     if abs(slope - expected) > 1e-4 * found.norm().item():
-        yield f"the loss changes by {slope:.6g} in a direction in which its gradient says {expected:.6g}"
+        yield f"the loss changes by {slope:.6g} in a direction in which its gradient predicts {expected:.6g}"
 
 
-def check_empty_rows(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
-    """Check that an empty stream batch has the same fields as a full one, and a finite loss and gradient."""
+def empty_row_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
+    """Yield a line for each empty stream batch with other fields than a full one, or a loss or gradient that is not
+    finite."""
     dataset = run_spec.dataset(run_spec.specs)
     plan = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs)).next_step()
     for name in run_spec.recipe.streams:
@@ -165,15 +167,15 @@ def check_empty_rows(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
             yield f"streams.{name}: without samples the loss ({loss.item()}) or its gradient is not finite"
 
 
-def check_collate(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
-    """Check that the same records give the same arrays when they are read again."""
+def collate_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
+    """Yield a line if the same records give other arrays when they are read again."""
     first, second = (tree_leaves(first_rows(run_spec)[0][0].inputs) for _ in range(2))
     if not all(map(np.array_equal, first, second)):
         yield "the same records were collated in two ways; draw by the records' identities (xscale/rng.py)"
 
 
-def check_resume(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
-    """Check that after two steps a fresh module with the saved weights and auxiliary states computes the same step."""
+def resume_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
+    """Yield a line if, after two steps, a fresh module with the saved weights and states computes another step."""
     module, ranks, file = copy.deepcopy(module), first_rows(run_spec), io.BytesIO()
     for _ in range(2):
         compute_step(module, run_spec, ranks)

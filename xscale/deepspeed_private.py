@@ -1,7 +1,7 @@
-"""This module has all uses of DeepSpeed's private attributes and functions.
+"""All uses of DeepSpeed's private attributes and functions. No other file may use them.
 
 pyproject.toml allows DeepSpeed 0.19 only. tests/test_deepspeed_private.py checks what these functions need, so that an
-incompatible update fails there. No other file may use them.
+incompatible update fails there.
 """
 
 import copyreg
@@ -19,17 +19,17 @@ from torch import Tensor, nn
 # The process
 
 
-def leave_out_shared_memory_op() -> None:
-    """Disable DeepSpeed's shared-memory all-reduce. It is for inference, needs a C++ build at first use, and hangs
-    ranks whose launcher does not set LOCAL_SIZE."""
+def disable_shared_memory_op() -> None:
+    """Disable DeepSpeed's shared-memory all-reduce. It is meant for inference, needs a C++ build at first use, and
+    hangs ranks whose launcher does not set LOCAL_SIZE."""
     import deepspeed
 
     vars(deepspeed.ops)["__compatible_ops__"] = {}
 
 
 def import_muon_uncompiled() -> None:
-    """Import Muon, which no run of xscale uses, without torch.compile. DeepSpeed imports it in every process, and
-    compiling imports 600 files of inductor (0.8 s). A DeepSpeed without Muon has nothing to import."""
+    """Import Muon without torch.compile, if DeepSpeed has Muon. No run uses Muon, but DeepSpeed imports it in every
+    process, and compiling it imports 600 files of inductor (0.8 s)."""
     from deepspeed.runtime import compiler
 
     with suppress(ImportError, AttributeError), mock.patch.object(compiler, "compile"):
@@ -40,28 +40,28 @@ def import_muon_uncompiled() -> None:
 
 
 def config_classes() -> tuple[Any, Any, Any]:
-    """Return the class that reads a ds_config, its exception class, and its enum of number types."""
+    """Return the class that reads a ds_config, its exception class, and its enum of data types."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 
     return DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 
 
-def optimizers() -> list[str]:
+def optimizer_names() -> list[str]:
     """Return the names of DeepSpeed's own optimizers, which optimizer.type may have besides torch's."""
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     return list(DEEPSPEED_OPTIMIZERS)
 
 
-def schedulers() -> dict[str, Any]:
-    """Return DeepSpeed's own scheduler classes by name, which scheduler.type may have besides torch's."""
+def scheduler_classes() -> dict[str, Any]:
+    """Return {name: class} of DeepSpeed's own schedulers, which scheduler.type may have besides torch's."""
     from deepspeed.runtime import lr_schedules
 
     return {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
 
 
 def compile_operator(builder: str) -> None:
-    """Compile and load an operator. builder: CPUAdamBuilder or FusedAdamBuilder."""
+    """Compile and load an operator. builder: "CPUAdamBuilder" or "FusedAdamBuilder"."""
     from deepspeed.ops import op_builder
 
     getattr(op_builder, builder)().load(verbose=False)
@@ -70,8 +70,8 @@ def compile_operator(builder: str) -> None:
 # Weights
 
 
-def is_cut_up(weight: Tensor) -> bool:
-    """Whether ZeRO stage 3 has partitioned the weight. Stage 3 gathers a weight when the weight's module is called."""
+def is_partitioned(weight: Tensor) -> bool:
+    """Return whether ZeRO stage 3 has partitioned the weight. Stage 3 gathers a weight when its module is called."""
     return hasattr(weight, "ds_id")
 
 
@@ -88,40 +88,38 @@ def drop_gradients(module: nn.Module) -> None:
 
 
 def is_bf16_optimizer(engine: Any) -> bool:
-    """Whether the engine uses BF16_Optimizer, as at stage 1 in bf16 with gradients in fp32."""
+    """Return whether the engine uses BF16_Optimizer, as at stage 1 in bf16 with gradients in fp32."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     return isinstance(engine.optimizer, BF16_Optimizer)
 
 
-def without_gradient(engine: Any) -> list[nn.Parameter]:
-    """Return the trainable weights without a gradient, since no backward pass of this rank has reached them."""
+def weights_without_gradient(engine: Any) -> list[nn.Parameter]:
+    """Return the trainable weights that have no gradient, because no backward pass of this rank has reached them."""
     # Gradients in fp32 are in an attribute of another name.
     gradient = getattr(engine.optimizer, "get_gradient_for_reduction", lambda weight: weight.grad)
     return [p for p in engine.module.parameters() if p.requires_grad and gradient(p) is None]
 
 
 @contextmanager
-def gradients_by_hand(engine: Any) -> Iterator[None]:
-    """A context in which the caller sets gradients, which DeepSpeed then treats as those of a backward pass."""
+def manual_gradients(engine: Any) -> Iterator[None]:
+    """A context in which the caller sets gradients. DeepSpeed then treats them as those of a backward pass."""
     accumulates = engine.zero_optimization_stage() in (1, 2)
     if accumulates:
-        engine.optimizer.backward_prologue()  # BF16_Optimizer clears the last pass's gradients, which it has read
+        engine.optimizer.backward_prologue()  # BF16_Optimizer clears the gradients of the pass before
     yield
     if accumulates:
         engine.optimizer.backward_epilogue()
 
 
 CHUNK = 1 << 26
-"""The number of elements in a part of a reduced gradient. For the norm, DeepSpeed copies one part at a time to fp64."""
+"""The number of elements of each tensor into which a joined gradient is split. DeepSpeed's norm copies one of these
+tensors at a time to fp64."""
 
 
-def join_reduced(engine: Any) -> None:
-    """Join this rank's reduced gradients, one tensor per weight, into one tensor per group, as the update does later
-    anyway.
-
-    DeepSpeed's norm (2 operators per tensor) and overflow check (12 per 16-bit tensor) then run on few tensors.
-    """
+def join_reduced_gradients(engine: Any) -> None:
+    """Join this rank's reduced gradients, one tensor per weight, into one flat tensor per group, as the update does
+    later. DeepSpeed's norm (2 operators per tensor) and overflow check (12 in 16 bits) then run on few tensors."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() not in (1, 2) or is_bf16_optimizer(engine) or optimizer.cpu_offload:
         return
@@ -135,44 +133,44 @@ def join_reduced(engine: Any) -> None:
 
 
 class JoinedGradient(list):
-    """The parts of a flat gradient, which DeepSpeed does not flatten again."""
+    """The tensors into which a flat gradient is split, and the flat gradient, which DeepSpeed would else make again."""
 
     def __init__(self, flat: Tensor):
         super().__init__()
         self.flat_partition = flat
 
 
-def look_at_norm_alone(engine: Any) -> None:
+def check_overflow_by_norm(engine: Any) -> None:
     """Let stages 1 and 2 decide by the norm alone whether the gradient is finite. Called once per engine.
 
-    DeepSpeed otherwise checks every gradient, waits for the device, and checks the norm, too. The norm of a gradient
-    that is not finite is not finite either. In fp32 DeepSpeed checks the norm only.
+    DeepSpeed otherwise checks every gradient, waits for the device, and then checks the norm, too. If a gradient is not
+    finite, the norm is not finite either. In fp32 DeepSpeed checks the norm only.
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() in (1, 2) and not is_bf16_optimizer(engine) and not optimizer.cpu_offload:
         optimizer.check_overflow = lambda partition_gradients=True: None
 
 
-def note_norm(engine: Any, norm: Tensor) -> None:
+def set_global_norm(engine: Any, norm: Tensor) -> None:
     """Set the norm that engine.get_global_grad_norm returns."""
     engine._global_grad_norm = norm
 
 
-def leave_out_step(engine: Any) -> None:
-    """Skip the update, and count the step as DeepSpeed counts a skipped one."""
+def count_skipped_step(engine: Any) -> None:
+    """Drop the gradients without an update, and count the step as DeepSpeed counts a skipped one."""
     engine.zero_grad()
     engine.global_steps += 1
     engine.skipped_steps += 1
 
 
-def no_smaller_scale(error: Exception) -> bool:
-    """Whether the error says that fp16 cannot lower its loss scale any more."""
+def is_minimum_scale_error(error: Exception) -> bool:
+    """Return whether the error says that fp16 cannot lower its loss scale any more."""
     return "loss scale already at minimum" in str(error)
 
 
-def follow_schedule(engine: Any) -> None:
-    """Take the next step's learning rate from the present schedule. DeepSpeed restores the saved rate, which is wrong
-    if train.steps has changed."""
+def apply_schedule(engine: Any) -> None:
+    """Set the learning rate of the next step by the present schedule. After a load, DeepSpeed uses the saved rate
+    instead, which is wrong if train.steps has changed."""
     scheduler = engine.lr_scheduler
     if scheduler is not None and scheduler.last_batch_iteration >= 0:
         scheduler.step(scheduler.last_batch_iteration)
@@ -186,18 +184,19 @@ KNOWN_TYPES = {
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 }
-"""The types in DeepSpeed's files besides tensors and plain values. Other types could run code when they are loaded."""
+"""The types in DeepSpeed's files other than tensors and plain values. Other types could run code when they are
+loaded."""
 
 
 def pickle_stage_plainly() -> None:
-    """Pickle ZeroStageEnum without builtins.getattr, which Python 3.11.2 uses and no checkpoint may contain."""
+    """Let ZeroStageEnum be pickled without builtins.getattr, which Python 3.11.2 uses and no checkpoint may contain."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))  # type: ignore[arg-type]
 
 
-def save_by(engine: Any, snapshot_engine: Any, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
-    """Call engine.save_checkpoint with `makedirs` and `save` of `snapshot_engine` in the place of DeepSpeed's."""
+def save_with(engine: Any, snapshot_engine: Any, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
+    """Call engine.save_checkpoint, with `makedirs` and `save` of `snapshot_engine` instead of DeepSpeed's."""
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
     class Engine(TorchCheckpointEngine):
@@ -212,17 +211,17 @@ def save_by(engine: Any, snapshot_engine: Any, folder: Path, tag: str, client_st
         del engine._copy_recovery_script
 
 
-def copy_script(engine: Any, folder: Path) -> None:
-    """Copy zero_to_fp32.py into a checkpoint."""
+def copy_conversion_script(engine: Any, folder: Path) -> None:
+    """Copy DeepSpeed's zero_to_fp32.py into a checkpoint's folder."""
     engine._copy_recovery_script(str(folder))
 
 
-def model_file(path: Path) -> Path:
+def model_state_path(path: Path) -> Path:
     return next(path.glob("*mp_rank_00_model_states.pt"))
 
 
-def partition_files(path: Path) -> list[Path]:
-    """Return the files of the optimizer's partitions in the order of ranks; [] at stage 0."""
+def partition_paths(path: Path) -> list[Path]:
+    """Return the paths of the optimizer's partitions in the order of ranks; [] at stage 0."""
 
     def rank_of(file: Path) -> int:
         (rank,) = re.findall(r"zero_pp_rank_(\d+)_", file.name)
@@ -231,25 +230,27 @@ def partition_files(path: Path) -> list[Path]:
     return sorted(path.glob("*zero_pp_rank_*_optim_states.pt"), key=rank_of)
 
 
-def saved_groups(model: dict[str, Any], rank: dict[str, Any]) -> Iterator[tuple[dict[str, torch.Size], bool]]:
-    """Yield, for each group of weights at stages 1 to 3, the weights' shapes in order, and whether each weight is
-    partitioned by itself (stage 3) or the whole flat group is. model, rank: the loaded files of model and rank."""
-    for shapes in model["param_shapes"]:
-        yield shapes, "fp32_flat_groups" in rank["optimizer_state_dict"]
+def saved_groups(
+    model_state: dict[str, Any], rank_file: dict[str, Any]
+) -> Iterator[tuple[dict[str, torch.Size], bool]]:
+    """Yield, for each group of weights at stages 1 to 3, {name: shape} of the weights in order, and whether each weight
+    is partitioned by itself (stage 3) or the whole flat group is. model_state, rank_file: loaded files."""
+    for shapes in model_state["param_shapes"]:
+        yield shapes, "fp32_flat_groups" in rank_file["optimizer_state_dict"]
 
 
 def has_weights_in_order(engine: Any, path: Path) -> bool:
-    """Return True if a checkpoint of the engine's ZeRO stage has the weights in the engine's order. Its flat tensors
-    can then be loaded as they are."""
+    """Return True if a checkpoint, saved at the engine's ZeRO stage, has the weights in the engine's order, so that its
+    flat tensors can be loaded as they are."""
     if engine.zero_optimization_stage() == 0:
         return True
-    saved = torch.load(model_file(path), map_location="cpu", mmap=True, weights_only=False)["param_shapes"]
+    saved = torch.load(model_state_path(path), map_location="cpu", mmap=True, weights_only=False)["param_shapes"]
     return [[*shapes] for shapes in saved] == [[*shapes] for shapes in engine._get_zero_param_shapes()]
 
 
-def saved_partition(rank: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Yield, for each group, a rank's flat fp32 weights and their optimizer state."""
-    state = rank["optimizer_state_dict"]
+def saved_partition(rank_file: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Yield, for each group, a rank's flat fp32 weights and their optimizer state. rank_file: the loaded file."""
+    state = rank_file["optimizer_state_dict"]
     stage_3 = "fp32_flat_groups" in state
     weights = state["fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups"]
     optimizer = state["optimizer_state_dict" if stage_3 else "base_optimizer_state"]["state"]
@@ -257,14 +258,14 @@ def saved_partition(rank: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, An
         yield flat, optimizer.get(group, {})
 
 
-def saved_scaler(rank: dict[str, Any]) -> Any:
-    """Return the loss scaler, which is the same on all ranks."""
-    return rank["optimizer_state_dict"].get("loss_scaler")
+def saved_scaler(rank_file: dict[str, Any]) -> Any:
+    """Return the loss scaler, which is the same in the files of all ranks."""
+    return rank_file["optimizer_state_dict"].get("loss_scaler")
 
 
-def saved_whole(model: dict[str, Any]) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
-    """Return the weights by name and the optimizer states by number of a checkpoint of stage 0."""
-    return model["module"], (model.get("optimizer") or {}).get("state", {})
+def saved_unpartitioned(model_state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
+    """Return {name: weight} and {number: optimizer state} of a checkpoint of stage 0."""
+    return model_state["module"], (model_state.get("optimizer") or {}).get("state", {})
 
 
 Fragment = tuple[nn.Parameter, int, int, int]
@@ -272,8 +273,8 @@ Fragment = tuple[nn.Parameter, int, int, int]
 
 
 def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
-    """Yield the tensors that this rank's optimizer updates, and the fragments in each. At stage 0 they are the weights,
-    at stages 1 to 3 flat tensors."""
+    """Yield each tensor that this rank's optimizer updates, and the fragments in it. At stage 0 the tensors are the
+    weights, at stages 1 to 3 flat tensors."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 0:
         yield from ((weight, [(weight, 0, weight.numel(), 0)]) for weight in engine.module.parameters())
@@ -300,8 +301,8 @@ def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
 
 
 def zero_padding(engine: Any) -> None:
-    """Set the padding of stage 3's partitions to zero. DeepSpeed leaves it uninitialised and saves it, so that two
-    equal runs could write different checkpoints."""
+    """Set the padding of stage 3's partitions to zero. DeepSpeed saves this uninitialised memory, so that two equal
+    runs could write different checkpoints."""
     if engine.zero_optimization_stage() == 3:
         for flat, fragments in partitions(engine):
             padding = torch.ones_like(flat, dtype=torch.bool)
@@ -314,13 +315,13 @@ def torch_optimizer(engine: Any) -> Any:
     return engine.optimizer.optimizer if engine.zero_optimization_stage() else engine.optimizer
 
 
-def before_flats_change(engine: Any) -> None:
+def prepare_flats_for_change(engine: Any) -> None:
     if engine.zero_optimization_stage() == 3:
         engine.optimizer.checkpoint_event_prologue()
 
 
 def update_weights_from_flats(engine: Any) -> None:
-    """Copy the flat tensors into the weights that the engine computes with."""
+    """Copy the optimizer's flat fp32 tensors into the weights that the engine computes with."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         parts = optimizer.fp16_partitioned_groups_flat
@@ -337,11 +338,11 @@ def update_weights_from_flats(engine: Any) -> None:
         optimizer.update_lp_params()
 
 
-def restore_counters(engine: Any, model: dict[str, Any], scaler: Any) -> None:
-    """Restore the loss scale, the ds_config's scheduler and the engine's counters."""
+def restore_counters(engine: Any, model_state: dict[str, Any], scaler: Any) -> None:
+    """Restore the loss scale, the state of the ds_config's scheduler, and the engine's counters."""
     if engine.fp16_enabled():
         engine.optimizer.loss_scaler = scaler
     if engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
+        engine.lr_scheduler.load_state_dict(model_state["lr_scheduler"])
     for counter in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(engine, counter, model[counter])
+        setattr(engine, counter, model_state[counter])

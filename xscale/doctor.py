@@ -1,4 +1,4 @@
-"""The doctor reports what a machine and a job provide for a run, and what would keep the run from starting:
+"""Reports what a machine and a job provide for a run, and what would keep the run from starting:
 
     python -m xscale.doctor [--recipe xlm] [--data shards] [--out runs/xlm] [--set key.sub=value ...]
     srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m xscale.doctor    # also the network between ranks
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from xscale import files, ranks
-from xscale.dry_run import check_room, data_lines
+from xscale.dry_run import data_lines, disk_warnings
 from xscale.errors import UserError, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
@@ -45,20 +45,20 @@ from xscale.step.module import StepModule
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "mpi4py")
 SECONDS = 20.0
-"""The time that any check may take. A file system or a network that hangs is reported as a UserError."""
+"""The time limit of each check that may hang, such as those of a file system or a network. It ends with a UserError."""
 PROBE_BYTES = 64 << 20
 """The size of the file that is written to --out, and of the tensors that are sent between ranks."""
 OPEN_FILES, SHM_BYTES = 1 << 12, 1 << 30
-"""A lower limit of open files, or a smaller /dev/shm on a host with GPUs, gives a warning."""
+"""A limit of open files below OPEN_FILES, or with GPUs a /dev/shm below SHM_BYTES, gives a warning."""
 LEAD_SECONDS = 30
-"""A shorter time between SLURM's signal and the end of a job gives a warning."""
+"""If there are fewer seconds between SLURM's signal and the end of a job, the report warns."""
 USER_SIGNAL = "preempt_send_user_signal"
 
 Lines = Iterator[str]
-"""Lines of the report: those that begin with "error:" keep a run from starting, those with "warning:" do not."""
+"""Lines of the report. "error:" begins those that keep a run from starting, "warning:" others."""
 
 
-def within_seconds(check: Callable[[], Any]) -> Any:
+def call_within_limit(check: Callable[[], Any]) -> Any:
     try:
         return ThreadPoolExecutor(1).submit(check).result(SECONDS)
     except TimeoutError:
@@ -68,7 +68,7 @@ def within_seconds(check: Callable[[], Any]) -> Any:
 # The machine
 
 
-def machine(hardware: Hardware) -> Lines:
+def machine_lines(hardware: Hardware) -> Lines:
     packages = [f"python {platform.python_version()}"]
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -100,14 +100,14 @@ def machine(hardware: Hardware) -> Lines:
         yield "warning: NCCL needs /dev/shm between ranks of a host; give the container more: --shm-size=8g"
 
 
-def file_system(out: Path) -> Lines:
-    """Yield lines about the file system of --out, or of the nearest folder above it that exists."""
+def file_system_lines(out: Path) -> Lines:
+    """Yield lines about the file system of --out, or of the nearest folder above --out that exists."""
     place = files.nearest_existing(out)
     if not place.is_dir():
-        yield f"error: --out {out}: {place} is a file, or leads nowhere; choose another"
+        yield f"error: --out {out}: {place} is a file or a broken link; choose another"
         return
     try:
-        speed, free, locks = within_seconds(lambda: probe_file_system(place))
+        speed, free, locks = call_within_limit(lambda: probe_file_system(place))
     except OSError as error:
         yield f"error: --out {out}: {place} cannot be written ({error.strerror}); choose another place"
         return
@@ -115,14 +115,14 @@ def file_system(out: Path) -> Lines:
     kind = max(mounts, key=lambda m: len(m.mountpoint)).fstype if mounts else "unknown"
     yield f"{place} ({kind}): one process writes {speed / 1e6:,.0f} MB/s to disk, {free / 1e9:,.1f} GB free"
     if not locks:
-        yield f"warning: {place} has no locks: nothing keeps a second run out of the same --out"
+        yield f"warning: {place} has no locks: nothing prevents a second run with the same --out"
 
 
 def probe_file_system(place: Path) -> tuple[float, int, bool]:
     """Return the bytes per second that are written to disk, the free bytes, and whether files can be locked. Raises
     OSError if files cannot be written, or if a rename does not replace an existing file."""
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=place) as made:
-        speed = files.write_speed(Path(made), PROBE_BYTES)
+        speed = files.measure_write_speed(Path(made), PROBE_BYTES)
         old, new = Path(made) / "old", Path(made) / "new"
         for path in (old, new):
             path.write_text(path.name)
@@ -141,7 +141,8 @@ def probe_file_system(place: Path) -> tuple[float, int, bool]:
 # The job
 
 
-def launcher(process: Process) -> Lines:
+def rank_layout(process: Process) -> Lines:
+    """Yield lines about the number of ranks, their address and this rank, with an error if ranks would share a GPU."""
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     where = f"{process.local_rank} of {process.local_world} on this host"
     yield f"rank {process.rank} of {process.world}, {where}; the ranks meet at {address}"
@@ -152,21 +153,21 @@ def launcher(process: Process) -> Lines:
         )
 
 
-def network(process: Process) -> Lines:
-    """Measure the speed of collectives. All ranks must call this together; rank 0's lines are printed."""
+def network_lines(process: Process) -> Lines:
+    """Yield lines about the speed of collectives. All ranks must call this together; rank 0's lines are printed."""
     if process.world == 1:
         yield "one process: no collectives to measure"
         return
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     ranks.TIMEOUT = timedelta(seconds=SECONDS)
-    device = within_seconds(lambda: ranks.start(process))
+    device = call_within_limit(lambda: ranks.join_process_group(process))
     host_group = HostGroup()
     packages = f"{version('torch')} {version('deepspeed')} {platform.python_version()}"
-    hosts = dict(within_seconds(lambda: host_group.gather((platform.node(), packages))))
+    hosts = dict(call_within_limit(lambda: host_group.gather((platform.node(), packages))))
     yield f"{process.world} ranks on {len(hosts)} host(s), {dist.get_backend()}"
     if len(set(hosts.values())) > 1:
         yield f"error: hosts have different versions of torch, deepspeed or Python: {hosts}; use one environment"
-    seconds = within_seconds(lambda: seconds_of(lambda: host_group.sum([0]), 10))
+    seconds = call_within_limit(lambda: seconds_of(lambda: host_group.sum([0]), 10))
     yield f"a control message of all ranks: {1e3 * seconds:.2f} ms"
     full = torch.zeros(PROBE_BYTES // 4, device=device)
     part = full[: len(full) // process.world]
@@ -175,13 +176,13 @@ def network(process: Process) -> Lines:
         "all_reduce": lambda: dist.all_reduce(full),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
     }.items():
-        seconds = within_seconds(lambda collective=collective: seconds_of(collective, 3))  # type: ignore[misc]
+        seconds = call_within_limit(lambda collective=collective: seconds_of(collective, 3))  # type: ignore[misc]
         rate = cost.bytes_sent(name, whole.nbytes, process.world) / seconds
         yield f"{name} of {PROBE_BYTES >> 20} MB: {1e3 * seconds:,.1f} ms, {rate / 1e9:,.2f} GB/s out of each rank"
 
 
 def seconds_of(call: Callable[[], Any], times: int) -> float:
-    """Return the average time of a call in seconds, after a first call that is not measured."""
+    """Return the average seconds of a call, after a first call that is not measured."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     call()
     wait()
@@ -192,7 +193,7 @@ def seconds_of(call: Callable[[], Any], times: int) -> float:
     return (time.perf_counter() - started) / times
 
 
-def slurm() -> Lines:
+def slurm_lines() -> Lines:
     """Yield lines about SLURM, with warnings if SIGUSR2 comes too late for a run to save and be requeued."""
     job = os.environ.get("SLURM_JOB_ID")
     if not shutil.which("scontrol"):
@@ -207,15 +208,15 @@ def slurm() -> Lines:
         yield "warning: scontrol does not answer; run the doctor on a host of the cluster"
         return
     if own.get("Requeue") == "0":
-        yield "warning: this job may not be requeued, and would end for good at a signal: sbatch --requeue"
+        yield "warning: this job cannot be requeued, so a signal would end it for good: use sbatch --requeue"
     if (wait := first_number(config.get("KillWait"))) < LEAD_SECONDS:
-        yield f"warning: KillWait {wait} s is short for a save; stop a run by `scancel --full --signal=USR2 JOB`"
+        yield f"warning: KillWait {wait} s is too short for a save; stop runs by `scancel --full --signal=USR2 JOB`"
     for partition in partitions:
         if not own or partition.get("PartitionName") == own.get("Partition"):
-            yield from preemption(config, partition)
+            yield from preemption_lines(config, partition)
 
 
-def preemption(config: dict[str, str], partition: dict[str, str]) -> Lines:
+def preemption_lines(config: dict[str, str], partition: dict[str, str]) -> Lines:
     name, grace = f"partition {partition.get('PartitionName')}", first_number(partition.get("GraceTime"))
     mode = partition.get("PreemptMode") or config.get("PreemptMode", "OFF")
     if config.get("PreemptType", "preempt/none") == "preempt/none" or mode.split(",")[-1] == "OFF":
@@ -244,7 +245,7 @@ def scontrol(*words: str) -> str:
 
 
 def slurm_fields(line: str) -> dict[str, str]:
-    """Return the words NAME=VALUE of a line of `scontrol show ... -o`."""
+    """Return {NAME: VALUE} of the words NAME=VALUE in a line of `scontrol show ... -o`."""
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
@@ -255,8 +256,8 @@ def first_number(text: str | None) -> int:
 # The run
 
 
-def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hardware) -> Lines:
-    """Yield lines that list the shipped ds_configs that can train this recipe here, and why each other one cannot."""
+def ds_config_lines(run_spec: RunSpec, module: StepModule, world: int, hardware: Hardware) -> Lines:
+    """Yield lines that list the shipped ds_configs that can train this recipe here, and say why the others cannot."""
     good: list[str] = []
     refused: dict[str, list[str]] = {}
     for path in sorted(SHIPPED.glob("*.json")):
@@ -274,11 +275,11 @@ def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hard
         yield "error: no shipped ds_config runs with this recipe here; the lines above say why"
 
 
-def room(run_spec: RunSpec, module: StepModule, out: Path) -> Lines:
+def checkpoint_room(run_spec: RunSpec, module: StepModule, out: Path) -> Lines:
     size, _ = cost.checkpoint_bytes(module, {"zero_optimization": {"stage": 2}}, "bf16", 1)
     keep = run_spec.recipe.checkpoint.keep
     yield f"{keep} checkpoints of {size / 1e9:,.2f} GB stay, beside one that is being written"
-    yield from check_room(size, keep, out)
+    yield from disk_warnings(size, keep, out)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -290,32 +291,33 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def data(args: argparse.Namespace, found: list[tuple[RunSpec, StepModule]]) -> Lines:
-    """Make the checks of a start that read the recipe and the data. Run spec and module are added to `found`."""
+def start_checks(args: argparse.Namespace, found: list[tuple[RunSpec, StepModule]]) -> Lines:
+    """Make the checks of a start that need the recipe and the data, and yield their lines. The run spec and its module
+    are appended to `found`."""
     if args.data is None:
-        yield "none: give --data to check shards, ds_configs and the room for checkpoints"
+        yield "none: give --data to check shards, ds_configs and the disk space for checkpoints"
         return
     load_plugins(args.plugin)
-    run_spec = within_seconds(lambda: resolve_run(args.recipe, args.set, args.data))
+    run_spec = call_within_limit(lambda: resolve_run(args.recipe, args.set, args.data))
     folder.claim_out(args.out, run_spec.identity(), "auto")
     yield from data_lines(run_spec)
     found.append((run_spec, run_spec.module()))
 
 
-def examine(args: argparse.Namespace, process: Process) -> Iterator[tuple[str, Lines]]:
-    """Yield the title and the lines of each check, in order. All ranks make the first check, rank 0 also the others."""
-    yield "network", network(process)
+def titled_checks(args: argparse.Namespace, process: Process) -> Iterator[tuple[str, Lines]]:
+    """Yield (title, lines) of each check, in order. All ranks make the first check, and rank 0 also the others."""
+    yield "network", network_lines(process)
     if not process.is_main:
         return
     hardware, found = Hardware.here(), list[tuple[RunSpec, StepModule]]()
-    yield "machine", machine(hardware)
-    yield "launcher", launcher(process)
-    yield "out", file_system(args.out)
-    yield "slurm", slurm()
-    yield "data", data(args, found)
+    yield "machine", machine_lines(hardware)
+    yield "launcher", rank_layout(process)
+    yield "out", file_system_lines(args.out)
+    yield "slurm", slurm_lines()
+    yield "data", start_checks(args, found)
     for run_spec, module in found:
-        yield "ds_configs", ds_configs(run_spec, module, process.world, hardware)
-        yield "room", room(run_spec, module, args.out)
+        yield "ds_configs", ds_config_lines(run_spec, module, process.world, hardware)
+        yield "room", checkpoint_room(run_spec, module, args.out)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -323,11 +325,11 @@ def main(argv: list[str] | None = None) -> int:
     problems = 0
     try:
         ranks.check_launch()
-        process = ranks.find_process()
+        process = ranks.read_launcher()
     except UserError as error:
         print(f"launcher    error: {error}")
         return 2
-    for title, check in examine(args, process):
+    for title, check in titled_checks(args, process):
         lines: list[str] = []
         try:
             for line in check:

@@ -31,15 +31,15 @@ from xscale.step.zero import stage_of
 
 ALONE = Process(0, 1, 0, 1)
 UNKNOWN_SAMPLE = 1024
-"""The number of records of each language that are searched for unknown tokens."""
+"""The number of records of each language in which unknown tokens are counted."""
 READ = 512
 """The maximum number of samples of each stream that are read to estimate the work of a step."""
 READ_TOKENS = 1 << 20
-"""The approximate limit of the tokens of running text that are read. Long samples are fewer than READ for it."""
+"""About the maximum number of tokens of running text that are read, if READ samples would have more."""
 
 
 def dry_run(args: argparse.Namespace, process: Process) -> None:
-    """Print what the run will do. args: the arguments of train.py. Raises UserError if a start of the run would."""
+    """Print what the run will do. args: the arguments of train.py. Raises UserError if the run could not start."""
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
     run_spec = resolve_run(args.recipe, args.set, args.data, known=known_sources(args))
@@ -64,14 +64,13 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     size, of_main = cost.checkpoint_bytes(module, config.resolved, config.precision, process.world)
     print(f"checkpoint: {size / 1e9:,.2f} GB, of which rank 0 writes {of_main / 1e9:,.2f}")
     if not args.ranks:
-        for warning in check_room(size, run_spec.recipe.checkpoint.keep, args.out):
+        for warning in disk_warnings(size, run_spec.recipe.checkpoint.keep, args.out):
             print(warning)
     print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
 
 
 def planned_hardware(ds_config: Path) -> Hardware:
-    """Return the hardware to plan for: GPUs if this machine has none and the ds_config asks for half precision,
-    otherwise this machine's hardware."""
+    """Return the hardware to plan for: this machine's, or GPUs if it has none but the ds_config needs 16 bits."""
     here, asked = Hardware.here(), read_ds_config(ds_config)
     return here if here.device == "cuda" or not {"fp16", "bf16"} & asked.keys() else Hardware("cuda", True, True)
 
@@ -102,7 +101,7 @@ def unknown_tokens(run_spec: RunSpec) -> list[str]:
 def cost_lines(
     run_spec: RunSpec, module: StepModule, config: EngineConfig, process: Process, device: str
 ) -> Iterator[str]:
-    """Yield lines about the packed rows of a step, and the memory, FLOPs and communication of a rank."""
+    """Yield lines about the packed rows of a step, and about the memory, FLOPs and communication of a rank."""
     rows, shape = run_spec.fit(process, device)
     world, samples = process.world, {spec.name: spec.samples for spec in run_spec.specs}
     yield (
@@ -128,7 +127,7 @@ def cost_lines(
 
 def work_lines(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[str]:
     """Yield lines about the FLOPs and tokens of a step, and of the queue warm-up before the first step."""
-    flops, works = cost.StepFlops(module.encoder), {spec.name: work_of(run_spec, spec) for spec in run_spec.specs}
+    flops, works = cost.StepFlops(module.encoder), {spec.name: stream_work(run_spec, spec) for spec in run_spec.specs}
     parts = flops.flops(RowCost(*map(sum, zip(*works.values(), strict=True))))
     total = max(sum(parts.values()), 1.0)
     shares = ", ".join(f"{name} {part / total:.0%}" for name, part in parts.items() if part)
@@ -144,8 +143,8 @@ def work_lines(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[st
         )
 
 
-def work_of(run_spec: RunSpec, spec: StreamSpec) -> RowCost:
-    """Return a stream's work in a step of all ranks, estimated from some samples of the first step."""
+def stream_work(run_spec: RunSpec, spec: StreamSpec) -> RowCost:
+    """Return a stream's work in a step, summed over all ranks, estimated from some samples of the first step."""
     most = min(READ, max(READ_TOKENS // run_spec.recipe.data.max_length, 1)) if spec.packed else READ
     few = replace(spec, samples=min(spec.samples, most))
     mixture = run_spec.mixture(ALONE, "cpu", [few], initial_state([few]))
@@ -153,15 +152,15 @@ def work_of(run_spec: RunSpec, spec: StreamSpec) -> RowCost:
     return RowCost(*(round(number * spec.samples / few.samples) for number in batch.work()))
 
 
-def check_room(size: float, keep: int, out: Path) -> Iterator[str]:
-    """Yield a warning if the disk of --out lacks room for all checkpoints that stay plus the one being written. Raises
-    UserError if it lacks room for a single one. size: the bytes of a checkpoint."""
+def disk_warnings(size: float, keep: int, out: Path) -> Iterator[str]:
+    """Yield a warning if the disk of --out lacks space for the checkpoints that are kept plus the one being written.
+    Raises UserError if it lacks space for a single one. size: the bytes of a checkpoint."""
     place = files.nearest_existing(out)
     needed = max(keep + 1 - len(complete_steps(out / "checkpoints")), 1) * size
     free = shutil.disk_usage(place).free if place.is_dir() else math.inf
     problem = (
-        f"--out {out} has {free / 1e9:,.2f} GB free, and {needed / 1e9:,.2f} GB of checkpoints are to come; make room, "
-        f"or choose another place"
+        f"--out {out} has {free / 1e9:,.2f} GB free, but checkpoints will need {needed / 1e9:,.2f} GB; free some "
+        f"space, or choose another place"
     )
     if size > free:
         raise UserError(problem)

@@ -1,4 +1,4 @@
-"""This module has the errors that users or machines cause, and functions with which commands report them."""
+"""Errors that users or machines cause, and functions by which commands report them."""
 
 import errno
 import faulthandler
@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import NoReturn
 
 TOOLS = "xscale.data_tools" if (Path(__file__).parent / "data_tools").is_dir() else "data_tools"
-"""The name of the package of the data tools: it differs between a wheel and a checkout."""
+"""The name of the package of the data tools, which differs between a wheel and a checkout."""
 
 
 class UserError(ValueError):
-    """An error that names the file, the value and the remedy. It ends the program with exit code 2, without
-    traceback."""
+    """An error that the user can correct. Its message names the file, the value and the remedy. Exit code 2."""
 
     def __str__(self) -> str:
         return super().__str__().replace("python -m data_tools.", f"python -m {TOOLS}.")
@@ -31,7 +30,7 @@ _ERRNO_NAMES = (
     *("ETIMEDOUT", "ENODEV", "ENXIO", "ENOTCONN", "EHOSTDOWN", "EREMOTEIO", "EBUSY"),  # a server, or a device
 )
 ENVIRONMENT_ERRNOS = {getattr(errno, name) for name in _ERRNO_NAMES}
-"""The error numbers of a failing file system, network or device, for which the program is not to blame."""
+"""The error numbers that a failing file system, network or device causes, and not a bug."""
 
 
 class NotFinite(Exception):
@@ -39,7 +38,7 @@ class NotFinite(Exception):
 
     def __init__(self, message: str, step: int = 0, good: int | None = None):
         """step: the 1-based step whose update a rollback skips. good: the step of the newest good checkpoint, or None
-        if the run may not go back."""
+        if the run may not go back to a checkpoint."""
         super().__init__(message)
         self.step, self.good = step, good
 
@@ -48,36 +47,36 @@ class MachineError(Exception):
     """The machine has failed, not the program. The message names the remedy. Exit code 4."""
 
 
-class Replaced(UserError):
+class DirectoryTaken(UserError):
     """Another run has taken over the run's directory. This run must not write there any more, not even why it ends."""
 
 
 class RankError(UserError):
-    """A UserError that only this rank has, such as a damaged record."""
+    """A UserError that occurs on this rank only, such as a damaged record."""
 
 
 @contextmanager
-def no_exit(what: str) -> Iterator[None]:
-    """A context that turns sys.exit into an error. A run that sys.exit ends would look complete."""
+def refusing_exit(caller: str) -> Iterator[None]:
+    """A context that turns sys.exit, called by `caller`, into a RuntimeError. A run that exits would look complete."""
     try:
         yield
     except SystemExit as error:
-        raise RuntimeError(f"{what} called sys.exit({'' if error.code is None else repr(error.code)})") from error
+        raise RuntimeError(f"{caller} called sys.exit({'' if error.code is None else repr(error.code)})") from error
 
 
 @contextmanager
-def blaming(what: str) -> Iterator[None]:
-    """A context that adds the note `what` to errors, such as the name of a plug-in."""
+def adding_note(note: str) -> Iterator[None]:
+    """A context that adds `note`, such as the name of a plug-in, to the errors that are raised in it."""
     try:
-        with no_exit(what):
+        with refusing_exit(note):
             yield
     except Exception as error:
-        error.add_note(what)
+        error.add_note(note)
         raise
 
 
 def report_error(error: UserError | OSError) -> int:
-    """Print an error that the user or the machine has caused, and return its exit code. Re-raises other errors."""
+    """Print an error that the user or the machine has caused, and return its exit code. Re-raise other errors."""
     if isinstance(error, OSError):
         return report_environment_error(error)
     print(f"error: {error}", file=sys.stderr)
@@ -91,13 +90,13 @@ def report_environment_error(error: OSError) -> int:
     return 4
 
 
-def printable(text: str) -> str:
-    """Escape control characters other than line ends and tabs, which a terminal would obey."""
+def escape_controls(text: str) -> str:
+    """Return the text with control characters escaped, except line ends and tabs: a terminal would obey them."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def check_arguments(words: list[str]) -> None:
-    """Raises UserError for an argument that is empty, as from an unset variable, or is not UTF-8."""
+    """Raise UserError for an argument that is empty, as from an unset variable, or is not UTF-8."""
     for before, word in zip(["", *words], words, strict=False):
         if not word or (word.startswith("--") and word.endswith("=")):
             raise UserError(f"{word or before} is empty; is a variable unset?".strip())
@@ -106,7 +105,7 @@ def check_arguments(words: list[str]) -> None:
 
 
 def can_be_encoded(text: str) -> bool:
-    """Whether UTF-8 can encode the text: paths and JSON may have unpaired surrogates, which it cannot."""
+    """Return whether UTF-8 can encode the text. It cannot encode unpaired surrogates, which JSON may have."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -114,7 +113,7 @@ def can_be_encoded(text: str) -> bool:
     return True
 
 
-def print_anything() -> None:
+def escape_unprintable() -> None:
     """Make print escape characters that the console's locale lacks, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -122,12 +121,12 @@ def print_anything() -> None:
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """End the process with the code that `main` returns, or with 1 and a traceback if it raises.
+    """Run `main`, and end the process with the code that it returns, or with 1 and a traceback if it raises.
 
-    The interpreter's normal exit is skipped: threads of libraries sometimes abort it, and tearing down a process group
-    may wait for other ranks.
+    The interpreter's normal exit is skipped, because threads of libraries sometimes abort it, and because tearing down
+    a process group may wait for other ranks.
     """
-    print_anything()
+    escape_unprintable()
     failed = ""
     try:
         code = main()
@@ -141,8 +140,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         os._exit(code)
 
 
-def number_of(variable: str, default: int) -> int:
-    """Return the number in a launcher's environment variable, or `default` if it is unset. Raises UserError."""
+def env_number(variable: str, default: int) -> int:
+    """Return the number in an environment variable, or `default` if it is unset. Raises UserError."""
     value = os.environ.get(variable) or str(default)
     if not value.strip().isdecimal():
         raise UserError(
@@ -152,10 +151,11 @@ def number_of(variable: str, default: int) -> int:
 
 
 def hold_signals() -> None:
-    """Block SIGUSR2 in this process and all that it starts. The signal stays pending until run/watch.py sees it.
+    """Block SIGUSR2 in this process and in all processes that it starts. The signal stays pending until run/watch.py
+    reads it.
 
-    SLURM sends SIGUSR2 to every process of a job; unblocked, it would end a process that is still importing, or a
-    compiler. SIGUSR1 makes the process write its stacks, to the console until the rank has its log.
+    SLURM sends SIGUSR2 to every process of a job. If it were not blocked, it would end a process that is still
+    importing, or a compiler. SIGUSR1 makes the process write its stacks, to the console until the rank's log is open.
     """
     faulthandler.register(signal.SIGUSR1, 2)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})

@@ -2,8 +2,8 @@
 
 The directory has weights, config and tokenizer for `AutoModelForMaskedLM.from_pretrained`, the files of a
 `SentenceTransformer` (eval/sentence_files.py), the objectives' own heads (models/heads.py), and a model card
-(eval/card.py). Of a run, the newest checkpoint is exported, or with --best the best. Before the directory is moved to
-its place, it is loaded and compared with the trained model.
+(eval/card.py). If a run is given, its newest checkpoint is exported, or with --best its best. Before the directory is
+moved to its place, it is loaded and compared with the trained model.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from xscale.plugins import load_plugins
 
 
 def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
-    """Export a checkpoint and return the checkpoint's path. pooling: how sentence vectors are pooled; None: as in
-    training. layers: export the first `layers` layers, without heads; None: the whole model. Raises UserError."""
-    path = find_best(source) if best else checkpoints.find(source)
+    """Export a checkpoint to the directory `out`, and return the checkpoint's path. pooling: how sentence vectors are
+    pooled; None: as in training. layers: export only that many layers, without heads; None: all. Raises UserError."""
+    path = find_best(source) if best else checkpoints.resolve_checkpoint(source)
     check_new(out)
     lm, heads = load_run(path)
-    checkpoint = checkpoints.read(path)
+    checkpoint = checkpoints.read_checkpoint(path)
     pooling = pooling or trained_pooling(checkpoint.identity["recipe"]["streams"])
     card = describe_checkpoint(checkpoint, lm.config, out.resolve().name, pooling, layers)
     write_directory(out, lm, heads, path / checkpoints.HF, pooling, str(path), card, layers)
@@ -39,7 +39,7 @@ def export(source: Path, out: Path, best: bool = False, pooling: str | None = No
 
 
 def push(folder: Path, repo: str) -> None:
-    """Upload an export to the hub. A repository that does not exist is created as private. Raises UserError."""
+    """Upload an export to the hub's repository `repo`, which is created as private if needed. Raises UserError."""
     api = HfApi(library_name="xscale")
     try:
         api.create_repo(repo, private=True, exist_ok=True)
@@ -52,14 +52,14 @@ def push(folder: Path, repo: str) -> None:
 
 
 def find_best(run: Path) -> Path:
-    """Return the directory of the checkpoint with the best value of the recipe's checkpoint.best. Raises UserError."""
+    """Return the directory of the run's checkpoint with the best value of checkpoint.best. Raises UserError."""
     named = run / "checkpoints" / checkpoints.BEST
     if not named.is_file():
         raise UserError(
-            f"--best: there is no {named}; a run whose recipe sets checkpoint.best to a number of its evals writes it. "
-            f"Without --best the newest checkpoint is exported"
+            f"--best: there is no {named}; only a run whose recipe sets checkpoint.best has it. Leave "
+            f"--best out to export the newest checkpoint"
         )
-    return checkpoints.find(named.with_name(named.read_text(encoding="utf-8").strip()))
+    return checkpoints.resolve_checkpoint(named.with_name(named.read_text(encoding="utf-8").strip()))
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("out", type=Path, metavar="HF_DIR")
     parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     parser.add_argument(
-        "--pooling", choices=POOLINGS, help="for sentences' vectors (default: as PPA trained it, or mean)"
+        "--pooling", choices=POOLINGS, help="pooling of sentence vectors (default: that of PPA's training, or mean)"
     )
     parser.add_argument("--layers", type=int, metavar="K", help="only the first K layers, whose states are the output")
     parser.add_argument("--onnx", action="store_true", help="write the encoder as onnx/model.onnx too")

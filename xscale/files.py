@@ -1,4 +1,5 @@
-"""Writes files and folders so that they are complete or absent: under another name first, then synced and renamed."""
+"""Writes files and folders so that they are complete or absent: under another name first, then synced and renamed. Also
+locks of directories, and other helpers for files."""
 
 import fcntl
 import hashlib
@@ -13,40 +14,40 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from xscale.errors import Replaced, UserError
+from xscale.errors import DirectoryTaken, UserError
 
 Found = TypeVar("Found")
 PARTIAL = ".incomplete"
-"""The suffix of a file or folder that is being written or removed."""
+"""The suffix of a file or folder while it is being written or removed."""
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
 LOCK = "lock"
 LOCK_SECONDS = 20
-"""The time that a start waits for the previous run to end. Ranks may outlive a killed launcher for a while."""
+"""The seconds for which a start waits for a previous run's lock, since ranks may outlive a killed launcher."""
 FIRST, FAR_SECONDS, THREADS = 8, 3e-4, 32
-"""parallel_map uses THREADS threads if its FIRST calls take FAR_SECONDS or more each, as on a network file system."""
+"""parallel_map uses THREADS threads if its FIRST calls take FAR_SECONDS or more on average, as on a network."""
 
 
-def parallel_map(look: Callable[..., Found], *items: Sequence[Any]) -> list[Found]:
-    """Return list(map(look, *items)). Slow calls run in threads; on a local disk threads would take longer."""
+def parallel_map(function: Callable[..., Found], *items: Sequence[Any]) -> list[Found]:
+    """Return list(map(function, *items)). Slow calls run in threads; on a local disk, threads would take longer."""
     begun = time.perf_counter()
-    found = [*map(look, *(of[:FIRST] for of in items))]
+    found = [*map(function, *(of[:FIRST] for of in items))]
     others = [of[FIRST:] for of in items]
     if time.perf_counter() - begun < FIRST * FAR_SECONDS or not others[0]:
-        return [*found, *map(look, *others)]
+        return [*found, *map(function, *others)]
     with ThreadPoolExecutor(THREADS) as pool:
-        return [*found, *pool.map(look, *others)]
+        return [*found, *pool.map(function, *others)]
 
 
 @contextmanager
 def publish(path: Path) -> Iterator[Path]:
-    """Yield a temporary path for a file or a directory, which then replaces `path` (a directory only if it is empty)
-    unless an exception is raised."""
-    partial = beside(path)
+    """Yield a temporary path. The file or directory that is written there then replaces `path` (an existing directory
+    only if it is empty), unless an exception is raised."""
+    partial = partial_path(path)
     remove(partial)
     partial.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield partial
-        move_in(partial, path)
+        rename_into_place(partial, path)
     except BaseException as error:
         remove(partial)
         if isinstance(error, OSError) and error.filename is None:
@@ -56,9 +57,9 @@ def publish(path: Path) -> Iterator[Path]:
         raise
 
 
-def beside(path: Path) -> Path:
-    """Return the temporary path to which `path` is written before it is renamed. Raises UserError for `.`, `..`, links
-    and devices."""
+def partial_path(path: Path) -> Path:
+    """Return the temporary path at which `path` is written before it is renamed. Raises UserError if `path` is `.`,
+    `..`, a link to no file, or a device."""
     if path.name in ("", ".."):
         raise UserError(f"{str(path)!r} cannot be written; choose a new name")
     if path.is_symlink() and not path.is_file():
@@ -68,7 +69,7 @@ def beside(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def move_in(partial: Path, path: Path) -> None:
+def rename_into_place(partial: Path, path: Path) -> None:
     """Rename `partial`, which several processes may have written together, to `path`."""
     if not partial.is_dir():
         sync(partial)
@@ -79,10 +80,12 @@ def move_in(partial: Path, path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises UserError, before the work, if `publish` could not write `path`, or if its suffix means compression."""
-    beside(path)
+    """Raise UserError if `publish` could not write `path`, or if its suffix means compression."""
+    partial_path(path)
     if path.suffix in COMPRESSED:
-        raise UserError(f"{path} would be written plain; leave {path.suffix} out of its name, and compress it then")
+        raise UserError(
+            f"{path} would be written uncompressed; leave {path.suffix} out of its name, and compress it later"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -92,7 +95,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file's content. A kill at any moment leaves the old content or the new."""
+    """Replace the content of a file. A kill at any moment leaves the old content or the new."""
     with publish(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -106,11 +109,11 @@ def remove(path: Path) -> None:
 
 
 class Lock:
-    """A lock on a directory until `close` or the process's end. Raises UserError if another process has the lock."""
+    """A lock on a directory, until `close` or the process's end. Raises UserError if another process holds the lock."""
 
     def __init__(self, folder: Path):
         self.path, self.problem = folder / LOCK, ""
-        """problem: why the lock does not work, or an empty string."""
+        """Why the lock does not work, or an empty string."""
         self.file = self.path.open("a+")
         for _ in range(LOCK_SECONDS):
             try:
@@ -133,31 +136,31 @@ class Lock:
         self.file.flush()
 
     def check(self) -> None:
-        """Raises Replaced if another process has taken the directory since: it was removed and made again, or has no
+        """Raise DirectoryTaken if another process has the directory, which was removed and made again, or has no
         locks."""
         try:
             text = self.path.read_text()
         except (OSError, ValueError):  # removed, or unreadable for now
             return
         if text.count("\n") == 2 and text != self.text:
-            raise Replaced(
-                f"{self.path.parent} was removed, or has no locks, and is another run's now ({text.splitlines()[0]}); "
-                f"this run ends, and writes no more there"
+            raise DirectoryTaken(
+                f"{self.path.parent} was removed, or has no locks, and now belongs to another run "
+                f"({text.splitlines()[0]}); this run ends, and writes nothing more there"
             )
 
     def close(self) -> None:
         self.file.close()
 
 
-def may_be_there(path: Path | str) -> bool:
-    """Whether the path exists or may be a hub name (NAME, or OWNER/NAME if there is no folder OWNER)."""
+def may_exist(path: Path | str) -> bool:
+    """Return whether the path exists or may be a hub name (NAME, or OWNER/NAME if there is no folder OWNER)."""
     named, path = str(path), Path(path)
     on_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", named) and (len(path.parts) == 1 or not path.parent.exists())
     return path.exists() or bool(on_hub)
 
 
 def apply_umask(folder: Path) -> None:
-    """Give a folder and its contents the file modes of the umask. safetensors makes files that only the owner reads."""
+    """Give a folder and its contents the umask's modes, since only the owner may read what safetensors writes."""
     mask = os.umask(0)
     os.umask(mask)
     for path in (folder, *folder.rglob("*")):
@@ -178,8 +181,8 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_speed(folder: Path, size: int) -> float:
-    """Return the bytes per second that one process writes to disk in a folder."""
+def measure_write_speed(folder: Path, size: int) -> float:
+    """Return the bytes per second at which a temporary file of `size` bytes in the folder is written to disk."""
     data = os.urandom(1 << 20)  # a file system may compress
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         started = time.perf_counter()
@@ -190,7 +193,7 @@ def write_speed(folder: Path, size: int) -> float:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the path, or the nearest path above it that exists. It may be a broken link."""
+    """Return the path, or the nearest path above it that exists. The result may be a broken link."""
     path = path.absolute()
     while not os.path.lexists(path):
         path = path.parent

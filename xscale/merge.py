@@ -1,6 +1,6 @@
 """Merge models into one: `python -m xscale.merge A B C --how mean|weighted|ema|ties --out HF_DIR`.
 
-A model is a Hugging Face directory, a checkpoint, or a run, whose newest checkpoint is taken. `mean` and `weighted`
+A model is a Hugging Face directory, a checkpoint, or a run (its newest checkpoint). `mean` and `weighted`
 average the models. `ema` takes the exponential moving average of the checkpoints of one run, or of several models,
 which must be given from the oldest to the newest. `ties` adds the merged changes of the models to the model --base,
 from which they were trained (Yadav et al. 2023). All models must have the same tokenizer, configuration and shapes.
@@ -25,7 +25,7 @@ from xscale.eval.card import describe_merged
 from xscale.eval.hf_directory import check_new, write_directory
 from xscale.eval.sentence_files import saved_pooling, trained_pooling
 from xscale.models.build import dropout_fields, read_pretrained
-from xscale.models.heads import KeptHeads, load_heads
+from xscale.models.heads import SavedHeads, load_heads
 from xscale.plugins import load_plugins
 
 NOT_COMPARED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "xscale")
@@ -34,48 +34,50 @@ HELD_OUT = "lexicon_heldout"
 
 
 @dataclass
-class Model:
+class MergeModel:
     """A model to merge, in fp32."""
 
     name: str
     lm: PreTrainedModel
-    heads: dict[str, KeptHeads]
+    heads: dict[str, SavedHeads]
     tokenizer_path: Path
     pooling: str
 
-    def weights(self) -> dict[str, Tensor]:
-        """Returns the weights of the model and of its heads by name. Tied weights occur once."""
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return the weights of the model and of its heads by name. Tied weights occur once."""
         heads = {f"heads.{stream}.{part}": w for stream, of in self.heads.items() for part, w in of.weights.items()}
         return {name: weight.detach() for name, weight in self.lm.named_parameters()} | heads
 
     def common_properties(self) -> dict[str, Any]:
-        """Returns the properties that all merged models must have in common."""
+        """Return the properties that all merged models must have in common."""
         tokenizer, config, trained = Tokenizer(self.tokenizer_path), self.lm.config.to_dict(), self.lm.config.xscale
         facts: dict[str, Any] = {"tokenizer": (tokenizer.fingerprint, tokenizer.special)}
         facts |= {name: trained.get(name, False) for name in ("language_embeddings", "reset_positions")}
         facts["languages"] = trained["languages"] if facts["language_embeddings"] else None
         left_out = {*NOT_COMPARED, *dropout_fields(self.lm.config.model_type, 0.0)}
         facts |= {name: value for name, value in config.items() if name not in left_out}
-        shapes = {name: tuple(weight.shape) for name, weight in self.weights().items() if not name.startswith("heads.")}
+        shapes = {
+            name: tuple(weight.shape) for name, weight in self.named_weights().items() if not name.startswith("heads.")
+        }
         return facts | shapes
 
 
-def load(path: Path) -> Model:
-    """Load a run, a checkpoint or a Hugging Face directory. Raises UserError."""
+def load_model(path: Path) -> MergeModel:
+    """Return the model of a run, a checkpoint or a Hugging Face directory. Raises UserError."""
     if checkpoints.is_run(path):
-        found = checkpoints.find(path)
+        found = checkpoints.resolve_checkpoint(path)
         lm, heads = load_run(found)
-        pooling = trained_pooling(checkpoints.read(found).identity["recipe"]["streams"])
-        return Model(str(found), lm, heads, found / checkpoints.HF, pooling)
+        pooling = trained_pooling(checkpoints.read_checkpoint(found).identity["recipe"]["streams"])
+        return MergeModel(str(found), lm, heads, found / checkpoints.HF, pooling)
     lm, has_head = read_pretrained("model", path)
     if not has_head:
         raise UserError(f"{path} has no masked-LM head, so that its head would be random; merge models that have one")
     lm.config.xscale = getattr(lm.config, "xscale", None) or {}
-    return Model(str(path), lm, load_heads(path), path, saved_pooling(path))
+    return MergeModel(str(path), lm, load_heads(path), path, saved_pooling(path))
 
 
-def check_mergeable(models: list[Model]) -> None:
-    """Raises UserError if a model does not fit the first one."""
+def check_mergeable(models: list[MergeModel]) -> None:
+    """Raise UserError if a model does not fit the first one."""
     first = models[0].common_properties()
     for model in models[1:]:
         ours = model.common_properties()
@@ -83,12 +85,12 @@ def check_mergeable(models: list[Model]) -> None:
             name = differing[0]
             raise UserError(
                 f"{model.name} has {name} {ours.get(name)}, but {models[0].name} has {first.get(name)}; merge models "
-                f"that come from one model"
+                f"that were trained from the same model"
             )
 
 
 def average(vectors: list[Tensor], shares: list[float]) -> Tensor:
-    """Returns the weighted average of the vectors. shares: their weights, which are scaled to a sum of 1."""
+    """Return the average of the vectors, weighted by `shares`, which are scaled to a sum of 1."""
     total = sum(shares)
     merged = torch.zeros_like(vectors[0], dtype=torch.float64)
     for vector, share in zip(vectors, shares, strict=True):
@@ -96,8 +98,8 @@ def average(vectors: list[Tensor], shares: list[float]) -> Tensor:
     return merged.float()
 
 
-def ties(vectors: list[Tensor], density: float) -> Tensor:
-    """Returns the merged change of the base's weights (Yadav et al. 2023, algorithm 1 with a lambda of 1).
+def ties_change(vectors: list[Tensor], density: float) -> Tensor:
+    """Return the merged change of the base model's weights (Yadav et al. 2023, algorithm 1 with a lambda of 1).
 
     vectors: each model's change. Trim: of each change, only the share `density` of largest magnitudes is kept. Elect:
     an element's sign is that of its sum over models. Disjoint mean: the elements of that sign are averaged.
@@ -113,20 +115,20 @@ def ties(vectors: list[Tensor], density: float) -> Tensor:
 
 
 def combine(vectors: list[Tensor], args: argparse.Namespace) -> Tensor:
-    """Returns the weights, merged as `args` ask. vectors: the weights of each model; for ties, the base's are last."""
+    """Return the merged weights. vectors: the flat weights of each model; for ties, the base model's are last."""
     if args.how == "ties":
         *vectors, base = vectors
-        return base + ties([vector - base for vector in vectors], args.density)
+        return base + ties_change([vector - base for vector in vectors], args.density)
     shares = args.weights or [
         args.decay ** (len(vectors) - n) if args.how == "ema" else 1.0 for n in range(len(vectors))
     ]
     return average(vectors, shares)
 
 
-def merge(models: list[Model], args: argparse.Namespace) -> Model:
-    """Put the merged weights into the first model, and return it. Raises UserError."""
+def merge(models: list[MergeModel], args: argparse.Namespace) -> MergeModel:
+    """Check that the models fit, write the merged weights into the first model, and return it. Raises UserError."""
     check_mergeable(models)
-    weights = [model.weights() for model in models]
+    weights = [model.named_weights() for model in models]
     first = models[0]
     shared = [name for name, w in weights[0].items() if all(name in of and of[name].shape == w.shape for of in weights)]
     merged = combine([torch.cat([of[name].flatten() for name in shared]) for of in weights], args)
@@ -148,8 +150,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--how", choices=("mean", "weighted", "ema", "ties"), default="mean")
     parser.add_argument("--out", type=Path, required=True, metavar="HF_DIR")
     parser.add_argument("--weights", type=float, nargs="+", help="weighted: a number for each model")
-    parser.add_argument("--decay", type=float, default=0.8, help="ema: the weight of each model over the next one's")
-    parser.add_argument("--base", type=Path, help="ties: the model that the others come from")
+    parser.add_argument(
+        "--decay", type=float, default=0.8, help="ema: the weight of each model divided by that of the next one"
+    )
+    parser.add_argument("--base", type=Path, help="ties: the model from which the others were trained")
     parser.add_argument("--density", type=float, default=0.2, help="ties: the share of each model's changes that stay")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     args = parser.parse_args(argv)
@@ -158,13 +162,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if len(args.models) < 2:
         parser.error("give two models or more, or for --how ema a run with two checkpoints or more")
     if (args.how == "weighted") != bool(args.weights) or (args.weights and len(args.weights) != len(args.models)):
-        parser.error(f"--how weighted takes --weights, a number for each of the {len(args.models)} models")
+        parser.error(f"--how weighted needs --weights with {len(args.models)} numbers, and only weighted does")
     if args.weights and (min(args.weights) < 0 or not 0 < sum(args.weights) < float("inf")):
         parser.error(
             f"--weights {args.weights}: the weights must be finite and not negative, and at least one must be above 0"
         )
     if (args.how == "ties") != bool(args.base):
-        parser.error("--how ties takes --base, the model that the others come from")
+        parser.error("--how ties needs --base, the model from which the others were trained, and only ties does")
     if not (0 < args.density <= 1 and 0 < args.decay <= 1):
         parser.error("--density and --decay are numbers above 0, up to 1")
     return args
@@ -176,7 +180,7 @@ def main() -> int:
         check_arguments(sys.argv[1:])
         load_plugins(args.plugin)
         check_new(args.out)
-        models = [load(path) for path in [*args.models, *([args.base] if args.base else [])]]
+        models = [load_model(path) for path in [*args.models, *([args.base] if args.base else [])]]
         merged = merge(models, args)
         names, name = [model.name for model in models], args.out.resolve().name
         card = describe_merged(names, args.how, merged.lm.config, name, merged.pooling)

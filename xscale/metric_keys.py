@@ -1,4 +1,4 @@
-"""This module parses the names of metrics, and says whether higher or lower values of a metric are better.
+"""Parses the names of metrics, and says whether higher or lower values of a metric are better.
 
 A key is written NAME, NAME/STREAM, NAME/STREAM.TERM, NAME/STREAM/LANGUAGE or NAME/STREAM.TERM/LANGUAGE, such as
 `loss/alignlm.bi/de-en`.
@@ -8,12 +8,13 @@ import re
 from typing import NamedTuple
 
 LESS = re.compile(r"loss(?!_scale)|perplexity|\bxsim|bits_per|\baer\b|delta", re.IGNORECASE)
+"""Matches the names of metrics whose lower values are better."""
 NEITHER = re.compile(
     r"(^|_)targets|^(count|sentences|words|identical|dropped|too_long|queue_age|own_keys)|links|coverage|entropy|loss_scale"
 )
-"""Neither higher nor lower values of these metrics are better: they are sizes, or properties of the text."""
+"""Matches the names of metrics that are sizes, or properties of the text, so that no direction is better."""
 ALL = "all"
-"""The results row, in an evaluation of a run, that has means over languages or pairs; `STREAM all` for losses."""
+"""The name of the results row with means over languages or pairs, in a run's evaluation; for losses `STREAM all`."""
 
 
 class MetricKey(NamedTuple):
@@ -22,9 +23,9 @@ class MetricKey(NamedTuple):
     name: str
     """The quantity, such as loss or accuracy."""
     stream: str = ""
-    """The stream. For an alignment score, it is the pair of languages."""
+    """The stream; for an alignment score, the pair of languages."""
     term: str = ""
-    """The term of the stream's loss."""
+    """The term of the stream's loss to which the number belongs, if it is not that of all terms."""
     language: str = ""
     """A language or a pair of languages, if the number covers only targets of this language or pair."""
 
@@ -34,16 +35,16 @@ class MetricKey(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "MetricKey":
-        """Return the key that `str` writes as `text`."""
+        """Return the key whose `str` is `text`."""
         name, stream, language = (*text.split("/", 2), "", "")[:3]
         return cls(name, *stream.partition(".")[::2], language)
 
 
 def direction(name: str) -> int:
-    """Return 1 if higher values are better, -1 if lower, else 0. name: of a metric or an evaluation's number."""
+    """Return 1 if higher values are better, -1 if lower values are, else 0. name: a metric's or a score's."""
     return 0 if NEITHER.search(name) else -1 if LESS.search(name) else 1
 
 
 def is_better(name: str, number: float, than: float | None) -> bool:
-    """Whether `number` is better than an earlier one, or there is no earlier one."""
+    """Return whether `number` is better than the earlier number `than`, or there is no earlier one (None)."""
     return than is None or (number < than if direction(name) < 0 else number > than)

@@ -1,4 +1,4 @@
-"""This module loads plug-ins, which are objectives and model types of other packages, by `--plugin MODULE`."""
+"""Loads plug-ins: modules of other packages, named by `--plugin MODULE`, with objectives and model types."""
 
 import importlib
 from dataclasses import fields
@@ -11,11 +11,11 @@ from xscale.models.flat import FLAT
 from xscale.objectives import OBJECTIVES, Objective
 
 TABLES: dict[str, dict[str, Any]] = {"OBJECTIVES": OBJECTIVES, "HEADS": HEADS, "FLAT": FLAT}
-"""The tables that a plug-in may define. Their entries are added to xscale's tables."""
+"""The names of the tables that a plug-in may define, and the tables of xscale to which their entries are added."""
 
 
 def load_plugins(names: list[str]) -> None:
-    """Import modules and add the entries of their tables. Raises UserError."""
+    """Import modules and add the entries of their tables to xscale's. Raises UserError."""
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise UserError(f"--plugin {name}: give a module's name, such as mypackage.ranking, not a path")

@@ -1,4 +1,4 @@
-"""This module finds the rank of this process, whichever launcher started it, and sends small messages between ranks."""
+"""Finds the rank of this process, whichever launcher started it, and exchanges small values between ranks."""
 
 import contextlib
 import ctypes
@@ -19,15 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xscale.deepspeed_private import leave_out_shared_memory_op
-from xscale.errors import UserError, number_of
+from xscale.deepspeed_private import disable_shared_memory_op
+from xscale.errors import UserError, env_number
 
 TIMEOUT = timedelta(minutes=30)
-"""The time limit of a collective. It is generous, since one rank may hash a large checkpoint while others wait."""
+"""The time limit of a collective. It is long, since one rank may hash a large checkpoint while others wait."""
 SOCKETS, LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
-"""The variables that name the network interfaces on which ranks listen, and the interface for a run of one rank."""
+"""The variables that name the network interfaces on which ranks listen, and the interface of a run of one rank."""
 NAME_SECONDS = 30
-"""The seconds that a rank waits until its host can resolve the name in MASTER_ADDR."""
+"""The maximum number of seconds that a rank waits until its host can resolve the name in MASTER_ADDR."""
 
 _OPENMPI = "OMPI_COMM_WORLD_"
 _LAUNCHERS = (
@@ -37,9 +37,9 @@ _LAUNCHERS = (
     # SLURM's variables of a job step: a batch script has SLURM_PROCID and SLURM_NTASKS too, but is not a rank.
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Each launcher's variables of rank, world, local rank and local world."""
+"""For each launcher, its environment variables of rank, world size, local rank and local world size."""
 PORTS = range(20000, 32768)
-"""The ports at which the ranks of a SLURM job connect. They are below the ports of outgoing connections."""
+"""The ports at which the ranks of a SLURM job connect. They are below those of outgoing connections."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,19 @@ class Process:
         return self.rank == 0
 
 
-def find_process() -> Process:
-    """Read the launcher's environment (deepspeed, torchrun, mpirun, srun), and set torch's variables accordingly."""
+def read_launcher() -> Process:
+    """Return this process's rank from the environment of its launcher (deepspeed, torchrun, mpirun, srun), and set
+    torch's environment variables accordingly. Raises UserError."""
     env = os.environ
     process = Process(0, 1, 0, 1)
     if names := _launcher_variables():
         rank, world, local_rank, local_world = names
-        process = Process(number_of(rank, 0), number_of(world, 1), number_of(local_rank, 0), _local_world(local_world))
+        process = Process(
+            env_number(rank, 0),
+            env_number(world, 1),
+            env_number(local_rank, 0),
+            _local_world(local_world),
+        )
         if process.rank >= process.world:
             raise UserError(f"{rank}={env[rank]} is not below {world}={env[world]}; unset both, or correct them")
         if local_world in env and not process.local_rank < process.local_world <= process.world:
@@ -74,14 +80,16 @@ def find_process() -> Process:
         env["MASTER_ADDR"] = _first_host(process)
     if "MASTER_PORT" not in env:
         env["MASTER_PORT"] = str(_port(process))
-    if not 0 < number_of("MASTER_PORT", 0) < 1 << 16:
-        raise UserError(f"MASTER_PORT={env['MASTER_PORT']} is no port; unset it, or choose one from 1024 to 65535")
+    if not 0 < env_number("MASTER_PORT", 0) < 1 << 16:
+        raise UserError(
+            f"MASTER_PORT={env['MASTER_PORT']} is not a port; unset it, or choose a port from 1024 to 65535"
+        )
     return process
 
 
 def name_process(name: str) -> None:
-    """Name this process for ps, top and /proc/PID/comm, which show 15 characters. The name has no spaces: SLURM's
-    proctrack/linuxproc splits /proc/PID/stat at spaces, and would not find the process to send it a signal."""
+    """Name this process for ps, top and /proc/PID/comm, which show 15 characters. A name with a space would be refused,
+    because SLURM's proctrack/linuxproc splits /proc/PID/stat at spaces, and could not send the process a signal."""
     assert name.split() == [name]
     with contextlib.suppress(OSError, AttributeError):  # only Linux has prctl
         set_name = 15
@@ -89,9 +97,9 @@ def name_process(name: str) -> None:
 
 
 def check_launch() -> None:
-    """Raises UserError if a SLURM job of several tasks was started without srun or another launcher, or if only one of
+    """Raise UserError if a SLURM job of several tasks was started without srun or another launcher, or if only one of
     RANK and WORLD_SIZE is set."""
-    tasks = number_of("SLURM_NTASKS", number_of("SLURM_NNODES", 1))
+    tasks = env_number("SLURM_NTASKS", env_number("SLURM_NNODES", 1))
     if tasks > 1 and not _launcher_variables():
         raise UserError(
             f"this SLURM job has {tasks} tasks, but this process was started without srun; start it with srun, so that "
@@ -106,18 +114,18 @@ def check_launch() -> None:
 
 
 def _port(process: Process) -> int:
-    """Return the port at which ranks connect. A run of one rank takes any free port, so that two runs differ."""
+    """Return the port at which the ranks connect. A run of one rank uses any free port, so that two runs differ."""
     if process.world == 1:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return server.getsockname()[1]
-    job, step = os.environ.get("SLURM_JOB_ID", ""), number_of("SLURM_STEP_ID", 0)
+    job, step = os.environ.get("SLURM_JOB_ID", ""), env_number("SLURM_STEP_ID", 0)
     if not job.isdigit():
         return 29500
     return PORTS[(int(job) + 1009 * step) % len(PORTS)]  # jobs have consecutive numbers, and so have steps
 
 
 def _launcher_variables() -> tuple[str, str, str, str] | None:
-    """Return the names of the variables of the launcher that started this process; None without a launcher."""
+    """Return the names of the environment variables of this process's launcher; None without a launcher."""
     env = os.environ
     for names in _LAUNCHERS:
         # srun --mpi=pmi2 sets PMI_RANK too, but not the rank within the node.
@@ -136,14 +144,14 @@ def environment_without_launcher(env: dict[str, str]) -> dict[str, str]:
 
 
 def _local_world(variable: str) -> int:
-    """Return the number of ranks on this node. SLURM lists the numbers of all nodes: "2(x3),1" is 2, 2, 2, 1."""
+    """Return the number of ranks on this node. SLURM lists the numbers of all nodes: "2(x3),1" means 2, 2, 2, 1."""
     text = os.environ.get(variable) or os.environ.get("LOCAL_SIZE") or "1"
     counts = []
     try:
         for part in text.split(","):
             count, _, times = part.rstrip(")").partition("(x")
             counts += [int(count)] * int(times or 1)
-        return counts[number_of("SLURM_NODEID", 0) if variable.startswith("SLURM") else 0]
+        return counts[env_number("SLURM_NODEID", 0) if variable.startswith("SLURM") else 0]
     except (ValueError, IndexError):
         raise UserError(
             f"{variable}={text!r} in the environment does not say how many ranks this node has; unset it, or let the "
@@ -169,7 +177,7 @@ def _scontrol(*words: str) -> str:
 
 
 def _resolves(host: str) -> bool:
-    """Whether the network knows the name. A node may have another name in SLURM than in the network."""
+    """Return whether the network knows the name of a host. SLURM may have another name for a node than the network."""
     try:
         return bool(socket.getaddrinfo(host, None))
     except OSError:
@@ -177,8 +185,7 @@ def _resolves(host: str) -> bool:
 
 
 def _wait_for_name(host: str) -> None:
-    """Wait until the name of the first rank's host is known, which takes a while on some clusters. Raises
-    DistNetworkError."""
+    """Wait until a host's name can be resolved, which takes a while on some clusters. Raises DistNetworkError."""
     deadline = time.monotonic() + NAME_SECONDS
     while not _resolves(host):
         if time.monotonic() > deadline:
@@ -189,18 +196,18 @@ def _wait_for_name(host: str) -> None:
 
 
 def check_interfaces() -> None:
-    """Raises UserError if GLOO_SOCKET_IFNAME names a network that this host does not have."""
+    """Raise UserError if GLOO_SOCKET_IFNAME names a network interface that this host does not have."""
     there = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in there:
             raise UserError(
-                f"GLOO_SOCKET_IFNAME={name} is no network interface of {socket.gethostname()}, which has "
+                f"GLOO_SOCKET_IFNAME={name} is not a network interface of {socket.gethostname()}, which has "
                 f"{', '.join(there)}; name one of these, or unset it"
             )
 
 
-def start(process: Process) -> torch.device:
-    """Join the process group, over nccl on CUDA and gloo on a CPU. Returns this rank's device."""
+def join_process_group(process: Process) -> torch.device:
+    """Join the process group, over nccl on CUDA and gloo on a CPU. Return this rank's device."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         # CUDA reads this at its first allocation. Rows differ in size, which would fragment fixed segments.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -212,7 +219,7 @@ def start(process: Process) -> torch.device:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # gloo then connects a rank only with those that it talks to, its neighbours in a ring.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    leave_out_shared_memory_op()
+    disable_shared_memory_op()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
     accelerator = get_accelerator()
@@ -244,21 +251,22 @@ def start(process: Process) -> torch.device:
 
 
 def set_deterministic(wanted: bool) -> None:
-    """If wanted, let torch use only deterministic algorithms, and raise an error for operators that have none."""
+    """If `wanted`, let torch use only deterministic algorithms, and raise an error for operators that have none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses cuBLAS
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted)
 
 
 @dataclass(frozen=True)
-class Message:
-    """Numbers that are being summed over ranks."""
+class PendingSum:
+    """A sum of numbers over all ranks that is under way, started by HostGroup.begin_sum."""
 
     tensor: torch.Tensor
+    """This rank's numbers int64 [n]; the sums over all ranks once the sum is complete."""
     work: Any
-    """torch's handle of the sum; None if the group is this process alone."""
+    """torch's handle of the reduction; None if the group has one process."""
 
-    def arrived(self) -> bool:
+    def is_complete(self) -> bool:
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> list[int]:
@@ -268,13 +276,13 @@ class Message:
 
 
 class HostGroup:
-    """The group in which all ranks exchange small values over gloo, from host to host, without waiting for a device.
+    """The group in which all ranks exchange small values over gloo, between the hosts' CPUs, without waiting for a GPU.
 
-    In a process that never called `start`, the group is this process alone.
+    In a process that has not called `join_process_group`, the group is this process alone.
     """
 
     def __init__(self, alone: bool = False) -> None:
-        """alone: the group is this process, whatever other ranks do; else all ranks must make the group together."""
+        """alone: the group is this process only. Otherwise all ranks must make the group together."""
         together = dist.is_initialized() and not alone
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if together else None
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
@@ -283,17 +291,17 @@ class HostGroup:
     def sum(self, numbers: list[int]) -> list[int]:
         return self.begin_sum(numbers).wait()
 
-    def begin_sum(self, numbers: list[int]) -> "Message":
-        """Begin a sum over ranks. Sums that begin later may be complete earlier."""
+    def begin_sum(self, numbers: list[int]) -> "PendingSum":
+        """Begin a sum of the numbers over all ranks. Sums that begin later may be complete earlier."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        return Message(tensor, self.group and dist.all_reduce(tensor, group=self.group, async_op=True))
+        return PendingSum(tensor, self.group and dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def agree(self, ok: bool) -> bool:
-        """Whether `ok` is True on every rank."""
+        """Return whether `ok` is True on every rank."""
         return self.sum([int(not ok)])[0] == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the `value` of each rank, in rank order, on every rank."""
+        """Return on every rank the `value` of each rank, in rank order."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -314,8 +322,7 @@ class HostGroup:
         return value
 
     def divide_work(self, works: list[Callable[[], Any]]) -> list[Any]:
-        """Return on every rank the values of all functions. Each function is called on one rank; its UserError is
-        raised on all ranks."""
+        """Return all functions' values on every rank. One rank calls each; its UserError is raised on all ranks."""
         made: tuple[list[Any], str] = ([], "")
         try:
             made = [work() for work in works[self.rank :: self.size]], ""
@@ -327,7 +334,7 @@ class HostGroup:
         return [of_ranks[i % self.size][0][i // self.size] for i in range(len(works))]
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """Return the `value` of rank `source` on every rank. It suits large values: `gather` holds one of each rank."""
+        """Return on every rank the `value` of rank `source`. It suits large values: `gather` holds one per rank."""
         if self.group is None:
             return value
         values = [value if self.rank == source else None]

@@ -1,4 +1,4 @@
-"""This module has the record, the unit of all data: a sentence or a pair of sentences.
+"""The record, the unit of all data: a sentence or a pair of sentences.
 
 It also parses records from the bytes of a tar. There a record is a line of JSON, or the consecutive members that share
 a key.
@@ -24,7 +24,7 @@ class Record(NamedTuple):
     links: str | None = None
     """Word links of a pair as "0-0 1-2" (Pharaoh form): 0-based words (data/words.py) of the first and second text."""
     doc: str | int | None = None
-    """Name of a sentence's document. Consecutive records of a shard with the same document are running text."""
+    """The name of a sentence's document. Consecutive records of a shard with the same document are running text."""
 
     def to_json(self) -> str:
         fields: dict = {"key": self.key, "langs": list(self.langs), "texts": list(self.texts)}
@@ -44,7 +44,7 @@ class Record(NamedTuple):
         if isinstance(fields["langs"], str) or isinstance(fields["texts"], str) or not isinstance(key, str | int):
             raise ValueError(f"record {key!r}: langs and texts are lists of strings, and key is a string")
         if not all(isinstance(lang, str) for lang in langs):
-            raise ValueError(f"record {key!r}: langs {list(langs)} are not names of languages")
+            raise ValueError(f"record {key!r}: langs {list(langs)} are not strings, which names of languages must be")
         if len(langs) != len(texts) or len(texts) not in (1, 2):
             raise ValueError(f"record {key!r}: {len(langs)} langs and {len(texts)} texts; needs 1 or 2 of each")
         for text in texts:

@@ -16,14 +16,14 @@ _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
 
 
-def key(*parts: str | int) -> np.uint64:
-    """Return a 64-bit key of some names and numbers, such as `key(seed, "tlm", "mask", epoch)`."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
+def key(*names: str | int) -> np.uint64:
+    """Return a 64-bit key that depends on some names and numbers, such as `key(seed, "tlm", "mask", epoch)`."""
+    digest = hashlib.sha256(repr(names).encode()).digest()
     return np.uint64(int.from_bytes(digest[:8], "little"))
 
 
 def hash64(key: Key, counter: Key) -> np.ndarray:
-    """Return the uint64 hash of every `counter` with `key`; the two broadcast against each other."""
+    """Return the uint64 hash of each `counter` with `key`. The two arguments broadcast against each other."""
     with np.errstate(over="ignore"):
         x = (np.asarray(counter).astype(np.uint64) + np.uint64(1)) * GOLDEN + key
         x = (x ^ (x >> _S30)) * _M1
@@ -32,7 +32,7 @@ def hash64(key: Key, counter: Key) -> np.ndarray:
 
 
 def uniform(key: Key, counter: Key) -> np.ndarray:
-    """Return a uniform float64 random number in [0, 1) for every `counter`."""
+    """Return a uniform float64 random number in [0, 1) for each `counter`."""
     return (hash64(key, counter) >> _S11).astype(np.float64) * (1.0 / (1 << 53))
 
 
@@ -44,10 +44,10 @@ def permutation(key: Key, n: int) -> np.ndarray:
 def part_of_permutation(
     key: Key, n: int, at: int, bits: int, leading: np.ndarray | None = None
 ) -> tuple[int, np.ndarray, np.ndarray]:
-    """Compute the part of permutation(key, n) around place `at`: about n / 2^bits consecutive numbers, whose hashes
-    have the same first bits. Returns (start, numbers, order): the place of the part's first number, the part's numbers
-    in ascending order, and the indices for which numbers[order] is the part of the permutation. Needs less time and
-    memory than the whole. leading: see leading_bits."""
+    """Compute the part of permutation(key, n) that contains place `at`: about n / 2^bits consecutive numbers, whose
+    hashes have the same first bits. Return (start, numbers, order): the place of the part's first number, the part's
+    numbers in ascending order, and the indices for which numbers[order] is the part. It takes less time and memory than
+    the whole permutation. leading: the result of leading_bits, if it is known."""
     if not bits:
         return 0, np.arange(n), permutation(key, n)
     leading = leading_bits(key, n, bits) if leading is None else leading
@@ -75,6 +75,6 @@ _CHUNK = 1 << 14
 """`leading_bits` computes this many hashes at a time, which fit into a processor's cache."""
 
 
-def torch_seed(*parts: str | int) -> int:
-    """Return a seed that `torch.manual_seed` takes, for one step's dropout or one model's initialisation."""
-    return int(key(*parts) >> np.uint64(1))
+def torch_seed(*names: str | int) -> int:
+    """Return a seed for `torch.manual_seed`, for one step's dropout or one model's initialisation. names: see `key`."""
+    return int(key(*names) >> np.uint64(1))

@@ -43,11 +43,11 @@ from xscale.data.streams import check_languages, matches_languages, select_sourc
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.truecase import Forms, forms_of
 from xscale.errors import UserError
-from xscale.files import may_be_there, parallel_map
-from xscale.models.build import build_encoder, has_segments, trained_as
+from xscale.files import may_exist, parallel_map
+from xscale.models.build import build_encoder, has_segments, run_fields_of
 from xscale.models.encoder import Encoder
-from xscale.models.grow import grow, problem_of
-from xscale.models.heads import KeptHeads
+from xscale.models.grow import extension_problem, grow_vocabulary
+from xscale.models.heads import SavedHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
 from xscale.step.module import StepModule
@@ -257,17 +257,17 @@ class RunSpec:
     def module(self) -> StepModule:
         """Build the module with the weights of step 0. A stream takes over heads of model.init if they were trained by
         the same objective."""
-        kept: dict[str, KeptHeads] = {}
+        kept: dict[str, SavedHeads] = {}
         return StepModule(self.encoder(kept), self.recipe, kept)
 
-    def encoder(self, kept: dict[str, KeptHeads] | None = None) -> Encoder:
+    def encoder(self, kept: dict[str, SavedHeads] | None = None) -> Encoder:
         """Build the encoder with the weights of step 0. kept: a dictionary that receives the heads of model.init."""
         model = self.recipe.model
 
         def load(init: str | Path, dropout: float) -> PreTrainedModel:
             lm, heads = load_initial(init, dropout)
             if self.smaller_tokenizer:
-                grow(lm, self.smaller_tokenizer, self.tokenizer)
+                grow_vocabulary(lm, self.smaller_tokenizer, self.tokenizer)
             if kept is not None:
                 kept.update(heads)
             return lm
@@ -417,7 +417,7 @@ def resolve_run(
     dictionaries, *of_phases = [stream_lexicons(of, found) for of in (recipe, *(p.recipe for p in recipe.phases))]
     check_links(recipe, specs, sources, samples)
     paths = {lexicon.path for of in (dictionaries, *of_phases) for read in of.values() for lexicon in read}
-    before = trained_as(initial_directory(recipe)).get("lexicon_heldout", 1.0)
+    before = run_fields_of(initial_directory(recipe)).get("lexicon_heldout", 1.0)
     run_spec = RunSpec(
         recipe,
         sources,
@@ -679,7 +679,7 @@ def find_tokenizer(recipe: Recipe, data: Path | None) -> str:
     if own:
         return str(own)
     if init and not Path(init).exists():
-        if not may_be_there(init):
+        if not may_exist(init):
             raise UserError(
                 f"model.init {init} does not exist; give a run, or a Hugging Face directory or name; "
                 f"to resume, put the folder hf of one of the run's checkpoints there"
@@ -704,7 +704,7 @@ def check_tracker(name: str | None) -> None:
 
 def own_tokenizer(init: str) -> Path | None:
     """Return the directory with the tokenizer of a local `model.init`, or None."""
-    path = checkpoints.find(Path(init)) / checkpoints.HF if checkpoints.is_run(Path(init)) else Path(init)
+    path = checkpoints.resolve_checkpoint(Path(init)) / checkpoints.HF if checkpoints.is_run(Path(init)) else Path(init)
     return path if any(next(path.glob(name), None) for name in TOKENIZERS) else None
 
 
@@ -718,7 +718,7 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer | None:
     trained = Tokenizer(own)
     if (trained.fingerprint, trained.special) == (tokenizer.fingerprint, tokenizer.special):
         return None
-    if problem := problem_of(trained, tokenizer):
+    if problem := extension_problem(trained, tokenizer):
         raise UserError(
             f"model.init {init} was trained with the tokenizer {own}, and the run's tokenizer does not extend it: "
             f"{problem}; set model.tokenizer={own}, or a tokenizer that extends it"

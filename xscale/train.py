@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from xscale import ranks
 from xscale.dry_run import dry_run
-from xscale.errors import TOOLS, RankError, UserError, check_arguments, no_exit, printable, run_command
+from xscale.errors import TOOLS, RankError, UserError, check_arguments, escape_controls, refusing_exit, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
 from xscale.run.folder import FAULT, MACHINE, Status, explain, lost_rank, out_of_memory
@@ -44,12 +44,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--resume", default="auto", help="auto (newest valid checkpoint in --out), never, or a directory"
     )
     parser.add_argument("--fork", metavar="RUN@STEP", help="begin --out at a checkpoint of another run")
-    parser.add_argument("--data_change", choices=["append"], help="take in sources and shards that the run had not")
+    parser.add_argument("--data_change", choices=["append"], help="also read sources and shards new to the run")
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
     parser.add_argument("--seed", type=int, help="short for --set train.seed=N")
     parser.add_argument("--dry_run", action="store_true", help="resolve, validate and print everything; train nothing")
-    parser.add_argument("--ranks", type=int, metavar="N", help="with --dry_run: plan for so many, on another machine")
-    parser.add_argument("--trace", action="store_true", help="write the keys of every consumed record")
+    parser.add_argument("--ranks", type=int, metavar="N", help="with --dry_run: plan for N ranks, of any machine")
+    parser.add_argument("--trace", action="store_true", help="write the key of every record that is read")
     args = parser.parse_args(argv)
     if args.ranks is not None and not (args.dry_run and 0 < args.ranks <= MOST_RANKS):
         parser.error(
@@ -57,7 +57,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         )
     args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
     if args.fork and args.resume != "auto":
-        parser.error("--fork begins a run that goes on by itself when it is started again; leave --resume out")
+        parser.error("--fork begins a run, and the same command resumes it later; leave --resume out")
     if args.out == "":
         parser.error("--out is empty; name a folder, or leave it out for runs/<recipe>")
     if args.out and "://" in args.out:
@@ -73,12 +73,12 @@ def main(argv: list[str] | None = None) -> int:
         check_arguments(sys.argv[1:] if argv is None else argv)
         if not args.dry_run:
             ranks.check_launch()
-        process = ranks.find_process()
+        process = ranks.read_launcher()
         if args.dry_run:
-            with no_exit("a part of the dry run"):
-                return plan(args, process)
+            with refusing_exit("a part of the dry run"):
+                return run_dry(args, process)
         status = Status(args.out, process)
-        with status.of_failures(), no_exit("a part of the run"):
+        with status.of_failures(), refusing_exit("a part of the run"):
             return train(args, process, status)
     except KeyboardInterrupt:
         return 130
@@ -91,11 +91,11 @@ def main(argv: list[str] | None = None) -> int:
         if process.local_rank == 0 or own:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
             with suppress(OSError):  # such as a full disk; the exit code remains
-                print(f"{where}error: {printable(message)}", file=sys.stderr, flush=True)
+                print(f"{where}error: {escape_controls(message)}", file=sys.stderr, flush=True)
         return code
 
 
-def plan(args: argparse.Namespace, process: Process) -> int:
+def run_dry(args: argparse.Namespace, process: Process) -> int:
     """Make a dry run on rank 0, and return the exit code."""
     if process.is_main:
         load_plugins_and_data(args, process)
@@ -104,20 +104,20 @@ def plan(args: argparse.Namespace, process: Process) -> int:
 
 
 def load_plugins_and_data(args: argparse.Namespace, process: Process) -> None:
-    """Load the plugins. Without --data, use the demo corpus, which rank 0 generates if it does not exist."""
+    """Load the plug-ins. Without --data, use the demo corpus, which rank 0 generates if it does not exist."""
     load_plugins(args.plugin)
     if args.data is None:
         args.data = [DEMO]
         if process.is_main and not DEMO.exists():
             print(f"no --data given: generating the demo corpus in {DEMO}", flush=True)
             if subprocess.run([sys.executable, "-m", f"{TOOLS}.demo_corpus", "--out", str(DEMO)]).returncode:
-                raise UserError(f"{DEMO} could not be generated, as the error above says; mend it, or give --data")
+                raise UserError(f"{DEMO} could not be generated, as the error above says; correct it, or give --data")
 
 
 def train(args: argparse.Namespace, process: Process, status: Status) -> int:
     load_plugins_and_data(args, process)
     ranks.name_process(f"xscale-rank{process.rank}")
-    ranks.start(process)
+    ranks.join_process_group(process)
     gc.freeze()  # objects that the imports made are never garbage
     host_group = HostGroup()
     code = train_run(args, process, host_group, status)

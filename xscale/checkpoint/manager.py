@@ -1,6 +1,6 @@
-"""The checkpoint manager saves a run and decides which checkpoints stay: the newest, the newest good one, the best.
+"""Saves the checkpoints of a run and decides which of them to keep: the newest ones, the newest good one, the best one.
 
-Every rank writes and hashes its own files. With checkpoint.background a thread does so while training goes on.
+Every rank writes and hashes its own files. With checkpoint.background a thread does this while training continues.
 """
 
 import errno
@@ -16,23 +16,23 @@ import torch
 
 from xscale import files
 from xscale.checkpoint import store
-from xscale.checkpoint.snapshot import snapshot
-from xscale.deepspeed_private import copy_script
+from xscale.checkpoint.snapshot import take_snapshot
+from xscale.deepspeed_private import copy_conversion_script
 from xscale.errors import UserError
 from xscale.ranks import HostGroup
 
 LOG = logging.getLogger("xscale")
 SPARE_BYTES = 1 << 28
-"""The disk space that must stay free after a save."""
+"""The number of bytes that must stay free on the disk after a save."""
 WriteMore = Callable[[Path], None]
-"""A function that adds the model's config and the tokenizer to a checkpoint's directory. Rank 0 calls it."""
+"""A function that writes the model's config and the tokenizer into a checkpoint's directory. Rank 0 calls it."""
 
 
 class CheckpointManager:
     """Saves the engine of one run, one checkpoint at a time. All ranks call `save` and `finish_save` together.
 
-    `save` takes a snapshot of the engine, and each rank writes its files, forces them to disk and hashes them, if asked
-    by a thread. `finish_save` waits for all ranks and publishes the checkpoint, if no rank has failed.
+    `save` takes a snapshot of the engine, and each rank writes its files, syncs them to disk and hashes them, in a
+    thread if `background`. `finish_save` waits for all ranks and publishes the checkpoint, if no rank has failed.
     """
 
     def __init__(
@@ -47,47 +47,44 @@ class CheckpointManager:
         note: Callable[[str], None] = lambda doing: None,
         published: Callable[[int, Path], set[int]] = lambda step, path: set(),
     ):
-        """Begin without a checkpoint under way.
-
-        keep: the number of newest checkpoints that stay. saved: the step of the run's checkpoint from which the engine
-        was loaded, or None. note: a function that is called with a description of what the rank is doing. published:
-        rank 0 calls it with each new checkpoint, and it returns the steps whose checkpoints must stay.
-        """
+        """keep: how many of the newest checkpoints are kept. saved: the step of the run's checkpoint from which the
+        engine was loaded, or None. note: a function that is called with a description of what the rank is doing.
+        published: a function that rank 0 calls with each new checkpoint; it returns the steps to keep."""
         self.engine, self.folder, self.host_group, self.write_more = engine, folder, host_group, write_more
         self.keep, self.note, self.published = keep, note, published
         self.saved = saved
         """The step of the newest checkpoint."""
         self.good = saved
-        """The step of the newest checkpoint that a rollback may load: it was begun while fp16 skipped no step."""
-        self.times: dict[str, float] = {}
-        """The metrics that the next step reports."""
+        """The step of the newest checkpoint that a rollback may load: one saved while fp16 skipped no steps."""
+        self.pending_times: dict[str, float] = {}
+        """Metrics of saves (seconds) that `pop_times` has not returned yet."""
         self.under_way: int | None = None
-        """The step of the checkpoint that is being written. The following is about this checkpoint."""
+        """The step of the checkpoint that is being written, or None. The attributes below belong to this checkpoint."""
         self.manifest: dict[str, Any] = {}
         self.good_under_way = True
         self.thread: threading.Thread | None = None
         self.problem: Exception | None = None
-        """The error that kept this rank from writing its part."""
+        """The error that kept this rank from writing its files."""
         self.sealed: dict[str, Any] = {}
         """The size and hash of each file that this rank has written."""
         self.seconds = 0.0
-        """The seconds that this rank has spent writing."""
+        """The number of seconds that this rank has spent on writing."""
 
     @property
     def partial(self) -> Path:
-        return files.beside(self.folder / f"step_{self.under_way:08d}")
+        return files.partial_path(self.folder / f"step_{self.under_way:08d}")
 
     @property
-    def written(self) -> bool:
-        """Whether this rank has written its part of the checkpoint under way."""
+    def is_written(self) -> bool:
+        """Return whether this rank has written its files of the checkpoint under way."""
         return self.under_way is not None and not (self.thread and self.thread.is_alive())
 
     def save(self, step: int, manifest: dict[str, Any], *, good: bool, background: bool, must_succeed: bool) -> None:
         """Save a checkpoint of `step`, unless it exists.
 
         manifest: the manifest without its list of files. good: a rollback may load this checkpoint, since fp16 is
-        skipping no step. background: write the files from a copy in host memory while training goes on. must_succeed:
-        wait until they are written, and raise OSError if that fails.
+        skipping no steps. background: write the files from a copy in host memory while training continues.
+        must_succeed: wait until the files are written, and raise OSError if that fails.
         """
         self.finish_save()
         if step == self.saved:
@@ -126,36 +123,38 @@ class CheckpointManager:
             self.saved, self.good = step, step if self.good_under_way else self.good
             if self.host_group.is_main:
                 good = {self.good} if self.good is not None else set()
-                store.clean(self.folder, self.keep, self.published(step, path) | good)
+                store.remove_old(self.folder, self.keep, self.published(step, path) | good)
         self._add_wait(started)
-        self.times["save_write_s"] = seconds
+        self.pending_times["save_write_s"] = seconds
         if not problem:
             LOG.info(f"saved {path} in {seconds:.2f} s")
 
     def _add_wait(self, started: float) -> None:
-        self.times["save_blocked_s"] = self.times.get("save_blocked_s", 0.0) + time.monotonic() - started
+        self.pending_times["save_blocked_s"] = (
+            self.pending_times.get("save_blocked_s", 0.0) + time.monotonic() - started
+        )
 
-    def take_times(self) -> dict[str, float]:
-        """Return the seconds that saving has taken since the last call, by metric."""
-        times, self.times = self.times, {}
+    def pop_times(self) -> dict[str, float]:
+        """Return {metric: seconds} of saving since the last call."""
+        times, self.pending_times = self.pending_times, {}
         return times
 
     def _snapshot(self, copies: bool) -> dict[str, Any]:
-        """Return the content of this rank's files; {} if this or another rank has a `problem`."""
+        """Return the content of this rank's files by name; {} if this or another rank has a `problem`."""
         self.problem = self._make_room() if self.host_group.is_main else None
         if not self.host_group.agree(self.problem is None):
             return {}
-        taken = snapshot(self.engine, self.partial, copies)
+        taken = take_snapshot(self.engine, self.partial, copies)
         auxiliary = {name: state.state_dict() for name, state in self.engine.module.auxiliary_states.items()}
         if self.host_group.is_main and auxiliary:
             taken.save(auxiliary, store.AUXILIARY_STATES)
         if taken.problem:
             text = f"{taken.problem}; checkpoint.background=false makes no copy in memory"
             self.problem = OSError(errno.ENOMEM, text)
-        return {} if taken.problem else taken.taken
+        return {} if taken.problem else taken.contents
 
     def _make_room(self) -> OSError | None:
-        """Make an empty directory. Returns an error if that fails or the disk lacks room for the files. Rank 0 only."""
+        """Make the checkpoint's empty directory, on rank 0. Return an OSError if that fails or the disk is too full."""
         parameters = sum(p.numel() for p in self.engine.module.parameters())
         needed = 16 * parameters + self.engine.module.auxiliary_bytes() + SPARE_BYTES
         try:
@@ -180,17 +179,17 @@ class CheckpointManager:
                 write_state(states.pop(name), partial / name)
             if self.host_group.is_main:
                 self.write_more(partial)
-                copy_script(self.engine, self.folder)
+                copy_conversion_script(self.engine, self.folder)
                 names += [str(path.relative_to(partial)) for path in partial.glob(f"{store.HF}/*")]
-            refuse_foreign([partial / name for name in names if name.endswith(".pt")])
-            self.sealed = {name: store.sealed_file(partial / name) for name in names}
+            check_types([partial / name for name in names if name.endswith(".pt")])
+            self.sealed = {name: store.sync_and_hash(partial / name) for name in names}
         except Exception as error:
             self.problem = os_error_behind(error)
         self.seconds = time.monotonic() - started
 
     def _publish(self) -> tuple[Path, str, float]:
-        """Publish the checkpoint. Returns its path, a message ("" if all went well) and the longest writing time of a
-        rank, in s. If a rank has failed, the new files are removed and older checkpoints stay untouched."""
+        """Publish the checkpoint. Return its path, an error message ("" if all ranks succeeded) and the longest writing
+        time of a rank in seconds. If a rank has failed, the new files are removed, and older checkpoints stay."""
         if self.thread:
             self.thread.join()
         if self.problem and not isinstance(self.problem, OSError | UserError):
@@ -216,7 +215,7 @@ class CheckpointManager:
 
 
 def write_state(state: Any, path: Path) -> None:
-    """Save with torch.save through a Python file, so that a full disk raises OSError and not a bare RuntimeError."""
+    """Save with torch.save through a Python file, so that a full disk raises OSError instead of a bare RuntimeError."""
     with path.open("wb") as file:
         torch.save(state, file)
 
@@ -229,9 +228,9 @@ def os_error_behind(error: Exception) -> Exception:
     return at if isinstance(at, OSError) else error
 
 
-def refuse_foreign(written: list[Path]) -> None:
-    """Check that a resume will accept the files, since a new DeepSpeed may write unknown types. Raises UserError."""
-    for path in written:
+def check_types(paths: list[Path]) -> None:
+    """Raise UserError if a resume would refuse one of the files, since a new DeepSpeed may write unknown types."""
+    for path in paths:
         if foreign := store.foreign_types(path):
             import deepspeed
 

@@ -1,8 +1,8 @@
-"""`load_rescaled` loads a checkpoint that was saved by another number of ranks, or at another ZeRO stage.
+"""Loads a checkpoint that another number of ranks saved, or that was saved at another ZeRO stage: `load_rescaled`.
 
-Each rank reads its own slices of every weight, and of the weight's optimizer states, from the files of all ranks that
-saved them. DeepSpeed's universal checkpoints are no substitute: another program has to write everything once more, they
-do not support stage 0, and at stage 3 the training differs from the third step on.
+Each rank reads only its own slices of every weight, and of the weight's optimizer states, from the files of the ranks
+that saved them. DeepSpeed's universal checkpoints do not suffice: another program has to write the whole checkpoint
+again, they do not support stage 0, and at stage 3 the training differs from the third step on.
 """
 
 from pathlib import Path
@@ -15,27 +15,28 @@ from torch import Tensor
 from xscale import deepspeed_private as private
 
 WEIGHT = "fp32"
-"""The key of the weights in SavedGroup.flats. The other keys are those of the optimizer's states, such as exp_avg."""
+"""The key of the weights in SavedGroup.flats. The others, such as exp_avg, are the optimizer's states."""
 
 
 class SavedPlace(NamedTuple):
-    """The place of a parameter. In the files of all ranks in turn, `length` elements of the group's flat tensor, from
-    `first` on, form one vector: of the whole group, or at stage 3 of the parameter alone."""
+    """Where a parameter is saved. The `length` elements from `first` on, of the group's flat tensor in each rank's
+    file, form one vector if they are joined in the order of ranks. At stage 3 this vector is the parameter's own,
+    otherwise the whole group's."""
 
     group: int
     start: int
-    """The index at which the parameter begins in the vector."""
+    """The index in the vector at which the parameter begins."""
     first: int
     length: int
 
 
 class SavedGroup(NamedTuple):
-    """One rank's saved part of a group of weights."""
+    """One rank's saved slice of a group of weights."""
 
     flats: dict[str, Tensor]
-    """The flat tensors of the weights and of the optimizer's states, by key."""
+    """The flat tensor of the weights and of each of the optimizer's states, by key."""
     steps: dict[str, Any]
-    """The optimizer's other values, such as its count of steps."""
+    """The optimizer's values that are not tensors of the weights' size, such as its count of steps."""
 
     @classmethod
     def from_state(cls, weights: Tensor, state: dict[str, Any]) -> "SavedGroup":
@@ -46,28 +47,30 @@ class SavedGroup(NamedTuple):
 
 class SavedPartitions:
     """The saved weights and optimizer states of a checkpoint, by parameter. A rank's file is mapped into memory when it
-    is first needed, so that only the elements that are taken are read."""
+    is first needed, and only the elements that `elements` returns are read from disk."""
 
-    def __init__(self, path: Path, names: list[str], at: float = 0.0):
-        """Open one of the files, each of which says where all parameters are.
+    def __init__(self, path: Path, names: list[str], rank_fraction: float = 0.0):
+        """Open one of the files; each of them says where all parameters are.
 
-        names: the names of the module's parameters, in their order. at: this rank's number divided by the number of
-        ranks. The file at that relative place in the list of files probably holds some of this rank's slices.
+        names: the names of the module's parameters, in their order. rank_fraction: this rank's number divided by the
+        number of ranks. The file at that fraction of the list of files probably has some of this rank's slices.
         """
-        self.model = _load(private.model_file(path))
-        self.files = private.partition_files(path)
+        self.model = _load(private.model_state_path(path))
+        self.files = private.partition_paths(path)
         self.opened: dict[int, list[SavedGroup]] = {}
-        """The groups in each open file, by rank."""
+        """Number of a rank -> the groups in its file, for files that are open."""
         self.places: dict[str, SavedPlace] = {}
         if self.files:
-            # The last file is not used, since its part lacks the padding that would make it as long as the others.
-            self.scaler, self.like = self._read_partitioned(max(min(int(at * len(self.files)), len(self.files) - 2), 0))
+            # Not the last file: its slice has no padding, so it may be shorter than the others.
+            self.scaler, self.like = self._read_partitioned(
+                max(min(int(rank_fraction * len(self.files)), len(self.files) - 2), 0)
+            )
         else:
             self.scaler, self.like = None, self._read_whole(names)
 
     def _read_partitioned(self, rank: int) -> tuple[Any, list[SavedGroup]]:
-        """Store the position of each parameter in a rank's file (ZeRO stage 1, 2 or 3) in `places`. Returns the loss
-        scaler and the optimizer's parameter groups in the file."""
+        """Store in `places` where each parameter is in the files of ZeRO stage 1, 2 or 3, from the file of one rank.
+        Return the loss scaler and the groups in this file."""
         start_of = self._open(rank)
         for group, (shapes, each_cut) in enumerate(private.saved_groups(self.model, start_of)):
             at, length = 0, len(self.opened[rank][group].flats[WEIGHT])
@@ -78,23 +81,23 @@ class SavedPartitions:
         return private.saved_scaler(start_of), self.opened[rank]
 
     def _open(self, rank: int) -> dict[str, Any]:
-        """Open the file of a rank, keep its groups in `opened`, and return its content."""
+        """Open the file of a rank, store its groups in `opened`, and return its content."""
         found = _load(self.files[rank])
         self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.saved_partition(found)]
         return found
 
     def _read_whole(self, names: list[str]) -> list[SavedGroup]:
         """Fill `places` from a checkpoint of ZeRO stage 0, in which one file has all weights, and the optimizer's
-        states have numbers instead of names. Returns the groups."""
-        weights, states = private.saved_whole(self.model)
+        states are numbered instead of named. Return the groups."""
+        weights, states = private.saved_unpartitioned(self.model)
         decayed_first = sorted(names, key=lambda name: weights[name].ndim <= 1)  # models/build.py's decay_groups
         flats = [weights[name].flatten() for name in decayed_first]
         self.places = {name: SavedPlace(n, 0, 0, len(flats[n])) for n, name in enumerate(decayed_first)}
         self.opened[0] = [SavedGroup.from_state(flat, states.get(n, {})) for n, flat in enumerate(flats)]
         return self.opened[0]
 
-    def take(self, name: str, key: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of a flattened parameter, or of its optimizer state `key`."""
+    def elements(self, name: str, key: str, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of a flattened parameter (key WEIGHT) or of its optimizer state `key`."""
         group, offset, before, length = self.places[name]
         start, stop, found = start + offset, stop + offset, []
         for rank in range(start // length, -(-stop // length)):
@@ -115,7 +118,7 @@ def load_rescaled(engine: Any, path: Path) -> None:
     names, base = {weight: name for name, weight in engine.module.named_parameters()}, private.torch_optimizer(engine)
     saved = SavedPartitions(path, [*names.values()], dist.get_rank() / dist.get_world_size())
     fused = any(group.get("fused") for group in base.param_groups)
-    private.before_flats_change(engine)
+    private.prepare_flats_for_change(engine)
     for flat, fragments in private.partitions(engine):
         if not fragments:
             continue
@@ -125,7 +128,7 @@ def load_rescaled(engine: Any, path: Path) -> None:
             numbers = torch.zeros_like(flat)
             for weight, first, last, at in fragments:
                 if first < last:
-                    part = saved.take(names[weight], key, first, last)
+                    part = saved.elements(names[weight], key, first, last)
                     assert len(part) == last - first, (names[weight], first, last, len(part))
                     numbers.view(-1)[at : at + len(part)].copy_(part)
             if key == WEIGHT:

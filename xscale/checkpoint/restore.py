@@ -1,4 +1,4 @@
-"""This module loads checkpoints into an engine, or as a Hugging Face model with the objectives' heads."""
+"""Loads a checkpoint into an engine, or as a Hugging Face model with the objectives' heads."""
 
 import contextlib
 import io
@@ -13,16 +13,16 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 from xscale.checkpoint import store
 from xscale.checkpoint.reshard import load_rescaled
 from xscale.checkpoint.store import Checkpoint
-from xscale.deepspeed_private import has_weights_in_order, model_file, partition_files, saved_whole
+from xscale.deepspeed_private import has_weights_in_order, model_state_path, partition_paths, saved_unpartitioned
 from xscale.errors import UserError
 from xscale.models.build import dropout_fields, fill_neutral_row, load_pretrained
-from xscale.models.heads import KeptHeads, load_heads
+from xscale.models.heads import SavedHeads, load_heads
 from xscale.ranks import HostGroup
 
 PREFIX = "encoder.lm."
-"""The prefix of the encoder's parameters in the engine's module."""
+"""The prefix of the encoder's parameter names in the engine's module."""
 HEADS = "heads."
-"""The prefix of the parameters of the streams' heads; the stream's name follows it."""
+"""The prefix of the heads' parameter names in the engine's module; the stream's name follows it."""
 
 
 def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> None:
@@ -46,17 +46,17 @@ def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> N
 
 def full_weights(path: Path) -> dict[str, Tensor]:
     """Return the fp32 weights of the whole module, joined from the ZeRO partitions if there are any."""
-    if partition_files(path):
+    if partition_paths(path):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         unread = io.StringIO()  # progress bars and remarks
         with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread):
             return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
-    return saved_whole(torch.load(model_file(path), map_location="cpu", weights_only=False))[0]
+    return saved_unpartitioned(torch.load(model_state_path(path), map_location="cpu", weights_only=False))[0]
 
 
-def shared_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
-    """Return `full_weights`, which rank 0 reads and sends to the others. All ranks call it together."""
+def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
+    """Return `full_weights` on every rank. Rank 0 reads and sends them. All ranks call it together."""
     weights = full_weights(path) if host_group.is_main else {}
     shapes = host_group.gather({name: (weight.shape, weight.dtype) for name, weight in weights.items()})[0]
     weights = weights or {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
@@ -65,26 +65,26 @@ def shared_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
     return weights
 
 
-def load_initial(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dict[str, KeptHeads]]:
-    """Load the model and the heads of `model.init` in fp32. init: a run, a checkpoint, a Hugging Face directory or a
-    hub name. Raises UserError."""
+def load_initial(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dict[str, SavedHeads]]:
+    """Return the model of `model.init` in fp32, and the heads of its streams. init: a run, a checkpoint, a Hugging Face
+    directory or a hub name. Raises UserError."""
     if store.is_run(Path(init)):
         return load_run(init, dropout)
     return load_pretrained(init, dropout), load_heads(Path(init))
 
 
-def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, dict[str, KeptHeads]]:
-    """Load the Hugging Face model of a checkpoint or run, and its heads by stream, in fp32. dropout: a rate that
-    replaces the trained model's. All ranks call it together. Raises UserError."""
-    path, host_group = store.find(Path(path)), HostGroup()
-    problem = store.verify(path, host_group)
+def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, dict[str, SavedHeads]]:
+    """Return the Hugging Face model of a checkpoint or run in fp32, and its heads by stream. dropout: a probability
+    that replaces the trained model's. All ranks call it together. Raises UserError."""
+    path, host_group = store.resolve_checkpoint(Path(path)), HostGroup()
+    problem = store.find_damage(path, host_group)
     if problem:
         raise UserError(f"checkpoint {path} is not usable: {problem}")
     config = AutoConfig.from_pretrained(path / store.HF, trust_remote_code=False)
     if dropout is not None:
         config.update(dropout_fields(config.model_type, dropout))
     lm = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
-    trained = shared_weights(path, host_group)
+    trained = broadcast_weights(path, host_group)
     weights = {name.removeprefix(PREFIX): w for name, w in trained.items() if name.startswith(PREFIX)}
     missing, unexpected = lm.load_state_dict(weights, strict=False)
     tied = set(getattr(lm, "_tied_weights_keys", None) or ())
@@ -92,13 +92,13 @@ def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrained
     assert not lost and not unexpected, (lost, unexpected)
     lm.tie_weights()
     fill_neutral_row(lm)
-    return lm, _heads(trained, store.read(path).identity["recipe"]["streams"])
+    return lm, _heads(trained, store.read_checkpoint(path).identity["recipe"]["streams"])
 
 
-def _heads(weights: dict[str, Tensor], streams: dict[str, Any]) -> dict[str, KeptHeads]:
-    kept: dict[str, KeptHeads] = {}
+def _heads(weights: dict[str, Tensor], streams: dict[str, Any]) -> dict[str, SavedHeads]:
+    kept: dict[str, SavedHeads] = {}
     for name, weight in weights.items():
         if name.startswith(HEADS):
             stream, _, part = name.removeprefix(HEADS).partition(".")
-            kept.setdefault(stream, KeptHeads(streams[stream], {})).weights[part] = weight
+            kept.setdefault(stream, SavedHeads(streams[stream], {})).weights[part] = weight
     return kept

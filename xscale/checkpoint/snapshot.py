@@ -1,10 +1,10 @@
-"""A snapshot of an engine holds the content of the files that DeepSpeed would write. For a background save it is a
-copy in host memory.
+"""Takes a snapshot of an engine: the content of the files that DeepSpeed would write. For a background save, the
+content is copied to host memory.
 
-DeepSpeed's own engines that write in the background (`checkpoint.writer`, decoupled) are no substitute: they hand live
+DeepSpeed's own engines that write in the background (`checkpoint.writer`, decoupled) do not suffice: they hand live
 tensors to another process and wait for it before the next update, they need DeepSpeed's aio operator to be compiled,
-and a failed write ends one rank while the others wait for it. `SnapshotEngine` has DeepSpeed's interface but only
-keeps the content; checkpoint/manager.py writes it.
+and a failed write ends one rank while the others wait for it. `SnapshotEngine` has DeepSpeed's interface but only keeps
+the content; checkpoint/manager.py writes it.
 """
 
 import copy
@@ -20,14 +20,14 @@ from xscale import deepspeed_private as private
 
 
 class SnapshotEngine:
-    """A DeepSpeed checkpoint engine that keeps in memory what DeepSpeed asks it to save. If memory runs out, it sets
-    `problem` instead of raising an error, after which the other ranks would wait at DeepSpeed's next barrier."""
+    """A DeepSpeed checkpoint engine that keeps in memory what DeepSpeed saves. If memory runs out, it sets `problem`:
+    if it raised an error, the other ranks would wait at DeepSpeed's next barrier."""
 
     def __init__(self, copies: bool):
-        """Begin empty. copies: copy the tensors, since training goes on; otherwise keep them as they are."""
+        """copies: copy the tensors to host memory, since training continues; otherwise keep the tensors themselves."""
         self.copies = copies
-        self.taken: dict[str, Any] = {}
-        """The content of each file, by its name."""
+        self.contents: dict[str, Any] = {}
+        """The content of each file, by the file's name."""
         self.problem: Exception | None = None
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -35,21 +35,21 @@ class SnapshotEngine:
 
     def save(self, state_dict: Any, path: str) -> None:
         try:
-            self.taken[os.path.basename(path)] = on_host(state_dict) if self.copies else state_dict
+            self.contents[os.path.basename(path)] = on_host(state_dict) if self.copies else state_dict
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when memory runs out
             self.problem = error
 
 
-def snapshot(engine: Any, partial: Path, copies: bool) -> SnapshotEngine:
+def take_snapshot(engine: Any, partial: Path, copies: bool) -> SnapshotEngine:
     """Return the content of the files that this rank would write into `partial`. All ranks call it together."""
     snapshot_engine = SnapshotEngine(copies)
     client_state = {"xscale": {"step": engine.global_steps}, "universal_checkpoint_info": {}}
-    private.save_by(engine, snapshot_engine, partial.parent, partial.name, client_state)
+    private.save_with(engine, snapshot_engine, partial.parent, partial.name, client_state)
     return snapshot_engine
 
 
 def on_host(state: Any) -> Any:
-    """Return a copy of the state in host memory. Tensors that share memory also share it in the copy, so that
+    """Return a copy of the state in host memory. Tensors that share memory also share memory in the copy, so that
     torch.save writes the same bytes."""
     memo: dict[int, Any] = {}
     storages: dict[int, Any] = {}

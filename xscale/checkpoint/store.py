@@ -1,9 +1,9 @@
-"""A checkpoint on disk is complete or absent.
+"""Finds, checks, publishes and removes checkpoints on disk. A checkpoint is either complete or absent.
 
 A checkpoint is written into checkpoints/step_X.incomplete. When all ranks have written their files, rank 0 adds
-manifest.json (files, sizes, hashes, the run's identity, the streams' state), renames the directory and replaces
-`latest`. A kill at any moment leaves the older checkpoints, and at most an incomplete directory that a later save
-removes.
+manifest.json (files, sizes, hashes, the run's identity, the streams' state), renames the directory and replaces the
+file `latest`. A kill at any moment leaves the older checkpoints, and at most an incomplete directory, which a later
+save removes.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ OWN_HASH = "sha256"
 HF = "hf"
 """The folder of a checkpoint with the model's Hugging Face config and the tokenizer."""
 AUXILIARY_STATES = "companions.pt"
-"""The file with the momentum encoders and queues, by stream. All ranks have the same ones, so rank 0 writes them."""
+"""The file with the momentum encoders and queues, by stream. Rank 0 writes it, since they are the same on all ranks."""
 NAME = re.compile(r"step_\d{8,}")
 
 
@@ -43,37 +43,37 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The number of optimizer steps done."""
+        """Return the number of optimizer steps that the run had done."""
         return self.manifest["step"]
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that saved the checkpoint."""
+        """Return the number of ranks that saved the checkpoint."""
         return self.manifest["world_size"]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The run's identity (RunSpec.identity)."""
+        """Return the run's identity (RunSpec.identity)."""
         return self.manifest["identity"]
 
     @property
     def state(self) -> dict[str, Any]:
-        """The positions of the streams in their data (data/mixture.py)."""
+        """Return the positions of the streams in their data (data/mixture.py)."""
         return self.manifest["state"]
 
     @property
     def excluded_steps(self) -> list[int]:
-        """The 1-based steps that read records without an update, as the loss or gradient was not finite or a spike."""
+        """Return the 1-based steps without an update, because the loss or gradient was not finite or a spike."""
         return self.manifest["excluded_steps"]
 
     @property
     def calibration(self) -> dict[str, Any]:
-        """The run's estimated lengths in tokens (data/calibration.py)."""
+        """Return the run's estimated lengths in tokens (data/calibration.py)."""
         return self.manifest["calibration"]
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The DeepSpeed engine's ZeRO stage, precision and optimizer."""
+        """Return the DeepSpeed engine's ZeRO stage, precision and optimizer."""
         return self.manifest["engine"]
 
 
@@ -81,18 +81,18 @@ class Checkpoint:
 
 
 def complete_steps(folder: Path) -> list[Path]:
-    """Return the directories step_X that have a manifest, oldest first."""
+    """Return the directories step_X in the folder that have a manifest, oldest first."""
     found = folder.glob("step_*") if folder.is_dir() else []
     return sorted(path for path in found if NAME.fullmatch(path.name) and (path / MANIFEST).exists())
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is a run or a checkpoint of xscale rather than a Hugging Face directory."""
+    """Return whether `path` is a run or a checkpoint of xscale, and not a Hugging Face directory."""
     return (path / MANIFEST).exists() or (path / "checkpoints").is_dir()
 
 
-def find(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, or the newest checkpoint if it is a run. Raises UserError otherwise."""
+def resolve_checkpoint(path: Path) -> Path:
+    """Return `path` if it is a checkpoint, or the newest checkpoint of the run `path`. Raises UserError."""
     if (path / MANIFEST).exists():
         return path
     steps = complete_steps(path / "checkpoints") or complete_steps(path)
@@ -105,11 +105,11 @@ def newest_valid(
     folder: Path, host_group: HostGroup, warn: Callable[[str], None], upto: float = math.inf
 ) -> Checkpoint | None:
     """Return the newest checkpoint up to step `upto` whose files match their hashes in the manifest, or None. All ranks
-    get the same one. warn: a function that is called with a message for each damaged checkpoint."""
+    call it together and get the same one. warn: called with a message for each damaged checkpoint."""
     for path in reversed([path for path in complete_steps(folder) if step_of(path) <= upto]):
-        problem = verify(path, host_group)
+        problem = find_damage(path, host_group)
         if problem is None:
-            return read(path)
+            return read_checkpoint(path)
         warn(f"checkpoint {path} is not usable ({problem}); trying the one before")
     return None
 
@@ -119,15 +119,16 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def verify(path: Path, host_group: HostGroup) -> str | None:
-    """Compare the checkpoint's files with their hashes, each file on one rank. Returns what is wrong, or None."""
+def find_damage(path: Path, host_group: HostGroup) -> str | None:
+    """Compare the checkpoint's files with their hashes, each file on one rank. Return a description of the damage, or
+    None. All ranks call it together."""
     try:
-        checkpoint = read(path)
+        checkpoint = read_checkpoint(path)
     except UserError as error:
         return str(error)
     expected = checkpoint.manifest["files"]
     if NAME.fullmatch(path.name) and step_of(path) != checkpoint.step:
-        return f"its {MANIFEST} is of step {checkpoint.step}, so it is a copy under another name"
+        return f"its {MANIFEST} belongs to step {checkpoint.step}, so it is a copy under another name"
     problems = []
     for name in sorted(expected)[host_group.rank :: host_group.size]:
         if not (path / name).exists():
@@ -148,19 +149,19 @@ def foreign_types(path: Path) -> list[str]:
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:
-        return [f"what cannot be read ({str(error).splitlines()[0][:80]})"]
+        return [f"content that cannot be read ({str(error).splitlines()[0][:80]})"]
     return sorted(set(found) - KNOWN_TYPES)
 
 
-def read(path: Path) -> Checkpoint:
-    """Read the manifest of a checkpoint's directory. Raises UserError if it is absent or damaged."""
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint in a directory. Only the manifest is read. Raises UserError if it is absent or damaged."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         kinds = {"step": int, "world_size": int, "excluded_steps": list, OWN_HASH: str}
         kinds |= dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
         wrong = [key for key, kind in kinds.items() if type(manifest.get(key)) is not kind or manifest[key] == {}]
         wrong += [name for name, file in manifest["files"].items() if not {"bytes", "sha256"} <= set(file)]
-        if sealed_manifest(manifest) != sealed_manifest(manifest, manifest.get(OWN_HASH)):
+        if manifest_text(manifest) != manifest_text(manifest, manifest.get(OWN_HASH)):
             raise ValueError("it differs from its own hash")
         if wrong or manifest["state"].get("step") != manifest["step"]:
             raise ValueError(f"{', '.join(wrong) or 'step'}: missing or malformed")
@@ -174,33 +175,33 @@ def read(path: Path) -> Checkpoint:
 
 def publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Turn the directory that all ranks have written into a checkpoint: write the manifest, rename the directory and
-    write `latest`, in this order. Rank 0 only."""
-    files.write_text(partial / MANIFEST, sealed_manifest(manifest))
+    write `latest`, in this order. Only rank 0 calls it."""
+    files.write_text(partial / MANIFEST, manifest_text(manifest))
     files.remove(final)
     partial.rename(final)
     files.sync(final.parent)
     files.write_text(final.parent / "latest", final.name)
 
 
-def sealed_manifest(manifest: dict[str, Any], digest: str | None = None) -> str:
-    """Return the manifest's text with a hash of its content, or with `digest` in the place of this hash."""
+def manifest_text(manifest: dict[str, Any], digest: str | None = None) -> str:
+    """Return the manifest as JSON, with a hash of its content, or with `digest` in the place of this hash."""
     content = {key: value for key, value in manifest.items() if key != OWN_HASH}
     digest = digest or hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps({**content, OWN_HASH: digest}, indent=1)
 
 
-def sealed_file(path: Path) -> dict[str, Any]:
-    """Force a file to disk and return its size and hash in the manifest's form."""
+def sync_and_hash(path: Path) -> dict[str, Any]:
+    """Sync a file to disk. Return its size and hash in the manifest's form."""
     files.sync(path)
     return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
 
 
-def clean(folder: Path, keep: int, needed: set[int]) -> None:
-    """Remove old checkpoints and the incomplete directories that a kill has left. The newest `keep` checkpoints and
-    those of the steps `needed` stay."""
+def remove_old(folder: Path, keep: int, needed_steps: set[int]) -> None:
+    """Remove old checkpoints, and incomplete directories that a kill has left. The newest `keep` checkpoints and those
+    of the steps `needed_steps` are kept."""
     for path in folder.glob(f"step_*{PARTIAL}"):
         files.remove(path)
-    for path in (path for path in complete_steps(folder)[:-keep] if step_of(path) not in needed):
+    for path in (path for path in complete_steps(folder)[:-keep] if step_of(path) not in needed_steps):
         # The rename comes first: a kill in the middle of rmtree must not leave half a checkpoint that looks whole.
         gone = path.with_name(path.name + PARTIAL)
         with suppress(OSError):  # the next save tries again

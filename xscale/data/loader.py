@@ -24,7 +24,7 @@ from xscale.data.sequences import Example
 from xscale.data.shards import Source, pair_name
 from xscale.data.stream_batch import Context, StreamBatch, check_stream_batch
 from xscale.data.words import TokenWords, stands_alone
-from xscale.errors import UserError, blaming
+from xscale.errors import UserError, adding_note
 from xscale.ranks import Process, name_process
 from xscale.record import Record
 
@@ -131,7 +131,7 @@ class StepDataset(Dataset):
             of_row = list(islice(examples, len(records.sample)))
             samples = [list(group) for _, group in groupby(of_row, key=lambda example: example.number)]
             place = {"step": plan.step, "row": row * plan.world + plan.rank, "rows": len(rows) * plan.world}
-            with blaming(f"streams.{stream}, objective {how.name}: collate"):
+            with adding_note(f"streams.{stream}, objective {how.name}: collate"):
                 stream_batch = how.objective.collate(samples, how.options, self.context_of(stream, **place))
                 check_stream_batch(stream_batch, how.objective.terms(how.options).keys())
             found.append(

@@ -11,7 +11,7 @@ import numpy as np
 
 from xscale.data.words import TokenWords, stands_alone, token_words
 from xscale.errors import UserError
-from xscale.files import may_be_there
+from xscale.files import may_exist
 
 
 class PairTemplate(NamedTuple):
@@ -75,7 +75,7 @@ class Tokenizer:
     """A Hugging Face fast tokenizer, reduced to what the data path needs."""
 
     def __init__(self, path: str | Path):
-        if not may_be_there(path):
+        if not may_exist(path):
             raise UserError(
                 f"tokenizer {path} does not exist; set model.tokenizer to a Hugging Face tokenizer directory"
             )

@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from xscale.checkpoint.store import Checkpoint
 from xscale.eval.bootstrap import intervals
 from xscale.metric_keys import direction
-from xscale.models.build import positions
+from xscale.models.build import longest_sequence
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Task -> results row -> name -> a number, or the interval of a number."""
@@ -72,7 +72,7 @@ def describe_checkpoint(
         name,
         header,
         [] if layers else eval_results(*measured_at(folder, checkpoint.step)),
-        positions(config),
+        longest_sequence(config),
         summary=f"A text encoder of {', '.join(languages)}, trained by xscale. Objectives: {', '.join(objectives)}."
         + (f" These are its first {layers} layers, without the masked-LM head." if layers else ""),
         use=USE.format(name=name, pooling=pooling, head="" if layers else "ForMaskedLM"),
@@ -92,7 +92,7 @@ def describe_merged(models: list[str], how: str, config: Any, name: str, pooling
         name,
         {"language": languages or None, "pipeline_tag": "fill-mask", "tags": tags},
         [],
-        positions(config),
+        longest_sequence(config),
         summary=" ".join(["A text encoder", *(["of", ", ".join(languages)] if languages else []), "merged by xscale."]),
         use=USE.format(name=name, pooling=pooling, head="ForMaskedLM"),
         data_used="The data of the models that were merged.",

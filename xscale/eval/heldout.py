@@ -31,7 +31,7 @@ from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import Exported, read_texts
-from xscale.models.build import positions
+from xscale.models.build import longest_sequence
 from xscale.objectives import OBJECTIVES, Parts, Prediction, alignlm, mlm, tlm
 from xscale.step.module import encoder_states
 from xscale.step.step import to_device
@@ -123,8 +123,9 @@ def masked_sums(
 def predict(
     parts: Parts, objective: str, stream_batch: StreamBatch, options: Any, filler: int
 ) -> tuple[list[Prediction], Tensor]:
-    """Return the features of all predictions of a stream batch, and their labels [M]. filler: a token id."""
-    row = pack_row({objective: stream_batch}, positions(parts.encoder.lm.config), filler)
+    """Return the features of all predictions of a stream batch [M, E], and their labels [M]. filler: the token id that
+    pads the row."""
+    row = pack_row({objective: stream_batch}, longest_sequence(parts.encoder.lm.config), filler)
     inputs = to_device(row.inputs, parts.encoder.embeddings.device)
     arguments = encoder_states(parts.encoder, row, inputs)[objective], inputs.arrays[objective], options
     return OBJECTIVES[objective].loss(parts, *arguments).predictions, inputs.labels

@@ -15,9 +15,9 @@ from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
 from xscale.eval.card import CARD
 from xscale.eval.sentence_files import save_pooling
-from xscale.models.build import positions, run_fields
+from xscale.models.build import longest_sequence, run_fields
 from xscale.models.encoder import Encoder
-from xscale.models.heads import KeptHeads, load_heads, save_heads
+from xscale.models.heads import SavedHeads, load_heads, save_heads
 
 CHECKED = 16
 """The number of tokens of the sequence whose logits are compared."""
@@ -35,7 +35,7 @@ def check_new(out: Path) -> None:
 def write_directory(
     out: Path,
     lm: PreTrainedModel,
-    heads: dict[str, KeptHeads],
+    heads: dict[str, SavedHeads],
     tokenizer_path: str | Path,
     pooling: str,
     source: str,
@@ -50,7 +50,7 @@ def write_directory(
         lm, heads = first_layers(whole, layers), {}
         model = lm.base_model
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False)
-    tokenizer.model_max_length = positions(lm.config)
+    tokenizer.model_max_length = longest_sequence(lm.config)
     # The tokenizer returns token types if training used them for a pair's two sentences, not for languages.
     types = ["token_type_ids"] if run_fields(lm.config, source).get("segments") else []
     tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
@@ -58,7 +58,7 @@ def write_directory(
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         save_heads(heads, partial)
-        save_pooling(partial, pooling, lm.config, positions(lm.config))
+        save_pooling(partial, pooling, lm.config, longest_sequence(lm.config))
         if card:
             card.save(partial / CARD)
         files.apply_umask(partial)
@@ -98,7 +98,7 @@ def check_states(lm: PreTrainedModel, layers: int, folder: Path) -> None:
         )
 
 
-def difference_from(lm: PreTrainedModel, heads: dict[str, KeptHeads], folder: Path) -> str | None:
+def difference_from(lm: PreTrainedModel, heads: dict[str, SavedHeads], folder: Path) -> str | None:
     """The difference, in words, between xscale's forward pass of the trained model and transformers' forward pass of
     the model in `folder`; None if they agree."""
     kept = load_heads(folder)
@@ -126,7 +126,7 @@ def _differing(trained: dict[str, Tensor], written: dict[str, Tensor]) -> list[s
 
 def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
     """Token ids [N] spread over the vocabulary, without padding; their languages if the model has such embeddings."""
-    ids = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED, positions(lm.config))).long()
+    ids = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED, longest_sequence(lm.config))).long()
     ids = ids[ids != lm.config.pad_token_id]
     trained = getattr(lm.config, "xscale", None) or {}
     return ids, torch.arange(len(ids)) % len(trained["languages"]) if trained.get("language_embeddings") else None

@@ -16,7 +16,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import intervals
 from xscale.eval.sentence_files import saved_pooling
-from xscale.models.build import positions, read_pretrained, run_fields
+from xscale.models.build import longest_sequence, read_pretrained, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import load_heads
 
@@ -64,7 +64,7 @@ class Exported:
     @property
     def longest(self) -> int:
         """The number of tokens of the longest sequence that the model takes."""
-        return positions(self.encoder.lm.config)
+        return longest_sequence(self.encoder.lm.config)
 
     @property
     def num_layers(self) -> int:

@@ -1,11 +1,12 @@
 """Self-attention over a packed row of sequences as one operator, and a dropout that is cheap on a CPU.
 
-In 16 bits on CUDA, attention is our kernel for short sequences (ops/short_attention.py), or PyTorch's flash kernel for
-sequences of different lengths. Elsewhere the row is cut into blocks of sequences of similar length, and each block is
-padded inside the operator.
+In 16 bits on CUDA, attention is computed by our kernel for short sequences (ops/short_attention.py), or by PyTorch's
+flash kernel. Elsewhere a row is cut into blocks of sequences of similar length, and each block is padded inside the
+operator.
 
 Shape letters: N tokens of a row, B sequences, A heads, D width of a head, H = A * D, X = 3 * H (queries, keys, values);
-n sequences of a block, L tokens of its longest, R = n * A.
+n sequences of a block, L tokens of its longest, R = n * A; P parts of a tensor (3 for queries, keys and values), W its
+last width.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from torch import Tensor
 from xscale.ops.short_attention import LONGEST, WIDTHS, short_attention
 
 SIMILAR = (3, 4)
-"""A sequence shorter than 3/4 of the first one of a block starts a new block: few blocks, and little padding."""
+"""A sequence shorter than 3/4 of the first one of its block starts a new one: few blocks, little padding."""
 
 
 def attention(
@@ -34,30 +35,32 @@ def attention(
     dropout: float = 0.0,
     window: int | None = None,
 ) -> Tensor:
-    """Return `dropout(softmax(q k^T / sqrt(D))) v` within each sequence [N, H], for positions with |i - j| <= window.
+    """Return `dropout(softmax(q k^T / sqrt(D))) v` within each sequence [N, H]. window: a token attends only to
+    positions with |i - j| <= window.
 
     `starts`, `lengths` and `longest` are those of data/packed_row.py's Tokens. `seed` (int64, on the CPU) and `layer`
-    determine the dropout mask, so that a recomputed call draws the same one. The flash kernel uses CUDA's generator.
+    determine the dropout mask, so that a recomputed call draws the same mask. PyTorch's flash kernel draws from CUDA's
+    generator instead.
     """
     if runs_flash(qkv_NX, heads):
         if longest <= LONGEST and qkv_NX.shape[1] // (3 * heads) in WIDTHS:
             return short_attention(qkv_NX, starts_B1, longest, seed, layer, heads, dropout, window)
         return _flash(qkv_NX, starts_B1, longest, heads, dropout, window)
     saves = torch.is_grad_enabled() and qkv_NX.requires_grad
-    room = buffer_size(qkv_NX.shape[0], qkv_NX.shape[1], longest, heads, dropout) if saves else 0
-    return attention_blocks(qkv_NX, lengths_B, room, seed, layer, heads, dropout, window)[0]
+    elements = buffer_size(qkv_NX.shape[0], qkv_NX.shape[1], longest, heads, dropout) if saves else 0
+    return attention_blocks(qkv_NX, lengths_B, elements, seed, layer, heads, dropout, window)[0]
 
 
 def runs_flash(qkv_NX: Tensor, heads: int) -> bool:
-    """True if PyTorch's flash kernel supports the input, and so does ours for short sequences: 16 bits, Ampere or
-    newer, a head width that is a multiple of 8, up to 128."""
+    """Return True if PyTorch's flash kernel accepts the input: 16 bits, Ampere or newer, and a head width that is a
+    multiple of 8, up to 128. Our kernel for short sequences needs the same."""
     head = qkv_NX.shape[1] // (3 * heads)
     fits = qkv_NX.dtype in (torch.float16, torch.bfloat16) and head % 8 == 0 and head <= 128
     return fits and qkv_NX.is_cuda and torch.cuda.get_device_capability(qkv_NX.device) >= (8, 0)
 
 
 def _flash(qkv_NX: Tensor, starts_B1: Tensor, longest: int, heads: int, dropout: float, window: int | None) -> Tensor:
-    """Call the operator beneath torch.nn.attention.varlen.varlen_attn, which itself offers no dropout."""
+    """Return the result of `attention` [N, H] by the operator beneath torch's varlen_attn, which has no dropout."""
     q_NAD, k_NAD, v_NAD = qkv_NX.view(len(qkv_NX), 3, heads, -1).unbind(1)
     causal = debug = False
     local = {} if window is None else {"window_size_left": window, "window_size_right": window}
@@ -67,44 +70,45 @@ def _flash(qkv_NX: Tensor, starts_B1: Tensor, longest: int, heads: int, dropout:
 
 
 class Block(NamedTuple):
-    """Consecutive sequences of similar length, padded to the longest."""
+    """Consecutive sequences of similar length, padded to the longest of them."""
 
     tokens: slice
     """The block's tokens in the row."""
     n: int
     L: int
     heads: int
-    real: Tensor | None
-    """Padded position of each real token, in [0, n * L); None if nothing is padded."""
-    token: Tensor | None
-    """Token at each padded position [n * L]; padding repeats some token."""
+    padded_position: Tensor | None
+    """The padded position, in [0, n * L), of each token of the block; None if nothing is padded."""
+    source_token: Tensor | None
+    """The index of the block's token that stands at each padded position [n * L]; padding repeats a token."""
     masks: list[Tensor]
     """Terms added to the scores: one hides padding [R, 1, L], one hides tokens outside the window [1, L, L]."""
 
     def pad(self, rows: Tensor, zeros: bool = False) -> Tensor:
-        """Return the block's part of rows [N, P, A, W] as [P, n, A, L, W]; padding is 0 if `zeros`, else arbitrary."""
+        """Return the block's tokens of rows [N, P, A, W] as [P, n, A, L, W]. Padding is 0 if `zeros`, else
+        arbitrary."""
         rows = rows[self.tokens]
-        if self.real is not None and self.token is not None:
+        if self.padded_position is not None and self.source_token is not None:
             if zeros:
-                rows = rows.new_zeros(self.n * self.L, *rows.shape[1:]).index_copy_(0, self.real, rows)
+                rows = rows.new_zeros(self.n * self.L, *rows.shape[1:]).index_copy_(0, self.padded_position, rows)
             else:
-                rows = rows.index_select(0, self.token)
+                rows = rows.index_select(0, self.source_token)
         return rows.unflatten(0, (self.n, self.L)).permute(2, 0, 3, 1, 4)
 
-    def put(self, padded: Tensor, out: Tensor) -> None:
-        """Write padded [P, R, L, W] into the block's part of out [N, P, A, W]: the inverse of `pad`."""
+    def unpad_into(self, padded: Tensor, out: Tensor) -> None:
+        """Write padded [P, R, L, W] into the block's tokens of out [N, P, A, W]: the inverse of `pad`."""
         padded = padded.unflatten(1, (self.n, self.heads)).permute(1, 3, 0, 2, 4)
-        if self.real is None:
+        if self.padded_position is None:
             out[self.tokens].unflatten(0, (self.n, self.L)).copy_(padded)
         else:
-            torch.index_select(padded.flatten(0, 1), 0, self.real, out=out[self.tokens])
+            torch.index_select(padded.flatten(0, 1), 0, self.padded_position, out=out[self.tokens])
 
 
 @lru_cache(maxsize=16)
 def _blocks(
     lengths: tuple[int, ...], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> list[Block]:
-    """Group consecutive non-empty sequences of similar length into blocks, in the order of the packed row."""
+    """Return the packed row's non-empty sequences as blocks of consecutive sequences of similar length."""
     groups: list[list[int]] = []
     for length in filter(None, lengths):
         most, of = SIMILAR
@@ -137,7 +141,7 @@ def _block(
 
 def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int:
     """Return an upper bound on the number of elements that the blocks of N tokens save for the backward pass. On a CPU,
-    pages that are not used cost nothing."""
+    unused pages of such a buffer cost nothing."""
     most, of = SIMILAR
     return of * N // most * (X + heads * longest * (2 if dropout else 1))
 
@@ -145,10 +149,11 @@ def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int
 def _views(
     buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bool
 ) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
-    """Yield each block with its views of the buffer, which the backward pass reads: padded queries, keys and values
-    [3, R, L, D], and attention weights before and after dropout [R, L, L], the same memory if there is no dropout.
+    """Yield each block with its views of the buffer: padded queries, keys and values [3, R, L, D], and attention
+    weights before and after dropout [R, L, L], which are one view if there is no dropout.
 
-    The views lie one block behind the other if `keep`, else each at the start.
+    If `keep`, the views of different blocks do not overlap, so that the backward pass can read them; otherwise each
+    block begins at the buffer's start.
     """
     at = 0
     for block in blocks:
@@ -163,31 +168,31 @@ def _views(
 def attention_blocks(
     qkv_NX: Tensor,
     lengths_B: Tensor,
-    room: int,
+    buffer_elements: int,
     seed: Tensor,
     layer: int,
     heads: int,
     dropout: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `attention` in blocks. Returns the output and the buffer that the backward pass reads.
+    """Return the result of `attention` [N, H], computed in blocks, and the buffer that the backward pass reads.
 
-    room: elements of the buffer (buffer_size), 0 if no backward pass follows. It is an argument because torch caches
-    compiled programs on disk by their arguments.
+    buffer_elements: the size of the buffer (buffer_size), 0 if no backward pass follows. It is an argument because
+    torch caches compiled programs on disk by their arguments.
     """
     N, X = qkv_NX.shape
     qkv, out_NH = qkv_NX.view(N, 3, heads, -1), qkv_NX.new_empty(N, X // 3)
     blocks = _blocks(tuple(lengths_B.tolist()), heads, window, qkv_NX.dtype, qkv_NX.device)
     assert blocks[-1].tokens.stop == N, "the row must have as many tokens as its sequences together"
-    buffer = qkv_NX.new_empty(room or buffer_size(N, X, max(block.L for block in blocks), heads, dropout))
+    buffer = qkv_NX.new_empty(buffer_elements or buffer_size(N, X, max(block.L for block in blocks), heads, dropout))
     generator = torch.Generator(qkv_NX.device).manual_seed(int(seed) + layer) if dropout else None
-    for block, x, p, dropped in _views(buffer, blocks, X, dropout, keep=room > 0):
+    for block, x, p, dropped in _views(buffer, blocks, X, dropout, keep=buffer_elements > 0):
         x.unflatten(1, (block.n, heads)).copy_(block.pad(qkv))
         torch.softmax(_scores(x, block.masks), -1, out=p)
         if dropout:
             torch.mul(p, dropout_mask(p, dropout, generator), out=dropped)
-        block.put(torch.bmm(dropped, x[2])[None], out_NH.view(N, 1, heads, -1))
-    return out_NH, buffer if room else qkv_NX.new_empty(0)
+        block.unpad_into(torch.bmm(dropped, x[2])[None], out_NH.view(N, 1, heads, -1))
+    return out_NH, buffer if buffer_elements else qkv_NX.new_empty(0)
 
 
 def _scores(x: Tensor, masks: list[Tensor]) -> Tensor:
@@ -198,9 +203,9 @@ def _scores(x: Tensor, masks: list[Tensor]) -> Tensor:
 
 
 @attention_blocks.register_fake
-def _(qkv_NX: Tensor, lengths_B: Tensor, room: int, *_: Any) -> tuple[Tensor, Tensor]:
+def _(qkv_NX: Tensor, lengths_B: Tensor, buffer_elements: int, *_: Any) -> tuple[Tensor, Tensor]:
     N, X = qkv_NX.shape
-    return qkv_NX.new_empty(N, X // 3), qkv_NX.new_empty(room)
+    return qkv_NX.new_empty(N, X // 3), qkv_NX.new_empty(buffer_elements)
 
 
 @torch.library.custom_op("xscale::attention_backward", mutates_args=())
@@ -220,7 +225,7 @@ def attention_blocks_backward(
         dS = torch.bmm(g, v.transpose(1, 2)).mul_(dropped).addcmul_(p, delta_RL1, value=-1)
         dx[0].baddbmm_(dS, k, beta=0, alpha=scale)
         dx[1].baddbmm_(dS.transpose(1, 2), q, beta=0, alpha=scale)
-        block.put(dx, d_qkv)
+        block.unpad_into(dx, d_qkv)
     return d_qkv.view(N, 3 * H)
 
 
@@ -247,9 +252,10 @@ attention_blocks.register_autograd(_backward, setup_context=_save)
 
 
 def dropout_mask(like: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
-    """Return a dropout mask in the shape and type of `like`: 0 with probability p, rounded to 2^-16, else 1 / (1 - p).
+    """Return a dropout mask with the shape and type of `like`: 0 with probability p, rounded to 2^-16, else 1 / (1 -
+    p).
 
-    Each 64-bit random number is used for four elements, since generating them is most of dropout's cost on a CPU.
+    Each 64-bit random number is used for four elements, since drawing them is most of dropout's cost on a CPU.
     """
     drop, draws = round(p * 2**16), torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     bits = draws.random_(-(2**63), None, generator=generator).view(torch.int16)[: like.numel()]
@@ -270,7 +276,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(x: Tensor, p: float, residual: Tensor | None = None) -> Tensor:
-    """Return `F.dropout(x, p)`, plus the residual if given. It draws from torch's global generator."""
+    """Return `F.dropout(x, p)`, plus the residual if there is one. Masks are drawn from torch's global generator."""
     if p and x.device.type == "cpu" and not torch.compiler.is_compiling():
         return _Dropout.apply(x, residual, p)
     dropped = F.dropout(x, p) if p else x

@@ -1,4 +1,4 @@
-"""This module builds the run's encoder, from a preset with random weights or from a pre-trained model."""
+"""Builds the run's encoder, from a preset with random weights or from a pre-trained model."""
 
 import logging
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from xscale import rng
 from xscale.errors import UserError
-from xscale.files import may_be_there
+from xscale.files import may_exist
 from xscale.models.encoder import Encoder
 from xscale.models.flat import first_position
 
@@ -29,7 +29,7 @@ transformers_logging.disable_progress_bar()
 LOG = logging.getLogger("xscale")
 
 NEUTRAL = "neutral"
-"""Name of token type 0, for text in unknown or unnamed languages. The languages' token types follow from 1 on."""
+"""The name of token type 0, for text in unknown or unnamed languages. The languages have the token types from 1 on."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
@@ -40,26 +40,26 @@ PRESETS: dict[str, dict[str, Any]] = {
     "modern-small": {"num_hidden_layers": 22, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1152},
     "modern-base": {"num_hidden_layers": 22, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 1152},
 }
-"""Shapes of models with random weights; the tokenizer decides the size of the vocabulary. tiny, mini, small and base
-are BERT's shapes of Turc et al. (2019; small has 8 layers), xlmr-base is XLM-R's (Conneau et al. 2020), modern-* are
+"""The shapes of models with random weights. The vocabulary has the tokenizer's size. tiny, mini, small and base are
+BERT's shapes of Turc et al. (2019; small has 8 layers), xlmr-base is XLM-R's (Conneau et al. 2020), modern-* are
 mmBERT's (Marone et al. 2025)."""
 
 
 def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
-    """Return the model of `model.init`, a Hugging Face directory or hub name, in fp32. Raises UserError."""
+    """Return the model of `model.init` in fp32, from a Hugging Face directory or hub name. Raises UserError."""
     lm, has_head = read_pretrained("model.init", init, dropout)
     if not has_head:
         LOG.warning(f"model.init {init} has no masked-LM head; the head starts from random weights")
     return lm
 
 
-def read_pretrained(named: str, init: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, bool]:
-    """Return the model of `init`, in fp32, and whether it has a trained masked-LM head. Raises UserError.
+def read_pretrained(field: str, init: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, bool]:
+    """Return the model of `init` in fp32, and whether it has a trained masked-LM head. Raises UserError.
 
-    named: the field or flag that gave `init`, for errors; dropout: replaces the dropout of the config.
+    field: the recipe field or flag that named `init`, for errors. dropout: replaces the dropout of the model's config.
     """
-    if not may_be_there(init):
-        raise UserError(f"{named} {init} does not exist")
+    if not may_exist(init):
+        raise UserError(f"{field} {init} does not exist")
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # missing weights are reported below
     try:
@@ -70,9 +70,9 @@ def read_pretrained(named: str, init: str | Path, dropout: float | None = None) 
             init, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
     except Exception as error:  # damaged files raise many types
-        nowhere = "" if Path(init).exists() else f"no such folder in {Path.cwd()}; from the hub: "
+        nowhere = "" if Path(init).exists() else f"{Path.cwd()} has no such folder, and from the hub: "
         raise UserError(
-            f"{named} {init} cannot be loaded ({nowhere}{' '.join(str(error).split())[:300]}). Give a Hugging Face "
+            f"{field} {init} cannot be loaded ({nowhere}{' '.join(str(error).split())[:300]}). Give a Hugging Face "
             f"directory with weights, a run of xscale, or a hub name on a machine that reaches the hub"
         ) from None
     finally:
@@ -81,14 +81,14 @@ def read_pretrained(named: str, init: str | Path, dropout: float | None = None) 
     absent = sorted(name for name in loaded["missing_keys"] if name.startswith(body) and "position_ids" not in name)
     if absent:
         raise UserError(
-            f"{named} {init} has no weights for {len(absent)} parameters of its encoder, such as {absent[0]}; its "
+            f"{field} {init} has no weights for {len(absent)} parameters of its encoder, such as {absent[0]}; its "
             f"config.json and its weights belong to different models"
         )
-    run_fields(lm.config, f"{named} {init}")
+    run_fields(lm.config, f"{field} {init}")
     fill_neutral_row(lm)
     infinite = next((name for name, weight in lm.named_parameters() if not weight.isfinite().all()), None)
     if infinite:
-        raise UserError(f"{named} {init}: {infinite} has weights that are not finite; use an earlier checkpoint")
+        raise UserError(f"{field} {init}: {infinite} has weights that are not finite; use an earlier checkpoint")
     return lm, not loaded["missing_keys"]
 
 
@@ -111,10 +111,10 @@ def build_encoder(
 ) -> Encoder:
     """Return the run's encoder: the pre-trained model `init`, or random weights of `preset`. Raises UserError.
 
-    languages: names in the order of their token types, which start at 1. With `language_embeddings` the token-type
-    table has the neutral row 0, a row for each of them, and rows for further languages of `init`. The config's field
-    `xscale` keeps the languages, `language_embeddings`, `reset_positions`, `segments` and `neutral_trained` (whether
-    the run trains row 0) for later users of the model.
+    languages: in the order of their token types, which start at 1. With `language_embeddings` the token-type table has
+    the neutral row 0, a row for each language, and rows for further languages of `init`. The config's field `xscale`
+    keeps the languages, `language_embeddings`, `reset_positions`, `segments` and `neutral_trained` (whether the run
+    trains row 0) for programs that load the model later.
     """
     trained = {
         "languages": [NEUTRAL, *languages],
@@ -127,11 +127,11 @@ def build_encoder(
     if init is None:
         config = preset_config(preset, vocab_size, pad_id, max_length, dropout)
         if language_embeddings:
-            config.type_vocab_size = max(_token_types(config), 1 + len(languages))
+            config.type_vocab_size = max(_token_type_count(config), 1 + len(languages))
         config.xscale = trained
         fresh = AutoModelForMaskedLM.from_config(config)
         if attention_gain is not None:
-            draw_attention(fresh.base_model, attention_gain)
+            redraw_attention(fresh.base_model, attention_gain)
         return Encoder(fresh)
     lm = load(init, dropout)
     rows = lm.config.vocab_size
@@ -140,17 +140,17 @@ def build_encoder(
             f"the tokenizer has {vocab_size:,} ids, but model.init {init} has embeddings for {rows:,}; set "
             f"model.tokenizer to the tokenizer that the model was trained with"
         )
-    limit = positions(lm.config)
+    limit = longest_sequence(lm.config)
     if max_length > limit:
         raise UserError(f"data.max_length {max_length} exceeds the {limit} positions of model.init {init}; lower it")
-    lm.config.xscale = trained | {"languages": [NEUTRAL, *_take_languages(lm, languages, language_embeddings)]}
+    lm.config.xscale = trained | {"languages": [NEUTRAL, *_resize_language_rows(lm, languages, language_embeddings)]}
     return Encoder(lm)
 
 
-def draw_attention(base: PreTrainedModel, gain: float) -> None:
-    """Redraw the attention's value and output weights with standard deviation gain / sqrt(width).
+def redraw_attention(base: PreTrainedModel, gain: float) -> None:
+    """Replace the attention's value and output weights by random ones with standard deviation gain / sqrt(width).
 
-    With a gain of 1, the outputs of these layers are about as large as their inputs.
+    With a gain of 1, these layers' outputs are about as large as their inputs.
     """
     width, ends = base.config.hidden_size, ("self.value.weight", "attention.output.dense.weight", "attn.Wo.weight")
     for name, weight in base.named_parameters():
@@ -160,8 +160,8 @@ def draw_attention(base: PreTrainedModel, gain: float) -> None:
             nn.init.normal_(weight.detach()[2 * width :], std=gain * width**-0.5)
 
 
-def positions(config: Any) -> int:
-    """Return the length of the longest sequence that the model accepts."""
+def longest_sequence(config: Any) -> int:
+    """Return the maximum number of tokens of a sequence that the model accepts."""
     return config.max_position_embeddings - first_position(config)
 
 
@@ -189,41 +189,44 @@ def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
 
 
 def has_segments(init: str | Path | None, preset: str) -> bool:
-    """True if the model has token types for the two sentences of a pair; False if `init` cannot be read."""
+    """Return True if the model has token types for the two sentences of a pair; False if `init` cannot be read."""
     if init is None:
         return preset_config(preset, 8, 0, 8, 0.0).model_type == "bert"
-    return getattr(_config_of(init), "type_vocab_size", 0) > 1 and not trained_as(init).get("language_embeddings")
+    return getattr(_config_of(init), "type_vocab_size", 0) > 1 and not run_fields_of(init).get("language_embeddings")
 
 
-def trained_as(init: str | Path | None) -> dict[str, Any]:
-    """Return the `run_fields` of `model.init`; {} if the recipe has no model.init."""
+def run_fields_of(init: str | Path | None) -> dict[str, Any]:
+    """Return the `run_fields` of `model.init`, or {} if `init` is None."""
     return run_fields(_config_of(init), f"model.init {init}") if init else {}
 
 
-def run_fields(config: Any, named: str) -> dict[str, Any]:
-    """Return the field `xscale` of a model's config, which build_encoder writes. named: the model, for errors."""
+def run_fields(config: Any, model_name: str) -> dict[str, Any]:
+    """Return the field `xscale` of a model's config, which build_encoder writes, or {} if there is none. model_name:
+    the model's name for errors. Raises UserError if the field is damaged."""
     found = getattr(config, "xscale", None) or {}
     kinds: dict[str, Any] = {"languages": list, "lexicon_heldout": (int, float)}
     kinds |= dict.fromkeys(("language_embeddings", "neutral_trained", "segments", "reset_positions"), bool)
     sound = isinstance(found, dict) and all(isinstance(value, kinds.get(name, object)) for name, value in found.items())
     if not sound or not all(isinstance(language, str) for language in found.get("languages", [])):
-        raise UserError(f"{named}: the field `xscale` of its config.json is damaged; export the run again")
+        raise UserError(f"{model_name}: the field `xscale` of its config.json is damaged; export the run again")
     if found.get("language_embeddings") and found.get("languages", [])[:1] != [NEUTRAL]:
-        raise UserError(f"{named}: its run is of an older version, which numbers languages in another way; train again")
+        raise UserError(
+            f"{model_name}: it is from an older version, which numbers languages differently; train it again"
+        )
     return found
 
 
 def _config_of(init: str | Path) -> Any:
-    """Return the config, or None if it cannot be read. Loading the weights later reports the error."""
+    """Return the config, or None if it cannot be read. The later loading of the weights reports the error."""
     with suppress(Exception):
         return AutoConfig.from_pretrained(init, trust_remote_code=False)
 
 
-def _token_types(config: Any) -> int:
+def _token_type_count(config: Any) -> int:
     rows = getattr(config, "type_vocab_size", 0)
     if not rows:
         raise UserError(
-            f"a {config.model_type} model has no token types for language embeddings; set "
+            f"a {config.model_type} model has no token types, which language embeddings need; set "
             f"streams.NAME.language_embeddings=false for each stream"
         )
     return rows
@@ -248,12 +251,12 @@ def _set_type_table(lm: PreTrainedModel, table: torch.Tensor) -> None:
     lm.config.type_vocab_size = len(table)
 
 
-def _take_languages(lm: PreTrainedModel, languages: list[str], wanted: bool) -> list[str]:
-    """Give each language of the run a row of the loaded model's token-type table, if language embeddings are `wanted`.
+def _resize_language_rows(lm: PreTrainedModel, languages: list[str], wanted: bool) -> list[str]:
+    """Give each language of the run a row of the model's token-type table if `wanted`, else replace all rows by row 0.
+    Return the languages in the order of their rows.
 
     Languages that the model knows keep their rows, by name. The row of a new language starts as a copy of row 0: the
-    neutral row, or in a model without language embeddings the row of single sentences. If language embeddings are
-    not wanted, row 0 replaces all rows. Returns the languages in the order of their rows.
+    neutral row, or in a model without language embeddings the row of single sentences.
     """
     before = getattr(lm.config, "xscale", None) or {}
     known: list[str] = before["languages"][1:] if before.get("language_embeddings") else []
@@ -261,7 +264,7 @@ def _take_languages(lm: PreTrainedModel, languages: list[str], wanted: bool) -> 
         return languages
     names = [*languages, *(name for name in known if name not in languages)]
     old = _type_table(lm)
-    table = old[0].repeat(max(_token_types(lm.config), 1 + len(names)), 1)
+    table = old[0].repeat(max(_token_type_count(lm.config), 1 + len(names)), 1)
     if not wanted:
         LOG.warning(
             f"model.init has embeddings of {', '.join(known)}, but no stream of this run sets language_embeddings: "
@@ -280,7 +283,7 @@ def _take_languages(lm: PreTrainedModel, languages: list[str], wanted: bool) -> 
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return parameter groups with and without weight decay; biases, norms and other vectors have none."""
+    """Return the optimizer's parameter groups: with weight decay, and without it (biases, norms and other vectors)."""
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
-from xscale.models.flat import FLAT, modernbert_states, padded_layers, padded_states, states_of
+from xscale.models.flat import FLAT, forward_pass_of, modernbert_states, padded_layers, padded_states
 from xscale.ops.masked_ce import masked_cross_entropy
 
 
 class Head(NamedTuple):
-    """The layers between a last hidden state [H] and the vocabulary projection [E]: norm(activation(dense(x)))."""
+    """The layers between a last hidden state [H] and the input of the vocabulary projection [E]:
+    norm(activation(dense(x)))."""
 
     dense: nn.Linear
     activation: Callable[[Tensor], Tensor]
@@ -51,7 +52,7 @@ HEADS: dict[str, Callable[[Any], Head]] = {
     "modernbert": lambda model: Head(model.head.dense, model.head.act, model.head.norm),
     "distilbert": lambda model: Head(model.vocab_transform, model.activation, model.vocab_layer_norm),
 }
-"""Model type -> function that finds its masked-LM head."""
+"""Model type -> function that returns the masked-LM head of a Hugging Face model."""
 
 
 def set_rope_theta(config: Any, theta: float) -> None:
@@ -60,8 +61,8 @@ def set_rope_theta(config: Any, theta: float) -> None:
         rope["rope_theta"] = float(theta)
 
 
-def _check(config: Any) -> None:
-    """Check that a model is an encoder, and that transformers runs it as it was trained. Raises UserError."""
+def _check_config(config: Any) -> None:
+    """Raise UserError unless a model is an encoder of a supported type that transformers runs as it was trained."""
     kind, positions = config.model_type, getattr(config, "position_embedding_type", "absolute")
     if kind not in HEADS:
         raise UserError(f"model type {kind!r} is not supported; use one of {', '.join(HEADS)}")
@@ -79,13 +80,13 @@ class Encoder(nn.Module):
 
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
-        _check(lm.config)
+        _check_config(lm.config)
         self.lm = lm
         self.compiled_shape: tuple[int, int] | None = None
-        """(N, B) of the packed rows that the compiled program accepts; the run sets it."""
+        """(N, B) of the packed rows for which the forward pass is compiled. A training run sets it."""
         self.dropout: float | None = None
-        """The dropout probability of all layers; None: that of the config."""
-        self._states = states_of(lm.config)
+        """The dropout probability of all layers, or None if the config's probabilities apply."""
+        self._states = forward_pass_of(lm.config)
         self._compiled = self._states
         self._checkpointing = False
 
@@ -95,7 +96,7 @@ class Encoder(nn.Module):
 
     @property
     def embeddings(self) -> Tensor:
-        """Input word embeddings [V, E]; E = H in most models."""
+        """Return the input word embeddings [V, E]. E = H in most models."""
         return self.lm.get_input_embeddings().weight  # type: ignore[return-value]
 
     @property
@@ -111,10 +112,10 @@ class Encoder(nn.Module):
         return states(self.lm.base_model, row, seed, run)
 
     def hidden_states(self, row: Tokens) -> list[Tensor]:
-        """Return the hidden states of all layers, without dropout. The first is the embeddings' output, and the last
-        the output of `forward`."""
+        """Return the states [N, H] of all layers: first the embeddings' output, last the output of `forward`. There is
+        no dropout in evaluation mode."""
         if self._states is padded_states:
-            return padded_layers(self.lm.base_model, row, every=True)
+            return padded_layers(self.lm.base_model, row, all_layers=True)
         inputs = []
 
         def keep(layer: Callable[..., Tensor], module: nn.Module, x: Tensor, *more: Any) -> Tensor:
@@ -134,7 +135,7 @@ class Encoder(nn.Module):
         set_rope_theta(self.lm.config, theta)
 
     def set_dropout(self, p: float | None) -> None:
-        """Set the dropout probability of hidden states and attention in all layers. The config keeps its own."""
+        """Set the dropout probability of states and attention in all layers, unless p is None. The config stays."""
         if p is None or p == self.dropout:
             return
         self.dropout = p
@@ -149,7 +150,7 @@ class Encoder(nn.Module):
                 module.attention_dropout = p
 
     def checkpoint_activations(self) -> None:
-        """Make forward passes keep only the layers' inputs; backward passes recompute the rest."""
+        """Make forward passes keep only the layers' inputs. Backward passes then recompute the rest."""
         if self._states is not padded_states:
             self._checkpointing = True
             return
@@ -158,7 +159,7 @@ class Encoder(nn.Module):
         enable()
 
     def compile_forward(self, backend: str = "inductor") -> None:
-        """Compile the forward pass as one program for training rows of `compiled_shape`; other rows run eagerly.
+        """Compile the forward pass as one program for training rows of `compiled_shape`. Other rows run uncompiled.
 
         Raises UserError for a model type without a flat forward pass.
         """
@@ -172,7 +173,7 @@ class Encoder(nn.Module):
         self._compiled = torch.compile(self._states, fullgraph=True, dynamic=False, backend=backend)
 
     def features(self, states_MH: Tensor) -> Tensor:
-        """Return the head's output for last hidden states, which is the input of the vocabulary projection [M, E]."""
+        """Return the head's output [M, E] for last hidden states. It is the input of the vocabulary projection."""
         head = self.head
         return head.norm(head.activation(head.dense(states_MH)))
 

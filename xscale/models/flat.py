@@ -1,6 +1,8 @@
-"""Forward passes over Hugging Face's weights that take a packed (flat) row of tokens and return its hidden states.
+"""Forward passes that take a packed (flat) row of tokens, use Hugging Face's weights, and return the row's hidden
+states.
 
-If ZeRO-3 partitions the weights, they use them only by calling the modules that own them, so that it can gather them.
+If ZeRO-3 partitions the weights, the forward passes use them only by calling the modules that own them, so that ZeRO-3
+can gather them.
 
 Shape letters: N tokens of a row, B sequences, L tokens of the longest, H hidden width, A heads, D width of a head.
 """
@@ -14,26 +16,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale.data.packed_row import Tokens
-from xscale.deepspeed_private import is_cut_up
+from xscale.deepspeed_private import is_partitioned
 from xscale.models.attention import attention, dropout
 from xscale.ops.dropout_add_norm import dropout_add_norm, runs_fused
-from xscale.ops.rotation import rotate
+from xscale.ops.rotation import rotate_
 
 Run = Callable[..., Tensor]
-"""A function that calls a layer's function on its arguments, directly or with recomputation in the backward pass."""
+"""A function that calls a layer's function on its arguments, directly or so that the backward pass recomputes it."""
 
 
-def _rate(drop: nn.Module) -> float:
+def _dropout_rate(drop: nn.Module) -> float:
     return getattr(drop, "p", 0.0) if drop.training else 0.0
 
 
 def bert_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
-    """Return the last hidden states of a row [N, H] for BertModel and the models built like it."""
+    """Return the last hidden states [N, H] of a row for BertModel and models of the same structure."""
     e = model.embeddings
     types = row.input_ids.new_zeros(1) if row.types is None else row.types
     positions = row.positions + first_position(model.config)
     x = e.word_embeddings(row.input_ids) + e.position_embeddings(positions) + e.token_type_embeddings(types)
-    x = dropout(e.LayerNorm(x), _rate(e.dropout))
+    x = dropout(e.LayerNorm(x), _dropout_rate(e.dropout))
     for number, layer in enumerate(model.encoder.layer):
         x = run(_bert_layer, layer, x, row, seed, number)
     return x
@@ -41,10 +43,12 @@ def bert_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
 
 def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int) -> Tensor:
     own, out, ffn = layer.attention.self, layer.attention.output, layer.output
-    heads, p = own.num_attention_heads, _rate(own.dropout)
+    heads, p = own.num_attention_heads, _dropout_rate(own.dropout)
     attended = attention(_qkv(own, x), row.starts, row.lengths, row.longest, seed, number, heads, p)
-    x = _add_norm(out.dense(attended), x, _rate(out.dropout), out.LayerNorm, seed, 2 * number)
-    return _add_norm(ffn.dense(layer.intermediate(x)), x, _rate(ffn.dropout), ffn.LayerNorm, seed, 2 * number + 1)
+    x = _add_norm(out.dense(attended), x, _dropout_rate(out.dropout), out.LayerNorm, seed, 2 * number)
+    return _add_norm(
+        ffn.dense(layer.intermediate(x)), x, _dropout_rate(ffn.dropout), ffn.LayerNorm, seed, 2 * number + 1
+    )
 
 
 def _add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: Tensor, number: int) -> Tensor:
@@ -56,17 +60,18 @@ def _add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: Tensor, nu
 
 
 def _qkv(own: Any, x: Tensor) -> Tensor:
-    """Return queries, keys, values [N, 3 * H] by one product, or by module calls if ZeRO-3 partitions the weights."""
+    """Return queries, keys and values [N, 3 * H] by one product, or, if ZeRO-3 partitions the weights, by module
+    calls."""
     parts = own.query, own.key, own.value
-    if is_cut_up(own.query.weight):
+    if is_partitioned(own.query.weight):
         return torch.cat([part(x) for part in parts], 1)
     return F.linear(x, torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
 
 
 def modernbert_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
-    """Return ModernBertModel's last hidden states of a row [N, H] (Warner et al. 2024)."""
+    """Return the last hidden states [N, H] of a row for ModernBertModel (Warner et al. 2024)."""
     c, e = model.config, model.embeddings
-    x = dropout(e.norm(e.tok_embeddings(row.input_ids)), _rate(e.drop))
+    x = dropout(e.norm(e.tok_embeddings(row.input_ids)), _dropout_rate(e.drop))
     rotations = {kind: _rotation(c, row.positions, kind, x.dtype) for kind in dict.fromkeys(c.layer_types)}
     for number, (layer, kind) in enumerate(zip(model.layers, c.layer_types, strict=True)):
         window = c.local_attention // 2 if kind == "sliding_attention" else None
@@ -79,15 +84,15 @@ def _modernbert_layer(
 ) -> Tensor:
     own, mlp = layer.attn, layer.mlp
     heads, p = own.config.num_attention_heads, own.attention_dropout if own.training else 0.0
-    qkv = rotate(own.Wqkv(layer.attn_norm(x)), *rotation, heads)
+    qkv = rotate_(own.Wqkv(layer.attn_norm(x)), *rotation, heads)
     attended = attention(qkv, row.starts, row.lengths, row.longest, seed, number, heads, p, window)
-    x = dropout(own.Wo(attended), _rate(own.out_drop), x)
+    x = dropout(own.Wo(attended), _dropout_rate(own.out_drop), x)
     states, gate = mlp.Wi(layer.mlp_norm(x)).chunk(2, -1)
-    return x + mlp.Wo(dropout(mlp.act(states) * gate, _rate(mlp.drop)))
+    return x + mlp.Wo(dropout(mlp.act(states) * gate, _dropout_rate(mlp.drop)))
 
 
 def _rotation(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and signed sines for ops/rotation.py [N, 1, 1, D].
+    """Return cosines and signed sines [N, 1, 1, D] for ops/rotation.py.
 
     They are computed here, because a model that was cast to 16 bits has rounded its own frequencies.
     """
@@ -99,14 +104,13 @@ def _rotation(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tup
 
 
 def padded_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
-    """Return the last hidden states of any Hugging Face encoder [N, H], by its own forward pass over padded
-    sequences."""
+    """Return any Hugging Face encoder's last hidden states [N, H], by its own forward pass over padded sequences."""
     return padded_layers(model, row)[-1]
 
 
-def padded_layers(model: Any, row: Tokens, every: bool = False) -> list[Tensor]:
-    """Run the model's own forward pass on padded sequences. Return the last layer's hidden states [N, H], or with
-    `every` those of the embeddings and of all layers."""
+def padded_layers(model: Any, row: Tokens, all_layers: bool = False) -> list[Tensor]:
+    """Return the last layer's hidden states [N, H], or with `all_layers` those of the embeddings and of all layers, by
+    the model's own forward pass over padded sequences."""
     B, L = len(row.lengths), int(row.lengths.max())
     N, device, pad = len(row.input_ids), row.input_ids.device, model.config.pad_token_id or 0
     lengths_B = row.starts.diff().long()
@@ -123,10 +127,10 @@ def padded_layers(model: Any, row: Tokens, every: bool = False) -> list[Tensor]:
     taken = inspect.signature(model.forward).parameters
     inputs: dict[str, Any] = {name: values for name, values in given.items() if name in taken}
     mask_BL = torch.arange(L, device=device) < lengths_B.clamp(min=1)[:, None]  # softmax over no token is NaN
-    if every:
+    if all_layers:
         inputs["output_hidden_states"] = True
     found = model(padded(row.input_ids, pad), attention_mask=mask_BL.long(), **inputs)
-    layers = found.hidden_states if every else [found.last_hidden_state]
+    layers = found.hidden_states if all_layers else [found.last_hidden_state]
     return [hidden_BLH.flatten(0, 1).index_select(0, places_N) for hidden_BLH in layers]
 
 
@@ -137,16 +141,17 @@ FLAT: dict[str, Callable[[Any, Tokens, Tensor, Run], Tensor]] = {
     "camembert": bert_states,
     "modernbert": modernbert_states,
 }
-"""The flat forward pass of each model type that has one. The other types read padded sequences."""
+"""Model type -> its flat forward pass. Models of other types read padded sequences."""
 
 
-def states_of(config: Any) -> Callable[[Any, Tokens, Tensor, Run], Tensor]:
-    """Return the model's forward pass: flat if its type has one and its rotary embeddings are not scaled."""
+def forward_pass_of(config: Any) -> Callable[[Any, Tokens, Tensor, Run], Tensor]:
+    """Return the model's forward pass: a flat one if its type has one and its rotary embeddings are not scaled,
+    otherwise padded_states."""
     ropes = (getattr(config, "rope_parameters", None) or {}).values()
     plain = all(rope["rope_type"] == "default" for rope in ropes)
     return FLAT.get(config.model_type, padded_states) if plain else padded_states
 
 
 def first_position(config: Any) -> int:
-    """Return the number that the model gives to a sequence's first position."""
+    """Return the model's position number of a sequence's first token: 0, or the padding id + 1 in RoBERTa's family."""
     return config.pad_token_id + 1 if config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet") else 0

@@ -1,8 +1,9 @@
-"""The model of `model.init` grows to a larger vocabulary. Known tokens, recognised by their strings, keep their rows.
+"""Enlarges the vocabulary of the model of `model.init`. Known tokens, recognised by their strings, keep their rows.
 
 A row is a token's embedding, or its weights and bias in the output layer. The row of a new token is the mean of the
-rows of the pieces into which the model's own tokenizer cuts the token. Text that both tokenizers cut alike keeps its
-hidden states, and the known tokens keep their logits. The softmax has more classes, so its loss rises somewhat.
+rows of the pieces into which the model's own tokenizer divides the token. Text that both tokenizers divide into the
+same tokens keeps its hidden states, and the known tokens keep their logits. The softmax has more classes, so its loss
+rises somewhat.
 """
 
 import json
@@ -15,12 +16,11 @@ from transformers import PreTrainedModel
 from xscale.data.tokenizer import Tokenizer
 
 ROLES = ("bos", "eos", "cls", "sep", "mask")
-"""The special tokens whose ids a model's config may hold. The id of padding stays, because positions may count from
-it."""
+"""The special tokens whose ids in a config are updated. Padding keeps its id, as positions may count from it."""
 
 
-def problem_of(old: Tokenizer, new: Tokenizer) -> str | None:
-    """Return why `new` does not extend the model's tokenizer `old`, or None if it does."""
+def extension_problem(old: Tokenizer, new: Tokenizer) -> str | None:
+    """Return why `new` does not extend the model's tokenizer `old`, or None if it extends it."""
     ours, theirs = new.hf.get_vocab(), old.hf.get_vocab()
     if lost := sorted(theirs.keys() - ours.keys(), key=theirs.__getitem__):
         return f"it lacks {len(lost):,} of the {len(theirs):,} tokens of the model's tokenizer, such as {lost[0]!r}"
@@ -39,10 +39,10 @@ def problem_of(old: Tokenizer, new: Tokenizer) -> str | None:
     return part and f"its {part} is not that of the model's tokenizer"
 
 
-def pieces_of(token: str, old: Tokenizer, added: bool) -> list[int]:
-    """Return the ids of the pieces into which `old` cuts a new token, or [] if it has none. added: the token comes
-    from add_tokens and is plain text."""
-    if added:
+def piece_ids(token: str, old: Tokenizer, is_added: bool) -> list[int]:
+    """Return the ids of the pieces into which `old` divides a new token, or [] if there are none. is_added: the token
+    comes from add_tokens and is plain text."""
+    if is_added:
         return old.encode([token])[0]
     model: Any = old.backend.model
     inside = getattr(model, "continuing_subword_prefix", None) or ""
@@ -55,20 +55,20 @@ def pieces_of(token: str, old: Tokenizer, added: bool) -> list[int]:
     return []
 
 
-def origins(old: Tokenizer, new: Tokenizer) -> dict[int, list[int]]:
-    """Return for each id of `new` some ids of `old`. The row of the new id starts as the mean of the old ids' rows."""
+def old_ids_of_new(old: Tokenizer, new: Tokenizer) -> dict[int, list[int]]:
+    """Return for each id of `new` the ids of `old` from whose rows the new id's row is averaged."""
     known, added = old.hf.get_vocab(), new.hf.get_added_vocab()
     unknown = [old.special["unk"]] if old.special["unk"] is not None else [old.mask_id]
     return {
-        number: [known[token]] if token in known else pieces_of(token, old, token in added) or unknown
+        number: [known[token]] if token in known else piece_ids(token, old, token in added) or unknown
         for token, number in new.hf.get_vocab().items()
     }
 
 
 @torch.no_grad()
-def grow(lm: PreTrainedModel, old: Tokenizer, new: Tokenizer) -> None:
-    """Give the model a row for each id of `new`, in which problem_of has found no problem."""
-    rows, sources_of = lm.config.vocab_size, origins(old, new)
+def grow_vocabulary(lm: PreTrainedModel, old: Tokenizer, new: Tokenizer) -> None:
+    """Give the model a row for each id of `new`, for which extension_problem(old, new) must be None."""
+    rows, sources_of = lm.config.vocab_size, old_ids_of_new(old, new)
     before = [weight.clone() for weight in _tables(lm)]
     lm.resize_token_embeddings(max(rows, new.vocab_size), mean_resizing=False)
     for table, weight in zip(before, _tables(lm), strict=True):
@@ -80,15 +80,15 @@ def grow(lm: PreTrainedModel, old: Tokenizer, new: Tokenizer) -> None:
 
 
 def _tables(lm: PreTrainedModel) -> list[Tensor]:
-    """Return the weights that have a row for each id. Tied weights are included only once."""
+    """Return the weights that have a row for each token id. Tied weights are included once."""
     output: Any = lm.get_output_embeddings()
     tables: list[Any] = [lm.get_input_embeddings().weight, output.weight, output.bias]
     return list({id(table): table for table in tables}.values())
 
 
 def _with_rows(table: Tensor, rows: int, sources_of: dict[int, list[int]]) -> Tensor:
-    """Return the table with `rows` rows. sources_of: the old ids whose mean a new id gets. Existing rows that belong to
-    no token stay as they are."""
+    """Return the table enlarged to `rows` rows. sources_of: new id -> the old ids whose mean is its row. Existing rows
+    that belong to no token stay as they are."""
     grown = table.new_zeros(rows, *table.shape[1:])
     grown[: len(table)] = table
     for number, pieces in sources_of.items():

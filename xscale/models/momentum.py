@@ -1,6 +1,6 @@
 """Momentum contrast (MoCo, He et al. 2020): an encoder that slowly follows the trained one, and a queue of its vectors.
 
-Shape letters: B sequences, N vectors of a global batch, K vectors in the queue, D width of a vector.
+Shape letters: B sequences of a row, N vectors of a global batch, K vectors in the queue, D width of a vector.
 """
 
 import copy
@@ -17,42 +17,42 @@ from xscale.models.encoder import Encoder
 class MomentumEncoder:
     """The key encoder and its projection: theta_k = m * theta_k + (1 - m) * theta_q, beginning with theta_k = theta_q.
 
-    Its weights (`masters`) are fp32, because in fp16 an update of 0.001 * (theta_q - theta_k) rounds to 0. The forward
-    pass runs in the data type of the query encoder, on a copy of the masters if theirs differs. The first use moves the
-    masters to the query encoder's device.
+    Its weights (`masters`) are fp32, because in fp16 an update of 0.001 * (theta_q - theta_k) rounds to 0. If the query
+    encoder has another data type, the forward pass uses a copy of the masters in that type. At the first use, the
+    masters move to the query encoder's device.
     """
 
     def __init__(self, encoder: Encoder, projection: nn.Module, momentum: float):
         self.query = nn.ModuleList([encoder.lm.base_model, projection])
-        """The trained modules. DeepSpeed may change their data type and device, not the order of parameters."""
+        """The trained modules. DeepSpeed may change their type and device, but not the order of parameters."""
         self.encoder = encoder
         self.momentum = momentum
         config = encoder.lm.config  # one config for both encoders, since a phase may change its rope_theta
         base: Any = copy.deepcopy(encoder.lm.base_model, {id(config): config})
         self.masters = nn.ModuleList([Encoder(base), copy.deepcopy(projection)]).requires_grad_(False)
         self.masters.to(torch.promote_types(self._query_parameter().dtype, torch.float32))
-        self.masters.train()  # in all modules, of which those of a loaded model are still in evaluation mode
+        self.masters.train()  # a loaded model's modules are in evaluation mode
         self._cast: nn.ModuleList | None = None
-        """Copy of the masters in the query encoder's data type, if that is not the masters' own."""
+        """A copy of the masters in the query encoder's data type; None if none was needed so far."""
 
     def _query_parameter(self) -> nn.Parameter:
         return next(self.query.parameters())
 
     def _move(self) -> None:
-        """Move the masters to the query encoder's device. `Module.to` takes milliseconds even if they are there."""
+        """Move the masters to the query encoder's device if needed. `Module.to` takes milliseconds in any case."""
         device = self._query_parameter().device
         if next(self.masters.parameters()).device != device:
             self.masters.to(device)
 
-    def key_modules(self, train: bool) -> tuple[Encoder, nn.Module]:
-        """Return the key encoder and its projection in the query encoder's data type, with dropout if `train`."""
+    def key_modules(self, dropout: bool) -> tuple[Encoder, nn.Module]:
+        """Return the key encoder and its projection in the query encoder's data type, in training mode if `dropout`."""
         query = self._query_parameter()
         self._move()
         modules = self.masters
         if next(self.masters.parameters()).dtype != query.dtype:
             modules = self._cast = self._cast or copy.deepcopy(self.masters).to(query.dtype)
-        if modules.training != train:
-            modules.train(train)
+        if modules.training != dropout:
+            modules.train(dropout)
         encoder, projection = modules
         assert isinstance(encoder, Encoder)
         encoder.set_dropout(self.encoder.dropout)  # a phase may change it
@@ -60,8 +60,8 @@ class MomentumEncoder:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the fp32 weights (masters) as a moving average of the query encoder's weights. It is called after each
-        optimizer step that changed these. Buffers are constants in all supported models."""
+        """Update the masters as a moving average of the query encoder's weights. Call it after each optimizer step that
+        changed these weights. Buffers are constants in all supported models."""
         self._move()
         masters: list[Tensor] = list(self.masters.parameters())
         query: list[Tensor] = list(self.query.parameters())
@@ -91,28 +91,28 @@ class Queue:
     def __init__(self, size: int, width: int):
         self.ring_KD = torch.zeros(size, width)
         self.born_K = torch.zeros(size, dtype=torch.int64)
-        """Optimizer step after which each vector was pushed; 0 before the first step."""
+        """The number of the optimizer step after which each vector was pushed; 0 before the first step."""
         self.texts_K2 = torch.zeros(size, 2, dtype=torch.int64)
-        """Hash of each vector's text and of the text's translation; 0 if unknown."""
+        """The hashes of each vector's text and of the text's translation; 0 if unknown."""
         self.next = self.filled = 0
 
     @property
     def keys(self) -> Tensor:
-        """The pushed vectors, in no particular order [filled, D]."""
+        """Return the queue's vectors [filled, D], in no particular order."""
         return self.ring_KD[: self.filled]
 
     @property
     def texts(self) -> Tensor:
-        """The text hashes of `keys` [filled, 2]."""
+        """Return the text hashes [filled, 2] of `keys`."""
         return self.texts_K2[: self.filled]
 
-    def to(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         self.ring_KD, self.born_K = self.ring_KD.to(device), self.born_K.to(device)
         self.texts_K2 = self.texts_K2.to(device)
 
     def push(self, keys_ND: Tensor, step: int, texts_N2: Tensor | None = None) -> None:
-        """Add vectors, which overwrite the oldest ones. A vector that is not finite becomes 0, as it would spoil every
-        later loss."""
+        """Add vectors [N, D], which overwrite the oldest ones. A vector that is not finite is replaced by 0, because it
+        would make every later loss NaN. texts_N2: hashes of the vectors' texts and of their translations."""
         size = len(self.ring_KD)
         finite_N1 = keys_ND.isfinite().all(-1, keepdim=True)
         keys_ND = keys_ND.masked_fill(~finite_N1, 0)[-size:]
@@ -123,8 +123,8 @@ class Queue:
         self.next = (self.next + len(keys_ND)) % size
         self.filled = min(self.filled + len(keys_ND), size)
 
-    def age(self, step: int) -> Tensor:
-        """Return the mean number of optimizer steps since the vectors were pushed, in step `step` (1, 2, ...)."""
+    def mean_age(self, step: int) -> Tensor:
+        """Return the mean number of optimizer steps since the vectors were pushed. step: the present one, from 1."""
         return (step - self.born_K[: self.filled]).sum() / max(self.filled, 1)
 
     def state_dict(self) -> dict[str, Tensor | int]:
@@ -139,21 +139,21 @@ class Queue:
 
 
 class GatheredVectors:
-    """Collects the vectors of this rank's rows, and gives every rank all vectors of the global batch, in its order."""
+    """Collects the vectors of this rank's rows, and gives every rank those of the global batch, in its order."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[Tensor, Tensor]] = []
-        """For each row, its vectors, and their samples' positions and text hashes."""
+        """For each packed row: its vectors [B, D], and their samples' positions and text hashes [B, 3]."""
 
     def add(self, vectors_BD: Tensor, numbers_B: Tensor, texts_B2: Tensor) -> None:
-        """Add a row's vectors, with their samples' positions in the global batch and their text hashes."""
+        """Add a row's vectors. numbers_B: their samples' positions in the global batch; texts_B2: their text hashes."""
         self.parts.append((vectors_BD, torch.cat([numbers_B[:, None], texts_B2], 1)))
 
-    def send(self, counts: list[int] | None = None) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Start the exchange of all added vectors. Every rank calls it. counts: number of vectors by rank. Without
-        it the ranks exchange the numbers first.
+    def start_exchange(self, counts: list[int] | None = None) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Start the exchange of all added vectors. Every rank calls it. counts: the number of vectors of each rank;
+        None: the ranks exchange these numbers first.
 
-        Returns a function that waits for the exchange and returns vectors [N, D] and text hashes [N, 2].
+        Return a function that waits for the exchange and returns vectors [N, D] and text hashes [N, 2].
         """
         vectors, numbers_N3 = (torch.cat(parts) for parts in zip(*self.parts, strict=True))
         self.parts.clear()

@@ -236,7 +236,7 @@ class Moco:
     @torch.no_grad()
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: list[dict[str, Tensor]]) -> Tensor:
         """Return z_k of each pair's key view [B, D]. In training, the z_k enter the queue after the optimizer step."""
-        self.queue.to(tokens.input_ids.device)
+        self.queue.move_to(tokens.input_ids.device)
         key_encoder, projection = self.momentum.key_modules(trained.training and not self.options.momentum_eval)
         z_BD = projection(alignment_gather(key_encoder(tokens), *index))
         if trained.training:
@@ -246,7 +246,7 @@ class Moco:
 
     def gather(self, counts: list[int] | None) -> None:
         if self._batch.parts:
-            self.of_step = functools.cache(self._batch.send(counts))
+            self.of_step = functools.cache(self._batch.start_exchange(counts))
 
     def update(self, applied: bool) -> None:
         self._enqueue(self.step + 1)
@@ -302,7 +302,7 @@ def contrast(
     total = F.cross_entropy(logits, labels_B, reduction="sum")
     with torch.no_grad():
         right = nearer(positive_B1, negative_BK).sum()
-        age = moco.queue.age(moco.step + 1) * len(logits)
+        age = moco.queue.mean_age(moco.step + 1) * len(logits)
         metrics = {"contrastive_accuracy": right, "queue_age": age, "own_keys": own_BK.sum()}
         return total, metrics | (among_step(zq_BD, zk_BD, texts_B2, *moco.of_step()) if moco.of_step else {})
 

@@ -1,9 +1,9 @@
-"""The one gather of a packed row makes all states that losses read, each as a sum of the hidden states of some tokens.
+"""Gathers all states that a packed row's losses read, each as a sum of the hidden states of some tokens.
 
 The states are rows of A^T H for a sparse 0/1 matrix A, which is never built. The state of a masked token, or of a
 sequence's first token, is a sum over one token; AlignLM sums the tokens that are linked with a masked token.
 
-Shape letters: N tokens of a row, H hidden width, R states that losses read, K pairs of a state and a token in its sum.
+Shape letters: N tokens of a row, H hidden width, R states that losses read, K pairs (state, token in its sum).
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ def alignment_gather(
 ) -> Tensor:
     """Return `torch.stack([hidden[columns[a:b]].sum(0) for a, b in pairwise(offsets)])`, [R, H].
 
-    A sum over no token is 0. The transposed index (t_offsets, t_rows) lists for each token the states whose sums have
-    it. The backward pass is the same gather with this index, and writes each row of the gradient once. Sums are
-    computed in fp32 (fp64 for fp64) and in an order that depends on the index alone, without atomics, so the result
-    has the same bits every time. The index is int32, on the device of `hidden`.
+    A sum over no token is 0. The transposed index (t_offsets, t_rows) lists, for each token, the states whose sums
+    contain the token. The backward pass is the same gather with the transposed index, and writes each row of the
+    gradient once. Sums are computed in fp32 (fp64 for fp64), without atomics, in an order that depends on the index
+    alone, so that the result has the same bits every time. The index is int32, on the device of `hidden`.
     """
     return F.embedding_bag(columns_K, hidden_NH.detach(), offsets_R1, mode="sum", include_last_offset=True)
 

@@ -1,5 +1,5 @@
-"""The GPU kernel of the alignment gather, for the forward and the backward pass. This module is imported only if there
-is a GPU, since Triton is not a required package."""
+"""The GPU kernel of the alignment gather, for the forward and the backward pass. It is imported only on a machine with
+a GPU, since Triton is not a required package."""
 
 import torch
 import triton
@@ -7,12 +7,13 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, AHEAD = 4, 2
-"""ROWS: output rows of a program. AHEAD: summands of a row that are loaded back to back; 8 loads of 16 bytes a lane."""
+"""ROWS: the output rows of a program. AHEAD: the number of summands of a row that are loaded together, so that a lane
+has 8 loads of 16 bytes under way."""
 
 
 def gather_sum(values: Tensor, offsets: Tensor, columns: Tensor) -> Tensor:
-    """Return a matrix whose row r is the sum of the rows columns[offsets[r]:offsets[r + 1]] of `values`. It is
-    one kernel launch, without a memset or a wait for the device."""
+    """Return a matrix whose row r is the sum of the rows columns[offsets[r]:offsets[r + 1]] of `values`. It takes one
+    kernel launch, without a memset or a wait for the device."""
     values = values.contiguous()
     rows, width = len(offsets) - 1, values.shape[1]
     out = values.new_empty(rows, width)
@@ -22,7 +23,7 @@ def gather_sum(values: Tensor, offsets: Tensor, columns: Tensor) -> Tensor:
 
 
 def launch(width: int, itemsize: int) -> dict[str, int]:
-    """Return the launch parameters: a program makes ROWS whole rows; a warp reads 512 bytes of a row, 16 a lane."""
+    """Return the launch parameters. A program computes ROWS whole rows; a warp reads 512 bytes, 16 per lane."""
     block = triton.next_power_of_2(width)
     warps = min(max(block * itemsize // 512, 1), 16)
     return {"WIDTH": width, "BLOCK": block, "ROWS": ROWS, "AHEAD": AHEAD, "num_warps": warps}

@@ -1,6 +1,6 @@
-"""Dropout, residual and layer norm behind each dense layer of a BERT layer, on a GPU by one kernel in each direction.
+"""Dropout, residual and layer norm behind each dense layer of a BERT layer. On a GPU each direction is one kernel.
 
-As separate operators they read and write the states five times instead of twice, and are nine launches instead of two.
+Separate operators read and write the states five times instead of twice, and take nine launches instead of two.
 
 Shape letters: N tokens of a row, H hidden width.
 """
@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from xscale.deepspeed_private import is_cut_up
+from xscale.deepspeed_private import is_partitioned
 
 
 def runs_fused(x_NH: Tensor, norm: nn.Module) -> bool:
-    """True if one kernel should do it: 16 bits on CUDA, a norm with whole weights, a backward pass (without one, plain
-    operators cost the host less), and no compiler that fuses by itself."""
+    """Return True if one kernel should compute it: for 16 bits on CUDA, a norm whose weights are not partitioned, a
+    backward pass that follows (without one, plain operators cost the host less), no compiler (it fuses by itself)."""
     if not x_NH.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     if not isinstance(norm, nn.LayerNorm) or norm.bias is None:
         return False
-    return x_NH.dtype in (torch.float16, torch.bfloat16) and not is_cut_up(norm.weight)
+    return x_NH.dtype in (torch.float16, torch.bfloat16) and not is_partitioned(norm.weight)
 
 
 def dropout_add_norm(x_NH: Tensor, residual_NH: Tensor, p: float, norm: nn.LayerNorm, seed: int) -> Tensor:
-    """Return `norm(dropout(x, p) + residual)`. The sum is rounded to the type of x, and then normed in fp32. `seed`
-    determines the dropout mask. Results have the same bits every time."""
+    """Return `norm(dropout(x, p) + residual)` [N, H]. The sum is rounded to the type of x, and then normed in fp32.
+    `seed` determines the dropout mask. Results have the same bits every time."""
     return _DropoutAddNorm.apply(x_NH, residual_NH, norm.weight, norm.bias, p, norm.eps, seed)
 
 

@@ -1,4 +1,4 @@
-"""The GPU kernels of dropout, residual and layer norm. This module is imported only if there is a GPU."""
+"""The GPU kernels of dropout, residual and layer norm. This module is imported only on a machine with a GPU."""
 
 import torch
 import triton
@@ -8,14 +8,14 @@ from torch import Tensor
 from xscale.ops.triton_dropout import dropout_mask, mask_numbers
 
 PROGRAMS = 528
-"""The number of programs of the backward pass, four for each multiprocessor of an H100. Each adds up the gradients of
-weight and bias over its rows."""
+"""The number of programs of the backward pass, four for each multiprocessor of an H100. Each program sums the gradients
+of weight and bias over its rows."""
 
 
 def forward(
     x_NH: Tensor, residual_NH: Tensor, weight_H: Tensor, bias_H: Tensor, p: float, eps: float, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normed states, the sums before the norm, and each row's mean and inverse standard deviation [N, 2]."""
+    """Return the normed states and the sums before the norm [N, H], and each row's mean and 1 / deviation [N, 2]."""
     N, H = x_NH.shape
     out_NH, sums_NH = torch.empty_like(x_NH), torch.empty_like(x_NH)
     moments_N2 = x_NH.new_empty(N, 2, dtype=torch.float32)
@@ -29,7 +29,7 @@ def forward(
 def backward(
     grad_NH: Tensor, sums_NH: Tensor, moments_N2: Tensor, weight_H: Tensor, p: float, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, residual, weight and bias."""
+    """Return the gradients of x [N, H], residual [N, H], weight [H] and bias [H]."""
     N, H = grad_NH.shape
     d_residual_NH = torch.empty_like(grad_NH)
     d_x_NH = torch.empty_like(grad_NH) if p else d_residual_NH
@@ -44,7 +44,7 @@ def backward(
 
 
 def launch(width: int) -> dict[str, int]:
-    """Return the launch parameters: a program takes a row at a time, and a lane 8 of its numbers."""
+    """Return the launch parameters. A program processes one row at a time, and a lane 8 numbers of it."""
     block = triton.next_power_of_2(width)
     return {"H": width, "BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
 

@@ -1,10 +1,10 @@
-"""The vocabulary projection and the cross-entropy of the predicted tokens only, one chunk of them at a time.
+"""The vocabulary projection and the cross-entropy of predicted tokens only, computed in chunks.
 
-Shape letters: M predictions, which are matrix rows, H hidden width, V vocabulary, C rows of a chunk, B rows of a block
-of a chunk.
+Shape letters: M predictions, H hidden width, V vocabulary, C predictions of a chunk, B predictions of a block of a
+chunk, K columns.
 
-The logits of all rows never exist at the same time. As in Liger Kernel's fused linear cross-entropy (Hsu et al. 2024),
-the forward pass already computes each chunk's gradients, while its logits exist; the backward pass only scales them.
+The logits of all predictions never exist at the same time. As in Liger Kernel's fused linear cross-entropy (Hsu et al.
+2024), the forward pass computes each chunk's gradients while its logits exist, and the backward pass only scales them.
 On CUDA one kernel (masked_ce_triton.py) computes a chunk's losses and overwrites its logits with their gradient.
 """
 
@@ -16,18 +16,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ROWS, GPU_LOGITS, BLOCK = 1536, 2**31, 64
-"""A chunk has up to ROWS rows, or on a GPU as many as fit into GPU_LOGITS bytes of logits, if this is more. A block has
-BLOCK rows, whose fp32 probabilities should stay in a CPU's cache. Each chunk reads and writes the weight's gradient in
-fp32: at V = 250k with fewer than 4,000 rows, this takes a GPU as long as the matrix product."""
+"""A chunk has up to ROWS predictions, or on a GPU as many as fit into GPU_LOGITS bytes of logits, if these are more. A
+block has BLOCK predictions, whose fp32 probabilities should fit into a CPU's cache. Each chunk reads and writes the
+weight's gradient in fp32: at V = 250k with fewer than 4,000 predictions, this takes as long as the product."""
 
 FP16_SCALE = 4096.0
-"""Gradients of logits in fp16 are multiplied by this factor, and later divided by it in fp32. With it, a gradient of
-2e-11 does not become 0, and one of 16 is still finite."""
+"""In fp16, gradients of logits are multiplied by this factor, and later divided by it in fp32. A gradient of 2e-11 then
+does not become 0, and one of 16 is still finite."""
 
 
 def chunk_rows(device: str, vocabulary: int, itemsize: int) -> int:
-    """Return the largest number of rows in a chunk, for a type of device and logits of `itemsize` bytes. If a
-    matrix has more rows, it is cut into chunks of at least half this number."""
+    """Return the maximum number of predictions of a chunk. device: "cpu" or "cuda"; itemsize: the bytes of a logit.
+    More predictions are divided into chunks of at least half this number."""
     return max(ROWS, GPU_LOGITS // (vocabulary * itemsize)) if device == "cuda" else ROWS
 
 
@@ -106,8 +106,8 @@ class _ChunkedLoss(torch.autograd.Function):
 def _losses_and_sums(
     inputs: list[Any], labels_M: Tensor, weights_M: Tensor, options: _Options, sums: list[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's loss, and whether its label has the highest logit. Write the gradients of features, weight and
-    bias to `sums`."""
+    """Return each prediction's loss [M], and whether its label has the highest logit [M]. Write the gradients of
+    features, weight and bias to `sums`, except where an element of `sums` is None."""
     features_MH, weight_VH, bias_V = inputs
     M, V = len(features_MH), len(weight_VH)
     scale = FP16_SCALE if options.dtype == torch.float16 else 1.0
@@ -119,7 +119,7 @@ def _losses_and_sums(
     found = []
     for start, end in pairwise(M * i // chunks for i in range(chunks + 1)):
         features_CH, labels_C, logits_CV = features_MH[start:end], labels_M[start:end], buffer_CV[: end - start]
-        for columns in _columns(weight_VH):
+        for columns in _column_slices(weight_VH):
             product = features_CH, weight_VH[columns].T
             if kernel or bias_V is None:
                 torch.mm(*product, out=logits_CV[:, columns])
@@ -136,30 +136,30 @@ def _losses_and_sums(
 def _add_gradients(
     d_logits_CV: Tensor, features_CH: Tensor, weight_VH: Tensor, scale: float, sums: list[Tensor | None], start: int
 ) -> None:
-    """Add `scale` times a chunk's gradients to `sums`. The chunk begins at row `start`; the first one overwrites
-    `sums`."""
+    """Add `scale` times the gradients of the chunk that begins at row `start` to `sums`. The first one overwrites
+    them."""
     d_features_MH, d_weight_VH, d_bias_V = sums
-    for columns in _columns(weight_VH):
+    for columns in _column_slices(weight_VH):
         d_logits_CK, add = d_logits_CV[:, columns], columns.start > 0
         if d_features_MH is not None:
-            _product(d_logits_CK, weight_VH[columns], scale, d_features_MH[start : start + len(features_CH)], add)
+            _matmul_into(d_logits_CK, weight_VH[columns], scale, d_features_MH[start : start + len(features_CH)], add)
         if d_weight_VH is not None:
-            _product(d_logits_CK.T, features_CH, scale, d_weight_VH[columns], add=start > 0)
+            _matmul_into(d_logits_CK.T, features_CH, scale, d_weight_VH[columns], add=start > 0)
     if d_bias_V is not None:
         total_V = d_logits_CV.sum(0, dtype=d_bias_V.dtype)
         torch.add(d_bias_V if start else total_V.new_zeros(()), total_V, alpha=scale, out=d_bias_V)
 
 
-def _columns(weight_VH: Tensor) -> list[slice]:
-    """Return the columns of the logits in parts, each of which one product computes. On CUDA the fast kernels need a
-    multiple of 8 columns, which the 250,002 of XLM-R are not, and the last V % 8 columns get a product of their own."""
+def _column_slices(weight_VH: Tensor) -> list[slice]:
+    """Return the slices of the logits' columns, each of which one matrix product computes. On CUDA the fast kernels
+    need a multiple of 8 columns, so the last V % 8 columns (XLM-R has 250,002) get a product of their own."""
     V = len(weight_VH)
     fast = V - V % 8 if weight_VH.is_cuda else V
     return [slice(start, end) for start, end in pairwise(sorted({0, fast, V}))]
 
 
-def _product(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool) -> None:
-    """Set out = scale * a @ b, or with `add` out += scale * a @ b. `out` is fp32 if a and b are half precision."""
+def _matmul_into(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool) -> None:
+    """Set out = scale * a @ b, or with `add` out += scale * a @ b. If a and b have 16 bits, `out` is fp32."""
     old = 1.0 if add else 0.0
     if a.is_cuda and a.dtype != out.dtype:
         torch.addmm(out, a, b, beta=old, alpha=scale, out_dtype=out.dtype, out=out)
@@ -170,8 +170,8 @@ def _product(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool) -> None
 
 
 def _scaled(total: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return total * d_loss in `dtype`; on a CPU `total` itself, not a copy, if d_loss is 1. That is safe: autograd
-    copies a tensor that another backward pass still needs."""
+    """Return total * d_loss in `dtype`. On a CPU, if d_loss is 1, the result is `total` itself and not a copy, which is
+    safe: autograd copies a tensor that another backward pass still needs."""
     if total.dtype == dtype and d_loss.device.type == "cpu" and d_loss == 1:
         return total
     return torch.mul(total, d_loss, out=torch.empty_like(total, dtype=dtype))
@@ -189,8 +189,8 @@ def _kernel(features_MH: Tensor) -> Any:
 def _losses_(
     logits_CV: Tensor, labels_C: Tensor, factors_C: Tensor | None, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's loss, and whether its label has the highest logit. Unless `factors_C` is None, overwrite the
-    logits (bias included) with factor * d loss / d logits. The work is done by blocks of rows."""
+    """Return each prediction's loss [C], and whether its label has the highest logit [C]. Unless `factors_C` is None,
+    overwrite the logits (bias included) with factor * d loss / d logits. It works on one block at a time."""
     C, V = logits_CV.shape
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     buffer_BV = logits_CV.new_empty(min(BLOCK, C), V, dtype=wide)

@@ -1,4 +1,4 @@
-"""The GPU kernel for the losses of a chunk of logits and their gradient. It is imported only if there is a GPU."""
+"""The GPU kernel of the losses of a chunk of logits and their gradient. It is imported only if there is a GPU."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 LAUNCH = {"BLOCK": 4096, "num_warps": 8}
-"""Launch parameters: BLOCK columns at a time, so that each thread takes 16 numbers."""
+"""The launch parameters: BLOCK columns at a time, so that each thread processes 16 numbers."""
 ALIGNED = 16
 """Each row of logits begins at a multiple of this many numbers, so that 16-byte loads and stores fit at its ends."""
 
@@ -20,9 +20,10 @@ def losses_(
     label_smoothing: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return, for each row of logits + bias, the loss in fp32 and whether the label is the first column of the maximum.
+    """Return, for each row of logits + bias, the loss in fp32 [C], and whether the label is the first column with the
+    maximum [C].
 
-    The logits are overwritten with factor * d loss / d logits, unless the factors (fp32) are None. A row's stride is a
+    Unless the factors (fp32) are None, the logits are overwritten with factor * d loss / d logits. A row's stride is a
     multiple of `ALIGNED`; the padding between rows may hold any numbers, and is overwritten.
     """
     C, V = logits_CV.shape
@@ -57,8 +58,8 @@ def softmax_losses(
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program computes one row. In the first pass over it, each lane keeps its own maximum and sum of exponentials
-    (Milakov & Gimelshein 2018), which are combined once, at the end of the pass."""
+    """Compute one row. In the first pass over the row, each lane keeps its own maximum and sum of exponentials (Milakov
+    & Gimelshein 2018), which are combined once, at the end of the pass."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
     label = tl.load(labels + row).to(tl.int32)
@@ -102,7 +103,7 @@ def softmax_losses(
 
 @triton.jit
 def _load(logits, bias, column, stride, V, BIAS: tl.constexpr):
-    """Load logits in fp32. Columns beyond the vocabulary are -inf."""
+    """Return logits plus bias in fp32; -inf in columns beyond the vocabulary."""
     x = tl.load(logits + column, mask=column < stride, other=0).to(tl.float32)
     if BIAS:
         x += tl.load(bias + column, mask=column < stride, other=0).to(tl.float32)

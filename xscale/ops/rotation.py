@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 
-def rotate(qkv_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int) -> Tensor:
-    """Return qkv with `x * cos + x.roll(D // 2, -1) * sin` for each head x of queries and keys, computed in the type of
-    cos and sin, which is at least fp32. Number i of a head's first half is rotated with number i of its second half;
-    the first half of sin is negated.
+def rotate_(qkv_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int) -> Tensor:
+    """Rotate the queries and keys in place, and return qkv [N, X]. If torch.compile is active, return a new tensor
+    instead.
 
-    qkv may be overwritten: the product that made it does not need it again. A GPU rotates it in place by one kernel.
+    Each head x of queries and keys becomes `x * cos + x.roll(D // 2, -1) * sin`, computed in the type of cos and sin,
+    which is at least fp32. Number i of a head's first half is rotated with number i of its second half; the first half
+    of sin is negated. On a GPU one kernel does it. The product that made qkv does not need it again.
     """
     if torch.compiler.is_compiling():  # the compiler makes one kernel of all this
         turned = _turned(_queries_and_keys(qkv_NX, heads), cos_N11D, sin_N11D)
@@ -57,7 +58,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _queries_and_keys(qkv_NX: Tensor, heads: int) -> Tensor:
-    """Return a view of the queries and keys [N, 2, A, D]."""
+    """Return a view of the queries and keys [N, 2, A, D] of qkv."""
     return qkv_NX.unflatten(1, (3, heads, -1)).narrow(1, 0, 2)
 
 

@@ -1,5 +1,5 @@
-"""Self-attention over a packed row of sequences of up to 128 tokens on a GPU: one program computes one head of one
-sequence, whose scores it holds as a whole.
+"""Self-attention over a packed row of sequences of up to 128 tokens on a GPU. One program computes one head of one
+sequence, and holds all of its scores.
 
 PyTorch's flash kernel works in blocks of 128 tokens, of which a sentence fills a third, and its backward pass needs
 four kernels and three more passes over memory.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 LONGEST, WIDTHS = 128, (16, 32, 64)
-"""The length of the longest sequence, and the widths of a head, that the kernel takes."""
+"""The maximum length of a sequence, and the widths of a head, that the kernel supports."""
 
 
 def short_attention(
@@ -26,17 +26,18 @@ def short_attention(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """Return `dropout(softmax(q k^T / sqrt(D))) v` within each sequence [N, H], for positions with |i - j| <= window.
+    """Return `dropout(softmax(q k^T / sqrt(D))) v` within each sequence [N, H]. window: a token attends only to
+    positions with |i - j| <= window.
 
-    qkv is of 16 bits. `seed` (int64, on the CPU) and `layer` determine the dropout mask, so that the backward pass
-    draws it again. Nothing but the arguments is kept for the backward pass. Results have the same bits every time.
+    qkv has 16 bits. `seed` (int64, on the CPU) and `layer` determine the dropout mask, so that the backward pass draws
+    it again. Only the arguments are kept for the backward pass. Results have the same bits every time.
     """
     return _ShortAttention.apply(qkv_NX, starts_B1, longest, seed, layer, heads, dropout, window)
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Outside of torch.compile, it calls the kernel directly: an operator of torch.library would double the host's time
-    for a launch."""
+    """Calls the kernel. Outside of torch.compile it does so directly, because an operator of torch.library would double
+    the host's time for a launch."""
 
     @staticmethod
     def forward(ctx: Any, qkv_NX: Tensor, starts_B1: Tensor, longest: int, seed: Tensor, *rest: Any) -> Tensor:

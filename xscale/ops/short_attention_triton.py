@@ -1,5 +1,5 @@
-"""The GPU kernels of attention over short sequences. This module is imported only if there is a GPU, since Triton is
-not a required package."""
+"""The GPU kernels of attention over short sequences. This module is imported only on a machine with a GPU, since Triton
+is not a required package."""
 
 import torch
 import triton
@@ -20,8 +20,8 @@ def attend(
     window: int | None,
     grad_NX: Tensor | None = None,
 ) -> None:
-    """Write the attended values to `out`, or with `grad_NX`, the gradient of qkv for which `out` is the incoming
-    gradient. All tensors are contiguous."""
+    """Write the attended values [N, H] to `out`. With `grad_NX`, `out` is instead the incoming gradient, and the
+    gradient of qkv is written to `grad_NX`. All tensors are contiguous."""
     numbers = *mask_numbers(seed, dropout), window or 0
     choices = {"DROPOUT": dropout > 0, "WINDOW": window is not None, "HEADS": heads, "D": out_NH.shape[1] // heads}
     programs, kernel = (len(starts_B1) - 1) * heads, forward_heads if grad_NX is None else backward_heads
@@ -34,8 +34,8 @@ def attend(
 
 
 BLOCKS = (65, 128), (1, 64)
-"""The lengths of the sequences for which the kernel is launched, shortest and longest. The longest is its block size:
-with blocks of 128 tokens for all, a multiprocessor would run fewer programs at a time."""
+"""The ranges of sequence lengths (shortest, longest) for which the kernel is launched. The longest length is the
+kernel's block size. With blocks of 128 tokens only, a multiprocessor would run fewer programs at a time."""
 
 
 @triton.jit(do_not_specialize=["low", "high", "drop", "window", "shortest"])
@@ -111,7 +111,8 @@ def backward_heads(
 
 @triton.jit
 def _places(first, length, program, stride, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the places of the sequence's numbers of one head in rows of `stride` numbers, and which of them exist."""
+    """Return the positions of a sequence's numbers of one head in rows of `stride` numbers, and which exist [BLOCK,
+    D]."""
     token = tl.arange(0, BLOCK)[:, None]
     lane = tl.arange(0, D)[None, :]
     place = (first + token).to(tl.int64) * stride + (program % HEADS) * D + lane
@@ -129,7 +130,7 @@ def _queries_keys_values(qkv, first, length, program, HEADS: tl.constexpr, D: tl
 
 @triton.jit
 def _softmax(q, k, length, window, WINDOW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the attention weights in fp32. Rows beyond the sequence hold arbitrary finite numbers."""
+    """Return the attention weights [BLOCK, BLOCK] in fp32. Rows beyond the sequence hold arbitrary finite numbers."""
     scale: tl.constexpr = D**-0.5 * 1.4426950408889634  # log2(e)
     i = tl.arange(0, BLOCK)[:, None]
     j = tl.arange(0, BLOCK)[None, :]
@@ -143,5 +144,5 @@ def _softmax(q, k, length, window, WINDOW: tl.constexpr, D: tl.constexpr, BLOCK:
 
 @triton.jit
 def _pairs(BLOCK: tl.constexpr):
-    """Return a number for each pair of a query and a key."""
+    """Return a different number for each pair of a query and a key [BLOCK, BLOCK]."""
     return tl.arange(0, BLOCK)[:, None] * 128 + tl.arange(0, BLOCK)[None, :]

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 from xscale import files
-from xscale.errors import UserError, check_arguments, print_anything, report_error
+from xscale.errors import UserError, check_arguments, escape_unprintable, report_error
 from xscale.report import tables
 from xscale.report.read import MetricsLog, Run, read_runs, read_scores
 from xscale.report.tables import Table
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--watch", action="store_true", help="refresh the page or the screen while the runs train")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="of the models; see xscale.plugins")
     args = parser.parse_args(argv)
-    print_anything()
+    escape_unprintable()
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         logs: dict[Path, MetricsLog] = {}

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.data.lexicon import Lexicon
-from xscale.errors import ENVIRONMENT_ERRNOS, MachineError, NotFinite, Replaced, UserError
+from xscale.errors import ENVIRONMENT_ERRNOS, DirectoryTaken, MachineError, NotFinite, UserError
 from xscale.ranks import Process
 from xscale.run.metrics import LOG, log_to_files
 
@@ -71,7 +71,7 @@ def read_identity(out: Path) -> dict[str, Any] | None:
             return saved
     for path in reversed(checkpoints.complete_steps(out / "checkpoints")):
         with suppress(UserError):
-            return checkpoints.read(path).identity
+            return checkpoints.read_checkpoint(path).identity
     return None
 
 
@@ -254,7 +254,7 @@ class Status:
         except Exception as error:
             log_to_files(traceback.format_exc())
             is_free = self.has_lock is None and self.process.is_main and is_idle(self.out)
-            if not isinstance(error, Replaced) and (self.has_lock or is_free):
+            if not isinstance(error, DirectoryTaken) and (self.has_lock or is_free):
                 self.ended(*explain(error))
             raise
 

@@ -97,9 +97,9 @@ def find_own(out: Path, resume: str, host_group: HostGroup) -> Checkpoint | None
 def verified(path: Path, option: str, host_group: HostGroup) -> Checkpoint:
     """Check and return the checkpoint in the directory `path`, which the user chose by `option`. Raises UserError if it
     is damaged."""
-    if problem := checkpoints.verify(path, host_group):
+    if problem := checkpoints.find_damage(path, host_group):
         raise UserError(f"checkpoint {path} is not usable ({problem}); choose another for {option}")
-    return checkpoints.read(path)
+    return checkpoints.read_checkpoint(path)
 
 
 def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
@@ -160,7 +160,7 @@ def find_parent(fork: str) -> Path:
     """Return the checkpoint that RUN@STEP, RUN or a checkpoint's directory names. Raises UserError."""
     run, step = split_fork(fork)
     if step is None:
-        return checkpoints.find(run)
+        return checkpoints.resolve_checkpoint(run)
     there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(run / "checkpoints")}
     if step not in there:
         steps = ", ".join(map(str, there)) or "none"
@@ -225,7 +225,7 @@ def known_sources(args: argparse.Namespace) -> frozenset[str]:
         return frozenset()
     saved = folder.read_identity(args.out)
     if saved is None and args.fork:
-        saved = checkpoints.read(find_parent(args.fork)).identity
+        saved = checkpoints.read_checkpoint(find_parent(args.fork)).identity
     return frozenset(fingerprints(saved)) if saved else frozenset()
 
 

@@ -17,8 +17,8 @@ from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.manager import CheckpointManager
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.loader import StepBatch
-from xscale.deepspeed_private import leave_out_step
-from xscale.errors import MachineError, NotFinite, Replaced, UserError
+from xscale.deepspeed_private import count_skipped_step
+from xscale.errors import DirectoryTaken, MachineError, NotFinite, UserError
 from xscale.eval.alignment_score import AlignmentProbe
 from xscale.eval.in_training import Results, find_measures, find_probes
 from xscale.metric_keys import MetricKey
@@ -141,7 +141,7 @@ class Trainer:
     def exclude_step(self, counts: GlobalCounts) -> None:
         """Count a step whose records were read, but do not change the weights."""
         self.flush()
-        leave_out_step(self.engine)
+        count_skipped_step(self.engine)
         if self.reporter:
             numbers = {"samples": counts.samples, "tokens": counts.work.tokens}
             self.reporter.metrics.write({"step": self.step + 1, "loss": None, "skipped": 1, "excluded": True} | numbers)
@@ -170,7 +170,7 @@ class Trainer:
         """End all ranks after one could not read its records. That rank raises its error, and the other ranks raise an
         error with the same message. The metrics and the checkpoint under way are written first, unless another run has
         taken the directory."""
-        told = self.host_group.gather(error and (*explain(error), isinstance(error, Replaced)))
+        told = self.host_group.gather(error and (*explain(error), isinstance(error, DirectoryTaken)))
         replaced = any(of_rank[2] for of_rank in told if of_rank)
         if not replaced:
             self.flush()
@@ -179,7 +179,7 @@ class Trainer:
             raise error
         rank, (code, text, _) = next((rank, of_rank) for rank, of_rank in enumerate(told) if of_rank)
         if replaced:
-            raise Replaced(text)
+            raise DirectoryTaken(text)
         raise {USER_ERROR: UserError, MACHINE: MachineError}.get(code, RuntimeError)(f"rank {rank}: {text}")
 
     def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> UnreportedStep:
@@ -210,7 +210,7 @@ class Trainer:
             numbers["loss_scale"] = float(engine.optimizer.loss_scale)
         numbers |= norms | (self.alignment_metrics() if measure else {})
         seconds = max(time.monotonic() - started, 1e-9)
-        numbers |= self.flops.metrics(counts.work, seconds, self.process.world) | self.checkpoint_manager.take_times()
+        numbers |= self.flops.metrics(counts.work, seconds, self.process.world) | self.checkpoint_manager.pop_times()
         numbers |= {"step_s": seconds, "tokens_per_s": counts.work.tokens / seconds}
         numbers["samples_per_s"] = counts.samples / seconds
         return UnreportedStep(self.step + 1, batch, sums, counts.targets, numbers)

@@ -29,7 +29,7 @@ from torch import Tensor
 from xscale import files
 from xscale.config import Recipe
 from xscale.data.loader import StepBatch
-from xscale.errors import printable
+from xscale.errors import escape_controls
 from xscale.step.step import StepSums
 
 LOG = logging.getLogger("xscale")
@@ -88,7 +88,7 @@ class _Printable(logging.Formatter):
     """A formatter that escapes the control characters that names of files and records may hold."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return escape_controls(super().format(record))
 
 
 # Files of lines

@@ -19,7 +19,7 @@ from xscale.checkpoint.store import Checkpoint
 from xscale.data.mixture import initial_state, positions_report
 from xscale.data.planner import Plans
 from xscale.data.remote import location
-from xscale.deepspeed_private import follow_schedule
+from xscale.deepspeed_private import apply_schedule
 from xscale.errors import NotFinite, UserError
 from xscale.eval.in_training import check_tasks
 from xscale.objectives import HasQueue
@@ -161,7 +161,7 @@ def roll_back(error: NotFinite, excluded_steps: list[int], trainer: Trainer) -> 
     excluded_steps.append(error.step)
     trainer.watch.note(f"loading {found.path}")
     load_engine(trainer.engine, found, host_group)
-    follow_schedule(trainer.engine)
+    apply_schedule(trainer.engine)
     log(
         f"went back to step {found.step}; step {error.step} will read its records and change nothing "
         f"({len(excluded_steps)} of {recipe.train.rollbacks} rollbacks)"
@@ -220,7 +220,7 @@ def make_engine(run_spec: RunSpec, config: EngineConfig, checkpoint: Checkpoint 
     engine = engines.build_engine(module, config.resolved)
     if checkpoint:
         load_engine(engine, checkpoint, host_group)
-        follow_schedule(engine)
+        apply_schedule(engine)
         consumed = positions_report(checkpoint.state, run_spec.specs, run_spec.sources)
         LOG.info(f"resumed from {checkpoint.path}: step {checkpoint.step}; " + "; ".join(consumed))
     return engine

@@ -24,7 +24,7 @@ from xscale.data.packed_row import RowCost
 from xscale.errors import UserError
 from xscale.files import Lock
 from xscale.objectives import HasQueue
-from xscale.ranks import HostGroup, Message, Process
+from xscale.ranks import HostGroup, PendingSum, Process
 from xscale.run.folder import Status
 from xscale.run.watch import StopRequest, Watch
 from xscale.step.ds_config import EngineConfig
@@ -79,7 +79,7 @@ class PendingStep:
     """The StepBatch, or None if this rank has an error."""
     error: Exception | None
     """The error that kept this rank from reading its records, or that forbids it to go on."""
-    message: Message
+    message: PendingSum
     """The message says if a rank has failed and if one was asked to stop, and has the leaves of GlobalCounts."""
     form: TreeSpec | None
     sent: int
@@ -134,7 +134,7 @@ class StepSynchronizer:
         """Return the step that begins now, or None after the last one. `batches` is an argument and no attribute: in a
         reference cycle, a garbage collection would wait for its worker processes."""
         self.begun += 1
-        while self.flying and self.flying[0].message.arrived():
+        while self.flying and self.flying[0].message.is_complete():
             self.took.append(self.begun - self.flying.popleft().sent)
         if not self.pending:
             self.announce(batches, 1)
@@ -174,7 +174,7 @@ class StepSynchronizer:
             too_long=batch.too_long(),
             samples=batch.samples(),
             flush=int(flush),
-            written=int(manager.written),
+            written=int(manager.is_written),
             ahead=min(max(FEWEST, median_low(self.took) + 1), MOST) if self.process.is_main else 0,
             auxiliary={
                 stream: [n * int(of == rank) for of in range(world)]

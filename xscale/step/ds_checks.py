@@ -123,7 +123,7 @@ def _unknown(where: str, section: dict[str, Any], known: Iterable[str]) -> list[
 def _type_problems(config: dict[str, Any]) -> list[str]:
     """Return a line if the type of the optimizer or of the scheduler does not exist."""
     kind = config.get("optimizer", {}).get("type", "AdamW")
-    own = private.optimizers()
+    own = private.optimizer_names()
     if kind.lower() not in own and not _is_class(torch.optim, kind, torch.optim.Optimizer):
         return [f"optimizer.type: {kind} is none of {', '.join(own)}, or of torch.optim"]
     if kind.lower() == "muon":
@@ -135,14 +135,14 @@ def _type_problems(config: dict[str, Any]) -> list[str]:
         ]
     schedule = config.get("scheduler", {}).get("type", "WarmupLR")
     if scheduler_class(schedule) is None:
-        there = ", ".join(private.schedulers())
+        there = ", ".join(private.scheduler_classes())
         return [f"scheduler.type: {schedule} is none of {there}, or of torch.optim.lr_scheduler"]
     return []
 
 
 def scheduler_class(kind: str) -> Any:
     """Return the class of a scheduler, or None."""
-    if kind in (own := private.schedulers()):
+    if kind in (own := private.scheduler_classes()):
         return own[kind]
     named = _is_class(torch.optim.lr_scheduler, kind, torch.optim.lr_scheduler.LRScheduler)
     return getattr(torch.optim.lr_scheduler, kind) if named else None
@@ -160,7 +160,7 @@ def validate_by_building(resolved: dict[str, Any]) -> str | None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     kind, params = resolved["optimizer"]["type"], resolved["optimizer"].get("params", {})
     stand_in, known = torch.optim.AdamW, set(params) - set(DEEPSPEED_ADAM)
-    if kind.lower() not in private.optimizers():
+    if kind.lower() not in private.optimizer_names():
         stand_in = getattr(torch.optim, kind)
     elif kind.lower() not in ADAM:  # DeepSpeed's other optimizers check their own parameters
         known &= set(inspect.signature(stand_in).parameters)

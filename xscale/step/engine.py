@@ -36,7 +36,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
     except (ValueError, TypeError, ImportError, NotImplementedError, AssertionError, ConfigError) as error:
         raise UserError(f"--ds_config: DeepSpeed refuses this configuration: {error}") from error
-    private.look_at_norm_alone(engine)
+    private.check_overflow_by_norm(engine)
     private.zero_padding(engine)
     if encoder := getattr(module, "encoder", None):
         gather_for_every_pass(engine, encoder.lm.get_output_embeddings().parameters())

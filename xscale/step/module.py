@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from xscale import rng
 from xscale.config import Recipe
 from xscale.data.packed_row import Inputs, PackedRow
-from xscale.errors import blaming
+from xscale.errors import adding_note
 from xscale.models.encoder import Encoder
-from xscale.models.heads import KeptHeads, load_kept_heads
+from xscale.models.heads import SavedHeads, copy_saved_heads
 from xscale.objectives import OBJECTIVES
 from xscale.objectives.base import AuxiliaryState, Losses, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
@@ -43,7 +43,7 @@ class Reported(NamedTuple):
 class StepModule(nn.Module):
     """The encoder, the heads of the objectives, and the computation of a row's loss."""
 
-    def __init__(self, encoder: Encoder, recipe: Recipe, kept: dict[str, KeptHeads] | None = None):
+    def __init__(self, encoder: Encoder, recipe: Recipe, kept: dict[str, SavedHeads] | None = None):
         """Build the heads and auxiliary states. kept: trained heads by stream, which replace fresh ones if
         objective and shapes are the same."""
         super().__init__()
@@ -65,7 +65,7 @@ class StepModule(nn.Module):
                 heads = objective.heads and objective.heads(encoder, options)
             if heads is not None:
                 self.heads[name] = heads
-                note = load_kept_heads(kept or {}, name, recipe.streams[name].objective, heads)
+                note = copy_saved_heads(kept or {}, name, recipe.streams[name].objective, heads)
                 self.notes += [note] if note else []
             with self.blaming(name, "auxiliary_state"):
                 auxiliary_state = objective.auxiliary_state and objective.auxiliary_state(encoder, heads, options)
@@ -86,7 +86,7 @@ class StepModule(nn.Module):
     def blaming(self, stream: str, function: str) -> AbstractContextManager[None]:
         """Return a context whose errors name the stream, the objective and its function."""
         objective = next((name for name, of in OBJECTIVES.items() if of == self.streams[stream][0]), "?")
-        return blaming(f"streams.{stream}, objective {objective}: {function}")
+        return adding_note(f"streams.{stream}, objective {objective}: {function}")
 
     def parts(self, stream: str) -> Parts:
         heads = dict(self.heads.items()).get(stream)

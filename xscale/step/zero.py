@@ -101,7 +101,7 @@ def one_reduction(engine: Any) -> Iterator[None]:
             raise
     if on_request:
         engine.allreduce_gradients()
-    private.join_reduced(engine)
+    private.join_reduced_gradients(engine)
 
 
 def take_step(engine: Any) -> bool:
@@ -113,15 +113,15 @@ def take_step(engine: Any) -> bool:
     if engine.zero_optimization_stage() == 0:
         gradients = [weight.grad for weight in engine.module.parameters() if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        private.note_norm(engine, norm)
+        private.set_global_norm(engine, norm)
         if not norm.isfinite():  # every rank has the same norm, since the gradient is reduced
-            private.leave_out_step(engine)
+            private.count_skipped_step(engine)
             return False
     skipped = engine.skipped_steps
     try:
         engine.step()
     except Exception as error:
-        if not private.no_smaller_scale(error):
+        if not private.is_minimum_scale_error(error):
             raise
         raise NotFinite(str(error)) from None
     return engine.skipped_steps == skipped
@@ -134,8 +134,8 @@ def give_zeros(engine: Any) -> None:
     rank uses keeps the last step's gradient under offload and at stage 3; and BF16_Optimizer leaves out the
     gradients of weights that this rank has not used when it computes the norm and clips.
     """
-    missing = private.without_gradient(engine)
-    with private.gradients_by_hand(engine) if missing else nullcontext():
+    missing = private.weights_without_gradient(engine)
+    with private.manual_gradients(engine) if missing else nullcontext():
         for weight in missing:
             # At stage 3 the weight is an empty tensor. It gets its whole shape for a moment, since autograd accepts
             # only a gradient of the weight's shape.

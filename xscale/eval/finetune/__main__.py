@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         ranks.check_launch()
-        process = ranks.find_process()
+        process = ranks.read_launcher()
         check_flags(args)
         load_plugins(args.plugin)
         measure_transfer(args, process)

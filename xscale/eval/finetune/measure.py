@@ -129,7 +129,7 @@ def measure_transfer(args: argparse.Namespace, process: Process | None = None) -
         raise UserError(f"{hidden[0].path} has examples without labels; to predict them, give --predictions DIR")
     plan = plan_training(task, train, translated, tests, source, args.code_switch)
     if process is not None:
-        ranks.start(process)  # before the model is loaded, since it sets the rank's device
+        ranks.join_process_group(process)  # before the model is loaded, since it sets the rank's device
     host_group = HostGroup()
     tuner = make_tuner(args, task, host_group.size, sorted({*train, *translated, *tests}))
     tokenizer, longest = tuner.collator.model.tokenizer, tuner.settings.max_length
