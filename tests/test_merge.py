@@ -169,7 +169,7 @@ def test_models_that_do_not_fit_are_refused(
     ("words", "told"),
     [
         (["a"], "two models"),
-        (["a", "b", "--how", "weighted", "--weights", "1"], "2 models"),
+        (["a", "b", "--how", "weighted", "--weights", "1"], "2 numbers"),
         (["a", "b", "--how", "weighted", "--weights", "0", "0"], "above 0"),
         (["a", "b", "--weights", "1", "1"], "--how weighted"),
         (["a", "b", "--how", "ties"], "--base"),

@@ -489,7 +489,7 @@ def test_saved_state_is_exact(tokenizer: Tokenizer) -> None:
         other = make_parts(tokenizer, options, torch.float32, seed=9)
         fresh = Parts(parts.encoder, parts.heads, ppa.Moco(other.encoder, other.heads, options))
         fresh.auxiliary_state.momentum.query = parts.auxiliary_state.momentum.query
-        fresh.auxiliary_state.momentum.key_modules(train=True)  # a copy in dtype is there before the load, too
+        fresh.auxiliary_state.momentum.key_modules(dropout=True)  # a copy in dtype is there before the load, too
         fresh.auxiliary_state.load_state_dict(torch.load(file, weights_only=True))
         for _ in range(2):
             same_state(fresh.auxiliary_state.state_dict(), parts.auxiliary_state.state_dict())
