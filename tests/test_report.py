@@ -33,7 +33,7 @@ from xscale.data.stream_batch import Context
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split
 from xscale.errors import UserError
-from xscale.eval.model import Exported
+from xscale.eval.model import ExportedModel
 from xscale.models.heads import KeptHeads, save_heads
 from xscale.objectives import alignlm
 from xscale.report import __main__ as command
@@ -692,7 +692,7 @@ def test_words_that_are_shown_are_the_most_often_linked(linked: Source) -> None:
 
 def test_translations_with_one_vector_are_together(hf: Path, linked: Source, tmp_path: Path) -> None:
     """Planted: a second word's tokens have the first one's mean. Unplanted words are as near as chance has it."""
-    model, pairs = Exported(hf), models.frequent_pairs(linked)
+    model, pairs = ExportedModel(hf), models.frequent_pairs(linked)
     ids = model.tokenizer.encode_inside([word for pair in pairs for word in pair])
     pairs = [pair for n, pair in enumerate(pairs) if len(ids[2 * n]) == len(ids[2 * n + 1]) == 1]
     assert len(pairs) > 5
@@ -710,7 +710,7 @@ def test_translations_with_one_vector_are_together(hf: Path, linked: Source, tmp
 
 def test_guesses_of_both_heads_are_those_of_plain_transformers(hf: Path, linked: Source) -> None:
     """Equations (1)-(8) by loops over the links, of transformers' hidden states."""
-    model, lm = Exported(hf), AutoModelForMaskedLM.from_pretrained(hf).eval()
+    model, lm = ExportedModel(hf), AutoModelForMaskedLM.from_pretrained(hf).eval()
     pair = models.pairs_of(model, linked)[0]
     context = Context(model.tokenizer, 128, "drop", {"en": 0, "xx": 1})
     options = alignlm.AlignLMOptions()

@@ -22,7 +22,7 @@ from xscale.data.shards import Source, find_sources
 from xscale.data.stream_batch import Context
 from xscale.errors import UserError
 from xscale.eval import heldout
-from xscale.eval.model import Exported
+from xscale.eval.model import ExportedModel
 from xscale.objectives import OBJECTIVES, Parts, alignlm
 from xscale.report.read import short_names
 
@@ -50,13 +50,13 @@ class Masked(NamedTuple):
     """The guesses of AlignLM's bilingual head; [] for a token without links or a model without this head."""
 
 
-def load(paths: list[Path], pairs: list[Path]) -> tuple[dict[str, Exported], list[Source]]:
+def load(paths: list[Path], pairs: list[Path]) -> tuple[dict[str, ExportedModel], list[Source]]:
     """Return the models by name, and the sources of sentence pairs. Raises UserError."""
     sources = [source for source in find_sources(pairs) if source.kind == "pair"]
     if not sources:
         raise UserError(f"--pairs: no sentence pairs in {', '.join(map(str, pairs))}; give shards with word links")
     paths = list(dict.fromkeys(paths))
-    return dict(zip(short_names(paths), map(Exported, paths), strict=True)), sources
+    return dict(zip(short_names(paths), map(ExportedModel, paths), strict=True)), sources
 
 
 def frequent_pairs(source: Source) -> list[tuple[str, str]]:
@@ -88,7 +88,7 @@ def frequent_pairs(source: Source) -> list[tuple[str, str]]:
     return pairs
 
 
-def place_words(model: Exported, pairs: list[tuple[str, str]]) -> tuple[np.ndarray, float, int]:
+def place_words(model: ExportedModel, pairs: list[tuple[str, str]]) -> tuple[np.ndarray, float, int]:
     """Return the words' positions by t-SNE [pairs, 2 words, (x, y)], the mean cosine of a pair, and how many first
     words have their partner as nearest second word. A word's vector is the sum of its tokens' embeddings; only its
     direction matters."""
@@ -105,7 +105,7 @@ def place_words(model: Exported, pairs: list[tuple[str, str]]) -> tuple[np.ndarr
     return places, float(cosines.diagonal().mean()), nearest
 
 
-def examples(model: Exported, source: Source) -> list[tuple[list[str], list[Masked]]]:
+def examples(model: ExportedModel, source: Source) -> list[tuple[list[str], list[Masked]]]:
     """Return (tokens, masked tokens with guesses) of some pairs. The guesses are those of the model's first AlignLM
     stream; without one, those of the masked-LM head alone."""
     kept = next((heads for heads in model.heads.values() if heads.objective == "alignlm"), None)
@@ -114,12 +114,12 @@ def examples(model: Exported, source: Source) -> list[tuple[list[str], list[Mask
     if kept:
         heads.load_state_dict(kept.weights)
     parts = Parts(model.encoder, heads.eval().to(model.device))
-    context = heldout.context_of(model, source.langs)
+    context = heldout.make_context(model, source.langs)
     shown = (masked_tokens(parts, pair, options, context, bool(kept)) for pair in pairs_of(model, source))
     return list(islice((of_pair for of_pair in shown if of_pair[1]), PAIRS))
 
 
-def pairs_of(model: Exported, source: Source) -> list[Example]:
+def pairs_of(model: ExportedModel, source: Source) -> list[Example]:
     numbers = evenly_spaced(source.records, SEARCHED)
     records = [source.with_words(source.read(*place)) for place in source.places(numbers)]
     ids, words = model.tokenizer.encode_words([text for record in records for text in record.texts])
