@@ -17,7 +17,7 @@ from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval import in_training as evals
 from xscale.eval import run
-from xscale.eval.alignment_score import ProbeWords, find_probe, tokens_of, trained_tokens
+from xscale.eval.alignment_score import ProbeWords, build_probes, language_tokens, trained_tokens
 from xscale.models.build import build_encoder
 from xscale.ranks import HostGroup
 
@@ -53,10 +53,10 @@ def test_all_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokeniz
     """Of every record of every source; the source language's own do not."""
     sources = [Source(demo / "mono_xx"), Source(demo / "pairs")]
     lexicon = load_lexicon(demo / "lexicon" / "en-xx.txt", tokenizer)
-    tokens = {language: tokens_of(language, sources, tokenizer) for language in ("en", "xx")}
+    tokens = {language: language_tokens(language, sources, tokenizer) for language in ("en", "xx")}
     theirs = plain_tokens(sources[0], "xx", tokenizer) | plain_tokens(sources[1], "xx", tokenizer)
     assert set(tokens["xx"].tolist()) == theirs
-    found = find_probe([lexicon], [], 0.2, tokens)["en-xx"]
+    found = build_probes([lexicon], [], 0.2, tokens)["en-xx"]
     for words in (found["withheld"], found["trained"]):
         assert set(words.targets_C.tolist()) == theirs | {b for _, b in lexicon.single().tolist()}
         assert all(a != b for a, b in words.pairs_P2.tolist())
@@ -82,7 +82,7 @@ def test_of_much_text_a_sample_over_all_shards_is_counted(
         return plain(self, shard, record)
 
     monkeypatch.setattr(Source, "read", recorded)
-    tokens_of("xx", sources, tokenizer)
+    language_tokens("xx", sources, tokenizer)
     numbers = [n + (600 if name == "en-xx" else 0) for name, n in read]
     assert numbers == sample_records(1200, 128).tolist() and len(numbers) == 128
     assert 50 < sum(n < 600 for n in numbers) < 78
@@ -110,7 +110,7 @@ def test_words_of_which_an_objective_saw_any_entry_are_not_withheld() -> None:
             for a, b in draw.integers(0, 40, (40, 2)).tolist()
         ]
         lexicon = lexicon_of(langs, *entries)
-        asked = find_probe([lexicon], [lexicon], 0.5, tokens)[lexicon.name]
+        asked = build_probes([lexicon], [lexicon], 0.5, tokens)[lexicon.name]
         seen: set[int] = set()
         for *words, a, b in entries:
             if not any(withheld(word, 1 - 0.5**0.5) for word in words) and a != b:
@@ -130,7 +130,7 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
     tokens = {language: np.arange(9) for language in ("de", "en")}
 
     def asked(*read: Lexicon) -> list[int]:
-        return find_probe([lexicon], read, 0.3, tokens)["de-en"]["withheld"].queries.tolist()
+        return build_probes([lexicon], read, 0.3, tokens)["de-en"]["withheld"].queries.tolist()
 
     assert asked(lexicon) == asked() == [4]
     other = lexicon_of(("de", "fr"), (kept, "u", [4], [8]), (kept, "u", [7, 4], [8]))
@@ -140,7 +140,7 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
 
 def test_dictionaries_of_one_name_are_measured_together() -> None:
     one, two = (lexicon_of(("de", "en"), (some_word(True, "a"), "x", [a], [a + 1])) for a in (1, 5))
-    found = find_probe([one, two], [], 0.3, {"en": np.arange(9)})
+    found = build_probes([one, two], [], 0.3, {"en": np.arange(9)})
     assert found.keys() == {"de-en"} and found["de-en"]["withheld"].pairs_P2.tolist() == [[1, 2], [5, 6]]
 
 

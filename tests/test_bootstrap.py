@@ -48,7 +48,7 @@ def test_differences_are_paired() -> None:
         first = draw.random(400) < 0.6
         second = np.where(draw.random(400) < 0.1, draw.random(400) < 0.9, first)
         a, b = share(first.astype(float)), share(second.astype(float))
-        differences.append(bootstrap.combine([b, a], [1, -1]))
+        differences.append(bootstrap.weighted_sum([b, a], [1, -1]))
         widths.append([np.subtract(*score.interval[::-1]) for score in (a, differences[-1])])
     assert 0.92 <= covered(0.03, differences) <= 0.98
     assert np.mean(widths, 0)[1] < 0.6 * np.mean(widths, 0)[0]
@@ -82,7 +82,7 @@ def test_what_is_written_and_printed() -> None:
     assert bootstrap.intervals({"task": {"en": {"accuracy": score, "n": 3}, "de": {"n": 1}}}) == {
         "task": {"en": {"accuracy": [low, high]}}
     }
-    assert bootstrap.describe("accuracy", score) == f"accuracy 0.9 [{low:.4g}, {high:.4g}]"
-    assert bootstrap.describe("n", 3) == "n 3"
+    assert bootstrap.format_score("accuracy", score) == f"accuracy 0.9 [{low:.4g}, {high:.4g}]"
+    assert bootstrap.format_score("n", 3) == "n 3"
     assert type(copy.deepcopy({"a": score})["a"]) is float
     assert math.isnan(share(np.zeros(0)))

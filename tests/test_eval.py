@@ -21,7 +21,7 @@ from tests.conftest import tar_lines
 from tests.rows import one_thread  # noqa: F401
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval import heldout, retrieval, run
-from xscale.eval.model import Exported
+from xscale.eval.model import ExportedModel
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
 Measure = Callable[..., tuple[int, dict[str, Any]]]
@@ -114,7 +114,7 @@ def test_text_in_a_language_that_the_model_lacks_is_measured(
     tasks = ("heldout", "perplexity", "retrieval")
     code, found = measure("--model", tmp_path / "hf", "--task", *tasks)
     assert code == 0 and tuple(found["results"]) == tasks and not found["failed"]
-    model, texts = Exported(tmp_path / "hf"), ["the dog sees a cat", "a house", "rain"]
+    model, texts = ExportedModel(tmp_path / "hf"), ["the dog sees a cat", "a house", "rain"]
     assert model.language_ids(["xx", "en"]) == {"xx": 0, "de": 1, "en": 2}
     plain = AutoModel.from_pretrained(tmp_path / "hf")
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_what_cannot_be_written_is_said_before_the_work(
 ) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(run, "Exported", lambda path: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(run, "ExportedModel", lambda path: pytest.fail("the model was loaded"))
     assert measure("--task", "heldout", out=tmp_path / place)[0] == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1 and str(tmp_path / place) in error

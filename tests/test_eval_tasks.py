@@ -26,7 +26,7 @@ from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval import aer, heldout, induction, mining, neighbours, run
-from xscale.eval.model import Exported
+from xscale.eval.model import ExportedModel
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 Command = Callable[..., tuple[int, dict[str, Any]]]
@@ -48,8 +48,8 @@ def hf(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(hf: Path) -> Exported:
-    return Exported(hf)
+def model(hf: Path) -> ExportedModel:
+    return ExportedModel(hf)
 
 
 @pytest.fixture
@@ -170,13 +170,13 @@ def test_threshold_and_rates_are_those_of_scikit_learn() -> None:
     precision, recall, _ = precision_recall_curve(truth, scores)
     best = max(2 * p * r / (p + r) for p, r in zip(precision, recall, strict=True) if p + r)
     threshold = mining.best_threshold(found, gold)
-    rates = mining.rates(found, gold, threshold)
+    rates = mining.mining_scores(found, gold, threshold)
     guess = [value >= threshold for value in scores]
     assert rates["F1"] == pytest.approx(best) == pytest.approx(f1_score(truth, guess)) and 0.3 < best < 1
     assert rates["precision"] == pytest.approx(precision_score(truth, guess))
     assert rates["recall"] == pytest.approx(recall_score(truth, guess))
     assert rates["mined"] == sum(guess) < len(found.pairs) and rates["gold"] == len(gold)
-    elsewhere = mining.rates(found, gold, float(found.scores[4]))
+    elsewhere = mining.mining_scores(found, gold, float(found.scores[4]))
     guess = [value >= found.scores[4] for value in scores]
     assert elsewhere["F1"] == pytest.approx(f1_score(truth, guess)) and elsewhere["F1"] < best
 
@@ -248,7 +248,7 @@ def induced_by_hand(
     return tuple(np.mean([any(of_word[:k]) for of_word in hits]) for k in (1, 5))  # type: ignore[return-value]
 
 
-def test_induction_is_a_search_by_hand(demo: Path, tmp_path: Path, tokenizer: Tokenizer, model: Exported) -> None:
+def test_induction_is_a_search_by_hand(demo: Path, tmp_path: Path, tokenizer: Tokenizer, model: ExportedModel) -> None:
     """Words of several tokens, with several translations, the same in both languages; by embeddings and a layer; the
     same from files of either direction."""
     lines = (demo / "lexicon" / "en-xx.txt").read_text().splitlines()[::4][:200]
@@ -449,7 +449,7 @@ def test_perplexity_is_that_of_transformers(tmp_path: Path, demo: Path, tokenize
         losses += [-float(log_p[place, ids[place]]) for place in targets]
         right += sum(int(log_p[place].argmax()) == ids[place] for place in targets)
     texts = [source.read(0, number).texts[1] for number in range(40)]
-    found = heldout.evaluate_perplexity(Exported(path), texts, "xx", source.directory)
+    found = heldout.evaluate_perplexity(ExportedModel(path), texts, "xx", source.directory)
     assert found["targets"] == len(losses) > 20
     assert found["mlm_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert found["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
@@ -500,7 +500,7 @@ def test_perplexity_task(command: Command, demo: Path, tmp_path: Path, tokenizer
 def test_a_task_without_what_it_measures_on_is_refused_before_the_work(
     command: Command, monkeypatch: pytest.MonkeyPatch, capsys: Any, flags: tuple[str, ...], said: str
 ) -> None:
-    monkeypatch.setattr(run, "Exported", lambda path: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(run, "ExportedModel", lambda path: pytest.fail("the model was loaded"))
     assert command("--task", *flags)[0] == 2
     error = capsys.readouterr().err
     assert re.search(said, error) and len(error.splitlines()) == 1

@@ -36,7 +36,7 @@ from xscale.eval.finetune.transfer import (
     switch_codes,
     write_predictions,
 )
-from xscale.eval.model import Exported
+from xscale.eval.model import ExportedModel
 
 SETTINGS = FineTuneSettings(epochs=3, lr=5e-5, batch=32, max_length=40, warmup=0.1)
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -54,8 +54,8 @@ def hf(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(hf: Path) -> Exported:
-    return Exported(hf)
+def model(hf: Path) -> ExportedModel:
+    return ExportedModel(hf)
 
 
 def words_of(tokenizer: Tokenizer) -> list[str]:
@@ -227,7 +227,7 @@ def test_answers_are_compared_as_squads_script_does() -> None:
         "Die «Katze»": "die «katze»",  # ASCII punctuation and English articles alone
         "theatre": "theatre",
     }.items():
-        assert squad.normalized(text) == normal
+        assert squad.normalize(text) == normal
     for said, gold, f1 in [
         ("cats hat", "cats", 2 / 3),
         ("a b b", "b b c", 2 / 3),
@@ -248,7 +248,7 @@ def test_answers_are_compared_as_mlqas_script_does() -> None:
         ("hi", "the अंत।", "the अंत"),
         ("zh", "在1997年，香港 Hong Kong。", "在 1997 年 香 港 hong kong"),
     ]:
-        assert squad.mlqa_normalized(text, language) == normal
+        assert squad.normalize_mlqa(text, language) == normal
 
 
 def test_the_best_of_several_gold_answers_counts() -> None:
@@ -308,18 +308,18 @@ def test_accuracy_and_f1_of_words_and_pairs() -> None:
 # From text to what the head says
 
 
-def said(model: Exported, task: Task, features: list[Any], labels: list[str]) -> tuple[list[np.ndarray], Any]:
+def said(model: ExportedModel, task: Task, features: list[Any], labels: list[str]) -> tuple[list[np.ndarray], Any]:
     """What the head says of each feature, and transformers' model; its head is drawn with seed 5."""
     collator = Collator(model, ["en", "de"], task.head_labels)
     torch.manual_seed(5)
     whole = FineTuner(task, SETTINGS, collator, Path()).load_model(labels).eval()
     torch.nn.init.normal_(whole.classifier.weight)
     with torch.no_grad():
-        outputs = whole(**collator([[feature] for feature in features], labelled=False)).logits.numpy()
-    return [task.read_logits(outputs, number, feature) for number, feature in enumerate(features)], whole
+        outputs = whole(**collator([[feature] for feature in features], with_labels=False)).logits.numpy()
+    return [task.select_logits(outputs, number, feature) for number, feature in enumerate(features)], whole
 
 
-def test_a_words_tag_is_read_from_its_first_token(model: Exported, tokenizer: Tokenizer) -> None:
+def test_a_words_tag_is_read_from_its_first_token(model: ExportedModel, tokenizer: Tokenizer) -> None:
     """The same as transformers, of one padded sentence at a time, whose tokens are found word by word."""
     words = words_of(tokenizer)
     sentences = [[words[(7 * i + 11 * n) % 60] for n in range(3 + i)] for i in range(4)]
@@ -340,9 +340,9 @@ def test_a_words_tag_is_read_from_its_first_token(model: Exported, tokenizer: To
 
 
 def test_a_pair_is_read_with_its_token_types(
-    model: Exported, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    model: ExportedModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(classification, "AT_ONCE", 2)
+    monkeypatch.setattr(classification, "TOKENIZER_BATCH", 2)
     words = words_of(tokenizer)
     texts = [(" ".join(words[i : i + 3]), " ".join(words[i + 9 : i + 9 + 2 * i])) for i in (1, 2, 3)]
     examples = [LabelledExample(str(i), ("en", "de"), pair, ("b",)) for i, pair in enumerate(texts)]
@@ -355,22 +355,22 @@ def test_a_pair_is_read_with_its_token_types(
         with torch.no_grad():
             expected = whole(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits
         torch.testing.assert_close(torch.from_numpy(logits), expected, rtol=1e-4, atol=1e-4)
-    assert [(feature.example, feature.labels.tolist()) for feature in features] == [(0, [1]), (1, [1]), (2, [1])]
+    assert [(feature.example_index, feature.labels.tolist()) for feature in features] == [(0, [1]), (1, [1]), (2, [1])]
 
 
-def test_every_word_of_a_long_sentence_has_one_tag(model: Exported, tokenizer: Tokenizer) -> None:
+def test_every_word_of_a_long_sentence_has_one_tag(model: ExportedModel, tokenizer: Tokenizer) -> None:
     words = (words_of(tokenizer) * 3)[:100]
     gold = tuple(tags.UPOS[len(word) % 17] for word in words)
     features = tags.POS.encode([LabelledExample("1", ("en",), tuple(words), gold)], model.tokenizer, 20, tags.UPOS)
     assert len(features) > 5
-    assert all(feature.tokens <= 18 and len(feature.places) == len(feature.labels) for feature in features)
+    assert all(feature.num_tokens <= 18 and len(feature.positions) == len(feature.labels) for feature in features)
     logits = [np.eye(17)[feature.labels] for feature in features]
     assert tags.predict([LabelledExample("1", ("en",), tuple(words), gold)], features, logits, tags.UPOS) == [
         list(gold)
     ]
 
 
-def test_an_answer_is_found_in_a_long_context(model: Exported, tokenizer: Tokenizer) -> None:
+def test_an_answer_is_found_in_a_long_context(model: ExportedModel, tokenizer: Tokenizer) -> None:
     """Gold places, said with certainty, are the gold answers again, whichever of the overlapping sequences has them."""
     words = words_of(tokenizer)
     context = " ".join(f"{word}," for word in words)
@@ -379,16 +379,16 @@ def test_an_answer_is_found_in_a_long_context(model: Exported, tokenizer: Tokeni
         LabelledExample(str(i), ("en", "en"), (f"{words[i]} ?", context), ((text, context.index(text)),))
         for i, text in enumerate(answers)
     ]
-    features = qa.encode(examples, model.tokenizer, 40, qa.labels([]))
+    features = qa.encode(examples, model.tokenizer, 40, qa.XQUAD.list_labels([]))
     logits = []
     for feature in features:
-        of_feature = np.zeros((len(feature.places), 2))
+        of_feature = np.zeros((len(feature.positions), 2))
         of_feature[feature.labels[0], 0] = of_feature[feature.labels[1], 1] = 9.0 if feature.labels[0] else 0.0
         logits.append(of_feature)
         first, second = (ids.tolist() for ids in feature.ids)
         whole = [tokenizer.cls_id, *first, tokenizer.sep_id, *second, tokenizer.sep_id]
-        assert [whole[place] for place in feature.places] == [tokenizer.cls_id, *second]
-    covered = {int(start) for f in features if f.example == 0 and f.spans is not None for start in f.spans[:, 0]}
+        assert [whole[place] for place in feature.positions] == [tokenizer.cls_id, *second]
+    covered = {int(start) for f in features if f.example_index == 0 and f.spans is not None for start in f.spans[:, 0]}
     assert len(covered) == len(tokenizer.encode([context])[0]), "a token of the context is in no sequence"
     assert qa.predict(examples, features, logits, []) == answers
 
@@ -402,7 +402,7 @@ def test_best_span_is_that_of_all_pairs() -> None:
         assert qa.best_span(logits, 4)[1:] == best
 
 
-def test_labels_stand_where_the_heads_look(model: Exported, tokenizer: Tokenizer) -> None:
+def test_labels_stand_where_the_heads_look(model: ExportedModel, tokenizer: Tokenizer) -> None:
     """At each word's first token and nowhere else; an answer at its first and last token, or at [CLS]."""
     words = words_of(tokenizer)[36:44]
     sentences = [
@@ -430,13 +430,13 @@ def test_labels_stand_where_the_heads_look(model: Exported, tokenizer: Tokenizer
         batch["input_ids"], batch["start_positions"], batch["end_positions"], features, strict=True
     ):
         if start:
-            found[asked[feature.example].key].add(tokenizer.hf.decode(ids[start : end + 1]).replace(" ", ""))
+            found[asked[feature.example_index].key].add(tokenizer.hf.decode(ids[start : end + 1]).replace(" ", ""))
         else:
             assert end == 0
     assert found == {"a": {words[1]}, "b": {words[7]}}
 
 
-def test_what_is_not_finite_has_no_score(model: Exported) -> None:
+def test_what_is_not_finite_has_no_score(model: ExportedModel) -> None:
     features = tags.encode([LabelledExample("1", ("en",), ("word",), None)], model.tokenizer, 40, tags.UPOS)
     collator = Collator(model, ["en"], tags.head_labels)
     tuner = FineTuner(tags.POS, SETTINGS, collator, Path())
@@ -446,12 +446,12 @@ def test_what_is_not_finite_has_no_score(model: Exported) -> None:
         tuner.predict_logits(trainer, features)
 
 
-def test_settings_and_seed_decide_a_run(model: Exported, tmp_path: Path) -> None:
+def test_settings_and_seed_decide_a_run(model: ExportedModel, tmp_path: Path) -> None:
     examples = [LabelledExample(str(n), ("en", "en"), (f"word {n}", "end"), ("ab"[n % 2],)) for n in range(4)]
     features = classification.encode(examples, model.tokenizer, 40, ["a", "b"])
     collator = Collator(model, ["en"], classification.head_labels)
     tuner = FineTuner(classification.XNLI, replace(SETTINGS, warmup=7.0), collator, tmp_path)
-    given = tuner.arguments([features[:2], features[2:]], 5)
+    given = tuner.training_arguments([features[:2], features[2:]], 5)
     assert (given.warmup_steps, given.learning_rate, given.num_train_epochs, given.seed) == (7, 5e-5, 3, 5)
     assert given.per_device_train_batch_size == 16, "32 sequences are 16 groups of 2"
     heads = [tuner.train([[f] for f in features], ["a", "b"], seed).model.classifier.weight for seed in (0, 0, 1)]
@@ -551,9 +551,9 @@ def test_predictions_as_xtreme_reads_them(tmp_path: Path) -> None:
     modes = ("supervised.seed_7/xnli/test-en", "zero-shot.seed_7/xnli/test-de", "zero-shot.seed_7/xnli/test-en")
     assert written == [f"{name}.tsv" for name in modes]
     assert (tmp_path / written[1]).read_text().splitlines() == ["y", *"xxxxx"]
-    assert tags.write([], [["B-LOC", "I-LOC"], ["O"]]) == "B-LOC\nI-LOC\n\nO\n\n"
+    assert tags.format_predictions([], [["B-LOC", "I-LOC"], ["O"]]) == "B-LOC\nI-LOC\n\nO\n\n"
     questions = [LabelledExample(key, ("zh", "zh"), ("?", "香港"), None) for key in "ab"]
-    assert json.loads(qa.write(questions, ["香港", ""])) == {"a": "香港", "b": ""}
+    assert json.loads(qa.format_predictions(questions, ["香港", ""])) == {"a": "香港", "b": ""}
 
 
 def test_the_page_has_xtremes_names() -> None:
@@ -561,7 +561,7 @@ def test_the_page_has_xtremes_names() -> None:
     rows = [line for line in (launch.ROOT / "docs" / "fine-tuning.md").read_text().splitlines() if line[:3] == "| `"]
     for name, task in measure.TASKS.items():
         (row,) = [row for row in rows if f"`{name}`" in row.split("|")[1]]
-        assert f"`{task.xtreme}`" in row.split("|")[1]
+        assert f"`{task.xtreme_folder}`" in row.split("|")[1]
 
 
 def test_intents_of_multiatis(tmp_path: Path) -> None:
@@ -580,7 +580,7 @@ def test_intents_of_multiatis(tmp_path: Path) -> None:
         plan_training(measure.TASKS["massive"], {"de": of["train"]}, {}, {"de": of["test"]}, "de", False)
 
 
-def test_sentences_of_sib200_taxi1500_and_massive(tmp_path: Path, model: Exported) -> None:
+def test_sentences_of_sib200_taxi1500_and_massive(tmp_path: Path, model: ExportedModel) -> None:
     """Header and columns as their files have them; a long sentence is cut at its end."""
     path, read = tmp_path / "test.tsv", measure.TASKS["sib200"].read
     path.write_text('index_id\tcategory\ttext\n7\tscience/technology\tA "mix" of\n9\ttravel\tgo\n')
@@ -688,7 +688,7 @@ def exported(folder: Path, tokenizer: Tokenizer, dropout: float) -> Path:
 
 
 def test_a_command_trains_scores_and_keeps_models(
-    tmp_path: Path, hf: Path, model: Exported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, hf: Path, model: ExportedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From what is kept, transformers predicts what the command has predicted."""
     monkeypatch.setattr(command.ranks, "join_process_group", lambda process: None)

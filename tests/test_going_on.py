@@ -37,7 +37,7 @@ from xscale.errors import UserError
 from xscale.eval import bootstrap as intervals
 from xscale.eval import heldout, hf_directory, onnx_file, retrieval
 from xscale.eval.card import add_scores
-from xscale.eval.model import Exported, read_texts
+from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.sentence_files import trained_pooling
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
@@ -418,10 +418,10 @@ def test_every_model_type_is_exported_as_it_was_trained(kind: str, tmp_path: Pat
     """Weights that stand still differ by rounding alone; one that moved by 0.1 is found."""
     lm = make(kind, torch.float32).lm
     lm.save_pretrained(tmp_path)
-    assert hf_directory.difference_from(lm, {}, tmp_path) is None
+    assert hf_directory.export_problem(lm, {}, tmp_path) is None
     with torch.no_grad():
         lm.get_output_embeddings().bias[5] += 0.1
-    assert "bias" in (hf_directory.difference_from(lm, {}, tmp_path) or "")
+    assert "bias" in (hf_directory.export_problem(lm, {}, tmp_path) or "")
 
 
 def test_an_export_to_nowhere_is_refused_before_the_work(
@@ -441,7 +441,7 @@ def test_held_out_losses_of_alignlm_are_of_its_heads(
 ) -> None:
     """Equal to dense logits and matrices of stock modules, for the same masks; the same again."""
     module, _, hf = ended
-    model, (source,) = Exported(hf), find_sources([demo / "heldout"])
+    model, (source,) = ExportedModel(hf), find_sources([demo / "heldout"])
     stream_batches: list[tuple[StreamBatch, list[Example]]] = []
 
     def collate(samples: list[list[Example]], options: Any, context: Context) -> StreamBatch:
@@ -469,7 +469,7 @@ def test_held_out_losses_of_alignlm_have_intervals_over_pairs(
     demo: Path, ended: tuple[StepModule, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sums that are resampled are those of each pair: what one pair more adds to the loss of all."""
-    model, (source,), resampled = Exported(ended[2]), find_sources([demo / "heldout"]), dict[str, Any]()
+    model, (source,), resampled = ExportedModel(ended[2]), find_sources([demo / "heldout"]), dict[str, Any]()
 
     def bootstrap(sums: Any, scores_of: Any) -> dict[str, float]:
         resampled.update(dict.fromkeys(scores_of(sums), sums))
@@ -492,7 +492,7 @@ def test_without_word_links_there_is_the_monolingual_loss(
     demo: Path, ended: tuple[StepModule, Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the same, since the masks are."""
-    model, (source,) = Exported(ended[2]), find_sources([demo / "heldout"])
+    model, (source,) = ExportedModel(ended[2]), find_sources([demo / "heldout"])
     linked = heldout.evaluate(model, source, 50)
     read = source.read
     monkeypatch.setattr(source, "read", lambda shard, record: read(shard, record)._replace(links=None))
@@ -624,11 +624,11 @@ def test_an_export_is_pushed_to_the_hub(
 
 def test_the_first_layers_are_exported(ended: tuple[StepModule, Path, Path], demo: Path, tmp_path: Path) -> None:
     """Their output are the whole model's states at that layer, so that retrieval is the same."""
-    whole, (source,) = Exported(ended[2]), find_sources([demo / "heldout"])
+    whole, (source,) = ExportedModel(ended[2]), find_sources([demo / "heldout"])
     export.export(ended[1], tmp_path / "hf", layers=1)
-    cut = Exported(tmp_path / "hf")
+    cut = ExportedModel(tmp_path / "hf")
     assert whole.num_layers == 2 and cut.num_layers == 1 and cut.headless and cut.heads == {}
-    (of_whole,) = retrieval.evaluate(whole, source, 50, retrieval.variants(whole, layers=[1])).values()
+    (of_whole,) = retrieval.evaluate(whole, source, 50, retrieval.make_variants(whole, layers=[1])).values()
     (of_cut,) = retrieval.evaluate(cut, source, 50).values()
     assert of_whole == of_cut
     card = ModelCard.load(tmp_path / "hf" / "README.md")
@@ -734,7 +734,7 @@ def test_pipelines_of_transformers_read_an_export(
         save(run_spec.module(), run_spec, tmp_path / "checkpoint")
         path = tmp_path / "hf"
         export.export(tmp_path / "checkpoint", path)
-    ours, text = Exported(path), "the dog [MASK] a cat"
+    ours, text = ExportedModel(path), "the dog [MASK] a cat"
     ids = torch.tensor(ours.tokenizer.hf(text)["input_ids"])
     n, place = len(ids), (ids == ours.tokenizer.mask_id).nonzero().item()
     row = Tokens(ids, torch.arange(n), torch.zeros_like(ids), torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)
@@ -770,7 +770,7 @@ def test_sentence_transformers_makes_our_vectors(
     from sentence_transformers import SentenceTransformer
 
     export.export(ended[1], tmp_path / "hf", pooling=asked)
-    model, theirs, pooling = Exported(tmp_path / "hf"), SentenceTransformer(str(tmp_path / "hf")), asked or "mean"
+    model, theirs, pooling = ExportedModel(tmp_path / "hf"), SentenceTransformer(str(tmp_path / "hf")), asked or "mean"
     (source,) = find_sources([demo / "heldout"])
     sides = []
     for side in (0, 1):
@@ -779,5 +779,5 @@ def test_sentence_transformers_makes_our_vectors(
         found = theirs.encode(texts, convert_to_tensor=True).cpu()
         torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
         sides.append(found[:100])
-    expected = retrieval.evaluate(model, source, 100, retrieval.variants(model, [pooling]))
+    expected = retrieval.evaluate(model, source, 100, retrieval.make_variants(model, [pooling]))
     assert [retrieval.accuracies(*sides, "cosine", source.langs)] == [*expected.values()]

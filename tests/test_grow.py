@@ -16,7 +16,7 @@ from tests.test_encoder import CONFIGS, make
 from tests.test_going_on import run_spec_of
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval.hf_directory import difference_from
+from xscale.eval.hf_directory import export_problem
 from xscale.models.grow import extension_problem, grow_vocabulary, old_ids_of_new, piece_ids
 from xscale.run_spec import check_tokenizer
 
@@ -110,7 +110,7 @@ def test_a_grown_model_has_the_states_and_logits_that_it_had(kind: str, demo: Pa
         torch.testing.assert_close(table[number], table_before[pieces].mean(0))
         assert len(pieces) > 1 and torch.equal(table[new.hf.get_vocab()["жук"]], table_before[old.special["unk"]])
     lm.save_pretrained(tmp_path / "hf")
-    assert difference_from(lm, {}, tmp_path / "hf") is None
+    assert export_problem(lm, {}, tmp_path / "hf") is None
     assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
 
 

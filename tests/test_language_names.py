@@ -105,8 +105,8 @@ def test_files_beside_a_prefix_say_its_languages(tmp_path: Path) -> None:
     prefix = tmp_path / "en-pt-br.test"
     for side in ("en", "pt-br.xz"):
         prefix.with_name(f"{prefix.name}.{side}").touch()
-    assert mining.languages_of(prefix) == ("en", "pt-br")
-    assert mining.languages_of(tmp_path / "zh-CN-en.test") == ("zh-CN", "en")
+    assert mining.prefix_languages(prefix) == ("en", "pt-br")
+    assert mining.prefix_languages(tmp_path / "zh-CN-en.test") == ("zh-CN", "en")
 
 
 def test_a_dictionary_is_filtered(data: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.test_eval_tasks import random_model, sentences
 from tests.test_readme import commands
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval import mteb_tasks, run
-from xscale.eval.model import Exported
+from xscale.eval.model import ExportedModel
 
 PAIRS = 60
 
@@ -109,7 +109,7 @@ def test_bitext_mining_is_that_of_cosines_by_transformers(
 
 
 def test_what_mteb_asks_of_an_encoder(hf: Path) -> None:
-    encoder = mteb_tasks.MtebEncoder(Exported(hf))
+    encoder = mteb_tasks.MtebEncoder(ExportedModel(hf))
     texts = {"task_metadata": None, "hf_split": "test", "hf_subset": "deu-eng", "prompt_type": None, "batch_size": 2}
     x = encoder.encode([{"text": ["a b", "c"]}, {"text": ["d e f"]}], **texts)
     y = encoder.encode([{"text": ["d e f", "c", "a b"]}], **texts)
@@ -124,7 +124,7 @@ def test_what_mteb_asks_of_an_encoder(hf: Path) -> None:
 def test_the_protocol_of_mteb_itself(hf: Path) -> None:
     import mteb
 
-    one, other = (mteb_tasks.MtebEncoder(Exported(hf), pooling) for pooling in ("mean", "cls"))
+    one, other = (mteb_tasks.MtebEncoder(ExportedModel(hf), pooling) for pooling in ("mean", "cls"))
     assert isinstance(one, mteb.EncoderProtocol)
     assert one.mteb_model_meta.name == "xscale/hf" and one.mteb_model_meta.revision != other.mteb_model_meta.revision
 

@@ -16,7 +16,7 @@ from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval import retrieval, run
-from xscale.eval.parallel import find_parallel
+from xscale.eval.parallel import find_parallel_texts
 
 LASER = {"index": (52, 53), "text": (46, 46), "++": {"": 91, " misaligned": 52, " entity": 21, " number": 18}}
 """Errors among the 300 sentences of `made`, as source/xsim.py of facebookresearch/LASER counts them at commit
@@ -116,7 +116,7 @@ def test_files_of_flores_ntrex_and_tatoeba_are_found(tmp_path: Path) -> None:
         for language in pair.split("-"):
             with lzma.open(tmp_path / "tatoeba" / f"tatoeba.{pair}.{language}.xz", "wt") as file:
                 file.write("x\ny\n")
-    found = {Path(text.name).relative_to(tmp_path).as_posix(): text for text in find_parallel(tmp_path)}
+    found = {Path(text.name).relative_to(tmp_path).as_posix(): text for text in find_parallel_texts(tmp_path)}
     assert {name: sorted(text.files) for name, text in found.items()} == {
         "flores/*.devtest": ["deu_Latn", "eng_Latn", "zho_Latn"],
         "ntrex/newstest2019.*.txt": ["deu", "eng", "eng-US", "zho-TW"],
@@ -127,7 +127,7 @@ def test_files_of_flores_ntrex_and_tatoeba_are_found(tmp_path: Path) -> None:
     assert flores.pairs(False) == [("deu_Latn", "eng_Latn"), ("eng_Latn", "zho_Latn")] and len(flores.pairs(True)) == 3
     write_flores(tmp_path / "flores", {"zho": ["a"]})
     with pytest.raises(UserError, match=r"zho_Latn.devtest has 1 lines, .*_Latn.devtest has 2"):
-        find_parallel(tmp_path)
+        find_parallel_texts(tmp_path)
 
 
 @pytest.fixture(scope="module")

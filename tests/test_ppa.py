@@ -28,7 +28,7 @@ from xscale.data.shards import find_sources
 from xscale.data.stream_batch import Context, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval.model import Exported, read_texts
+from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.retrieval import accuracies
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
@@ -657,7 +657,7 @@ def test_contrast_learns_from_random_weights(demo: Path, tmp_path: Path) -> None
     assert "hardly differ" not in (out / "run.log").read_text()
     export.export(out, tmp_path / "hf")
     assert not (tmp_path / "hf" / "companions.pt").exists()
-    model, (source,) = Exported(tmp_path / "hf"), find_sources([demo / "heldout"])
+    model, (source,) = ExportedModel(tmp_path / "hf"), find_sources([demo / "heldout"])
     projection, texts = model.heads["ppa"].weights, read_texts(source, 200)
 
     def z_of(side: int) -> Tensor:

@@ -16,7 +16,7 @@ from xscale.checkpoint.restore import full_weights
 from xscale.config import RECIPES
 from xscale.data.shards import find_sources
 from xscale.eval import heldout, retrieval
-from xscale.eval.model import Exported
+from xscale.eval.model import ExportedModel
 from xscale.step.adam import operators_directory
 
 pytestmark = pytest.mark.slow
@@ -103,7 +103,7 @@ def test_a_model_type_without_a_pass_of_our_own(runs: Path, demo: Path, tmp_path
     weights = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").state_dict()
     trained = full_weights(checkpoints.resolve_checkpoint(runs / "electra"))
     assert all(torch.equal(weights[name], trained[f"encoder.lm.{name}"]) for name in weights)
-    model, (source,) = Exported(tmp_path / "hf"), find_sources([demo / "heldout"])
+    model, (source,) = ExportedModel(tmp_path / "hf"), find_sources([demo / "heldout"])
     assert (
         heldout.evaluate(model, source, 50)["tlm_loss"] < 9
         and retrieval.evaluate(model, source, 50)[""]["sentences"] == 50

@@ -33,14 +33,14 @@ from xscale.data.stream_batch import Context
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split
 from xscale.errors import UserError
-from xscale.eval.model import Exported
+from xscale.eval.model import ExportedModel
 from xscale.models.heads import SavedHeads, save_heads
 from xscale.objectives import alignlm
 from xscale.report import __main__ as command
 from xscale.report import curves, models, tables, transfer
 from xscale.report.draw import COLOURS, MOST_LINES, MOST_PANELS, Pictures
 from xscale.report.findings import findings
-from xscale.report.page import page
+from xscale.report.page import render_page
 from xscale.report.read import Run, read_runs, read_scores
 
 Entry = dict[str, Any]
@@ -196,7 +196,7 @@ def test_thinned_curves_are_means_least_and_largest_of_each_column(steps: int) -
     values[draw.uniform(size=steps) < 0.2] = np.nan
     values[300:330] = np.nan
     at = np.cumsum(draw.integers(1, 4, steps))
-    found = curves.thin(pd.Series(values, at), 150)
+    found = curves.downsample(pd.Series(values, at), 150)
     assert len(found) <= 150
     columns: dict[int, list[int]] = {}
     for n, step in enumerate(at.tolist()):
@@ -206,7 +206,7 @@ def test_thinned_curves_are_means_least_and_largest_of_each_column(steps: int) -
         assert step == pytest.approx(np.mean([at[n] for n in members]))
         expected = (sum(known) / len(known), min(known), max(known)) if known else (math.nan,) * 3
         assert (row["mean"], row["min"], row["max"]) == pytest.approx(expected, nan_ok=True)
-    few = curves.thin(pd.Series(values[:150], at[:150]), 150)
+    few = curves.downsample(pd.Series(values[:150], at[:150]), 150)
     assert few["mean"].equals(pd.Series(values[:150], at[:150]))
 
 
@@ -216,7 +216,7 @@ def test_the_page_of_a_long_run_is_small() -> None:
     names = ["loss", "lr", "grad_norm", *(f"{q}/{s}" for s in ("mlm", "tlm") for q in ("loss", "accuracy", "count"))]
     names += [f"loss/mlm/l{n:02d}" for n in range(26)]
     metrics = {name: pd.Series(1e4 / at + draw.uniform(1, 2, len(at)) + n / 5, at) for n, name in enumerate(names)}
-    text = page([Run("a", "a", metrics, {}, [], {}, {})], [], Pictures())
+    text = render_page([Run("a", "a", metrics, {}, [], {}, {})], [], Pictures())
     assert len(text) < 1_000_000
     before_fold = text.partition("<details")[0]
     assert before_fold.count("<svg") <= 12 and "by language" in before_fold
@@ -315,10 +315,10 @@ def test_tables_say_what_is_noise(tmp_path: Path) -> None:
     """✓ marks runs whose interval overlaps the best one's; a mean over rows has the mean of their intervals."""
     shifts = {"best": 0.1, "near": 0.04, "far": -0.1}
     runs = [run_of_scores(tmp_path / name, {"en-de": shift, "en-fr": shift - 0.02}) for name, shift in shifts.items()]
-    (row,) = (row for row in tables.headline_table(tables.headlines(runs)).rows if "retrieval" in str(row[0]))
+    (row,) = (row for row in tables.headline_table(tables.headline_charts(runs)).rows if "retrieval" in str(row[0]))
     assert row[1:] == ["✓ 0.89 [0.84, 0.92]", "✓ 0.83 [0.78, 0.86]", "0.69 [0.64, 0.72]"]
     assert tables.is_numeric(row[1:])
-    rows = {row[0]: [tables.number(cell) for cell in row[1:]] for row in tables.summary(runs[:1]).rows}
+    rows = {row[0]: [tables.format_cell(cell) for cell in row[1:]] for row in tables.last_and_best_table(runs[:1]).rows}
     assert rows["retrieval accuracy, en-de"] == ["0.9 [0.85, 0.93]", "0.9", "0.9", "24"]
     assert rows["retrieval accuracy, mean over 2 languages or pairs"][0] == "0.89 [0.84, 0.92]"
     curve = runs[0].evals["retrieval", "en-fr", "accuracy"]
@@ -350,16 +350,19 @@ def test_a_number_without_an_interval_takes_none_of_another(tmp_path: Path) -> N
 def test_the_summary_says_which_run_is_better(one: tuple[Path, list[Entry]]) -> None:
     (run,) = read_runs([one[0]])
     worse = Run("w", "w", {"loss": run.metrics["loss"] + 10}, {}, [], run.config, {})
-    titles = [headline.title for headline in tables.headlines([run, worse])]
+    titles = [headline.title for headline in tables.headline_charts([run, worse])]
     assert len(titles) == 4 and "retrieval" in titles[2]
-    rows = {row[0]: row[1:] for row in tables.headline_table(tables.headlines([run, worse])).rows}
+    rows = {row[0]: row[1:] for row in tables.headline_table(tables.headline_charts([run, worse])).rows}
     late = np.array([e["loss"] for e in one[1][-3:]])
     assert rows[titles[0]][0] == f"✓ {late.mean():.4g} ± {late.std(ddof=1):.2g}"
     assert not str(rows[titles[0]][1]).startswith("✓") and rows[titles[2]][1] is None
     near = Run("n", "n", {"loss": run.metrics["loss"] + late.std()}, {}, [], run.config, {})
-    assert [str(cell)[0] for cell in tables.headline_table(tables.headlines([run, near])).rows[0][1:]] == ["✓", "✓"]
+    assert [str(cell)[0] for cell in tables.headline_table(tables.headline_charts([run, near])).rows[0][1:]] == [
+        "✓",
+        "✓",
+    ]
     other = Run("o", "o", {"loss": run.metrics["loss"] / 2}, {}, [], {"streams": {"tlm": {}}}, {})
-    assert "✓" not in str(tables.headline_table(tables.headlines([run, other])).rows[0]), (
+    assert "✓" not in str(tables.headline_table(tables.headline_charts([run, other])).rows[0]), (
         "losses of other streams do not compare"
     )
 
@@ -381,7 +384,7 @@ def test_the_summary_answers_what_is_asked_first(tmp_path: Path) -> None:
 
     def said(*chosen: int) -> str:
         runs = read_runs([folders[n] for n in chosen])
-        return "\n".join(findings(runs, tables.headlines(runs)))
+        return "\n".join(findings(runs, tables.headline_charts(runs)))
 
     assert "Training loss, nats: a is best, by 4.7" in said(0, 1) and "which is more than noise" in said(0, 1)
     assert re.search(r"retrieval, mean of the pairs, share: a is best, by 0\.05 over b, which may be noise", said(0, 1))
@@ -402,18 +405,20 @@ def test_means_over_languages(tmp_path: Path) -> None:
                for s, (a, b) in enumerate(zip(en, de, strict=True), 1)]  # fmt: skip
     found = {"heldout": {"mlm": {"loss": 9.5}, "mlm en": {"loss": 1.5}, "mlm de": {"loss": 2.5}}}
     folder = make_run(tmp_path / "run", entries, [{"step": 1, "results": found}])
-    rows = {row[0]: row[1:] for row in tables.summary(read_runs([folder])).rows}
+    rows = {row[0]: row[1:] for row in tables.last_and_best_table(read_runs([folder])).rows}
     assert rows["heldout loss, mlm, mean over 2 languages or pairs"] == [2, 2, 2, 1]
     assert rows["loss/mlm, mean over 2 languages or pairs"] == [2.5, 2.5, 2.5, 4]
     accuracies = {"en-xx": {"accuracy": 0.25}, "en-yy": {"accuracy": 0.75}, "all": {"accuracy": 0.5}}
     ends = {"en-xx": {"accuracy": [0.0, 0.5]}, "en-yy": {"accuracy": [0.5, 1.0]}, "all": {"accuracy": [0.4, 0.6]}}
     found = {"step": 1, "results": {"retrieval": accuracies}, "intervals": {"retrieval": ends}}
     (run,) = read_runs([make_run(tmp_path / "all", entries, [found], checkpoint={"best": "retrieval/all/accuracy"})])
-    (shown,) = [row[1] for row in tables.headline_table(tables.headlines([run])).rows if "retrieval" in str(row[0])]
-    rows = {row[0]: row[1] for row in tables.summary([run]).rows}
+    (shown,) = [
+        row[1] for row in tables.headline_table(tables.headline_charts([run])).rows if "retrieval" in str(row[0])
+    ]
+    rows = {row[0]: row[1] for row in tables.last_and_best_table([run]).rows}
     assert (
-        tables.number(shown)
-        == tables.number(rows["retrieval accuracy, mean over 2 languages or pairs"])
+        tables.format_cell(shown)
+        == tables.format_cell(rows["retrieval accuracy, mean over 2 languages or pairs"])
         == "0.5 [0.4, 0.6]"
     )
     assert "retrieval accuracy, all" not in rows and list(curves.eval_charts([run])[0].lines) == ["en-xx", "en-yy"]
@@ -510,12 +515,12 @@ def test_what_has_a_best_value(tmp_path: Path) -> None:
     entries = [{"step": s, "loss": n, "alignment/en-de": 0.25} for s, n in ((1, 3.0), (2, 2.0), (3, None), (4, None))]
     rows = [{"aer": a, "f1": f, "coverage": a, "queue_age": f} for a, f in ((0.4, 0.5), (0.3, 0.7), (0.5, 0.2))]
     evals = [{"step": s, "results": {"aer": {"en-de": row}}} for s, row in enumerate(rows)]
-    table = tables.summary(read_runs([make_run(tmp_path / "run", entries, evals)]))
+    table = tables.last_and_best_table(read_runs([make_run(tmp_path / "run", entries, evals)]))
     found = {row[0]: row[3:] for row in table.rows}
     assert found["alignment/en-de"] == found["aer coverage, en-de"] == found["aer queue_age, en-de"] == [None, None]
     assert found["aer aer, en-de"] == [0.3, 1] and found["aer f1, en-de"] == [0.7, 1] and found["loss"] == [2.0, 2]
     (loss,) = (row[1:3] for row in table.rows if row[0] == "loss")
-    assert [tables.number(cell) for cell in loss] == ["NaN", "NaN"]
+    assert [tables.format_cell(cell) for cell in loss] == ["NaN", "NaN"]
 
 
 def test_what_hooks_have_measured(tmp_path: Path, capsys: Any) -> None:
@@ -592,8 +597,8 @@ def test_alignment_against_delta_is_the_papers(tang: list[Path], tmp_path: Path)
     text, parsed = page_of("--scores", *tang, out=tmp_path / "report.html")
     scores = read_scores(tang)
     assert "<h3>xnli</h3>" not in text and "<h3>alignment</h3>" in text
-    (points,) = transfer.aligned(transfer.transfers(scores), scores, [])[0].values()
-    pairs = transfer.points_of(points)
+    (points,) = transfer.with_alignment(transfer.transfer_scores(scores), scores, [])[0].values()
+    pairs = transfer.scatter_points(points)
     assert np.array(pairs) == pytest.approx(np.array([p for of in TABLE_8.values() for p in of]))
     expected = stats.spearmanr([a for a, _ in pairs], [b for _, b in pairs])
     assert expected.statistic == pytest.approx(-0.727, abs=5e-4) and expected.pvalue < 0.01
@@ -620,11 +625,11 @@ def test_alignment_of_a_run_stands_in_for_that_of_its_model(tmp_path: Path) -> N
     scores = read_scores([tmp_path / "s.json"])
     entries = [{"step": s, "alignment/en-de": s / 10, "alignment_trained/en-de": s / 5} for s in (1, 2)]
     (run,) = read_runs([make_run(tmp_path / "a", [*entries, {"step": 3, "alignment/en-de": None}])])
-    found, kind = transfer.aligned(transfer.transfers(scores), scores, [run])
-    assert kind == "withheld" and transfer.points_of(found["pos"])[0] == pytest.approx((20, 40))
+    found, kind = transfer.with_alignment(transfer.transfer_scores(scores), scores, [run])
+    assert kind == "withheld" and transfer.scatter_points(found["pos"])[0] == pytest.approx((20, 40))
     del run.metrics["alignment/en-de"]
-    found, kind = transfer.aligned(transfer.transfers(scores), scores, [run])
-    assert kind == "trained" and transfer.points_of(found["pos"])[0] == pytest.approx((40, 40))
+    found, kind = transfer.with_alignment(transfer.transfer_scores(scores), scores, [run])
+    assert kind == "trained" and transfer.scatter_points(found["pos"])[0] == pytest.approx((40, 40))
 
 
 def test_retrieval_by_layer(tmp_path: Path) -> None:
@@ -680,8 +685,8 @@ def test_words_that_are_shown_are_the_most_often_linked(linked: Source) -> None:
             counter.update(np.array(texts, dtype=object)[kept].tolist())
         for i, j in (map(int, link.split("-")) for link in record["links"].split()):
             counts[a[i], b[j]] += bool(a_is_word[i] and b_is_word[j])
-    stop = [{word for word, _ in counter.most_common(models.STOP)} for counter in alone]
-    found = models.frequent_pairs(linked)
+    stop = [{word for word, _ in counter.most_common(models.STOP_WORDS)} for counter in alone]
+    found = models.frequent_word_pairs(linked)
     assert len(found) == models.MOST_WORDS and all(
         len(set(side)) == models.MOST_WORDS for side in zip(*found, strict=True)
     )
@@ -692,16 +697,16 @@ def test_words_that_are_shown_are_the_most_often_linked(linked: Source) -> None:
 
 def test_translations_with_one_vector_are_together(hf: Path, linked: Source, tmp_path: Path) -> None:
     """Planted: a second word's tokens have the first one's mean. Unplanted words are as near as chance has it."""
-    model, pairs = Exported(hf), models.frequent_pairs(linked)
+    model, pairs = ExportedModel(hf), models.frequent_word_pairs(linked)
     ids = model.tokenizer.encode_inside([word for pair in pairs for word in pair])
     pairs = [pair for n, pair in enumerate(pairs) if len(ids[2 * n]) == len(ids[2 * n + 1]) == 1]
     assert len(pairs) > 5
-    before = models.place_words(model, pairs)
+    before = models.project_words(model, pairs)
     with torch.no_grad():
         for n in range(0, len(ids), 2):
             if len(ids[n]) == len(ids[n + 1]) == 1:
                 model.encoder.embeddings[ids[n + 1][0]] = 2 * model.encoder.embeddings[ids[n][0]]
-    after = models.place_words(model, pairs)
+    after = models.project_words(model, pairs)
     assert after[2] == len(pairs) > before[2] and abs(before[1]) < 0.3
     assert after[1] == pytest.approx(1, abs=1e-5)
     apart = [np.linalg.norm(p[:, 0] - p[:, 1], axis=1).mean() / np.ptp(p) for p, *_ in (before, after)]
@@ -710,8 +715,8 @@ def test_translations_with_one_vector_are_together(hf: Path, linked: Source, tmp
 
 def test_guesses_of_both_heads_are_those_of_plain_transformers(hf: Path, linked: Source) -> None:
     """Equations (1)-(8) by loops over the links, of transformers' hidden states."""
-    model, lm = Exported(hf), AutoModelForMaskedLM.from_pretrained(hf).eval()
-    pair = models.pairs_of(model, linked)[0]
+    model, lm = ExportedModel(hf), AutoModelForMaskedLM.from_pretrained(hf).eval()
+    pair = models.sample_pairs(model, linked)[0]
     context = Context(model.tokenizer, 128, "drop", {"en": 0, "xx": 1})
     options = alignlm.AlignLMOptions()
     heads = alignlm.Heads(model.encoder, options)
@@ -732,7 +737,7 @@ def test_guesses_of_both_heads_are_those_of_plain_transformers(hf: Path, linked:
         assert len(found) == min(len(masked), models.MOST_MASKED) > 3
         for shown, place in zip(found, masked, strict=False):
             names, values = guess(states[place], transform.dense)
-            assert shown.place == place and [name for name, _ in shown.mono] == names
+            assert shown.position == place and [name for name, _ in shown.mono] == names
             assert [p for _, p in shown.mono] == pytest.approx(values, rel=1e-3)
             partners = linked_tokens.get(place, [])
             assert shown.linked == [tokens[p] for p in partners]
@@ -859,7 +864,7 @@ def test_shards_without_links_are_refused(
 ) -> None:
     write_pairs(*corpus_files(["a b c"], ["d e f"]), tmp_path / "pairs")
     with pytest.raises(UserError, match="has no word links; write it again"):
-        models.frequent_pairs(Source(tmp_path / "pairs"))
+        models.frequent_word_pairs(Source(tmp_path / "pairs"))
 
 
 # In a browser

@@ -30,7 +30,7 @@ def test_files_of_the_public_test_sets_are_found(tmp_path: Path) -> None:
     for name in PUBLISHED.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    found = suites.find_transfer([tmp_path])
+    found = suites.find_transfer_files([tmp_path])
     names = {
         task: {part: {lang: path.name for lang, path in files.items()} for part, files in parts.items()}
         for task, parts in found.items()
@@ -69,14 +69,14 @@ def test_word_links_of_xlwa_and_of_awesome_align_are_found(tmp_path: Path) -> No
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     spanish, italian, *japanese = (str(tmp_path / name) for name in found.split())
-    links = suites.find_hand_links([tmp_path / "XL-WA-main", tmp_path / "w"])
+    links = suites.find_aer_values([tmp_path / "XL-WA-main", tmp_path / "w"])
     assert sorted(links) == [["en-es", spanish], ["en-it", italian], ["ja-en", *japanese]]
 
 
 def test_real_files_are_found(real: Path) -> None:
-    found = suites.find_transfer([real / "eval"])
+    found = suites.find_transfer_files([real / "eval"])
     assert set(found) == {"pos", "ner"} and set(found["pos"]["test"]) == {"en", "de", "fr", "es", "zh"}
-    links = suites.find_hand_links([real / "eval"])
+    links = suites.find_aer_values([real / "eval"])
     assert [(pair, len(files)) for pair, *files in links] == [("en-fr", 2), ("en-es", 1), ("en-it", 1)]
 
 
@@ -249,7 +249,7 @@ def test_a_test_without_labels_gives_way_to_dev(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(suites, "measure_transfer", lambda args: asked.append(args) or SimpleNamespace(rows={}))
     parts = {part: {"de": tmp_path / f"{part}-de.tsv"} for part in ("train", "dev", "test")}
     parts["test"]["en"] = tmp_path / "test-en.tsv"
-    suites.transfer("ner", parts, "", SimpleNamespace(path=tmp_path))  # type: ignore[arg-type]
+    suites.fine_tune("ner", parts, "", SimpleNamespace(path=tmp_path))  # type: ignore[arg-type]
     assert asked[0].test == [f"de={tmp_path}/dev-de.tsv", f"en={tmp_path}/test-en.tsv"]
     assert "test-de.tsv has no labels" in capsys.readouterr().out
 
@@ -260,7 +260,7 @@ def test_a_test_without_labels_gives_way_to_dev(tmp_path: Path, monkeypatch: pyt
 def test_what_cannot_be_compared_is_said_before_the_work(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: Any, flags: list[str], said: str
 ) -> None:
-    monkeypatch.setattr(compare, "Exported", lambda path: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(compare, "ExportedModel", lambda path: pytest.fail("a model was loaded"))
     model = random_model(tmp_path / "one", tokenizer)
     words = ["--suite", "retrieval", "--texts", str(tmp_path), "--out", str(tmp_path / "out")]
     assert compare.main([str(model), *words, *flags]) == 2
@@ -282,5 +282,5 @@ def test_p_values_are_those_of_chance() -> None:
     for _ in range(400):
         right = (draw.random((2, 200)) < 0.6).astype(float)
         scores = [bootstrap.bootstrap(side[:, None], lambda sums: {"accuracy": sums[..., 0] / 200}) for side in right]
-        p.append(bootstrap.p_value(bootstrap.combine([side["accuracy"] for side in scores], [1, -1])))
+        p.append(bootstrap.p_value(bootstrap.weighted_sum([side["accuracy"] for side in scores], [1, -1])))
     assert 0.02 <= np.mean(np.array(p) < 0.05) <= 0.08 and 0.4 <= np.mean(np.array(p) < 0.5) <= 0.6

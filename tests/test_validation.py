@@ -29,12 +29,12 @@ from xscale.dry_run import dry_run
 from xscale.errors import RankError, UserError
 from xscale.eval.bootstrap import intervals
 from xscale.eval.in_training import (
-    Heldout,
-    Retrieval,
-    check_number,
-    check_tasks,
+    HeldoutTask,
+    RetrievalTask,
+    find_number,
     find_task_sources,
     heldout_stream_specs,
+    review_tasks,
     sample_heldout_links,
     with_overall_means,
 )
@@ -124,7 +124,7 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
     sets = ["data.workers=0", "train.label_smoothing=0.1", *queue]
     run_spec = resolve_run(recipe, sets, [demo]).calibrated()
     engine = engine_of(run_spec)
-    held = Heldout(EvalTask(name="heldout", data=[str(heldout)], limit=60), run_spec, engine, ALONE, print)
+    held = HeldoutTask(EvalTask(name="heldout", data=[str(heldout)], limit=60), run_spec, engine, ALONE, print)
     of, rows = held.run_spec.recipe, held.batch.rows
     sums, again = (measure_rows(engine, of, rows, rank=0) for _ in range(2))
     assert torch.equal(sums.values_K, again.values_K) and engine.module.training
@@ -150,7 +150,9 @@ def test_no_language_is_hidden_from_what_is_held_out(demo: Path, heldout: Path) 
     """As language_dropout hides them in training."""
     sets = [f"streams.tlm.{field}" for field in ("language_embeddings=true", "language_dropout=1.0", "samples=4")]
     run_spec = resolve_run("tlm", ["data.workers=0", *sets], [demo]).calibrated()
-    held = Heldout(EvalTask(name="heldout", data=[str(heldout)], limit=20), run_spec, engine_of(run_spec), ALONE, print)
+    held = HeldoutTask(
+        EvalTask(name="heldout", data=[str(heldout)], limit=20), run_spec, engine_of(run_spec), ALONE, print
+    )
     (batch,) = run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 1)
     types = [{int(n) for row in of.rows for n in row.inputs.tokens.types} for of in (batch, held.batch)]
     assert types == [{0}, {1 + run_spec.languages.index(language) for language in ("en", "xx")}]
@@ -180,9 +182,9 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     run_spec = resolve_run("tlm", ["data.workers=0"], [demo]).calibrated()
     engine = engine_of(run_spec)
     with pytest.raises(UserError, match="is training data of this run; give records"):
-        Heldout(EvalTask(name="heldout", data=[str(demo / "pairs")]), run_spec, engine, ALONE, print)
+        HeldoutTask(EvalTask(name="heldout", data=[str(demo / "pairs")]), run_spec, engine, ALONE, print)
     with pytest.raises(UserError, match="recipe reads data such as en"):
-        Heldout(EvalTask(name="heldout", data=[str(heldout / "en")]), run_spec, engine, ALONE, print)
+        HeldoutTask(EvalTask(name="heldout", data=[str(heldout / "en")]), run_spec, engine, ALONE, print)
 
 
 def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path, tmp_path: Path) -> None:
@@ -191,11 +193,11 @@ def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path, t
     run_spec = resolve_run("tlm", sets, [demo / "pairs_yy"]).calibrated()
     task, engine = EvalTask(name="retrieval", data=[str(heldout / "pairs")], limit=60), engine_of(run_spec)
     measured = replace(run_spec, recipe=replace(run_spec.recipe, eval=EvalConfig(every=1, tasks=[task])))
-    (note,) = check_tasks(measured, 2, HostGroup())
+    (note,) = review_tasks(measured, 2, HostGroup())
     assert "eval.retrieval reads xx with the neutral language embedding" in note
     with torch.no_grad():
         engine.module.encoder.lm.base_model.embeddings.token_type_embeddings.weight.mul_(50)  # so that they matter
-    (scores,) = Retrieval(task, run_spec, engine, ALONE, print).measure().values()
+    (scores,) = RetrievalTask(task, run_spec, engine, ALONE, print).measure().values()
     (source,) = find_sources([heldout / "pairs"])
     lm, numbers = engine.module.encoder.lm.eval(), {"en": 1 + run_spec.languages.index("en"), "xx": 0}
     sides = []
@@ -209,7 +211,7 @@ def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path, t
         sides.append(torch.stack(vectors))
     assert scores == accuracies(sides[0], sides[1], "cosine", source.langs)
     with pytest.raises(UserError, match=r"has text in xx, but the run's --data has none; leave it out"):
-        Heldout(replace(task, name="heldout"), run_spec, engine, ALONE, print)
+        HeldoutTask(replace(task, name="heldout"), run_spec, engine, ALONE, print)
     untrained = resolve_run("tlm", [*sets, "streams.tlm.language_dropout=0"], [demo / "pairs_yy"])
     with pytest.raises(UserError, match=r"text in xx, which .* leave the source out, or set .*language_dropout"):
         find_task_sources(task, untrained)
@@ -235,9 +237,9 @@ def test_a_rank_reads_its_share_of_the_texts(demo: Path, heldout: Path, monkeypa
         return plain(self, shard, record)
 
     monkeypatch.setattr(Source, "read", recorded)
-    ranks = [Retrieval(task, run_spec, engine, Process(rank, 3, rank, 3), lambda doing: None) for rank in range(3)]
+    ranks = [RetrievalTask(task, run_spec, engine, Process(rank, 3, rank, 3), lambda doing: None) for rank in range(3)]
     assert sorted(read) == list(range(41))
-    alone = Retrieval(task, run_spec, engine, ALONE, lambda doing: None)
+    alone = RetrievalTask(task, run_spec, engine, ALONE, lambda doing: None)
     assert sorted(texts for rank in ranks for (own,) in [rank.texts] for texts in own) == sorted(alone.texts[0])
 
     def damaged(self: Source, shard: int, record: int) -> Any:
@@ -245,7 +247,7 @@ def test_a_rank_reads_its_share_of_the_texts(demo: Path, heldout: Path, monkeypa
 
     monkeypatch.setattr(Source, "read", damaged)
     with pytest.raises(RankError, match="record 7"):
-        Retrieval(task, run_spec, engine, ALONE, lambda doing: None)
+        RetrievalTask(task, run_spec, engine, ALONE, lambda doing: None)
 
 
 @pytest.fixture(scope="module")
@@ -340,10 +342,10 @@ def test_a_dry_run_passes_what_can_be_measured(demo: Path, heldout: Path, tmp_pa
 
 def test_a_number_is_found_by_its_path() -> None:
     results = {"heldout": {"tlm en-xx": {"loss": 3.0}}, "retrieval": {"en-xx": {"accuracy": 0.5}}}
-    assert check_number(results, "heldout/tlm en-xx/loss") == 3.0 and check_number(results, "aer/en-fr/AER") is None
-    assert check_number(results, "retrieval/all/accuracy") == 0.5, "of one pair, its own number is the mean"
+    assert find_number(results, "heldout/tlm en-xx/loss") == 3.0 and find_number(results, "aer/en-fr/AER") is None
+    assert find_number(results, "retrieval/all/accuracy") == 0.5, "of one pair, its own number is the mean"
     with pytest.raises(UserError, match=r"heldout/mlm/loss .*heldout/tlm en-xx/loss"):
-        check_number(results, "heldout/mlm/loss")
+        find_number(results, "heldout/mlm/loss")
 
 
 def test_means_over_languages() -> None:

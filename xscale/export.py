@@ -17,8 +17,8 @@ from huggingface_hub import HfApi
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_run
 from xscale.errors import UserError, check_arguments, report_error
-from xscale.eval.card import describe_checkpoint
-from xscale.eval.hf_directory import check_new, write_directory
+from xscale.eval.card import checkpoint_card
+from xscale.eval.hf_directory import check_new_directory, write_directory
 from xscale.eval.onnx_file import write_onnx
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import trained_pooling
@@ -26,14 +26,14 @@ from xscale.plugins import load_plugins
 
 
 def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
-    """Export a checkpoint to the directory `out`, and return the checkpoint's path. pooling: how sentence vectors are
-    pooled; None: as in training. layers: export only that many layers, without heads; None: all. Raises UserError."""
+    """Export a checkpoint and return the checkpoint's path. pooling: how sentence vectors are pooled; None: as in
+    training. layers: export the first `layers` layers, without heads; None: the whole model. Raises UserError."""
     path = find_best(source) if best else checkpoints.resolve_checkpoint(source)
-    check_new(out)
+    check_new_directory(out)
     lm, heads = load_run(path)
     checkpoint = checkpoints.read_checkpoint(path)
     pooling = pooling or trained_pooling(checkpoint.identity["recipe"]["streams"])
-    card = describe_checkpoint(checkpoint, lm.config, out.resolve().name, pooling, layers)
+    card = checkpoint_card(checkpoint, lm.config, out.resolve().name, pooling, layers)
     write_directory(out, lm, heads, path / checkpoints.HF, pooling, str(path), card, layers)
     return path
 

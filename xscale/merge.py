@@ -21,9 +21,9 @@ from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_run
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError, check_arguments, report_error
-from xscale.eval.card import describe_merged
-from xscale.eval.hf_directory import check_new, write_directory
-from xscale.eval.sentence_files import saved_pooling, trained_pooling
+from xscale.eval.card import merged_card
+from xscale.eval.hf_directory import check_new_directory, write_directory
+from xscale.eval.sentence_files import read_pooling, trained_pooling
 from xscale.models.build import dropout_fields, read_pretrained
 from xscale.models.heads import SavedHeads, load_heads
 from xscale.plugins import load_plugins
@@ -73,7 +73,7 @@ def load_model(path: Path) -> MergeModel:
     if not has_head:
         raise UserError(f"{path} has no masked-LM head, so that its head would be random; merge models that have one")
     lm.config.xscale = getattr(lm.config, "xscale", None) or {}
-    return MergeModel(str(path), lm, load_heads(path), path, saved_pooling(path))
+    return MergeModel(str(path), lm, load_heads(path), path, read_pooling(path))
 
 
 def check_mergeable(models: list[MergeModel]) -> None:
@@ -179,11 +179,11 @@ def main() -> int:
     try:
         check_arguments(sys.argv[1:])
         load_plugins(args.plugin)
-        check_new(args.out)
+        check_new_directory(args.out)
         models = [load_model(path) for path in [*args.models, *([args.base] if args.base else [])]]
         merged = merge(models, args)
         names, name = [model.name for model in models], args.out.resolve().name
-        card = describe_merged(names, args.how, merged.lm.config, name, merged.pooling)
+        card = merged_card(names, args.how, merged.lm.config, name, merged.pooling)
         write_directory(args.out, merged.lm, merged.heads, merged.tokenizer_path, merged.pooling, merged.name, card)
     except (UserError, OSError) as error:
         return report_error(error)

@@ -1,6 +1,6 @@
-"""Alignment score (Tang et al. 2022): is a word's nearest neighbour in the input embeddings its translation?
+"""Computes alignment scores (Tang et al. 2022): is a word's nearest neighbour in the input embeddings its translation?
 
-The words are from dictionary entries with one token on each side. The neighbour is the nearest by cosine among all
+The words are from dictionary entries with one token on each side. Their neighbours are searched by cosine among all
 tokens of the other language's text. A token is not its own neighbour: "Hand" does not translate "Hand" if the languages
 share a vocabulary.
 
@@ -25,25 +25,25 @@ from xscale.data.sample import texts_of
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval.model import Exported
+from xscale.eval.model import ExportedModel
 
 FEWEST = 20
-"""No score is computed for fewer words than this."""
+"""The fewest query words for which a score is computed."""
 _CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class ProbeWords:
-    """The query words of a dictionary, and the tokens among which their translations are searched."""
+    """The one-token entries of a dictionary, and the tokens among which translations are searched."""
 
     pairs_P2: np.ndarray
     """Each row is a source token and its translation."""
     targets_C: np.ndarray
-    """The target language's tokens."""
+    """The ids of the tokens of the target language's text and of the dictionary's target words."""
 
     @torch.no_grad()
     def score(self, table_VH: Tensor) -> float | None:
-        """The share of source tokens whose nearest neighbour is a translation; None for fewer than FEWEST of them."""
+        """Return the share of queries whose nearest neighbour is a translation; None for fewer than FEWEST queries."""
         if len(self.queries) < FEWEST:
             return None
         queries_Q, targets_C = (torch.from_numpy(ids).to(table_VH.device) for ids in (self.queries, self.targets_C))
@@ -58,74 +58,78 @@ class ProbeWords:
 
     @property
     def queries(self) -> np.ndarray:
+        """Return the distinct source tokens [Q]."""
         return np.unique(self.pairs_P2[:, 0])
 
 
 AlignmentProbe = dict[str, ProbeWords]
-"""A dictionary's words in one direction: "withheld", which no objective reads, and "trained", which objectives read."""
+"""{"withheld": words that no objective reads, "trained": words that objectives read}, of one dictionary."""
 
 
 def evaluate(
-    model: Exported, source: Source, sources: list[Source], paths: list[Path], heldout: float
+    model: ExportedModel, source: Source, sources: list[Source], lexicon_paths: list[Path], withheld_share: float
 ) -> dict[str, float]:
-    """The scores of the dictionaries of the source's two languages, and the numbers of query words.
+    """Return the alignment scores of the dictionaries of the source's two languages, and the numbers of query words.
 
-    sources: the sources in whose text translations are searched. paths: all dictionaries that the model was trained
-    with. heldout: the share of the dictionaries' words that training withheld.
+    sources: the sources in whose text translations are searched. lexicon_paths: all dictionaries that the model was
+    trained with. withheld_share: the share of the dictionaries' words that training withheld.
     """
-    languages = {language for of_text in sources for language in of_text.langs}
-    lexicons = [load_lexicon(path, model.tokenizer, languages) for path in paths]
+    languages = {language for text in sources for language in text.langs}
+    lexicons = [load_lexicon(path, model.tokenizer, languages) for path in lexicon_paths]
     of_pair = [lexicon for lexicon in lexicons if set(lexicon.langs) == set(source.langs)]
     if not of_pair:
         raise UserError(
             f"task alignment needs a dictionary of {' and '.join(source.langs)}: --lexicons "
             f"PATH/{'-'.join(source.langs)}.txt, or put it into lexicon/ beside the shards"
         )
-    tokens = {language: tokens_of(language, sources, model.tokenizer) for language in source.langs}
+    tokens = {language: language_tokens(language, sources, model.tokenizer) for language in source.langs}
     scores: dict[str, float] = {}
     directions = {lexicon.name: "->".join(lexicon.langs) for lexicon in of_pair}
-    for name, probe in find_probe(of_pair, lexicons, heldout, tokens).items():
-        for kind, words in probe.items():
+    for name, probe in build_probes(of_pair, lexicons, withheld_share, tokens).items():
+        for subset, words in probe.items():
             count, score = len(words.queries), words.score(model.encoder.embeddings)
-            suffix = "" if kind == "withheld" else f" {kind}"
+            suffix = "" if subset == "withheld" else f" {subset}"
             if score is not None:
                 scores[directions[name] + suffix] = score
             elif count:
-                few = f"{count} words of one token {kind}, {FEWEST} would do"
-                print(f"alignment {name}: no score for {few}; a tokenizer with more whole words helps", file=sys.stderr)
+                few = f"only {count} {subset} words have one token, and {FEWEST} are needed"
+                print(
+                    f"alignment {name}: no score, since {few}; use a tokenizer with more whole words", file=sys.stderr
+                )
             scores[f"words{suffix}"] = scores.get(f"words{suffix}", 0) + count
     return scores
 
 
-def find_probe(
-    lexicons: Sequence[Lexicon], read: Sequence[Lexicon], heldout: float, tokens: Mapping[str, np.ndarray]
+def build_probes(
+    lexicons: Sequence[Lexicon], trained: Sequence[Lexicon], withheld_share: float, tokens: Mapping[str, np.ndarray]
 ) -> dict[str, AlignmentProbe]:
-    """Name of a dictionary -> its probe. Dictionaries with the same name are joined.
+    """Return {name of a dictionary: its probe}. Dictionaries with the same name are joined.
 
-    read: the dictionaries that objectives read. heldout: the withheld share of the words of every dictionary. tokens:
-    the tokens of each language's text, among which translations are searched; the dictionary's tokens are added.
+    trained: the dictionaries that objectives read. withheld_share: the share of words that objectives do not read.
+    tokens: {language: ids of the tokens of its text}, among which translations are searched, besides the dictionary's.
     """
-    seen = {lexicon: trained_tokens(lexicon, heldout) for lexicon in {*read, *lexicons}}
-    found = {}
+    trained_in = {lexicon: trained_tokens(lexicon, withheld_share) for lexicon in {*trained, *lexicons}}
+    probes = {}
     for name in dict.fromkeys(lexicon.name for lexicon in lexicons):
         same = [lexicon for lexicon in lexicons if lexicon.name == name]
         pairs = np.concatenate([lexicon.single() for lexicon in same])
         pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
         candidates = np.union1d(tokens[same[0].langs[1]], pairs[:, 1])
-        trained = np.isin(pairs[:, 0], np.concatenate([seen[lexicon] for lexicon in (*read, *same)]))
-        of_kind = {"withheld": pairs[~trained], "trained": pairs[trained]}
-        found[name] = {kind: ProbeWords(words_P2, candidates) for kind, words_P2 in of_kind.items()}
-    return found
+        read = np.concatenate([trained_in[lexicon] for lexicon in (*trained, *same)])
+        is_trained = np.isin(pairs[:, 0], read)
+        subsets = {"withheld": pairs[~is_trained], "trained": pairs[is_trained]}
+        probes[name] = {subset: ProbeWords(pairs_P2, candidates) for subset, pairs_P2 in subsets.items()}
+    return probes
 
 
-def trained_tokens(lexicon: Lexicon, heldout: float) -> np.ndarray:
-    """The tokens of one-token words in entries that are not withheld and whose sides differ."""
-    entries = zip(*lexicon.kept(heldout).ids, strict=True)
-    found = {side[0] for a, b in entries if a != b for side in (a, b) if len(side) == 1}
-    return np.array(sorted(found), dtype=np.int64)
+def trained_tokens(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
+    """Return the ids of one-token words in entries that are not withheld and whose two sides differ."""
+    entries = zip(*lexicon.kept(withheld_share).ids, strict=True)
+    ids = {side[0] for a, b in entries if a != b for side in (a, b) if len(side) == 1}
+    return np.array(sorted(ids), dtype=np.int64)
 
 
-def tokens_of(
+def language_tokens(
     language: str,
     sources: list[Source],
     tokenizer: Tokenizer,
@@ -133,11 +137,12 @@ def tokens_of(
     parts: int = 1,
     note: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
-    """The distinct token ids in a sample (data/sample.py) of a language's text, over all sources that contain it. part:
-    the part of the sample that is read, of `parts`. note: a function that is called as the work goes on."""
-    counted = np.zeros(tokenizer.vocab_size, dtype=bool)
+    """Return the ids of the tokens in a sample (data/sample.py) of a language's text, without special tokens. part,
+    parts: the index and number of callers that share the sample. note: called before each batch, to show that work goes
+    on."""
+    occurs = np.zeros(tokenizer.vocab_size, dtype=bool)
     for texts in texts_of(language, sources, part=part, parts=parts):
         note()
         for ids in tokenizer.encode(texts):
-            counted[ids] = True
-    return np.flatnonzero(counted & ~tokenizer.is_special)
+            occurs[ids] = True
+    return np.flatnonzero(occurs & ~tokenizer.is_special)

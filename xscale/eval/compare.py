@@ -1,4 +1,4 @@
-"""Compare models on a suite: one table of their scores, and of the differences from the first model.
+"""Compare models on a suite of test sets: one table of their scores, and of each difference from the first model.
 
 python -m xscale.eval.compare MODEL ... --suite retrieval --texts DIR --out DIR
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from xscale import files
 from xscale.errors import UserError, check_arguments, report_error
-from xscale.eval.model import Exported, write_results
-from xscale.eval.suites import SUITES, Results, evaluate_rows, markdown, plan_rows, table
+from xscale.eval.model import ExportedModel, write_results
+from xscale.eval.suites import SUITES, Results, comparison_table, evaluate_rows, markdown_table, plan_rows
 from xscale.eval.tasks import add_flags
 from xscale.plugins import load_plugins
 
@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
+    """Evaluate all models, write and print the table, and return the exit code."""
     names = [path.resolve().name for path in args.models]
     if len(set(names)) < len(names):
         names = [str(path).strip("/").replace("/", "_") for path in args.models]
@@ -47,18 +48,18 @@ def compare(args: argparse.Namespace) -> int:
     files.check_writable(args.out / "table.md")
     rows = plan_rows(args, [])
     for path in args.models:
-        Exported(path)  # so that a damaged model is reported before the work
-    found: dict[str, Results] = {}
+        ExportedModel(path)  # so that a damaged model is reported before the work
+    results: dict[str, Results] = {}
     trained: set[tuple[str, ...]] = set()
     code = 0
     for name, path in zip(names, args.models, strict=True):
         print(f"\n{name}", flush=True)
         publish = partial(write_results, args.out / f"{name}.json", path)
-        model = Exported(path)
-        found[name], failed = evaluate_rows(model, rows, publish)
+        model = ExportedModel(path)
+        results[name], failed = evaluate_rows(model, rows, publish)
         code = code or failed
         trained |= {tuple(sorted(model.languages[1:]))} - {()}
-        text = markdown(table(found, min(trained) if len(trained) == 1 else ()))
+        text = markdown_table(comparison_table(results, min(trained) if len(trained) == 1 else ()))
         files.write_text(args.out / "table.md", text)
     print(f"\n{text}")
     return code

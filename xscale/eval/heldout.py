@@ -1,13 +1,13 @@
-"""Masked prediction on held-out text: TLM loss of pairs, AlignLM's losses, and perplexity by language.
+"""Measures masked prediction on held-out text: TLM loss of pairs, AlignLM's losses, and perplexity by language.
 
     L = - sum_{i in M} log p(x_i | x with M masked);    loss = L / |M|;    perplexity = exp(loss)
     bits per character = loss / ln 2 * tokens / characters
 
 Each score comes with the text's unigram entropy, the loss of a model that knows only the frequencies of the held-out
-tokens: with a lower loss, the encoder has learnt from context. TLM and perplexity (Devlin et al. 2019) use the exported
-masked-LM head, whatever the objectives were; AlignLM's losses use its own heads, which are saved beside the model.
-Masks are a function of the record's number, the token's position and the vocabulary: the same for every model with the
-same tokenizer. Under different tokenizers only bits per character are comparable.
+tokens: an encoder with a lower loss has learnt from context. TLM and perplexity (Devlin et al. 2019) use the exported
+masked-LM head, whatever the objectives were; AlignLM's losses use AlignLM's own heads, which are saved beside the
+model. Masks are a function of the record's number, the token's position and the vocabulary: the same for every model
+with the same tokenizer. Under different tokenizers only bits per character are comparable.
 """
 
 import math
@@ -30,7 +30,7 @@ from xscale.data.shards import Source
 from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
-from xscale.eval.model import Exported, read_texts
+from xscale.eval.model import ExportedModel, read_texts
 from xscale.models.build import longest_sequence
 from xscale.objectives import OBJECTIVES, Parts, Prediction, alignlm, mlm, tlm
 from xscale.step.module import encoder_states
@@ -39,43 +39,43 @@ from xscale.step.step import to_device
 BATCH = 32
 
 
-def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
-    """The loss (nats per masked token) and accuracy of TLM and of AlignLM, and the number of pairs that were dropped
-    because they are longer than the model's positions."""
+def evaluate(model: ExportedModel, source: Source, limit: int) -> dict[str, float]:
+    """Return the loss (nats per masked token) and accuracy of TLM, the unigram entropy, the number of masked tokens and
+    of pairs that were dropped because they exceed the model's positions, and the scores of evaluate_alignlm."""
     check_head(model, "heldout")
     ids = model.tokenizer.encode([text for texts in read_texts(source, limit) for text in texts])
-    pairs = batches_of([(source.langs, sides) for sides in zip(ids[::2], ids[1::2], strict=True)], "heldout")
-    context = context_of(model, source.langs)
+    pairs = make_batches([(source.langs, sides) for sides in zip(ids[::2], ids[1::2], strict=True)], "heldout")
+    context = make_context(model, source.langs)
     options = tlm.TlmOptions(
         language_embeddings=model.language_embeddings,
         language_dropout=float(not any(context.language_ids.values())),  # a pair of unknown languages has no language
         reset_positions=model.reset_positions,
     )
-    batches = [tlm.collate(some, options, context) for some in pairs]
+    batches = [tlm.collate(samples, options, context) for samples in pairs]
     sums = masked_sums(model, "tlm", batches, options)
     if "mlm" not in sums:
         raise UserError(
-            f"{source.directory}: no pair of {model.longest} tokens or fewer has a token to predict; give other pairs"
+            f"{source.directory}: no pair of up to {model.max_length} tokens has a token to predict; give other pairs"
         )
     dropped = float(len(ids) // 2 - sum(batch.samples for batch in batches))
-    return scores(sums["mlm"], "tlm_loss", ids) | {"dropped": dropped} | evaluate_alignlm(model, source, limit)
+    return score_sums(sums["mlm"], "tlm_loss", ids) | {"dropped": dropped} | evaluate_alignlm(model, source, limit)
 
 
-def evaluate_perplexity(model: Exported, texts: list[str], language: str, path: Path) -> dict[str, float]:
-    """Perplexity of a language's texts, each as `[CLS] text [SEP]` with 15 % of its tokens masked. Texts longer than
-    the model's positions are split. path: where the texts are from."""
+def evaluate_perplexity(model: ExportedModel, texts: list[str], language: str, path: Path) -> dict[str, float]:
+    """Return perplexity, bits per character, loss and accuracy of texts, each as `[CLS] text [SEP]` with 15 % masked
+    tokens. Texts longer than the model's positions are split. path: the texts' file or folder, for errors."""
     check_head(model, "perplexity")
     ids = model.tokenizer.encode(texts)
     options = mlm.MaskedOptions(language_embeddings=model.language_embeddings, language_dropout=0.0)
-    context = context_of(model, [language])
-    batches = batches_of([((language,), (text,)) for text in ids], "perplexity")
-    sums = masked_sums(model, "mlm", (mlm.collate(some, options, context) for some in batches), options)
+    context = make_context(model, [language])
+    batches = make_batches([((language,), (text,)) for text in ids], "perplexity")
+    sums = masked_sums(model, "mlm", (mlm.collate(samples, options, context) for samples in batches), options)
     if "mlm" not in sums:
-        raise UserError(f"{path}: no text in {language} has a token to predict")
-    return scores(sums["mlm"], "mlm_loss", ids, characters=sum(map(len, texts)))
+        raise UserError(f"{path}: no text in {language} has a token to predict; give other text")
+    return score_sums(sums["mlm"], "mlm_loss", ids, characters=sum(map(len, texts)))
 
 
-def check_head(model: Exported, task: str) -> None:
+def check_head(model: ExportedModel, task: str) -> None:
     """Raise UserError for a model without a masked-LM head, since transformers would add a random one."""
     if model.headless:
         raise UserError(
@@ -84,14 +84,15 @@ def check_head(model: Exported, task: str) -> None:
         )
 
 
-def context_of(model: Exported, langs: Sequence[str]) -> Context:
-    return Context(model.tokenizer, model.longest, "drop", model.language_ids(langs), segments=model.segments)
+def make_context(model: ExportedModel, langs: Sequence[str]) -> Context:
+    return Context(model.tokenizer, model.max_length, "drop", model.language_ids(langs), segments=model.segments)
 
 
-def batches_of(texts: list[tuple[tuple[str, ...], tuple[list[int], ...]]], name: str) -> Iterator[list[list[Example]]]:
-    """Batches of samples of one text or pair each, longest first. texts: (languages, token ids of the sides) of each
-    sample. name: seeds the masks."""
-    identities = rng.hash64(rng.key(name), np.arange(len(texts)))
+def make_batches(
+    texts: list[tuple[tuple[str, ...], tuple[list[int], ...]]], seed: str
+) -> Iterator[list[list[Example]]]:
+    """Return batches of samples, longest first. texts: (languages, token ids of each side). seed: decides the masks."""
+    identities = rng.hash64(rng.key(seed), np.arange(len(texts)))
     samples = [[Example(langs, ids, None, identities[i])] for i, (langs, ids) in enumerate(texts)]
     samples.sort(key=lambda sample: -sum(map(len, sample[0].ids)))
     return (samples[start : start + BATCH] for start in range(0, len(samples), BATCH))
@@ -99,11 +100,11 @@ def batches_of(texts: list[tuple[tuple[str, ...], tuple[list[int], ...]]], name:
 
 @torch.inference_mode()
 def masked_sums(
-    model: Exported, objective: str, stream_batches: Iterable[StreamBatch], options: Any, heads: Any = None
+    model: ExportedModel, objective: str, stream_batches: Iterable[StreamBatch], options: Any, heads: Any = None
 ) -> dict[str, np.ndarray]:
-    """Term -> sums over the predicted tokens of each sequence [S, 3]: loss, tokens predicted right, tokens. Terms
-    without predicted tokens are left out."""
-    parts, found = Parts(model.encoder, heads), dict[str, list[np.ndarray]]()
+    """Return {term of the objective's loss: sums_S3}, without terms that predict no token. The sums over the tokens
+    that a sequence predicts are loss in nats, tokens predicted right, tokens."""
+    parts, batches = Parts(model.encoder, heads), dict[str, list[np.ndarray]]()
     for stream_batch in stream_batches:
         predictions, labels_M = predict(parts, objective, stream_batch, options, model.tokenizer.sep_id)
         features = torch.cat([prediction.features_MH for prediction in predictions])
@@ -111,41 +112,40 @@ def masked_sums(
         numbers_3M = torch.stack([losses_M.double(), right_M.double(), torch.ones_like(losses_M).double()]).cpu()
         sizes = [len(prediction.features_MH) for prediction in predictions]
         sequences = stream_batch.sequences
-        for prediction, part_3M in zip(predictions, numbers_3M.split(sizes, dim=1), strict=True):
+        for prediction, of_term_3M in zip(predictions, numbers_3M.split(sizes, dim=1), strict=True):
             read = stream_batch.reads["linked" if prediction.term == "bi" else "masked"]
             sequence_M = sequences.numbers[read.places[np.cumsum(read.place_counts) - read.place_counts]]
-            sums = [np.bincount(sequence_M, row, len(sequences.lengths)) for row in part_3M.numpy()]
-            found.setdefault(prediction.term, []).append(np.stack(sums, 1))
-    joined = {term: np.concatenate(of_batches) for term, of_batches in found.items()}
+            sums = [np.bincount(sequence_M, row, len(sequences.lengths)) for row in of_term_3M.numpy()]
+            batches.setdefault(prediction.term, []).append(np.stack(sums, 1))
+    joined = {term: np.concatenate(of_batches) for term, of_batches in batches.items()}
     return {term: sums for term, sums in joined.items() if sums[:, 2].any()}
 
 
 def predict(
-    parts: Parts, objective: str, stream_batch: StreamBatch, options: Any, filler: int
+    parts: Parts, objective: str, stream_batch: StreamBatch, options: Any, pad_id: int
 ) -> tuple[list[Prediction], Tensor]:
-    """Return the features of all predictions of a stream batch [M, E], and their labels [M]. filler: the token id that
-    pads the row."""
-    row = pack_row({objective: stream_batch}, longest_sequence(parts.encoder.lm.config), filler)
+    """Return the objective's predictions, and their labels [M] one after the other. pad_id: the token id that pads."""
+    row = pack_row({objective: stream_batch}, longest_sequence(parts.encoder.lm.config), pad_id)
     inputs = to_device(row.inputs, parts.encoder.embeddings.device)
     arguments = encoder_states(parts.encoder, row, inputs)[objective], inputs.arrays[objective], options
     return OBJECTIVES[objective].loss(parts, *arguments).predictions, inputs.labels
 
 
-def rates(loss_name: str, accuracy_name: str, sums: np.ndarray) -> dict[str, np.ndarray]:
-    """The loss in nats and the accuracy of sums [..., 3] of masked_sums' form."""
+def loss_and_accuracy(loss_name: str, accuracy_name: str, sums: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the mean loss in nats and the accuracy [...] under these names. sums: [..., 3] as in masked_sums."""
     loss, right, targets = np.moveaxis(sums, -1, 0)
     return {loss_name: loss / targets, accuracy_name: right / targets}
 
 
-def scores(sums_S3: np.ndarray, loss_name: str, ids: list[list[int]], characters: int = 0) -> dict[str, float]:
-    """The scores from masked_sums' result. ids: the texts' token ids, for the unigram entropy in nats. characters: the
-    texts' number of characters; 0: leave out perplexity and bits per character."""
+def score_sums(sums_S3: np.ndarray, loss_name: str, ids: list[list[int]], characters: int = 0) -> dict[str, float]:
+    """Return scores from the sums of masked_sums. ids: the texts' token ids, for the unigram entropy in nats.
+    characters: the texts' number of characters; 0 leaves out perplexity and bits per character."""
     bits_per_nat = sum(map(len, ids)) / max(characters, 1) / math.log(2)
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
-        found = rates(loss_name, "masked_accuracy", sums)
-        nats = found[loss_name]
-        return ({"perplexity": np.exp(nats), "bits_per_character": bits_per_nat * nats} if characters else {}) | found
+        scores = loss_and_accuracy(loss_name, "masked_accuracy", sums)
+        nats = scores[loss_name]
+        return ({"perplexity": np.exp(nats), "bits_per_character": bits_per_nat * nats} if characters else {}) | scores
 
     counts = np.bincount(np.concatenate([np.array(text, dtype=np.int64) for text in ids]))
     p = counts[counts > 0] / counts.sum()
@@ -153,10 +153,10 @@ def scores(sums_S3: np.ndarray, loss_name: str, ids: list[list[int]], characters
     return bootstrap(sums_S3, scores_of) | {"unigram_entropy": entropy, "targets": float(sums_S3[:, 2].sum())}
 
 
-def evaluate_alignlm(model: Exported, source: Source, limit: int) -> dict[str, float]:
-    """The losses of each stream of AlignLM, in nats per token, with accuracy and number of targets: STREAM_mono_loss of
-    masked tokens and, if records have links, STREAM_bi_loss of masked tokens with a word link."""
-    found: dict[str, float] = {}
+def evaluate_alignlm(model: ExportedModel, source: Source, limit: int) -> dict[str, float]:
+    """Return loss in nats per token, accuracy and number of targets for each AlignLM stream that trained the model:
+    STREAM_mono_loss of masked tokens and, if records have word links, STREAM_bi_loss of masked tokens with a link."""
+    scores: dict[str, float] = {}
     for name, kept in model.heads.items():
         if kept.objective != "alignlm":
             continue
@@ -166,15 +166,15 @@ def evaluate_alignlm(model: Exported, source: Source, limit: int) -> dict[str, f
         batches = alignlm_batches(model, source, limit, options)
         sums = masked_sums(model, "alignlm", batches, options, heads.eval().to(model.device))
         for term, sums_S3 in sums.items():
-            found |= bootstrap(sums_S3, partial(rates, f"{name}_{term}_loss", f"{name}_{term}_accuracy"))
-            found[f"{name}_{term}_targets"] = float(sums_S3[:, 2].sum())
-    return found
+            scores |= bootstrap(sums_S3, partial(loss_and_accuracy, f"{name}_{term}_loss", f"{name}_{term}_accuracy"))
+            scores[f"{name}_{term}_targets"] = float(sums_S3[:, 2].sum())
+    return scores
 
 
 def alignlm_batches(
-    model: Exported, source: Source, limit: int, options: alignlm.AlignLMOptions
+    model: ExportedModel, source: Source, limit: int, options: alignlm.AlignLMOptions
 ) -> Iterator[StreamBatch]:
-    """Stream batches of the first `limit` records, which are read as in training, with their word links."""
+    """Yield stream batches of the first `limit` records, read as in training, with their word links."""
     objective = OBJECTIVES["alignlm"]
 
     def collate(samples: list[list[Example]], options: alignlm.AlignLMOptions, context: Context) -> StreamBatch:
@@ -185,7 +185,7 @@ def alignlm_batches(
     zeros = np.zeros(len(shard), dtype=np.int64)
     draw = SampledRecords(np.arange(len(shard)), zeros, zeros, shard, record, zeros.astype(float))
     how = StreamObjective(replace(objective, collate=collate), options)
-    dataset = StepDataset([source], {"alignlm": how}, context_of(model, source.langs), seed=0)
+    dataset = StepDataset([source], {"alignlm": how}, make_context(model, source.langs), seed=0)
     for places in np.split(np.arange(len(shard)), range(BATCH, len(shard), BATCH)):
         plan = StepPlan(0, [{"alignlm": draw.select(places)}], {}, rank=0, world=1)
         (stream_batch,) = dataset.stream_batches("alignlm", plan)

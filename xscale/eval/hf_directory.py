@@ -1,4 +1,4 @@
-"""Writes a trained encoder as a Hugging Face directory, and compares it with what transformers reads from there."""
+"""Writes a trained encoder as a Hugging Face directory, and checks that transformers reads the same model from it."""
 
 import copy
 from pathlib import Path
@@ -19,16 +19,16 @@ from xscale.models.build import longest_sequence, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, load_heads, save_heads
 
-CHECKED = 16
+CHECKED_TOKENS = 16
 """The number of tokens of the sequence whose logits are compared."""
 CLOSE = 1e-3
-"""The allowed difference of logits or states, as a share of the largest or of 1, from rounding differently in fp32."""
+"""The largest difference that counts as rounding in fp32, as a share of the larger of 1 and the maximum."""
 
 
-def check_new(out: Path) -> None:
-    """Raise UserError, before the work, unless `out` can be written and is absent or an empty directory."""
+def check_new_directory(out: Path) -> None:
+    """Raise UserError unless `out` can be written and is absent or an empty directory."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not an empty directory; choose another or remove it")
+        raise UserError(f"{out} is not an empty directory; choose another, or remove it")
     files.check_writable(out)
 
 
@@ -42,9 +42,12 @@ def write_directory(
     card: ModelCard | None = None,
     layers: int | None = None,
 ) -> None:
-    """Write a model, its heads, its tokenizer, its card and the files of sentence-transformers. source: the model's
-    name in errors. layers: write this number of first layers, without heads; None: write all. Raises UserError if
-    `layers` is wrong, and RuntimeError if transformers reads something else than was written."""
+    """Write a model, its heads, its tokenizer, its card and the files of sentence-transformers.
+
+    source: the model's name in errors. layers: write only this number of first layers, without heads; None: write all.
+    Raises UserError if the model lacks such layers, and RuntimeError if transformers reads another model than was
+    written.
+    """
     whole, model = lm, cast(Any, lm)
     if layers is not None:
         lm, heads = first_layers(whole, layers), {}
@@ -64,69 +67,68 @@ def write_directory(
         files.apply_umask(partial)
         if layers is not None:
             check_states(whole, layers, partial)
-        elif difference := difference_from(lm, heads, partial):
-            raise RuntimeError(f"{source} was not exported: {difference}. This is a fault of xscale, not of the run")
+        elif problem := export_problem(lm, heads, partial):
+            raise RuntimeError(f"{source} was not exported: {problem}. This is a bug in xscale, not a fault of the run")
 
 
 def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """The model with only its first layers, with a masked-LM head that is meaningless there. Raises UserError."""
-    config, there = copy.deepcopy(lm.config), lm.config.num_hidden_layers
-    if not 1 <= layers <= there:
-        raise UserError(f"--layers {layers}: the model has layers 1 to {there}")
+    """Return a copy with only the first layers, whose masked-LM head is meaningless. Raises UserError."""
+    config, last = copy.deepcopy(lm.config), lm.config.num_hidden_layers
+    if not 1 <= layers <= last:
+        raise UserError(f"--layers {layers}: the model has layers 1 to {last}; choose one of these numbers")
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
-    cut = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
-    missing, _ = cut.load_state_dict(lm.state_dict(), strict=False)
+    first = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
+    missing, _ = first.load_state_dict(lm.state_dict(), strict=False)
     assert not [name for name in missing if not name.endswith("position_ids")], missing
-    return cut
+    return first
 
 
 @torch.inference_mode()
 def check_states(lm: PreTrainedModel, layers: int, folder: Path) -> None:
-    """Compare the output of the model that transformers loads with the trained model's states at the layer `layers`.
-    Raises UserError if they differ."""
-    ids, types = _sequence(lm)
+    """Raise UserError if the output of the exported first layers differs from the whole model's states after them."""
+    ids, types = _probe_sequence(lm)
     written = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
     inputs = {"input_ids": ids[None]} | ({} if types is None else {"token_type_ids": types[None]})
-    found = written(**inputs).last_hidden_state[0]
-    expected = Encoder(lm).eval().hidden_states(_row(ids, types))[layers]
-    if not torch.allclose(found, expected, rtol=0, atol=CLOSE * max(1.0, float(expected.abs().max()))):
+    states = written(**inputs).last_hidden_state[0]
+    expected = Encoder(lm).eval().hidden_states(_packed_tokens(ids, types))[layers]
+    if not torch.allclose(states, expected, rtol=0, atol=CLOSE * max(1.0, float(expected.abs().max()))):
         raise UserError(
             f"--layers {layers}: a model of type {lm.config.model_type} changes the states after its last layer, so "
             f"its first layers alone give other states; export all layers, and evaluate with --layer {layers}"
         )
 
 
-def difference_from(lm: PreTrainedModel, heads: dict[str, SavedHeads], folder: Path) -> str | None:
-    """The difference, in words, between xscale's forward pass of the trained model and transformers' forward pass of
-    the model in `folder`; None if they agree."""
+def export_problem(lm: PreTrainedModel, heads: dict[str, SavedHeads], folder: Path) -> str | None:
+    """Return in words how transformers' logits of the exported model differ from xscale's; None if they do not."""
     kept = load_heads(folder)
     for name, trained in heads.items():
-        if name not in kept or _differing(trained.weights, kept[name].weights):
+        if name not in kept or _differing_names(trained.weights, kept[name].weights):
             return f"the heads of stream {name} are not those that were trained"
     written = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=False).eval()
-    ids, types = _sequence(lm)
+    ids, types = _probe_sequence(lm)
     inputs = {"input_ids": ids[None]} | ({} if types is None else {"token_type_ids": types[None]})
     with torch.inference_mode():
-        found, expected = written(**inputs).logits[0], _logits(Encoder(lm).eval(), ids, types)
-    furthest, largest = (found - expected).abs().max(), expected.abs().max()
-    if torch.allclose(found, expected, rtol=0, atol=CLOSE * max(1.0, float(largest)), equal_nan=True):
+        logits, expected = written(**inputs).logits[0], _logits(Encoder(lm).eval(), ids, types)
+    furthest, largest = (logits - expected).abs().max(), expected.abs().max()
+    if torch.allclose(logits, expected, rtol=0, atol=CLOSE * max(1.0, float(largest)), equal_nan=True):
         return None
-    names = _differing(lm.state_dict(), written.state_dict())
+    names = _differing_names(lm.state_dict(), written.state_dict())
     return (
         f"transformers' logits are up to {float(furthest):.2g} away from those of the trained model (the largest is "
         f"{float(largest):.2g}); " + (f"weights that differ: {', '.join(names[:5])}" if names else "no weight differs")
     )
 
 
-def _differing(trained: dict[str, Tensor], written: dict[str, Tensor]) -> list[str]:
+def _differing_names(trained: dict[str, Tensor], written: dict[str, Tensor]) -> list[str]:
+    """Return the names of trained weights that are not written, or are written with other values."""
     return [name for name, w in trained.items() if name not in written or not torch.equal(w, written[name])]
 
 
-def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Token ids [N] spread over the vocabulary, without padding; their languages if the model has such embeddings."""
-    ids = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED, longest_sequence(lm.config))).long()
+def _probe_sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """Return token ids [N] from all of the vocabulary, and language ids [N], or None without language embeddings."""
+    ids = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED_TOKENS, longest_sequence(lm.config))).long()
     ids = ids[ids != lm.config.pad_token_id]
     trained = getattr(lm.config, "xscale", None) or {}
     return ids, torch.arange(len(ids)) % len(trained["languages"]) if trained.get("language_embeddings") else None
@@ -134,9 +136,9 @@ def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
 
 def _logits(encoder: Encoder, ids: Tensor, types: Tensor | None) -> Tensor:
     out = encoder.lm.get_output_embeddings()
-    return F.linear(encoder.features(encoder(_row(ids, types))), out.weight, out.bias)
+    return F.linear(encoder.features(encoder(_packed_tokens(ids, types))), out.weight, out.bias)
 
 
-def _row(ids: Tensor, types: Tensor | None) -> Tokens:
+def _packed_tokens(ids: Tensor, types: Tensor | None) -> Tokens:
     n = len(ids)
     return Tokens(ids, torch.arange(n), types, torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)

@@ -1,7 +1,7 @@
-"""The tasks of the recipe's `eval` section measure a run while it trains. All ranks share the work.
+"""Measures a run while it trains, by the tasks of the recipe's `eval` section. All ranks share the work.
 
-An evaluation has its own random numbers, the same every time, so a run with evaluations trains bit for bit like one
-without.
+Every evaluation uses the same random numbers, and not those of training, so a run trains bit for bit the same with and
+without evaluations.
 """
 
 import logging
@@ -26,9 +26,9 @@ from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.streams import matches_languages
 from xscale.errors import RankError, UserError
 from xscale.eval import retrieval
-from xscale.eval.alignment_score import FEWEST, AlignmentProbe, find_probe, tokens_of
+from xscale.eval.alignment_score import FEWEST, AlignmentProbe, build_probes, language_tokens
 from xscale.eval.bootstrap import Score, mean
-from xscale.eval.model import Exported, read_texts
+from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.sentence_files import trained_pooling
 from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
@@ -49,35 +49,35 @@ from xscale.step.step import gather_rows, measure_rows
 
 LOG = logging.getLogger("xscale")
 Results = dict[str, dict[str, float]]
-"""A task's numbers by results row and by name. A results row is, for example, a stream or a pair of languages."""
-TRIED = 8
-"""The number of records that a dry run measures to find out which numbers a task gives."""
+"""{results row: {metric: number}} of one task. A results row is, for example, a stream or a pair of languages."""
+TRIED_RECORDS = 8
+"""The most records of a source that a dry run measures to learn which numbers a task gives."""
 
 
-def find_measures(
+def measure_functions(
     run_spec: RunSpec, engine: Any, process: Process, alignment: Callable[[], Results], note: Callable[[str], None]
 ) -> dict[str, Callable[[], Results]]:
-    """Return the functions that measure the recipe's tasks, by the task's name. All ranks call a function together, and
-    the results are complete on rank 0.
+    """Return {task of the recipe: the function that measures it}. All ranks call a function together, and the results
+    are complete on rank 0.
 
-    alignment: the function that measures alignment scores. note: a function that is called with a description of what a
-    task is doing. Raises UserError.
+    alignment: the function that measures alignment scores. note: a function that is called with a description of the
+    work, each time that it goes on. Raises UserError.
     """
-    kinds: dict[str, Any] = {"heldout": Heldout, "retrieval": Retrieval}
+    types: dict[str, Any] = {"heldout": HeldoutTask, "retrieval": RetrievalTask}
     return {
-        task.name: kinds[task.kind](task, run_spec, engine, process, note).measure if task.kind in kinds else alignment
+        task.name: types[task.kind](task, run_spec, engine, process, note).measure if task.kind in types else alignment
         for task in run_spec.recipe.eval.tasks
     }
 
 
-def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup) -> list[str]:
-    """Check that the tasks can be measured at this ZeRO stage, and that one of them measures the number that
-    checkpoint.best names. Returns lines about languages that the run lacks. Raises UserError."""
+def review_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup) -> list[str]:
+    """Return lines about tasks in languages that the run lacks. Raises UserError if a task cannot be measured at this
+    ZeRO stage, or if no task has the results row that checkpoint.best names."""
     best, notes = run_spec.recipe.checkpoint.best, list[str]()
     for task in run_spec.recipe.eval.tasks:
         if stage >= 3:
             raise UserError(
-                f"eval.{task.name}: tasks need whole weights, which ZeRO stage 3 partitions; measure with a "
+                f"eval.{task.name}: tasks need whole weights, which ZeRO stage 3 partitions; evaluate in a "
                 f"checkpoint.hook, or use a ds_config of stage 2 or lower"
             )
         try:
@@ -86,22 +86,22 @@ def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup) -> list[st
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
         if best and best.partition("/")[0] == task.name and best.split("/", 2)[1] not in rows:
-            there = ", ".join(f"{task.name}/{row}" for row in rows)
-            raise UserError(f"checkpoint.best: {best} is not measured; choose a number of one of these rows: {there}")
+            known = ", ".join(f"{task.name}/{row}" for row in rows)
+            raise UserError(f"checkpoint.best: {best} is not measured; choose a number of one of these rows: {known}")
         new = sorted({language for source in sources for language in source.langs} - {*run_spec.languages})
         if new and run_spec.any_stream("language_embeddings"):
-            notes.append(f"eval.{task.name} reads {', '.join(new)} with the neutral language embedding: not in --data")
+            names = ", ".join(new)
+            notes.append(f"eval.{task.name} reads {names} with the neutral language embedding, since --data lacks it")
     return notes
 
 
 def row_names(task: EvalTask, run_spec: RunSpec, sources: list[Source], host_group: HostGroup) -> list[str]:
-    """Return the names of the rows in a task's results. Raises UserError if the task cannot be measured."""
+    """Return the names of the results rows of a task. Raises UserError if the task cannot be measured."""
     if task.kind == "alignment":
-        return list(with_overall_means(task.name, alignment_rows(run_spec)))
+        return list(with_overall_means(task.name, empty_alignment_rows(run_spec)))
     check_file_sizes(sources, host_group)
     if task.kind == "retrieval":
-        pairs = list(row_sources(task, sources))
-        return [ALL, *pairs]
+        return [ALL, *sources_by_row(task, sources)]
     samples = sample_heldout_links(run_spec, sources, host_group)
     specs = heldout_stream_specs(run_spec, sources, samples)
     check_links(run_spec.recipe, specs, sources, samples)
@@ -110,78 +110,76 @@ def row_names(task: EvalTask, run_spec: RunSpec, sources: list[Source], host_gro
     return list(dict.fromkeys([*(spec.name for spec in specs), *(" ".join(of_stream) for of_stream in names)]))
 
 
-def alignment_rows(run_spec: RunSpec) -> Results:
-    """Return a results row for each dictionary, with NaN in place of each score for which the dictionary has enough
-    words. Raises UserError if the run has no dictionary."""
+def empty_alignment_rows(run_spec: RunSpec) -> Results:
+    """Return a results row for each dictionary, with NaN for each score to measure. Raises UserError if there is
+    none."""
     lexicons = run_spec.lexicons + run_spec.measured
     if not lexicons:
         raise UserError("the run has no dictionary; set data.lexicons=[PATH/en-de.txt], or put it into lexicon/")
     nothing = {language: np.empty(0, dtype=np.int64) for lexicon in lexicons for language in lexicon.langs}
-    probes = find_probe(lexicons, run_spec.lexicons, run_spec.unseen, nothing)
+    probes = build_probes(lexicons, run_spec.lexicons, run_spec.unseen, nothing)
     return {
-        name: {kind: math.nan for kind, words in probe.items() if len(words.queries) >= FEWEST}
+        name: {subset: math.nan for subset, words in probe.items() if len(words.queries) >= FEWEST}
         for name, probe in probes.items()
     }
 
 
-def validate_best(run_spec: RunSpec, module: StepModule) -> None:
-    """Check, by measuring a few records, that evaluations give the number of checkpoint.best. Raises UserError."""
+def check_best_is_measured(run_spec: RunSpec, module: StepModule) -> None:
+    """Raise UserError if evaluations will not give the number of checkpoint.best. Measures a few records to know."""
     best = run_spec.recipe.checkpoint.best
     task = next((task for task in run_spec.recipe.eval.tasks if best and best.partition("/")[0] == task.name), None)
     if best is None or task is None:
         return
     row = best.split("/", 2)[1]
     if task.kind == "alignment":
-        results = alignment_rows(run_spec)
+        results = empty_alignment_rows(run_spec)
     elif task.kind == "retrieval":
-        sources_of = row_sources(task, find_task_sources(task, run_spec))
-        same = torch.eye(2)
-        results = {of: retrieval.accuracies(same, same, "cosine", source.langs) for of, source in sources_of.items()}
+        same, sources = torch.eye(2), sources_by_row(task, find_task_sources(task, run_spec))
+        results = {of: retrieval.accuracies(same, same, "cosine", source.langs) for of, source in sources.items()}
     else:
         stream, _, language = row.partition(" ")
-        few = replace(task, limit=min(task.limit, TRIED))
-        sources = [s for s in find_task_sources(few, run_spec) if language in ("", ALL, s.pair, *s.langs)]
+        few = replace(task, limit=min(task.limit, TRIED_RECORDS))
+        heldout = [s for s in find_task_sources(few, run_spec) if language in ("", ALL, s.pair, *s.langs)]
         alone = replace(run_spec, specs=[spec for spec in run_spec.specs if spec.name == stream])
         engine = SimpleNamespace(module=module, device=torch.device("cpu"))
-        results = Heldout(few, alone, engine, Process(0, 1, 0, 1), lambda doing: None, sources).measure()
-        if language == ALL and row not in with_overall_means(
-            task.name, results
-        ):  # so few records may be of one language
-            results[row] = {
-                n: v for name, of in results.items() if name.startswith(f"{stream} ") for n, v in of.items()
-            }
-    check_number({task.name: with_overall_means(task.name, results)}, best)
+        results = HeldoutTask(few, alone, engine, Process(0, 1, 0, 1), lambda doing: None, heldout).measure()
+        # So few records may have one language, and then no row of means.
+        if language == ALL and row not in with_overall_means(task.name, results):
+            of_stream = [numbers for name, numbers in results.items() if name.startswith(f"{stream} ")]
+            results[row] = {name: number for numbers in of_stream for name, number in numbers.items()}
+    find_number({task.name: with_overall_means(task.name, results)}, best)
 
 
 def with_overall_means(task: str, rows: Results) -> Results:
-    """Return a task's results rows after rows with means over languages or pairs: the row `all`, or for held-out losses
-    `STREAM all` for each stream. A number is averaged over the rows that have it, if there are several."""
+    """Return rows with means over languages or pairs, followed by the task's own rows. The row of means is `all`; for
+    held-out losses, it is `STREAM all` for each stream. A number is averaged if several rows have it."""
     groups, losses = dict[str, list[dict[str, float]]](), task.partition(".")[0] == "heldout"
     for row, numbers in rows.items():
         stream, _, language = row.partition(" ")
         if language or not losses:
             groups.setdefault(f"{stream} {ALL}" if losses else ALL, []).append(numbers)
-    found: Results = {}
-    for row, of_rows in groups.items():
-        for name in dict.fromkeys(name for numbers in of_rows for name in numbers if direction(name)):
-            values = [numbers[name] for numbers in of_rows if name in numbers]
+    means: Results = {}
+    for row, group in groups.items():
+        for name in dict.fromkeys(name for numbers in group for name in numbers if direction(name)):
+            values = [numbers[name] for numbers in group if name in numbers]
             if len(values) > 1:
-                scores = all(isinstance(value, Score) for value in values)
-                found.setdefault(row, {})[name] = mean(values) if scores else sum(values) / len(values)
-    return found | rows
+                are_scores = all(isinstance(value, Score) for value in values)
+                means.setdefault(row, {})[name] = mean(values) if are_scores else sum(values) / len(values)
+    return means | rows
 
 
 def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
-    """Return the task's sources. Raises UserError if the run trains on one of them, or does not train a language
-    whose loss the task measures. Retrieval reads an untrained language with the neutral language embedding, which the
-    run must train."""
+    """Return the task's sources. Raises UserError if the run trains on a source of the task, or lacks one of its
+    languages. Only retrieval may have such a language, if the run trains the neutral language embedding for it."""
     data = run_spec.recipe.data
     cache = Cache.of(data.cache, data.cache_gb)
     sources = take_first(find_sources([*map(location, task.data)], cache), task.limit)
     trained = {source.fingerprint: source for source in run_spec.sources}
     for source in sources:
         if source.fingerprint in trained:
-            raise UserError(f"{source.directory} is training data of this run; give records that it does not train on")
+            raise UserError(
+                f"{source.directory} is training data of this run; give records that the run does not train on"
+            )
         new = sorted(set(source.langs) - set(run_spec.languages))
         if new and task.kind != "retrieval":
             raise UserError(
@@ -190,40 +188,39 @@ def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
         if new and not shows_neutral(run_spec.recipe):
             raise UserError(
                 f"{source.directory} has text in {' and '.join(new)}, which --data lacks. The neutral language "
-                f"embedding would be used for it, but with language_dropout 0 no stream trains that one; leave the "
-                f"source out, or set streams.NAME.language_dropout=0.1"
+                f"embedding would be used, but no stream trains it with language_dropout 0; leave the source out, or "
+                f"set streams.NAME.language_dropout=0.1"
             )
     check_language_names([*run_spec.sources, *sources])
     return sources
 
 
 def sample_heldout_links(run_spec: RunSpec, sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
-    """Return samples of the word links of held-out sources, whose languages need not be in `data.languages`."""
+    """Return samples of the word links of held-out sources, even of languages that `data.languages` excludes."""
     data = replace(run_spec.recipe.data, languages=None)
     return sample_links(languages_of_links(replace(run_spec.recipe, data=data, phases=())), sources, host_group)
 
 
 def heldout_stream_specs(run_spec: RunSpec, sources: list[Source], samples: list[LinkSample]) -> list[StreamSpec]:
-    """Return a spec for each stream that can read held-out sources, with these sources and all their records in one
-    step. Raises UserError if no stream can read them."""
+    """Return a spec for each stream that can read held-out sources, with one step of all records. Raises UserError."""
     specs = []
     for spec in run_spec.specs:
         kind, languages = "mono" if spec.packed else "pair", run_spec.recipe.streams[spec.name].languages
-        chosen = tuple(
+        indices = tuple(
             s
             for s, source in enumerate(sources)
             if source.kind == kind and (languages is None or matches_languages(languages, source.langs))
         )
-        if chosen:
-            chosen = linked_sources(run_spec.recipe.streams[spec.name].objective, chosen, samples)
-            specs.append(StreamSpec(spec.name, chosen, sum(sources[s].records for s in chosen), spec.packed))
+        if indices:
+            indices = linked_sources(run_spec.recipe.streams[spec.name].objective, indices, samples)
+            specs.append(StreamSpec(spec.name, indices, sum(sources[s].records for s in indices), spec.packed))
     if not specs:
         kinds = ", ".join(sorted({f"{source.pair} ({source.kind})" for source in sources}))
-        raise UserError(f"no stream of the recipe reads data such as {kinds}; name other data, or leave out the task")
+        raise UserError(f"no stream of the recipe reads data such as {kinds}; give other data, or leave out the task")
     return specs
 
 
-class Heldout:
+class HeldoutTask:
     """A task that measures the run's losses on held-out records, for each stream and each of the stream's languages."""
 
     def __init__(
@@ -235,20 +232,20 @@ class Heldout:
         note: Callable[[str], None],
         sources: list[Source] | None = None,
     ):
-        """Prepare one evaluation of all held-out records. sources: the data to measure; None: the task's data."""
+        """Prepare one step of all held-out records, of `sources` or of the task's own sources. Raises UserError."""
         self.note = partial(note, f"measuring {task.name}")
         recipe, sources = run_spec.recipe, sources or find_task_sources(task, run_spec)
-        tokens = Calibration([bytes_to_tokens(source, run_spec.tokenizer) for source in sources], {})
+        calibration = Calibration([bytes_to_tokens(source, run_spec.tokenizer) for source in sources], {})
         samples = sample_heldout_links(run_spec, sources, HostGroup(alone=True))
         specs = heldout_stream_specs(run_spec, sources, samples)
         for i, spec in enumerate(specs):
             if spec.packed:
-                text = sum(estimated_size(sources[s], s, tokens) for s in spec.sources)
+                text = sum(estimated_token_count(calibration, s, sources[s]) for s in spec.sources)
                 specs[i] = replace(spec, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))
-        streams = {spec.name: with_languages(recipe.streams[spec.name]) for spec in specs}
+        streams = {spec.name: without_language_dropout(recipe.streams[spec.name]) for spec in specs}
         data = replace(recipe.data, alpha=1.0, alpha_by="records", workers=0, first=None)
         recipe = replace(recipe, data=data, streams=streams, phases=())
-        run_spec = replace(run_spec, phases=(), fitted=None, calibration=tokens)
+        run_spec = replace(run_spec, phases=(), fitted=None, calibration=calibration)
         self.run_spec = replace(run_spec, sources=sources, recipe=recipe, specs=specs)
         (self.batch,) = self.run_spec.batches(process, engine.device.type, initial_state(specs), 1)
         for source in sources:
@@ -256,43 +253,44 @@ class Heldout:
         self.engine, self.process = engine, process
 
     def measure(self) -> Results:
-        """Return a results row for each stream and for each of its languages."""
+        """Return a results row for each stream, and for each language of a stream. All ranks call it together."""
         recipe, targets, counts = self.run_spec.recipe, self.batch.targets(), self.batch.counts()
         sums = measure_rows(self.engine, recipe, self.batch.rows, rank=self.process.rank, note=self.note)
         numbers = torch.tensor([*targets.values(), *counts.values()], dtype=torch.float64)
         table = torch.cat([sums.values_K, numbers.to(sums.values_K.device)])
         if dist.is_initialized():  # not in a dry run
             dist.all_reduce(table)
-        totals_K, *whole = (part.tolist() for part in table.split([len(sums.values_K), len(targets), len(counts)]))
-        targets = dict(zip(targets, map(int, whole[0]), strict=True))
-        counts = dict(zip(counts, map(int, whole[1]), strict=True))
+        sizes = [len(sums.values_K), len(targets), len(counts)]
+        totals_K, all_targets, all_counts = (column.tolist() for column in table.split(sizes))
+        targets = dict(zip(targets, map(int, all_targets), strict=True))
+        counts = dict(zip(counts, map(int, all_counts), strict=True))
         results: Results = {}
-        found = sums.shares(totals_K, recipe, targets) | sums.by_language(totals_K, recipe, counts)
-        for name, number in found.items():
+        metrics = sums.shares(totals_K, recipe, targets) | sums.by_language(totals_K, recipe, counts)
+        for name, number in metrics.items():
             key = MetricKey.parse(name)
-            # A stream has no targets if all its pairs were too long.
+            # A stream has no targets if all its pairs are too long.
             if any(n for (stream, _), n in targets.items() if stream == key.stream):
                 row = " ".join(filter(None, [key.stream, key.language]))
                 results.setdefault(row, {})[f"{key.name}.{key.term}" if key.term else key.name] = number
         return results
 
 
-def with_languages(stream: StreamConfig) -> StreamConfig:
+def without_language_dropout(stream: StreamConfig) -> StreamConfig:
     """Return the stream with a language_dropout of 0."""
     if not hasattr(stream.options, "language_dropout"):
         return stream
     return replace(stream, options=replace(stream.options, language_dropout=0.0))
 
 
-def estimated_size(source: Source, number: int, tokens: Calibration) -> float:
+def estimated_token_count(calibration: Calibration, source_index: int, source: Source) -> float:
     """Return the number of tokens of a source, estimated from its bytes."""
     return sum(
-        float(tokens.estimated_tokens(number, source.lengths(s, slice(0, n))).sum())
+        float(calibration.estimated_tokens(source_index, source.lengths(s, slice(0, n))).sum())
         for s, n in enumerate(source.counts)
     )
 
 
-class ModelInTraining(Exported):
+class ModelInTraining(ExportedModel):
     """The encoder in training, with the interface of an exported model."""
 
     def __init__(self, run_spec: RunSpec, engine: Any):
@@ -302,8 +300,8 @@ class ModelInTraining(Exported):
         self.pooling = trained_pooling(run_spec.recipe.identity()["streams"])
 
 
-def row_sources(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
-    """Return the sources that hold pairs, by the names of their results rows. Raises UserError if none holds pairs."""
+def sources_by_row(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
+    """Return {results row: source} for the sources of sentence pairs. Raises UserError if there is none."""
     pairs = [source for source in sources if source.kind == "pair"]
     if not pairs:
         raise UserError(f"{', '.join(task.data)} has no pairs; retrieval needs sources of pairs")
@@ -311,14 +309,16 @@ def row_sources(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
     return {s.pair if times[s.pair] == 1 else f"{s.pair} ({s.directory})": s for s in pairs}
 
 
-class Retrieval:
-    """A task that measures how often a sentence's translation is its nearest neighbour. Every rank reads and embeds a
-    part of the sentences."""
+class RetrievalTask:
+    """A task that measures how often a sentence's translation is its nearest neighbour, on a share of them per rank."""
 
     def __init__(self, task: EvalTask, run_spec: RunSpec, engine: Any, process: Process, note: Callable[[str], None]):
         """Read this rank's texts. Raises RankError."""
         self.note, self.process, self.limit = partial(note, f"measuring {task.name}"), process, task.limit
-        self.sources, self.texts = row_sources(task, find_task_sources(task, run_spec)), list[list[tuple[str, ...]]]()
+        self.sources, self.texts = (
+            sources_by_row(task, find_task_sources(task, run_spec)),
+            list[list[tuple[str, ...]]](),
+        )
         for source in self.sources.values():
             self.note()
             try:
@@ -330,12 +330,12 @@ class Retrieval:
     def measure(self) -> Results:
         results, world, encoder = {}, self.process.world, self.model.encoder
         encoder.eval()
-        for (row, source), mine in zip(self.sources.items(), self.texts, strict=True):
+        for (row, source), own_texts in zip(self.sources.items(), self.texts, strict=True):
             ids, sides, pairs = self.model.language_ids(source.langs), [], min(self.limit, source.records)
             order = torch.tensor([n for rank in range(world) for n in range(rank, pairs, world)]).argsort()
             for side, language in enumerate(source.langs):
                 self.note()
-                texts = [texts[side] for texts in mine]
+                texts = [texts[side] for texts in own_texts]
                 (vectors,) = retrieval.embed(self.model, texts, ids[language], [(self.model.pooling, -1)]).values()
                 sides.append(gather_rows(vectors.float())[0][order.to(vectors.device)])
             results[row] = retrieval.accuracies(sides[0], sides[1], "cosine", source.langs)
@@ -343,15 +343,17 @@ class Retrieval:
         return results
 
 
-def check_number(results: dict[str, Results], path: str) -> float | None:
-    """Return the number at `path` (TASK/ROW/NUMBER), or None if its task was not measured. Raises UserError if the task
-    has no such number."""
+def find_number(results: dict[str, Results], path: str) -> float | None:
+    """Return the number at TASK/ROW/METRIC; None for an unmeasured task. Raises UserError if a measured task lacks
+    it."""
     task, row, name = path.split("/", 2)
     if row == ALL and len(rows := results.get(task, {})) == 1:
-        (row,) = rows  # the mean over one pair
+        (row,) = rows  # a single pair has no row of means
     if task in results and name not in results[task].get(row, {}):
-        there = sorted(f"{task}/{row}/{name}" for row, of in results[task].items() for name in of)
-        raise UserError(f"checkpoint.best: {path} is not measured; there are {', '.join(there) or 'none'}")
+        known = sorted(f"{task}/{row}/{name}" for row, numbers in results[task].items() for name in numbers)
+        raise UserError(
+            f"checkpoint.best: {path} is not measured; choose another: there are {', '.join(known) or 'none'}"
+        )
     return results.get(task, {}).get(row, {}).get(name)
 
 
@@ -359,39 +361,38 @@ def check_number(results: dict[str, Results], path: str) -> float | None:
 
 
 def find_probes(run_spec: RunSpec, host_group: HostGroup, note: Callable[[str], None]) -> dict[str, AlignmentProbe]:
-    """Return the alignment probe (the words that an alignment score compares) of each of the run's dictionaries, by the
-    dictionary's name. All ranks call it together; ranks other than 0 get {}. note: as in find_measures."""
-    heldout, lexicons = run_spec.unseen, run_spec.lexicons + run_spec.measured
+    """Return {name of a dictionary: words to score}; {} on ranks other than 0. All ranks call it together."""
+    withheld_share, lexicons = run_spec.unseen, run_spec.lexicons + run_spec.measured
     tokens = tokens_by_language(run_spec, sorted({lexicon.langs[1] for lexicon in lexicons}), host_group, note)
     if not host_group.is_main:
         return {}
-    if heldout < run_spec.recipe.data.lexicon_heldout:
+    if withheld_share < run_spec.recipe.data.lexicon_heldout:
         LOG.warning(
-            f"data.lexicon_heldout: {run_spec.recipe.data.lexicon_heldout:g}, but model.init withheld only {heldout:g} "
-            f"of the words; alignment/* measures only those"
+            f"data.lexicon_heldout: {run_spec.recipe.data.lexicon_heldout:g}, but model.init was trained with all but "
+            f"{withheld_share:g} of the words; alignment/* measures only words that it was not trained with"
         )
-    found = find_probe(lexicons, run_spec.lexicons, heldout, tokens)
+    probes = build_probes(lexicons, run_spec.lexicons, withheld_share, tokens)
     for lexicon in run_spec.measured:
         LOG.info(f"{lexicon.summary()}; no stream trains on it")
-    for name, probe in found.items():
+    for name, probe in probes.items():
         words = len(probe["withheld"].queries)
-        if heldout and words < FEWEST:
+        if withheld_share and words < FEWEST:
             LOG.warning(
                 f"alignment/{name} is left out: only {words} withheld words have one token, and {FEWEST} are needed; "
                 f"give a larger dictionary or a larger data.lexicon_heldout"
             )
-    return found
+    return probes
 
 
 def tokens_by_language(
     run_spec: RunSpec, languages: list[str], host_group: HostGroup, note: Callable[[str], None]
 ) -> dict[str, np.ndarray]:
-    """Return the ids of the tokens that occur in each language's text. Every rank reads a part of the text."""
+    """Return {language: ids of the tokens that occur in its text}. Every rank reads a share of the text."""
     tokens = dict[str, np.ndarray]()
     for language in languages:
         text = language, run_spec.sources, run_spec.tokenizer
         noted = partial(note, f"counting the tokens of the text in {language}")
-        parts = range(host_group.size)
-        found = host_group.divide_work([partial(tokens_of, *text, part, len(parts), noted) for part in parts])
-        tokens[language] = reduce(np.union1d, found)
+        count = host_group.size
+        ids = host_group.divide_work([partial(language_tokens, *text, i, count, noted) for i in range(count)])
+        tokens[language] = reduce(np.union1d, ids)
     return tokens

@@ -1,4 +1,4 @@
-"""Loads an exported encoder for evaluation, and writes the file of results."""
+"""Loads an exported encoder for evaluation, and writes the JSON file of its scores."""
 
 import json
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import intervals
-from xscale.eval.sentence_files import saved_pooling
+from xscale.eval.sentence_files import read_pooling
 from xscale.models.build import longest_sequence, read_pretrained, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import load_heads
 
 Scores = dict[str, float]
-"""Metric -> number."""
+"""{name of a metric: its value}."""
 
 
-class Exported:
+class ExportedModel:
     """The model and tokenizer of a Hugging Face directory, in eval mode, on a GPU if there is one."""
 
     def __init__(self, path: Path):
@@ -33,7 +33,7 @@ class Exported:
         if not path.exists():
             raise UserError(f"--model {path} does not exist; `python -m xscale.export RUN_DIR {path}` makes it")
         lm, has_head = read_pretrained("--model", path)
-        self.path, self.pooling = path, saved_pooling(path)
+        self.path, self.pooling = path, read_pooling(path)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             self.encoder = Encoder(lm).eval().to(self.device)
@@ -54,16 +54,17 @@ class Exported:
         self.heads = load_heads(path)
         trained = run_fields(lm.config, f"--model {path}")
         self.languages: list[str] = trained.get("languages", [])
-        """The language of each number; number 0 is no language, but the neutral language embedding."""
+        """The language of each language id; id 0 is no language, but the neutral language embedding."""
         self.language_embeddings: bool = trained.get("language_embeddings", False)
         self.segments: bool = trained.get("segments", False)
         self.reset_positions: bool = trained.get("reset_positions", False)
+        """This and the two options above are those of the model's training."""
         self.lexicon_heldout: float = trained.get("lexicon_heldout", DataConfig.lexicon_heldout)
         """The share of a dictionary's words that training withheld."""
 
     @property
-    def longest(self) -> int:
-        """The number of tokens of the longest sequence that the model takes."""
+    def max_length(self) -> int:
+        """Return the most tokens that a sequence may have, special tokens included."""
         return longest_sequence(self.encoder.lm.config)
 
     @property
@@ -71,24 +72,25 @@ class Exported:
         return self.encoder.lm.config.num_hidden_layers
 
     def language_ids(self, languages: Sequence[str]) -> dict[str, int]:
-        """The number of each language; 0, the neutral embedding, for languages that the model was not trained with."""
-        return dict.fromkeys(languages, 0) | {name: number for number, name in enumerate(self.languages) if number}
+        """Return the id of each language; 0, the neutral embedding, for languages that the model does not know."""
+        return dict.fromkeys(languages, 0) | {name: i for i, name in enumerate(self.languages) if i}
 
 
-def read_texts(source: Source, limit: int, part: int = 0, parts: int = 1) -> list[tuple[str, ...]]:
-    """The texts of the first `limit` records; of these, every `parts`-th from the number `part` on."""
-    return [source.read(*place).texts for place in source.places(np.arange(part, min(limit, source.records), parts))]
+def read_texts(source: Source, limit: int, start: int = 0, step: int = 1) -> list[tuple[str, ...]]:
+    """Return the texts of the records start, start + step, ... below `limit`: two texts for each pair of sentences."""
+    return [source.read(*place).texts for place in source.places(np.arange(start, min(limit, source.records), step))]
 
 
-def check_out(path: Path) -> None:
-    """Raise UserError, before the work, if `path` cannot be written as a file."""
+def check_output_file(path: Path) -> None:
+    """Raise UserError if `path`, the value of --out, cannot be written as a file."""
     if path.is_dir():
         raise UserError(f"--out {path} is a directory; give a file, such as {path / 'scores.json'}")
     files.check_writable(path)
 
 
 def write_results(out: Path | None, model: Path, results: dict, failed: dict, **more: Any) -> None:
-    """Write the scores and their intervals to `out`, unless it is None. results: task -> results row -> scores."""
+    """Write scores and intervals to `out`, unless it is None. results, failed: {task: {results row: scores or
+    error}}."""
     if out:
-        found = {"model": str(model), "results": results, "intervals": intervals(results), "failed": failed, **more}
-        files.write_text(out, json.dumps(found, indent=1) + "\n")
+        content = {"model": str(model), "results": results, "intervals": intervals(results), "failed": failed, **more}
+        files.write_text(out, json.dumps(content, indent=1) + "\n")

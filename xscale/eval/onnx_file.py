@@ -18,8 +18,8 @@ CLOSE = 1e-4
 
 @torch.no_grad()
 def write_onnx(folder: Path) -> None:
-    """Write onnx/model.onnx into an export. Its inputs are what the tokenizer gives, and its output is
-    last_hidden_state. Raises UserError, without writing, if onnxruntime's states differ from PyTorch's."""
+    """Write onnx/model.onnx into an export's folder, from the tokenizer's outputs to last_hidden_state. Raises
+    UserError, without writing, if onnxruntime's states differ from PyTorch's."""
     import onnxruntime
 
     encoder = read_pretrained("--onnx", folder)[0].base_model.eval()
@@ -39,8 +39,8 @@ def write_onnx(folder: Path) -> None:
         session = onnxruntime.InferenceSession(file)
         for batch in batches:
             kept, expected = batch["attention_mask"].bool(), encoder(**batch).last_hidden_state
-            (found,) = session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})
-            furthest, largest = (torch.from_numpy(found) - expected)[kept].abs().max(), expected[kept].abs().max()
+            (states,) = session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})
+            furthest, largest = (torch.from_numpy(states) - expected)[kept].abs().max(), expected[kept].abs().max()
             if not furthest <= CLOSE * max(1.0, float(largest)):
                 raise UserError(
                     f"--onnx: onnxruntime's states are up to {float(furthest):.2g} away from PyTorch's (the largest is "

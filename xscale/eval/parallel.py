@@ -1,7 +1,7 @@
-"""Parallel plain text: one file per language, and lines n of all files are translations (FLORES, NTREX, Tatoeba).
+"""Reads parallel plain text: files of one language each whose lines n are translations (FLORES, NTREX, Tatoeba).
 
-A file's name has its language and a part that all languages share: `eng_Latn.devtest`, `newstest2019-ref.deu.txt`,
-`tatoeba.deu-eng.deu`, `de.txt`; compressed files end in .gz or .xz.
+The names of the files differ only in the language: `eng_Latn.devtest`, `newstest2019-ref.deu.txt`, `de.txt`,
+`tatoeba.deu-eng.deu`. Compressed files end in .gz or .xz.
 """
 
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from xscale.data.text import read_lines
 from xscale.errors import UserError
-from xscale.eval.model import Exported
+from xscale.eval.model import ExportedModel
 from xscale.eval.retrieval import Vectors, embed
 
 NAME = re.compile(
@@ -23,10 +23,10 @@ ENGLISH = re.compile(r"eng?(?![a-z])")
 
 
 class ParallelText:
-    """Texts of several languages, and their vectors of one model at a time, so that each text is encoded once."""
+    """A text in several languages, with the sentence vectors of one model, so that each language is encoded once."""
 
     def __init__(self, name: str, files: dict[str, Path]):
-        """name: the part that the files' names share. files: the file of each language. Raises UserError."""
+        """Read files {language: path}; their name has * for the language. Raises UserError if they differ in length."""
         self.name, self.files = name, files
         self.texts = {language: [line for _, line in read_lines(path)] for language, path in files.items()}
         sizes = {language: len(texts) for language, texts in self.texts.items()}
@@ -34,7 +34,7 @@ class ParallelText:
             few, many = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
             raise UserError(
                 f"{files[few]} has {sizes[few]:,} lines, {files[many]} has {sizes[many]:,}; lines n of all files "
-                f"must be translations. Fix one file, or move it away"
+                f"must be translations of one another. Fix one file, or move it away"
             )
         if not max(sizes.values()):
             raise UserError(
@@ -43,29 +43,31 @@ class ParallelText:
         self._vectors: dict[str, Vectors] = {}
         self._key: object = None
 
-    def pairs(self, every: bool) -> list[tuple[str, str]]:
-        """All pairs of languages, in alphabetical order; only those with English if there are any and not `every`."""
-        found = list(combinations(sorted(self.files), 2))
-        english = [pair for pair in found if any(ENGLISH.match(language) for language in pair)]
-        return found if every or not english else english
+    def pairs(self, with_all: bool) -> list[tuple[str, str]]:
+        """Return the sorted pairs of languages; only pairs with English if there are any, unless `with_all`."""
+        pairs = list(combinations(sorted(self.files), 2))
+        english = [pair for pair in pairs if any(ENGLISH.match(language) for language in pair)]
+        return pairs if with_all or not english else english
 
-    def vectors(self, model: Exported, language: str, of: Sequence[tuple[str, int]], limit: int | None) -> Vectors:
-        """Unit vectors of the first `limit` lines, as retrieval.embed returns them."""
-        key = model, *of, limit
+    def vectors(
+        self, model: ExportedModel, language: str, keys: Sequence[tuple[str, int]], limit: int | None
+    ) -> Vectors:
+        """Return unit vectors [lines, H] of the language's first `limit` lines for each (pooling, layer) in `keys`."""
+        key = model, *keys, limit
         if key != self._key:
             self._vectors, self._key = {}, key
         if language not in self._vectors:
-            number = model.language_ids([language])[language]
-            self._vectors[language] = embed(model, self.texts[language][:limit], number, of)
+            language_id = model.language_ids([language])[language]
+            self._vectors[language] = embed(model, self.texts[language][:limit], language_id, keys)
         return self._vectors[language]
 
 
-def find_parallel(folder: Path) -> list[ParallelText]:
-    """The parallel texts of a folder and of the folders in it. Raises UserError if a text's files differ in length."""
+def find_parallel_texts(folder: Path) -> list[ParallelText]:
+    """Return the parallel texts in a folder and its subfolders. Raises UserError if a text's files differ in length."""
     groups: dict[tuple[Path, str], dict[str, Path]] = {}
     for path in sorted(folder.rglob("*")):
         match = NAME.fullmatch(re.sub(r"\.[gx]z$", "", path.name))
         if match and path.is_file():
             start = re.sub(r"-(ref|src)\.$", ".", match["start"])  # NTREX's names, whose source is English
             groups.setdefault((path.parent, f"{start}*{match['end']}"), {})[match["language"]] = path
-    return [ParallelText(str(place / name), files) for (place, name), files in groups.items() if len(files) > 1]
+    return [ParallelText(str(parent / name), files) for (parent, name), files in groups.items() if len(files) > 1]

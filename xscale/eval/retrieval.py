@@ -1,4 +1,4 @@
-"""Sentence retrieval (Artetxe & Schwenk 2019): is a sentence's translation its nearest neighbour?
+"""Measures sentence retrieval (Artetxe & Schwenk 2019): is a sentence's translation its nearest neighbour?
 
 Neighbours are ranked by `cosine`, or by `csls` (Lample et al. 2018), which lowers the scores of hubs:
 
@@ -29,244 +29,252 @@ from xscale.data.shards import Source
 from xscale.data.stream_batch import StateIndices, StreamBatch, Types
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
-from xscale.eval.model import Exported, Scores, read_texts
+from xscale.eval.model import ExportedModel, Scores, read_texts
 from xscale.eval.neighbours import nearest_both, ratio_margins
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
 
 BATCH = 64
 NEIGHBOURS, XSIM_NEIGHBOURS = 10, 4
-"""The number k of nearest neighbours in csls, and in xSIM."""
+"""The number of nearest neighbours k in csls, and in xSIM."""
 POOLINGS, MARGINS, XSIM = ("mean", "cls"), ("cosine", "csls"), "xsim"
 Vectors = dict[tuple[str, int], Tensor]
-"""Unit vectors by pooling and layer. Layers are counted from the end, -1 for the last."""
+"""{(pooling, layer): unit vectors [sentences, H]}. Layers are counted from the end, -1 for the last."""
 WrongTranslations = dict[str, tuple[str, str]]
-"""A wrong translation of xSIM++ -> (the sentence that it was made of, the type of its error)."""
+"""{wrong translation: (right translation from which it was made, type of the error)}, for xSIM++."""
 ALL = "all"
-"""The value of --layer that means all layers."""
+"""--layer all: the embeddings' output and each layer."""
 
 
 class Variant(NamedTuple):
     """One way to make sentence vectors and to rank neighbours."""
 
     name: str
+    """The end of the names of its results rows; "" for the defaults."""
     pooling: str
     layer: int
-    """The layer's number from the end, -1 for the last."""
+    """The layer's index from the end, -1 for the last."""
     margin: str
 
     @property
     def vectors(self) -> tuple[str, int]:
-        """The key of the variant's vectors in Vectors."""
+        """Return the variant's key in Vectors."""
         return self.pooling, self.layer
 
 
-def variants(
-    model: Exported,
+def make_variants(
+    model: ExportedModel,
     poolings: Sequence[str] | None = None,
     layers: Sequence[str | int] = (-1,),
     margins: Sequence[str] = MARGINS[:1],
 ) -> list[Variant]:
-    """Every combination of pooling, layer and margin. Its name mentions a choice if several were asked for, or if it is
-    not the default (the model's own pooling, last layer, cosine). poolings: None is the model's own. layers: as in
-    layer_numbers."""
-    found, poolings, numbers = [], poolings or [model.pooling], layer_numbers(layers, model.num_layers)
-    for pooling, layer, margin in product(poolings, numbers, margins):
-        name = [*name_choice(pooling, poolings, model.pooling), *name_choice(margin, margins, MARGINS[0])]
-        name += [f"layer {model.num_layers + 1 + layer}"] if len(numbers) > 1 or layer != -1 else []
-        found.append(Variant(" ".join(name), pooling, layer, margin))
-    return found
+    """Return every combination of pooling, layer and margin. The name of a variant has the values that are not the
+    default, and those of options with several values. poolings: None stands for the model's own. layers: indices from
+    either end, or ALL. Raises UserError for layers that the model lacks."""
+    variants, poolings, indices = [], poolings or [model.pooling], layer_indices(layers, model.num_layers)
+    for pooling, layer, margin in product(poolings, indices, margins):
+        name = [*words_for_choice(pooling, poolings, model.pooling), *words_for_choice(margin, margins, MARGINS[0])]
+        name += [f"layer {model.num_layers + 1 + layer}"] if len(indices) > 1 or layer != -1 else []
+        variants.append(Variant(" ".join(name), pooling, layer, margin))
+    return variants
 
 
-def name_choice(choice: str, asked: Sequence[str], default: str) -> list[str]:
-    """The choice, if several were asked for or it is not the default; else nothing."""
-    return [choice] if len(set(asked)) > 1 or choice != default else []
+def words_for_choice(choice: str, choices: Sequence[str], default: str) -> list[str]:
+    """Return the words for a choice in a variant's name: none if it is the default and the only one of `choices`."""
+    return [choice] if len(set(choices)) > 1 or choice != default else []
 
 
-def layer_numbers(asked: Sequence[str | int], last: int) -> list[int]:
-    """The layers' numbers from the end, -1 for the last. asked: numbers from either end, or `all`. Raises UserError."""
-    if ALL in asked:
+def layer_indices(layers: Sequence[str | int], last: int) -> list[int]:
+    """Return the layers' indices from the end, -1 for the last. layers: indices from either end, or ALL. last: the
+    number of layers. Raises UserError for layers that the model lacks."""
+    if ALL in layers:
         return list(range(-last - 1, 0))
-    absent = [number for number in asked if not -last - 1 <= int(number) <= last]
+    absent = [layer for layer in layers if not -last - 1 <= int(layer) <= last]
     if absent:
         raise UserError(
             f"--layer {' '.join(map(str, absent))}: the model has layers 1 to {last}, and 0 for its embeddings' output"
         )
-    return list(dict.fromkeys(int(number) - last - 1 if int(number) >= 0 else int(number) for number in asked))
+    return list(dict.fromkeys(int(layer) - last - 1 if int(layer) >= 0 else int(layer) for layer in layers))
 
 
 def evaluate(
-    model: Exported,
+    model: ExportedModel,
     source: Source,
     limit: int,
-    chosen: Sequence[Variant] | None = None,
+    variants: Sequence[Variant] | None = None,
     wrong: WrongTranslations | None = None,
 ) -> dict[str, Scores]:
-    """Name of each variant -> its accuracies, or for xSIM its error rates. chosen: None is the default variant. wrong:
-    the wrong translations of xSIM++."""
-    texts, chosen = [list(side) for side in zip(*read_texts(source, limit), strict=True)], chosen or variants(model)
-    sides = embed_sides(model, texts, source.langs, chosen)
-    return evaluate_vectors(model, sides, texts, source.langs, chosen, wrong or {})
+    """Return {variant's name: accuracies, or for xSIM error rates}. variants: None stands for the default one."""
+    texts = [list(side) for side in zip(*read_texts(source, limit), strict=True)]
+    variants = variants or make_variants(model)
+    sides = embed_sides(model, texts, source.langs, variants)
+    return evaluate_vectors(model, sides, texts, source.langs, variants, wrong or {})
 
 
 def evaluate_vectors(
-    model: Exported,
+    model: ExportedModel,
     sides: Sequence[Vectors],
     texts: Sequence[list[str]],
     langs: tuple[str, ...],
-    chosen: Sequence[Variant],
+    variants: Sequence[Variant],
     wrong: WrongTranslations,
 ) -> dict[str, Scores]:
-    """Do the same as `evaluate` for the vectors of two languages' texts."""
-    found, extra = {}, dict[int, tuple[WrongTranslations, Vectors]]()
-    for side in (0, 1) if any(variant.margin == XSIM for variant in chosen) else ():
+    """Do the same as `evaluate`, given the texts of both languages and their vectors (sides)."""
+    results, extra = {}, dict[int, tuple[WrongTranslations, Vectors]]()
+    for side in (0, 1) if any(variant.margin == XSIM for variant in variants) else ():
         present = set(texts[side])
-        of_side = {text: made for text, made in wrong.items() if made[0] in present}
-        if of_side:
-            (more,) = embed_sides(model, [list(of_side)], [langs[side]], chosen)
-            extra[side] = of_side, more
-    for variant in chosen:
+        wrong_here = {text: origin for text, origin in wrong.items() if origin[0] in present}
+        if wrong_here:
+            (wrong_vectors,) = embed_sides(model, [list(wrong_here)], [langs[side]], variants)
+            extra[side] = wrong_here, wrong_vectors
+    for variant in variants:
         vectors = [side[variant.vectors] for side in sides]
         if variant.margin != XSIM:
-            found[variant.name] = accuracies(vectors[0], vectors[1], variant.margin, langs)
+            results[variant.name] = accuracies(vectors[0], vectors[1], variant.margin, langs)
             continue
-        found[variant.name] = xsim(vectors, texts, langs)
-        for side, (of_side, more) in extra.items():
-            candidates = torch.cat([vectors[side], more[variant.vectors]])
+        results[variant.name] = xsim(vectors, texts, langs)
+        for side, (wrong_here, wrong_vectors) in extra.items():
+            candidates = torch.cat([vectors[side], wrong_vectors[variant.vectors]])
             direction = "->".join([langs[1 - side], langs[side]])
-            found[variant.name] |= xsim_plus(vectors[1 - side], candidates, texts[side], of_side, direction)
-    return found
+            results[variant.name] |= xsim_plus(vectors[1 - side], candidates, texts[side], wrong_here, direction)
+    return results
 
 
 def xsim(vectors: Sequence[Tensor], texts: Sequence[list[str]], langs: tuple[str, ...]) -> Scores:
-    """The share of sentences whose best candidate has another text than the translation, in both directions, and the
-    mean of both."""
-    both = ratio_margins(vectors[0], vectors[1], XSIM_NEIGHBOURS)
+    """Return xSIM's error rates: shares of sentences whose best candidate is no translation, by direction, and their
+    mean."""
     errors = [
-        [texts[1 - side][row] != texts[1 - side][n] for n, row in enumerate(best_rows(*found))]
-        for side, found in enumerate(both)
+        [texts[1 - side][row] != texts[1 - side][n] for n, row in enumerate(best_rows(*neighbours))]
+        for side, neighbours in enumerate(ratio_margins(vectors[0], vectors[1], XSIM_NEIGHBOURS))
     ]
-    return both_directions(np.array(errors).T, langs, " xsim", "xsim")
+    return shares_by_direction(np.array(errors).T, langs, " xsim", "xsim")
 
 
-def both_directions(counted_N2: np.ndarray, langs: tuple[str, ...], suffix: str, mean: str) -> Scores:
-    """The share of sentences that are counted from the first language to the second, and back; the mean of both; and
-    the number of sentences. suffix: ends the names of the first two."""
+def shares_by_direction(true_N2: np.ndarray, langs: tuple[str, ...], suffix: str, mean: str) -> Scores:
+    """Return the shares of true values in both columns, their mean, and the number of sentences N. true_N2: booleans,
+    from the first language to the second, and back. suffix: ends the names of the shares. mean: the mean's name."""
     a, b = langs
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         there, back, n = np.moveaxis(sums, -1, 0)
         return {f"{a}->{b}{suffix}": there / n, f"{b}->{a}{suffix}": back / n, mean: (there + back) / n / 2}
 
-    counts_N3 = np.column_stack([counted_N2, np.ones(len(counted_N2))])
-    return bootstrap(counts_N3, scores_of) | {"sentences": len(counted_N2)}
+    counts_N3 = np.column_stack([true_N2, np.ones(len(true_N2))])
+    return bootstrap(counts_N3, scores_of) | {"sentences": len(true_N2)}
 
 
 def xsim_plus(
     x_NH: Tensor, y_MH: Tensor, translations: list[str], wrong: WrongTranslations, direction: str
 ) -> dict[str, float]:
-    """The error rate with the translations [N] and then the wrong ones as candidates (the rows of y), and the share of
-    each type of error. `misaligned` means another sentence, or a wrong translation of another sentence."""
+    """Return xSIM++'s error rate and the share of each type of error; `misaligned`: a candidate made from another
+    sentence. x_NH: the sentences. y_MH: their N translations, then the wrong ones. direction: the beginning of the
+    scores' names."""
     candidates = [*translations, *wrong]
-    kinds = ["misaligned", *dict.fromkeys(kind for _, kind in wrong.values())]
-    counts = np.zeros((len(x_NH), 1 + len(kinds)))
+    error_types = ["misaligned", *dict.fromkeys(error_type for _, error_type in wrong.values())]
+    counts = np.zeros((len(x_NH), 1 + len(error_types)))
     counts[:, 0] = 1
     for n, row in enumerate(best_rows(*ratio_margins(x_NH, y_MH, XSIM_NEIGHBOURS)[0])):
-        said, meant = candidates[row], translations[n]
-        source, kind = wrong.get(said, ("", ""))
-        if said != meant:
-            counts[n, 1 + (kinds.index(kind) if source == meant else 0)] = 1
+        best, right = candidates[row], translations[n]
+        origin, error_type = wrong.get(best, ("", ""))
+        if best != right:
+            counts[n, 1 + (error_types.index(error_type) if origin == right else 0)] = 1
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         shares = sums[..., 1:] / sums[..., :1]
-        by_kind = {f"{direction} xsim++ {kind}": shares[..., i] for i, kind in enumerate(kinds)}
-        return {f"{direction} xsim++": shares.sum(-1)} | by_kind
+        by_type = {f"{direction} xsim++ {name}": shares[..., i] for i, name in enumerate(error_types)}
+        return {f"{direction} xsim++": shares.sum(-1)} | by_type
 
     return bootstrap(counts, scores_of)
 
 
 def best_rows(scores_NK: Tensor, rows_NK: Tensor) -> list[int]:
+    """Return the row with the highest score among each sentence's K neighbours."""
     return rows_NK.gather(1, scores_NK.argmax(1, keepdim=True))[:, 0].tolist()
 
 
 def load_wrong_translations(path: Path | None) -> WrongTranslations:
-    """Read LASER's file for xSIM++, {candidate: {"src": sentence, "errtype": type}}, if there is one. Raises
+    """Read LASER's file {wrong translation: {"src": right one, "errtype": type}}; no path returns {}. Raises
     UserError."""
     if path is None:
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {text.strip(): (made["src"].strip(), str(made["errtype"])) for text, made in found.items()}
+        entries = json.loads(path.read_text(encoding="utf-8")).items()
+        return {text.strip(): (entry["src"].strip(), str(entry["errtype"])) for text, entry in entries}
     except OSError as error:
         raise UserError(f"--xsim_plus {path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(
-            f'--xsim_plus {path} is not LASER\'s JSON, {{candidate: {{"src": sentence, "errtype": type}}}}'
+            f'--xsim_plus {path} is not LASER\'s JSON, {{candidate: {{"src": sentence, "errtype": type}}}}; give that'
         ) from None
 
 
 def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[str, ...]) -> Scores:
-    """The share of unit vectors in `first_NH` whose nearest one in `second_NH` has the same row number, the share in
-    the other direction, and the mean of both."""
+    """Return the share of rows of unit vectors whose nearest one of the other side has the same index, by direction,
+    and the mean of both directions."""
     penalties = hubness(first_NH, second_NH) if margin == "csls" else None
     (_, there_N1), (_, back_N1) = nearest_both(first_NH, second_NH, 1, penalties)
     same_N1 = torch.arange(len(first_NH), device=first_NH.device)[:, None]
     right_N2 = torch.cat([there_N1 == same_N1, back_N1 == same_N1], 1)
-    return both_directions(right_N2.cpu().numpy(), langs, "", "accuracy")
+    return shares_by_direction(right_N2.cpu().numpy(), langs, "", "accuracy")
 
 
 def hubness(
-    x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS, numbers: tuple[Tensor, Tensor] | None = None
+    x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS, ids: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Half of r(x) [N] and of r(y) [M]: a cosine minus both is half of csls. numbers: see neighbours.nearest_both."""
-    (there, _), (back, _) = nearest_both(x_NH, y_MH, k, numbers=numbers)
+    """Return r(x) / 2 [N] and r(y) / 2 [M] of csls; a cosine minus both is csls / 2. ids: see nearest_both."""
+    (there, _), (back, _) = nearest_both(x_NH, y_MH, k, ids=ids)
     return there.mean(1) / 2, back.mean(1) / 2
 
 
-def embed(model: Exported, texts: list[str], language: int, of: Sequence[tuple[str, int]]) -> Vectors:
-    """Unit vectors [n_texts, H] for each pooling and layer in `of`. A vector is the mean state of a sentence's tokens
-    without special tokens, or the state of [CLS]."""
-    return embed_ids(model, model.tokenizer.encode(texts), language, of)
+def embed(model: ExportedModel, texts: list[str], language_id: int, keys: Sequence[tuple[str, int]]) -> Vectors:
+    """Return unit vectors [texts, H] for each (pooling, layer) in `keys`. Pooling "mean" takes the mean state of a
+    text's tokens without special tokens, "cls" the state of [CLS]."""
+    return embed_ids(model, model.tokenizer.encode(texts), language_id, keys)
 
 
 def embed_sides(
-    model: Exported, texts: Sequence[list[str]], langs: Sequence[str], chosen: Sequence[Variant]
+    model: ExportedModel, texts: Sequence[list[str]], langs: Sequence[str], variants: Sequence[Variant]
 ) -> list[Vectors]:
-    """The vectors of the texts in each language, for all variants."""
-    numbers, keys = model.language_ids(langs), [variant.vectors for variant in chosen]
-    return [embed(model, side, numbers[lang], keys) for lang, side in zip(langs, texts, strict=True)]
+    """Return for each language the vectors of its texts that the variants need."""
+    language_ids, keys = model.language_ids(langs), [variant.vectors for variant in variants]
+    return [embed(model, side, language_ids[lang], keys) for lang, side in zip(langs, texts, strict=True)]
 
 
-def embed_ids(model: Exported, sentences: list[list[int]], language: int, of: Sequence[tuple[str, int]]) -> Vectors:
-    """Do the same as `embed` for the sentences' token ids without special tokens."""
-    poolings, layers = (list(dict.fromkeys(choices)) for choices in zip(*of, strict=True))
-    ids = [sentence[: model.longest - 2] for sentence in sentences]
+def embed_ids(
+    model: ExportedModel, sentences: list[list[int]], language_id: int, keys: Sequence[tuple[str, int]]
+) -> Vectors:
+    """Do the same as `embed`, given the sentences' token ids without special tokens."""
+    poolings, layers = (list(dict.fromkeys(choices)) for choices in zip(*keys, strict=True))
+    ids = [sentence[: model.max_length - 2] for sentence in sentences]
     order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-    found: dict[tuple[str, int], list[Tensor]] = {key: [] for key in product(poolings, layers)}
+    batches: dict[tuple[str, int], list[Tensor]] = {key: [] for key in product(poolings, layers)}
     for start in range(0, len(order), BATCH):
-        chosen = [ids[i] for i in order[start : start + BATCH]]
-        stream_batch = stream_batch_of(model, chosen, language, poolings)
+        batch = [ids[i] for i in order[start : start + BATCH]]
+        stream_batch = make_stream_batch(model, batch, language_id, poolings)
         for layer, states in zip(layers, layer_states(model, stream_batch, layers), strict=True):
-            for pooling, vectors in zip(poolings, states.split(len(chosen)), strict=True):
-                found[pooling, layer].append(F.normalize(vectors, dim=-1))
+            for pooling, vectors in zip(poolings, states.split(len(batch)), strict=True):
+                batches[pooling, layer].append(F.normalize(vectors, dim=-1))
     if not ids:
-        return {key: torch.empty(0, model.encoder.width, device=model.device) for key in found}
+        return {key: torch.empty(0, model.encoder.width, device=model.device) for key in batches}
     back = torch.tensor(order).argsort().to(model.device)
-    return {key: torch.cat(vectors)[back] for key, vectors in found.items()}
+    return {key: torch.cat(vectors)[back] for key, vectors in batches.items()}
 
 
 @torch.no_grad()  # not inference_mode: masks are kept for later passes, of training too
-def layer_states(model: Exported, stream_batch: StreamBatch, layers: Sequence[int]) -> list[Tensor]:
-    """The states [S, H] that a stream batch reads, at each of the layers."""
-    inputs = to_device(pack_row({"": stream_batch}, model.longest, model.tokenizer.sep_id).inputs, model.device)
+def layer_states(model: ExportedModel, stream_batch: StreamBatch, layers: Sequence[int]) -> list[Tensor]:
+    """Return for each layer the hidden states [S, H] that the stream batch names in its `reads`."""
+    inputs = to_device(pack_row({"": stream_batch}, model.max_length, model.tokenizer.sep_id).inputs, model.device)
     hidden = model.encoder.hidden_states(inputs.tokens)
     return [alignment_gather(hidden[layer], *inputs.gather) for layer in layers]
 
 
-def stream_batch_of(model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str]) -> StreamBatch:
-    """A stream batch of `[CLS] sentence [SEP]`, with the states that each pooling reads ("tokens": of all)."""
+def make_stream_batch(
+    model: ExportedModel, sentences: list[list[int]], language_id: int, poolings: Sequence[str]
+) -> StreamBatch:
+    """Return a stream batch of sequences `[CLS] sentence [SEP]`. For each pooling it names the states to read: for
+    "mean" and "cls" one per sentence, for "tokens" one per token."""
     examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in sentences]
-    sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language})
+    sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language_id})
     is_last = sequences.offsets == sequences.lengths[sequences.numbers] - 1
     tokens = np.flatnonzero((sequences.offsets > 0) & ~is_last)
     reads = {

@@ -1,4 +1,4 @@
-"""The tasks of `xscale.eval.run`: each is a function that checks the flags and returns the results rows to compute."""
+"""The tasks of `xscale.eval.run`: each function plan_* checks the flags and returns the results rows to evaluate."""
 
 import argparse
 from argparse import Namespace
@@ -11,8 +11,8 @@ from xscale.data.lexicon import cut_pair, find_lexicons, load_lexicon, pair_of
 from xscale.data.shards import Source, pair_name
 from xscale.errors import UserError
 from xscale.eval import aer, alignment_score, heldout, induction, mining, mteb_tasks, retrieval
-from xscale.eval.model import Exported, Scores, read_texts
-from xscale.eval.parallel import ParallelText, find_parallel
+from xscale.eval.model import ExportedModel, Scores, read_texts
+from xscale.eval.parallel import ParallelText, find_parallel_texts
 
 
 class TaskRow(NamedTuple):
@@ -21,19 +21,19 @@ class TaskRow(NamedTuple):
     name: str
     """A language, a pair of languages in alphabetical order, or a task of mteb with its type."""
     path: Path
-    """The data's path, which is added to the name if several rows have the same name."""
-    evaluate: Callable[[Exported], Mapping[str, Scores]]
-    """Returns variant -> scores. A task without variants has the only variant ""."""
+    """The path of the row's data, which tells apart rows with the same name."""
+    evaluate: Callable[[ExportedModel], Mapping[str, Scores]]
+    """Returns {variant: scores}; a task without variants has the only variant ""."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--data", type=Path, nargs="+", default=[], help="shard directories of held-out text; for alignment, of any")
+    add("--data", type=Path, nargs="+", default=[], help="shards of held-out text; for alignment, of any text")
     add("--texts", type=Path, nargs="+", default=[], metavar="DIR", help="folders of public test sets as they are; for "
-        "retrieval, files of one language each whose lines say the same (FLORES, NTREX, Tatoeba)")  # fmt: skip
+        "retrieval, a file per language, whose lines n translate one another (FLORES, NTREX, Tatoeba)")  # fmt: skip
     add("--pairs", choices=("english", "all"), default="english", help="pairs of --texts (default: with English)")
-    add("--limit", type=int, help="most records of a source, words of a dictionary, pairs of --aer (default: 1000), "
-        "or lines of --texts (default: all)")  # fmt: skip
+    add("--limit", type=int, help="maximum of records of a source, words of a dictionary, pairs of --aer (default: "
+        "1000), or lines of --texts (default: all)")  # fmt: skip
     add("--xsim_plus", type=Path, metavar="FILE.json", help="xSIM++'s wrong translations, as LASER has them; with "
         "--margin xsim")  # fmt: skip
     add("--lexicons", type=Path, nargs="+", help="dictionaries for alignment and induction (default: lexicon/*.txt)")
@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--mteb", **repeated, help="a task of mteb, the folder of its data, its subsets: `XNLI xnli/ de`; repeatable")
     add("--finetune", default="", metavar="FLAGS", help="further flags of xscale.eval.finetune for the suite transfer, "
         "such as '--seeds 0 --epochs 2'")  # fmt: skip
-    group = parser.add_argument_group("variants", "Every combination of several values is evaluated.")
+    group = parser.add_argument_group("variants of sentence vectors", "Every combination of the values is evaluated.")
     add = group.add_argument
     add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="for retrieval, mining, mteb (default: the "
         "model's own, by which SentenceTransformer pools)")  # fmt: skip
@@ -62,8 +62,9 @@ def parse_layer(text: str) -> str | int:
 
 
 def rows_of_pairs(
-    args: Namespace, sources: list[Source], evaluate: Callable[[Source, Exported], Mapping[str, Scores]]
+    args: Namespace, sources: list[Source], evaluate: Callable[[Source, ExportedModel], Mapping[str, Scores]]
 ) -> list[TaskRow]:
+    """Return a row for each source of sentence pairs. Raises UserError if there is none."""
     pairs = [source for source in sources if source.kind == "pair"]
     if not pairs:
         where = f"no sentence pairs in {', '.join(map(str, args.data))}" if args.data else "--data is missing"
@@ -72,7 +73,7 @@ def rows_of_pairs(
 
 
 def plan_alignment(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    def evaluate(source: Source, model: Exported) -> dict[str, Scores]:
+    def evaluate(source: Source, model: ExportedModel) -> dict[str, Scores]:
         lexicons = args.lexicons or find_lexicons(sources, source.directory)
         return {"": alignment_score.evaluate(model, source, sources, lexicons, withheld_share(args, model))}
 
@@ -84,28 +85,28 @@ def plan_heldout(args: Namespace, sources: list[Source]) -> list[TaskRow]:
 
 
 def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    def evaluate(source: Source, model: Exported) -> dict[str, Scores]:
-        return retrieval.evaluate(model, source, args.limit, variants_of(args, model), wrong)
+    def evaluate(source: Source, model: ExportedModel) -> dict[str, Scores]:
+        return retrieval.evaluate(model, source, args.limit, variants_from_flags(args, model), wrong)
 
     wrong = retrieval.load_wrong_translations(args.xsim_plus)
-    rows = parallel_rows(args, [text for folder in args.texts for text in find_parallel(folder)])
+    rows = parallel_rows(args, [text for folder in args.texts for text in find_parallel_texts(folder)])
     if args.texts and not rows and not args.data:
         raise UserError(
-            f"--texts {' '.join(map(str, args.texts))}: no parallel text; give files of which each line n is one "
-            f"sentence in another language, such as eng_Latn.devtest and deu_Latn.devtest"
+            f"--texts {' '.join(map(str, args.texts))}: no parallel text; give folders with files whose lines n are "
+            f"the same sentence in two languages, such as eng_Latn.devtest and deu_Latn.devtest"
         )
     return [*rows, *(rows_of_pairs(args, sources, evaluate) if args.data or not rows else [])]
 
 
 def parallel_rows(args: Namespace, texts: list[ParallelText]) -> list[TaskRow]:
-    """The rows of task retrieval for each pair of languages of parallel plain text."""
+    """Return a row of task retrieval for each pair of languages of each text."""
     wrong, limit = retrieval.load_wrong_translations(args.xsim_plus), args.texts_limit
 
-    def evaluate(text: ParallelText, langs: tuple[str, str], model: Exported) -> dict[str, Scores]:
-        chosen = variants_of(args, model)
-        keys, lines = [variant.vectors for variant in chosen], [text.texts[language][:limit] for language in langs]
+    def evaluate(text: ParallelText, langs: tuple[str, str], model: ExportedModel) -> dict[str, Scores]:
+        variants = variants_from_flags(args, model)
+        keys, lines = [variant.vectors for variant in variants], [text.texts[language][:limit] for language in langs]
         sides = [text.vectors(model, language, keys, limit) for language in langs]
-        return retrieval.evaluate_vectors(model, sides, lines, langs, chosen, wrong)
+        return retrieval.evaluate_vectors(model, sides, lines, langs, variants, wrong)
 
     return [
         TaskRow(pair_name(langs), Path(text.name), partial(evaluate, text, langs))
@@ -114,12 +115,12 @@ def parallel_rows(args: Namespace, texts: list[ParallelText]) -> list[TaskRow]:
     ]
 
 
-def variants_of(args: Namespace, model: Exported) -> list[retrieval.Variant]:
-    return retrieval.variants(model, args.pooling, args.layer or [-1], args.margin)
+def variants_from_flags(args: Namespace, model: ExportedModel) -> list[retrieval.Variant]:
+    return retrieval.make_variants(model, args.pooling, args.layer or [-1], args.margin)
 
 
 def plan_perplexity(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    def evaluate(source: Source, language: str, model: Exported) -> dict[str, Scores]:
+    def evaluate(source: Source, language: str, model: ExportedModel) -> dict[str, Scores]:
         texts = [texts[source.langs.index(language)] for texts in read_texts(source, args.limit)]
         return {"": heldout.evaluate_perplexity(model, texts, language, source.directory)}
 
@@ -141,43 +142,44 @@ def plan_induction(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     for path in paths:
         by_pair.setdefault(pair_name(pair_of(path, languages)), []).append(path)
 
-    def evaluate(chosen: list[Path], model: Exported) -> dict[str, Scores]:
+    def evaluate(paths_of_pair: list[Path], model: ExportedModel) -> dict[str, Scores]:
         lexicons = {path: load_lexicon(path, model.tokenizer, languages) for path in paths}
-        asked, read, share = [lexicons[path] for path in chosen], [*lexicons.values()], withheld_share(args, model)
+        of_pair, share = [lexicons[path] for path in paths_of_pair], withheld_share(args, model)
         margins = [margin for margin in args.margin if margin in retrieval.MARGINS] or ["cosine"]
-        return induction.evaluate(model, asked, read, share, args.limit, args.layer, margins)
+        return induction.evaluate(model, of_pair, [*lexicons.values()], share, args.limit, args.layer, margins)
 
-    return [TaskRow(pair, chosen[0], partial(evaluate, chosen)) for pair, chosen in by_pair.items()]
+    return [TaskRow(pair, of_pair[0], partial(evaluate, of_pair)) for pair, of_pair in by_pair.items()]
 
 
 def plan_mining(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     if not args.mining:
         raise UserError("task mining needs --mining PREFIX, such as bucc/de-en.test for de-en.test.de, .en and .gold")
     pairs, dev_pairs = (
-        {prefix: pair_name(mining.languages_of(prefix)) for prefix in given} for given in (args.mining, args.mining_dev)
+        {prefix: pair_name(mining.prefix_languages(prefix)) for prefix in prefixes}
+        for prefixes in (args.mining, args.mining_dev)
     )
     dev = {pair: prefix for prefix, pair in dev_pairs.items()}
     if absent := dev.keys() - pairs.values():
-        raise UserError(f"--mining_dev {dev[absent.pop()]} has no --mining of the same languages")
+        raise UserError(f"--mining_dev {dev[absent.pop()]} has no --mining of the same languages; add it")
 
-    def evaluate(prefix: Path, pair: str, model: Exported) -> dict[str, Scores]:
+    def evaluate(prefix: Path, pair: str, model: ExportedModel) -> dict[str, Scores]:
         dev_bitext = mining.load_bitext(dev[pair]) if pair in dev else None
-        chosen = retrieval.variants(model, args.pooling, args.layer or [-1])
-        return mining.evaluate(model, mining.load_bitext(prefix), dev_bitext, chosen)
+        variants = retrieval.make_variants(model, args.pooling, args.layer or [-1])
+        return mining.evaluate(model, mining.load_bitext(prefix), dev_bitext, variants)
 
     return [TaskRow(pair, prefix, partial(evaluate, prefix, pair)) for prefix, pair in pairs.items()]
 
 
 def plan_aer(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    def row(pair: str, files: list[Path]) -> TaskRow:
+    def make_row(pair: str, files: list[Path]) -> TaskRow:
         langs = cut_pair(pair, {language for source in sources for language in source.langs})
         if langs is None or not 1 <= len(files) <= 2:
             raise UserError(
-                f"--aer {' '.join([pair, *map(str, files)])}: needs `en-es FILE.tsv`, or `en-fr TEXT LINKS`; write a "
-                f"country in capitals: en-zh-CN"
+                f"--aer {' '.join([pair, *map(str, files)])}: give `en-es FILE.tsv`, or `en-fr TEXT LINKS`, with "
+                f"countries in capitals: en-zh-CN"
             )
 
-        def evaluate(model: Exported) -> dict[str, Scores]:
+        def evaluate(model: ExportedModel) -> dict[str, Scores]:
             links = aer.load_hand_links(langs, *files).first(args.limit)
             return aer.evaluate(model, links, args.layer or [retrieval.ALL])
 
@@ -185,14 +187,14 @@ def plan_aer(args: Namespace, sources: list[Source]) -> list[TaskRow]:
 
     if not args.aer:
         raise UserError("task aer needs --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS")
-    return [row(pair, list(map(Path, files))) for pair, *files in args.aer]
+    return [make_row(pair, list(map(Path, files))) for pair, *files in args.aer]
 
 
 def plan_mteb(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    def evaluate(task: Any, model: Exported) -> dict[str, Scores]:
-        return mteb_tasks.evaluate(model, task, retrieval.variants(model, args.pooling, args.layer or [-1]))
+    def evaluate(task: Any, model: ExportedModel) -> dict[str, Scores]:
+        return mteb_tasks.evaluate(model, task, retrieval.make_variants(model, args.pooling, args.layer or [-1]))
 
-    if not args.mteb or any(len(given) < 2 for given in args.mteb):
+    if not args.mteb or any(len(words) < 2 for words in args.mteb):
         raise UserError("task mteb needs --mteb NAME FOLDER, or --mteb NAME FOLDER SUBSET ...")
     rows = []
     for name, folder, *subsets in args.mteb:
@@ -201,7 +203,8 @@ def plan_mteb(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     return rows
 
 
-def withheld_share(args: Namespace, model: Exported) -> float:
+def withheld_share(args: Namespace, model: ExportedModel) -> float:
+    """Return the share of a dictionary's words that training withheld."""
     return model.lexicon_heldout if args.lexicon_heldout is None else args.lexicon_heldout
 
 

@@ -1,1 +1,1 @@
-"""This package reports on runs and their models, on an HTML page or in the console."""
+"""Reports on runs and their models, on an HTML page or in the console."""

@@ -3,11 +3,12 @@
 python -m xscale.report RUN_DIR ... --out report.html     a page of one run, or of several side by side
 python -m xscale.report RUN_DIR RUN_DIR                   without --out: compared in the console
 
-    --scores FILE.json ...     files of evaluations: tables of scores, of SUP, ZS and Delta; alignment against Delta
-    --models HF_DIR ...        with --pairs: linked words in the embeddings of each, such as before and after training;
-                               what the last model predicts for masked words
-    --png DIR                  write each chart to a file too
-    --watch                    report again every few seconds, until the runs have ended
+    --scores FILE.json ...     score files of evaluations: tables of all scores; for fine-tuning, supervised (SUP) and
+                               zero-shot (ZS) scores and their difference (Delta), beside alignment scores
+    --models HF_DIR ...        with --pairs: linked words in the embeddings of each model, such as before and after
+                               training; what the last model predicts for masked words
+    --png DIR                  also write each chart to a PNG file
+    --watch                    repeat the report every few seconds, until the runs have ended
 """
 
 import argparse
@@ -27,12 +28,12 @@ from xscale.report.tables import Table
 WATCH_S = 5
 CLEAR = "\x1b[2J\x1b[H"
 SIDE_BY_SIDE = 3
-"""A table in the console has at most this many runs side by side."""
+"""The most runs side by side in a table of the console."""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN_DIR", help="--out of training")
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN_DIR", help="the folder --out of a training run")
     parser.add_argument("--out", type=Path, metavar="FILE.html")
     parser.add_argument("--png", type=Path, metavar="DIR")
     parser.add_argument("--scores", type=Path, nargs="+", default=[], metavar="FILE.json")
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         logs: dict[Path, MetricsLog] = {}
         started = time.monotonic()
         while report(args, logs) and args.watch:
-            time.sleep(max(WATCH_S, 9 * (time.monotonic() - started)))  # it takes at most a tenth of a core
+            time.sleep(max(WATCH_S, 9 * (time.monotonic() - started)))  # so that it takes at most a tenth of a core
             started = time.monotonic()
         if args.out:
             print(args.out)
@@ -63,9 +64,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(args: argparse.Namespace, logs: dict[Path, MetricsLog]) -> bool:
-    """Write the page, or without --out print to the console. Returns True if a run is going on. logs: for read_runs.
-    Raises UserError."""
-    check(args)
+    """Report on a page or in the console. Returns True if a run is training. logs: what earlier calls have read."""
+    check_flags(args)
     runs, scores = read_runs(args.runs, logs), read_scores(args.scores)
     going_on = any(run.status.get("status") == "running" for run in runs)
     if args.out is None:
@@ -73,7 +73,7 @@ def report(args: argparse.Namespace, logs: dict[Path, MetricsLog]) -> bool:
         print_runs(runs)
         return going_on
     from xscale.report.draw import Pictures  # imports matplotlib, which the console does not need
-    from xscale.report.page import model_sections, page
+    from xscale.report.page import model_sections, render_page
 
     pictures, of_models = Pictures(args.png), []
     if args.models:
@@ -81,16 +81,18 @@ def report(args: argparse.Namespace, logs: dict[Path, MetricsLog]) -> bool:
 
         load_plugins(args.plugin)
         of_models = model_sections(args.models, args.pairs, pictures)
-    files.write_text(args.out, page(runs, scores, pictures, of_models, WATCH_S if args.watch and going_on else None))
+    files.write_text(
+        args.out, render_page(runs, scores, pictures, of_models, WATCH_S if args.watch and going_on else None)
+    )
     return going_on
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raise UserError for arguments that do not go together, before the work."""
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for flags that do not go together, and files that cannot be written."""
     if not (args.runs or args.scores or args.models):
         raise UserError("nothing to report: give the directories of runs, --scores FILE.json, or --models HF_DIR")
     if bool(args.models) != bool(args.pairs):
-        raise UserError("--models and --pairs go together: models, and shards of sentence pairs with word links")
+        raise UserError("--models and --pairs go together: give models, and shards of sentence pairs with word links")
     if args.out is None:
         if args.scores or args.models or args.png or not args.runs:
             raise UserError("--scores, --models, --pairs and --png are for a page: give --out FILE.html too")
@@ -102,21 +104,21 @@ def check(args: argparse.Namespace) -> None:
     files.check_writable(args.out)
     absent = [name for name in ("jinja2", "matplotlib", "scipy", "sklearn") if importlib.util.find_spec(name) is None]
     if absent:
-        raise UserError(f"a page needs {', '.join(absent)}: pip install 'xscale[eval]'")
+        raise UserError(f"a page needs {', '.join(absent)}; install by `pip install 'xscale[eval]'`")
 
 
 def print_runs(runs: list[Run]) -> None:
-    parts = [runs[start : start + SIDE_BY_SIDE] for start in range(0, len(runs), SIDE_BY_SIDE)]
-    summaries = map(tables.summary, parts)
-    for table in (tables.run_table(runs), tables.differing(runs), *summaries, tables.failed_evals(runs)):
+    groups = [runs[start : start + SIDE_BY_SIDE] for start in range(0, len(runs), SIDE_BY_SIDE)]
+    summaries = map(tables.last_and_best_table, groups)
+    for table in (tables.run_table(runs), tables.differing_fields(runs), *summaries, tables.failed_evals_table(runs)):
         if table.rows:
             print(f"\n{table.title}\n" if table.title else "", end="")
             print_table(table)
 
 
 def print_table(table: Table) -> None:
-    """Print a table with columns as wide as their cells, and a group's name above its first column."""
-    cells = [table.head, *([tables.number(cell) for cell in row] for row in table.rows)]
+    """Print a table in aligned columns, with the name of a group of columns above its first column."""
+    cells = [table.head, *([tables.format_cell(cell) for cell in row] for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     if table.groups:
         rest, names = iter(widths), ""

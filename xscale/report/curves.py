@@ -1,4 +1,4 @@
-"""This module chooses the charts of a page: their sections, their titles, and the curves that share a chart."""
+"""Makes the charts of a report page from metrics and scores: sections, titles, and the curves that share a chart."""
 
 import math
 import re
@@ -22,12 +22,12 @@ SECTIONS = {
         "contrastive_accuracy": "Translations found among all keys, share",
         "contrastive_accuracy_step": "Translations found among the step's keys, share",
         "dictionary_cosine": "Cosine of dictionary entries",
-        "dictionary_share": "Selected tokens shown as a translation, share",
+        "dictionary_share": "Selected tokens replaced by a translation, share",
         "bilingual_coverage": "Targets with linked tokens, share",
     },
     "Queue of keys": {
         "queue_age": "Mean age of the queue's keys, steps",
-        "own_keys": "Queue's keys of the same sentence, a query",
+        "own_keys": "Keys in the queue from the query's own sentence, per query",
         "sentence_cosine": "Mean cosine of different sentences",
     },
     "Optimizer": {
@@ -57,8 +57,9 @@ SECTIONS = {
     },
     OTHER: {},
 }
-"""Section -> {metric: title of its chart}, in the order of the page. Unlisted metrics are in the last section."""
+"""{section: {metric: title of its chart}}, in the order of the page. Other metrics are in the last section."""
 HAVE_DIRECTION = (LOSSES, LANGUAGES, "Alignment score", "Predictions")
+"""The sections whose charts say whether higher or lower values are better."""
 EVALUATIONS = {
     "heldout loss": "Held-out loss, nats",
     "heldout accuracy": "Right predictions on held-out text, share",
@@ -69,13 +70,12 @@ EVALUATIONS = {
     "alignment ←": "Words aligned from the second language to the first, share",
     "aer aer": "Alignment error rate, share",
 }
-"""Task and number of an evaluation -> title of its chart. A number that is not listed is shown by its task and name."""
+"""{task and metric of an evaluation: title of its chart}. Other charts have the title `TASK: METRIC`."""
 RARE = ("skipped", "too_long")
-"""These metrics are left out if they are 0 at all steps."""
+"""Metrics whose charts are left out if they are 0 at all steps."""
 LOGARITHMIC = ("grad_norm", "loss_scale")
 BY_LAYER = ("accuracy", "aer", "AER", "f1", "F1", "P@1")
-
-
+"""The metrics of which charts by layer are made."""
 NO_CURVE = pd.Series(dtype=float)
 """The curve of a run that lacks a metric."""
 
@@ -83,7 +83,7 @@ NO_CURVE = pd.Series(dtype=float)
 class Chart(NamedTuple):
     title: str
     lines: dict[str, list[pd.Series]]
-    """Label, such as a language -> a curve for each of `names`; NO_CURVE for a name without one."""
+    """{label, such as a language: a curve for each of `names`, or NO_CURVE}."""
     names: list[str]
     """The labels of the runs, or of the models."""
     better: int = 0
@@ -97,34 +97,35 @@ class Chart(NamedTuple):
 
     @property
     def curves(self) -> list[pd.Series]:
-        """The curves of a chart that has one label."""
+        """Return the curves of the only label. Raises ValueError if there are several labels."""
         (curves,) = self.lines.values()
         return curves
 
 
 def metric_sections(runs: list[Run]) -> dict[str, list[Chart]]:
     """Return the charts of metrics.jsonl by section, in the order of the page."""
-    found: dict[str, dict[str, Chart]] = {title: {} for title in SECTIONS}
+    sections: dict[str, dict[str, Chart]] = {title: {} for title in SECTIONS}
     for text in dict.fromkeys(name for run in runs for name in run.metrics):
         key, curves = MetricKey.parse(text), [run.metrics.get(text, NO_CURVE) for run in runs]
         rare = key.name in RARE and not any((curve > 0).any() for curve in curves)
-        if rare or text == "loss" or is_empty(curves):  # the summary shows the loss
+        if rare or text == "loss" or is_empty(curves):  # the summary has the loss
             continue
         if key.name == "skipped":
             curves = [curve.cumsum() for curve in curves]
-        section, title, label = place(key)
+        section, title, label = section_title_and_label(key)
         better = direction(key.name) if section in HAVE_DIRECTION else 0
         new = Chart(title, {}, [run.label for run in runs], better, "step", key.name in LOGARITHMIC)
-        found[section].setdefault(title, new).lines[label] = curves
-    return {section: list(charts.values()) for section, charts in found.items() if charts}
+        sections[section].setdefault(title, new).lines[label] = curves
+    return {section: list(charts.values()) for section, charts in sections.items() if charts}
 
 
 def section_of(key: MetricKey) -> str:
+    """Return the page's section for a metric: a title in SECTIONS."""
     return LANGUAGES if key.language else next((title for title in SECTIONS if key.name in SECTIONS[title]), OTHER)
 
 
-def place(key: MetricKey) -> tuple[str, str, str]:
-    """Return a metric's section, the title of its chart, and its label in this chart."""
+def section_title_and_label(key: MetricKey) -> tuple[str, str, str]:
+    """Return a metric's section, the title of its chart, and its label in the chart."""
     words, _, unit = (SECTIONS[section_of(key._replace(language=""))].get(key.name) or key.name).partition(", ")
     stream, unit = f"{key.stream}.{key.term}" if key.term else key.stream, f", {unit}" if unit else ""
     if key.language:
@@ -138,37 +139,41 @@ def place(key: MetricKey) -> tuple[str, str, str]:
 
 
 def eval_charts(runs: list[Run]) -> list[Chart]:
-    """Return a chart for each number of a task, with a line for each results row. Sizes of the data and rows of means
-    are left out."""
+    """Return a chart for each metric of each task, with a line for each results row; no counts, and no rows of
+    means."""
     groups: dict[str, Chart] = {}
-    for task, row, name in dict.fromkeys(key for run in runs for key in run.evals if not is_mean(key[1])):
+    for task, row, name in dict.fromkeys(key for run in runs for key in run.evals if not is_row_of_means(key[1])):
         stream, _, language = row.partition(" ") if task == "heldout" else ("", "", "")
-        title = eval_title(task, column(row, name), f" of {stream} by language" if language else "")
+        title = eval_title(task, shared_name(row, name), f" of {stream} by language" if language else "")
         new = Chart(title, {}, [run.label for run in runs], direction(name))
-        groups.setdefault(title, new).lines[language or row] = of_runs(runs, (task, row, name))
-    return [chart for chart in groups.values() if not is_size([c for curves in chart.lines.values() for c in curves])]
+        groups.setdefault(title, new).lines[language or row] = curves_of_runs(runs, (task, row, name))
+    return [
+        chart
+        for chart in groups.values()
+        if not is_constant_count([c for curves in chart.lines.values() for c in curves])
+    ]
 
 
-def eval_title(task: str, number: str, whose: str = "") -> str:
-    """Return the title of an evaluation's number, such as `Held-out loss of mlm, nats`."""
-    words, comma, unit = EVALUATIONS.get(f"{task} {number}", f"{task}: {number}").partition(", ")
-    return f"{words}{whose}{comma}{unit}"
+def eval_title(task: str, metric: str, subject: str = "") -> str:
+    """Return the title of a chart of an evaluation, such as `Held-out loss of mlm, nats` for the subject ` of mlm`."""
+    words, comma, unit = EVALUATIONS.get(f"{task} {metric}", f"{task}: {metric}").partition(", ")
+    return f"{words}{subject}{comma}{unit}"
 
 
-def is_mean(row: str) -> bool:
-    """Return True if a results row of a run has means over languages or pairs: `all` or `STREAM all`."""
+def is_row_of_means(row: str) -> bool:
+    """Return True if a results row has means over languages or pairs: `all` or `STREAM all`."""
     return row.split(" ")[-1] == ALL
 
 
-def column(row: str, name: str) -> str:
-    """Return a number's name that all pairs of languages share: in row `en-de`, `en->de` becomes → and `de->en` ←."""
+def shared_name(row: str, name: str) -> str:
+    """Return a metric's name without the row's languages: in row `en-de`, `en->de` becomes → and `de->en` becomes ←."""
     pair, *rest = name.split(" ", 1)
     first, arrow, second = pair.partition("->")
     arrows = {f"{first}-{second}": "→", f"{second}-{first}": "←"} if arrow else {}
     return " ".join([arrows.get(row.split(" ")[0], pair), *rest])
 
 
-def of_runs(runs: list[Run], key: EvalKey) -> list[pd.Series]:
+def curves_of_runs(runs: list[Run], key: EvalKey) -> list[pd.Series]:
     return [run.evals.get(key, NO_CURVE) for run in runs]
 
 
@@ -176,51 +181,51 @@ def is_empty(curves: list[pd.Series]) -> bool:
     return not any(curve.notna().any() for curve in curves)
 
 
-def is_size(curves: list[pd.Series]) -> bool:
-    """Return True if the numbers are whole and the same at each step, such as numbers of sentences."""
+def is_constant_count(curves: list[pd.Series]) -> bool:
+    """Return True if every curve is one whole number above 1 at all steps, such as a number of sentences."""
     known = [curve.dropna().unique() for curve in curves]
     return all(len(values) == 1 and values[0] == round(values[0]) and values[0] > 1 for values in known if len(values))
 
 
 def layer_charts(scores: list[Scores]) -> list[Chart]:
-    """Return a chart for each task that was measured by layer, in results rows `NAME layer N`."""
+    """Return a chart over the layers N for each task and metric that has results rows `NAME layer N`."""
     names = [model.label for model in scores]
-    found: dict[str, Chart] = {}
-    for number, model in enumerate(scores):
+    charts: dict[str, Chart] = {}
+    for index, model in enumerate(scores):
         for task, rows in model.results.items():
             for row, numbers in rows.items():
                 layer = re.fullmatch(r"(.*?) ?layer (\d+) ?(.*)", row)
                 for name in BY_LAYER:
                     if layer and name in numbers:
                         title, label = f"{task}: {name} by layer", f"{layer[1]} {layer[3]}".strip()
-                        lines = found.setdefault(title, Chart(title, {}, names, x="layer")).lines
+                        lines = charts.setdefault(title, Chart(title, {}, names, x="layer")).lines
                         curves = lines.setdefault(label, [pd.Series(dtype=float) for _ in scores])
-                        curves[number][int(layer[2])] = numbers[name]
-    for lines in (chart.lines for chart in found.values()):
+                        curves[index][int(layer[2])] = numbers[name]
+    for lines in (chart.lines for chart in charts.values()):
         lines.update({label: [curve.sort_index() for curve in curves] for label, curves in lines.items()})
-    return list(found.values())
+    return list(charts.values())
 
 
 def last_tenth(curve: pd.Series) -> pd.Series:
     return curve.iloc[-math.ceil(len(curve) / 10) :]
 
 
-def late(curve: pd.Series) -> float:
-    """Return the mean of the last tenth of a curve's numbers."""
+def late_mean(curve: pd.Series) -> float:
+    """Return the mean of the last tenth of a curve, without missing values."""
     return float(last_tenth(curve.dropna()).mean())
 
 
-def interval_ends(curve: pd.Series) -> list[pd.Series]:
-    """Return the curves of the lower and upper ends of a curve's intervals (Run.evals); NaN at steps without one."""
+def interval_bounds(curve: pd.Series) -> list[pd.Series]:
+    """Return the curves of the low and the high bounds of a curve's intervals; NaN at steps without an interval."""
     none = math.nan, math.nan
-    return [pd.Series([curve.attrs.get(step, none)[end] for step in curve.index], curve.index, float) for end in (0, 1)]
+    return [pd.Series([curve.attrs.get(step, none)[i] for step in curve.index], curve.index, float) for i in (0, 1)]
 
 
-def thin(curve: pd.Series, columns: int) -> pd.DataFrame:
-    """Downsample a curve. The steps are divided into `columns` equal ranges; each has the mean, minimum and maximum of
-    its values, at its mean step. A curve of at most `columns` steps is kept as it is. Missing values are ignored."""
-    if len(curve) <= columns:
+def downsample(curve: pd.Series, ranges: int) -> pd.DataFrame:
+    """Return the mean, min and max of a curve in each of equal ranges of its steps, indexed by the range's mean step. A
+    curve of at most `ranges` steps keeps its steps. Missing values are ignored."""
+    if len(curve) <= ranges:
         return pd.DataFrame({"mean": curve, "min": curve, "max": curve})
     steps = curve.index - curve.index[0]
-    groups = pd.DataFrame({"step": curve.index, "value": curve.to_numpy()}).groupby(steps * columns // (steps[-1] + 1))
+    groups = pd.DataFrame({"step": curve.index, "value": curve.to_numpy()}).groupby(steps * ranges // (steps[-1] + 1))
     return groups["value"].agg(["mean", "min", "max"]).set_index(pd.Index(groups["step"].mean()))

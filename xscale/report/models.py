@@ -1,5 +1,4 @@
-"""This module computes two views of a model: linked words among its input embeddings (Yang et al. 2021, figure 2), and
-the tokens that it predicts for masked ones."""
+"""Computes two views of a model: linked words in its embeddings (Yang et al. 2021, figure 2), and predicted tokens."""
 
 from collections import Counter
 from dataclasses import replace
@@ -22,18 +21,18 @@ from xscale.data.shards import Source, find_sources
 from xscale.data.stream_batch import Context
 from xscale.errors import UserError
 from xscale.eval import heldout
-from xscale.eval.model import Exported
+from xscale.eval.model import ExportedModel
 from xscale.objectives import OBJECTIVES, Parts, alignlm
 from xscale.report.read import short_names
 
 FEWEST_WORDS, MOST_WORDS = 3, 20
 """The fewest and the most pairs of words in a picture."""
-READ, CHUNK = 20_000, 1000
-"""Words are counted in at most this many records of a source, read in chunks."""
-STOP = 50
-"""This number of the most frequent words of a language are taken for stop words and are not shown."""
+MOST_RECORDS, CHUNK = 20_000, 1000
+"""The most records of a source in which words are counted, and the records that are read together."""
+STOP_WORDS = 50
+"""The number of a language's most frequent words that are taken for stop words and not shown."""
 PAIRS, SEARCHED, MOST_MASKED, GUESSES = 4, 400, 8, 3
-"""The maximum numbers of sentence pairs shown, records searched, masked tokens of a pair, and guesses for a token."""
+"""The most sentence pairs shown, records searched for them, masked tokens of a pair, and guesses for a token."""
 LENGTHS = range(12, 60)
 """Sentence pairs with these numbers of tokens are shown first."""
 OBJECTIVE = OBJECTIVES["alignlm"]
@@ -41,31 +40,34 @@ Guesses = list[tuple[str, float]]
 """Tokens and their probabilities, the likeliest first."""
 
 
-class Masked(NamedTuple):
+class MaskedToken(NamedTuple):
     token: str
-    place: int
+    position: int
+    """The index of the token in its sentence pair."""
     linked: list[str]
+    """The tokens of words that are linked with the token's word."""
     mono: Guesses
+    """The guesses from the token's own hidden state."""
     bi: Guesses
-    """The guesses of AlignLM's bilingual head; [] for a token without links or a model without this head."""
+    """The guesses of AlignLM's bilingual head, from linked tokens; [] without links or without this head."""
 
 
-def load(paths: list[Path], pairs: list[Path]) -> tuple[dict[str, Exported], list[Source]]:
-    """Return the models by name, and the sources of sentence pairs. Raises UserError."""
+def load_models_and_sources(paths: list[Path], pairs: list[Path]) -> tuple[dict[str, ExportedModel], list[Source]]:
+    """Return {short name: model}, and the sources of sentence pairs. pairs: folders of shards. Raises UserError."""
     sources = [source for source in find_sources(pairs) if source.kind == "pair"]
     if not sources:
         raise UserError(f"--pairs: no sentence pairs in {', '.join(map(str, pairs))}; give shards with word links")
     paths = list(dict.fromkeys(paths))
-    return dict(zip(short_names(paths), map(Exported, paths), strict=True)), sources
+    return dict(zip(short_names(paths), map(ExportedModel, paths), strict=True)), sources
 
 
-def frequent_pairs(source: Source) -> list[tuple[str, str]]:
+def frequent_word_pairs(source: Source) -> list[tuple[str, str]]:
     """Return the most often linked pairs of words, each word in one pair. Raises UserError if no record has links."""
     linked: Counter[tuple[str, str]] = Counter()
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     has_links = False
-    for places in np.array_split(np.arange(min(source.records, READ)), -(-READ // CHUNK)):
-        records = [source.with_words(source.read(*place)) for place in source.places(places)]
+    for numbers in np.array_split(np.arange(min(source.records, MOST_RECORDS)), -(-MOST_RECORDS // CHUNK)):
+        records = [source.with_words(source.read(*place)) for place in source.places(numbers)]
         split = words_of.split([text for record in records for text in record.texts])
         for record, first, second in zip(records, split[::2], split[1::2], strict=True):
             has_links |= record.links is not None
@@ -78,7 +80,7 @@ def frequent_pairs(source: Source) -> list[tuple[str, str]]:
         raise UserError(
             f"{source.directory} has no word links; write it again by write_shards pairs --align or --links"
         )
-    left_out = [{word for word, _ in counter.most_common(STOP)} for counter in counts]
+    left_out = [{word for word, _ in counter.most_common(STOP_WORDS)} for counter in counts]
     pairs: list[tuple[str, str]] = []
     for (first_word, second_word), _ in linked.most_common():
         if len(pairs) < MOST_WORDS and first_word not in left_out[0] and second_word not in left_out[1]:
@@ -88,10 +90,9 @@ def frequent_pairs(source: Source) -> list[tuple[str, str]]:
     return pairs
 
 
-def place_words(model: Exported, pairs: list[tuple[str, str]]) -> tuple[np.ndarray, float, int]:
-    """Return the words' positions by t-SNE [pairs, 2 words, (x, y)], the mean cosine of a pair, and how many first
-    words have their partner as nearest second word. A word's vector is the sum of its tokens' embeddings; only its
-    direction matters."""
+def project_words(model: ExportedModel, pairs: list[tuple[str, str]]) -> tuple[np.ndarray, float, int]:
+    """Return the words' positions by t-SNE [pairs, 2 words, (x, y)], the mean cosine of a pair, and the number of first
+    words whose nearest second word is their partner. A word's vector is the sum of its tokens' embeddings."""
     from sklearn.manifold import TSNE
 
     ids = model.tokenizer.encode_inside([word for side in zip(*pairs, strict=True) for word in side])
@@ -99,27 +100,28 @@ def place_words(model: Exported, pairs: list[tuple[str, str]]) -> tuple[np.ndarr
     vectors = torch.stack([table[torch.tensor(of_word, dtype=torch.int64)].sum(0) for of_word in ids])
     first, second = F.normalize(vectors, dim=-1).chunk(2)
     cosines = first @ second.T
-    flat = TSNE(perplexity=min(15.0, (len(ids) - 1) / 3), metric="cosine", init="pca", random_state=0)
-    places = flat.fit_transform(vectors.numpy()).reshape(2, len(pairs), 2).transpose(1, 0, 2)
+    tsne = TSNE(perplexity=min(15.0, (len(ids) - 1) / 3), metric="cosine", init="pca", random_state=0)
+    positions = tsne.fit_transform(vectors.numpy()).reshape(2, len(pairs), 2).transpose(1, 0, 2)
     nearest = int((cosines.argmax(1) == torch.arange(len(pairs))).sum())
-    return places, float(cosines.diagonal().mean()), nearest
+    return positions, float(cosines.diagonal().mean()), nearest
 
 
-def examples(model: Exported, source: Source) -> list[tuple[list[str], list[Masked]]]:
-    """Return (tokens, masked tokens with guesses) of some pairs. The guesses are those of the model's first AlignLM
-    stream; without one, those of the masked-LM head alone."""
+def predict_examples(model: ExportedModel, source: Source) -> list[tuple[list[str], list[MaskedToken]]]:
+    """Return (tokens, masked tokens with guesses) of some pairs, by the first AlignLM stream's heads if there are
+    any."""
     kept = next((heads for heads in model.heads.values() if heads.objective == "alignlm"), None)
     options = replace(kept.options(alignlm.AlignLMOptions) if kept else alignlm.AlignLMOptions(), shuffle_sides=False)
     heads = alignlm.Heads(model.encoder, options)
     if kept:
         heads.load_state_dict(kept.weights)
     parts = Parts(model.encoder, heads.eval().to(model.device))
-    context = heldout.context_of(model, source.langs)
-    shown = (masked_tokens(parts, pair, options, context, bool(kept)) for pair in pairs_of(model, source))
-    return list(islice((of_pair for of_pair in shown if of_pair[1]), PAIRS))
+    context = heldout.make_context(model, source.langs)
+    predicted = (masked_tokens(parts, pair, options, context, bool(kept)) for pair in sample_pairs(model, source))
+    return list(islice((example for example in predicted if example[1]), PAIRS))
 
 
-def pairs_of(model: Exported, source: Source) -> list[Example]:
+def sample_pairs(model: ExportedModel, source: Source) -> list[Example]:
+    """Return tokenised sentence pairs from all over the source, first those whose length is in LENGTHS."""
     numbers = evenly_spaced(source.records, SEARCHED)
     records = [source.with_words(source.read(*place)) for place in source.places(numbers)]
     ids, words = model.tokenizer.encode_words([text for record in records for text in record.texts])
@@ -136,15 +138,15 @@ def pairs_of(model: Exported, source: Source) -> list[Example]:
 @torch.inference_mode()
 def masked_tokens(
     parts: Parts, pair: Example, options: alignlm.AlignLMOptions, context: Context, has_heads: bool
-) -> tuple[list[str], list[Masked]]:
-    """Return all tokens of a pair before masking, special tokens included, and the masked tokens with their guesses."""
+) -> tuple[list[str], list[MaskedToken]]:
+    """Return the unmasked tokens of a pair, special tokens included, and the masked tokens with their guesses."""
     batch = OBJECTIVE.collate([[pair]], options, context)
     if not batch.samples:
         return [], []
     masked = batch.reads["masked"].places
     ids = batch.sequences.ids.copy()
     ids[masked] = batch.labels["mono"]
-    tokens = [text_of(token, context) for token in ids.tolist()]
+    tokens = [token_text(token, context) for token in ids.tolist()]
     words = links.read_links([pair])
     of_words = links.word_tokens([pair], [[0, 1]], batch.sequences, words.first, options.expand)
     of_tokens = links.token_links(words.links, of_words)
@@ -154,17 +156,19 @@ def masked_tokens(
     predictions, _ = heldout.predict(parts, "alignlm", batch, options, context.tokenizer.sep_id)
     out = parts.encoder.lm.get_output_embeddings()
     mono, bi = (F.linear(of.features_MH, out.weight, out.bias).float().softmax(-1).cpu() for of in predictions)
-    bi_of = {i: named(bi[row], context) for row, i in enumerate(linked.tolist()) if has_heads}
+    bi_of = {i: top_guesses(bi[row], context) for row, i in enumerate(linked.tolist()) if has_heads}
     return tokens, [
-        Masked(tokens[at], at, [tokens[n] for n in partners_of.get(i, ())], named(mono[i], context), bi_of.get(i, []))
+        MaskedToken(
+            tokens[at], at, [tokens[n] for n in partners_of.get(i, ())], top_guesses(mono[i], context), bi_of.get(i, [])
+        )
         for i, at in enumerate(masked.tolist()[:MOST_MASKED])
     ]
 
 
-def named(probabilities_V: Tensor, context: Context) -> Guesses:
+def top_guesses(probabilities_V: Tensor, context: Context) -> Guesses:
     best = probabilities_V.topk(GUESSES)
-    return list(zip((text_of(t, context) for t in best.indices.tolist()), best.values.tolist(), strict=True))
+    return list(zip((token_text(t, context) for t in best.indices.tolist()), best.values.tolist(), strict=True))
 
 
-def text_of(token: int, context: Context) -> str:
+def token_text(token: int, context: Context) -> str:
     return str(context.tokenizer.hf.decode([token])).strip()

@@ -1,6 +1,4 @@
-"""This module reads the files that runs and evaluations have written: a run's metrics.jsonl, evals.jsonl,
-evals/step_N.json, config.yaml and status.json, and JSON files of scores.
-"""
+"""Reads the files of runs (metrics.jsonl, evals.jsonl, evals/step_N.json, config.yaml, status.json) and of scores."""
 
 import json
 import math
@@ -20,39 +18,40 @@ import yaml
 from xscale.errors import UserError
 
 LONGEST_LABEL = 16
-"""A line's label in a chart has at most this many characters."""
+"""The most characters of a label in a chart."""
 EvalKey = tuple[str, str, str]
-"""(task, results row, name of the number)."""
+"""(task, results row, metric)."""
 
 
-class Measured(float):
-    """A number with its 95 % interval, (low, high)."""
+class NumberWithInterval(float):
+    """A number with its 95 % interval (low, high)."""
 
     interval: tuple[float, ...]
 
-    def __new__(cls, value: float, *interval: float) -> "Measured":
-        made = super().__new__(cls, value)
-        made.interval = interval
-        return made
+    def __new__(cls, value: float, *interval: float) -> "NumberWithInterval":
+        number = super().__new__(cls, value)
+        number.interval = interval
+        return number
 
 
 @dataclass(frozen=True)
 class Run:
     name: str
-    """The last parts of the run's path: as few as give all runs different names."""
+    """The end of the run's path, as short as all runs' names can be while they differ."""
     label: str
-    """The run's name in charts, or its number if any run's name is longer than LONGEST_LABEL."""
+    """The run's name in charts; its number, from 1, if the name of some run exceeds LONGEST_LABEL."""
     metrics: dict[str, pd.Series]
-    """Metric -> its curve, which has a float for each step; null and infinite numbers of the file are NaN."""
+    """{metric: its float at each logged step}; null and infinite numbers of the file are NaN."""
     evals: dict[EvalKey, pd.Series]
-    """The curve of each number. A curve's `attrs` are its 95 % intervals: step -> (low, high)."""
+    """{key: its float at each evaluated step}. A curve's `attrs` are its 95 % intervals: {step: (low, high)}."""
     failed: list[tuple[str, float, str, str]]
     """(run's label, step, task, reason) of each failed evaluation."""
     config: dict[str, Any]
-    """The content of config.yaml; empty if there is none. `status` is the content of status.json in the same way."""
+    """The content of config.yaml; {} without the file."""
     status: dict[str, Any]
+    """The content of status.json; {} without the file."""
     parent: str = ""
-    """The ancestors of a fork, such as `fork of RUN@STEP of RUN@STEP`, the nearest first; "" if the run is no fork."""
+    """The runs from which the run was forked, nearest first: `fork of RUN@STEP of RUN@STEP`; "" if it is no fork."""
 
 
 @dataclass
@@ -62,52 +61,50 @@ class Scores:
     name: str
     label: str
     results: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """Task -> results row -> name -> number."""
+    """{task: {results row: {metric: number}}}."""
     failed: list[tuple[str, str, str]] = field(default_factory=list)
     """(model's name, task with its results row, reason) of each failed evaluation."""
 
 
 class MetricsLog:
-    """A metrics.jsonl that may still grow. Each `read` parses only new lines, or all if a resume has cut the file."""
+    """A metrics.jsonl that may grow. `read` parses only new lines, or all lines if a resume has truncated the file."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         self.lines, self.end, self.last = 0, 0, b""
-        """The number of lines read, the byte at which the last of them ends, and this line."""
-        self.found: dict[str, tuple[array, array]] = defaultdict(lambda: (array("q"), array("d")))
-        """Metric -> its steps and its values."""
+        """The number of lines read, the byte at which the last line ends, and that line."""
+        self.columns: dict[str, tuple[array, array]] = defaultdict(lambda: (array("q"), array("d")))
+        """{metric: (steps, values)}."""
 
     def read(self) -> dict[str, pd.Series]:
-        """Return the curves; none before the first step. If a step has several values, the last one counts. Raises
-        UserError."""
+        """Return {metric: curve}; {} before the first step. A step's last value counts. Raises UserError."""
         if not self.path.exists():
             return {}
         with self.path.open("rb") as file:
             file.seek(self.end - len(self.last))
             if file.read(len(self.last)) != self.last:
-                self.begin()
+                self.reset()
                 file.seek(0)
             for line, entry in json_lines(file, self.path, self.lines):
                 self.lines, self.end, self.last = self.lines + 1, self.end + len(line), line
                 for name, value in entry.items():
                     if name != "step" and (value is None or isinstance(value, int | float)):
-                        self.found[name][0].append(entry["step"])
-                        self.found[name][1].append(finite(value))
-        curves = {name: pd.Series(values, steps, dtype=float) for name, (steps, values) in self.found.items()}
+                        self.columns[name][0].append(entry["step"])
+                        self.columns[name][1].append(finite_or_nan(value))
+        curves = {name: pd.Series(values, steps, dtype=float) for name, (steps, values) in self.columns.items()}
         return {name: curve[~curve.index.duplicated(keep="last")].sort_index() for name, curve in curves.items()}
 
 
 def read_runs(folders: list[Path], logs: dict[Path, MetricsLog] | None = None) -> list[Run]:
-    """Return the runs in some folders, with short labels. logs: the metrics of each folder from earlier calls, to which
-    new ones are added. Raises UserError."""
+    """Return the runs in these folders. logs: {folder: metrics read so far}, which is updated. Raises UserError."""
     folders = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders))
     logs, names = {} if logs is None else logs, short_names(folders)
     return [
         read_run(folder, name, label, logs.setdefault(folder, MetricsLog(folder / "metrics.jsonl")))
-        for folder, name, label in zip(folders, names, labels(names), strict=True)
+        for folder, name, label in zip(folders, names, chart_labels(names), strict=True)
     ]
 
 
@@ -115,50 +112,51 @@ def read_run(folder: Path, name: str, label: str, log: MetricsLog) -> Run:
     config, status, own_evals = folder / "config.yaml", folder / "status.json", folder / "evals.jsonl"
     if not log.path.is_file() and not config.is_file():
         raise UserError(
-            f"{folder} has no metrics.jsonl; give directories of runs, which are the values of --out at their starts"
+            f"{folder} has no metrics.jsonl; give folders of runs, which are the values of --out in training"
         )
-    evals = list(hook_scores(folder / "evals"))
+    evals = list(read_hook_evals(folder / "evals"))
     if own_evals.is_file():
         with own_evals.open("rb") as file:
             evals = [*(entry for _, entry in json_lines(file, own_evals)), *evals]
     numbers: dict[EvalKey, dict[int, float | None]] = defaultdict(dict)
     for entry in evals:
-        for key, number in measured(entry):
+        for key, number in eval_numbers(entry):
             numbers[key][entry["step"]] = number
     return Run(
         name,
         label,
         log.read(),
         {key: eval_curve(of_steps) for key, of_steps in numbers.items()},
-        [(label, e["step"], text(task), text(why)) for e in evals for task, why in mapping(e.get("failed")).items()],
+        [(label, e["step"], as_text(k), as_text(why)) for e in evals for k, why in as_mapping(e.get("failed")).items()],
         read_yaml(config) if config.is_file() else {},
-        mapping(read_json(status)) if status.is_file() else {},
-        ancestors(folder / "ancestry.json"),
+        as_mapping(read_json(status)) if status.is_file() else {},
+        describe_ancestors(folder / "ancestry.json"),
     )
 
 
 def eval_curve(numbers: dict[int, float | None]) -> pd.Series:
-    """Return the curve of an evaluation's numbers by step, with their intervals in `attrs`."""
+    """Return a curve with its intervals in `attrs`. numbers: {step: number}."""
     curve = pd.Series(numbers, dtype=float).sort_index()
-    curve.attrs = {step: number.interval for step, number in numbers.items() if isinstance(number, Measured)}
+    curve.attrs = {step: number.interval for step, number in numbers.items() if isinstance(number, NumberWithInterval)}
     return curve
 
 
-def ancestors(path: Path) -> str:
-    found = read_json(path) if path.is_file() else []
-    runs = [mapping(run) for run in found] if isinstance(found, list) else []
-    places = [f" of {Path(text(run.get('run'))).name}@{text(run.get('step'))}" for run in runs]
-    return "fork" + "".join(places) if places else ""
+def describe_ancestors(path: Path) -> str:
+    """Return Run.parent from ancestry.json."""
+    entries = read_json(path) if path.is_file() else []
+    runs = [as_mapping(run) for run in entries] if isinstance(entries, list) else []
+    origins = [f" of {Path(as_text(run.get('run'))).name}@{as_text(run.get('step'))}" for run in runs]
+    return "fork" + "".join(origins) if origins else ""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no YAML ({str(error).splitlines()[0]}); fix it, or remove it") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise UserError(f"{path} has no fields, so it is no recipe; fix it, or remove it")
-    return found
+    return config
 
 
 def read_json(path: Path) -> Any:
@@ -171,8 +169,8 @@ def read_json(path: Path) -> Any:
 
 
 def json_lines(file: BinaryIO, path: Path, before: int = 0) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each further line of a file and its object, which has a step. An unfinished last line is left out. before:
-    the number of lines that were read before."""
+    """Yield (line, its JSON object) for the rest of a file, without an unfinished last line. before: the number of
+    lines that were read before. Raises UserError for a line that is no object with a step."""
     for number, line in enumerate(file, before + 1):
         if not line.endswith(b"\n"):
             return
@@ -185,69 +183,73 @@ def json_lines(file: BinaryIO, path: Path, before: int = 0) -> Iterator[tuple[by
         yield line, entry
 
 
-def hook_scores(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the content of each file that checkpoint.hook has written, in the form of a line of evals.jsonl. A user's
-    command writes them, so a file that cannot be read counts as a failed evaluation and does not end the report."""
+def read_hook_evals(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the content of each file that checkpoint.hook has written, in the form of a line of evals.jsonl. A file
+    that cannot be read counts as a failed evaluation, since the user's own command writes the files."""
     for path in sorted(folder.glob("step_*.json")):
         name = re.fullmatch(r"step_(\d{1,15})\.json", path.name)
         if name is None or not path.is_file():  # reading a pipe would wait for its writer
             continue
         try:
-            found = mapping(read_json(path))
+            scores = as_mapping(read_json(path))
         except UserError as error:
             yield {"step": int(name[1]), "failed": {path.name: error}}
             continue
-        yield found | {"step": int(name[1]), "failed": dict(flat_failures(found))}
+        yield scores | {"step": int(name[1]), "failed": dict(flat_failures(scores))}
 
 
 def flat_failures(scores: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for task, rows in mapping(scores.get("failed")).items():
-        yield from ((f"{text(task)} {text(row)}", text(why)) for row, why in mapping(rows).items())
+    """Yield (`TASK ROW`, reason) for each failed row of a score file."""
+    for task, rows in as_mapping(scores.get("failed")).items():
+        yield from ((f"{as_text(task)} {as_text(row)}", as_text(why)) for row, why in as_mapping(rows).items())
 
 
-def flat(results: Any) -> Iterator[tuple[EvalKey, Any]]:
-    for task, rows in mapping(results).items():
-        for row, numbers in mapping(rows).items():
-            yield from (((text(task), text(row), text(name)), n) for name, n in mapping(numbers).items())
+def flatten_results(results: Any) -> Iterator[tuple[EvalKey, Any]]:
+    for task, rows in as_mapping(results).items():
+        for row, numbers in as_mapping(rows).items():
+            for name, number in as_mapping(numbers).items():
+                yield (as_text(task), as_text(row), as_text(name)), number
 
 
-def measured(entry: dict[str, Any]) -> Iterator[tuple[EvalKey, float | None]]:
-    """Yield the numbers of an evaluation's results, as Measured if they have an interval."""
-    intervals = dict(flat(entry.get("intervals")))
-    for key, value in flat(entry.get("results")):
-        found = intervals.get(key)
-        ends = [finite(end) for end in found if isinstance(end, int | float)] if isinstance(found, list) else []
+def eval_numbers(entry: dict[str, Any]) -> Iterator[tuple[EvalKey, float | None]]:
+    """Yield the numbers of an evaluation's results, with their intervals if there are any; None for null."""
+    intervals = dict(flatten_results(entry.get("intervals")))
+    for key, value in flatten_results(entry.get("results")):
+        bounds = intervals[key] if isinstance(intervals.get(key), list) else []
+        ends = [finite_or_nan(end) for end in bounds if isinstance(end, int | float)]
         if isinstance(value, int | float):
-            yield key, Measured(finite(value), *ends) if len(ends) == 2 and not np.isnan(ends).any() else finite(value)
+            has_interval = len(ends) == 2 and not np.isnan(ends).any()
+            yield key, NumberWithInterval(finite_or_nan(value), *ends) if has_interval else finite_or_nan(value)
         elif value is None:
             yield key, None
 
 
 def read_scores(paths: list[Path]) -> list[Scores]:
     """Return the scores of each model, in the order of the files. Raises UserError."""
-    found = {path: read_json(path) for path in paths}
-    for path, scores in found.items():
+    contents = {path: read_json(path) for path in paths}
+    for path, scores in contents.items():
         if not isinstance(scores, dict) or not isinstance(scores.get("results"), dict):
-            raise UserError(f"{path} has no results; --scores takes what `python -m xscale.eval.run --out` writes")
-    models = {path: Path(str(scores.get("model") or path.stem)) for path, scores in found.items()}
+            raise UserError(f"{path} has no results; give --scores files that `python -m xscale.eval.run --out` wrote")
+    models = {path: Path(str(scores.get("model") or path.stem)) for path, scores in contents.items()}
     distinct = list(dict.fromkeys(models.values()))
     names = short_names(distinct)
-    of_model = {model: Scores(name, label) for model, name, label in zip(distinct, names, labels(names), strict=True)}
-    for path, scores in found.items():
+    labelled = zip(distinct, names, chart_labels(names), strict=True)
+    of_model = {model: Scores(name, label) for model, name, label in labelled}
+    for path, scores in contents.items():
         own = of_model[models[path]]
-        for (task, row, name), number in measured(scores):
+        for (task, row, name), number in eval_numbers(scores):
             if number is not None:
                 own.results.setdefault(task, {}).setdefault(row, {})[name] = number
         own.failed += ((own.name, *failure) for failure in flat_failures(scores))
     return list(of_model.values())
 
 
-def text(value: Any) -> str:
-    """Return the value as text without unpaired surrogates, which files and consoles refuse."""
+def as_text(value: Any) -> str:
+    """Return the value as text without unpaired surrogates, which UTF-8 cannot encode."""
     return str(value).encode("utf-8", "replace").decode()
 
 
-def finite(value: float | None) -> float:
+def finite_or_nan(value: float | None) -> float:
     try:
         number = math.nan if value is None else float(value)
     except OverflowError:  # a whole number of hundreds of digits
@@ -255,12 +257,12 @@ def finite(value: float | None) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def as_mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """Return the last parts of each path: as few as give all paths different names."""
+    """Return the ends of the paths, as short as they can be while they differ."""
     for parts in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         names = ["/".join(path.parts[-parts:]) for path in paths]
         if len(set(names)) == len(names):
@@ -268,6 +270,7 @@ def short_names(paths: list[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def labels(names: list[str]) -> list[str]:
+def chart_labels(names: list[str]) -> list[str]:
+    """Return the names, or numbers from 1 if a name exceeds LONGEST_LABEL."""
     numbers = [str(number) for number in range(1, len(names) + 1)]
     return names if max(map(len, names), default=0) <= LONGEST_LABEL else numbers

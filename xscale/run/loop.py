@@ -20,7 +20,7 @@ from xscale.data.loader import StepBatch
 from xscale.deepspeed_private import count_skipped_step
 from xscale.errors import DirectoryTaken, MachineError, NotFinite, UserError
 from xscale.eval.alignment_score import AlignmentProbe
-from xscale.eval.in_training import Results, find_measures, find_probes
+from xscale.eval.in_training import Results, find_probes, measure_functions
 from xscale.metric_keys import MetricKey
 from xscale.models.encoder import set_rope_theta
 from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, explain
@@ -80,7 +80,7 @@ class Trainer:
         """The detector of spikes; None on ranks other than 0, or if train.spikes is null."""
         self.quiet_until = 0
         """Spikes up to this step are not logged, since an earlier spike was."""
-        tasks = find_measures(run_spec, self.engine, self.process, self.alignment_scores, self.watch.note)
+        tasks = measure_functions(run_spec, self.engine, self.process, self.alignment_scores, self.watch.note)
         measured = self.step if checkpoint else -1  # a start that was killed may have measured step 0 and saved nothing
         self.validation = Validation(run_spec, tasks, self.out, self.host_group, measured, self.reporter)
         self.checkpoint_manager = CheckpointManager(

@@ -21,7 +21,7 @@ from xscale.data.planner import Plans
 from xscale.data.remote import location
 from xscale.deepspeed_private import apply_schedule
 from xscale.errors import NotFinite, UserError
-from xscale.eval.in_training import check_tasks
+from xscale.eval.in_training import review_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder, going_on
@@ -57,7 +57,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
     run_spec = resolve_run(args.recipe, args.set, args.data, host_group, going_on.known_sources(args))
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
-    task_notes = check_tasks(run_spec, config.stage, host_group)
+    task_notes = review_tasks(run_spec, config.stage, host_group)
     check_same(args, run_spec, config, host_group)
     train = run_spec.recipe.train
     ranks.set_deterministic(train.deterministic)

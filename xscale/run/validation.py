@@ -19,7 +19,7 @@ from xscale import files, ranks
 from xscale.checkpoint import store as checkpoints
 from xscale.config import HOOK_FIELDS
 from xscale.eval.bootstrap import intervals
-from xscale.eval.in_training import Results, check_number, with_overall_means
+from xscale.eval.in_training import Results, find_number, with_overall_means
 from xscale.metric_keys import ALL, is_better
 from xscale.ranks import HostGroup
 from xscale.run.metrics import LOG, JsonLines, Reporter, entries_from_end
@@ -44,7 +44,7 @@ class Validation:
         step: int,
         reporter: Reporter | None,
     ):
-        """Prepare to measure. tasks: the result of evals.find_measures. step: the last step whose evaluation stays in
+        """Prepare to measure. tasks: the result of measure_functions. step: the last step whose evaluation stays in
         evals.jsonl, or -1 if none stays."""
         self.section, self.best_of = run_spec.recipe.eval, run_spec.recipe.checkpoint.best
         self.tasks, self.out, self.host_group, self.reporter = tasks, out, host_group, reporter
@@ -72,7 +72,7 @@ class Validation:
         folder = self.out / "checkpoints"
         there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(folder)}
         for step, results in earlier:
-            number = check_number(results, self.best_of)
+            number = find_number(results, self.best_of)
             if step in there and self.becomes_candidate(step, number):
                 self.best = self.candidate
         with suppress(OSError):
@@ -103,7 +103,7 @@ class Validation:
             self.report(step, results, seconds)
         if not (best := self.best_of):
             return False
-        return self.host_group.from_main(lambda: self.becomes_candidate(step, check_number(results, best)))
+        return self.host_group.from_main(lambda: self.becomes_candidate(step, find_number(results, best)))
 
     def report(self, step: int, results: dict[str, Results], seconds: float) -> None:
         numbers = {"results": results, "intervals": intervals(results)}

@@ -1,1 +1,1 @@
-"""Fine-tuning of exported encoders on sentences, pairs, tags and questions, and transfer between languages."""
+"""Fine-tunes exported encoders on sentences, pairs, tags and questions, and measures transfer between languages."""

@@ -6,7 +6,8 @@ xscale-finetune --model HF_DIR --task ner --train en=train-en.tsv de=train-de.ts
 It also runs on several ranks: deepspeed --num_gpus N --module xscale.eval.finetune ..., or
 torchrun --nproc_per_node N -m xscale.eval.finetune ...
 
-Exit codes: 0 done, 2 user error, 3 logits not finite, 4 the machine (disk, file system), any other: a bug in xscale.
+Exit codes: 0 done, 2 user error, 3 logits not finite, 4 an error of the machine (disk, file system), any other: a bug
+in xscale.
 """
 
 import sys
@@ -20,7 +21,7 @@ from xscale.ranks import Process
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv, __doc__)
-    process = Process(0, 1, 0, 1)  # until it is found
+    process = Process(0, 1, 0, 1)  # until find_process returns the real one
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         ranks.check_launch()

@@ -1,6 +1,7 @@
-"""Comparison of answers by the rules of SQuAD 1.1 (Rajpurkar et al. 2016) and, by language, MLQA (Lewis et al. 2020).
+"""Compares answers by the rules of SQuAD 1.1 (Rajpurkar et al. 2016), and by those of MLQA (Lewis et al. 2020).
 
-Both lower-case an answer, remove punctuation and articles, and count the words that it shares with the gold answer.
+Both lower-case the answers, remove punctuation and articles, and count the words that an answer shares with the gold
+one. Only MLQA's rules depend on the language.
 """
 
 import re
@@ -16,18 +17,19 @@ ARTICLES = {
     "de": r"\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b",
     "ar": "ال",
 }
-"""Articles by language, as patterns; MLQA's other languages, hi and zh, have none."""
+"""{language: pattern of its articles}; MLQA's other languages, hi and zh, have no articles."""
 HAN = ("\u4e00", "\u9fa5")
+"""The first and the last Chinese character that MLQA's rules take for a word."""
 
 
-def normalized(text: str) -> str:
-    """SQuAD's rules remove ASCII punctuation and English articles, whatever the language."""
+def normalize(text: str) -> str:
+    """Return the answer by SQuAD's rules: no ASCII punctuation, no English articles, lower case."""
     kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(ARTICLES["en"], " ", kept).split())
 
 
-def mlqa_normalized(text: str, language: str) -> str:
-    """MLQA's rules remove Unicode's punctuation and the language's articles; each Chinese character is a word."""
+def normalize_mlqa(text: str, language: str) -> str:
+    """Return the answer by MLQA's rules: no Unicode punctuation, no articles, lower case, Chinese characters apart."""
     kept = "".join(letter for letter in text.lower() if not is_punctuation(letter))
     kept = re.sub(ARTICLES[language], " ", kept) if language in ARTICLES else kept
     if language == "zh":
@@ -41,7 +43,7 @@ def is_punctuation(letter: str) -> bool:
 
 
 def f1(prediction: str, gold: str) -> float:
-    """F1 of the words of two normalised answers; 0 if they share no word, even if both are empty."""
+    """Return the F1 of the words of two normalised answers; 0 if they share no word, even if both are empty."""
     predicted, wanted = prediction.split(), gold.split()
     shared = (Counter(predicted) & Counter(wanted)).total()
     if not shared:

@@ -1,4 +1,4 @@
-"""A fine-tuning task: how its files are read, encoded, predicted, scored and written.
+"""Defines what a fine-tuning task consists of: functions that read, encode, predict, score and format its examples.
 
 Shape letters: S hidden states read per sequence, C outputs of the head, B sequences, L tokens of the longest one.
 """
@@ -22,15 +22,15 @@ class LabelledExample(NamedTuple):
     """One example of a file: a sentence, a sentence pair, a tagged sentence or a question."""
 
     key: str
-    """A line's number or a question's id; an example's translation has the same key in its own file."""
+    """A line number or a question's id. An example has the same key in the files of all languages."""
     langs: tuple[str, ...]
     """The language of each text, or one language for all texts."""
     texts: tuple[str, ...]
     """One or two sentences, a question and its context, or the words of a sentence."""
     gold: tuple[Any, ...] | None
-    """A label, a tag for each word, or the answers (text, start); None if the file has none."""
-    part: str | None = None
-    """The part of the data (train, dev, test), if a file has several."""
+    """One label, a tag for each word, or the answers (text, start); None if the file has no labels."""
+    split: str | None = None
+    """train, dev or test, if the file has several splits."""
 
 
 class TaskData(NamedTuple):
@@ -41,27 +41,29 @@ class TaskData(NamedTuple):
     examples: list[LabelledExample]
 
     @property
-    def labelled(self) -> bool:
+    def is_labelled(self) -> bool:
+        """Return True if all examples have labels."""
         return all(example.gold is not None for example in self.examples)
 
 
 class Feature(NamedTuple):
-    """A sequence of tokens that is made of an example, or of a part of one."""
+    """A sequence of tokens that is made from an example, or from a piece of a long example."""
 
-    example: int
-    """The example's number in its list."""
+    example_index: int
+    """The index of the example in the list that was encoded."""
     langs: tuple[str, ...]
     ids: tuple[np.ndarray, ...]
-    """The token ids of one text or of two, int32, without special tokens."""
-    places: np.ndarray
-    """The positions, including special tokens, of the tokens whose states are read [S]."""
+    """The token ids (int32) of the one or two texts, without special tokens."""
+    positions: np.ndarray
+    """The positions in the sequence, which has special tokens, of the hidden states that the head reads [S]."""
     labels: np.ndarray
-    """The label of each place; for a question, the numbers of the places of its answer's first and last token."""
+    """The label index of each position [S]; for a question, the indices in `positions` of its answer's ends [2]."""
     spans: np.ndarray | None = None
-    """The characters (first, end) of the context at each place but the first, which is [CLS] [S - 1, 2]."""
+    """The context's characters (first, end) at each position, without position 0, which is [CLS] [S - 1, 2]."""
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
+        """Return the number of tokens without special tokens."""
         return sum(map(len, self.ids))
 
 
@@ -70,35 +72,35 @@ class Task:
     """A table of the functions that make up a task."""
 
     read: Callable[[Path, str], list[LabelledExample]]
-    labels: Callable[[list[LabelledExample]], list[str]]
-    """Lists the labels of the head's outputs for a training text."""
+    list_labels: Callable[[list[LabelledExample]], list[str]]
+    """Lists the labels that a head predicts after training on these examples, in the order of its outputs."""
     encode: Callable[[list[LabelledExample], Tokenizer, int, list[str]], list[Feature]]
-    """Makes features of examples. The integer is the most tokens of a sequence, including special tokens; the strings
-    are the labels of the head's outputs."""
-    head: str
-    """The transformers class with the task's head, such as AutoModelForTokenClassification."""
+    """Makes features of at most so many tokens, special ones included. The strings are the labels that the head
+    predicts."""
+    head_class: str
+    """The name of the transformers class with the task's head, such as AutoModelForTokenClassification."""
     head_labels: Callable[[list[Feature], int], dict[str, Tensor]]
-    """Makes the labels of B features padded to L tokens, named as arguments of the forward pass of `head`."""
-    read_logits: Callable[[Any, int, Feature], np.ndarray]
-    """Takes the logits [S, C] of a feature, by its number, from the model's outputs for all features."""
+    """Makes the labels of B features padded to L tokens, by the names of the arguments of the head's forward pass."""
+    select_logits: Callable[[Any, int, Feature], np.ndarray]
+    """Selects a feature's logits [S, C] from the outputs for all features, in which the integer is its row."""
     predict: Callable[[list[LabelledExample], list[Feature], list[np.ndarray], list[str]], list[Any]]
     """Makes a prediction for each example from the logits [S, C] of each feature."""
     score: Callable[[list[LabelledExample], list[Any], str], dict[str, float]]
-    """Scores predictions in a language; the first metric is the one of the summary."""
-    xtreme: str
-    """The task's folder in XTREME's predictions."""
-    write: Callable[[list[LabelledExample], list[Any]], str]
-    """Makes the text of predictions in the format of XTREME's files."""
+    """Scores predictions in a language; the first metric is the main one, which summaries show."""
+    xtreme_folder: str
+    """The name of the task's folder in the predictions that XTREME's evaluate.py reads."""
+    format_predictions: Callable[[list[LabelledExample], list[Any]], str]
+    """Makes the content of XTREME's file of predictions, whose name ends in `suffix`."""
     suffix: str = ".tsv"
     max_length: int = 128
     epochs: int = 10
     lr: float = 2e-5
-    classes: bool = True
-    """True if the task predicts labels, one of which is the most frequent; False for question answering."""
-    new_labels: bool = False
-    """True if the published tests have labels that the training text lacks; such examples count as wrong."""
+    predicts_labels: bool = True
+    """True if a task predicts labels from a fixed list; False for question answering."""
+    allows_new_labels: bool = False
+    """True if the tests may have labels that the training text lacks; examples with such labels count as wrong."""
 
 
-def label_numbers(labels: list[str], gold: tuple[str, ...] | None, count: int) -> np.ndarray:
-    """The number of each label; IGNORED `count` times if the example has no labels."""
+def label_indices(labels: list[str], gold: tuple[str, ...] | None, count: int) -> np.ndarray:
+    """Return the index in `labels` of each gold label; without gold labels, `count` times IGNORED."""
     return np.array([labels.index(label) for label in gold] if gold else [IGNORED] * count, dtype=np.int64)
