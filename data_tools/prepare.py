@@ -30,7 +30,7 @@ from xscale.errors import MachineError, UserError, check_arguments, report_envir
 from . import align, prepare_report, readers, steps
 from .cleaning import identifiable_languages, language_code, load_exclusion
 from .corpus import Corpus, SourceSpec, file_name, is_url, language_group, load_corpus
-from .engine import EXECUTORS, Executor, do_tasks_of_job
+from .engine import EXECUTORS, Executor, do_tasks_of_job, mark_path
 from .write_shards import lock_folder
 
 DRY_RUN_UNITS = 2000
@@ -158,14 +158,23 @@ def files_below(paths: list[str]) -> list[Path]:
     return [file for found in below for file in found if file.is_file()]
 
 
-def input_stamps(corpus: Corpus) -> dict[str, Any]:
-    """Return what must not change between the starts of one run: corpus.yaml, the size and modification time of each
-    input file, and the format of intermediate files."""
-    seen = {str(file): [file.stat().st_size, file.stat().st_mtime_ns]
-            for source in corpus.sources
-            for file in files_below([*source.paths, *corpus.rules_of(source).paths, *corpus.lexicons])}  # fmt: skip
+def input_stamps(corpus: Corpus, folder: Path) -> tuple[dict[str, Any], set[str]]:
+    """Return what must not change between the starts of one run (corpus.yaml, the size and modification time of each
+    input file, the format of intermediate files), and which names in it may: sources that are not cut into chunks."""
+    dumped = corpus.model_dump(mode="json")
     form = [steps.CHUNK_UNITS, steps.CHUNK_BYTES, steps.PART_PAIRS, "pickled units and surveys"]
-    return {"corpus.yaml": corpus.model_dump(mode="json"), "the version of xscale": form, **seen}
+    fixed = {"corpus.yaml": dumped | {"sources": len(corpus.sources)}, "the version of xscale": form}
+    fixed |= file_stamps([*corpus.lexicons, *(path for of in corpus.sources for path in corpus.rules_of(of).paths)])
+    free: dict[str, Any] = {}
+    for number, source in enumerate(corpus.sources):
+        stamps = fixed if mark_path(folder, "cut", number).exists() else free
+        stamps |= {f"source {number + 1} of corpus.yaml": dumped["sources"][number]} | file_stamps(source.paths)
+    return free | fixed, free.keys() - fixed.keys()
+
+
+def file_stamps(paths: list[str]) -> dict[str, Any]:
+    """Return {path: [size, modification time]} of the files, and of the files below the folders."""
+    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files_below(paths)}
 
 
 def lock_work_folder(folder: Path) -> int:
@@ -179,19 +188,19 @@ def lock_work_folder(folder: Path) -> int:
 
 
 def start_or_continue(corpus: Corpus, folder: Path) -> None:
-    """Write plan.json, or, if the folder has a plan, check that the inputs have not changed since. Raises UserError."""
+    """Write plan.json and inputs.json. Raise UserError if the folder has finished work on inputs that have changed."""
     for cache in (steps.planned_corpus, steps.all_chunks, steps.state_slices, steps.alignment_parts, load_exclusion):
         cache.cache_clear()
-    now, path = input_stamps(corpus), folder / "inputs.json"
+    path, (now, free) = folder / "inputs.json", input_stamps(corpus, folder)
     begun = any((folder / "done").glob("*/*")) or (folder / "logs").exists()  # jobs of SLURM may still write marks
-    if not begun or not (folder / "plan.json").exists():
-        steps.write_json(path, now)
-        steps.write_json(folder / "plan.json", {"corpus": corpus.model_dump(mode="json", exclude_unset=True)})
-        return
-    before = steps.read_json(path) if path.exists() else {}
-    if changed := [name for name in now | before if now.get(name) != before.get(name)]:
-        raise UserError(f"{', '.join(changed[:3])} changed after the work in {folder} began; remove it to start anew")
-    print(f"continuing after the finished tasks in {folder}", file=sys.stderr)
+    if begun and (folder / "plan.json").exists():
+        before = steps.read_json(path) if path.exists() else {}
+        if changed := [name for name in (now | before).keys() - free if now.get(name) != before.get(name)]:
+            names = ", ".join(sorted(changed)[:3])
+            raise UserError(f"{names} changed after the work in {folder} began; remove it to start anew")
+        print(f"continuing after the finished tasks in {folder}", file=sys.stderr)
+    steps.write_json(path, now)
+    steps.write_json(folder / "plan.json", {"corpus": corpus.model_dump(mode="json", exclude_unset=True)})
 
 
 def finish(corpus: Corpus, folder: Path, out: Path) -> None:

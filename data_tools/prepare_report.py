@@ -62,9 +62,11 @@ def summary(out: Path, report: dict[str, Any]) -> str:
     lines = []
     for source in report["sources"]:
         removed = ", ".join(f"{n:,} {rule}" for rule, n in source["removed"].items()) or "nothing"
+        counts, langs = source["counts"], source["languages"]
         lines.append(
-            f"{out}/shards/{source['name']}: {source['counts']['records']:,} records of "
-            f"{source['counts']['read']:,} units ({'-'.join(source['languages'])}); removed: {removed}"
+            f"{out}/shards/{source['name']}: {counts['records']:,} records of {counts['read']:,} "
+            f"{'pairs' if len(langs) == 2 else 'documents'} ({'-'.join(langs)}); removed: {removed}; "
+            f"held out: {counts['held']:,} records"
         )
         lines += [f"warning: {out}/shards/{source['name']}: {line}" for line in source["warnings"]]
     for lang, found in (report["tokenizer"] or {"languages": {}})["languages"].items():

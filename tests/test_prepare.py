@@ -830,15 +830,33 @@ def test_another_corpus_or_run_is_refused(
     os.close(lock)
     changed = tree["sources"][0]["tmx"]
     steps.write_json(folder / "plan.json", {})
-    steps.write_json(
-        folder / "inputs.json", prepare.input_stamps(load_corpus(written(tmp_path, tree))) | {changed: [0, 0]}
-    )
     (folder / "done" / "cut").mkdir(parents=True)
     (folder / "done" / "cut" / "000000").touch()
+    stamps, _ = prepare.input_stamps(load_corpus(written(tmp_path, tree)), folder)
+    steps.write_json(folder / "inputs.json", stamps | {changed: [0, 0]})
     with pytest.raises(UserError, match=rf"^{changed} changed .*out\.incomplete.*remove it"):
         run(tmp_path, tree)
     files.remove(folder / "done")  # no task is finished, so nothing is lost
     assert json.loads((run(tmp_path, tree) / "report.json").read_text())["sources"][0]["counts"]["records"] == 5
+
+
+def test_a_corrected_input_costs_no_finished_work(
+    tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source whose file was wrong is read again, also by other columns, and the others are not."""
+    table, sentence, read = tmp_path / "b.tsv", "a sentence of words", []
+    table.write_text(f"{sentence}\n", encoding="utf-8")
+    pairs = {"pairs": ["en", "de"], "tsv": str(table), "columns": [1, 2]}
+    tree = {"sources": [raw[1]["sources"][0] | {"first": 5}, pairs]}
+    with pytest.raises(UserError, match=r"b\.tsv.*line 1"):
+        run(tmp_path, tree)
+    table.write_text(f"1\t{sentence}\tein Satz aus Wörtern\n", encoding="utf-8")
+    pairs["columns"] = [2, 3]
+    read_units = steps.read_units
+    monkeypatch.setattr(steps, "read_units", lambda source: read.append(source.name) or read_units(source))
+    report = json.loads((run(tmp_path, tree) / "report.json").read_text())
+    assert [source["counts"]["records"] for source in report["sources"]] == [5, 1]
+    assert read == [report["sources"][1]["name"]]
 
 
 def test_a_worker_ends_if_its_parent_died_before_it_began() -> None:

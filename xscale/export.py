@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_run
@@ -46,8 +47,9 @@ def push(folder: Path, repo: str) -> None:
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Export of xscale")
     except Exception as error:  # of the hub, or of its HTTP library, which has changed between versions
         told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        login = "log in by `hf auth login`, then " * isinstance(error, HfHubHTTPError | LocalTokenNotFoundError)
         raise UserError(
-            f"--push {repo}: {told}; {folder} is complete: log in by `hf auth login`, run `hf upload {repo} {folder}`"
+            f"--push {repo}: {told}; {folder} is complete: {login}run `hf upload --private {repo} {folder}`"
         ) from None
 
 

@@ -44,8 +44,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise UserError(f"{path} is a folder; give a file of text") from None
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line). Extract or "
-            f"convert the file, e.g. with `iconv -t UTF-8`"
+            f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line). Extract the "
+            f"file, or convert it from its encoding, such as by `iconv -f LATIN1 -t UTF-8`"
         ) from None
     except (EOFError, lzma.LZMAError, zlib.error) as error:
         raise UserError(

@@ -77,7 +77,8 @@ def plan_alignment(args: Namespace, sources: list[Source]) -> list[TaskRow]:
         lexicons = args.lexicons or find_lexicons(sources, source.directory)
         return {"": alignment_score.evaluate(model, source, sources, lexicons, withheld_share(args, model))}
 
-    return rows_of_pairs(args, sources, evaluate)
+    rows = rows_of_pairs(args, sources, evaluate)
+    return list({row.name: row for row in reversed(rows)}.values())[::-1]  # a row's words are those of all sources
 
 
 def plan_heldout(args: Namespace, sources: list[Source]) -> list[TaskRow]:
