@@ -90,13 +90,7 @@ def test_same_losses_at_any_cut(demo: Path, tmp_path: Path) -> None:
         # A seed at which no unit of PPA's ReLU comes so near to 0 that rounding decides on which side it is.
         more = ["--steps", "8", "--trace", "--seed", "3", *EXACT[:2], f"train.max_tokens={max_tokens}"]
         dictionary = ["--recipe", "dict_mlm", "--data", str(demo), "--out", str(tmp_path / f"{world}/dict_mlm"), *more]
-        dictionary += [
-            "--ds_config",
-            "ds_configs/zero2_cpu.json",
-            "--set",
-            "streams.dict_mlm.samples=9",
-            "train.measure_every=0",
-        ]
+        dictionary += [*SMALL[:2], "--set", "streams.dict_mlm.samples=9", "train.measure_every=0"]
         mixed = arguments(demo, tmp_path / f"{world}/mixed", *more, *EXACT[2:])
         launch.run_all(world, tmp_path / f"{world}", [mixed, dictionary])
     for recipe, world in product(("mixed", "dict_mlm"), cuts):
@@ -158,7 +152,7 @@ RESCALED_TO = ((4, 2), (1, 5), (3, 9))
 """Ranks, and the step after which they stop, two steps later."""
 OF_RESCALED = {
     "mixed": ["streams.ppa.queue_size=50", "train.measure_every=0", *EXACT[2:]],
-    "xlm": ["streams.mlm.samples=6", "streams.tlm.samples=9"],
+    "xlm": ["streams.mlm.samples=6", "streams.tlm.samples=9", "train.measure_every=0"],
 }
 
 
@@ -201,7 +195,6 @@ def test_rescale(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_deepspeeds_own_tools_read_our_checkpoints(reference: Path, tmp_path: Path) -> None:
-
     folder = reference / "checkpoints"
     for module, args in [
         ("deepspeed.utils.zero_to_fp32", [str(folder), str(tmp_path / "fp32")]),
