@@ -188,9 +188,10 @@ def test_the_small_preset_is_tang_s_roberta() -> None:
 
 @pytest.mark.slow
 def test_each_trains_on_the_demo_corpus(demo: Path, tmp_path: Path) -> None:
-    """A few steps of a tiny model on 2 ranks; of those that say epochs, as many as these are."""
-    listed = []
-    for name in NAMES:
+    """A few steps of a tiny model on 2 ranks; of those that say epochs, as many as these are. Pan's sizes and ablations
+    differ from the first by fields of which tests/test_recipes.py trains each."""
+    listed, names = [], [name for name in NAMES if "/pan_" not in name or name.endswith("250k")]
+    for name in names:
         recipe = load_recipe(name, [], OPTIONS)
         sets = ["model.init=null", "model.preset=tiny", "data.first=200", "data.workers=0", "train.warmup=0.3"]
         sets += [f"streams.{stream}.{field}" for stream in recipe.streams for field in ("samples=8", "tokens=null")]
@@ -199,7 +200,7 @@ def test_each_trains_on_the_demo_corpus(demo: Path, tmp_path: Path) -> None:
         out = ["--out", str(tmp_path / name), "--data", *(str(demo / d) for d in ("mono_en", "mono_xx", "pairs"))]
         listed.append(["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", name, *out, "--set", *sets])
     launch.run_all(2, tmp_path, listed)
-    for name in NAMES:
+    for name in names:
         entries = launch.metrics(tmp_path / name)
         assert [entry["step"] for entry in entries] == [1, 2, 3], name
         assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in entries), name

@@ -21,7 +21,7 @@ from xscale.step.adam import operators_directory
 
 pytestmark = pytest.mark.slow
 
-STEPS, STEPS_OF_A_CURVE = 20, 12
+STEPS, STEPS_OF_A_CURVE = 12, 8
 """The steps of a recipe, which has to learn, and of a ds_config, whose curve is compared with another's."""
 RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 DS_CONFIGS = sorted(path.stem for path in (launch.ROOT / "ds_configs").glob("*.json"))
@@ -46,12 +46,15 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for recipe in RECIPE_NAMES:
         sets = ["train.lr=0.003"]
         for stream in launch.run_spec_of(arguments("", recipe, "zero2_cpu")).recipe.streams:
-            sets.append(f"streams.{stream}.samples=16")
+            sets.append(f"streams.{stream}.samples=8")
         if recipe.startswith("ppa") or recipe == "mixed":
             sets.append("streams.ppa.queue_size=64")
         listed.append(arguments(f"recipe-{recipe}", recipe, "zero2_cpu", *sets))
-    small = ["streams.ppa.queue_size=32", "streams.tlm.samples=8", "streams.alignlm.samples=8"]
+    small = ["streams.ppa.queue_size=32", *(f"streams.{name}.samples=6" for name in ("ppa", "contextual", "mlm"))]
+    small += ["streams.tlm.samples=8", "streams.alignlm.samples=8", "streams.align_mlm.samples=4"]
     same = ["model.dropout=0", "train.max_tokens=256", "train.max_grad_norm=1000"]
+    # The norms of streams, which the first step measures, cost as much as all steps: only one such run has them.
+    unmeasured = {name: [] if name == "zero2_bf16" else ["train.measure_every=0"] for name in DS_CONFIGS}
     for name in DS_CONFIGS:
         # The shipped file, with gradient buckets that fill several times in a backward pass, as a large model's do.
         ds_config = json.loads((launch.ROOT / "ds_configs" / f"{name}.json").read_text())
@@ -63,13 +66,14 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = out / f"{name}.json"
         path.write_text(json.dumps(ds_config))
         if name not in STAGE_3:
-            listed.append(arguments(f"ds-{name}", "mixed", str(path), *small, *same))
+            listed.append(arguments(f"ds-{name}", "mixed", str(path), *small, *same, *unmeasured[name]))
     for order, streams in STREAMS.items():
         recipe = out / f"{order}.yaml"
         of = {name: {"objective": name, "samples": 6} for name in streams}
         recipe.write_text(yaml.safe_dump({"streams": of, "train": {"lr": 0.002}}, sort_keys=False))
         for name in [*(name for name, each in ORDERS if each == order), "zero2_cpu"]:
-            listed.append(arguments(f"ds-{name}-{order}", str(recipe), str(out / f"{name}.json"), *same))
+            ours = [*same, *unmeasured[name]]
+            listed.append(arguments(f"ds-{name}-{order}", str(recipe), str(out / f"{name}.json"), *ours))
     shape = {"embedding_size": 32, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     words = launch.run_spec_of(listed[0]).tokenizer.vocab_size
     AutoModelForMaskedLM.from_config(ElectraConfig(vocab_size=words, **shape)).save_pretrained(out / "electra-init")
@@ -104,10 +108,8 @@ def test_a_model_type_without_a_pass_of_our_own(runs: Path, demo: Path, tmp_path
     trained = full_weights(checkpoints.resolve_checkpoint(runs / "electra"))
     assert all(torch.equal(weights[name], trained[f"encoder.lm.{name}"]) for name in weights)
     model, (source,) = ExportedModel(tmp_path / "hf"), find_sources([demo / "heldout"])
-    assert (
-        heldout.evaluate(model, source, 50)["tlm_loss"] < 9
-        and retrieval.evaluate(model, source, 50)[""]["sentences"] == 50
-    )
+    assert heldout.evaluate(model, source, 50)["tlm_loss"] < 9
+    assert retrieval.evaluate(model, source, 50)[""]["sentences"] == 50
 
 
 @pytest.mark.parametrize("name", [name for name in DS_CONFIGS if name not in STAGE_3])

@@ -213,7 +213,7 @@ def test_a_spike_is_left_out(demo: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
     def arguments(out: Path, *fields: str) -> list[str]:
         head = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mlm", "--data", str(demo), "--out", str(out)]
-        sets = ["streams.mlm.samples=16", "train.steps=46", "checkpoint.every=10", "checkpoint.keep=99", *fields]
+        sets = ["streams.mlm.samples=4", "train.steps=46", "checkpoint.every=10", "checkpoint.keep=99", *fields]
         return [*head, "--plugin", "tests.poison", "--set", *sets]
 
     launch.run_all(2, tmp_path, [arguments(whole, *skip), arguments(told, "train.spikes=stop", *told_so)])

@@ -20,6 +20,8 @@ from xscale.step.ds_config import Hardware
 pytestmark = pytest.mark.slow
 
 SMALL = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mixed", "--set", "streams.ppa.queue_size=50"]
+SMALL += [f"streams.{name}.samples=5" for name in ("mlm", "tlm", "alignlm", "ppa", "contextual")]
+SMALL += ["streams.align_mlm.samples=3", "train.measure_every=0"]
 SAMPLES = {"mlm": 6, "tlm": 20, "alignlm": 10, "ppa": 13, "contextual": 7, "align_mlm": 3}
 """Not divisible by the ranks: rows have other numbers of samples, some none of a stream."""
 EXACT = ["--set", "model.dropout=0.0", *(f"streams.{name}.samples={n}" for name, n in SAMPLES.items())]
@@ -33,7 +35,7 @@ def arguments(demo: Path, out: Path, *more: str) -> list[str]:
 def reference(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Uninterrupted steps on 2 ranks, dropout on, with a trace."""
     out = tmp_path_factory.mktemp("run") / "reference"
-    launch.run(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=4"), "deepspeed")
+    launch.run(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=4"))
     return out
 
 
@@ -86,9 +88,9 @@ def test_same_losses_at_any_cut(demo: Path, tmp_path: Path) -> None:
     cuts = {1: 100_000, 2: 200, 4: 400}
     for world, max_tokens in cuts.items():
         # A seed at which no unit of PPA's ReLU comes so near to 0 that rounding decides on which side it is.
-        more = ["--steps", "12", "--trace", "--seed", "3", *EXACT[:2], f"train.max_tokens={max_tokens}"]
+        more = ["--steps", "8", "--trace", "--seed", "3", *EXACT[:2], f"train.max_tokens={max_tokens}"]
         dictionary = ["--recipe", "dict_mlm", "--data", str(demo), "--out", str(tmp_path / f"{world}/dict_mlm"), *more]
-        dictionary += ["--ds_config", "ds_configs/zero2_cpu.json", "--set", "streams.dict_mlm.samples=9"]
+        dictionary += [*SMALL[:2], "--set", "streams.dict_mlm.samples=9", "train.measure_every=0"]
         mixed = arguments(demo, tmp_path / f"{world}/mixed", *more, *EXACT[2:])
         launch.run_all(world, tmp_path / f"{world}", [mixed, dictionary])
     for recipe, world in product(("mixed", "dict_mlm"), cuts):
@@ -110,14 +112,8 @@ def test_same_losses_at_any_cut(demo: Path, tmp_path: Path) -> None:
 def test_zero_stage_3_trains_as_stage_2(demo: Path, tmp_path: Path) -> None:
     """The same losses, gradient norms and alignment scores. Then the run is made longer: its learning rate follows the
     new schedule from the first step on. tests/test_fp16.py has exact resumes at all stages."""
-    sets = [
-        "streams.alignlm.samples=8",
-        "train.lr=0.002",
-        "train.warmup=2",
-        "train.measure_every=3",
-        "checkpoint.every=4",
-    ]
-    sets += ["model.dropout=0.0", f"data.lexicons=[{next((demo / 'lexicon').glob('*.txt'))}]"]
+    sets = ["streams.alignlm.samples=8", "train.lr=0.002", "train.warmup=2", "train.measure_every=3"]
+    sets += ["checkpoint.every=4", "model.dropout=0.0", f"data.lexicons=[{next((demo / 'lexicon').glob('*.txt'))}]"]
 
     def ds_config(stage: int) -> str:
         """The shipped file, without an overflow: what a skipped step had read is gone (tests/test_fp16.py)."""
@@ -152,11 +148,11 @@ RESCALED: dict[str, tuple[Any, ...]] = {
     "mixed": (1, 2, 0),
     "bf16": ("1_bf16", "2_bf16", "3_bf16"),
 }
-RESCALED_TO = ((4, 4), (1, 8), (3, 12))
+RESCALED_TO = ((4, 2), (1, 5), (3, 9))
 """Ranks, and the step after which they stop, two steps later."""
 OF_RESCALED = {
-    "mixed": ["streams.ppa.queue_size=50", *EXACT[2:]],
-    "xlm": ["streams.mlm.samples=6", "streams.tlm.samples=20"],
+    "mixed": ["streams.ppa.queue_size=50", "train.measure_every=0", *EXACT[2:]],
+    "xlm": ["streams.mlm.samples=6", "streams.tlm.samples=9", "train.measure_every=0"],
 }
 
 
@@ -195,11 +191,10 @@ def test_rescale(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=near), (name, ours["step"])
         starts = [json.loads(line) for line in (moved / name / "starts.jsonl").read_text().splitlines()]
         assert [start["ranks"] for start in starts] == [world for world, _ in RESCALED_TO]
-        assert starts[-1]["step"] >= 8
+        assert starts[-1]["step"] > RESCALED_TO[1][1]
 
 
 def test_deepspeeds_own_tools_read_our_checkpoints(reference: Path, tmp_path: Path) -> None:
-
     folder = reference / "checkpoints"
     for module, args in [
         ("deepspeed.utils.zero_to_fp32", [str(folder), str(tmp_path / "fp32")]),
@@ -242,7 +237,7 @@ def test_damaged_newest_checkpoint_falls_back(demo: Path, reference: Path, tmp_p
 
 
 def test_launchers(demo: Path, reference: Path, tmp_path: Path) -> None:
-    """mpirun starts the same run as deepspeed does."""
+    """mpirun starts the same run; so does deepspeed, which the run that is killed begins with."""
     out = tmp_path / "mpi"
     launch.run(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=4"), "mpirun")
     assert launch.without_times(out) == launch.without_times(reference)

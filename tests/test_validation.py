@@ -582,7 +582,8 @@ def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo: Path) -
 # Whole runs
 
 COMMON = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mixed"]
-SMALL = ["checkpoint.every=4", "streams.ppa.queue_size=64", "train.measure_every=3", "train.lr=0.003"]
+SMALL = ["checkpoint.every=4", "streams.ppa.queue_size=64", "train.measure_every=4", "train.lr=0.003"]
+SMALL += [f"streams.{name}.samples=6" for name in ("mlm", "tlm", "alignlm", "ppa", "contextual", "align_mlm")]
 
 
 @pytest.fixture(scope="module")

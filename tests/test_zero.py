@@ -77,7 +77,7 @@ def result(results: dict[int, dict[str, Any]], world: int, name: str) -> dict[st
 
 @pytest.mark.parametrize(("world", "name"), TRAINED)
 def test_steps_are_those_of_plain_pytorch(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """20 steps of one to four rows, heads without samples in some, and a weight that nothing uses."""
+    """10 steps of one to four rows, heads without samples in some, and a weight that nothing uses."""
     found, tolerance = result(results, world, name), TOLERANCE[CASES[world][name]["precision"]]
     assert {weight: error for weight, error in found["errors"].items() if not error < tolerance} == {}
     assert found["norm_error"] < tolerance
