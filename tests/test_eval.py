@@ -165,6 +165,7 @@ def test_scores_are_added_to_the_card(measure: Measure, hf: Path, tmp_path: Path
     numbers = {score.metric_type: score.metric_value for score in card.data.eval_results}
     scores = {name: value for name, value in found["results"]["retrieval"]["en-xx"].items() if name != "sentences"}
     assert numbers == pytest.approx(scores, rel=1e-5) and len(numbers) == 3
+    assert "| en-xx (heldout/pairs) |" in card.text
     assert card.data.language == "en" and "As it is.\n\n## Scores\n\n| task" in card.text
 
 

@@ -590,10 +590,12 @@ def test_the_card_is_the_hubs(ended: tuple[StepModule, Path, Path], tmp_path: Pa
     said = ModelCard.load(tmp_path / "fork" / "README.md").text
     assert "7 optimizer steps and 18,000 tokens in those from step 5 on" in said
     assert "the steps to 4 are those of the run before" in said
-    add_scores(tmp_path / "hf", {"mining": {"en-xx": {"F1": 0.625}}}, {})
+    for path, value in [("/a/bucc/test", 0.25), ("/a/bucc/test", 0.625), ("/a/other/test", 0.125)]:
+        scores, paths = {"mining": {"en-xx": {"F1": value}}}, {"mining": {"en-xx": Path(path)}}
+        add_scores(tmp_path / "hf", scores, {}, paths)
     later = ModelCard.load(tmp_path / "hf" / "README.md")
-    assert [score.metric_value for score in later.data.eval_results] == [0.75, 0.625]
-    assert later.text.count("| mining |") == 1 and "0.625" in later.text
+    assert [score.metric_value for score in later.data.eval_results] == [0.75, 0.5, 0.625, 0.125]
+    assert "| mining | en-xx (bucc/test) | F1 | 0.625 |" in later.text and "0.25" not in later.text
     section = later.text.partition("## Scores")
     assert section[0].strip() == card.text.partition("## Scores")[0].strip() and "## Limits" in section[2]
 

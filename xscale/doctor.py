@@ -44,7 +44,7 @@ from xscale.step.engine import check_module
 from xscale.step.module import StepModule
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "mpi4py")
-SECONDS = 20.0
+SECONDS = 60.0
 """The time limit of each check that may hang, such as those of a file system or a network. It ends with a UserError."""
 PROBE_BYTES = 64 << 20
 """The size of the file that is written to --out, and of the tensors that are sent between ranks."""
@@ -342,7 +342,11 @@ def main(argv: list[str] | None = None) -> int:
         if process.is_main:
             print(*(f"{'' if number else title:<11} {line}" for number, line in enumerate(lines)), sep="\n", flush=True)
     if process.is_main:
-        print(f"{'':<11} {problems} of these keep a run from starting" if problems else f"{'':<11} a run could start")
+        print(
+            f"{'':<11} {problems} error{'s' * (problems > 1)}: a run could not start"
+            if problems
+            else f"{'':<11} a run could start"
+        )
     return 2 if problems else 0
 
 

@@ -148,10 +148,19 @@ def join_card(data: ModelCardData, text: str) -> ModelCard:
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
 
 
-def add_scores(folder: Path, results: Results, intervals: Results) -> None:
-    """Add scores to a model's card, in its header and its section Scores. A task's new row replaces the old one."""
+def add_scores(folder: Path, results: Results, intervals: Results, paths: Mapping[str, Mapping[str, Path]]) -> None:
+    """Add scores to a model's card, in its header and its section Scores. A task's new row replaces the old row of the
+    same text. paths: {task: {results row without its variant: path of the text, of which the card names the end}}."""
     card = ModelCard.load(folder / CARD)
-    new = eval_results(results, intervals)
+    named: dict[str, dict[str, Any]] = {}
+    bounds: dict[str, dict[str, Any]] = {}
+    for task, rows in results.items():
+        for row, numbers in rows.items():
+            path = paths[task][max((name for name in paths[task] if row.startswith(name)), key=len)]
+            name = row if str(path) in row else f"{row} ({'/'.join(path.absolute().parts[-2:])})"
+            named.setdefault(task, {})[name] = numbers
+            bounds.setdefault(task, {})[name] = intervals.get(task, {}).get(row, {})
+    new = eval_results(named, bounds)
     replaced = {one.dataset_type for one in new}
     old = [one for one in card.data.eval_results or [] if one.dataset_type not in replaced]
     card.data.eval_results, card.data.model_name = old + new, card.data.model_name or folder.resolve().name

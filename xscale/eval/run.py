@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         out = None if args.part else args.out
         results, code = evaluate_rows(model, rows, partial(write_results, out, args.model))
         if args.card and not args.part:
-            add_scores(args.model, results, intervals(results))
+            paths = {task: {name: row.path for name, row in of_task.items()} for task, of_task in rows.items()}
+            add_scores(args.model, results, intervals(results), paths)
         if args.suite and not args.part:
             print(f"\n{markdown_table(comparison_table({args.model.resolve().name: results}, model.languages[1:]))}")
         elif not args.part:

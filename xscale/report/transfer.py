@@ -45,7 +45,7 @@ def transfer_scores(scores: list[Scores]) -> list[TransferScores]:
 
 def transfer_table(transfers: list[TransferScores]) -> Table:
     """Return table 3 of Tang et al. 2022: SUP, ZS and Δ of each task in percent, a row per model and language. A model
-    with several languages has a row of means, each over the languages that have the number."""
+    with several languages has a row of means, each over the languages that have the number, if these are at least 2."""
     columns = {
         task: [
             name for name in COLUMNS if name in ALWAYS or any(name in t.numbers for t in transfers if t.task == task)
@@ -59,7 +59,8 @@ def transfer_table(transfers: list[TransferScores]) -> Table:
             if transfer.model == model:
                 languages.setdefault(transfer.language, {})[transfer.task] = transfer.numbers
         of_tasks = {task: [tasks[task] for tasks in languages.values() if task in tasks] for task in columns}
-        means = {task: pd.DataFrame(of, columns=[*COLUMNS]).mean() for task, of in of_tasks.items() if len(of) > 1}
+        frames = {task: pd.DataFrame(of, columns=[*COLUMNS]) for task, of in of_tasks.items() if len(of) > 1}
+        means = {task: frame.mean().where(frame.count() > 1) for task, frame in frames.items()}
         if means:
             languages["mean over languages"] = {task: mean.to_dict() for task, mean in means.items()}
         for language, tasks in languages.items():

@@ -82,7 +82,7 @@ class StopRequest:
 
     @property
     def why(self) -> str:
-        return self.reason or "another rank was asked to"
+        return self.reason or "another rank was asked to stop"
 
     @property
     def late(self) -> bool:
