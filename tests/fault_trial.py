@@ -13,11 +13,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -29,11 +31,38 @@ LAUNCHERS = ("torchrun", "deepspeed")
 WORKERS = 1
 
 
+class Forked(subprocess.Popen):
+    """A life whose ranks tests/forked.py forks. It has what a trial needs of a process."""
+
+    def __init__(self, arguments: list[str], log: TextIO):
+        self.args, self.log, self.pid, self.returncode = arguments, log, 0, None  # type: ignore[assignment]
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+        while not self.pid and self.thread.is_alive():
+            time.sleep(0.02)
+            for server in launch._forking:
+                self.pid = next((child.pid for child in psutil.Process(server.pid).children()), 0)
+
+    def run(self) -> None:
+        self.code, output = launch.fork(RANKS, [launch.TRAIN, *self.args], launch.environment(), timeout=3600)
+        print(output, file=self.log, flush=True)
+
+    def poll(self) -> int | None:
+        self.returncode = None if self.thread.is_alive() else self.code
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.thread.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
+
+
 class Trial:
     """A run that is struck, beside one that is not."""
 
-    def __init__(self, folder: Path, demo: Path, faults: int, seed: int):
-        self.folder, self.random, self.faults = folder, random.Random(seed), faults
+    def __init__(self, folder: Path, demo: Path, faults: int, seed: int, launchers: Sequence[str] = LAUNCHERS):
+        self.folder, self.random, self.faults, self.launchers = folder, random.Random(seed), faults, launchers
         self.data, self.out, self.whole = folder / "data", folder / "struck", folder / "whole"
         shutil.copytree(demo, self.data)
         self.steps = 3 * STEPS_OF_A_LIFE * (faults + 1)
@@ -64,6 +93,8 @@ class Trial:
     def start(self, launcher: str) -> subprocess.Popen:
         log = (self.folder / "lives.log").open("a")
         print(f"--- life {len(self.lives)}, {launcher}, from step {self.step()}", file=log, flush=True)
+        if launcher == "forked":
+            return Forked(self.arguments(self.out), log)
         words = launch.command(RANKS, self.arguments(self.out), launcher)
         return subprocess.Popen(
             words, cwd=launch.ROOT, env=launch.environment(), stdout=log, stderr=log, start_new_session=True
@@ -72,7 +103,7 @@ class Trial:
     def live(self, strike: Callable[[subprocess.Popen], None] | None) -> int:
         """Start, train on a little, be struck, end. Returns the launcher's exit code."""
         before = len(self.tail())
-        process = self.start(self.random.choice(LAUNCHERS))
+        process = self.start(self.random.choice(self.launchers))
         begun = self.step()
         goal = begun + self.random.randint(1, 2 * STEPS_OF_A_LIFE - 1)
         tree: list[psutil.Process] = []
@@ -101,6 +132,8 @@ class Trial:
     # Faults
 
     def ranks(self, process: subprocess.Popen) -> list[int]:
+        if isinstance(process, Forked):
+            return sorted(child.pid for child in psutil.Process(process.pid).children()) or [process.pid]
         return sorted(launch.rank_pids(process)) or [process.pid]
 
     def kill_rank(self) -> None:
@@ -237,9 +270,11 @@ def on_small_disk(out: Path, megabytes: int) -> bool:
     return subprocess.run(mount, capture_output=True).returncode == 0
 
 
-def trial(folder: Path, demo: Path, faults: int, seed: int, only: str | None = None) -> Counter[str]:
+def trial(
+    folder: Path, demo: Path, faults: int, seed: int, only: str | None = None, launchers: Sequence[str] = LAUNCHERS
+) -> Counter[str]:
     """Raises AssertionError where something ended otherwise than it should."""
-    found = Trial(folder, demo, faults, seed)
+    found = Trial(folder, demo, faults, seed, launchers)
     mounted = on_small_disk(found.out, 700)
     try:
         if not mounted:
