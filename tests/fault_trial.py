@@ -13,10 +13,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -35,27 +35,25 @@ class Forked(subprocess.Popen):
     """A life whose ranks tests/forked.py forks. It has what a trial needs of a process."""
 
     def __init__(self, arguments: list[str], log: TextIO):
-        self.args, self.log, self.pid, self.returncode = arguments, log, 0, None  # type: ignore[assignment]
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
-        while not self.pid and self.thread.is_alive():
+        words = [launch.TRAIN, *arguments]
+        self.pid, self.log, self.returncode = 0, log, None  # type: ignore[assignment]
+        self.ending = ThreadPoolExecutor(1).submit(launch.fork, RANKS, words, launch.environment(), timeout=3600)
+        while not self.pid and not self.ending.done():
             time.sleep(0.02)
             for server in launch._forking:
                 self.pid = next((child.pid for child in psutil.Process(server.pid).children()), 0)
 
-    def run(self) -> None:
-        self.code, output = launch.fork(RANKS, [launch.TRAIN, *self.args], launch.environment(), timeout=3600)
-        print(output, file=self.log, flush=True)
-
     def poll(self) -> int | None:
-        self.returncode = None if self.thread.is_alive() else self.code
-        return self.returncode
+        return self.ending.result()[0] if self.ending.done() else None
 
     def wait(self, timeout: float | None = None) -> int:
-        self.thread.join(timeout)
-        if self.poll() is None:
-            raise subprocess.TimeoutExpired(self.args, timeout or 0)
-        return self.returncode
+        try:
+            code, output = self.ending.result(timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired("a forked life", timeout or 0) from None
+        print(output if self.returncode is None else "", file=self.log, flush=True)
+        self.returncode = code
+        return code
 
 
 class Trial:
@@ -72,16 +70,8 @@ class Trial:
 
     def arguments(self, out: Path) -> list[str]:
         head = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--out", str(out), "--trace"]
-        fields = {
-            "streams.tlm.samples": 8,
-            "train.steps": self.steps,
-            "train.warmup": 0,
-            "train.stall_limit": STALL_MINUTES,
-            "checkpoint.every": EVERY,
-            "checkpoint.keep": 3,
-            "data.workers": WORKERS,
-        }
-        sets = [f"{name}={value}" for name, value in fields.items()]
+        sets = ["streams.tlm.samples=8", f"train.steps={self.steps}", "train.warmup=0", f"data.workers={WORKERS}"]
+        sets += [f"train.stall_limit={STALL_MINUTES}", f"checkpoint.every={EVERY}", "checkpoint.keep=3"]
         return [*head, "--data", str(self.data / "pairs"), "--set", f"model.tokenizer={self.data / 'tokenizer'}", *sets]
 
     def step(self) -> int:
@@ -96,9 +86,8 @@ class Trial:
         if launcher == "forked":
             return Forked(self.arguments(self.out), log)
         words = launch.command(RANKS, self.arguments(self.out), launcher)
-        return subprocess.Popen(
-            words, cwd=launch.ROOT, env=launch.environment(), stdout=log, stderr=log, start_new_session=True
-        )
+        options = {"cwd": launch.ROOT, "env": launch.environment(), "start_new_session": True}
+        return subprocess.Popen(words, stdout=log, stderr=log, **options)  # type: ignore[call-overload]
 
     def live(self, strike: Callable[[subprocess.Popen], None] | None) -> int:
         """Start, train on a little, be struck, end. Returns the launcher's exit code."""
@@ -242,11 +231,8 @@ class Trial:
         started = time.monotonic()
         kind(self)
         self.done[kind.__name__] += 1
-        print(
-            f"{self.done.total()}/{self.faults} {kind.__name__}: step {self.step()} of {self.steps}, "
-            f"{time.monotonic() - started:.0f} s",
-            flush=True,
-        )
+        told, taken = f"{self.done.total()}/{self.faults} {kind.__name__}", time.monotonic() - started
+        print(f"{told}: step {self.step()} of {self.steps}, {taken:.0f} s", flush=True)
 
     def compare(self) -> None:
         """Raises AssertionError where the struck run differs from the whole one."""
