@@ -1,6 +1,7 @@
 """Compare the alignment gather with what PyTorch offers for the same task, forward and backward.
 
-    python benchmarks/gather.py [--device cuda|cpu] [--rounds N] [--tune] [--allocator steady|default]
+    python benchmarks/gather.py [--device cuda|cpu] [--rounds N] [--tune] [--small]
+        [--allocator steady|default]
 
 Case 1 is 128 sequences of 128 tokens, 768 wide; case 2 is 32 of 512, 1024 wide. 30 % of the tokens are masked, with 1.3
 links each to the other half of their sequence. All implementations are first checked against fp64, then timed in turns.
@@ -11,6 +12,7 @@ On a GPU, CUDA graphs are timed (*: no graph, because an operator waits for the 
 buffers as fill 256 MB, so that L2 is cold, or on one buffer (warm). The bytes are a vector for each link and each sum
 (forward), each sum and each token (backward); `of copy` is their rate relative to a device copy of 1 GB.
 --tune: also time the GPU kernel with other tile sizes.
+--small: cases of a few short sequences, which show that the script works.
 --allocator steady, the default, makes glibc's malloc keep freed memory; otherwise page faults dominate the times.
 """
 
@@ -35,6 +37,7 @@ from torch import Tensor
 from xscale.ops.alignment_gather import alignment_gather
 
 CASES = {"case 1": (128, 128, 768), "case 2": (32, 512, 1024)}
+SMALL = {"case 1": (8, 32, 64), "case 2": (4, 64, 96)}
 MASKED, LINKS = 0.3, 1.3
 OURS = "alignment_gather"
 
@@ -356,10 +359,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--allocator", choices=("steady", "default"), default="steady")
     args = parser.parse_args()
     use_allocator(args.allocator)
     torch.set_num_threads(args.threads)
+    CASES.update(SMALL if args.small else {})
     warnings.filterwarnings("ignore", message="Sparse")
     on_gpu = args.device == "cuda"
     print(torch.cuda.get_device_name() if on_gpu else f"{args.threads} threads; malloc: {args.allocator}")

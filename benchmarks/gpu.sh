@@ -69,11 +69,11 @@ if [ "${1:-}" = --cpu ]; then
     part check 300 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py -k "not flat_encoder and not compiled and not repeats"
     small=(--vocab_size 0 --workers 0 --pairs 600 --rows_per_step 1)
     part rows 400 python3 benchmarks/rows.py --preset tiny "${small[@]}" --rows 1024 --first 1024 --mixed_rows 1024
-    part modern 300 python3 benchmarks/rows.py --preset modern-small "${small[@]}" --recipe mlm --rows 128 --first 128 --mixed_rows 0 \
+    part modern 300 python3 benchmarks/rows.py --preset tiny "${small[@]}" --recipe mlm --rows 128 --first 128 --mixed_rows 0 \
         --set streams.mlm.mask_prob=0.3 --goal 216000
     part train 300 python3 benchmarks/train_fp16.py --small --steps 8 --recipes tlm
-    part head 300 python3 benchmarks/head.py --device cpu --rounds 1 --tokens 32
-    part gather 200 python3 benchmarks/gather.py --device cpu --rounds 1
+    part head 300 python3 benchmarks/head.py --device cpu --rounds 1 --tokens 32 --vocabulary 1500 --threads 1
+    part gather 200 python3 benchmarks/gather.py --device cpu --rounds 1 --small --threads 1
     part step 300 python3 benchmarks/step.py --recipes ppa --preset tiny --words 20 --samples 16 --rounds 1 --warm 1
 else
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader

@@ -1,6 +1,7 @@
 """Compare the vocabulary head and its loss, forward and backward, with what PyTorch and other packages offer.
 
-    python benchmarks/head.py [--device cuda|cpu] [--rounds N] [--tokens N] [--allocator steady|default]
+    python benchmarks/head.py [--device cuda|cpu] [--rounds N] [--tokens N] [--vocabulary N]
+        [--allocator steady|default]
 
 Width 768, 30 % of tokens predicted, most labels are low ids, as with words. Prints for each vocabulary and precision
   1. which rows (tokens) get logits: all; all, of which the predicted are then selected; only the predicted
@@ -306,6 +307,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, help="default: 10 on a GPU, 4 on a CPU")
     parser.add_argument("--tokens", type=int, help="default: 16,384 on a GPU, 6,144 on a CPU")
+    parser.add_argument("--vocabulary", type=int, help="default: 120,000 and 250,000 on a GPU, 30,000 on a CPU")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--allocator", choices=("steady", "default"), default="steady")
     args = parser.parse_args()
@@ -314,7 +316,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     on_gpu = args.device == "cuda"
     print(torch.cuda.get_device_name() if on_gpu else f"{args.threads} threads; malloc: {args.allocator}")
-    vocabularies = (120_000, 250_000) if on_gpu else (30_000,)
+    vocabularies = [args.vocabulary] if args.vocabulary else [120_000, 250_000] if on_gpu else [30_000]
     dtypes = (torch.float16, torch.bfloat16) if on_gpu else (torch.float32, torch.bfloat16)
     for vocabulary, dtype in product(vocabularies, dtypes):
         p = Problem(args.tokens or (16_384 if on_gpu else 6_144), vocabulary, dtype, args.device)

@@ -578,7 +578,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
         if not args.data:
             _, pairs = text_pairs(None)
-            pool = list(islice(with_words(pairs, args.words) if args.words else pairs, PAIRS))
+            pool = list(islice(with_words(pairs, args.words) if args.words else pairs, 500 if args.check else PAIRS))
             words_of_several_tokens = 1000
             vocab_size = words_of_several_tokens if args.check else args.vocab_size or 32_768
             args.data = write_world(pool, vocab_size, Path(folder) / "world")

@@ -10,7 +10,7 @@ of the default size, and `mixed` with activation checkpointing and with torch.co
 with finite losses, the last five lower than the first five, and log its loss scale. A resume of the deterministic run
 from its middle must repeat the losses of the second half bit for bit. The script prints a line for each run; its exit
 code is 1 if one failed. --small: few samples per step, and neither activation checkpointing nor torch.compile. Without
-fp16 (CPUs), all runs are in fp32, without overflow.
+fp16 (CPUs), all runs are in fp32, and there is no first run: nothing overflows.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def arguments(name: str, more: list[str], args: argparse.Namespace, ds_config: P
     streams = load_recipe(recipe, [], {name: o.options for name, o in OBJECTIVES.items()}).streams
     sets = [*more, "train.lr=0.002", "train.measure_every=20", f"checkpoint.every={steps // 2}"]
     for stream, fields in streams.items():
-        sets += [f"streams.{stream}.samples=16"] if args.small else []
+        sets += [f"streams.{stream}.samples=4"] if args.small else []
         sets += [f"streams.{stream}.queue_size={64 if args.small else 1024}"] if fields.objective == "ppa" else []
     paths = ["--ds_config", str(ds_config), "--data", str(args.data), "--out", str(args.out / name)]
     return ["--recipe", recipe, "--steps", str(steps), *paths, "--set", *sets]
@@ -139,10 +139,12 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="xscale-fp16-") as folder:
         args.out, args.data = Path(folder), Path(folder) / "demo"
-        demo_shards.build(args.data, pairs=3000, mono=3000)
+        texts = 400 if args.small else 3000
+        demo_shards.build(args.data, pairs=texts, mono=texts)
         process = ranks.read_launcher()
         fp16 = Hardware.here().fp16 is True
-        check("mixed+overflow", args.steps + HEALING, lambda: overflow(args), overflows=fp16)
+        if fp16:
+            check("mixed+overflow", args.steps + HEALING, lambda: overflow(args), overflows=True)
         ranks.join_process_group(process)
         host_group = HostGroup()
 

@@ -15,9 +15,11 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -29,11 +31,36 @@ LAUNCHERS = ("torchrun", "deepspeed")
 WORKERS = 1
 
 
+class Forked(subprocess.Popen):
+    """A life whose ranks tests/forked.py forks. It has what a trial needs of a process."""
+
+    def __init__(self, arguments: list[str], log: TextIO):
+        words = [launch.TRAIN, *arguments]
+        self.pid, self.log, self.returncode = 0, log, None  # type: ignore[assignment]
+        self.ending = ThreadPoolExecutor(1).submit(launch.fork, RANKS, words, launch.environment(), timeout=3600)
+        while not self.pid and not self.ending.done():
+            time.sleep(0.02)
+            for server in launch._forking:
+                self.pid = next((child.pid for child in psutil.Process(server.pid).children()), 0)
+
+    def poll(self) -> int | None:
+        return self.ending.result()[0] if self.ending.done() else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        try:
+            code, output = self.ending.result(timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired("a forked life", timeout or 0) from None
+        print(output if self.returncode is None else "", file=self.log, flush=True)
+        self.returncode = code
+        return code
+
+
 class Trial:
     """A run that is struck, beside one that is not."""
 
-    def __init__(self, folder: Path, demo: Path, faults: int, seed: int):
-        self.folder, self.random, self.faults = folder, random.Random(seed), faults
+    def __init__(self, folder: Path, demo: Path, faults: int, seed: int, launchers: Sequence[str] = LAUNCHERS):
+        self.folder, self.random, self.faults, self.launchers = folder, random.Random(seed), faults, launchers
         self.data, self.out, self.whole = folder / "data", folder / "struck", folder / "whole"
         shutil.copytree(demo, self.data)
         self.steps = 3 * STEPS_OF_A_LIFE * (faults + 1)
@@ -43,16 +70,8 @@ class Trial:
 
     def arguments(self, out: Path) -> list[str]:
         head = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--out", str(out), "--trace"]
-        fields = {
-            "streams.tlm.samples": 8,
-            "train.steps": self.steps,
-            "train.warmup": 0,
-            "train.stall_limit": STALL_MINUTES,
-            "checkpoint.every": EVERY,
-            "checkpoint.keep": 3,
-            "data.workers": WORKERS,
-        }
-        sets = [f"{name}={value}" for name, value in fields.items()]
+        sets = ["streams.tlm.samples=8", f"train.steps={self.steps}", "train.warmup=0", f"data.workers={WORKERS}"]
+        sets += [f"train.stall_limit={STALL_MINUTES}", f"checkpoint.every={EVERY}", "checkpoint.keep=3"]
         return [*head, "--data", str(self.data / "pairs"), "--set", f"model.tokenizer={self.data / 'tokenizer'}", *sets]
 
     def step(self) -> int:
@@ -64,15 +83,16 @@ class Trial:
     def start(self, launcher: str) -> subprocess.Popen:
         log = (self.folder / "lives.log").open("a")
         print(f"--- life {len(self.lives)}, {launcher}, from step {self.step()}", file=log, flush=True)
+        if launcher == "forked":
+            return Forked(self.arguments(self.out), log)
         words = launch.command(RANKS, self.arguments(self.out), launcher)
-        return subprocess.Popen(
-            words, cwd=launch.ROOT, env=launch.environment(), stdout=log, stderr=log, start_new_session=True
-        )
+        options = {"cwd": launch.ROOT, "env": launch.environment(), "start_new_session": True}
+        return subprocess.Popen(words, stdout=log, stderr=log, **options)  # type: ignore[call-overload]
 
     def live(self, strike: Callable[[subprocess.Popen], None] | None) -> int:
         """Start, train on a little, be struck, end. Returns the launcher's exit code."""
         before = len(self.tail())
-        process = self.start(self.random.choice(LAUNCHERS))
+        process = self.start(self.random.choice(self.launchers))
         begun = self.step()
         goal = begun + self.random.randint(1, 2 * STEPS_OF_A_LIFE - 1)
         tree: list[psutil.Process] = []
@@ -101,6 +121,8 @@ class Trial:
     # Faults
 
     def ranks(self, process: subprocess.Popen) -> list[int]:
+        if isinstance(process, Forked):
+            return sorted(child.pid for child in psutil.Process(process.pid).children()) or [process.pid]
         return sorted(launch.rank_pids(process)) or [process.pid]
 
     def kill_rank(self) -> None:
@@ -209,11 +231,8 @@ class Trial:
         started = time.monotonic()
         kind(self)
         self.done[kind.__name__] += 1
-        print(
-            f"{self.done.total()}/{self.faults} {kind.__name__}: step {self.step()} of {self.steps}, "
-            f"{time.monotonic() - started:.0f} s",
-            flush=True,
-        )
+        told, taken = f"{self.done.total()}/{self.faults} {kind.__name__}", time.monotonic() - started
+        print(f"{told}: step {self.step()} of {self.steps}, {taken:.0f} s", flush=True)
 
     def compare(self) -> None:
         """Raises AssertionError where the struck run differs from the whole one."""
@@ -239,9 +258,11 @@ def on_small_disk(out: Path, megabytes: int) -> bool:
     return subprocess.run(mount, capture_output=True).returncode == 0
 
 
-def trial(folder: Path, demo: Path, faults: int, seed: int, only: str | None = None) -> Counter[str]:
+def trial(
+    folder: Path, demo: Path, faults: int, seed: int, only: str | None = None, launchers: Sequence[str] = LAUNCHERS
+) -> Counter[str]:
     """Raises AssertionError where something ended otherwise than it should."""
-    found = Trial(folder, demo, faults, seed)
+    found = Trial(folder, demo, faults, seed, launchers)
     mounted = on_small_disk(found.out, 700)
     try:
         if not mounted:

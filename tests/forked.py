@@ -16,7 +16,11 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CU
 
 import deepspeed  # noqa: E402, F401
 
+import data_tools.demo_corpus  # noqa: E402, F401
 import xscale.dry_run  # noqa: E402
+import xscale.eval.finetune.measure  # noqa: E402
+import xscale.eval.run  # noqa: E402
+import xscale.report.draw  # noqa: E402
 import xscale.run.start  # noqa: E402, F401
 
 KILL_SECONDS = 30
@@ -55,6 +59,7 @@ def start(rank: int, world: int) -> int:
         os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
     if sys.argv[0] == "-m":
         del sys.argv[0]
+        sys.modules.pop(sys.argv[0], None)  # runpy warns of a module that has been imported
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(sys.argv[0], run_name="__main__")

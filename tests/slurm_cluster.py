@@ -75,21 +75,14 @@ def cluster() -> Iterator[Cluster]:
             f"these tests need root and SLURM ({', '.join(missing) or 'not root'}): `apt-get install slurm-wlm munge`"
         )
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    made = Cluster(folder)
     started: list[subprocess.Popen] = []
     try:
         configure(folder)
         for words in daemons(folder):
             log = (folder / f"{words[0]}.{len(started)}.console.log").open("w")
-            started.append(
-                subprocess.Popen(
-                    words,
-                    env=os.environ | {"SLURM_CONF": str(folder / "slurm.conf")},
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            )
-        made = Cluster(folder)
+            options = {"env": made.environment, "stdout": log, "stderr": log}
+            started.append(subprocess.Popen(words, start_new_session=True, **options))  # type: ignore[call-overload]
         wait_for(lambda: ready(made), 60, made.logs)
         try:
             yield made
@@ -110,11 +103,11 @@ def configure(folder: Path) -> None:
     host, ports = socket.gethostname(), free_ports(1 + len(NODES))
     for name in ("state", *(f"spool.{node}" for node in NODES)):
         (folder / name).mkdir()
-    nodes = [
-        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 State=UNKNOWN\n"
-        for node, port in zip(NODES, ports[1:], strict=True)
-    ]
-    text = CONFIG.format(host=host, folder=folder, port=ports[0])
+    text, node = (
+        CONFIG.format(host=host, folder=folder, port=ports[0]),
+        f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs=8",
+    )
+    nodes = [f"NodeName={name} {node} Port={port}\n" for name, port in zip(NODES, ports[1:], strict=True)]
     (folder / "slurm.conf").write_text(text + "".join(nodes))
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))

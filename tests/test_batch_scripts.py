@@ -72,11 +72,8 @@ def test_what_the_machine_has_ended_is_tried_again(tmp_path: Path, code: int) ->
 def test_what_one_rank_alone_has_ended_is_not_tried_again(tmp_path: Path, said: int, code: int, requeued: bool) -> None:
     """srun has the code of those that lost it; status.json has its own, if it is of this start."""
     (tmp_path / "run").mkdir()
-    status, entry = (
-        tmp_path / "run" / "status.json",
-        json.dumps({"status": "failed", "code": said, "why": "x"}, indent=2),
-    )
-    (tmp_path / "new").write_text(entry)
+    status = tmp_path / "run" / "status.json"
+    (tmp_path / "new").write_text(json.dumps({"status": "failed", "code": said, "why": "x"}, indent=2))
     out = f"--out={tmp_path / 'run'}"
     ended, _, called = run(tmp_path, "pretrain", f"cp {tmp_path / 'new'} {status}; exit 4", out)
     assert (ended, "requeue 7" in called) == (code, requeued)

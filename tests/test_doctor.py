@@ -140,7 +140,7 @@ def test_what_keeps_a_run_from_starting(
     data = [] if "--data" in words else ["--data", str(demo)]
     assert doctor.main([*data, "--out", str(tmp_path / "out"), *words]) == 2
     told = capsys.readouterr().out
-    assert named in told and "1 of these keep a run from starting" in told
+    assert named in told and "1 error: a run could not start" in told
 
 
 def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

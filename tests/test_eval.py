@@ -92,11 +92,8 @@ def test_a_model_that_is_torn_or_not_finite_is_refused(measure: Measure, hf: Pat
     weights = load_file(hf / "model.safetensors")
     weights[name].fill_(torch.nan)
     save_file(weights, nan / "model.safetensors", {"format": "pt"})
-    for path, told in {
-        torn: "cannot be loaded",
-        other: "cannot be loaded",
-        nan: f"{name} .*earlier checkpoint",
-    }.items():
+    cannot = "cannot be loaded"
+    for path, told in {torn: cannot, other: cannot, nan: f"{name} .*earlier checkpoint"}.items():
         assert measure("--task", "retrieval", "--model", path) == (2, {})
         assert re.search(f"^error: --model {path}:? .*{told}", capsys.readouterr().err, re.M), path
 

@@ -112,22 +112,30 @@ def test_table_leaves_out_what_did_not_converge(driver: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_killed_grid_goes_on(tmp_path: Path) -> None:
-    """Killed while it trains, it goes on from a checkpoint; given again, it makes the table of what it has."""
+def test_a_killed_grid_goes_on(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it trains, it goes on from a checkpoint; given again, it makes the table of what it has. Only the
+    driver that is killed starts processes; its world was there."""
     words = ["--grid", "tang", "--scale", "smoke", "--only", "trans.inv/align_mlm", "--out", str(tmp_path)]
-    command = [sys.executable, str(PAPERS / "run.py"), *words]
     cell = "trans.inv/align_mlm.0"
-    with subprocess.Popen(command, env=launch.environment()) as running:
+
+    def run(grid: Any, *command: object) -> None:
+        code, output = launch.fork(0, [*map(str, command)], launch.environment() | {"PYTHONPATH": str(launch.ROOT)})
+        assert code == 0, f"{command}\n{output[-6000:]}"
+
+    monkeypatch.setattr(driver.Grid, "run", run)
+    made = Namespace(grid="tang", scale="smoke", out=tmp_path, data=None, only=["trans.inv/align_mlm"], set=[])
+    driver.Grid(made).world("trans.inv")
+    with subprocess.Popen([sys.executable, str(PAPERS / "run.py"), *words], env=launch.environment()) as running:
         while running.poll() is None and not (tmp_path / f"runs/{cell}/checkpoints/step_00000002").exists():
             time.sleep(0.05)
         launch.kill(running)
     assert running.returncode < 0 and not (tmp_path / "table.md").exists()
-    subprocess.run(command, env=launch.environment(), check=True)
+    assert driver.main(words) == 0
     assert json.loads((tmp_path / f"runs/{cell}/starts.jsonl").read_text().splitlines()[-1])["step"] >= 2
     table, model = (tmp_path / "table.md").read_text(encoding="utf-8"), tmp_path / f"hf/{cell}/model.safetensors"
     assert "| align_mlm | 1 |" in table and "pos Δ" in table
     assert "| 4 |" in (tmp_path / "cells.md").read_text() and (tmp_path / "words.png").stat().st_size > 1000
     written = model.stat().st_mtime_ns
     (tmp_path / "table.md").unlink()
-    subprocess.run(command, env=launch.environment(), check=True)
+    assert driver.main(words) == 0
     assert (tmp_path / "table.md").read_text(encoding="utf-8") == table and model.stat().st_mtime_ns == written

@@ -260,17 +260,8 @@ def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path) -> None:
         load_corpus(written(tmp_path, names))
     with pytest.raises(UserError) as told:
         load_corpus(written(tmp_path, tree))
-    for named in (
-        "en",
-        "tmx",
-        "columns",
-        "wieght",
-        "first: -1",
-        "dedup: 'fuzzy'",
-        "'many'",
-        "aligned",
-        "align: unknown key here; it is a key of the corpus",
-    ):
+    words = ("en", "tmx", "columns", "wieght", "first: -1", "dedup: 'fuzzy'", "'many'", "aligned")
+    for named in (*words, "align: unknown key here; it is a key of the corpus"):
         assert named in str(told.value), named
     tree = {"sources": [{"mono": "de", "text": "a", "rules": {"lenght": 3}}], "rules": {"length": {"tokens": [1, 9]}}}
     with pytest.raises(UserError, match="lenght"):
@@ -984,19 +975,19 @@ def test_what_is_in_the_way_is_told_before_the_downloads(tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 def test_the_same_bytes_for_any_workers_and_kills(tmp_path: Path, raw: tuple[Path, dict]) -> None:
-    """1 and 4 workers write the same bytes, and so does a command of 1 or 2 that is killed at 7 random moments, which
+    """1 and 2 workers write the same bytes, and so does a command of 1 or 2 that is killed at 4 random moments, which
     does no finished task again."""
     _, tree = raw
-    for out, workers in (("one", 1), ("four", 4)):
+    for out, workers in (("one", 1), ("two", 2)):
         assert command(tmp_path, tree, out, workers).wait(300) == 0, (tmp_path / "log").read_text()
     expected, choose, kills = hashes(tmp_path / "one"), random.Random(0), 0
-    assert hashes(tmp_path / "four") == expected and len(expected) > 20
+    assert hashes(tmp_path / "two") == expected and len(expected) > 20
     marks = tmp_path / "killed.incomplete" / "done"
     before: dict[str, int] = {}
     while not (tmp_path / "killed").exists():
         running = command(tmp_path, tree, "killed", 1 + kills % 2)
         tasks = len(list(marks.rglob("*"))) + choose.randrange(1, 5)  # it has done some more when it is killed
-        while running.poll() is None and (kills >= 7 or len(list(marks.rglob("*"))) < tasks):
+        while running.poll() is None and (kills >= 4 or len(list(marks.rglob("*"))) < tasks):
             time.sleep(0.01)
         time.sleep(choose.random() / 20)
         kills += running.poll() is None
@@ -1006,7 +997,7 @@ def test_the_same_bytes_for_any_workers_and_kills(tmp_path: Path, raw: tuple[Pat
         again = before.items() - now.items()  # marks go at the end, when the result is there
         assert not again or (tmp_path / "killed").exists(), f"done again: {sorted(again)}"
         before = now
-    assert 5 <= kills <= 7 and hashes(tmp_path / "killed") == expected
+    assert 3 <= kills <= 4 and hashes(tmp_path / "killed") == expected
 
 
 @pytest.mark.slow
@@ -1034,10 +1025,8 @@ def test_slurm_writes_the_same_bytes(tmp_path: Path) -> None:
                 assert all(path.stat().st_mtime_ns == time for path, time in done.items())
             time.sleep(0.2)
         assert again.returncode == 0 and hashes(tmp_path / "slurm") == expected
-        jobs = [
-            dict(re.findall(r"(\S+?)=(\S*)", line)) for line in slurm.run("scontrol", "show", "job", "-o").splitlines()
-        ]
-        assert {job["NodeList"] for job in jobs} == {"n1", "n2"}
+        jobs = slurm.run("scontrol", "show", "job", "-o").splitlines()
+        assert {dict(re.findall(r"(\S+?)=(\S*)", line))["NodeList"] for line in jobs} == {"n1", "n2"}
         (tmp_path / "b").write_text("a\tb\nc\n")
         bad = subprocess.run([*words[:-1], str(tmp_path / "bad")], env=environment, capture_output=True, text=True)
         assert bad.returncode == 2 and f"cut: 1 of 2 tasks failed: {tmp_path}/b: line 2 has 1 columns" in bad.stderr

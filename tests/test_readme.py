@@ -7,7 +7,6 @@ import lzma
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -145,7 +144,7 @@ def test_examples_of_several_machines_add_gradients_up_in_fp32() -> None:
 @pytest.mark.slow
 def test_commands_of_the_pages(tmp_path: Path) -> None:
     """All but those of a cluster and of a GPU; docs/evaluation.md's are run by test_eval_tasks.py and test_mteb.py.
-    DeepSpeed's launcher starts the first of each program that it is to start, and tests/forked.py all others."""
+    tests/forked.py starts them, those of DeepSpeed's launcher as 2 ranks."""
     for name in ("xscale", "ds_configs"):
         (tmp_path / name).symlink_to(launch.ROOT / name)
     write_texts(tmp_path)
@@ -161,21 +160,14 @@ def test_commands_of_the_pages(tmp_path: Path) -> None:
     listed = [line for line in listed if re.match(r"(python|deepspeed) ", line)]
     assert len(listed) >= 20
     environment = launch.environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{launch.ROOT}"}
-    launched = set[str]()
     for command in listed:
         for there, instead in SMALLER.items():
             command = re.sub(rf"{re.escape(there)}(?!\S)", instead, command)
         words = shlex.split(command)
-        if words[0] == "python":
-            code, output = launch.fork(0, words[1:], environment, tmp_path)
-        elif words[3] in launched:
-            assert words[1:3] == ["--num_gpus", "2"] and words[3] == "xscale/train.py", command
-            code, output = launch.fork(2, words[3:], environment, tmp_path)
-        else:
-            launched.add(words[3])
-            head = [str(launch.BIN / "deepspeed"), "--master_port", str(launch.free_port())]
-            done = subprocess.run([*head, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True)
-            code, output = done.returncode, done.stdout + done.stderr
+        assert words[0] == "python" or words[1:3] == ["--num_gpus", "2"], command
+        ranks, started = (0, words[1:]) if words[0] == "python" else (2, words[3:])
+        module = ["-m", *started[1:]] if started[0] == "--module" else started
+        code, output = launch.fork(ranks, module, environment, tmp_path)
         assert code == 0, f"{command}\n{output[-6000:]}"
     assert (tmp_path / "hf" / "xlm" / "model.safetensors").exists()
 

@@ -908,11 +908,8 @@ def test_pages_fit_wide_and_narrow_screens(
     third = make_run(tmp_path / "third", [entry(step, draw_) for step in range(1, 500)])
     evals = [evals_of_many(step, draw_) for step in (150, 300)]
     hundred = make_run(tmp_path / "hundred", [many_languages(step, draw_) for step in range(1, 301)], evals)
-    of_runs: dict[str, list[object]] = {
-        "2 languages": [one[0]],
-        "100 languages": [hundred],
-        "3 runs": [one[0], other, third],
-    }
+    of_runs: dict[str, list[object]] = {"2 languages": [one[0]], "100 languages": [hundred]}
+    of_runs["3 runs"] = [one[0], other, third]
     pages = of_runs | {
         "scores": [one[0], other, "--scores", *tang],
         "models": ["--models", hf, "--pairs", demo / "heldout"],
@@ -925,17 +922,9 @@ def test_pages_fit_wide_and_narrow_screens(
     (tmp_path / "frames.html").write_text(
         f"<!doctype html><meta charset=utf-8><style>iframe {{ border: 0 }}</style><body>{body}{MEASURE}", "utf-8"
     )
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--dump-dom",
-        f"--user-data-dir={tmp_path / 'profile'}",
-    ]
-    done = subprocess.run(
-        ["chromium", *flags, (tmp_path / "frames.html").as_uri()], capture_output=True, text=True, timeout=300
-    )
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "frames.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     (measured,) = re.findall(r"MEASURED(.*)MEASURED", done.stdout)
     found = dict(zip(((name, width) for name in pages for width in WIDTHS), json.loads(measured), strict=True))
     for (name, width), frame in found.items():

@@ -15,7 +15,7 @@ from tests.test_training import same_checkpoint, steps_of
 
 pytestmark = pytest.mark.slow
 
-STEPS = 150
+STEPS = 60
 SMALL = ["streams.mlm.samples=6", "streams.tlm.samples=8", "train.lr=0.002"]
 
 
@@ -23,7 +23,7 @@ SMALL = ["streams.mlm.samples=6", "streams.tlm.samples=8", "train.lr=0.002"]
 def slurm() -> Iterator[Cluster]:
     with cluster() as made:
         made.environment |= {"VENV": str(launch.BIN.parent), "PATH": launch.environment()["PATH"]}
-        made.environment |= {"OMP_NUM_THREADS": "1"}
+        made.environment |= {"OMP_NUM_THREADS": "1", "SRUN_FLAGS": "--wait=10"}  # that a loaded machine keeps to
         yield made
 
 
@@ -32,16 +32,17 @@ def arguments(demo: Path, out: Path, *more: str) -> list[str]:
     return [*args, "--steps", str(STEPS), "--trace", "--set", *SMALL, *more]
 
 
-def submit(slurm: Cluster, output: Path, script: str, *words: str) -> int:
+def submit(slurm: Cluster, output: Path, script: str, *words: str, array: str = "") -> int:
     flags = ["--parsable", f"--output={output}", *(["--ntasks-per-node=1"] if script == "pretrain" else [])]
+    flags += [f"--array={array}"] if array else []
     return int(slurm.run("sbatch", *flags, f"slurm/{script}.sbatch", *words))
 
 
 @pytest.fixture(scope="module")
-def reference(slurm: Cluster, demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run by srun alone, on one node."""
+def reference(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run without SLURM."""
     out = tmp_path_factory.mktemp("slurm") / "reference"
-    slurm.run("srun", "--ntasks=2", "--nodes=1", "python", "xscale/train.py", *arguments(demo, out))
+    launch.run(2, arguments(demo, out))
     assert status(out) == {"status": "done", "code": 0, "why": f"{STEPS} of {STEPS} steps", "step": STEPS, "rank": 0}
     return out
 
@@ -83,7 +84,7 @@ def test_two_preemptions_leave_no_trace(slurm: Cluster, demo: Path, reference: P
     out, output = tmp_path / "run", tmp_path / "job.out"
     job = submit(slurm, output, "pretrain", *arguments(demo, out))
     stops = [0]
-    for start, step in enumerate((0, 20)):
+    for start, step in enumerate((0, 8)):
         wait_for(lambda: f"{job}.{0}" in slurm.run("squeue", "-h", "-s", "-o", "%i"), 60, slurm.logs)
         if step:
             wait_for_step(out, step, slurm, output)
@@ -118,8 +119,8 @@ def release(slurm: Cluster, job: int) -> None:
 
 
 def test_a_rank_that_is_killed_ends_the_job(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:
-    """Kill -9 of a node's rank: the job fails, is not requeued, and status.json says so. Then a start with an unknown
-    field, whose job ends with 2. A last start goes on to the end of an undisturbed run."""
+    """Kill -9 of a node's rank: the job fails, is not requeued, and status.json says so. The next goes on to the end of
+    an undisturbed run."""
     out, output = tmp_path / "run", tmp_path / "job.out"
     job = submit(slurm, output, "pretrain", *arguments(demo, out, "checkpoint.every=5"))
     wait_for_step(out, 12, slurm, output)
@@ -130,10 +131,6 @@ def test_a_rank_that_is_killed_ends_the_job(slurm: Cluster, demo: Path, referenc
     told = status(out)
     assert (told["status"], told["code"], told["rank"]) == ("failed", 4, 0) and told["step"] >= 12
     assert "another rank has ended" in told["why"] and "Traceback" in (out / "logs" / "rank0.log").read_text()
-    job = submit(slurm, output, "pretrain", *arguments(demo, out, "train.lrr=1"))
-    found = wait_for_state(slurm, job, "FAILED", output)
-    assert found["Restarts"] == "0" and found["ExitCode"] == "2:0"
-    assert status(out)["code"] == 2 and "train.lrr" in status(out)["why"]
     job = submit(slurm, output, "pretrain", *arguments(demo, out, "checkpoint.every=5"))
     wait_for_state(slurm, job, "COMPLETED", output)
     same_run(out, reference)
@@ -190,7 +187,7 @@ def test_prepare_and_evaluate(slurm: Cluster, demo: Path, reference: Path, tmp_p
     """The demo corpus by two processes without MPI is that of one, byte for byte; an array shares an evaluation."""
     made, output = tmp_path / "demo", tmp_path / "prepare.out"
     words = ["demo_corpus", "--pairs", "60", "--mono", "60", "--out"]
-    slurm.run("python", "-m", f"data_tools.{words[0]}", *words[1:], tmp_path / "alone")
+    fork(f"data_tools.{words[0]}", *words[1:], tmp_path / "alone")
     job = submit(slurm, output, "prepare", *words, str(made))
     wait_for_state(slurm, job, "COMPLETED", output)
     first, second = contents(made), contents(tmp_path / "alone")
@@ -198,16 +195,21 @@ def test_prepare_and_evaluate(slurm: Cluster, demo: Path, reference: Path, tmp_p
     job = submit(slurm, output, "prepare", "pairs", "--src", "none.en")
     assert wait_for_state(slurm, job, "FAILED", output)["ExitCode"] == "2:0"
     model = tmp_path / "hf"
-    slurm.run("python", "-m", "xscale.export", reference, model)
+    fork("xscale.export", reference, model)
     tasks, parts = ["heldout", "retrieval", "alignment", "perplexity"], tmp_path / "parts"
     flags = ["--model", str(model), "--data", str(demo / "heldout"), "--limit", "50", "--task", *tasks]
     flags += ["--lexicons", str(next((demo / "lexicon").glob("*.txt"))), "--parts", str(parts)]
-    job = submit(slurm, tmp_path / "evaluate-%a.out", "evaluate", *flags)
+    job = submit(slurm, tmp_path / "evaluate-%a.out", "evaluate", *flags, array="0-1")
     wait_for(lambda: not slurm.run("squeue", "-h"), 200, slurm.logs)
     saved = contents(parts)
-    slurm.run("python", "-m", "xscale.eval.run", *flags, "--out", tmp_path / "scores.json")
+    fork("xscale.eval.run", *flags, "--out", tmp_path / "scores.json")
     found = json.loads((tmp_path / "scores.json").read_text())
     assert list(found["results"]) == tasks and not found["failed"] and len(saved) >= 4 and contents(parts) == saved
+
+
+def fork(module: str, *words: object) -> None:
+    code, output = launch.fork(0, ["-m", module, *map(str, words)], launch.environment())
+    assert code == 0, output[-6000:]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -1,6 +1,7 @@
 """What pip installs elsewhere: that it is whole, and that all it imports is declared."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -84,6 +85,20 @@ def test_the_wheel_is_whole(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+SCRIPTS = """
+import json, runpy, sys
+*before, last = json.loads(sys.argv[1])
+for sys.argv, code in [*((words, 0) for words in before), (last, None)]:
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if code is None:
+            raise
+        assert (end.code or 0) == code, sys.argv
+"""
+"""It runs scripts of pip one after the other, which all import the same: torch, transformers and DeepSpeed."""
+
+
 @pytest.mark.slow
 def test_the_wheel_trains_from_another_folder(elsewhere: Path, tmp_path: Path) -> None:
     """The tools, 5 steps by deepspeed's launcher and an evaluation; the checkout cannot be imported."""
@@ -92,36 +107,26 @@ def test_the_wheel_trains_from_another_folder(elsewhere: Path, tmp_path: Path) -
     environment["PATH"] = f"{bin}:{os.environ['PATH']}"
 
     def run(*words: str, code: int = 0) -> str:
-        head = [str(bin / words[0])] if words[0].startswith("xscale-") else [str(bin / "python"), *words[:1]]
-        done = subprocess.run(
-            [*head, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-        )
+        command = [str(bin / words[0]), *words[1:]]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == code, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout + done.stderr
 
-    where = run("-c", "import xscale, importlib.util as u; print(xscale.__file__, u.find_spec('data_tools'))")
+    def scripts(*lines: str, code: int = 0) -> str:
+        """Output of scripts, of which the last ends with this code and all others with 0."""
+        words = [line.split() for line in lines]
+        return run("python", "-c", SCRIPTS, json.dumps([[str(bin / name), *more] for name, *more in words]), code=code)
+
+    where = run("python", "-c", "import xscale, importlib.util as u; print(xscale.__file__, u.find_spec('data_tools'))")
     assert str(elsewhere) in where and where.split()[1] == "None"
-    run("xscale-data", "demo_corpus", "--out", "data/demo", "--pairs", "200", "--mono", "200")
     assert "write_shards" in run("xscale-data", code=2)
-    sets = ["--steps", "5", "--set", "data.workers=0", "streams.ppa.queue_size=64", "train.lr=0.001"]
     (tmp_path / "empty").mkdir()
-    told = run("xscale-train", "--ds_config", "zero2_cpu", "--dry_run", "--data", "empty", code=2)
+    made = "xscale-data demo_corpus --out data/demo --pairs 200 --mono 200"
+    told = scripts(made, "xscale-train --ds_config zero2_cpu --dry_run --data empty", code=2)
     assert "`python -m xscale.data_tools.write_shards`" in told  # a remedy that works there
     launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "1", "--master_port", str(launch.free_port())]
-    run(*launcher, "--module", "xscale.train", "--ds_config", "zero2_cpu.json", "--out", "run", *sets)
+    sets = ["--steps", "5", "--set", "data.workers=0", "streams.ppa.queue_size=64", "train.lr=0.001"]
+    run("python", *launcher, "--module", "xscale.train", "--ds_config", "zero2_cpu.json", "--out", "run", *sets)
     assert [entry["step"] for entry in launch.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
-    run("xscale-export", "run", "hf", "--pooling", "mean")
-    run(
-        "xscale-eval",
-        "--model",
-        "hf",
-        "--task",
-        "retrieval",
-        "--data",
-        "data/demo/heldout",
-        "--limit",
-        "20",
-        "--out",
-        "o.json",
-    )
-    run("xscale-report", "run")
+    evaluate = "xscale-eval --model hf --task retrieval --data data/demo/heldout --limit 20 --out o.json"
+    assert "done: 5 of 5 steps" in scripts("xscale-export run hf --pooling mean", evaluate, "xscale-report run")
