@@ -178,7 +178,7 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     assert "best: 'loss' is not of the form TASK/ROW/NUMBER" in refused("checkpoint.best=loss")
     best = "checkpoint.best=heldot/tlm/loss"
     assert "heldot/tlm/loss names no task of eval.tasks, which has: none" in refused(best)
-    assert "there are alignment" in refused(best, task(name="alignment"))
+    assert "which has: alignment" in refused(best, task(name="alignment"))
     run_spec = resolve_run("tlm", ["data.workers=0"], [demo]).calibrated()
     engine = engine_of(run_spec)
     with pytest.raises(UserError, match="is training data of this run; give records"):
@@ -252,17 +252,15 @@ def test_a_rank_reads_its_share_of_the_texts(demo: Path, heldout: Path, monkeypa
 
 @pytest.fixture(scope="module")
 def odd(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Held-out pairs without word links, half of a shard, and pairs that fit no sequence."""
+    """Held-out pairs without word links, and half of a shard."""
     folder = tmp_path_factory.mktemp("odd")
     (source,) = find_sources([heldout / "pairs"])
     texts = [source.read(0, number).texts for number in range(60)]
-    for name, times in (("bare", 1), ("long", 30)):
-        for side, language in enumerate(source.langs):
-            lines = "".join(" ".join([pair[side]] * times) + "\n" for pair in texts)
-            (folder / f"{name}.{language}").write_text(lines, encoding="utf-8")
-        sides = [str(folder / f"{name}.{language}") for language in source.langs]
-        files = ["--src", sides[0], "--tgt", sides[1], "--langs", *source.langs]
-        write_shards.main(["pairs", *files, "--out", str(folder / name)])
+    sides = [folder / f"bare.{language}" for language in source.langs]
+    for path, lines in zip(sides, zip(*texts, strict=True), strict=True):
+        path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    files = ["--src", str(sides[0]), "--tgt", str(sides[1]), "--langs", *source.langs]
+    write_shards.main(["pairs", *files, "--out", str(folder / "bare")])
     shutil.copytree(heldout / "pairs", folder / "torn")
     tar = next((folder / "torn").glob("*.tar"))
     tar.write_bytes(tar.read_bytes()[:5000])
@@ -292,8 +290,6 @@ WRONG = {
     "torn": ("tlm", ["retrieval, data: [{odd}/torn]"], [], r"eval\.retrieval: .*torn.*bytes"),
     "no dictionary": ("tlm", ["alignment"], ["alone"], r"eval\.alignment: the run has no dictionary"),
     "stream": ("xlm", [HELDOUT], ["best=heldout/tlm en-yy/loss"], r"best: .*en-yy/loss is not .* heldout/tlm en-xx"),
-    "term": ("xlm", [HELDOUT], ["best=heldout/mlm/loss.mlm"], r"loss\.mlm is not .* heldout/mlm/loss"),
-    "too long": ("tlm", ["heldout, data: [{odd}/long]"], ["best=heldout/tlm/loss"], r"tlm/loss is not .* are none"),
     "direction": ("tlm", [RETRIEVAL], ["best=retrieval/xx-en/accuracy"], r"xx-en/accuracy is not .* retrieval/en-xx"),
     "dictionary": ("tlm", ["alignment"], ["best=alignment/en-zz/withheld"], r"en-zz/withheld is not .*alignment/en-xx"),
     "mean": (
@@ -328,9 +324,6 @@ def test_a_dry_run_refuses_what_step_0_would(case: str, demo: Path, heldout: Pat
 def test_a_dry_run_passes_what_can_be_measured(demo: Path, heldout: Path, tmp_path: Path) -> None:
     for recipe, best in (
         ("mixed", "heldout/alignlm en-xx/loss.bi"),
-        ("mixed", "heldout/ppa/contrastive_accuracy"),
-        ("xlm", "heldout/mlm xx/loss"),
-        ("xlm", "retrieval/en-xx/en->xx"),
         ("xlm", "alignment/en-xx/withheld"),
     ):
         tasks = f"[{{name: heldout, data: [{heldout}]}}, {{name: retrieval, data: [{heldout}]}}, {{name: alignment}}]"

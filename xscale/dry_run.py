@@ -17,7 +17,7 @@ from xscale.data.packed_row import RowCost
 from xscale.data.sample import texts_of
 from xscale.data.tokenizer import unknown_lines
 from xscale.errors import UserError
-from xscale.eval.in_training import check_best_is_measured, review_tasks
+from xscale.eval.in_training import review_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
@@ -54,7 +54,6 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     run_spec = run_spec.calibrated(calibration(run_spec, checkpoint, HostGroup()))
     module = run_spec.module()
     check_module(module, config.stage)
-    check_best_is_measured(run_spec, module)
     print(yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True))
     print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
     print(*data_lines(run_spec), *unknown_tokens(run_spec), *run_spec.share_lines(), sep="\n")

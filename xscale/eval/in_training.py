@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,14 +43,11 @@ from xscale.run_spec import (
     sample_links,
     shows_neutral,
 )
-from xscale.step.module import StepModule
 from xscale.step.step import gather_rows, measure_rows
 
 LOG = logging.getLogger("xscale")
 Results = dict[str, dict[str, float]]
 """{results row: {metric: number}} of one task. A results row is, for example, a stream or a pair of languages."""
-TRIED_RECORDS = 8
-"""The most records of a source that a dry run measures to learn which numbers a task gives."""
 
 
 def measure_functions(
@@ -122,32 +118,6 @@ def empty_alignment_rows(run_spec: RunSpec) -> Results:
         name: {subset: math.nan for subset, words in probe.items() if len(words.queries) >= FEWEST}
         for name, probe in probes.items()
     }
-
-
-def check_best_is_measured(run_spec: RunSpec, module: StepModule) -> None:
-    """Raise UserError if evaluations will not give the number of checkpoint.best. Measures a few records to know."""
-    best = run_spec.recipe.checkpoint.best
-    task = next((task for task in run_spec.recipe.eval.tasks if best and best.partition("/")[0] == task.name), None)
-    if best is None or task is None:
-        return
-    row = best.split("/", 2)[1]
-    if task.kind == "alignment":
-        results = empty_alignment_rows(run_spec)
-    elif task.kind == "retrieval":
-        same, sources = torch.eye(2), sources_by_row(task, find_task_sources(task, run_spec))
-        results = {of: retrieval.accuracies(same, same, "cosine", source.langs) for of, source in sources.items()}
-    else:
-        stream, _, language = row.partition(" ")
-        few = replace(task, limit=min(task.limit, TRIED_RECORDS))
-        heldout = [s for s in find_task_sources(few, run_spec) if language in ("", ALL, s.pair, *s.langs)]
-        alone = replace(run_spec, specs=[spec for spec in run_spec.specs if spec.name == stream])
-        engine = SimpleNamespace(module=module, device=torch.device("cpu"))
-        results = HeldoutTask(few, alone, engine, Process(0, 1, 0, 1), lambda doing: None, heldout).measure()
-        # So few records may have one language, and then no row of means.
-        if language == ALL and row not in with_overall_means(task.name, results):
-            of_stream = [numbers for name, numbers in results.items() if name.startswith(f"{stream} ")]
-            results[row] = {name: number for numbers in of_stream for name, number in numbers.items()}
-    find_number({task.name: with_overall_means(task.name, results)}, best)
 
 
 def with_overall_means(task: str, rows: Results) -> Results:
