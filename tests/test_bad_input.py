@@ -490,18 +490,18 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
         ([("a.jsonl", b'{"key": null, "langs": ["en"], "texts": ["x"]}')], "record 0: record None: .* key is a string"),
         (
             [("a.jsonl", b'{"key": "a", "langs": [1], "texts": ["x"]}')],
-            "record 0: .* not strings, which names of languages",
+            "record 0: .*names of languages",
         ),
         (
             [("a.jsonl", b'{"key": "a", "langs": ["e\\u001b[1m"], "texts": ["x"]}')],
-            "record 0: .* not strings, which names of languages",
+            "record 0: .* not names of languages",
         ),
         ([("0.jsonl", b'{"key": "a\\ud800", "langs": ["en"], "texts": ["x"]}\n')], ".*an unpaired surrogate"),
         ([("0.jsonl", b'{"key": "a", "langs": ["en"], "texts": ["x"], "texts": ["y"]}\n')], ".*occurs twice"),
         ([("0.json", b'{"langs": ["en"], "texts": ["x"], "texts": ["y"]}')], ".*occurs twice"),
         ([("0.de.txt", b"x"), ("0.EN.TXT", b"y")], r".*0\.EN\.TXT.*lower case"),
         ([("0.JSON", b"{}"), ("0.de.txt", b"x")], r".*0\.JSON.*lower case"),
-        ([("0.e\x1b[31mn.txt", b"x")], ".*not strings, which names of languages"),
+        ([("0.e\x1b[31mn.txt", b"x")], ".*not names of languages"),
     ],
 )
 def test_a_foreign_tar_that_would_lose_something(tmp_path: Path, members: list, problem: str) -> None:

@@ -282,7 +282,7 @@ def test_a_longer_room_begins_at_once() -> None:
         ({"until": 0.5, "streams.mlm.samples": 0, "streams.tlm.samples": 0}, r"samples: 0 .*1 or more"),
         ({"until": 0.5, "model.rope_theta": 1e4}, r"model.rope_theta: also set it for the whole recipe"),
         ({"until": 1.5}, r"phases\[0\].until: 1.5 .*0.8"),
-        ({"until": True}, r"until: True .*an integer from 0"),
+        ({"until": True}, r"until: True .*an integer, at least 0"),
         ({"data.alpha": 0.5}, r"until: None"),
         ({"until": 0.5, "data.languages": ["xx"], "data.languages_add": ["yy"]}, r"add: the phase also has data.lang"),
         ({"until": 0.5, "data.languages": None, "data.languages_add": ["xx"]}, r"data.languages_add: .*data.languages"),
@@ -297,7 +297,7 @@ def test_what_a_phase_may_not_change(tmp_path: Path, phase: dict[str, Any], mess
 
 def test_phases_are_in_order_and_of_steps(demo: Path, tmp_path: Path) -> None:
     for phases, sets, message in (
-        ([{"until": 0.8}, {"until": 1}], [], r"phases\[1\].until: 1 .*from 16 on.*1.0 for its end"),
+        ([{"until": 0.8}, {"until": 1}], [], r"phases\[1\].until: 1 .*at least 16.*1.0 for its end"),
         ("data.alpha", [], r"phases: 'data.alpha' is not a list"),
         (PHASES, ["train.compile=true"], r"phases: .*train.compile: false"),
         ([{"until": 0.5, "data.languages": ["qq"]}], [], r"data.languages: .*qq.*en"),

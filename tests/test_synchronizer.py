@@ -32,7 +32,7 @@ class Network:
                 self.waits.append(self.now)
             return [sum(of) for of in zip(*(of_rank[number] for of_rank in self.sent), strict=True)]
 
-        return SimpleNamespace(arrived=lambda: self.now >= arrives, wait=wait)
+        return SimpleNamespace(is_complete=lambda: self.now >= arrives, wait=wait)
 
 
 def batch(step: int) -> Any:
@@ -55,7 +55,7 @@ def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchroniz
     context: Any = SimpleNamespace(
         engine=engine, process=process, host_group=host_group, stop=stop, watch=watch, locks=[]
     )
-    checkpoint_manager: Any = SimpleNamespace(written=False, under_way=None)
+    checkpoint_manager: Any = SimpleNamespace(is_written=False, under_way=None)
     return StepSynchronizer(context, checkpoint_manager, 0, STEPS)
 
 
