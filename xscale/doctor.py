@@ -297,7 +297,7 @@ def data(args: argparse.Namespace, found: list[tuple[RunSpec, StepModule]]) -> L
         return
     load_plugins(args.plugin)
     run_spec = within_seconds(lambda: resolve_run(args.recipe, args.set, args.data))
-    folder.claim_out(args.out, run_spec.identity(), "auto")
+    folder.check_out(args.out, run_spec.identity(), "auto")
     yield from data_lines(run_spec)
     found.append((run_spec, run_spec.module()))
 

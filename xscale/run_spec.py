@@ -21,7 +21,7 @@ from xscale.config import Recipe
 from xscale.data import loader as loading
 from xscale.data.calibrate import calibrate
 from xscale.data.calibration import Calibration
-from xscale.data.lexicon import Lexicon, check_column_order, find_lexicons, load_lexicon, pair_of
+from xscale.data.lexicon import Lexicon, check_column_order, find_lexicon_paths, load_lexicon, pair_of
 from xscale.data.loader import StepBatch, StepDataset, StreamObjective
 from xscale.data.mixture import (
     PACK_FILL,
@@ -104,29 +104,29 @@ class RunSpec:
     fitted: tuple[int, RowShape] | None = None
     """The number of a rank's packed rows in a step and their shape, if rows are padded to one shape (`fit`)."""
 
-    def calibrated(self, found: Calibration | None = None) -> "RunSpec":
+    def calibrated(self, calibration: Calibration | None = None) -> "RunSpec":
         """Return the run spec with a calibration, and with samples per step for each stream that sets `tokens`. Without
         a calibration, this process measures one. Raises UserError."""
-        found = found or self.measure_calibration(HostGroup(alone=True))
-        phases = [phase.with_samples(of) for phase, of in zip(self.phases, found.of_phases(), strict=True)]
-        return replace(self.with_samples(found), phases=tuple(phases)).with_limits()
+        measured = calibration or self.measure_calibration(HostGroup(alone=True))
+        phases = [phase.with_samples(of) for phase, of in zip(self.phases, measured.phase_calibrations(), strict=True)]
+        return replace(self.with_samples(measured), phases=tuple(phases)).with_limits()
 
-    def with_samples(self, found: Calibration) -> "RunSpec":
+    def with_samples(self, calibration: Calibration) -> "RunSpec":
         """Return the run spec with a calibration and the samples per step of each stream. Raises UserError."""
         specs = []
         for spec in self.specs:
             stream, samples = self.recipe.streams[spec.name], spec.samples
             if stream.tokens:
-                samples = max(1, round(stream.tokens / max(found.estimate_for(spec.name).tokens, 1.0)))
+                samples = max(1, round(stream.tokens / max(calibration.estimate_for(spec.name).tokens, 1.0)))
             specs.append(replace(spec, samples=samples))
             problem = OBJECTIVES[stream.objective].check(stream.options, samples)
             if problem:
                 raise UserError(f"streams.{spec.name}.{problem}")
-        return replace(self, specs=specs, calibration=found)
+        return replace(self, specs=specs, calibration=calibration)
 
-    def measure_calibration(self, host_group: HostGroup, found: Calibration | None = None) -> Calibration:
-        """Return the calibration of the run with its phases, which all ranks of `host_group` measure together. found: a
-        calibration of which only the phases are measured anew."""
+    def measure_calibration(self, host_group: HostGroup, calibration: Calibration | None = None) -> Calibration:
+        """Return the calibration of the run with its phases, which all ranks of `host_group` measure together.
+        calibration: one of which only the phases are measured anew."""
 
         def measure(spec: RunSpec, lines: list[tuple[float, float]] | None) -> Calibration:
             dataset = spec.dataset(spec.specs)
@@ -134,8 +134,8 @@ class RunSpec:
                 spec.specs, spec.sources, dataset, **spec.sampling, divide_work=host_group.divide_work, lines=lines
             )
 
-        found = found or measure(self, None)
-        return replace(found, phases=[measure(phase, found.lines).streams for phase in self.phases])
+        measured = calibration or measure(self, None)
+        return replace(measured, phases=[measure(phase, measured.lines).streams for phase in self.phases])
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class RunSpec:
         most, limited = self.recipe.data.max_epochs, dict[int, RunSpec]()
         left = {spec.name: np.full(len(spec.sources), most, dtype=float) for spec in self.specs}
         sizes = self.sizes() if most else {}
-        for _, steps, part in self.parts() if most else []:
+        for _, steps, part in self.step_ranges() if most else []:
             data, specs = part.recipe.data, list[StreamSpec]()
             for spec in part.specs:
                 epochs = steps * spec.samples / samples_in_epoch(spec, sizes, data.max_length)
@@ -206,7 +206,7 @@ class RunSpec:
             steps = f"steps {begin + 1:,} to {last:,}" if begin < last else "no step of this run"
             lines.append(f"phase {number}, {steps}, changes {fields}")
             begin = phase.end
-        train, counted = self.recipe.train, counts_epochs(self.specs)
+        train, counted = self.recipe.train, epoch_stream(self.specs)
         if train.epochs and counted:
             lines.append(
                 f"train.epochs {train.epochs:g}: {train.steps:,} steps, since stream {counted.name} reads "
@@ -298,7 +298,7 @@ class RunSpec:
     def phase_ends(self) -> list[int]:
         return [phase.end for phase in self.recipe.phases]
 
-    def parts(self) -> list[tuple[str, int, "RunSpec"]]:
+    def step_ranges(self) -> list[tuple[str, int, "RunSpec"]]:
         """Return (title, number of steps, run spec) of each part of the run: the phases that have steps, and the steps
         after the last phase."""
         ends, steps = [min(end, self.recipe.train.steps) for end in self.phase_ends()], self.recipe.train.steps
@@ -308,7 +308,7 @@ class RunSpec:
     def share_lines(self) -> Iterator[str]:
         """Yield lines with the languages' shares of each stream's samples and their epochs, by part of the run."""
         sizes = self.sizes()
-        for title, steps, part in self.parts():
+        for title, steps, part in self.step_ranges():
             data = part.recipe.data
             for spec in (spec for spec in part.specs if spec.samples):
                 shares, whole = defaultdict[str, float](float), defaultdict[str, float](float)
@@ -401,7 +401,7 @@ def resolve_run(
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
     host_group = host_group or HostGroup(alone=True)
     whole = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
-    sources = take_first([part for source in whole for part in source.parts(known)], recipe.data.first)
+    sources = take_first([part for source in whole for part in source.split_at(known)], recipe.data.first)
     check_file_sizes(sources, host_group)
     samples = sample_links(languages_of_links(recipe), sources, host_group)
     specs, *specs_of_phases = phase_specs(recipe, sources, samples)
@@ -409,7 +409,7 @@ def resolve_run(
     near = next((path for path in data if isinstance(path, Path)), None)
     recipe = with_steps(recipe, specs, sources)
     tokenizer = Tokenizer(find_tokenizer(recipe, near))
-    smaller_tokenizer = check_tokenizer(recipe, tokenizer)
+    smaller_tokenizer = tokenizer_to_extend(recipe, tokenizer)
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
     check_language_names(sources)
@@ -508,7 +508,7 @@ def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -
     """Return the recipe with train.epochs converted to train.steps. Raises UserError."""
     if recipe.train.epochs is None:
         return recipe
-    spec = counts_epochs(specs)
+    spec = epoch_stream(specs)
     if spec is None:
         raise UserError("train.epochs counts pairs, but no stream of this recipe reads pairs; set train.steps")
     if not spec.samples:
@@ -516,7 +516,7 @@ def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -
     return config.steps_of_epochs(recipe, records_of(spec, sources), spec.samples)
 
 
-def counts_epochs(specs: list[StreamSpec]) -> StreamSpec | None:
+def epoch_stream(specs: list[StreamSpec]) -> StreamSpec | None:
     """Return the stream whose pairs train.epochs counts, or None."""
     return next((spec for spec in specs if not spec.packed), None)
 
@@ -554,7 +554,7 @@ def uses_segments(recipe: Recipe, tokenizer: Tokenizer) -> bool:
 def initial_directory(recipe: Recipe) -> str | Path | None:
     """Return model.init or, if it is a run or a checkpoint, the Hugging Face folder in the checkpoint."""
     init = recipe.model.init
-    return init and (own_tokenizer(init) or init)
+    return init and (tokenizer_directory(init) or init)
 
 
 def load_lexicons(
@@ -563,7 +563,7 @@ def load_lexicons(
     """Load the dictionaries in the order of their names. Also returns warnings about those that are left out. A missing
     or malformed dictionary or one with swapped columns is left out, or raises UserError if the recipe names
     dictionaries or an objective needs them."""
-    paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicons(sources, data) if data else [])
+    paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicon_paths(sources, data) if data else [])
     must = bool(recipe.data.lexicons) or any(
         OBJECTIVES[s.objective].needs == "lexicon" for s in recipe.streams.values()
     )
@@ -596,8 +596,10 @@ def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, 
         if OBJECTIVES[stream.objective].needs != "lexicon":
             continue
         languages = recipe.data.languages if stream.languages is None else stream.languages
-        own = [lexicon for lexicon in lexicons if of_languages(languages, lexicon)]
-        kept |= {lexicon: lexicon.kept(recipe.data.lexicon_heldout) for lexicon in own if lexicon not in kept}
+        own = [lexicon for lexicon in lexicons if reads_lexicon(languages, lexicon)]
+        kept |= {
+            lexicon: lexicon.without_withheld(recipe.data.lexicon_heldout) for lexicon in own if lexicon not in kept
+        }
         found[name] = tuple(kept[lexicon] for lexicon in own)
         if not any(lexicon.words for lexicon in found[name]):
             there = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
@@ -609,7 +611,7 @@ def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, 
     return found
 
 
-def of_languages(languages: list[str] | None, lexicon: Lexicon) -> bool:
+def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
     """Whether a stream with these languages reads the dictionary: the stream names both of the dictionary's languages,
     or its only language is one of them."""
     if languages is None:
@@ -675,7 +677,7 @@ def find_tokenizer(recipe: Recipe, data: Path | None) -> str:
     if recipe.model.tokenizer:
         return recipe.model.tokenizer
     init = recipe.model.init
-    own = own_tokenizer(init) if init else None
+    own = tokenizer_directory(init) if init else None
     if own:
         return str(own)
     if init and not Path(init).exists():
@@ -702,17 +704,17 @@ def check_tracker(name: str | None) -> None:
         raise UserError(f"train.tracker: {name} is not installed; pip install {name}, or leave it out")
 
 
-def own_tokenizer(init: str) -> Path | None:
+def tokenizer_directory(init: str) -> Path | None:
     """Return the directory with the tokenizer of a local `model.init`, or None."""
     path = checkpoints.find(Path(init)) / checkpoints.HF if checkpoints.is_run(Path(init)) else Path(init)
     return path if any(next(path.glob(name), None) for name in TOKENIZERS) else None
 
 
-def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer | None:
+def tokenizer_to_extend(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer | None:
     """Check that the run's tokenizer is that of the pre-trained weights, or extends it. Returns the weights' tokenizer
     if the run's tokenizer extends it, otherwise None. Raises UserError."""
     init = recipe.model.init
-    own = own_tokenizer(init) if init else None
+    own = tokenizer_directory(init) if init else None
     if not own:
         return None
     trained = Tokenizer(own)

@@ -64,10 +64,12 @@ def calibrate(
     return replace(found, streams={spec.name: of for spec, of in zip(specs, estimates, strict=True)})
 
 
-def estimate_stream(spec: StreamSpec, dataset: StepDataset, lines: Calibration, settings: dict[str, Any]) -> Estimate:
+def estimate_stream(
+    spec: StreamSpec, dataset: StepDataset, calibration: Calibration, settings: dict[str, Any]
+) -> Estimate:
     samples = min(DRAWN, max(DRAWN_TOKENS // settings["max_length"], GROUP)) if spec.packed else DRAWN
     spec = replace(spec, samples=samples)
-    mixture = Mixture([spec], dataset.sources, lines, **settings, max_tokens=1 << 40, rank=0, world=1)
+    mixture = Mixture([spec], dataset.sources, calibration, **settings, max_tokens=1 << 40, rank=0, world=1)
     records = mixture.next_batch().records[spec.name]
     estimated_tokens = np.bincount(records.sample, weights=records.tokens)
     longest = math.inf if spec.packed else settings["max_length"]  # running text is neither dropped nor truncated

@@ -55,7 +55,7 @@ class Calibration:
     phases: list[dict[str, Estimate]] = field(default_factory=list)
     """The streams' estimates in each phase of the run."""
 
-    def of_phases(self) -> list["Calibration"]:
+    def phase_calibrations(self) -> list["Calibration"]:
         return [Calibration(self.lines, streams) for streams in self.phases]
 
     def estimate_for(self, stream: str) -> Estimate:

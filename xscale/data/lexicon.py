@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from xscale import rng
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 from xscale.data.sample import texts_of
 from xscale.data.shards import Source
 from xscale.data.text import read_lines
@@ -59,10 +59,10 @@ class Lexicon:
     def name(self) -> str:
         return "-".join(self.langs)
 
-    def kept(self, heldout: float) -> "Lexicon":
+    def without_withheld(self, heldout: float) -> "Lexicon":
         """The dictionary without the entries withheld from the objectives. heldout: the approximate share of withheld
         entries."""
-        return _kept(self, heldout)
+        return _without_withheld(self, heldout)
 
     def summary(self) -> str:
         unknown = len(self.entries) - len(self.words)
@@ -85,9 +85,9 @@ class Lexicon:
 
 
 @lru_cache(maxsize=64)
-def _kept(lexicon: Lexicon, heldout: float) -> Lexicon:
+def _without_withheld(lexicon: Lexicon, heldout: float) -> Lexicon:
     of_words = 1 - (1 - heldout) ** 0.5
-    out = {word for word in set(chain.from_iterable(lexicon.words)) if withheld(word, of_words)}
+    out = {word for word in set(chain.from_iterable(lexicon.words)) if is_withheld(word, of_words)}
     entries = [i for i, (a, b) in enumerate(lexicon.words) if a not in out and b not in out]
     first, second = ([ids[i] for i in entries] for ids in lexicon.ids)
     return replace(lexicon, words=[lexicon.words[i] for i in entries], ids=(first, second))
@@ -98,7 +98,7 @@ def same_word(word: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", word).casefold())
 
 
-def withheld(word: str, heldout: float) -> bool:
+def is_withheld(word: str, heldout: float) -> bool:
     """True if no objective sees the dictionary entries of this word. heldout: the share of such words."""
     return int(rng.key("lexicon_heldout", same_word(word))) < heldout * 2**64
 
@@ -131,7 +131,7 @@ class Ragged:
         """The lists with the numbers `which`, laid end to end, and the index at which each of them starts."""
         lengths = self.lengths[which]
         first = np.cumsum(self.lengths)[which] - lengths
-        return self.values[np.repeat(first, lengths) + offsets(lengths)], np.cumsum(lengths) - lengths
+        return self.values[np.repeat(first, lengths) + indices_within(lengths)], np.cumsum(lengths) - lengths
 
 
 @lru_cache(maxsize=16)
@@ -249,7 +249,7 @@ def check_column_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> N
         )
 
 
-def find_lexicons(sources: list[Source], data: Path) -> list[Path]:
+def find_lexicon_paths(sources: list[Source], data: Path) -> list[Path]:
     """The dictionaries in `lexicon/` of `data`, or else of its parent, whose languages the sources have. Of two files
     of one pair, such as de-en and en-de, only the first by name."""
     languages = {language for source in sources for language in source.langs}

@@ -15,7 +15,7 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 from xscale.data.sequences import Example, Sequences
 from xscale.data.stream_batch import StateIndices
 from xscale.errors import UserError
@@ -45,10 +45,10 @@ class WordTokens:
     def runs(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The places of the given words' tokens, word by word, and the number of tokens of each word."""
         counts = self.starts[words + 1] - self.starts[words]
-        return self.places[np.repeat(self.starts[words], counts) + offsets(counts)], counts
+        return self.places[np.repeat(self.starts[words], counts) + indices_within(counts)], counts
 
 
-def read_links(pairs: list[Example], symbols: bool = True) -> WordLinks:
+def parse_links(pairs: list[Example], symbols: bool = True) -> WordLinks:
     """The links of the pairs, without links between a word and a symbol. symbols: keep links between two symbols.
 
     Raises UserError for a link that is malformed or outside its sentences.

@@ -72,7 +72,7 @@ class StepBatch:
     def _sums(self, name: str) -> dict[Any, int]:
         return {key: sum(getattr(row, name)[key] for row in self.rows) for key in getattr(self.rows[0], name)}
 
-    def auxiliary(self) -> dict[str, int]:
+    def auxiliary_vector_counts(self) -> dict[str, int]:
         """Return the number of vectors that the auxiliary encoder of each stream computes, by stream."""
         return {
             stream: sum(len(row.inputs.auxiliary[stream][1][0]) - 1 for row in self.rows)
@@ -173,7 +173,7 @@ class StepDataset(Dataset):
         if pairs:
             records = [self.shortened(record, words_wanted) for record in records]
         texts = [text for record in records for text in record.texts]
-        follows = self.follows(sampled).tolist()
+        follows = self.continues_document(sampled).tolist()
         if self.context.tokenizer.keeps_space and not pairs:
             spaced = (on and not stands_alone(text) for on, text in zip(follows, texts, strict=True))
             texts = [" " * space + text for space, text in zip(spaced, texts, strict=True)]
@@ -217,7 +217,7 @@ class StepDataset(Dataset):
         _, words = self.context.tokenizer.encode_words([texts[i] for i in long])
         return {i: of_text.borders() for i, of_text in zip(long, words, strict=True)}
 
-    def follows(self, records: SampledRecords) -> np.ndarray:
+    def continues_document(self, records: SampledRecords) -> np.ndarray:
         """Return True for each record that continues the document of the record before it in its sample [n_records]."""
         found = np.zeros(len(records.sample), dtype=bool)
         same = [a[1:] == a[:-1] for a in (records.sample, records.source, records.shard)]

@@ -242,7 +242,9 @@ class Mixture:
             text = TextPacking(tokens, self.room, before) if stream.packed else None
             # Data that was added to a run (run/going_on.py) must not change the order of the other sources.
             sources = self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources)
-            order = EpochOrder(of.counts, seed, epoch, look=partial(look, of), text=text, sources=sources)
+            order = EpochOrder(
+                of.counts, seed, epoch, look=partial(lengths_and_follows, of), text=text, sources=sources
+            )
             cached = self._orders[stream.name, source] = (now, order)
         return cached[1]
 
@@ -258,9 +260,11 @@ def remote_window_bytes(streams: list[StreamSpec], sources: list[Source]) -> int
     return total
 
 
-def look(source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def lengths_and_follows(
+    source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
     """The bytes of records of a source, and whether each continues a document (order.Look)."""
-    lengths, follows = zip(*parallel_map(source.look, shards, records), strict=True)
+    lengths, follows = zip(*parallel_map(source.lengths_and_follows, shards, records), strict=True)
     return np.concatenate(lengths), np.concatenate(follows)
 
 

@@ -100,7 +100,7 @@ class EpochOrder:
     def first_of_window(self, window: int) -> int:
         return int(self.ends[self.window_ends[window - 1] - 1]) if window else 0
 
-    def parts(self, position: int) -> int:
+    def part_count(self, position: int) -> int:
         """The number of parts (runs of records that are read one after another) in the shuffle window of `position`."""
         _, first, end = self.bounds(position)
         return max(min((end - first) * self.sources // WINDOW_RECORDS, (end - first) // PART_RECORDS), 1)
@@ -130,7 +130,7 @@ class EpochOrder:
             self._part = EMPTY_PART  # frees its memory for the next part
             window, first, _ = self.bounds(position)
             make = self._make_text_part if self.text else self._make_permuted_part
-            before, *arrays = make(window, self.parts(position), position - first)
+            before, *arrays = make(window, self.part_count(position), position - first)
             self._part = WindowPart(first + before, *(array.astype(np.uint32) for array in arrays))
         return self._part
 

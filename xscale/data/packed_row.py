@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 from xscale.data.sequences import Sequences
 from xscale.data.stream_batch import StateIndices, StreamBatch, Types
 
@@ -173,7 +173,7 @@ def lay_out(
     ends = np.cumsum(lengths[order])
     starts = np.empty_like(lengths)
     starts[order] = ends - lengths[order]
-    place = np.repeat(starts, lengths) + offsets(lengths)
+    place = np.repeat(starts, lengths) + indices_within(lengths)
     fill = _filler_lengths(int(lengths.sum()), len(lengths), longest, shape)
     size = len(place) + int(fill.sum())
 
@@ -187,7 +187,7 @@ def lay_out(
     lengths = np.concatenate([lengths[order], fill]).astype(np.int32)
     tokens = Tokens(
         column([part.ids for part in parts], filler),
-        column([part.positions for part in parts], offsets(fill)),
+        column([part.positions for part in parts], indices_within(fill)),
         column(numbers, 0) if any(types) else None,
         _ends_from_0(lengths),
         lengths,

@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def offsets(lengths: np.ndarray) -> np.ndarray:
+def indices_within(lengths: np.ndarray) -> np.ndarray:
     """The numbers 0, 1, ..., n - 1 for each n in `lengths`, concatenated."""
     ends = np.cumsum(lengths)
     return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)

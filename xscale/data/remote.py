@@ -180,7 +180,7 @@ def find_remote(url: str, cache: Cache) -> list[Remote]:
         names = [entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"]
         return sorted(name.rpartition("/")[2] for name in names)
 
-    names = persist(url, lambda _: timed(list_folders))
+    names = retry(url, lambda _: call_unless_stalled(list_folders))
     return [found for name in names if (found := find_one(f"{url}/{name}", cache))]
 
 
@@ -225,10 +225,10 @@ def fetch_file(
             partial_path.unlink(missing_ok=True)
         return True
 
-    return persist(url, attempt, f"{path.parent} ({field})")
+    return retry(url, attempt, f"{path.parent} ({field})")
 
 
-def persist(url: str, attempt: Callable[[int], Found], folder: str = "") -> Found:
+def retry(url: str, attempt: Callable[[int], Found], folder: str = "") -> Found:
     """Call `attempt` with the numbers 1, 2, ... until it succeeds, and return its value. folder: where it writes.
     Raises OSError if TRIES attempts have failed, and UserError if the server refuses access."""
     for number in range(1, TRIES + 1):
@@ -265,10 +265,10 @@ def download(url: str, path: Path) -> None:
         file_system, remote_path = fsspec.url_to_fs(url)
         file_system.get_file(remote_path, str(path))
 
-    timed(copy, lambda: path.stat().st_size if path.exists() else 0)
+    call_unless_stalled(copy, lambda: path.stat().st_size if path.exists() else 0)
 
 
-def timed(do: Callable[[], Found], progress: Callable[[], Any] = lambda: None) -> Found:
+def call_unless_stalled(do: Callable[[], Found], progress: Callable[[], Any] = lambda: None) -> Found:
     """Call `do` in a thread, and return its value. If the value of `progress` stays the same for STALL seconds, raise
     TimeoutError and leave the thread running."""
     done: Future[Found] = Future()

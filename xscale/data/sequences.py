@@ -12,7 +12,7 @@ import numpy as np
 
 from xscale import rng
 from xscale.data import words as words_of
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
 
@@ -75,7 +75,7 @@ class Sequences:
     @property
     def offsets(self) -> np.ndarray:
         """Index of each token within its sequence [N]."""
-        return offsets(self.lengths)
+        return indices_within(self.lengths)
 
 
 def join_segments(
@@ -124,9 +124,9 @@ def join_segments(
     return Sequences(
         ids=np.array(flat, dtype=np.int64),
         lengths=lengths,
-        positions=offsets(per_segment if reset_positions else lengths),
+        positions=indices_within(per_segment if reset_positions else lengths),
         languages=np.repeat(np.array(segment_languages, dtype=np.int64), per_segment),
-        segments=np.repeat(offsets(of_sequence), per_segment),
+        segments=np.repeat(indices_within(of_sequence), per_segment),
         words=numbers,
         identities=np.array([sequence[0][0].identity for sequence in sequences], dtype=np.uint64),
         segment_starts=np.array(segment_starts, dtype=np.int64),

@@ -32,7 +32,7 @@ from xscale.data import words
 from xscale.data.link_projection import project_links
 from xscale.data.ragged import evenly_spaced
 from xscale.data.remote import Cache, Remote, find_remote
-from xscale.data.text import stretch
+from xscale.data.text import piece_of_text
 from xscale.errors import UserError
 from xscale.files import PARTIAL
 from xscale.record import Record, parse_json, parse_sample
@@ -108,12 +108,12 @@ class Source:
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
 
-    def parts(self, known: Collection[str]) -> list["Source"]:
-        """The source, split into sources of consecutive shards. A part ends where its fingerprint is one of `known`."""
+    def split_at(self, fingerprints: Collection[str]) -> list["Source"]:
+        """The source, split into sources of consecutive shards, which end where a fingerprint is one of `fingerprints`."""
         borders = [0]
         while borders[-1] < len(self.shards):
             digests = prefix_fingerprints(self.langs, self.shards[borders[-1] :])
-            ends = (end for end, digest in enumerate(digests, start=borders[-1] + 1) if digest in known)
+            ends = (end for end, digest in enumerate(digests, start=borders[-1] + 1) if digest in fingerprints)
             borders.append(next(ends, len(self.shards)))
         return [self] if len(borders) == 2 else [self._part_of_shards(a, b) for a, b in pairwise(borders)]
 
@@ -187,9 +187,9 @@ class Source:
                 )
 
     def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
-        return self.look(shard, records)[0]
+        return self.lengths_and_follows(shard, records)[0]
 
-    def look(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+    def lengths_and_follows(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         """Bytes of records of one shard, and True for each that continues the document of the record before it, from
         the shard's entries alone."""
         idx = self.entries(shard)
@@ -280,7 +280,7 @@ class Source:
         number, parts = int(same[: record - first].sum()), int(same.sum())
         if parts == 1:
             return whole
-        text = stretch(whole.texts[0], number, parts)
+        text = piece_of_text(whole.texts[0], number, parts)
         return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
 
     def _entry(self, shard: int, record: int) -> tuple[int, int, int]:
@@ -366,7 +366,7 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
         index = json.loads(path.read_text(encoding="utf-8"))
         version = index["version"]
         if type(version) is int and version == FORMAT_VERSION:
-            return index, check_index(index)
+            return index, parse_shards(index)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} is not an index ({error}). Rebuild it: `python -m data_tools.index {directory}`"
@@ -379,7 +379,7 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     )
 
 
-def check_index(index: dict[str, Any]) -> list[Shard]:
+def parse_shards(index: dict[str, Any]) -> list[Shard]:
     """The shards of the index. Raises ValueError, or Python's own error, for a field that is absent, of a wrong type or
     inconsistent with others."""
     kinds = {"langs": list, "layout": str, "shards": list, "records": int, "bytes": int, "made_by": dict, "kind": str}

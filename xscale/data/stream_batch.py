@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from xscale import rng
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 from xscale.data.sequences import Example, Sequences, fit_pairs
 from xscale.data.shards import pair_name
 from xscale.data.tokenizer import Tokenizer
@@ -195,7 +195,7 @@ def masked_lm(
     if types == "languages":
         hidden = rng.uniform(sequences.identities ^ _NEUTRAL, np.zeros(len(sequences.lengths))) < neutral
         languages = np.where(hidden[sequences.numbers], 0, languages)
-        positions = np.where(hidden[sequences.numbers], offsets(sequences.lengths), positions)
+        positions = np.where(hidden[sequences.numbers], indices_within(sequences.lengths), positions)
     return StreamBatch(
         sequences=replace(sequences, ids=ids, languages=languages, positions=positions),
         reads={"masked": StateIndices(targets)},

@@ -164,8 +164,8 @@ class Tokenizer:
             spans[flat == self._space] = 0  # before a text's first word, its span is that of the word's first character
         return ids, token_words(texts, counts, spans)
 
-    def unknown(self, texts: list[list[int]]) -> float:
-        tokens = np.array([token for ids in texts for token in ids])
+    def unknown_share(self, ids: list[list[int]]) -> float:
+        tokens = np.array([token for of_text in ids for token in of_text])
         return float((tokens == self.hf.unk_token_id).mean()) if len(tokens) else 0.0
 
     def _pair_template(self) -> PairTemplate:

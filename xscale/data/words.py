@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 
 TABLE = Path(__file__).with_name("words.txt")
 
@@ -165,7 +165,7 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
     first = np.where(inside, word_of[here[start]], 0)
     last = np.where(inside, word_of[before[end - 1]], -1)
     tokens = np.repeat(np.arange(len(spans)), last - first + 1)
-    words = np.repeat(first, last - first + 1) + offsets(last - first + 1)
+    words = np.repeat(first, last - first + 1) + indices_within(last - first + 1)
     up_to = np.concatenate([[0], np.cumsum(is_word)])
     some_word = up_to[last + 1] > up_to[first]
     kept = is_word[words] | ~some_word[tokens]

@@ -120,7 +120,7 @@ def find_probe(
 
 def trained_tokens(lexicon: Lexicon, heldout: float) -> np.ndarray:
     """The tokens of one-token words in entries that are not withheld and whose sides differ."""
-    entries = zip(*lexicon.kept(heldout).ids, strict=True)
+    entries = zip(*lexicon.without_withheld(heldout).ids, strict=True)
     found = {side[0] for a, b in entries if a != b for side in (a, b) if len(side) == 1}
     return np.array(sorted(found), dtype=np.int64)
 

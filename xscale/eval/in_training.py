@@ -267,7 +267,7 @@ class Heldout:
         targets = dict(zip(targets, map(int, whole[0]), strict=True))
         counts = dict(zip(counts, map(int, whole[1]), strict=True))
         results: Results = {}
-        found = sums.shares(totals_K, recipe, targets) | sums.by_language(totals_K, recipe, counts)
+        found = sums.averages(totals_K, recipe, targets) | sums.by_language(totals_K, recipe, counts)
         for name, number in found.items():
             key = MetricKey.parse(name)
             # A stream has no targets if all its pairs were too long.

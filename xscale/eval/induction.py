@@ -97,7 +97,7 @@ def merge_lexicons(lexicons: Sequence[Lexicon], device: torch.device) -> TestDic
 
 def seen_words(lexicons: Iterable[Lexicon], heldout: float) -> set[Word]:
     """The words of all entries that are not withheld, without entries whose two sides are the same."""
-    entries = (entry for lexicon in lexicons for entry in zip(*lexicon.kept(heldout).ids, strict=True))
+    entries = (entry for lexicon in lexicons for entry in zip(*lexicon.without_withheld(heldout).ids, strict=True))
     return {tuple(side) for a, b in entries if a != b for side in (a, b)}
 
 

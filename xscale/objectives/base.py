@@ -55,9 +55,9 @@ class AuxiliaryState(Protocol):
         is returned. arrays: the arrays of each row.
         """
 
-    def update(self, applied: bool) -> None:
-        """Update the state. All ranks call it after each optimizer step; `applied` is False if the step was skipped,
-        as for a gradient that is not finite."""
+    def update(self, weights_changed: bool) -> None:
+        """Update the state. All ranks call it after each optimizer step; `weights_changed` is False if the
+        step was skipped, as for a gradient that is not finite."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -61,7 +61,7 @@ class Frozen:
             self.running = copy.deepcopy(self.initial).to(theirs.device, theirs.dtype)
         return alignment_gather(self.running(tokens), *index)
 
-    def update(self, applied: bool) -> None:
+    def update(self, weights_changed: bool) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
     anchors = [[2 * p + side] for p, side in enumerate(sides)]
     layout = anchors + [[2 * p + 1 - side] for p, side in enumerate(sides)]
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
-    words = links.read_links(pairs, symbols=False)
+    words = links.parse_links(pairs, symbols=False)
     last = links.word_tokens(pairs, layout, sequences, words.first, "last")
     first, second = links.token_links(one_to_one(words.links), last).T
     alone = join_segments(context.tokenizer, links.segments(pairs, anchors), context.language_ids)

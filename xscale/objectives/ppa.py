@@ -229,7 +229,7 @@ class Moco:
         self.prefill_samples = options.queue_size if options.prefill else 0
         self.step = self.steps = 0
         """Number of optimizer steps done, and number of steps of the whole run, which StepModule sets."""
-        self.of_step: Callable[[], tuple[Tensor, Tensor]] | None = None
+        self.step_keys: Callable[[], tuple[Tensor, Tensor]] | None = None
         """The function that returns the current step's keys [N, D] and text hashes [N, 2]; None before `gather`."""
         self._batch = GatheredVectors()
 
@@ -246,33 +246,33 @@ class Moco:
 
     def gather(self, counts: list[int] | None) -> None:
         if self._batch.parts:
-            self.of_step = functools.cache(self._batch.send(counts))
+            self.step_keys = functools.cache(self._batch.send(counts))
 
-    def update(self, applied: bool) -> None:
+    def update(self, weights_changed: bool) -> None:
         self._enqueue(self.step + 1)
-        if applied:
+        if weights_changed:
             self.momentum.momentum = self.options.momentum_at(self.step, self.steps)
             self.momentum.update()
         self.step += 1
 
     def _enqueue(self, step: int) -> None:
         self.gather(None)
-        if self.of_step:
-            keys_ND, texts_N2 = self.of_step()
+        if self.step_keys:
+            keys_ND, texts_N2 = self.step_keys()
             self.queue.push(keys_ND, step, texts_N2)
-        self.of_step = None
+        self.step_keys = None
 
     def finish_warmup(self) -> int:
         self._enqueue(self.step)
         return self.queue.filled
 
     def state_dict(self) -> dict[str, Any]:
-        assert not self._batch.parts and not self.of_step, "the state is saved between two steps"
+        assert not self._batch.parts and not self.step_keys, "the state is saved between two steps"
         return {"momentum": self.momentum.state_dict(), "queue": self.queue.state_dict(), "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batch.parts.clear()  # keys of an unfinished step
-        self.of_step = None
+        self.step_keys = None
         self.momentum.load_state_dict(state["momentum"])
         self.queue.load_state_dict(state["queue"])
         self.step = state["step"]
@@ -304,7 +304,7 @@ def contrast(
         right = nearer(positive_B1, negative_BK).sum()
         age = moco.queue.age(moco.step + 1) * len(logits)
         metrics = {"contrastive_accuracy": right, "queue_age": age, "own_keys": own_BK.sum()}
-        return total, metrics | (among_step(zq_BD, zk_BD, texts_B2, *moco.of_step()) if moco.of_step else {})
+        return total, metrics | (step_metrics(zq_BD, zk_BD, texts_B2, *moco.step_keys()) if moco.step_keys else {})
 
 
 TIE = 1e-6
@@ -323,7 +323,9 @@ def share_text(texts_B2: Tensor, texts_K2: Tensor) -> Tensor:
     return both[0] | both[1] | both[2] | both[3]
 
 
-def among_step(zq_BD: Tensor, zk_BD: Tensor, texts_B2: Tensor, keys_ND: Tensor, texts_N2: Tensor) -> dict[str, Tensor]:
+def step_metrics(
+    zq_BD: Tensor, zk_BD: Tensor, texts_B2: Tensor, keys_ND: Tensor, texts_N2: Tensor
+) -> dict[str, Tensor]:
     """Return two sums over pairs: the number of pairs whose translation is nearer than every other sentence of the
     step, and the mean cosine of each key with the N - 1 other keys, which needs only the sum of all keys."""
     others_BN = (zq_BD @ keys_ND.to(zq_BD.dtype).T).masked_fill(share_text(texts_B2, texts_N2), -torch.inf)

@@ -38,7 +38,7 @@ FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index
 # The run that owns a directory
 
 
-def claim_out(out: Path, identity: dict[str, Any], resume: str, append: bool = False) -> None:
+def check_out(out: Path, identity: dict[str, Any], resume: str, append: bool = False) -> None:
     """Check that directory `out` is free or belongs to this run. append: data may have been added. Raises UserError."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
@@ -49,7 +49,7 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str, append: bool = F
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
     if resume == "never" and begun and (saved or path.exists()):
         raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
-    if saved and (differences := changed(saved, identity, append)):
+    if saved and (differences := identity_differences(saved, identity, append)):
         remedy = "name all data that the run had, " if append else "add --data_change append for further data, "
         more = remedy * any(line.startswith("data:") for line in differences)
         raise UserError(
@@ -125,7 +125,7 @@ def code_revision() -> dict[str, Any]:
     return {"revision": commit.strip(), "changed": [line[3:] for line in changed.splitlines()]}
 
 
-def changed(saved: dict[str, Any], identity: dict[str, Any], append: bool = False) -> list[str]:
+def identity_differences(saved: dict[str, Any], identity: dict[str, Any], append: bool = False) -> list[str]:
     """Return a line for each difference between two identities. append: sources that only `identity` has are no
     difference."""
     if append and all(entry in identity["data"] for entry in saved["data"]):
@@ -172,17 +172,17 @@ def explain(error: Exception) -> tuple[int, str]:
         return USER_ERROR, text
     if isinstance(error, NotFinite):
         return NOT_FINITE, text
-    if out_of_memory(error):
+    if is_out_of_memory(error):
         return USER_ERROR, (
             f"out of memory ({first}); lower train.max_tokens, which a run may change from start to start, or take "
             f"train.activation_checkpointing, a higher ZeRO stage or more ranks; --dry_run tells what each needs"
         )
-    if said := killed(error):
+    if said := killed_process_line(error):
         return MACHINE, (
             f"{said.rstrip('. ')}: the machine's memory may have run out (see dmesg or the job's accounting); "
             f"ask for more memory, or set a lower data.workers, and start again: the run goes on"
         )
-    if lost_rank(error):
+    if is_lost_rank(error):
         return MACHINE, (
             f"another rank has ended; status.json or its log says why ({first}). Start again: the run goes on"
         )
@@ -194,19 +194,19 @@ def explain(error: Exception) -> tuple[int, str]:
     return FAULT, "; ".join([*getattr(error, "__notes__", []), f"{type(error).__name__}: {error}"])
 
 
-def lost_rank(error: Exception) -> bool:
+def is_lost_rank(error: Exception) -> bool:
     """Whether a collective failed because another rank ended. With NCCL the error's class tells this, with gloo the
     error's text."""
     return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST_RANK)
 
 
-def killed(error: Exception) -> str:
+def killed_process_line(error: Exception) -> str:
     """Return the error's first line if the error says that a process of the loader was killed, otherwise ""."""
     said = (str(of) for of in (error, error.__cause__, error.__context__))
     return next((text.splitlines()[0] for text in said if any(sign in text for sign in KILLED)), "")
 
 
-def out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, UserError | MachineError | OSError):
         return isinstance(error, OSError) and error.errno == errno.ENOMEM
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in NO_MEMORY)

@@ -50,7 +50,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
         return None
     append = args.data_change == "append"
     if found := find_own(args.out, args.resume, host_group):
-        if differences := folder.changed(found.identity, identity, append):
+        if differences := folder.identity_differences(found.identity, identity, append):
             raise UserError(
                 f"checkpoint {found.path} was made with other settings. Start with the old ones, or begin a new run "
                 f"with model.init={found.path} instead of --resume:\n" + folder.indented(differences)
@@ -62,7 +62,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
             )
     elif args.fork:
         found = verified(find_parent(args.fork), "--fork", host_group)
-        if differences := folder.changed(with_new_values(found.identity, identity), identity, append):
+        if differences := folder.identity_differences(with_new_values(found.identity, identity), identity, append):
             raise UserError(
                 f"--fork {args.fork} cannot change these fields. Give that run's values, or start from its weights "
                 f"alone: --set model.init={found.path} instead of --fork:\n" + folder.indented(differences)
@@ -120,7 +120,7 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
         )
 
 
-def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
+def resume_calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
     """Return the checkpoint's calibration. All ranks measure together what it lacks: all of it without a checkpoint,
     new sources, and the phases of a fork that has other ones."""
     if checkpoint is None:
@@ -210,7 +210,7 @@ def read_ancestry(out: Path) -> list[dict[str, Any]]:
 def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> None:
     """Write ancestry.json for a new fork in `out`. parent: the checkpoint at which the fork begins. Rank 0 only."""
     run = parent.path.resolve().parent.parent
-    entry = {"run": str(run), "step": parent.step, "changed": folder.changed(parent.identity, identity)}
+    entry = {"run": str(run), "step": parent.step, "changed": folder.identity_differences(parent.identity, identity)}
     text = json.dumps([entry, *read_ancestry(run)], indent=1, ensure_ascii=False)
     files.write_text(out / ANCESTRY, text + "\n")
 
@@ -218,7 +218,7 @@ def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> N
 # Data that is added
 
 
-def known_sources(args: argparse.Namespace) -> frozenset[str]:
+def known_fingerprints(args: argparse.Namespace) -> frozenset[str]:
     """Return the fingerprints of the sources that the run read before this start; for a new fork, those of the parent
     run's sources. The set is empty without --data_change. args: the arguments of train.py."""
     if not args.data_change:

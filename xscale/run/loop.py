@@ -202,7 +202,7 @@ class Trainer:
         except NotFinite as error:  # under fp16 all ranks raise it
             self.flush()
             self.skips.count(True, None)
-            self.not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
+            self.raise_not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
         numbers = {"grad_norm": engine.get_global_grad_norm(), "lr": sums.lr, "skipped": engine.skipped_steps - skipped}
         numbers |= {"tokens": counts.work.tokens, "samples": counts.samples, "too_long": sum(counts.too_long.values())}
         numbers["data_wait_s"] = self.synchronizer.take_wait()
@@ -278,26 +278,26 @@ class Trainer:
         dist.broadcast(steps, src=0, group=self.host_group.group)
         return self.host_group.from_main(lambda: found) if steps.any() else [""] * len(entries)
 
-    def check_finite(self, entry: dict[str, Any], unreported: UnreportedStep) -> None:
+    def check_finite(self, metrics: dict[str, Any], step: UnreportedStep) -> None:
         """Check that the losses and the gradient of a step are finite. Raises NotFinite on all ranks, before the step
         is saved. fp16 may skip fewer than MOST_SKIPPED consecutive steps."""
         fp16 = self.engine.fp16_enabled()
-        warning = self.skips.count(bool(entry["skipped"]), entry.get("loss_scale"))
+        warning = self.skips.count(bool(metrics["skipped"]), metrics.get("loss_scale"))
         if warning and fp16 and self.process.is_main:
             LOG.warning(warning)
         in_a_row = self.skips.in_a_row
         if fp16 and 0 < in_a_row < MOST_SKIPPED:
             return
-        streams = [name for name in self.recipe.streams if not math.isfinite(entry.get(f"loss/{name}", 0))]
-        norm = entry["grad_norm"] or 0.0
+        streams = [name for name in self.recipe.streams if not math.isfinite(metrics.get(f"loss/{name}", 0))]
+        norm = metrics["grad_norm"] or 0.0
         if not streams and math.isfinite(norm) and not in_a_row:
             return
         what = f"the loss of {', '.join(streams)}" if streams else f"the gradient's norm ({norm:g})"
         if not streams and math.isfinite(norm):
-            what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {entry.get('loss_scale'):g})"
-        self.not_finite(entry["step"], what, unreported.batch, bool(unreported.sums.values_K.isfinite().all()))
+            what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {metrics.get('loss_scale'):g})"
+        self.raise_not_finite(step.step, what, step.batch, bool(step.sums.values_K.isfinite().all()))
 
-    def not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
+    def raise_not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
         """Write the keys of the step's records to not_finite.jsonl and raise NotFinite. finite: whether this rank's own
         losses are finite."""
         self.checkpoint_manager.finish_save()

@@ -222,7 +222,7 @@ class UnreportedStep(NamedTuple):
     def entry(self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int]) -> dict[str, Any]:
         """Return the step's line of metrics.jsonl. totals_K, counts: `sums` and PackedRow.counts, summed over ranks."""
         recipe = recipe.at(self.step - 1)
-        shares = self.sums.shares(totals_K, recipe, self.targets)
+        shares = self.sums.averages(totals_K, recipe, self.targets)
         losses = {name: shares[f"loss/{name}"] for name in recipe.streams if f"loss/{name}" in shares}
         loss = sum(recipe.stream_weight(name, self.step - 1) * of_stream for name, of_stream in losses.items())
         entry = {"step": self.step, "loss": loss} | shares

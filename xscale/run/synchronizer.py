@@ -178,7 +178,7 @@ class StepSynchronizer:
             ahead=min(max(FEWEST, median_low(self.took) + 1), MOST) if self.process.is_main else 0,
             auxiliary={
                 stream: [n * int(of == rank) for of in range(world)]
-                for stream, n in batch.auxiliary().items()
+                for stream, n in batch.auxiliary_vector_counts().items()
                 if stream in self.gathering
             },
         )

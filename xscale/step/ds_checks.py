@@ -153,7 +153,7 @@ def _is_class(module: Any, name: str, base: type) -> bool:
     return isinstance(found, type) and issubclass(found, base) and found is not base
 
 
-def validate_by_building(resolved: dict[str, Any]) -> str | None:
+def building_problem(resolved: dict[str, Any]) -> str | None:
     """Build DeepSpeed's configuration, the optimizer and the scheduler for a single weight, take a few steps and return
     the error, if any. Without this check, a start or a later step would end with a traceback."""
     DeepSpeedConfig, _, DtypeEnum = private.config_classes()

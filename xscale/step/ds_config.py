@@ -12,7 +12,7 @@ from typing import Any
 from xscale.config import Recipe
 from xscale.errors import UserError
 from xscale.record import parse_json
-from xscale.step.ds_checks import ADAM, config_problems, validate_by_building
+from xscale.step.ds_checks import ADAM, building_problem, config_problems
 from xscale.step.zero import stage_of, stage_problem
 
 AUTO = "auto"
@@ -128,7 +128,7 @@ def resolve_ds_config(
         raise UserError(f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{unfilled}')
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    problem = stage_problem(resolved, precision, recipe.train.compile, world) or validate_by_building(resolved)
+    problem = stage_problem(resolved, precision, recipe.train.compile, world) or building_problem(resolved)
     if problem:
         raise UserError(f"ds_config {path}: {problem}")
     return EngineConfig(resolved, precision, stage_of(resolved), notes)

@@ -79,7 +79,7 @@ class StepModule(nn.Module):
             encoder.compile_forward()
         self.train()  # from_pretrained returns a model in evaluation mode, without dropout
 
-    def follow(self, recipe: Recipe) -> None:
+    def set_options(self, recipe: Recipe) -> None:
         """Take the options of the streams from the recipe of a phase, or of an evaluation."""
         self.streams |= {name: (OBJECTIVES[of.objective], of.options) for name, of in recipe.streams.items()}
 
@@ -88,7 +88,7 @@ class StepModule(nn.Module):
         objective = next((name for name, of in OBJECTIVES.items() if of == self.streams[stream][0]), "?")
         return blaming(f"streams.{stream}, objective {objective}: {function}")
 
-    def parts(self, stream: str) -> Parts:
+    def objective_parts(self, stream: str) -> Parts:
         heads = dict(self.heads.items()).get(stream)
         return Parts(self.encoder, heads, self.auxiliary_states.get(stream))
 
@@ -102,7 +102,7 @@ class StepModule(nn.Module):
         states, found = encoder_states(self.encoder, row, inputs), dict[str, Tensor]()
         for stream, (objective, options) in self.streams.items():
             if objective.vectors:
-                arguments = self.parts(stream), states[stream], inputs.arrays[stream], options
+                arguments = self.objective_parts(stream), states[stream], inputs.arrays[stream], options
                 with self.blaming(stream, "vectors"):
                     found[stream] = objective.vectors(*arguments)
         return found
@@ -124,7 +124,7 @@ class StepModule(nn.Module):
             if stream not in row.states:
                 continue
             named = states[stream] | more.get(stream, {})
-            arguments = self.parts(stream), named, inputs.arrays[stream], options
+            arguments = self.objective_parts(stream), named, inputs.arrays[stream], options
             with self.blaming(stream, "loss"):
                 if objective.vectors:
                     named["step"] = named["step"].index_copy(0, named["own"], objective.vectors(*arguments))

@@ -42,7 +42,7 @@ class StepSums:
         last.synchronize()
         return first.elapsed_time(last) / 1000
 
-    def shares(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
+    def averages(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
         """Return the losses and metrics by name, each divided by its number of targets. totals_K, targets: sums over
         all ranks."""
         shares: dict[str, float] = {}
@@ -128,7 +128,7 @@ def optimizer_step(
     each stream.
     """
     recipe = recipe.at(step)
-    engine.module.follow(recipe)
+    engine.module.set_options(recipe)
     engine.module.encoder.set_dropout(recipe.model.dropout)
     if recipe.model.rope_theta:
         engine.module.encoder.set_rope_theta(recipe.model.rope_theta)
@@ -151,7 +151,7 @@ def optimizer_step(
         last = time_on(engine.device)
     applied = take_step(engine)
     for auxiliary_state in engine.module.auxiliary_states.values():
-        auxiliary_state.update(applied=applied)
+        auxiliary_state.update(applied)
     return StepSums(reported, reduce(torch.add, of_rows), lr, (first, last)), norms
 
 
@@ -165,7 +165,7 @@ def measure_rows(
     before each row.
     """
     module = engine.module
-    module.follow(recipe)
+    module.set_options(recipe)
     module.eval()
     try:
         nothing = {
@@ -193,7 +193,7 @@ def time_on(device: torch.device) -> Any:
     return event
 
 
-def read_auxiliary(module: StepModule, passes: list[RowPass]) -> None:
+def encode_auxiliary(module: StepModule, passes: list[RowPass]) -> None:
     """Let the auxiliary states read the rows, as many at a time as together have no more auxiliary tokens than the
     largest row has tokens. A row has few of them, and a pass over few costs a GPU's host as much as one over many."""
     most = max(len(row_pass.row.inputs.tokens.input_ids) for row_pass in passes)
@@ -226,7 +226,7 @@ def add_shared_states(module: StepModule, passes: list[RowPass], vector_counts: 
     (module.py). The sum of the rows' gradients is then the gradient of the whole step (as in GradCache, Gao et al.
     2021).
     """
-    read_auxiliary(module, passes)
+    encode_auxiliary(module, passes)
     for stream, auxiliary_state in module.auxiliary_states.items():
         if isinstance(auxiliary_state, HasQueue):
             auxiliary_state.gather(vector_counts.get(stream))
