@@ -51,8 +51,8 @@ class Context:
         return fit_pairs([sample[0] for sample in samples], self.max_length, self.overlong, special)[0]
 
     def name_numbers(self, sequences: Sequences) -> np.ndarray:
-        """Return for each sequence the index in `names` of its language or pair, found from its first and last token;
-        len(names) if `names` lacks the language or pair [B]."""
+        """Return each sequence's index in `names` of its language or pair, found from its first and last token [B];
+        len(names) if `names` lacks the language or pair."""
         ends = np.cumsum(sequences.lengths)
         first, last = sequences.languages[ends - sequences.lengths], sequences.languages[ends - 1]
         codes, which = np.unique(np.stack([first, last], 1), axis=0, return_inverse=True)

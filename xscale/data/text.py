@@ -64,7 +64,7 @@ def _check_form(path: Path, line: bytes) -> None:
 
 
 def check_not_datasets_folder(path: Path) -> None:
-    """Raises UserError for a folder that `save_to_disk` of the `datasets` library wrote."""
+    """Raise UserError for a folder that `save_to_disk` of the `datasets` library wrote."""
     if (path / "dataset_dict.json").exists() or all((path / f"{n}.json").exists() for n in ("dataset_info", "state")):
         raise UserError(f"{path} {_TABLE.format('datasets')}")
 
@@ -83,8 +83,8 @@ def _unzstd(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _decompressed(file: BinaryIO, make_decoder: Callable[[], Any], padding: bytes = b"\0") -> Iterator[bytes]:
-    """Yield the text of all compressed streams of a file. Unlike the libraries' own readers, refuse a cut-off stream
-    and trailing bytes that are no stream. padding: the byte that may be repeated after a stream."""
+    """Yield the text of all compressed streams of a file in blocks. Unlike the libraries' own readers, refuse a cut-off
+    stream and trailing bytes that are no stream. padding: the byte that may be repeated after a stream."""
     decoder, data, ignored = None, b"", b""
     while data := data or file.read(_BLOCK):
         if decoder or (data := data.lstrip(ignored)):
@@ -97,7 +97,7 @@ def _decompressed(file: BinaryIO, make_decoder: Callable[[], Any], padding: byte
 
 
 def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a text that comes in blocks, without line ends. A line over _LONGEST_LINE may be cut off."""
+    """Yield the lines, without line ends, of a text that comes in blocks. A line over _LONGEST_LINE may be cut off."""
     rest, size = list[bytes](), 0
     for block in blocks:
         first, *others = block.split(b"\n")
@@ -119,7 +119,7 @@ _OPENERS: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {
 
 
 def piece_of_text(text: str, number: int, pieces: int) -> str:
-    """Piece `number` of a text cut into `pieces` pieces of similar length, with outer white space removed.
+    """Return piece `number` of a text cut into `pieces` pieces of similar length, without outer white space.
 
     A piece ends at the last white space in its second half, or else before any character that is not a mark.
     """
@@ -127,7 +127,7 @@ def piece_of_text(text: str, number: int, pieces: int) -> str:
 
 
 def _end_of(text: str, number: int, of: int) -> int:
-    """The index at which the first `number` pieces end."""
+    """Return the index in `text` at which the first `number` of `of` pieces end."""
     end = len(text) * number // of
     if number in (0, of):
         return end
