@@ -39,8 +39,7 @@ from xscale.ops.alignment_gather import alignment_gather
 class ContextualOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"anchor_weight"})
     anchor: str | None = "en"
-    """Language whose states stay near those of the initial encoder; every pair must have this language. null: each
-    pair's first language."""
+    """Language, in every pair, whose states stay near the initial encoder's; null: each pair's first language."""
     anchor_weight: NotNegative = 1.0
     """The factor lambda of R."""
 
@@ -117,6 +116,7 @@ def _anchor_side(pair: Example, anchor: str | None) -> int:
 
 
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: ContextualOptions) -> Losses:
+    """Return the sums L and R of the paper."""
     L = squared_distances(states["first"], states["second"])
     R = squared_distances(states["anchors"], states["auxiliary"])
     return Losses(sums={"align": L, "anchor": R})

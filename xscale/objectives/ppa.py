@@ -96,7 +96,7 @@ class PpaOptions:
         return self
 
     def momentum_at(self, step: int, steps: int) -> float:
-        """Return m for the update after `step` (0, 1, ...) of `steps`, which begins at `momentum`."""
+        """Return m for the update after `step` (0, 1, ...) of `steps`, where it begins at `momentum`."""
         if self.momentum_ramp is None:
             return self.momentum
         falling = (1 + math.cos(math.pi * min(step / max(steps - 1, 1), 1.0))) / 2
@@ -108,6 +108,7 @@ class PpaOptions:
 
 
 def check(options: PpaOptions, samples: int) -> str | None:
+    """Return what is wrong with queue_size and the remedy, or None. samples: the stream's samples of a step."""
     if not options.moco_weight or options.queue_size >= samples:
         return None
     return (
@@ -138,7 +139,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: Context)
     """Return the batch of samples, each of which is a single pair. Its sequences are TLM's, then the query views.
 
     A query view is a pair's first side alone; a key view, the second. The auxiliary inputs are key views. The states
-    are "masked" [M] and "query" [B], one for each query view. `number` [B] is the pair's position in the global batch.
+    are "masked" [M] and "query" [B], one for each query view. `number` [B] is the pair's index in the global batch.
     """
     pairs = context.fit_pairs(samples)
     sides = list(zip(pairs, tlm.first_sides(pairs), strict=True))
@@ -177,7 +178,7 @@ _SIDE = rng.key("ppa", "side 0"), rng.key("ppa", "side 1")
 
 
 def view(sides: list[tuple[Example, int]], context: Context) -> Sequences:
-    """Return the sequence `[CLS] s [SEP]` of each (pair, number of its text)."""
+    """Return the sequence `[CLS] s [SEP]` of each (pair, index of its text)."""
     return join_segments(context.tokenizer, [[side] for side in sides], context.language_ids)
 
 
@@ -279,6 +280,7 @@ class Moco:
 
 
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: PpaOptions) -> Losses:
+    """Return the predictions of `word_term` and, unless its weight is 0, the sum of L_MoCo over pairs."""
     predictions = []
     if options.tlm_weight:
         predictions.append(Prediction(options.word_term, parts.encoder.features(states["masked"])))
@@ -291,7 +293,7 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 def contrast(
     parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: PpaOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return L_MoCo and its metrics, summed over pairs; those among the keys of the step only after `Moco.gather`."""
+    """Return L_MoCo and its metrics, summed over pairs; metrics among the step's keys only after `Moco.gather`."""
     moco: Moco = parts.auxiliary_state
     zq_BD, zk_BD = parts.heads(states["query"]), states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
@@ -309,7 +311,7 @@ def contrast(
 
 TIE = 1e-6
 """Relative rounding error of a dot product. A key of the pair that is nearer than a negative by less than this does not
-count as nearer; so none does if all vectors are equal."""
+count as nearer; so if all vectors are equal, no key is nearer."""
 
 
 def nearer(positive_B1: Tensor, negative_BK: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ class StepModule(nn.Module):
     """The encoder, the heads of the objectives, and the computation of a row's loss."""
 
     def __init__(self, encoder: Encoder, recipe: Recipe, kept: dict[str, KeptHeads] | None = None):
-        """Build the heads and auxiliary states. kept: trained heads by stream, which replace fresh ones if
-        objective and shapes are the same."""
+        """Build heads and auxiliary states. kept: trained heads by stream, used if objective and shapes are the
+        same."""
         super().__init__()
         self.encoder = encoder
         self.smoothing = {"label_smoothing": recipe.train.label_smoothing, "z_loss": recipe.train.z_loss}
@@ -174,13 +174,15 @@ def encoder_states(encoder: Encoder, row: PackedRow, inputs: Inputs) -> States:
 
 
 def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) -> None:
-    """Check that an objective's result fits its stream batch. Raises ValueError."""
+    """Raise ValueError if an objective's result does not fit its stream batch."""
     if not isinstance(losses, Losses):
         raise ValueError(f"returned {type(losses).__name__}, not Losses (xscale/objectives/base.py)")
     labels = {term: n for (of, term), n in row.predictions.items() if of == stream}
     predicted = {prediction.term: len(prediction.features_MH) for prediction in losses.predictions}
     if list(predicted.items()) != list(labels.items()):
-        raise ValueError(f"predicts {predicted}, but collate gave labels {labels}; terms, order and counts must agree")
+        raise ValueError(
+            f"predicts {predicted}, but collate gave labels {labels}; terms, order and counts must be equal"
+        )
     for term in losses.sums:
         if (stream, term) not in weights:
             raise ValueError(f"sums has {term!r}, which is none of the objective's terms")
@@ -188,7 +190,7 @@ def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) 
         if name == "loss":
             raise ValueError("a metric cannot be called loss")
         if (stream, term) not in row.targets:
-            raise ValueError(f"metric {name} is of term {term!r}, which is not in collate's targets")
+            raise ValueError(f"metric {name} names the term {term!r}, which is not in collate's targets")
     values = {f"sums[{term!r}]": value for term, value in losses.sums.items()}
     values |= {f"metric {name}": value for name, (value, _) in losses.metrics.items()}
     for name, value in values.items():

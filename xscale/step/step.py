@@ -25,8 +25,7 @@ from xscale.step.zero import one_reduction, take_step
 
 @dataclass
 class StepSums:
-    """The sums of losses and metrics over this rank's targets in one optimizer step. They stay on the device until
-    metrics are read."""
+    """The sums of losses and metrics over this rank's targets in one step; on the device until metrics are read."""
 
     reported: list[Reported]
     values_K: Tensor
@@ -35,7 +34,7 @@ class StepSums:
     """The begin and the end of this rank's passes, without the reduction, by `time_on`."""
 
     def own_s(self) -> float:
-        """Return the seconds of this rank's passes. On CUDA it waits for the device."""
+        """Return the seconds that this rank's passes took. On CUDA it waits for the device."""
         first, last = self.times
         if isinstance(first, float):
             return last - first
@@ -43,8 +42,7 @@ class StepSums:
         return first.elapsed_time(last) / 1000
 
     def averages(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
-        """Return the losses and metrics by name, each divided by its number of targets. totals_K, targets: sums over
-        all ranks."""
+        """Return losses and metrics by name, each divided by its targets. totals_K, targets: sums over all ranks."""
         shares: dict[str, float] = {}
         for (name, stream, term, language), value in zip(self.reported, totals_K, strict=True):
             if language or recipe.streams[stream].samples == 0:
@@ -97,7 +95,7 @@ class RowPass:
         return {stream: vectors_ND.detach() for stream, vectors_ND in module.vectors(self.row, self.inputs).items()}
 
     def __call__(self, module: Any, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Make the forward pass of a StepModule, or of the engine around it."""
+        """Make the forward pass of a StepModule, or of the engine around it. Returns the loss and the numbers [K]."""
         of_term = np.array([weights[term] for term in self.row.predictions], dtype=np.float64)
         largest = float(of_term.max(initial=0)) or 1.0
         weights_M = np.repeat(of_term / largest, list(self.row.predictions.values()))
@@ -194,8 +192,8 @@ def time_on(device: torch.device) -> Any:
 
 
 def encode_auxiliary(module: StepModule, passes: list[RowPass]) -> None:
-    """Let the auxiliary states read the rows, as many at a time as together have no more auxiliary tokens than the
-    largest row has tokens. A row has few of them, and a pass over few costs a GPU's host as much as one over many."""
+    """Set each row's states of auxiliary encoders, which read as many rows at a time as together have no more tokens
+    than the largest row. A pass over few tokens costs a GPU's host as much as one over many."""
     most = max(len(row_pass.row.inputs.tokens.input_ids) for row_pass in passes)
     groups: list[list[RowPass]] = [[]]
     held = 0
@@ -268,6 +266,7 @@ def targets_of(totals: dict[tuple[str, str], int], stream: str, recipe: Recipe, 
 
 
 def step_weights(recipe: Recipe, totals: dict[tuple[str, str], int], step: int) -> Weights:
+    """Return the factor of each term's sum over targets in the loss of the step."""
     return {
         (name, term): recipe.stream_weight(name, step) * factor / targets_of(totals, name, recipe, term)
         for name, stream in recipe.streams.items()
@@ -283,8 +282,8 @@ def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
 
 
 def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict[str, Tensor]:
-    """Return the L2 norm of each stream's part of the gradient, before clipping, from passes in which the other
-    streams' weights are 0."""
+    """Return the L2 norm of each stream's part of the gradient, before clipping, by metric name. In the passes that
+    measure a stream, the other streams' weights are 0."""
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
     norms = {}
@@ -302,8 +301,7 @@ def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict
 
 
 def to_device(inputs: Any, device: torch.device) -> Any:
-    """Copy the arrays of Inputs, or of Tokens and an Index, to the device as tensors, except Tokens.lengths, which the
-    host reads."""
+    """Return Inputs, or Tokens and an Index, with arrays as tensors on the device; Tokens.lengths stays on the host."""
     parts = tree_leaves(inputs, is_leaf=lambda part: isinstance(part, Tokens))
     on_host = {id(part.lengths) for part in parts if isinstance(part, Tokens)}
     leaves, spec = tree_flatten(inputs)
@@ -314,8 +312,8 @@ def to_device(inputs: Any, device: torch.device) -> Any:
 
 
 def copy_at_once(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy arrays to the device. A GPU gets them in one pinned buffer, in which each begins at a multiple of 16 bytes,
-    and the host does not wait."""
+    """Return the arrays as tensors on the device. A GPU gets them in one pinned buffer, in which each begins at a
+    multiple of 16 bytes, and the host does not wait."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
