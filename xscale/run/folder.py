@@ -39,7 +39,7 @@ FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index
 
 
 def check_out(out: Path, identity: dict[str, Any], resume: str, append: bool = False) -> None:
-    """Check that directory `out` is free or belongs to this run. append: data may have been added. Raises UserError."""
+    """Raise UserError unless directory `out` is free or belongs to this run. append: data may have been added."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
     path, log = out / IDENTITY, out / "metrics.jsonl"
@@ -85,8 +85,8 @@ def write_lexicons(out: Path, lexicons: tuple[Lexicon, ...]) -> None:
 
 
 def is_idle(out: Path) -> bool:
-    """Whether the directory is new, or is a run's directory that no process has locked. A start that failed before it
-    had the lock may then write its status there."""
+    """Return whether the directory is new, or is a run's directory that no process has locked. A start that failed
+    before it had the lock may then write its status there."""
     if not out.exists():
         return True
     if not out.is_dir() or not ((out / IDENTITY).exists() or (out / STATUS).exists() or not any(out.iterdir())):
@@ -112,7 +112,7 @@ def note_start(out: Path, step: int, ranks: int) -> None:
 
 
 def code_revision() -> dict[str, Any]:
-    """Return the checkout's commit and the files that differ from it, or None for both outside of git."""
+    """Return the checkout's commit and the files that differ from the commit, or None for both outside of git."""
     root = Path(__file__).resolve().parents[2]
     asked = [["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]]
     try:
@@ -126,8 +126,7 @@ def code_revision() -> dict[str, Any]:
 
 
 def identity_differences(saved: dict[str, Any], identity: dict[str, Any], append: bool = False) -> list[str]:
-    """Return a line for each difference between two identities. append: sources that only `identity` has are no
-    difference."""
+    """Return a line for each difference between identities. append: further sources in `identity` are none."""
     if append and all(entry in identity["data"] for entry in saved["data"]):
         identity = identity | {"data": saved["data"]}
     return compare(saved, identity)
@@ -163,7 +162,7 @@ KILLED = ("killed by signal: Killed", "killed by signal: Bus error")
 
 
 def explain(error: Exception) -> tuple[int, str]:
-    """Return the exit code of an error, and its message with a remedy if a user or a machine has caused it."""
+    """Return the exit code of an error, and its message, with a remedy if a user or a machine has caused the error."""
     text = str(error)
     first = (text or type(error).__name__).splitlines()[0]
     if isinstance(error, MachineError):  # this message, or another rank's, already names the remedy
@@ -195,13 +194,12 @@ def explain(error: Exception) -> tuple[int, str]:
 
 
 def is_lost_rank(error: Exception) -> bool:
-    """Whether a collective failed because another rank ended. With NCCL the error's class tells this, with gloo the
-    error's text."""
+    """Return whether a collective failed because another rank ended: by the class with NCCL, by the text with gloo."""
     return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST_RANK)
 
 
 def killed_process_line(error: Exception) -> str:
-    """Return the error's first line if the error says that a process of the loader was killed, otherwise ""."""
+    """Return the error's first line if it says that a process of the loader was killed, otherwise an empty string."""
     said = (str(of) for of in (error, error.__cause__, error.__context__))
     return next((text.splitlines()[0] for text in said if any(sign in text for sign in KILLED)), "")
 
@@ -229,6 +227,7 @@ class Status:
             self._write("running", None, "")
 
     def ended(self, code: int, why: str) -> None:
+        """Write why the run ends. If this rank fails after the run has the lock, another rank's reason is kept."""
         if code not in NAMES and self.has_lock:
             self.cut_off(code, why)
         elif self.process.is_main:

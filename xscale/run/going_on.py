@@ -95,15 +95,14 @@ def find_own(out: Path, resume: str, host_group: HostGroup) -> Checkpoint | None
 
 
 def verified(path: Path, option: str, host_group: HostGroup) -> Checkpoint:
-    """Check and return the checkpoint in the directory `path`, which the user chose by `option`. Raises UserError if it
-    is damaged."""
+    """Return the checkpoint in directory `path`, the value of `option`. Raises UserError if it is damaged."""
     if problem := checkpoints.verify(path, host_group):
         raise UserError(f"checkpoint {path} is not usable ({problem}); choose another for {option}")
     return checkpoints.read(path)
 
 
 def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
-    """Check that DeepSpeed can load the checkpoint into an engine of this configuration. Raises UserError."""
+    """Raise UserError if DeepSpeed cannot load the checkpoint into an engine of this configuration."""
     if checkpoint is None:
         return
     saved, now = checkpoint.engine, config.saved()
@@ -121,8 +120,8 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
 
 
 def resume_calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
-    """Return the checkpoint's calibration. All ranks measure together what it lacks: all of it without a checkpoint,
-    new sources, and the phases of a fork that has other ones."""
+    """Return the checkpoint's calibration, completed by what all ranks measure together: without a checkpoint, all of
+    it; otherwise the sources that are new to the run, and the phases of a fork that has other phases."""
     if checkpoint is None:
         return run_spec.measure_calibration(host_group)
     before, now = checkpoint.identity, run_spec.identity()
@@ -147,7 +146,7 @@ def split_fork(fork: str) -> tuple[Path, int | None]:
 
 
 def descends(out: Path, fork: str) -> bool:
-    """Whether the run in `out` began at the checkpoint that --fork names."""
+    """Return whether the run in `out` began at the checkpoint that --fork names."""
     path, step = split_fork(fork)
     ancestors = read_ancestry(out)
     if not ancestors or step not in (None, ancestors[0]["step"]):
@@ -182,8 +181,8 @@ def with_new_values(saved: dict[str, Any], identity: dict[str, Any]) -> dict[str
 
 
 def fixed_by_phases(recipe: dict[str, Any]) -> tuple[Any, int]:
-    """Return the values in a recipe's phases on which a saved state depends: the streams' languages, which decide
-    which sources have a reading position, and the largest data.max_length, the number of the model's positions."""
+    """Return the values in a recipe's phases on which a saved state depends: the streams' languages, which decide which
+    sources have a reading position, and the largest data.max_length, the number of the model's positions."""
     phases = [{}, *(recipe.get("phases") or [])]
     some = recipe["data"].get("languages") or any(stream.get("languages") for stream in recipe["streams"].values())
     languages = [{name: value for name, value in phase.items() if "languages" in name} for phase in phases]
@@ -192,8 +191,8 @@ def fixed_by_phases(recipe: dict[str, Any]) -> tuple[Any, int]:
 
 
 def _is_factor(value: Any) -> bool:
-    """Whether a field's value is a factor or a probability, and not 0. A fork may not change a factor from or to 0,
-    since a term whose factor is 0 may have no heads."""
+    """Return whether a field's value is a factor or a probability, and not 0. A fork may not change a factor from or to
+    0, since a term whose factor is 0 may have no heads."""
     return type(value) is float and value != 0
 
 
@@ -235,7 +234,7 @@ def fingerprints(identity: dict[str, Any]) -> list[str]:
 
 def with_new_sources(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
     """Return the checkpoint with a position in each source of the run. Sources that the checkpoint lacks begin at
-    record 0. Raises UserError if `check_append` does."""
+    record 0. Raises UserError if the recipe or the model does not allow new sources."""
     before, now = fingerprints(checkpoint.identity), [source.fingerprint for source in run_spec.sources]
     if before == now:
         return checkpoint
@@ -252,7 +251,7 @@ def with_new_sources(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
 
 
 def check_append(before: list[str], run_spec: RunSpec) -> None:
-    """Check that the recipe and the model allow sources to be added. Raises UserError."""
+    """Raise UserError if the recipe or the model does not allow new sources. before: the old sources' fingerprints."""
     if run_spec.recipe.data.first:
         raise UserError(
             "--data_change append: a run with data.first cannot take in more data, as data.first limits the number of "

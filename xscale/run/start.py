@@ -41,7 +41,7 @@ DEMO = Path("data/demo")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say what a run is. They are those of the run, of its dry run and of the doctor."""
+    """Add the arguments that say what a run is, which train.py, its dry run and the doctor share."""
     parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
     parser.add_argument(
         "--data", type=location, nargs="+", help="shard directories or URLs (default: the generated demo corpus)"
@@ -170,7 +170,7 @@ def roll_back(error: NotFinite, excluded_steps: list[int], trainer: Trainer) -> 
 
 
 def check_ranks_agree(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig, host_group: HostGroup) -> None:
-    """Check that all ranks were started alike, so that they plan the same data. Raises UserError on all of them."""
+    """Raise UserError on all ranks unless all were started alike, so that they plan the same data."""
     ours = run_spec.identity() | {
         "recipe": run_spec.recipe.to_dict(),
         "--ds_config": config.resolved,
