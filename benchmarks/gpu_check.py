@@ -32,7 +32,7 @@ from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, read_auxiliary, step_weights
+from xscale.step.step import RowPass, encode_auxiliary, step_weights
 
 CUDA = torch.cuda.is_available()
 CPU = torch.device("cpu")
@@ -327,7 +327,7 @@ def row_results(run_spec: RunSpec, row: PackedRow, module: StepModule) -> Iterat
     device = next(module.parameters()).device
     weights = step_weights(run_spec.recipe, row.targets, 0)
     row_pass = RowPass(row, device, (0,))
-    read_auxiliary(module, [row_pass])
+    encode_auxiliary(module, [row_pass])
     loss, reported = row_pass(module, weights)
     gradients = torch.autograd.grad(loss * scale, list(module.parameters()), materialize_grads=True)
     yield loss.detach()

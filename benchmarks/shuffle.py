@@ -106,7 +106,10 @@ def text_of(folder: Path) -> Running:
         tokens = np.concatenate([source.lengths(shard, every) for shard in shards])
         tokens = ((tokens - STORED).clip(0) / BYTES_A_TOKEN).astype(int)
         return Running(
-            folder.name, source.counts, tokens + 1, np.concatenate([source.look(s, every)[1] for s in shards])
+            folder.name,
+            source.counts,
+            tokens + 1,
+            np.concatenate([source.lengths_and_follows(s, every)[1] for s in shards]),
         )
 
 

@@ -65,7 +65,7 @@ from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, StepSums, optimizer_step, read_auxiliary, step_weights
+from xscale.step.step import RowPass, StepSums, encode_auxiliary, optimizer_step, step_weights
 
 PAIRS = 4000
 DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
@@ -238,7 +238,7 @@ class XscaleLoop(Loop):
 
 def stream_losses(run_spec: RunSpec, sums: StepSums, targets: dict[tuple[str, str], int]) -> dict[str, float]:
     """The loss of each stream, without the stream's weight."""
-    shares = sums.shares(sums.values_K.tolist(), run_spec.recipe, targets)
+    shares = sums.averages(sums.values_K.tolist(), run_spec.recipe, targets)
     return {name: shares[f"loss/{name}"] for name in run_spec.recipe.streams}
 
 
@@ -478,7 +478,7 @@ def check(recipes: list[str], data: list[Path], args: argparse.Namespace) -> boo
         for name, draw in next(global_batches(run_spec)).items():
             part: Any = stock.streams[name]
             examples = list(chain(*samples_of(run_spec, part, draw)))
-            give_draws(part, examples, stream_batches[name], module.parts(name).heads)
+            give_draws(part, examples, stream_batches[name], module.objective_parts(name).heads)
             with torch.no_grad():
                 theirs = float(stock(name, part.collate(examples)))
             difference = abs(ours[name] - theirs) / abs(ours[name])
@@ -500,7 +500,7 @@ def first_row(run_spec: RunSpec) -> tuple[dict[str, StreamBatch], PackedRow]:
 @torch.no_grad()
 def losses_of(run_spec: RunSpec, module: StepModule, row: PackedRow) -> dict[str, float]:
     row_pass = RowPass(row, torch.device("cpu"), (0,))
-    read_auxiliary(module, [row_pass])
+    encode_auxiliary(module, [row_pass])
     _, values_K = row_pass(module, step_weights(run_spec.recipe, row.targets, 0))
     return stream_losses(run_spec, StepSums(module.reported, values_K), row.targets)
 

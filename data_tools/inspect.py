@@ -131,7 +131,7 @@ def link_statistics(records: list[Record], tokenizer: Tokenizer | None) -> dict[
         )
         for i, r in enumerate(records)
     ]
-    links = word_links.read_links(pairs)
+    links = word_links.parse_links(pairs)
     linked = [len(np.unique(links.links[:, side])) for side in (0, 1)]
     counts = [sum(len(pair.words[side].is_word) for pair in pairs if pair.words) for side in (0, 1)]
     symbols = ~np.concatenate([text.is_word for text in words])[links.links[:, 0]]
@@ -154,7 +154,7 @@ def link_statistics(records: list[Record], tokenizer: Tokenizer | None) -> dict[
 
 def document_line(source: Source) -> str:
     """Return a line about the number of sentences in a document of a source."""
-    starts = np.concatenate([~source.look(shard, slice(None))[1] for shard in range(len(source.shards))])
+    starts = np.concatenate([~source.lengths_and_follows(shard, slice(None))[1] for shard in range(len(source.shards))])
     sizes = np.diff(np.flatnonzero(starts), append=len(starts))
     low, middle, high = np.percentile(sizes, [5, 50, 95])
     return (
@@ -255,7 +255,7 @@ def inspect(source: Source, show: int, verify: bool, tokenizer: Tokenizer | None
     entry |= {"links": links, "text": text}
     if tokenizer:
         sides = zip(source.langs, zip(*(record.texts for record in records), strict=True), strict=True)
-        unknown = {lang: tokenizer.unknown(tokenizer.encode(list(texts))) for lang, texts in sides}
+        unknown = {lang: tokenizer.unknown_share(tokenizer.encode(list(texts))) for lang, texts in sides}
         print(*(f"  {line}" for line in unknown_lines(unknown, tokenizer.hf.name_or_path)), sep="\n")
         entry["unknown"] = unknown
     return entry

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xscale.data.lexicon import find_lexicons, pair_of, read_entries, same_word
+from xscale.data.lexicon import find_lexicon_paths, pair_of, read_entries, same_word
 from xscale.data.mixture import source_weights
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
@@ -39,12 +39,12 @@ def text_statistics(
         spelled = [same_word(word) for of_text, is_word in words for word in compress(of_text, is_word)]
         entry["dictionaries"] = {
             name: sum(word in known for word in spelled) / max(len(spelled), 1)
-            for name, known in dictionary_words(find_lexicons(sources, data), lang, languages)
+            for name, known in dictionary_words(find_lexicon_paths(sources, data), lang, languages)
         }
         if tokenizer:
             ids = tokenizer.encode(texts)
             entry["tokens_per_word"] = sum(map(len, ids)) / max(sum(sizes), 1)
-            entry["unknown"] = tokenizer.unknown(ids)
+            entry["unknown"] = tokenizer.unknown_share(ids)
         found.append(entry)
     return found
 

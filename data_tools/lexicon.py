@@ -140,7 +140,7 @@ def filter_entries(
     if args.tokenizer:
         tokenizer = Tokenizer(args.tokenizer.absolute())
         sides = [tokenizer.encode_inside([entry[side] for entry in entries]) for side in (0, 1)]
-        unknown = sum(tokenizer.unknown(list(ids)) > 0 for ids in zip(*sides, strict=True))
+        unknown = sum(tokenizer.unknown_share(list(ids)) > 0 for ids in zip(*sides, strict=True))
         report.append(f"{unknown:,} of them with unknown tokens, which training with {args.tokenizer} leaves out")
     return entries, report
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from xscale.data.shards import Source
-from xscale.data.text import check_folder, read_lines
+from xscale.data.text import check_not_datasets_folder, read_lines
 from xscale.errors import UserError, can_be_encoded
 
 from .conllu import read_sentences
@@ -231,7 +231,7 @@ def input_files(paths: list[Path]) -> list[Path]:
     """Return the files among the paths, and the sorted, not hidden files below the folders. Raises UserError."""
 
     def below(folder: Path) -> list[Path]:
-        check_folder(folder)
+        check_not_datasets_folder(folder)
         found = (path for path in folder.rglob("*") if not path.is_dir())
         return sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 

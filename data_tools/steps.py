@@ -358,7 +358,7 @@ def train_tokenizer(folder: Path, number: int) -> None:
             "sentences": counts[lang],
             "tokens_per_word": round(tokens / sum(len(in_text) for in_text, _ in words.split(texts)), 3),
             "characters_per_token": round(sum(map(len, texts)) / tokens, 3),
-            "unknown": round(loaded.unknown(ids), 5),
+            "unknown": round(loaded.unknown_share(ids), 5),
         }
     write_json(folder / "tokenizer.json", {"tokens": len(trained), "languages": report})
 

@@ -341,7 +341,7 @@ def main(argv: list[str] | None = None) -> None:
     pieces = sum(len(tokens) for some in ids.values() for tokens in some)
     fertility = f", {pieces / words:.2f} tokens a word" if words else ""
     new = f", {len(loaded.hf) - len(old.hf):,} of them new" if old else ""
-    unknown = {language: loaded.unknown(some) for language, some in ids.items()}
+    unknown = {language: loaded.unknown_share(some) for language, some in ids.items()}
     print(f"{args.out}: {args.type}, {len(loaded.hf):,} tokens{new}{fertility}")
     print(*unknown_lines(unknown, args.out), sep="\n")
 

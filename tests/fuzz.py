@@ -336,7 +336,7 @@ def state_of(directory: Path) -> Any:
     for source in find_sources([directory]):
         parallel_map(source.check_size, source.shards)
         records = [source.with_words(record) for record in all_of(source)]
-        follows = [source.look(shard, slice(None))[1].tolist() for shard in range(len(source.shards))]
+        follows = [source.lengths_and_follows(shard, slice(None))[1].tolist() for shard in range(len(source.shards))]
         found.append((source.name, records, follows))
     return found
 
@@ -474,7 +474,7 @@ def checkpoint_case(case: Case) -> None:
                 tree = json.loads(path.read_text())
                 change_leaf(case, tree)
                 path.write_text(json.dumps(tree))
-    folders.claim_out(run, identity, "auto")
+    folders.check_out(run, identity, "auto")
     with contextlib.redirect_stderr(io.StringIO()):
         found = find_own(run, "auto", HostGroup())
     assert found is not None, "the run starts over"

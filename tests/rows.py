@@ -18,7 +18,7 @@ from xscale.objectives import OBJECTIVES, Parts
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, read_auxiliary
+from xscale.step.step import RowPass, encode_auxiliary
 
 CPU, FILLER, LONGEST = torch.device("cpu"), 3, 128
 
@@ -55,7 +55,7 @@ class Sums:
 def read_row(module: StepModule, row: PackedRow, seed: tuple[str | int, ...] = (0,)) -> RowPass:
     """Return the row on the CPU, with the states of the auxiliary encoders."""
     row_pass = RowPass(row, CPU, seed)
-    read_auxiliary(module, [row_pass])
+    encode_auxiliary(module, [row_pass])
     return row_pass
 
 

@@ -23,7 +23,7 @@ from xscale.data import links as word_links
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepDataset, StreamObjective
 from xscale.data.mixture import Mixture, StreamSpec
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 from xscale.data.sequences import Example, Sequences
 from xscale.data.shards import Source
 from xscale.data.stream_batch import Context, StateIndices, StreamBatch
@@ -127,7 +127,9 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
     linked, partners = word_links.linked_states(np.array([[4, 9]]), places, ids.numel())
     identities = np.zeros(2, dtype=np.uint64)
     zeros = np.zeros(14, dtype=int)
-    sequences = Sequences(ids.flatten().numpy(), lengths, offsets(lengths), zeros, zeros, None, identities, zeros[:2])
+    sequences = Sequences(
+        ids.flatten().numpy(), lengths, indices_within(lengths), zeros, zeros, None, identities, zeros[:2]
+    )
     named = {"mono": labels.numpy(), "bi": labels.numpy()[linked]}
     reads = {"masked": StateIndices(places), "linked": partners}
     stream_batch = StreamBatch(sequences, reads, {"mono": 3, "bi": 2}, 2, named)
@@ -171,7 +173,7 @@ def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
     pairs = [("Peter \ufffd will \ufffd", "shaka vopina", "2-0 3-1 1-1")]
     (sample,) = examples_of(tokenizer, pairs)
     assert max(sample[0].words[0].of_token) == 2 and len(sample[0].words[0].is_word) == 4
-    words = word_links.read_links(sample)
+    words = word_links.parse_links(sample)
     layout = [[0, 1]]
     sequences = alignlm.join_segments(tokenizer, word_links.segments(sample, layout), {"en": 0, "xx": 1})
     tokens = word_links.word_tokens(sample, layout, sequences, words.first, "first")

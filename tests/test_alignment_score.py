@@ -11,7 +11,7 @@ import torch
 
 from tests import launch
 from xscale.data import sample
-from xscale.data.lexicon import Lexicon, load_lexicon, withheld
+from xscale.data.lexicon import Lexicon, is_withheld, load_lexicon
 from xscale.data.sample import sample_records
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def lexicon_of(langs: tuple[str, str], *entries: tuple[str, str, list[int], list
 
 
 def some_word(heldout: bool, start: str) -> str:
-    return next(word for i in range(99) if withheld(word := f"{start}{i}", 0.3) == heldout)
+    return next(word for i in range(99) if is_withheld(word := f"{start}{i}", 0.3) == heldout)
 
 
 def test_words_of_which_an_objective_saw_any_entry_are_not_withheld() -> None:
@@ -113,7 +113,7 @@ def test_words_of_which_an_objective_saw_any_entry_are_not_withheld() -> None:
         asked = build_probes([lexicon], [lexicon], 0.5, tokens)[lexicon.name]
         seen: set[int] = set()
         for *words, a, b in entries:
-            if not any(withheld(word, 1 - 0.5**0.5) for word in words) and a != b:
+            if not any(is_withheld(word, 1 - 0.5**0.5) for word in words) and a != b:
                 seen |= {side[0] for side in (a, b) if len(side) == 1}
         pairs = {(a[0], b[0]) for _, _, a, b in entries if len(a) == len(b) == 1 and a != b}
         assert set(map(tuple, asked["withheld"].pairs_P2.tolist())) == {p for p in pairs if p[0] not in seen}
@@ -176,9 +176,9 @@ def test_eval_run_tells_withheld_words_from_trained_ones(demo: Path, tmp_path: P
     whole = found["words"] + found["words trained"]
     found = scores(model("planted", lexicon))
     assert min(found["xx->en"], found["xx->en trained"]) > 0.8
-    found = scores(model("trained", lexicon.kept(0.2)))
+    found = scores(model("trained", lexicon.without_withheld(0.2)))
     assert found["xx->en"] < 0.1 and found["xx->en trained"] > 0.8
-    half = scores(model("half", lexicon.kept(0.5), heldout=0.5))
+    half = scores(model("half", lexicon.without_withheld(0.5), heldout=0.5))
     assert half["xx->en"] < 0.1 and half["xx->en trained"] > 0.8 and half["words"] > 0.3 * whole
     none = scores(tmp_path / "half", "--lexicon_heldout", 0)
     assert "xx->en" not in none and none["words"] == 0 and none["words trained"] == whole

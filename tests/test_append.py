@@ -20,7 +20,7 @@ from xscale.data.shards import find_sources
 from xscale.errors import UserError
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder, going_on
-from xscale.run.going_on import calibration
+from xscale.run.going_on import resume_calibration
 from xscale.run_spec import RunSpec, resolve_run
 
 ALONE = Process(0, 1, 0, 1)
@@ -81,19 +81,19 @@ def taken_in(corpus: Path, checkpoint: Checkpoint) -> tuple[RunSpec, dict[str, A
     """The run as it is started again with more data."""
     known = frozenset(going_on.fingerprints(checkpoint.identity))
     run_spec = resolved(corpus / "after", known=known)
-    assert folder.changed(checkpoint.identity, run_spec.identity(), append=True) == []
+    assert folder.identity_differences(checkpoint.identity, run_spec.identity(), append=True) == []
     checkpoint_now = going_on.with_new_sources(checkpoint, run_spec)
-    return run_spec.calibrated(calibration(run_spec, checkpoint_now, HostGroup())), checkpoint_now.state
+    return run_spec.calibrated(resume_calibration(run_spec, checkpoint_now, HostGroup())), checkpoint_now.state
 
 
 def test_a_source_is_cut_where_it_was_known_to_end(corpus: Path) -> None:
     """Each part has the fingerprint and the records of a source of its own."""
     ((before,), (after,)) = (find_sources([corpus / name / "mono_en"]) for name in ("before", "after"))
-    assert after.parts([]) == [after] and after.parts([after.fingerprint]) == [after]
-    first, rest = after.parts([before.fingerprint])
+    assert after.split_at([]) == [after] and after.split_at([after.fingerprint]) == [after]
+    first, rest = after.split_at([before.fingerprint])
     assert first.fingerprint == before.fingerprint and first.records == before.records
     assert first.records + rest.records == after.records and first.bytes + rest.bytes == after.bytes
-    again = after.parts([before.fingerprint, rest.fingerprint])
+    again = after.split_at([before.fingerprint, rest.fingerprint])
     assert [part.fingerprint for part in again] == [first.fingerprint, rest.fingerprint] and len(rest.shards) == 2
     for shard in range(2):
         for record in range(0, int(min(first.counts[shard], rest.counts[shard])), 7):
@@ -139,15 +139,15 @@ def test_what_a_run_cannot_take_in(corpus: Path, tmp_path: Path) -> None:
     first = resolved(corpus / "before").calibrated()
     checkpoint = checkpoint_of(first, begun(first))
     after = resolved(corpus / "after", known=frozenset(going_on.fingerprints(checkpoint.identity)))
-    assert folder.changed(checkpoint.identity, after.identity())
-    assert folder.changed(after.identity(), first.identity(), append=True)
+    assert folder.identity_differences(checkpoint.identity, after.identity())
+    assert folder.identity_differences(after.identity(), first.identity(), append=True)
     (tmp_path / folder.IDENTITY).write_text(json.dumps(after.identity()))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match=r"name all data that the run had"):
-        folder.claim_out(tmp_path, first.identity(), "auto", append=True)
+        folder.check_out(tmp_path, first.identity(), "auto", append=True)
     with pytest.raises(UserError, match=r"add --data_change append"):
-        folder.claim_out(tmp_path, first.identity(), "auto")
-    assert folder.changed(checkpoint.identity, resolved(corpus / "after").identity(), append=True), (
+        folder.check_out(tmp_path, first.identity(), "auto")
+    assert folder.identity_differences(checkpoint.identity, resolved(corpus / "after").identity(), append=True), (
         "shards were not cut"
     )
     with pytest.raises(UserError, match=r"data\.first"):

@@ -19,7 +19,7 @@ from xscale.data.calibration import Calibration, Estimate
 from xscale.data.mixture import Mixture, StreamSpec, expected_bins, fit_row_shape, initial_state
 from xscale.errors import UserError
 from xscale.ranks import Process
-from xscale.run.going_on import calibration
+from xscale.run.going_on import resume_calibration
 from xscale.run_spec import RunSpec, resolve_run
 
 MAX_LENGTH = 128
@@ -146,7 +146,10 @@ def test_it_is_kept_as_json(run_spec) -> None:
     assert Calibration.from_dict(kept, len(made.sources), list(made.recipe.streams)) == found
     # At a resume it is not measured again: other dropped pairs in the same data would cut other rows.
     nobody: Any = None
-    assert calibration(made, Checkpoint(Path(), {"calibration": kept, "identity": made.identity()}), nobody) == found
+    assert (
+        resume_calibration(made, Checkpoint(Path(), {"calibration": kept, "identity": made.identity()}), nobody)
+        == found
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -259,7 +262,7 @@ def fake(sizes: np.ndarray, noise: float, samples: int, world: int, max_tokens: 
         name, pair, fingerprint, records = "en-de", "de-en", "x", len(sizes)
         counts = np.array([len(sizes)])
 
-        def look(self, shard: int, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        def lengths_and_follows(self, shard: int, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             return sizes[records], np.zeros(len(sizes[records]), dtype=bool)
 
     source: Any = Source()

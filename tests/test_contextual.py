@@ -97,7 +97,7 @@ def test_before_the_first_step_nothing_has_moved(tokenizer: Tokenizer) -> None:
     noise(encoder)
     moved = anchor()
     assert moved > 0
-    auxiliary_state.update(applied=True)
+    auxiliary_state.update(True)
     assert anchor() == moved
 
 

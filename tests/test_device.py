@@ -17,7 +17,7 @@ from xscale.files import sha256_file
 from xscale.ranks import HostGroup
 from xscale.run_spec import RunSpec
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, read_auxiliary, step_weights, to_device
+from xscale.step.step import RowPass, encode_auxiliary, step_weights, to_device
 
 SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "contextual=4", "align_mlm=3"]
 
@@ -63,7 +63,7 @@ def test_the_host_does_not_wait_for_the_device(run_spec: RunSpec, row: PackedRow
         for auxiliary in row.inputs.auxiliary.values():
             to_device(auxiliary, CPU)
     with Waits() as waits:
-        read_auxiliary(module, [row_pass])
+        encode_auxiliary(module, [row_pass])
         loss, _ = row_pass(module, weights)
     assert waits.found == copies.found + Counter(lift_fresh=1)
     with Waits() as waits:
@@ -71,7 +71,7 @@ def test_the_host_does_not_wait_for_the_device(run_spec: RunSpec, row: PackedRow
     assert waits.found == Counter(_local_scalar_dense=3), "features, weight and bias of the head"
     with Waits() as waits:
         for auxiliary_state in module.auxiliary_states.values():
-            auxiliary_state.update(applied=True)
+            auxiliary_state.update(True)
     assert not waits.found
     for wait in (lambda x: x.item(), lambda x: x[x > 0], lambda x: bool(x.any()), lambda x: x + torch.tensor(1.0)):
         with Waits() as waits:

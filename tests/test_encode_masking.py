@@ -22,7 +22,7 @@ from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepDataset, StreamObjective
 from xscale.data.mixture import Mixture, StreamSpec
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 from xscale.data.sequences import Example, Sequences, fit_pairs, join_segments, pack_sentences
 from xscale.data.shards import find_sources
 from xscale.data.stream_batch import Context, StreamBatch, mask_tokens
@@ -264,7 +264,7 @@ def flat(ids: np.ndarray, length: int, words: np.ndarray | None = None, seed: in
     identities = np.random.default_rng(seed).integers(0, 2**64, count, dtype=np.uint64)
     zeros = np.zeros(len(ids), dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
-    return Sequences(ids, lengths, offsets(lengths), zeros, zeros, words, identities, starts)
+    return Sequences(ids, lengths, indices_within(lengths), zeros, zeros, words, identities, starts)
 
 
 def within(successes: int, trials: int, p: float, sigmas: float = 5) -> bool:

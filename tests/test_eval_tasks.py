@@ -21,7 +21,7 @@ from tests.conftest import tar_lines
 from tests.rows import one_thread  # noqa: F401
 from tests.test_readme import commands
 from xscale import rng
-from xscale.data.lexicon import load_lexicon, withheld
+from xscale.data.lexicon import is_withheld, load_lexicon
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -267,7 +267,7 @@ def test_induction_is_a_search_by_hand(demo: Path, tmp_path: Path, tokenizer: To
     asked = (model, [lexicon], [], 0.4, 10**6, (1,), ("cosine", "csls"))
     found = induction.evaluate(*asked)
     assert len(found) == 8 and any(len(a) > 1 for a, _ in pairs) and lexicon.identical >= 2
-    kept = [not any(withheld(word, 1 - 0.6**0.5) for word in entry) for entry in lexicon.words]
+    kept = [not any(is_withheld(word, 1 - 0.6**0.5) for word in entry) for entry in lexicon.words]
     entries = zip(*lexicon.ids, kept, strict=True)
     seen = {tuple(side) for a, b, trained in entries if trained and a != b for side in (a, b)}
     words = {word for pair in pairs for word in pair}

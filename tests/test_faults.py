@@ -120,7 +120,7 @@ def test_a_damaged_idx_is_seen_before_any_record_is_read(
     (tmp_path / "mono" / "entries").unlink()
     idx = next((tmp_path / "mono").glob("*.idx"))
     idx.write_bytes(damaged(np.fromfile(idx, dtype=IDX_DTYPE)))
-    for look in (lambda source: source.read(0, 4), lambda source: source.look(0, slice(None))[1]):
+    for look in (lambda source: source.read(0, 4), lambda source: source.lengths_and_follows(0, slice(None))[1]):
         with pytest.raises(UserError, match=rf"{idx.name} is damaged, .*data_tools\.index"):
             look(Source(tmp_path / "mono"))
 
@@ -175,7 +175,7 @@ def test_other_special_tokens_are_another_run(demo: Path, tmp_path: Path) -> Non
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / folder.IDENTITY).write_text(json.dumps(was))
         (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
-        folder.claim_out(tmp_path / "run", now, "auto")
+        folder.check_out(tmp_path / "run", now, "auto")
 
 
 def test_another_s_code_is_never_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,11 +252,11 @@ def test_an_identity_that_is_gone_is_the_checkpoints(run: Path, damage: str | No
     (run / folder.IDENTITY).unlink()
     if damage is not None:
         (run / folder.IDENTITY).write_text(damage)
-    folder.claim_out(run, {"a": 1}, "auto")
+    folder.check_out(run, {"a": 1}, "auto")
     with pytest.raises(UserError, match=f"belongs to another run.*starts.jsonl.*model.init={run}"):
-        folder.claim_out(run, {"a": 2}, "auto")
+        folder.check_out(run, {"a": 2}, "auto")
     with pytest.raises(UserError, match="already holds a run"):
-        folder.claim_out(run, {"a": 1}, "never")
+        folder.check_out(run, {"a": 1}, "never")
 
 
 def test_metrics_without_a_checkpoint_are_a_reason_to_ask(run: Path) -> None:

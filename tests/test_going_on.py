@@ -43,7 +43,7 @@ from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, copy_saved_heads, load_heads, save_heads
 from xscale.objectives import OBJECTIVES, alignlm, tlm
-from xscale.run.folder import claim_out
+from xscale.run.folder import check_out
 from xscale.run_spec import RunSpec, find_tokenizer, shows_neutral
 from xscale.step.module import StepModule
 
@@ -212,13 +212,13 @@ def test_a_run_from_before_the_neutral_row(demo: Path, tmp_path: Path, embedding
     saved["recipe"]["streams"]["tlm"].pop("language_dropout", None)
     out.mkdir()
     (out / "identity.json").write_text(json.dumps(saved))
-    claim_out(out, run_spec.identity(), "never")  # a start that failed before its first step claims nothing
+    check_out(out, run_spec.identity(), "never")  # a start that failed before its first step claims nothing
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
     if embeddings:
         with pytest.raises(UserError, match=rf"{out} .*--set model.init={out}"):
-            claim_out(out, run_spec.identity(), "auto")
+            check_out(out, run_spec.identity(), "auto")
     else:
-        claim_out(out, run_spec.identity(), "auto")
+        check_out(out, run_spec.identity(), "auto")
 
 
 # Heads

@@ -18,7 +18,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.hf_directory import export_problem
 from xscale.models.grow import extension_problem, grow_vocabulary, old_ids_of_new, piece_ids
-from xscale.run_spec import check_tokenizer
+from xscale.run_spec import tokenizer_to_extend
 
 CYRILLIC = str.maketrans("abcdefghijklmnopqrstuvwxyz", "абцдефгхийклмнопярстувщыжз")
 WORLD = World(0)
@@ -46,7 +46,7 @@ def test_an_extended_tokenizer_cuts_old_text_as_before(both: tuple[Tokenizer, To
     old, new = both
     assert old.hf.get_vocab().items() <= new.hf.get_vocab().items() and old.special == new.special
     assert sorted(new.hf.get_vocab().values()) == list(range(new.vocab_size)) and new.vocab_size > old.vocab_size + 100
-    assert old.encode(OLD) == new.encode(OLD) and new.unknown(new.encode(NEW)) == 0
+    assert old.encode(OLD) == new.encode(OLD) and new.unknown_share(new.encode(NEW)) == 0
     assert 2 * sum(map(len, new.encode(NEW))) < sum(len(text.replace(" ", "")) for text in NEW)
     assert extension_problem(old, new) is None and "lacks" in (extension_problem(new, old) or "")
 
@@ -177,7 +177,7 @@ def test_a_run_grows_the_model_of_init(demo: Path, tmp_path: Path) -> None:
                                     .backend_tokenizer, **old.hf.special_tokens_map)  # fmt: skip
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(UserError, match=rf"lacks [\d,]+ of the .* tokens.*model\.tokenizer={tmp_path / 'hf'}"):
-        check_tokenizer(run_spec.recipe, Tokenizer(tmp_path / "other"))
+        tokenizer_to_extend(run_spec.recipe, Tokenizer(tmp_path / "other"))
 
 
 def change(tree: dict[str, Any], part: str) -> None:

@@ -29,13 +29,13 @@ from xscale.data.lexicon import (
     Lexicon,
     Ragged,
     check_column_order,
-    find_lexicons,
+    find_lexicon_paths,
+    is_withheld,
     load_lexicon,
     read_entries,
     same_word,
     synonyms,
     truecased,
-    withheld,
 )
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
@@ -90,7 +90,7 @@ def test_a_large_dictionary_is_read_once(dictionary, tokenizer: Tokenizer, monke
         tuple(encode(["dog"])[0])
     }
     assert asked[0] == ["dog"] and sum(map(len, asked)) == 1 + 20_200 and max(map(len, asked)) <= 10_000
-    assert lexicon.kept(0.3) is lexicon.kept(0.3)
+    assert lexicon.without_withheld(0.3) is lexicon.without_withheld(0.3)
 
 
 def test_the_fingerprint_is_of_the_content(demo: Path, dictionary, tokenizer: Tokenizer) -> None:
@@ -157,7 +157,7 @@ def test_dictionaries_beside_the_shards(demo: Path) -> None:
     assert found.identity()["lexicons"] != given.identity()["lexicons"]
     assert resolve_run(demo, "mlm").lexicons == ()
     below = demo / "pairs"
-    assert [path.name for path in find_lexicons(find_sources([below]), below)] == ["en-xx.txt"]
+    assert [path.name for path in find_lexicon_paths(find_sources([below]), below)] == ["en-xx.txt"]
 
 
 def test_only_dictionaries_of_the_data_s_languages(demo: Path, tmp_path: Path, dictionary) -> None:
@@ -165,10 +165,10 @@ def test_only_dictionaries_of_the_data_s_languages(demo: Path, tmp_path: Path, d
     lexicon = tmp_path / "lexicon"
     for name in ("xx-en.txt", "xx-fr.txt", "readme.txt", "en-xx.tsv"):
         dictionary(f"lexicon/{name}", "a b")
-    assert find_lexicons(sources, tmp_path) == [lexicon / "xx-en.txt"]
+    assert find_lexicon_paths(sources, tmp_path) == [lexicon / "xx-en.txt"]
     dictionary("lexicon/en-xx.0-5000.txt", "a b")
-    assert find_lexicons(sources, tmp_path) == [lexicon / "en-xx.0-5000.txt"]
-    assert find_lexicons(sources[:1], tmp_path) == [] and sources[0].langs == ("en",)
+    assert find_lexicon_paths(sources, tmp_path) == [lexicon / "en-xx.0-5000.txt"]
+    assert find_lexicon_paths(sources[:1], tmp_path) == [] and sources[0].langs == ("en",)
 
 
 def test_a_bad_dictionary_that_nobody_reads(demo: Path, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> 
     path = demo / "lexicon"
     first = load_lexicon(path / "en-xx.txt", tokenizer)
     t = 1 - 0.8**0.5  # of each language's words, so that a fifth of the entries has one
-    trained = [e for e in zip(first.words, *first.ids, strict=True) if not any(withheld(w, t) for w in e[0])]
+    trained = [e for e in zip(first.words, *first.ids, strict=True) if not any(is_withheld(w, t) for w in e[0])]
     pairs: set[tuple[int, ...]] = {(a[0], b[0]) for _, a, b in trained if len(a) == len(b) == 1}
     every = {tuple(pair) for pair in first.single().tolist()}
     assert 0.1 < 1 - len(trained) / len(first.words) < 0.3
@@ -301,19 +301,19 @@ def both_ways(pairs: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
 def test_spellings_of_a_word_are_withheld_together(word: str) -> None:
     spellings = {word, word.upper(), word.casefold(), unicodedata.normalize("NFD", word)}
     if len({same_word(spelling) for spelling in spellings}) == 1:
-        assert len({withheld(spelling, 0.5) for spelling in spellings}) == 1
+        assert len({is_withheld(spelling, 0.5) for spelling in spellings}) == 1
     assert same_word("Straße") == same_word("STRASSE") and same_word("Été") == same_word("e\u0301te\u0301")
-    assert not withheld(word, 0.0) and withheld(word, 1.0)
+    assert not is_withheld(word, 0.0) and is_withheld(word, 1.0)
 
 
 def test_a_larger_share_holds_a_smaller_one() -> None:
     """And each is as large as it says; the same words on every machine and in every version."""
     words = [f"word{i}" for i in range(4000)]
-    shares = [{word for word in words if withheld(word, share)} for share in (0.0, 0.1, 0.2, 0.5)]
+    shares = [{word for word in words if is_withheld(word, share)} for share in (0.0, 0.1, 0.2, 0.5)]
     for share, found in zip((0.0, 0.1, 0.2, 0.5), shares, strict=True):
         assert abs(len(found) - 4000 * share) <= 4.5 * (4000 * share * (1 - share)) ** 0.5
     assert shares[0] <= shares[1] <= shares[2] <= shares[3]
-    assert [word for word in words[:20] if withheld(word, 0.2)] == FIXED
+    assert [word for word in words[:20] if is_withheld(word, 0.2)] == FIXED
 
 
 FIXED = ["word7", "word18"]

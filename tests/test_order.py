@@ -348,7 +348,7 @@ def test_running_text_in_parts(small_parts: None, counts: list[int], sources: in
         for shard in {shard for shard, _ in held}:
             records = sorted(record for s, record in held if s == shard)
             assert records == list(range(records[0], records[-1] + 1))
-        assert order.parts(at) == 1 or n <= (of_window[2] - of_window[1]) / order.parts(at) + len(counts)
+        assert order.part_count(at) == 1 or n <= (of_window[2] - of_window[1]) / order.part_count(at) + len(counts)
         start = at
         for end in order.take(at, n)[0].tolist():
             sizes = [int(tokens[s][r]) for s, r in whole[start:end]]
@@ -364,11 +364,11 @@ def test_a_part_is_a_cross_section_of_its_window(small_parts: None) -> None:
     """Text that is sorted by topic: each part has as much of each tenth of the window."""
     _, _, looks = documents([40] * 20)
     order = EpochOrder(np.full(20, 40), SEED, 0, 10_000, **looks, sources=2)
-    assert order.parts(0) == 25
+    assert order.part_count(0) == 25
     at = 0
     while at < 800:
         part = order.part(at)
         held = Counter(order.take(at, 800)[1].tolist())
         assert len(held) == 20 and set(held.values()) <= {1, 2}
         at += len(part.ordinals)
-    assert EpochOrder(np.full(20, 40), SEED, 0, 10_000, **looks, sources=1).parts(0) == 12
+    assert EpochOrder(np.full(20, 40), SEED, 0, 10_000, **looks, sources=1).part_count(0) == 12

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 from xscale.data.packed_row import Index, RowCost, RowShape, Tokens, gather_index, lay_out, pack_row
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 from xscale.data.sequences import Sequences
 from xscale.data.stream_batch import AuxiliaryInputs, StateIndices, StreamBatch
 from xscale.step.step import to_device
@@ -27,7 +27,7 @@ def sequences(lengths: list[int], first: int = 1000) -> Sequences:
     sizes = np.array(lengths, dtype=np.int64)
     identities = np.arange(len(lengths), dtype=np.uint64)
     starts = np.cumsum(sizes) - sizes
-    return Sequences(ids, sizes, offsets(sizes) // 2, 1 + ids % 3, ids % 2, None, identities, starts)
+    return Sequences(ids, sizes, indices_within(sizes) // 2, 1 + ids % 3, ids % 2, None, identities, starts)
 
 
 PARTS = st.lists(LENGTHS, min_size=1, max_size=4).map(

@@ -29,7 +29,7 @@ from xscale.data.order import EpochOrder
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
-from xscale.run.going_on import calibration
+from xscale.run.going_on import resume_calibration
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.ds_config import Hardware, resolve_ds_config
 
@@ -172,7 +172,7 @@ def test_the_calibration_of_the_phases_is_kept(plan: RunSpec, tmp_path: Path) ->
     again = plan.calibrated(Calibration.from_dict(kept, len(plan.sources), list(plan.recipe.streams)))
     assert again.calibration == plan.calibration
     assert [p.calibration for p in again.phases] == [p.calibration for p in plan.phases]
-    assert calibration(plan, None, HostGroup(alone=True)).phases == plan.calibration.phases
+    assert resume_calibration(plan, None, HostGroup(alone=True)).phases == plan.calibration.phases
 
 
 @pytest.mark.parametrize("by", ["records", "tokens", "bytes"])

@@ -195,7 +195,7 @@ def test_a_pairs_own_keys_are_no_negatives(tokenizer: Tokenizer) -> None:
     earlier = [replace(x, ids=texts) for x, texts in zip(make_pairs(tokenizer, 8, seed=7), earlier, strict=True)]
     for cut in (earlier[:3], earlier[3:]):
         read(parts.auxiliary_state, parts.encoder, collate(tokenizer, cut, options))
-        parts.auxiliary_state.update(applied=False)
+        parts.auxiliary_state.update(False)
     stream_batch = collate(tokenizer, pairs, options)
     found = sums("ppa", parts, stream_batch, options)
     own = {
@@ -250,7 +250,7 @@ def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
         found = {of.name: value for of, value in zip(module.reported, reported.tolist(), strict=True)}
         assert found["contrastive_accuracy_step"] == right
         assert found["sentence_cosine"] / 9 == pytest.approx(cosine, rel=1e-9)
-        parts.auxiliary_state.of_step = None
+        parts.auxiliary_state.step_keys = None
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -259,11 +259,11 @@ def test_one_vector_for_all_sentences_is_never_right(seed: int) -> None:
     torch.manual_seed(seed)
     z = torch.nn.functional.normalize(torch.randn(1, 300), dim=-1).repeat(32, 1)
     texts = 1 + torch.arange(64).view(32, 2)  # 0: of no text
-    found = ppa.among_step(z, z.clone(), texts, z.clone(), texts)
+    found = ppa.step_metrics(z, z.clone(), texts, z.clone(), texts)
     assert found["contrastive_accuracy_step"] == 0 and found["sentence_cosine"] / 32 == pytest.approx(1)
     queue = Queue(64, 300)
     queue.push(z.repeat(2, 1), 1)
-    moco = SimpleNamespace(queue=queue, step=1, of_step=None)
+    moco = SimpleNamespace(queue=queue, step=1, step_keys=None)
     parts = SimpleNamespace(auxiliary_state=moco, heads=lambda x: x)
     _, metrics = ppa.contrast(parts, {"query": z, "auxiliary": z.clone()}, texts, ppa.PpaOptions(queue_size=64))
     assert metrics["contrastive_accuracy"] == 0
@@ -346,7 +346,7 @@ def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:
     for cut in ([5, 2, 7], [0], [6, 1, 3, 4]):
         read(moco, parts.encoder, collate(tokenizer, [pairs[i] for i in cut], options))
     start = moco.queue.next
-    moco.update(applied=True)
+    moco.update(True)
     rows = [(start + i) % 23 for i in range(8)]
     torch.testing.assert_close(moco.queue.ring_KD[rows], whole, rtol=0, atol=1e-6)
     assert moco.queue.born_K[rows].tolist() == [1] * 8
@@ -387,7 +387,7 @@ def test_the_momentum_rises_over_the_run(demo: Path) -> None:
             for q in moco.momentum.query.parameters():
                 q += 0.1 * torch.randn_like(q)
         query = [q.detach().clone() for q in moco.momentum.query.parameters()]
-        moco.update(applied=step != 1)
+        moco.update(step != 1)
         for k, was, q in zip(moco.momentum.masters.parameters(), before, query, strict=True):
             torch.testing.assert_close(k, was if step == 1 else m * was + (1 - m) * q, rtol=1e-5, atol=1e-6)
         if step == 2:  # a fresh companion goes on, as after a resume
@@ -480,7 +480,7 @@ def test_saved_state_is_exact(tokenizer: Tokenizer) -> None:
 
         def step(parts: Parts, stream_batch: StreamBatch = stream_batch) -> None:
             read(parts.auxiliary_state, parts.encoder, stream_batch)
-            parts.auxiliary_state.update(applied=True)
+            parts.auxiliary_state.update(True)
 
         step(parts)
         file = io.BytesIO()

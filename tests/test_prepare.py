@@ -41,7 +41,7 @@ from tests import launch
 from tests.slurm_cluster import cluster, wait_for
 from xscale import files
 from xscale.data import remote
-from xscale.data.lexicon import find_lexicons
+from xscale.data.lexicon import find_lexicon_paths
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
 
@@ -672,7 +672,7 @@ def test_dictionaries_are_checked_and_copied(tmp_path: Path, name: str, content:
             run(tmp_path, tree)
         return
     shards = run(tmp_path, tree) / "shards"
-    (found,) = find_lexicons(find_sources([shards]), shards)
+    (found,) = find_lexicon_paths(find_sources([shards]), shards)
     assert found.name == name and found.read_text() == content
 
 

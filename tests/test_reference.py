@@ -177,7 +177,7 @@ def through_rows(case: Case, ranks: list[list[PackedRow]]) -> tuple[Tensor, dict
             row_loss, reported_K = read_row(module, row, (0, number, rank))(module, weights)
             row_loss.backward()
             loss, numbers = loss + row_loss.detach(), numbers + reported_K
-    shares = StepSums(module.reported, numbers).shares(numbers.tolist(), recipe, totals)
+    shares = StepSums(module.reported, numbers).averages(numbers.tolist(), recipe, totals)
     return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}, shares
 
 
@@ -363,7 +363,7 @@ def test_shares_by_hand(demo: Path) -> None:
         ("tlm", "mlm"): 0,
         ("align_mlm", "align"): 50, ("align_mlm", "mlm"): 9,
     }  # fmt: skip
-    shares = StepSums(list(sums), torch.tensor(list(sums.values()))).shares(list(sums.values()), recipe, targets)
+    shares = StepSums(list(sums), torch.tensor(list(sums.values()))).averages(list(sums.values()), recipe, targets)
     assert shares == pytest.approx(
         {
             "loss/mlm": 3.0,

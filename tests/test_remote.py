@@ -152,7 +152,11 @@ in_memory = pytest.mark.parametrize("url", ["memory"], indirect=True)
 def records_of(source: Source) -> list[tuple]:
     """All that is read of a source."""
     places = [(shard, record) for shard, count in enumerate(source.counts) for record in range(count)]
-    looks = [array.tolist() for shard in range(len(source.counts)) for array in source.look(shard, slice(None))]
+    looks = [
+        array.tolist()
+        for shard in range(len(source.counts))
+        for array in source.lengths_and_follows(shard, slice(None))
+    ]
     return [looks, *((source.read(*place), source.continues_document(*place)) for place in places)]
 
 

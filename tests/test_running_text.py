@@ -24,7 +24,7 @@ from xscale.data.loader import StepDataset, StreamObjective
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.shards import PART_BYTES, Source
 from xscale.data.stream_batch import Context
-from xscale.data.text import stretch
+from xscale.data.text import piece_of_text
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.objectives import mlm
@@ -98,7 +98,9 @@ def indexed(source: Source) -> Documents:
     """What the index says: the numbers of each record's words, by document."""
     found: Documents = []
     for shard, count in enumerate(source.counts):
-        for record, follows in zip(range(count), source.look(shard, slice(None))[1].tolist(), strict=True):
+        for record, follows in zip(
+            range(count), source.lengths_and_follows(shard, slice(None))[1].tolist(), strict=True
+        ):
             numbers = [
                 int("".join(str("abcdefghij".index(c)) for c in w[1:]))
                 for w in source.read(shard, record).texts[0].split()
@@ -195,7 +197,7 @@ def test_sentences_of_a_line_are_a_document(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("One here. Two here.\nThree.\nFour is it. Five is it. Six!\n")
     write_shards.main(["mono", "--text", str(tmp_path / "t"), "--lang", "en", "--out", str(tmp_path / "out")])
     source = Source(tmp_path / "out")
-    assert source.look(0, slice(None))[1].tolist() == [False, True, False, False, True, True]
+    assert source.lengths_and_follows(0, slice(None))[1].tolist() == [False, True, False, False, True, True]
     assert [source.read(0, n).key for n in range(3)] == ["t.en-000000001.0", "t.en-000000001.1", "t.en-000000002.0"]
 
 
@@ -216,7 +218,7 @@ def test_a_file_s_end_is_a_document_s_end(tmp_path: Path) -> None:
     arguments = ["mono", "--text", str(tmp_path / "a"), str(tmp_path / "b"), "--lang", "en"]
     write_shards.main([*arguments, "--out", str(tmp_path / "out")])
     source = Source(tmp_path / "out")
-    assert source.look(0, slice(None))[1].tolist() == [False, True, False] * 2
+    assert source.lengths_and_follows(0, slice(None))[1].tolist() == [False, True, False] * 2
     assert source.index["made_by"]["documents"] == {"blank": 2}
 
 
@@ -314,7 +316,7 @@ def test_an_index_of_version_1_is_refused_and_can_be_made_again(tmp_path: Path) 
 )
 def test_stretches_are_the_text(text: str) -> None:
     for of in (1, 2, 7, 30):
-        found = [stretch(text, number, of) for number in range(of)]
+        found = [piece_of_text(text, number, of) for number in range(of)]
         assert "".join("".join(found).split()) == "".join(text.split())
         assert max(map(len, found)) <= 1.6 * len(text) / of + 1
         assert not any(part.startswith("\u0301") for part in found), "a mark without its letter"
@@ -421,7 +423,9 @@ def test_wikipedia(tmp_path: Path, real: Path, language: str) -> None:
         expected.append(content)
     found: list[list[str]] = []
     for shard, count in enumerate(source.counts):
-        for record, follows in zip(range(count), source.look(shard, slice(None))[1].tolist(), strict=True):
+        for record, follows in zip(
+            range(count), source.lengths_and_follows(shard, slice(None))[1].tolist(), strict=True
+        ):
             found.append([]) if not follows else None
             found[-1].append(source.read(shard, record).texts[0])
     assert len(source.shards) > 1 and len(expected) > 5

@@ -23,7 +23,7 @@ from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.files import parallel_map
 from xscale.ranks import HostGroup, Process
-from xscale.run.start import check_same
+from xscale.run.start import check_ranks_agree
 from xscale.run_spec import resolve_run
 from xscale.step.ds_config import Hardware, load_ds_config
 
@@ -78,7 +78,7 @@ def test_ranks_that_were_started_otherwise_are_told(demo: Path) -> None:
         args = train.parse_arguments(["--ds_config", "x.json", "--out", "run", "--resume", resume if mine else "auto"])
         run_spec = resolve_run("tlm", [*SETS, *(other if mine else [])], [demo])
         config = load_ds_config(ROOT / "ds_configs" / "zero2_cpu.json", run_spec.recipe, 2, hardware)
-        check_same(args, run_spec, config, host_group)
+        check_ranks_agree(args, run_spec, config, host_group)
         return "same"
 
     assert on_ranks(2, lambda host_group: started(host_group, [])) == ["same", "same"]

@@ -126,7 +126,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
             group["lr"] = warmup_decay(step)
         optimizer.step()
         for auxiliary_state in module.auxiliary_states.values():
-            auxiliary_state.update(applied=True)
+            auxiliary_state.update(True)
     path = out / "checkpoints" / f"step_{STEPS:08d}"
     trained, worst = full_weights(path), (0.0, "")
     for name, weight in module.named_parameters():

@@ -90,10 +90,10 @@ def compute_step(module: StepModule, run_spec: RunSpec, ranks: list[list[PackedR
         of_row.backward()
         loss, reported = loss + of_row.item(), reported + numbers_K
     for auxiliary_state in module.auxiliary_states.values():
-        auxiliary_state.update(applied=True)
+        auxiliary_state.update(True)
     gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in module.parameters()])
     sums = StepSums(module.reported, reported)
-    return FirstStep(loss, gradient, sums.shares(reported.tolist(), run_spec.recipe, totals))
+    return FirstStep(loss, gradient, sums.averages(reported.tolist(), run_spec.recipe, totals))
 
 
 def auxiliary_leaves(module: StepModule) -> list[Tensor]:

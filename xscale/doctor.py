@@ -299,7 +299,7 @@ def start_checks(args: argparse.Namespace, found: list[tuple[RunSpec, StepModule
         return
     load_plugins(args.plugin)
     run_spec = call_within_limit(lambda: resolve_run(args.recipe, args.set, args.data))
-    folder.claim_out(args.out, run_spec.identity(), "auto")
+    folder.check_out(args.out, run_spec.identity(), "auto")
     yield from data_lines(run_spec)
     found.append((run_spec, run_spec.module()))
 

@@ -21,7 +21,7 @@ from xscale.eval.in_training import review_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
-from xscale.run.going_on import calibration, check_engine, find_checkpoint, known_sources, with_new_sources
+from xscale.run.going_on import check_engine, find_checkpoint, known_fingerprints, resume_calibration, with_new_sources
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config, read_ds_config
@@ -42,8 +42,8 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     """Print what the run will do. args: the arguments of train.py. Raises UserError if the run could not start."""
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
-    run_spec = resolve_run(args.recipe, args.set, args.data, known=known_sources(args))
-    folder.claim_out(args.out, run_spec.identity(), args.resume, args.data_change == "append")
+    run_spec = resolve_run(args.recipe, args.set, args.data, known=known_fingerprints(args))
+    folder.check_out(args.out, run_spec.identity(), args.resume, args.data_change == "append")
     checkpoint = find_checkpoint(args, run_spec.identity(), HostGroup())
     checkpoint = checkpoint and with_new_sources(checkpoint, run_spec)
     hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.here()
@@ -51,7 +51,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     check_engine(checkpoint, config)
     task_notes = review_tasks(run_spec, config.stage, HostGroup())
     print(*config.notes, *run_spec.notes(), *task_notes, sep="\n")
-    run_spec = run_spec.calibrated(calibration(run_spec, checkpoint, HostGroup()))
+    run_spec = run_spec.calibrated(resume_calibration(run_spec, checkpoint, HostGroup()))
     module = run_spec.module()
     check_module(module, config.stage)
     print(yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True))
@@ -93,7 +93,7 @@ def unknown_tokens(run_spec: RunSpec) -> list[str]:
     shares = {}
     for language in run_spec.languages:
         texts = [text for some in texts_of(language, run_spec.sources, UNKNOWN_SAMPLE) for text in some]
-        shares[language] = run_spec.tokenizer.unknown(run_spec.tokenizer.encode(texts))
+        shares[language] = run_spec.tokenizer.unknown_share(run_spec.tokenizer.encode(texts))
     return unknown_lines(shares, run_spec.tokenizer.hf.name_or_path)
 
 

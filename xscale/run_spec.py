@@ -21,7 +21,7 @@ from xscale.config import Recipe
 from xscale.data import loader as loading
 from xscale.data.calibrate import calibrate
 from xscale.data.calibration import Calibration
-from xscale.data.lexicon import Lexicon, check_column_order, find_lexicons, load_lexicon, pair_of
+from xscale.data.lexicon import Lexicon, check_column_order, find_lexicon_paths, load_lexicon, pair_of
 from xscale.data.loader import StepBatch, StepDataset, StreamObjective
 from xscale.data.mixture import (
     PACK_FILL,
@@ -53,8 +53,7 @@ from xscale.ranks import HostGroup, Process
 from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
-"""The default of train.max_tokens by device. On a GPU, a packed row of this size takes the GPU longer than its host; on
-a CPU, it fits into the caches."""
+"""The default of train.max_tokens: a row that takes a GPU longer than its host, or that fits into a CPU's caches."""
 SWEPT = 0.25
 """A node whose ranks read at least this share of each step asks the operating system to read whole shards ahead."""
 DROPPED = 0.03
@@ -69,9 +68,9 @@ class LinkSample(NamedTuple):
     """The word links of some records of a source, the first and the last among them."""
 
     some: bool
-    """True if any of these records has links."""
+    """True if any record of the sample has links."""
     bare: str
-    """The place of the first of them that has none, or an empty string."""
+    """The place of the sample's first record without links, or an empty string."""
 
 
 @dataclass(frozen=True)
@@ -104,29 +103,29 @@ class RunSpec:
     fitted: tuple[int, RowShape] | None = None
     """The number of a rank's packed rows in a step and their shape, if rows are padded to one shape (`fit`)."""
 
-    def calibrated(self, found: Calibration | None = None) -> "RunSpec":
+    def calibrated(self, calibration: Calibration | None = None) -> "RunSpec":
         """Return the run spec with a calibration, and with samples per step for each stream that sets `tokens`. Without
         a calibration, this process measures one. Raises UserError."""
-        found = found or self.measure_calibration(HostGroup(alone=True))
-        phases = [phase.with_samples(of) for phase, of in zip(self.phases, found.of_phases(), strict=True)]
-        return replace(self.with_samples(found), phases=tuple(phases)).with_limits()
+        measured = calibration or self.measure_calibration(HostGroup(alone=True))
+        phases = [phase.with_samples(of) for phase, of in zip(self.phases, measured.phase_calibrations(), strict=True)]
+        return replace(self.with_samples(measured), phases=tuple(phases)).with_limits()
 
-    def with_samples(self, found: Calibration) -> "RunSpec":
+    def with_samples(self, calibration: Calibration) -> "RunSpec":
         """Return the run spec with a calibration and the samples per step of each stream. Raises UserError."""
         specs = []
         for spec in self.specs:
             stream, samples = self.recipe.streams[spec.name], spec.samples
             if stream.tokens:
-                samples = max(1, round(stream.tokens / max(found.estimate_for(spec.name).tokens, 1.0)))
+                samples = max(1, round(stream.tokens / max(calibration.estimate_for(spec.name).tokens, 1.0)))
             specs.append(replace(spec, samples=samples))
             problem = OBJECTIVES[stream.objective].check(stream.options, samples)
             if problem:
                 raise UserError(f"streams.{spec.name}.{problem}")
-        return replace(self, specs=specs, calibration=found)
+        return replace(self, specs=specs, calibration=calibration)
 
-    def measure_calibration(self, host_group: HostGroup, found: Calibration | None = None) -> Calibration:
-        """Return the calibration of the run with its phases, which all ranks of `host_group` measure together. found: a
-        calibration of which only the phases are measured anew."""
+    def measure_calibration(self, host_group: HostGroup, calibration: Calibration | None = None) -> Calibration:
+        """Return the calibration of the run with its phases, which all ranks of `host_group` measure together.
+        calibration: one of which only the phases are measured anew."""
 
         def measure(spec: RunSpec, lines: list[tuple[float, float]] | None) -> Calibration:
             dataset = spec.dataset(spec.specs)
@@ -134,8 +133,8 @@ class RunSpec:
                 spec.specs, spec.sources, dataset, **spec.sampling, divide_work=host_group.divide_work, lines=lines
             )
 
-        found = found or measure(self, None)
-        return replace(found, phases=[measure(phase, found.lines).streams for phase in self.phases])
+        measured = calibration or measure(self, None)
+        return replace(measured, phases=[measure(phase, measured.lines).streams for phase in self.phases])
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -149,16 +148,16 @@ class RunSpec:
         most, limited = self.recipe.data.max_epochs, dict[int, RunSpec]()
         left = {spec.name: np.full(len(spec.sources), most, dtype=float) for spec in self.specs}
         sizes = self.sizes() if most else {}
-        for _, steps, part in self.parts() if most else []:
-            data, specs = part.recipe.data, list[StreamSpec]()
-            for spec in part.specs:
+        for _, steps, phase in self.step_ranges() if most else []:
+            data, specs = phase.recipe.data, list[StreamSpec]()
+            for spec in phase.specs:
                 epochs = steps * spec.samples / samples_in_epoch(spec, sizes, data.max_length)
                 if spec.samples:
                     spec = replace(spec, most=tuple((left[spec.name] / epochs).tolist()))
                     drawn = stream_weights(spec, self.sources, data.alpha, sizes[data.alpha_by])
                     left[spec.name] = np.maximum(left[spec.name] - drawn * epochs, 0.0)
                 specs.append(spec)
-            limited[id(part)] = replace(part, specs=specs)
+            limited[id(phase)] = replace(phase, specs=specs)
         phases = tuple(limited.get(id(phase), phase) for phase in self.phases)
         return replace(self, specs=limited.get(id(self), self).specs, phases=phases)
 
@@ -206,7 +205,7 @@ class RunSpec:
             steps = f"steps {begin + 1:,} to {last:,}" if begin < last else "no step of this run"
             lines.append(f"phase {number}, {steps}, changes {fields}")
             begin = phase.end
-        train, counted = self.recipe.train, counts_epochs(self.specs)
+        train, counted = self.recipe.train, epoch_stream(self.specs)
         if train.epochs and counted:
             lines.append(
                 f"train.epochs {train.epochs:g}: {train.steps:,} steps, since stream {counted.name} reads "
@@ -236,6 +235,7 @@ class RunSpec:
         return phases + self.dropped() + self.shortfalls()
 
     def dropped(self) -> list[str]:
+        """Return a warning for each stream that drops more than the share DROPPED of its pairs."""
         data, pairs = self.recipe.data, [spec.name for spec in self.specs if not spec.packed]
         share = {name: self.calibration.estimate_for(name).too_long for name in pairs if data.overlong == "drop"}
         return [
@@ -247,6 +247,7 @@ class RunSpec:
         ]
 
     def shortfalls(self) -> list[str]:
+        """Return the objectives' warnings about what the data lacks."""
         return [
             f"warning: streams.{name}.{line}"
             for name, stream in self.recipe.streams.items()
@@ -255,8 +256,7 @@ class RunSpec:
         ]
 
     def module(self) -> StepModule:
-        """Build the module with the weights of step 0. A stream takes over heads of model.init if they were trained by
-        the same objective."""
+        """Build the module of step 0. A stream takes over heads of model.init that the same objective trained."""
         kept: dict[str, SavedHeads] = {}
         return StepModule(self.encoder(kept), self.recipe, kept)
 
@@ -298,19 +298,19 @@ class RunSpec:
     def phase_ends(self) -> list[int]:
         return [phase.end for phase in self.recipe.phases]
 
-    def parts(self) -> list[tuple[str, int, "RunSpec"]]:
-        """Return (title, number of steps, run spec) of each part of the run: the phases that have steps, and the steps
-        after the last phase."""
+    def step_ranges(self) -> list[tuple[str, int, "RunSpec"]]:
+        """Return (title, number of steps, run spec) of each range of steps with the same recipe: of each phase that has
+        steps, and of the steps after the last phase."""
         ends, steps = [min(end, self.recipe.train.steps) for end in self.phase_ends()], self.recipe.train.steps
         spans = zip([0, *ends], [*ends, steps], (*self.phases, self), strict=True)
         return [(f"steps {first + 1:,} to {end:,}", end - first, spec) for first, end, spec in spans if end > first]
 
     def share_lines(self) -> Iterator[str]:
-        """Yield lines with the languages' shares of each stream's samples and their epochs, by part of the run."""
+        """Yield lines with the languages' shares of each stream's samples, and their epochs, by range of steps."""
         sizes = self.sizes()
-        for title, steps, part in self.parts():
-            data = part.recipe.data
-            for spec in (spec for spec in part.specs if spec.samples):
+        for title, steps, phase in self.step_ranges():
+            data = phase.recipe.data
+            for spec in (spec for spec in phase.specs if spec.samples):
                 shares, whole = defaultdict[str, float](float), defaultdict[str, float](float)
                 weights = stream_weights(spec, self.sources, data.alpha, sizes[data.alpha_by])
                 in_epoch = samples_in_epoch(spec, sizes, data.max_length)
@@ -379,7 +379,7 @@ class RunSpec:
     def batches(
         self, process: Process, device: str, state: dict[str, Any], steps: int, plans: Plans | None = None
     ) -> Iterator[StepBatch]:
-        """Return an iterator of this rank's part of each step. state: the positions of the streams in their data.
+        """Return an iterator of this rank's share of each step. state: the positions of the streams in their data.
         plans: the result of `plans`, if it was called before."""
         plans = plans or self.plans(process, device, state, steps)
         shape = self.fitted[1] if self.fitted else None
@@ -401,7 +401,7 @@ def resolve_run(
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
     host_group = host_group or HostGroup(alone=True)
     whole = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
-    sources = take_first([part for source in whole for part in source.parts(known)], recipe.data.first)
+    sources = take_first([part for source in whole for part in source.split_at(known)], recipe.data.first)
     check_file_sizes(sources, host_group)
     samples = sample_links(languages_of_links(recipe), sources, host_group)
     specs, *specs_of_phases = phase_specs(recipe, sources, samples)
@@ -409,7 +409,7 @@ def resolve_run(
     near = next((path for path in data if isinstance(path, Path)), None)
     recipe = with_steps(recipe, specs, sources)
     tokenizer = Tokenizer(find_tokenizer(recipe, near))
-    smaller_tokenizer = check_tokenizer(recipe, tokenizer)
+    smaller_tokenizer = tokenizer_to_extend(recipe, tokenizer)
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
     check_language_names(sources)
@@ -468,7 +468,7 @@ def stream_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample
 
 
 def check_language_names(sources: list[Source]) -> None:
-    """Check that no two names of languages are spellings of one name, such as de and deu. Raises UserError."""
+    """Raise UserError if two names of languages are spellings of one name, such as de and deu."""
     found: dict[str, tuple[str, Path]] = {}
     for source in sources:
         for name in source.langs:
@@ -481,7 +481,7 @@ def check_language_names(sources: list[Source]) -> None:
 
 
 def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
-    """Check the size of every file of the sources. Each file is checked by one rank. Raises UserError."""
+    """Raise UserError if a file of the sources has a wrong size. Each file is checked by one rank."""
     size = host_group.size
     # Two lists replace a list of pairs, of which the garbage collector would have to visit up to 10^5.
     owners = [source for source in sources for _ in source.shards]
@@ -494,7 +494,7 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
 
 
 def check_cache_size(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
-    """Check that the cache is large enough for the remote shards that the shuffle reads at once. Raises UserError."""
+    """Raise UserError if the cache is too small for the remote shards that the shuffle reads at once."""
     at_once = remote_window_bytes(specs, sources)
     if at_once > recipe.data.cache_gb * 1e9:
         needed = math.ceil(at_once / 1e6) / 1e3
@@ -508,21 +508,21 @@ def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -
     """Return the recipe with train.epochs converted to train.steps. Raises UserError."""
     if recipe.train.epochs is None:
         return recipe
-    spec = counts_epochs(specs)
+    spec = epoch_stream(specs)
     if spec is None:
         raise UserError("train.epochs counts pairs, but no stream of this recipe reads pairs; set train.steps")
     if not spec.samples:
-        raise UserError(f"train.epochs needs streams.{spec.name}.samples in the place of tokens; or set train.steps")
+        raise UserError(f"train.epochs needs streams.{spec.name}.samples instead of tokens; or set train.steps")
     return config.steps_of_epochs(recipe, records_of(spec, sources), spec.samples)
 
 
-def counts_epochs(specs: list[StreamSpec]) -> StreamSpec | None:
-    """Return the stream whose pairs train.epochs counts, or None."""
+def epoch_stream(specs: list[StreamSpec]) -> StreamSpec | None:
+    """Return the stream whose pairs train.epochs counts: the first one that reads pairs, or None."""
     return next((spec for spec in specs if not spec.packed), None)
 
 
 def samples_in_epoch(spec: StreamSpec, sizes: dict[str, list[float]], max_length: int) -> np.ndarray:
-    """Return the number of samples in each of the stream's sources. sizes: see RunSpec.sizes."""
+    """Return the number of samples in each of the stream's sources [sources]. sizes: see RunSpec.sizes."""
     found = np.array([sizes["tokens" if spec.packed else "records"][s] for s in spec.sources])
     return found / (PACK_FILL * max_length) if spec.packed else found
 
@@ -533,19 +533,19 @@ def records_of(spec: StreamSpec, sources: list[Source]) -> int:
 
 
 def any_stream(recipe: Recipe, option: str) -> bool:
-    """Whether any stream of the recipe sets this option to true."""
+    """Return whether any stream of the recipe sets this option to true."""
     return any(getattr(stream.options, option, False) for stream in recipe.streams.values())
 
 
 def shows_neutral(recipe: Recipe) -> bool:
-    """Whether any sequence has the neutral token type 0, because its stream has no language embeddings or hides some
-    sequences' languages (language_dropout)."""
+    """Return whether any sequence has the neutral token type 0, because its stream has no language embeddings or hides
+    some sequences' languages (language_dropout)."""
     options = [stream.options for stream in recipe.streams.values()]
     return any(not getattr(o, "language_embeddings", False) or getattr(o, "language_dropout", 0) > 0 for o in options)
 
 
 def uses_segments(recipe: Recipe, tokenizer: Tokenizer) -> bool:
-    """Whether the recipe, the tokenizer and the model distinguish the two sentences of a pair by token types."""
+    """Return whether the recipe, the tokenizer and the model distinguish the two sentences of a pair by token types."""
     if not recipe.data.segments or not tokenizer.pair.segments or any_stream(recipe, "language_embeddings"):
         return False
     return has_segments(initial_directory(recipe), recipe.model.preset)
@@ -554,16 +554,15 @@ def uses_segments(recipe: Recipe, tokenizer: Tokenizer) -> bool:
 def initial_directory(recipe: Recipe) -> str | Path | None:
     """Return model.init or, if it is a run or a checkpoint, the Hugging Face folder in the checkpoint."""
     init = recipe.model.init
-    return init and (own_tokenizer(init) or init)
+    return init and (tokenizer_directory(init) or init)
 
 
 def load_lexicons(
     recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None, host_group: HostGroup
 ) -> tuple[tuple[Lexicon, ...], tuple[str, ...]]:
-    """Load the dictionaries in the order of their names. Also returns warnings about those that are left out. A missing
-    or malformed dictionary or one with swapped columns is left out, or raises UserError if the recipe names
-    dictionaries or an objective needs them."""
-    paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicons(sources, data) if data else [])
+    """Return the dictionaries, sorted by name, and warnings about those left out: missing or malformed ones, or with
+    swapped columns. Raises UserError instead if the recipe names dictionaries or an objective needs them."""
+    paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicon_paths(sources, data) if data else [])
     must = bool(recipe.data.lexicons) or any(
         OBJECTIVES[s.objective].needs == "lexicon" for s in recipe.streams.values()
     )
@@ -596,8 +595,8 @@ def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, 
         if OBJECTIVES[stream.objective].needs != "lexicon":
             continue
         languages = recipe.data.languages if stream.languages is None else stream.languages
-        own = [lexicon for lexicon in lexicons if of_languages(languages, lexicon)]
-        kept |= {lexicon: lexicon.kept(recipe.data.lexicon_heldout) for lexicon in own if lexicon not in kept}
+        own = [lexicon for lexicon in lexicons if reads_lexicon(languages, lexicon)]
+        kept |= {of: of.without_withheld(recipe.data.lexicon_heldout) for of in own if of not in kept}
         found[name] = tuple(kept[lexicon] for lexicon in own)
         if not any(lexicon.words for lexicon in found[name]):
             there = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
@@ -609,16 +608,16 @@ def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, 
     return found
 
 
-def of_languages(languages: list[str] | None, lexicon: Lexicon) -> bool:
-    """Whether a stream with these languages reads the dictionary: the stream names both of the dictionary's languages,
-    or its only language is one of them."""
+def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
+    """Return whether a stream with these languages reads the dictionary: the list has both of the dictionary's
+    languages, or its only language is one of them."""
     if languages is None:
         return True
     return matches_languages(languages, lexicon.langs) or (len(languages) == 1 and languages[0] in lexicon.langs)
 
 
 def languages_of_links(recipe: Recipe) -> list[list[str] | None]:
-    """Return the languages of each stream that needs word links, also of phases. None: all languages."""
+    """Return the languages of each stream that needs word links, also those of phases. None: all languages."""
     recipes = (recipe, *(phase.recipe for phase in recipe.phases))
     streams = [(of, stream) for of in recipes for stream in of.streams.values()]
     needing = [(of, stream) for of, stream in streams if OBJECTIVES[stream.objective].needs == "links"]
@@ -626,8 +625,7 @@ def languages_of_links(recipe: Recipe) -> list[list[str] | None]:
 
 
 def sample_links(languages: list[list[str] | None], sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
-    """Look for word links in some records of each source that may be read for them. Each source is read by one rank.
-    languages: see languages_of_links."""
+    """Return the word links of some records of each source that may be read for links, each read by one rank."""
 
     def look(source: Source) -> LinkSample:
         fits = any(of is None or matches_languages(of, source.langs) for of in languages)
@@ -637,6 +635,7 @@ def sample_links(languages: list[list[str] | None], sources: list[Source], host_
 
 
 def sample_links_of(source: Source) -> LinkSample:
+    """Read some records of a source, and return which of them have word links."""
     numbers = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
     found, without_readahead = LinkSample(False, ""), source.without_readahead()
     for shard, number in source.places(numbers):
@@ -649,15 +648,15 @@ def sample_links_of(source: Source) -> LinkSample:
 
 
 def linked_sources(objective: str, chosen: tuple[int, ...], samples: list[LinkSample]) -> tuple[int, ...]:
-    """Those of the chosen sources that the objective can read: if it needs word links, those that have some. If none
-    has, all are returned, which check_links refuses."""
+    """Return those of the `chosen` sources that the objective can read: if it needs word links, those that have links.
+    If no source has links, all are returned, which check_links refuses."""
     if OBJECTIVES[objective].needs != "links":
         return chosen
     return tuple(s for s in chosen if samples[s].some) or chosen
 
 
 def check_links(recipe: Recipe, specs: list[StreamSpec], sources: list[Source], samples: list[LinkSample]) -> None:
-    """Check that objectives that need word links read only sources that have them. Raises UserError."""
+    """Raise UserError if an objective that needs word links reads a source without them."""
     for spec in specs:
         for s in spec.sources if OBJECTIVES[recipe.streams[spec.name].objective].needs == "links" else ():
             sources[s].check_links()
@@ -675,7 +674,7 @@ def find_tokenizer(recipe: Recipe, data: Path | None) -> str:
     if recipe.model.tokenizer:
         return recipe.model.tokenizer
     init = recipe.model.init
-    own = own_tokenizer(init) if init else None
+    own = tokenizer_directory(init) if init else None
     if own:
         return str(own)
     if init and not Path(init).exists():
@@ -697,22 +696,22 @@ def find_tokenizer(recipe: Recipe, data: Path | None) -> str:
 
 
 def check_tracker(name: str | None) -> None:
-    """Check that the tracker's library is installed. Raises UserError."""
+    """Raise UserError if the tracker's library is not installed."""
     if name and importlib.util.find_spec(name) is None:
         raise UserError(f"train.tracker: {name} is not installed; pip install {name}, or leave it out")
 
 
-def own_tokenizer(init: str) -> Path | None:
+def tokenizer_directory(init: str) -> Path | None:
     """Return the directory with the tokenizer of a local `model.init`, or None."""
     path = checkpoints.resolve_checkpoint(Path(init)) / checkpoints.HF if checkpoints.is_run(Path(init)) else Path(init)
     return path if any(next(path.glob(name), None) for name in TOKENIZERS) else None
 
 
-def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer | None:
-    """Check that the run's tokenizer is that of the pre-trained weights, or extends it. Returns the weights' tokenizer
-    if the run's tokenizer extends it, otherwise None. Raises UserError."""
+def tokenizer_to_extend(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer | None:
+    """Return the tokenizer of the pre-trained weights if the run's tokenizer extends it, or None if both are the same
+    or model.init has none. Raises UserError if the run's tokenizer is another one."""
     init = recipe.model.init
-    own = own_tokenizer(init) if init else None
+    own = tokenizer_directory(init) if init else None
     if not own:
         return None
     trained = Tokenizer(own)

@@ -28,7 +28,7 @@ from xscale.dry_run import dry_run
 from xscale.errors import TOOLS, RankError, UserError, check_arguments, escape_controls, refusing_exit, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
-from xscale.run.folder import FAULT, MACHINE, Status, explain, lost_rank, out_of_memory
+from xscale.run.folder import FAULT, MACHINE, Status, explain, is_lost_rank, is_out_of_memory
 from xscale.run.start import DEMO, add_run_arguments, train_run
 
 MOST_RANKS = 1 << 20
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         if code == FAULT:
             raise
         # Most mistakes are seen by every rank: one message a node is enough.
-        own = isinstance(error, RankError) or out_of_memory(error) or (code == MACHINE and not lost_rank(error))
+        own = isinstance(error, RankError) or is_out_of_memory(error) or (code == MACHINE and not is_lost_rank(error))
         if process.local_rank == 0 or own:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
             with suppress(OSError):  # such as a full disk; the exit code remains

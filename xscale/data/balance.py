@@ -11,10 +11,10 @@ FEWEST_BINS = 8
 
 
 def balance(tokens: np.ndarray, world: int, max_tokens: int, rows: int = 1) -> tuple[np.ndarray, int]:
-    """The bin of each sample, and the number of rows of each rank. Bin `row * world + rank` is one row of one rank.
+    """Return the bin of each sample [samples], and the number of packed rows of each rank, at least `rows`.
 
-    tokens: estimated tokens of each sample of all streams, whole numbers. rows: the minimum number of rows. A bin has
-    at most `max_tokens` tokens; a longer sample is alone in its bin.
+    tokens: estimated tokens of each sample of all streams, whole numbers. Bin `row * world + rank` is one row of one
+    rank. It has at most `max_tokens` tokens, or one longer sample alone.
     """
     short = np.minimum(tokens, 2**16 - 1).astype(np.uint16)  # 16 bits are sorted in linear time
     longest_first = np.argsort(~short, kind="stable")
@@ -33,7 +33,7 @@ def balance(tokens: np.ndarray, world: int, max_tokens: int, rows: int = 1) -> t
 
 
 def assign_to_bins(tokens: np.ndarray, bins: int) -> np.ndarray:
-    """The bin of each sample. tokens: the samples' lengths, longest first.
+    """Return the bin of each sample [samples]. tokens: their lengths, longest first. bins: the number of bins.
 
     Each round assigns samples to the emptiest bins, in ascending and then descending order of their tokens. The
     emptiest bins are those with no more tokens than the emptiest bin of all would have after the next sample.

@@ -18,10 +18,10 @@ from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 
 DRAWN, READ, BEYOND, GROUP = 2048, 512, 64, 8
-"""The tokens of each stream's first DRAWN samples are estimated. Of those within max_length, at most READ are
-tokenised, in groups of GROUP; of those over max_length, at most BEYOND, one by one."""
+"""The tokens of each stream's first DRAWN samples are estimated. Of the samples within data.max_length, at most
+READ are tokenised, in groups of GROUP; of the longer ones, at most BEYOND, one by one."""
 DRAWN_TOKENS = 1 << 22
-"""The approximate limit of the tokens of running text that are estimated. Long samples are fewer than DRAWN for it."""
+"""The approximate limit of the tokens of running text that are estimated. Of long samples, fewer are drawn."""
 SHARDS, SHARDS_OF_SOURCE = 256, 4
 """The number of shards of all sources together that are sampled, but at least SHARDS_OF_SOURCE of each source."""
 LINE_RECORDS, LINE_SHARDS = 1024, 8
@@ -48,8 +48,8 @@ def calibrate(
     lines: list[tuple[float, float]] | None = None,
     alpha_by: str = "records",
 ) -> Calibration:
-    """Measure the calibration of a run, which is the same on every machine. divide_work: calls functions and returns
-    their values. lines: the Calibration.lines that another phase of the run has measured; None: measure them."""
+    """Return the calibration of a run, which is equal on every machine. divide_work: a function that calls functions
+    and returns their values. lines: Calibration.lines, if another phase of the run has measured them."""
     shards = max(SHARDS // len(sources), SHARDS_OF_SOURCE)
     sample = min(max(LINE_RECORDS // len(sources), 8), 32)
     dataset = copy.copy(dataset)
@@ -64,10 +64,13 @@ def calibrate(
     return replace(found, streams={spec.name: of for spec, of in zip(specs, estimates, strict=True)})
 
 
-def estimate_stream(spec: StreamSpec, dataset: StepDataset, lines: Calibration, settings: dict[str, Any]) -> Estimate:
+def estimate_stream(
+    spec: StreamSpec, dataset: StepDataset, calibration: Calibration, settings: dict[str, Any]
+) -> Estimate:
+    """Return the stream's estimate, from a tokenised sample. calibration: one that has the sources' `lines`."""
     samples = min(DRAWN, max(DRAWN_TOKENS // settings["max_length"], GROUP)) if spec.packed else DRAWN
     spec = replace(spec, samples=samples)
-    mixture = Mixture([spec], dataset.sources, lines, **settings, max_tokens=1 << 40, rank=0, world=1)
+    mixture = Mixture([spec], dataset.sources, calibration, **settings, max_tokens=1 << 40, rank=0, world=1)
     records = mixture.next_batch().records[spec.name]
     estimated_tokens = np.bincount(records.sample, weights=records.tokens)
     longest = math.inf if spec.packed else settings["max_length"]  # running text is neither dropped nor truncated
@@ -80,7 +83,7 @@ def estimate_stream(spec: StreamSpec, dataset: StepDataset, lines: Calibration, 
 
 
 def similar_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
-    """Numbers of the samples to tokenise, in groups of similar estimates. One over max_length is a group by itself."""
+    """Return the indices of the samples to tokenise, in groups of similar estimates; one over max_length is alone."""
     shortest_first = np.argsort(estimated_tokens, kind="stable")
     within, beyond = np.split(shortest_first, [int((estimated_tokens <= max_length).sum())])
     some, single = within[:: DRAWN // READ], beyond[:: -(-len(beyond) // BEYOND) or 1]
@@ -95,11 +98,11 @@ def estimate(
     max_length: float,
     too_long: np.ndarray | int = 0,
 ) -> Estimate:
-    """The estimate of a stream from groups of samples that were tokenised.
+    """Return a stream's estimate, computed from groups of samples that were tokenised.
 
-    estimated_tokens: estimates of many samples. groups: the numbers of each group's samples, of which either all or
-    none are estimated over max_length. lengths: lengths of each group's sequences in a packed row. too_long: number of
-    each group's samples that are longer than max_length [groups].
+    estimated_tokens: estimates of many samples [samples]. groups: the indices of each group's samples, of which either
+    all or none are estimated over max_length. lengths: lengths of each group's sequences in a packed row. too_long:
+    number of each group's samples that are longer than max_length [groups].
     """
     expected = np.array([estimated_tokens[group].sum() for group in groups])
     samples = np.array([len(group) for group in groups])
@@ -127,7 +130,7 @@ def estimate(
 def bytes_to_tokens(
     source: Source, tokenizer: Tokenizer, shards: int = LINE_SHARDS, sample: int = 32
 ) -> tuple[float, float]:
-    """(a, b): a record has about a * bytes + b tokens, fitted to `sample` records of each of `shards` shards."""
+    """Return (a, b): a record has about a * bytes + b tokens, fitted to `sample` records of each of `shards` shards."""
     places = [
         (shard, evenly_spaced(int(source.counts[shard]), sample))
         for shard in evenly_spaced(len(source.counts), shards).tolist()
@@ -140,7 +143,7 @@ def bytes_to_tokens(
 
 
 def fit_line(lengths: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
-    """(a, b): a * lengths + b approximates `tokens` and has the same mean. Both arrays are [n_records]."""
+    """Return (a, b): a * lengths + b approximates `tokens` and has the same mean. Both arrays are [n_records]."""
     variance = lengths.var()
     slope = ((lengths - lengths.mean()) * tokens).mean() / variance if variance else 0.0
     if slope <= 0:

@@ -33,14 +33,14 @@ class Estimate:
     """Sum of StreamBatch.targets over the samples that the calibration has tokenised."""
 
     def row_tokens(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
-        """Estimated tokens that each sample adds to a row [samples]; whole, so that all machines get equal sums."""
+        """Return the estimated tokens of each sample in a packed row [samples]; whole, so that sums are exact."""
         tokens = estimated_tokens * self.ratio
         if self.beyond is not None:
             tokens = np.where(estimated_tokens > max_length, self.beyond, tokens)
         return np.rint(tokens).astype(np.int64)
 
     def variance(self, tokens: np.ndarray) -> np.ndarray:
-        """Variance of the real tokens of bins with `tokens` estimated ones, due to `noise` and errors of `ratio`."""
+        """Return the variance of the real tokens of bins that are estimated to have `tokens` tokens [bins]."""
         return self.noise * tokens * (1 + tokens / max(self.counted, 1))
 
 
@@ -55,15 +55,15 @@ class Calibration:
     phases: list[dict[str, Estimate]] = field(default_factory=list)
     """The streams' estimates in each phase of the run."""
 
-    def of_phases(self) -> list["Calibration"]:
+    def phase_calibrations(self) -> list["Calibration"]:
         return [Calibration(self.lines, streams) for streams in self.phases]
 
     def estimate_for(self, stream: str) -> Estimate:
-        """Return the stream's estimated lengths; without any, an estimate that leaves lengths as they are."""
+        """Return the stream's estimate; if it has none, one that leaves the byte-based estimates as they are."""
         return self.streams.get(stream) or Estimate()
 
     def estimated_tokens(self, source: int, length: np.ndarray) -> np.ndarray:
-        """Estimated tokens of records of a source [n_records]. length: bytes of each record [n_records]."""
+        """Return the estimated tokens of records of a source, from each record's bytes, `length` [n_records]."""
         a, b = self.lines[source]
         return np.maximum(a * length + b, 1.0)
 
@@ -72,7 +72,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any], sources: int, streams: list[str]) -> "Calibration":
-        """The inverse of `to_dict`. Raises ValueError, KeyError or TypeError if `tree` has other sources or streams."""
+        """Invert `to_dict`. Raises ValueError, KeyError or TypeError if `tree` has other sources or streams."""
         found, *phases = (
             {name: Estimate(**fields) for name, fields in of_phase.items()}
             for of_phase in (tree["streams"], *tree.get("phases", []))

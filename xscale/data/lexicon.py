@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from xscale import rng
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 from xscale.data.sample import texts_of
 from xscale.data.shards import Source
 from xscale.data.text import read_lines
@@ -59,16 +59,15 @@ class Lexicon:
     def name(self) -> str:
         return "-".join(self.langs)
 
-    def kept(self, heldout: float) -> "Lexicon":
-        """The dictionary without the entries withheld from the objectives. heldout: the approximate share of withheld
-        entries."""
-        return _kept(self, heldout)
+    def without_withheld(self, heldout: float) -> "Lexicon":
+        """Return the dictionary without the entries withheld from objectives. heldout: the entries' share."""
+        return _without_withheld(self, heldout)
 
     def summary(self) -> str:
         unknown = len(self.entries) - len(self.words)
         return (
             f"dictionary: {self.path}, {len(self.words):,} entries, {len(self.single()):,} of one token on either "
-            f"side; {self.identical:,} have the same tokens on both and say nothing"
+            f"side; {self.identical:,} have the same tokens on both and no gradient"
             + (f"; {unknown:,} others have unknown tokens and are left out" if unknown else "")
             + (f"; {self.changed:,} now have the text's commonest spelling" * bool(self.changed))
         )
@@ -79,27 +78,27 @@ class Lexicon:
         return sum(a == b for a, b in zip(*self.ids, strict=True))
 
     def single(self) -> np.ndarray:
-        """Token ids of the entries that have one token on each side [n, 2]."""
+        """Return the token ids of the entries that have one token on each side [n, 2]."""
         pairs = [(a[0], b[0]) for a, b in zip(*self.ids, strict=True) if len(a) == len(b) == 1]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
 @lru_cache(maxsize=64)
-def _kept(lexicon: Lexicon, heldout: float) -> Lexicon:
+def _without_withheld(lexicon: Lexicon, heldout: float) -> Lexicon:
     of_words = 1 - (1 - heldout) ** 0.5
-    out = {word for word in set(chain.from_iterable(lexicon.words)) if withheld(word, of_words)}
+    out = {word for word in set(chain.from_iterable(lexicon.words)) if is_withheld(word, of_words)}
     entries = [i for i, (a, b) in enumerate(lexicon.words) if a not in out and b not in out]
     first, second = ([ids[i] for i in entries] for ids in lexicon.ids)
     return replace(lexicon, words=[lexicon.words[i] for i in entries], ids=(first, second))
 
 
 def same_word(word: str) -> str:
-    """A normal form that is equal for spellings that differ only in case or in the encoding of accents."""
+    """Return a normal form that is equal for spellings that differ only in case or in the encoding of accents."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", word).casefold())
 
 
-def withheld(word: str, heldout: float) -> bool:
-    """True if no objective sees the dictionary entries of this word. heldout: the share of such words."""
+def is_withheld(word: str, heldout: float) -> bool:
+    """Return True if no objective sees the dictionary entries of this word. heldout: the share of such words."""
     return int(rng.key("lexicon_heldout", same_word(word))) < heldout * 2**64
 
 
@@ -108,8 +107,8 @@ Word = tuple[int, ...]
 
 @lru_cache(maxsize=256)
 def synonyms(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Word]]:
-    """The translations of each word of a language, from all dictionaries of that language: those with as many tokens as
-    the word, and no token equal to the word's in the same place. Sorted by token ids."""
+    """Return the translations of each word of a language that have as many tokens as the word, and no token equal to
+    the word's token at the same position. They come from all dictionaries of that language, sorted by token ids."""
     found: dict[Word, set[Word]] = {}
     for lexicon in lexicons:
         for side in (side for side in (0, 1) if lexicon.langs[side] == language):
@@ -128,16 +127,16 @@ class Ragged:
         self.values = np.array([token for ids in lists for token in ids], dtype=np.int64)
 
     def take(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The lists with the numbers `which`, laid end to end, and the index at which each of them starts."""
+        """Return the lists at the indices `which`, laid end to end, and the index at which each of them starts."""
         lengths = self.lengths[which]
         first = np.cumsum(self.lengths)[which] - lengths
-        return self.values[np.repeat(first, lengths) + offsets(lengths)], np.cumsum(lengths) - lengths
+        return self.values[np.repeat(first, lengths) + indices_within(lengths)], np.cumsum(lengths) - lengths
 
 
 @lru_cache(maxsize=16)
 def entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged]:
-    """Token ids of the first and of the second side of every entry whose sides differ [N]. single: only entries that
-    have one token on each side."""
+    """Return the token ids of both sides of every entry whose sides differ, as two Ragged of N lists. single: only
+    entries that have one token on each side."""
     pairs = [(a, b) for lexicon in lexicons for a, b in zip(*lexicon.ids, strict=True) if a != b]
     if single:
         pairs = [(a, b) for a, b in pairs if len(a) == len(b) == 1]
@@ -156,7 +155,9 @@ def load_lexicon(
     ids = [_encoded([entry[side] for entry in words], tokenizer) for side in (0, 1)]
     kept = [i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a and b and unknown not in (*a, *b)]
     if not kept:
-        raise UserError(f"{path}: the tokenizer knows no entry of the dictionary; is either for other languages?")
+        raise UserError(
+            f"{path}: the tokenizer knows no entry of the dictionary; check that both are for the same languages"
+        )
     content = "\n".join(f"{a}\t{b}" for a, b in words).encode()
     return Lexicon(
         langs,
@@ -172,7 +173,7 @@ def load_lexicon(
 def truecased(
     entries: list[tuple[str, str]], langs: tuple[str, str], forms: Mapping[str, Forms]
 ) -> tuple[list[tuple[str, str]], int]:
-    """The entries as the training text spells them, without repeats, and how many were changed."""
+    """Return the entries as the training text spells them, without repeats, and how many were changed."""
     sides = [
         respelled([entry[side] for entry in entries], forms[lang]) if lang in forms else [e[side] for e in entries]
         for side, lang in enumerate(langs)
@@ -182,7 +183,7 @@ def truecased(
 
 
 def _encoded(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each word. Each distinct word is encoded once, in batches, because encodings take memory."""
+    """Return the token ids of each word. Each distinct word is encoded once, in batches, as encodings take memory."""
     distinct = list(dict.fromkeys(words))
     ids: dict[str, list[int]] = {}
     for start in range(0, len(distinct), _BATCH):
@@ -192,7 +193,7 @@ def _encoded(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
-    """The pair of a dictionary, such as ("en", "de") for .../en-de.txt. languages: see cut_pair. Raises UserError."""
+    """Return the languages in a dictionary's file name, ("en", "de") for en-de.txt. languages: see cut_pair."""
     found = cut_pair(path.name.partition(".")[0], languages)
     if found is None:
         raise UserError(
@@ -203,8 +204,8 @@ def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
 
 
 def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | None:
-    """The two languages in a name, such as ("en", "zh-CN") in "en-zh-CN". A split into two of `languages` is
-    preferred to splits whose parts only look like languages. None: the name has no such split, or several."""
+    """Return the two languages in a name, ("en", "zh-CN") for "en-zh-CN"; None if it has no such split, or several. A
+    split into two of `languages` is preferred to splits whose halves only look like languages."""
     parts = name.split("-")
     cuts = [("-".join(parts[:i]), "-".join(parts[i:])) for i in range(1, len(parts))]
     form = re.compile(_ONE if len(cuts) == 1 else _WITH_PARTS)
@@ -214,7 +215,7 @@ def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | No
 
 
 def read_entries(path: Path) -> list[tuple[str, str]]:
-    """The distinct entries in the order of the file, which is plain, .gz, .xz or .zst. Raises UserError."""
+    """Return the distinct entries in the order of the file, which is plain, .gz, .xz or .zst. Raises UserError."""
     entries: dict[tuple[str, str], None] = {}
     for number, line in read_lines(path):
         columns = [column.strip() for column in line.split("\t")] if "\t" in line else line.split()
@@ -229,7 +230,7 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
 
 
 def check_column_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> None:
-    """Raises UserError if, by the training text, the columns are in the opposite order to the file's name."""
+    """Raise UserError if the columns are, judged by the training text, in the opposite order to the file's name."""
     seen = {
         language: {word.lower() for word in count_words(texts_of(language, sources, _ORDER_SAMPLE))}
         for language in lexicon.langs
@@ -249,9 +250,9 @@ def check_column_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> N
         )
 
 
-def find_lexicons(sources: list[Source], data: Path) -> list[Path]:
-    """The dictionaries in `lexicon/` of `data`, or else of its parent, whose languages the sources have. Of two files
-    of one pair, such as de-en and en-de, only the first by name."""
+def find_lexicon_paths(sources: list[Source], data: Path) -> list[Path]:
+    """Return the paths of the dictionaries in `lexicon/` of `data`, or else of its parent, whose languages the sources
+    have. Of two files of one pair, such as de-en and en-de, only the first by name."""
     languages = {language for source in sources for language in source.langs}
     for folder in (data, data.resolve().parent):
         found: dict[frozenset[str], Path] = {}

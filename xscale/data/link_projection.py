@@ -14,8 +14,8 @@ _WORD = re.compile(r"\S+")
 
 
 def parse(links: str, sizes: tuple[int, int]) -> list[tuple[int, int]]:
-    """Parse links in Pharaoh form, such as "0-0 1-2". sizes: the number of words of both sentences. Raises ValueError
-    naming the link that is malformed or outside of the sentences."""
+    """Return links in Pharaoh form, such as "0-0 1-2", as pairs of numbers. sizes: the number of words of both
+    sentences. Raises ValueError naming the link that is malformed or outside of the sentences."""
     found = []
     for link in links.split():
         match = LINK.fullmatch(link)
@@ -32,10 +32,10 @@ def pharaoh(links: list[tuple[int, int]]) -> str:
 def project_links(
     links: str, texts: tuple[str, ...], tokenised: tuple[str, ...] | None = None, by_words: bool = False
 ) -> tuple[str, int]:
-    """The links between words of data/words.py, and how many given links were dropped, e.g. of a word and a symbol.
+    """Return the links between words of data/words.py, and the number of `links` dropped, such as word to symbol.
 
-    tokenised: the texts whose white-space words the given links count; None: the texts themselves. by_words: the given
-    links count words of data/words.py already. Raises ValueError.
+    tokenised: the texts whose white-space words `links` counts; None: the texts themselves. by_words: `links` counts
+    words of data/words.py already. Raises ValueError.
     """
     found = segment(list(texts))
     numbers = [found.word_of[a:b] - w for a, b, w in zip(found.chars, found.chars[1:], found.words, strict=False)]
@@ -57,8 +57,8 @@ def project_links(
 
 
 def places(text: str, tokenised: str) -> list[list[int]]:
-    """The indices in the text of the characters of each white-space word of `tokenised`. Raises ValueError if less than
-    half of the characters match."""
+    """Return the indices in `text` of the characters of each white-space word of `tokenised`. Raises ValueError if less
+    than half of the characters match."""
     if tokenised is text:
         return [list(range(*match.span())) for match in _WORD.finditer(text)]
     tokens = tokenised.split()

@@ -15,7 +15,7 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 from xscale.data.sequences import Example, Sequences
 from xscale.data.stream_batch import StateIndices
 from xscale.errors import UserError
@@ -43,13 +43,14 @@ class WordTokens:
     """The index in `places` at which each word begins [W + 1]."""
 
     def runs(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The places of the given words' tokens, word by word, and the number of tokens of each word."""
+        """Return the places of these words' tokens, word by word, and the number of tokens of each word."""
         counts = self.starts[words + 1] - self.starts[words]
-        return self.places[np.repeat(self.starts[words], counts) + offsets(counts)], counts
+        return self.places[np.repeat(self.starts[words], counts) + indices_within(counts)], counts
 
 
-def read_links(pairs: list[Example], symbols: bool = True) -> WordLinks:
-    """The links of the pairs, without links between a word and a symbol. symbols: keep links between two symbols.
+def parse_links(pairs: list[Example], symbols: bool = True) -> WordLinks:
+    """Return the word links of the pairs, without links between a word and a symbol. symbols: keep links between
+    symbols.
 
     Raises UserError for a link that is malformed or outside its sentences.
     """
@@ -96,15 +97,15 @@ def _refuse(pair: Example) -> NoReturn:
 
 
 def segments(pairs: list[Example], layout: Layout) -> list[list[tuple[Example, int]]]:
-    """The layout in the form that `join_segments` takes."""
+    """Return the (pair, side) of each sequence's texts, as `join_segments` reads them."""
     return [[(pairs[text // 2], text % 2) for text in sequence] for sequence in layout]
 
 
 def word_tokens(
     pairs: list[Example], layout: Layout, sequences: Sequences, first: np.ndarray, keep: Literal["all", "first", "last"]
 ) -> WordTokens:
-    """Return the positions of each word's tokens. A word that was cut off has none. keep: return all tokens of a word,
-    or its first or its last. first: the number of each text's first word, as in WordLinks."""
+    """Return the places of each word's tokens; a word that was cut off has none. keep: which tokens of a word to
+    return. first: the number of each text's first word, as in WordLinks."""
     texts = list(chain.from_iterable(layout))
     if not texts:
         return WordTokens(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
@@ -122,7 +123,7 @@ def word_tokens(
 
 
 def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
-    """All pairs of a token of a link's first word and a token of its second word; no pair twice [Z, 2]."""
+    """Return all pairs of a token of a link's first word and a token of its second word; no pair twice [Z, 2]."""
     ours, n_ours = tokens.runs(links[:, 0])
     partner = np.repeat(links[:, 1], n_ours)
     theirs, n_theirs = tokens.runs(partner)
@@ -132,7 +133,7 @@ def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
 
 
 def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, StateIndices]:
-    """The indices in `masked` [M] of the tokens with a link [R], and for each the sum of the states that it links to.
+    """Return which of the `masked` tokens [M] have a link [R], and for each the sum of the states that it links to.
 
     The sums are rows of A^T H: H are the hidden states, and A[i, j] = 1 if (i, j) or (j, i) is a link. tokens: N.
     """

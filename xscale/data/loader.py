@@ -72,7 +72,7 @@ class StepBatch:
     def _sums(self, name: str) -> dict[Any, int]:
         return {key: sum(getattr(row, name)[key] for row in self.rows) for key in getattr(self.rows[0], name)}
 
-    def auxiliary(self) -> dict[str, int]:
+    def auxiliary_vector_counts(self) -> dict[str, int]:
         """Return the number of vectors that the auxiliary encoder of each stream computes, by stream."""
         return {
             stream: sum(len(row.inputs.auxiliary[stream][1][0]) - 1 for row in self.rows)
@@ -173,7 +173,7 @@ class StepDataset(Dataset):
         if pairs:
             records = [self.shortened(record, words_wanted) for record in records]
         texts = [text for record in records for text in record.texts]
-        follows = self.follows(sampled).tolist()
+        follows = self.continues_document(sampled).tolist()
         if self.context.tokenizer.keeps_space and not pairs:
             spaced = (on and not stands_alone(text) for on, text in zip(follows, texts, strict=True))
             texts = [" " * space + text for space, text in zip(spaced, texts, strict=True)]
@@ -203,22 +203,22 @@ class StepDataset(Dataset):
 
     def shortened(self, pair: Record, words: bool) -> Record:
         """Return the pair, with texts cut to CHARACTERS * max_length characters to save time in tokenisation. words:
-        whether the stream needs the words of the pair. Such a pair is cut only if data.overlong then drops it."""
+        whether the stream needs the pair's words; then it is cut only if data.overlong drops it later."""
         most = CHARACTERS * self.context.max_length
         if max(map(len, pair.texts)) <= most or (words and self.context.overlong != "drop"):
             return pair
         return pair._replace(texts=tuple(text[:most] for text in pair.texts), links="" if words else pair.links)
 
     def borders(self, texts: list[str], ids: list[list[int]]) -> dict[int, list[int]]:
-        """Return the tokens before which a text may be cut, by the index of each text longer than a sequence."""
+        """Return the tokens before which a text may be cut, by the text's index, for texts longer than a sequence."""
         long = [i for i, tokens in enumerate(ids) if len(tokens) > self.context.max_length - 2]
         if not long:
             return {}
         _, words = self.context.tokenizer.encode_words([texts[i] for i in long])
         return {i: of_text.borders() for i, of_text in zip(long, words, strict=True)}
 
-    def follows(self, records: SampledRecords) -> np.ndarray:
-        """Return True for each record that continues the document of the record before it in its sample [n_records]."""
+    def continues_document(self, records: SampledRecords) -> np.ndarray:
+        """Return True for each record that continues the document of the record before it in its sample."""
         found = np.zeros(len(records.sample), dtype=bool)
         same = [a[1:] == a[:-1] for a in (records.sample, records.source, records.shard)]
         found[1:] = np.logical_and.reduce([*same, records.record[1:] == records.record[:-1] + 1])
@@ -228,8 +228,7 @@ class StepDataset(Dataset):
         return found
 
     def identities(self, stream: str, records: SampledRecords) -> np.ndarray:
-        """Return the key of all random choices about each record, for the stream and the record's epoch, uint64
-        [n_records]."""
+        """Return the key of all random choices about each record in this stream and epoch, uint64 [n_records]."""
         per_stream = rng.key(self.seed, stream, "record")
         per_source = rng.hash64(per_stream ^ self.source_keys[records.source], records.epoch)
         number = (records.shard.astype(np.uint64) << np.uint64(40)) + records.record.astype(np.uint64)
@@ -237,8 +236,7 @@ class StepDataset(Dataset):
 
 
 def worker_count(wanted: int | str, process: Process, device: str) -> int:
-    """Return the number of loader workers of a rank. wanted: data.workers; "auto" is 2 on a CPU, and 4 to 6 for a GPU,
-    depending on the number of cores."""
+    """Return a rank's number of loader workers. wanted: data.workers; "auto": 2 on a CPU, 4 to 6 for a GPU."""
     if wanted != "auto":
         return int(wanted)
     cores = len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""The samples that each optimizer step consumes, and the plan of each rank.
+"""The samples that each optimizer step consumes, and each rank's plan: which records are in which packed row.
 
 In each step a stream takes `samples` samples from its sources. Languages (or language pairs) are sampled with p_i
 proportional to n_i^alpha (Conneau & Lample 2019), as evenly as whole numbers allow, and each source is read in its
@@ -60,7 +60,7 @@ class SampledRecords:
     """Tokens estimated from the record's bytes, float."""
 
     def select(self, places: np.ndarray) -> "SampledRecords":
-        """The records at these places of the arrays, in the order of their samples."""
+        """Return the records at these indices of the arrays, in the order of their samples."""
         places = places[np.argsort(self.sample[places], kind="stable")]
         return SampledRecords(*(getattr(self, name)[places] for name in self.__dataclass_fields__))
 
@@ -81,7 +81,7 @@ class StepPlan:
 class GlobalBatch:
     """The samples of one optimizer step over all ranks, by stream, and the bin to which each is assigned.
 
-    A stream's records are ordered by source. `plans` orders only the records of its ranks by sample, to save time.
+    A stream's records are ordered by source. To save time, `plans` orders only its ranks' records by sample.
     """
 
     records: dict[str, SampledRecords]
@@ -147,18 +147,18 @@ class Mixture:
             )
 
     def next_step(self) -> StepPlan:
-        """The plan of this rank."""
+        """Return this rank's plan of the next step, and advance the state."""
         return self.next_batch().plans([self.rank])[0]
 
     def next_batch(self) -> GlobalBatch:
-        """The next step's global batch; advances the state."""
+        """Return the next step's global batch, and advance the state."""
         mixture = self._of_next_step()
         batch = mixture._sample()
         self.state = mixture.state
         return batch
 
     def _of_next_step(self) -> "Mixture":
-        """The mixture of the next step's phase, at this mixture's state."""
+        """Return the mixture of the next step's phase, set to this mixture's state."""
         mixture = next((of_phase for end, of_phase in self.phases if self.state["step"] < end), self)
         mixture.state, mixture._orders = self.state, self._orders  # most orders are the same in all phases
         return mixture
@@ -181,7 +181,7 @@ class Mixture:
         return dict(zip(tokens, np.split(bins, borders), strict=True)), rows
 
     def _draw(self, stream: StreamSpec, weights: np.ndarray, step: int) -> tuple[SampledRecords, list[list[int]]]:
-        """The stream's records of a step, and the stream's positions after the step."""
+        """Return the stream's records of a step, and the stream's positions after the step."""
         drawn = np.flatnonzero(weights).astype(np.min_scalar_type(len(weights)))
         chosen = drawn[choose(weights[drawn], stream.samples, rng.key(self.seed, stream.name, "source", step))]
         in_order = np.argsort(chosen, kind="stable")  # few bits are sorted in linear time
@@ -242,13 +242,15 @@ class Mixture:
             text = TextPacking(tokens, self.room, before) if stream.packed else None
             # Data that was added to a run (run/going_on.py) must not change the order of the other sources.
             sources = self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources)
-            order = EpochOrder(of.counts, seed, epoch, look=partial(look, of), text=text, sources=sources)
+            order = EpochOrder(
+                of.counts, seed, epoch, look=partial(lengths_and_follows, of), text=text, sources=sources
+            )
             cached = self._orders[stream.name, source] = (now, order)
         return cached[1]
 
 
 def remote_window_bytes(streams: list[StreamSpec], sources: list[Source]) -> int:
-    """The maximum number of bytes of remote shards that the windows of all streams hold at one time."""
+    """Return the maximum number of bytes of remote shards that the windows of all streams hold at one time."""
     total = 0
     for number, source in enumerate(sources):
         most = -(-len(source.shards) // window_count(source.counts))
@@ -258,9 +260,11 @@ def remote_window_bytes(streams: list[StreamSpec], sources: list[Source]) -> int
     return total
 
 
-def look(source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of records of a source, and whether each continues a document (order.Look)."""
-    lengths, follows = zip(*parallel_map(source.look, shards, records), strict=True)
+def lengths_and_follows(
+    source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes of records of a source, and whether each continues a document (order.Look)."""
+    lengths, follows = zip(*parallel_map(source.lengths_and_follows, shards, records), strict=True)
     return np.concatenate(lengths), np.concatenate(follows)
 
 
@@ -269,8 +273,7 @@ FIT_SAMPLES = 2**15
 MIN_STEPS, MAX_STEPS = 4, 64
 """The minimum and maximum number of steps to which the shape of rows is fitted."""
 FIT_TOKENS = 1 << 25
-"""The shape of rows is fitted to fewer steps, but at least one, if they have more than this many tokens of running
-text."""
+"""The maximum tokens of running text to which the shape of rows is fitted; at least one step is used."""
 UNCOMPILED = 1.5
 """The time of a row that exceeds the compiled shape, divided by the time of a row that fits."""
 TOKEN_MULTIPLE = 16
@@ -278,18 +281,18 @@ TOKEN_MULTIPLE = 16
 
 
 def steps_to_fit(mixture: Mixture) -> int:
-    """The number of first steps to which the shape of rows is fitted."""
+    """Return the number of first steps to which the shape of packed rows is fitted."""
     steps = min(max(FIT_SAMPLES // sum(stream.samples for stream in mixture.streams), MIN_STEPS), MAX_STEPS)
     tokens = sum(stream.samples for stream in mixture.streams if stream.packed) * mixture.max_length
     return max(min(steps, FIT_TOKENS // max(tokens, 1)), 1)
 
 
 def fit_row_shape(mixture: Mixture, longest: int) -> tuple[int, RowShape]:
-    """The number of rows of each rank in a step, and a shape of at most max_tokens that nearly all rows fit.
+    """Return the number of packed rows of each rank in a step, and a shape that nearly all packed rows fit.
 
     mixture: one that no step was taken from. longest: data.max_length, the length of a filler sequence. Row lengths are
-    taken as normally distributed; their variance is that between rows plus that of estimates. Rows that do not fit run
-    uncompiled.
+    taken as normally distributed; their variance is that between rows plus that of estimates. The shape has at most
+    max_tokens. Rows that do not fit run uncompiled.
     """
     start, samples = mixture.state, sum(stream.samples for stream in mixture.streams)
     batches = [mixture.next_batch() for _ in range(steps_to_fit(mixture))]
@@ -306,7 +309,7 @@ def fit_row_shape(mixture: Mixture, longest: int) -> tuple[int, RowShape]:
 
 
 def optimal_margin(relative: float, ranks: int) -> float:
-    """The size of a compiled row, in standard deviations above the mean, that minimises the expected time of a step.
+    """Return by how many standard deviations a compiled row should exceed the mean row, to minimise a step's time.
 
     A larger size costs time in every row. A row that does not fit costs more, and all ranks wait for it. relative: the
     standard deviation of a row's tokens, divided by their mean.
@@ -317,7 +320,7 @@ def optimal_margin(relative: float, ranks: int) -> float:
 
 
 def expected_bins(mixture: Mixture, batch: GlobalBatch, rows: int) -> np.ndarray:
-    """For each bin of a step: the expected tokens, the variance of tokens, and the expected sequences [3, bins]."""
+    """Return each bin's expected tokens, variance of tokens, and expected sequences [3, bins]."""
     bins, rows = mixture.assign(batch.tokens, rows)
     found = np.zeros((3, rows * mixture.world))
     for name, tokens in batch.tokens.items():
@@ -329,7 +332,7 @@ def expected_bins(mixture: Mixture, batch: GlobalBatch, rows: int) -> np.ndarray
 
 
 def source_sizes(sources: list[Source], calibration: Calibration, by: str) -> list[float]:
-    """The size of each source in `by`: records, bytes or tokens. Bytes and tokens are estimated from some shards."""
+    """Return each source's size in `by`: records, bytes or tokens. Bytes and tokens are estimated from some shards."""
     if by == "records":
         return [source.records for source in sources]
     lines = calibration.lines if by == "tokens" else [(1.0, 0.0)] * len(sources)
@@ -346,8 +349,8 @@ SIZED = 4
 
 
 def stream_weights(stream: StreamSpec, sources: list[Source], alpha: float, sizes: list[float]) -> np.ndarray:
-    """The probability with which each of the stream's sources is drawn; 0 for the sources in `stream.idle`. sizes: the
-    size of every source of the run."""
+    """Return the probability with which each of the stream's sources is drawn; 0 for the sources in `stream.idle`.
+    sizes: the size of every source of the run."""
     drawn = [source not in stream.idle for source in stream.sources]
     weights, of = np.zeros(len(drawn)), [s for s in stream.sources if s not in stream.idle]
     weights[drawn] = source_weights([sources[s] for s in of], alpha, [sizes[s] for s in of])
@@ -355,8 +358,8 @@ def stream_weights(stream: StreamSpec, sources: list[Source], alpha: float, size
 
 
 def limited(weights: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """The weights, each limited to its `most`; the others grow in proportion, so that the sum stays 1. If the sum of
-    `most` is at most 1, the weights are proportional to `most`."""
+    """Return the weights, each limited to its `most`; the others grow in proportion, so that the sum stays 1. If the
+    sum of `most` is at most 1, the weights are proportional to `most`."""
     most = np.where(weights > 0, most, 0.0)
     if most.sum() <= 1:
         return most / most.sum() if most.sum() else weights
@@ -370,14 +373,14 @@ def limited(weights: np.ndarray, most: np.ndarray) -> np.ndarray:
 
 
 def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
-    """The state before step 0: [epoch, position] of every source of every stream. If the room of a sample of running
-    text has changed within the epoch, the numbers of TextPacking.before come after these two."""
+    """Return the state before step 0: [epoch, position] of every source of every stream. If the room of a sample of
+    running text has changed within the epoch, the numbers of TextPacking.before come after these two."""
     positions = {stream.name: [[0, 0] for _ in stream.sources] for stream in streams}
     return {"step": 0, "positions": positions, "order": ORDER}
 
 
 def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
-    """A source for each sample. Source i is chosen weights[i] * samples times, rounded up or down.
+    """Return a source for each sample. Source i is chosen weights[i] * samples times, rounded up or down.
 
     This is systematic sampling (Madow 1949) in shuffled order: step lengths vary less than with independent draws.
     """
@@ -404,8 +407,8 @@ BUCKETS = 1 << 12
 
 
 def source_weights(sources: list[Source], alpha: float, sizes: list[float] | None = None) -> np.ndarray:
-    """The probability of each source: proportional to n^alpha over languages or (undirected) language pairs, and to n
-    among the sources of one language or pair. sizes: n of each source; None: its number of records."""
+    """Return the probability of each source: proportional to n^alpha over languages or (undirected) pairs of languages,
+    and to n among the sources of one language or pair. sizes: n of each source; None: its number of records."""
     names, sizes = [source.pair for source in sources], sizes or [source.records for source in sources]
     of_name = dict.fromkeys(names, 0.0)
     for name, size in zip(names, sizes, strict=True):
@@ -416,7 +419,7 @@ def source_weights(sources: list[Source], alpha: float, sizes: list[float] | Non
 
 
 def positions_report(state: dict[str, Any], streams: list[StreamSpec], sources: list[Source]) -> list[str]:
-    """Lines such as "tlm en-de: epoch 1, 6,120 of 29,000 records"."""
+    """Return lines such as "tlm en-de: epoch 1, 6,120 of 29,000 records"."""
     lines = []
     for stream in streams:
         for source, (epoch, position, *_) in zip(stream.sources, state["positions"][stream.name], strict=True):

@@ -92,7 +92,7 @@ class EpochOrder:
         """A window's number, and the leading bits of its records' hashes. A record's bits determine its part."""
 
     def bounds(self, position: int) -> tuple[int, int, int]:
-        """(window, first position, end position) of the window that holds `position`."""
+        """Return (window, first position, end position) of the window that holds `position`."""
         shard = int(np.searchsorted(self.ends, position, side="right"))
         window = bisect.bisect_right(self.window_ends, shard)
         return window, self.first_of_window(window), int(self.ends[self.window_ends[window] - 1])
@@ -100,13 +100,13 @@ class EpochOrder:
     def first_of_window(self, window: int) -> int:
         return int(self.ends[self.window_ends[window - 1] - 1]) if window else 0
 
-    def parts(self, position: int) -> int:
-        """The number of parts (runs of records that are read one after another) in the shuffle window of `position`."""
+    def part_count(self, position: int) -> int:
+        """Return the number of parts (records in memory at a time) in the window that holds `position`."""
         _, first, end = self.bounds(position)
         return max(min((end - first) * self.sources // WINDOW_RECORDS, (end - first) // PART_RECORDS), 1)
 
     def take(self, start: int, samples: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The next samples from position `start` on: at least one, at most `samples`, all from one part.
+        """Read the next samples from position `start` on: at least one, at most `samples`, all from one part.
 
         Returns the position after each sample [samples], and the shard, number and bytes of each of their records [n].
         """
@@ -130,7 +130,7 @@ class EpochOrder:
             self._part = EMPTY_PART  # frees its memory for the next part
             window, first, _ = self.bounds(position)
             make = self._make_text_part if self.text else self._make_permuted_part
-            before, *arrays = make(window, self.parts(position), position - first)
+            before, *arrays = make(window, self.part_count(position), position - first)
             self._part = WindowPart(first + before, *(array.astype(np.uint32) for array in arrays))
         return self._part
 
@@ -138,7 +138,7 @@ class EpochOrder:
         return self.shards[self.window_ends[window - 1] if window else 0 : self.window_ends[window]]
 
     def _make_permuted_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """WindowPart's fields for the part with record `at` of a permuted window. `first` is a place in the window."""
+        """Return WindowPart's fields for the part with record `at`; `first` and `at` count from the window."""
         shards, key = self.window_shards(window), rng.hash64(self.key, np.uint64(window + 1))
         counts = self.counts[shards]
         bits = min((parts - 1).bit_length(), 8)
@@ -154,7 +154,7 @@ class EpochOrder:
         return first, ordinals[order], lengths, NO_RECORDS
 
     def _make_text_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """WindowPart's fields for the part with record `at` of a window of text. `first` is a place in the window."""
+        """Return WindowPart's fields for the part of running text with record `at`, counted from the window."""
         assert self.text and self.look
         shards, key = self.window_shards(window), rng.hash64(self.key, np.uint64(window + 1))
         counts = self.counts[shards]
@@ -187,12 +187,12 @@ class EpochOrder:
 
 
 def window_count(counts: np.ndarray, window: int = WINDOW_RECORDS) -> int:
-    """The number of windows of a source. counts: records of each shard. window: wanted records of a window."""
+    """Return the number of windows of a source. counts: records of each shard. window: wanted records of a window."""
     return min(max(int(counts.sum()) // window, -(-len(counts) // WINDOW_SHARDS), 1), len(counts))
 
 
 def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The order of records of running text [n], and the end of each sample [samples]. sizes: tokens of each record."""
+    """Return the order of records of running text [n], and each sample's end [samples]. sizes: tokens of records."""
     first = runs(sizes, np.flatnonzero(~follows), room)
     shuffled = rng.permutation(key, len(first))
     sample = fill(np.add.reduceat(sizes, first)[shuffled], room)
@@ -236,7 +236,8 @@ def fill(sizes: np.ndarray, room: int) -> np.ndarray:
 
 
 def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
-    """The first item of each run. A run has as many items as fit into `room`, at least one, and crosses no border.
+    """Return the first item of each run. A run has as many items as fit into `room`, at least one, and crosses no
+    border.
 
     sizes: at least 1 [n]; borders: the items at which a run begins in any case; the first is 0.
     """

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 from xscale.data.sequences import Sequences
 from xscale.data.stream_batch import StateIndices, StreamBatch, Types
 
 Index = tuple[Any, Any, Any, Any]
-"""The index that ops.alignment_gather reads, int32: offsets [S + 1] and places [K] of each state, offsets [N + 1] and
-states [K] of each place."""
+"""For ops.alignment_gather, int32: offsets [S + 1], places [K] of states; offsets [N + 1], states [K] of places."""
 
 
 class Tokens(NamedTuple):
@@ -99,7 +98,7 @@ def pack_row(
     shape: RowShape | None = None,
     names: dict[str, tuple[str, ...]] | None = None,
 ) -> PackedRow:
-    """The packed row of these stream batches, filled up to `shape` if it fits into that.
+    """Return the packed row of these stream batches, filled up to `shape` if it fits into that.
 
     longest: data.max_length; filler: id of the filling tokens; names: Context.names of each stream.
     """
@@ -164,16 +163,17 @@ def group_by_language(
 def lay_out(
     parts: list[Sequences], types: list[Types | None], longest: int, filler: int, shape: RowShape | None = None
 ) -> tuple[Tokens, list[np.ndarray]]:
-    """The tokens of all parts' sequences, longest sequence first, and for each part the index of its tokens in the row.
+    """Return the tokens of all sequences, longest sequence first, and for each of `parts` its tokens' indices in the
+    row.
 
-    types: what each part's token types mean. A row without any token gets a filler sequence.
+    types: what the token types of each of `parts` mean. A row without any token gets a filler sequence.
     """
     lengths = np.concatenate([part.lengths for part in parts])
     order = np.argsort(-lengths, kind="stable")
     ends = np.cumsum(lengths[order])
     starts = np.empty_like(lengths)
     starts[order] = ends - lengths[order]
-    place = np.repeat(starts, lengths) + offsets(lengths)
+    place = np.repeat(starts, lengths) + indices_within(lengths)
     fill = _filler_lengths(int(lengths.sum()), len(lengths), longest, shape)
     size = len(place) + int(fill.sum())
 
@@ -187,7 +187,7 @@ def lay_out(
     lengths = np.concatenate([lengths[order], fill]).astype(np.int32)
     tokens = Tokens(
         column([part.ids for part in parts], filler),
-        column([part.positions for part in parts], offsets(fill)),
+        column([part.positions for part in parts], indices_within(fill)),
         column(numbers, 0) if any(types) else None,
         _ends_from_0(lengths),
         lengths,
@@ -197,7 +197,7 @@ def lay_out(
 
 
 def _filler_lengths(tokens: int, sequences: int, longest: int, shape: RowShape | None) -> np.ndarray:
-    """Lengths of the filler sequences of a row, each at most `longest`."""
+    """Return the lengths of the filler sequences of a row, each at most `longest`."""
     if shape is not None and tokens <= shape.tokens:
         rest = shape.tokens - tokens
         whole = [longest] * (rest // longest) + [rest % longest] * bool(rest % longest)
@@ -207,7 +207,7 @@ def _filler_lengths(tokens: int, sequences: int, longest: int, shape: RowShape |
 
 
 def gather_index(reads: list[StateIndices], tokens: int) -> Index:
-    """The index of all states: the places of each state, and the states of each place in the row."""
+    """Return the index of all states: the places that each state sums, and the states that read each place."""
     places = np.concatenate([NO_NUMBERS, *(read.places for read in reads)])
     counts = np.concatenate([NO_NUMBERS, *(read.place_counts for read in reads)])
     by_place = np.argsort(places, kind="stable")
@@ -228,7 +228,7 @@ def _auxiliary_inputs(stream_batch: StreamBatch, longest: int, filler: int) -> t
 
 
 def join_auxiliary(parts: list[tuple[Tokens, Index]]) -> tuple[Tokens, Index]:
-    """Return the auxiliary inputs of several rows as those of one row. Its states are in the order of the parts."""
+    """Return the auxiliary inputs of several rows as those of one row, with the states in the order of the rows."""
     if len(parts) == 1:
         return parts[0]
     tokens, indices = zip(*parts, strict=True)

@@ -27,8 +27,7 @@ Plans = Iterator[StepPlan | Failure]
 
 
 def failure_of(error: UserError | OSError, where: str = "") -> Failure:
-    """The failure that reports an error to the user, such as a damaged record or a full disk. Raises the error itself
-    if it is a bug of xscale."""
+    """Return the failure that reports an error to the user, such as a full disk. Raises the error if it is a bug."""
     if isinstance(error, UserError):
         return RankError(f"{where}{error}")
     if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
@@ -47,7 +46,7 @@ class Node(NamedTuple):
 
 
 def find_node(host_group: HostGroup) -> Node | None:
-    """This rank's node, or None if the rank is alone on its node. All ranks must call the function together."""
+    """Return this rank's node, or None if the rank is alone on its node. All ranks must call the function together."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # Linux chooses a name
     listener.listen()
@@ -61,9 +60,9 @@ def find_node(host_group: HostGroup) -> Node | None:
 
 
 def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Plans:
-    """The plans of the next steps, from a background process, the planner. It works ahead of training until the buffers
-    of its connections are full, since ordering a new window may take longer than a step. node: the ranks that share
-    one planner, which the first of them starts; None: this rank has its own."""
+    """Return the plans of the next steps, which a background process, the planner, makes ahead of training until the
+    buffers of its connections are full, since ordering a new window may take longer than a step. node: the ranks that
+    share one planner, which the first of them starts; None: this rank has its own."""
     listener = node and node.listener
     if node is None:
         ours, theirs = multiprocessing.Pipe()
@@ -84,7 +83,7 @@ def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Pla
 
 
 def _connect_ranks(node: Node) -> dict[int, Connection]:
-    """A connection with each rank of the node, by rank. Waits for all of them."""
+    """Return a connection with each rank of the node, by rank. Waits for all of them."""
     found: dict[int, Connection] = {}
     assert node.listener
     with node.listener as listener:
@@ -98,8 +97,8 @@ def _connect_ranks(node: Node) -> dict[int, Connection]:
 
 
 def _received_plans(planner: multiprocessing.Process | None, ours: Connection, steps: int, shared: bool) -> Plans:
-    """The plans that the planner sends. planner: its process, if this rank started it. shared: the planner serves
-    other ranks too."""
+    """Yield the plans that the planner sends. planner: its process, if this rank started it. shared: whether the
+    planner sends plans to other ranks too."""
     left = steps
     try:
         while left:

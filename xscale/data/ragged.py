@@ -3,12 +3,12 @@
 import numpy as np
 
 
-def offsets(lengths: np.ndarray) -> np.ndarray:
-    """The numbers 0, 1, ..., n - 1 for each n in `lengths`, concatenated."""
+def indices_within(lengths: np.ndarray) -> np.ndarray:
+    """Return the numbers 0, 1, ..., n - 1 for each n in `lengths`, concatenated."""
     ends = np.cumsum(lengths)
     return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
 
 
 def evenly_spaced(n: int, most: int) -> np.ndarray:
-    """At most `most` evenly spaced numbers of range(n), including the first and the last."""
+    """Return at most `most` evenly spaced numbers of range(n), including the first and the last."""
     return np.unique(np.linspace(0, n - 1, most).round().astype(int))

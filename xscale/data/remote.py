@@ -45,7 +45,7 @@ Found = TypeVar("Found")
 
 
 def location(text: str) -> Path | str:
-    """The value of an argument of --data: a Path, or a string if it is a URL, which a Path would change."""
+    """Return a value of --data as a Path, or as a string if it is a URL, which a Path would change."""
     return text.rstrip("/") if "://" in text else Path(text)
 
 
@@ -59,7 +59,7 @@ class Cache:
 
     @classmethod
     def of(cls, folder: str | None = None, gigabytes: float = 100.0) -> "Cache":
-        """The cache for the values of data.cache and data.cache_gb."""
+        """Return the cache for the values of data.cache and data.cache_gb."""
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xscale"
         return cls(Path(folder).absolute() if folder else default, round(gigabytes * 1e9))
 
@@ -90,7 +90,7 @@ class Remote:
     cache: Cache
 
     def read(self, shard: tuple[str, int, str], length: int, offset: int, again: bool) -> bytes:
-        """Bytes of a shard, fetched if the cache lacks it. shard: name, size and SHA-256. again: the bytes were
+        """Return bytes of a shard, fetched if the cache lacks it. shard: name, size and SHA-256. again: the bytes were
         damaged; fetch the shard anew. The file is not kept open, so that deleting a shard frees the disk."""
         path = f"{self.folder}/{shard[0]}"  # a Path would take longer than the read
         if again:
@@ -144,7 +144,8 @@ class Remote:
 
 
 def start_fetchers() -> "SimpleQueue[Callable[[], None]]":
-    """Start threads that make the fetches in the returned queue. If one fails, the reader of its shard reports why."""
+    """Start threads that call the functions put into the returned queue, each of which fetches a shard. If a fetch
+    fails, the reader of its shard reports why."""
     wanted: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def work() -> None:
@@ -161,7 +162,7 @@ def start_fetchers() -> "SimpleQueue[Callable[[], None]]":
 
 
 def find_remote(url: str, cache: Cache) -> list[Remote]:
-    """The source at a URL, or the sources one level below it, sorted by name. Raises OSError or UserError."""
+    """Return the source at a URL, or the sources one level below it, sorted by name. Raises OSError or UserError."""
     try:
         import fsspec
 
@@ -180,18 +181,18 @@ def find_remote(url: str, cache: Cache) -> list[Remote]:
         names = [entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"]
         return sorted(name.rpartition("/")[2] for name in names)
 
-    names = persist(url, lambda _: timed(list_folders))
+    names = retry(url, lambda _: call_unless_stalled(list_folders))
     return [found for name in names if (found := find_one(f"{url}/{name}", cache))]
 
 
 def find_one(url: str, cache: Cache) -> Remote | None:
-    """The source at a URL, after its index.json is cached; None if there is no index.json. Raises OSError."""
+    """Return the source at a URL, after its index.json is cached; None if it has no index.json. Raises OSError."""
 
     def check(path: Path) -> None:
         again = path.with_name("again")
         download(f"{url}/index.json", again)
         if (answer := path.read_bytes()) != again.read_bytes():
-            raise ValueError("two downloads differ")
+            raise ValueError("two downloads of index.json differ")
         json.loads(answer)
 
     with tempfile.TemporaryDirectory(dir=cache.folder) as folder:
@@ -207,9 +208,8 @@ def find_one(url: str, cache: Cache) -> Remote | None:
 def fetch_file(
     url: str, path: Path, check: Callable[[Path], None], optional: bool = False, field: str = "data.cache"
 ) -> bool:
-    """Fetch a file. check: a function that raises an error if the downloaded file is damaged. optional: return False if
-    the server has no such file. field: the setting that chooses the local folder, for messages. Raises OSError if all
-    attempts fail."""
+    """Fetch a file. check: raises an error if the downloaded file is damaged. optional: return False if the server has
+    no such file. field: the recipe field of the local folder, for messages. Raises OSError if all attempts fail."""
 
     def attempt(number: int) -> bool:
         partial_path = path.with_name(f"{path.name}.{number}{PARTIAL}")  # a stalled attempt may still write
@@ -225,10 +225,10 @@ def fetch_file(
             partial_path.unlink(missing_ok=True)
         return True
 
-    return persist(url, attempt, f"{path.parent} ({field})")
+    return retry(url, attempt, f"{path.parent} ({field})")
 
 
-def persist(url: str, attempt: Callable[[int], Found], folder: str = "") -> Found:
+def retry(url: str, attempt: Callable[[int], Found], folder: str = "") -> Found:
     """Call `attempt` with the numbers 1, 2, ... until it succeeds, and return its value. folder: where it writes.
     Raises OSError if TRIES attempts have failed, and UserError if the server refuses access."""
     for number in range(1, TRIES + 1):
@@ -265,10 +265,10 @@ def download(url: str, path: Path) -> None:
         file_system, remote_path = fsspec.url_to_fs(url)
         file_system.get_file(remote_path, str(path))
 
-    timed(copy, lambda: path.stat().st_size if path.exists() else 0)
+    call_unless_stalled(copy, lambda: path.stat().st_size if path.exists() else 0)
 
 
-def timed(do: Callable[[], Found], progress: Callable[[], Any] = lambda: None) -> Found:
+def call_unless_stalled(do: Callable[[], Found], progress: Callable[[], Any] = lambda: None) -> Found:
     """Call `do` in a thread, and return its value. If the value of `progress` stays the same for STALL seconds, raise
     TimeoutError and leave the thread running."""
     done: Future[Found] = Future()

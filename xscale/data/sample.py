@@ -28,7 +28,7 @@ def texts_of(
 
 
 def sample_records(records: int, most: int) -> np.ndarray:
-    """The numbers of all records, or if there are more than `most`, of at most `most` in evenly spaced runs of RUN."""
+    """Return the indices of all records, or of at most `most` in evenly spaced runs of RUN if there are more."""
     if records <= most:
         return np.arange(records)
     return (evenly_spaced(records // RUN, most // RUN)[:, None] * RUN + np.arange(RUN)).ravel()

@@ -63,19 +63,19 @@ _SHORT_CODES: dict[str, str] = {
 
 
 def short_code(lang: str) -> str:
-    """The two-letter code of a language, if it has one, from any of its codes: "de" for de, deu, deu_Latn and de-AT."""
+    """Return a language's two-letter code, if it has one, from any code: "de" for de, deu, deu_Latn and de-AT."""
     code = re.split("[-_]", lang.lower())[0]
     return _SHORT_CODES.get(code, code)
 
 
 def spelling_key(lang: str) -> str:
-    """The same for names of a language that differ in letter case, in "-" and "_", or in the length of the code."""
+    """Return a key that is equal for a language's names that differ in case, in "-" and "_", or in code length."""
     code, *tags = re.split("[-_]", lang.lower())
     return "-".join([short_code(code), *tags])
 
 
 def scripts_of(lang: str) -> tuple[str, ...]:
-    """The scripts in which a language's texts may be written, by the code's tag if it has one; () if it is unknown."""
+    """Return the scripts in which a language may be written, by the code's tag if it has one; () if it is unknown."""
     for tag in re.split("[-_]", lang.lower())[1:]:
         if tag in _TAGS:
             return _TAGS[tag]

@@ -12,7 +12,7 @@ import numpy as np
 
 from xscale import rng
 from xscale.data import words as words_of
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
 
@@ -27,7 +27,7 @@ class Example:
     ids: tuple[list[int], ...]
     """Token ids of each text, without special tokens."""
     words: tuple[TokenWords, ...] | None
-    """The words of each text, if the stream asks for them."""
+    """The words of each text; None if the stream's objective does not need words."""
     identity: np.uint64
     """The key of all random choices about the record, for one stream and epoch."""
     number: int = 0
@@ -75,7 +75,7 @@ class Sequences:
     @property
     def offsets(self) -> np.ndarray:
         """Index of each token within its sequence [N]."""
-        return offsets(self.lengths)
+        return indices_within(self.lengths)
 
 
 def join_segments(
@@ -124,9 +124,9 @@ def join_segments(
     return Sequences(
         ids=np.array(flat, dtype=np.int64),
         lengths=lengths,
-        positions=offsets(per_segment if reset_positions else lengths),
+        positions=indices_within(per_segment if reset_positions else lengths),
         languages=np.repeat(np.array(segment_languages, dtype=np.int64), per_segment),
-        segments=np.repeat(offsets(of_sequence), per_segment),
+        segments=np.repeat(indices_within(of_sequence), per_segment),
         words=numbers,
         identities=np.array([sequence[0][0].identity for sequence in sequences], dtype=np.uint64),
         segment_starts=np.array(segment_starts, dtype=np.int64),
@@ -134,7 +134,7 @@ def join_segments(
 
 
 def concatenated(first: Sequences, second: Sequences) -> Sequences:
-    """The sequences of `first` followed by those of `second`, without word numbers."""
+    """Return the sequences of `first` followed by those of `second`, without word numbers."""
     joined = {
         name: np.concatenate([getattr(first, name), getattr(second, name)])
         for name in ("ids", "lengths", "positions", "languages", "segments", "identities")
@@ -144,8 +144,8 @@ def concatenated(first: Sequences, second: Sequences) -> Sequences:
 
 
 def fit_pairs(examples: list[Example], max_length: int, overlong: str, special: int = 3) -> tuple[list[Example], int]:
-    """The pairs of at most `max_length` tokens, including `special` special ones, and the number of longer pairs.
-    Longer pairs are dropped, or both of their sides are truncated in proportion."""
+    """Return the pairs of at most `max_length` tokens, including `special` special ones, and the number of longer
+    pairs. overlong: "drop" drops longer pairs, "truncate" cuts both of their sides in proportion."""
     room, kept, long = max_length - special, [], 0
     for example in examples:
         first, second = example.ids
@@ -185,7 +185,7 @@ def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:
 
 
 def split_to_fit(example: Example, room: int) -> list[Example]:
-    """Split a text into parts of at most `room` tokens, between words unless a single word is longer."""
+    """Return the text in pieces of at most `room` tokens, cut between words unless a single word is longer."""
     ids, starts = example.ids[0], [0]
     while len(ids) - starts[-1] > room:
         most = starts[-1] + room
@@ -207,7 +207,7 @@ def split_to_fit(example: Example, room: int) -> list[Example]:
 
 
 def join_texts(examples: list[Example]) -> Example:
-    """Join several texts to one, with the identity of the first text."""
+    """Return several texts as one, with the identity of the first text."""
     ids = [token for example in examples for token in example.ids[0]]
     words = [example.words[0] for example in examples if example.words is not None]
     return replace(examples[0], ids=(ids,), words=(words_of.join_words(words),) if words else None)

@@ -32,7 +32,7 @@ from xscale.data import words
 from xscale.data.link_projection import project_links
 from xscale.data.ragged import evenly_spaced
 from xscale.data.remote import Cache, Remote, find_remote
-from xscale.data.text import stretch
+from xscale.data.text import piece_of_text
 from xscale.errors import UserError
 from xscale.files import PARTIAL
 from xscale.record import Record, parse_json, parse_sample
@@ -68,7 +68,7 @@ class Source:
     """One directory of shards, with one kind of record and one language or one ordered pair of languages."""
 
     def __init__(self, directory: Path | str, remote: Remote | None = None):
-        """remote: given if the source is at a URL; the directory is then its folder in the cache."""
+        """remote: None for a local source; for a source at a URL, the directory is its folder in the cache."""
         self.directory, self.remote = Path(directory), remote
         index, self.shards = read_index(self.directory)
         self.fingerprint = fingerprint(index)
@@ -108,12 +108,12 @@ class Source:
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
 
-    def parts(self, known: Collection[str]) -> list["Source"]:
-        """The source, split into sources of consecutive shards. A part ends where its fingerprint is one of `known`."""
+    def split_at(self, fingerprints: Collection[str]) -> list["Source"]:
+        """Return sources of consecutive shards, one of which ends wherever its fingerprint is one of `fingerprints`."""
         borders = [0]
         while borders[-1] < len(self.shards):
             digests = prefix_fingerprints(self.langs, self.shards[borders[-1] :])
-            ends = (end for end, digest in enumerate(digests, start=borders[-1] + 1) if digest in known)
+            ends = (end for end, digest in enumerate(digests, start=borders[-1] + 1) if digest in fingerprints)
             borders.append(next(ends, len(self.shards)))
         return [self] if len(borders) == 2 else [self._part_of_shards(a, b) for a, b in pairwise(borders)]
 
@@ -130,17 +130,17 @@ class Source:
         return source
 
     def with_shards(self, most: int) -> "Source":
-        """A copy with at most `most` of the shards, evenly spaced. `records` is still the number of all records."""
+        """Return a copy with at most `most` of the shards, evenly spaced; `records` still counts all records."""
         return self.without_readahead()._with_shards(evenly_spaced(len(self.counts), most).tolist())
 
     def without_readahead(self) -> "Source":
-        """A copy of the source for reading a few records of many shards."""
+        """Return a copy of the source for reading a few records of many shards."""
         source = copy.copy(self)
         source.readahead = False
         return source
 
     def check_links(self) -> None:
-        """Raises UserError if the links count words of an unknown segmentation."""
+        """Raise UserError if the links count words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
                 f"{self.directory}: the word links count words of segmentation {self.segmentation}, but this xscale "
@@ -149,7 +149,7 @@ class Source:
             )
 
     def with_words(self, record: Record) -> Record:
-        """The record with links that count the words of data/words.py. Raises UserError."""
+        """Return the record with links that count the words of data/words.py. Raises UserError."""
         if record.links is None:
             return record
         self.check_links()
@@ -164,13 +164,13 @@ class Source:
             ) from None
 
     def places(self, numbers: np.ndarray) -> list[tuple[int, int]]:
-        """(shard, number within the shard) of records, from their numbers in the source."""
+        """Return (shard, index within the shard) of records, from their indices in the source."""
         ends = np.cumsum(self.counts)
         shards = np.searchsorted(ends, numbers, side="right")
         return list(zip(shards.tolist(), (numbers - (ends - self.counts)[shards]).tolist(), strict=True))
 
     def check_size(self, shard: Shard) -> None:
-        """Check the size of a shard's files, so that an incomplete copy fails before step 1. Raises UserError."""
+        """Raise UserError if a shard's files have a wrong size, so that an incomplete copy fails before step 1."""
         if self.remote:  # its files are checked when they are fetched
             return
         path = f"{self.directory}/{shard.name}"  # a Path would take longer than the check
@@ -187,11 +187,11 @@ class Source:
                 )
 
     def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
-        return self.look(shard, records)[0]
+        return self.lengths_and_follows(shard, records)[0]
 
-    def look(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of records of one shard, and True for each that continues the document of the record before it, from
-        the shard's entries alone."""
+    def lengths_and_follows(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of records of one shard, and True for each record that continues the document of the record
+        before it [n_records], from the shard's entries alone."""
         idx = self.entries(shard)
         lengths = (idx["length"][records] & (FOLLOWS - 1)).astype(np.int64)
         if self.kind == "mono" and (lengths > PART_BYTES).any():
@@ -200,12 +200,12 @@ class Source:
         return lengths, idx["length"][records] >= FOLLOWS
 
     def entries(self, shard: int) -> np.ndarray:
-        """The verified entries of a shard [n_records]. Raises UserError."""
+        """Return the verified entries of a shard [n_records]. Raises UserError."""
         return np.frombuffer(self._entry_bytes(shard, 0, int(self.counts[shard])), dtype=IDX_DTYPE)
 
     def _entry_bytes(self, shard: int, first: int, end: int) -> bytes:
-        """The entries of some records of a shard, from the file `entries`, or from the shard's .idx if `entries` is
-        absent or damaged. Raises UserError if the .idx does not fit the index.json that this process read."""
+        """Return the entries of some records of a shard, from the file `entries`, or from the shard's .idx if `entries`
+        is absent or damaged. Raises UserError if the .idx does not fit the index.json that this process read."""
         about, size = self.shards[shard], (end - first) * ENTRY.size
         if self.has_entries:
             with suppress(OSError):
@@ -213,7 +213,7 @@ class Source:
                 if file.fits_index(shard, start, about):
                     return file.read(size, (start + first) * ENTRY.size)
         if self.remote:
-            raise UserError(f"{self.directory}/{ENTRIES} is damaged; remove its folder, which is made again")
+            raise UserError(f"{self.directory}/{ENTRIES} is damaged; remove {self.directory}, which is made again")
         file = self._file(f"{about.name[:-4]}.idx")
         if not file.fits_index(shard, 0, about):
             raise UserError(
@@ -224,7 +224,7 @@ class Source:
         return file.read(size, first * ENTRY.size)
 
     def continues_document(self, shard: int, record: int) -> bool:
-        """Whether the record continues the document of the record before it."""
+        """Return whether the record continues the document of the record before it."""
         return bool(self._entry(shard, record)[1] & FOLLOWS)
 
     def read(self, shard: int, record: int) -> Record:
@@ -258,7 +258,7 @@ class Source:
             ) from None
         if whole.langs != self.langs:
             raise UserError(
-                f"{self.directory}: record {whole.key!r} is of {', '.join(whole.langs)}, index.json says "
+                f"{self.directory}: record {whole.key!r} has languages {', '.join(whole.langs)}, index.json says "
                 f"{', '.join(self.langs)}; run `python -m data_tools.index {self.directory}`"
             )
         if length <= PART_BYTES or len(whole.texts) == 2:
@@ -266,31 +266,31 @@ class Source:
         return self._text_part(whole, shard, record, offset, length // PART_BYTES)
 
     def fetch(self, shard: int) -> None:
-        """Fetch a remote source's shard unless it is in the cache. Raises OSError."""
+        """Fetch a shard of a remote source unless it is in the cache. Raises OSError."""
         assert self.remote
         about = self.shards[shard]
         self.remote.fetch(about.name, about.bytes, about.sha256)
 
     def _text_part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
-        """The record of one part of a long text, which has an index entry for each part. whole: the record of all the
-        text. most: the maximum number of other parts."""
+        """Return the record of one part of a long text, which has an index entry for each part. whole: the record of
+        the whole text. most: the maximum number of other parts."""
         first, end = max(record - most, 0), min(record + 1 + most, int(self.counts[shard]))
         near = np.frombuffer(self._entry_bytes(shard, first, end), dtype=IDX_DTYPE)
         same = near["offset"] == offset
         number, parts = int(same[: record - first].sum()), int(same.sum())
         if parts == 1:
             return whole
-        text = stretch(whole.texts[0], number, parts)
+        text = piece_of_text(whole.texts[0], number, parts)
         return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
 
     def _entry(self, shard: int, record: int) -> tuple[int, int, int]:
-        """Offset, length with the bit FOLLOWS, and CRC-32 of a record."""
+        """Return the offset, the length with the bit FOLLOWS, and the CRC-32 of a record."""
         if not 0 <= record < self.counts[shard]:
             raise IndexError(record)
         return ENTRY.unpack(self._entry_bytes(shard, record, record + 1))
 
     def _file(self, name: str) -> "OpenFile":
-        """An open file of the directory. It stays open while it is among the files that this process used last."""
+        """Return an open file of the directory. It stays open while it is among the most recently used ones."""
         file = _open.get((id(self), name))
         if file is None:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -353,12 +353,12 @@ _open: OrderedDict[tuple[int, str], OpenFile] = OrderedDict()
 
 
 def pair_name(langs: Iterable[str]) -> str:
-    """The language, or the undirected pair of languages: "en-hi" for (en, hi) and for (hi, en)."""
+    """Return the language, or the undirected pair of languages: "en-hi" for (en, hi) and for (hi, en)."""
     return "-".join(sorted(langs))
 
 
 def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
-    """The content of index.json, and its shards. Raises UserError."""
+    """Return the content of index.json, and its shards. Raises UserError."""
     path = directory / "index.json"
     if not path.exists():
         raise UserError(f"{path} not found. Make it with `python -m data_tools.index {directory}`")
@@ -366,7 +366,7 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
         index = json.loads(path.read_text(encoding="utf-8"))
         version = index["version"]
         if type(version) is int and version == FORMAT_VERSION:
-            return index, check_index(index)
+            return index, parse_shards(index)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} is not an index ({error}). Rebuild it: `python -m data_tools.index {directory}`"
@@ -379,9 +379,9 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     )
 
 
-def check_index(index: dict[str, Any]) -> list[Shard]:
-    """The shards of the index. Raises ValueError, or Python's own error, for a field that is absent, of a wrong type or
-    inconsistent with others."""
+def parse_shards(index: dict[str, Any]) -> list[Shard]:
+    """Return the shards that an index.json lists. Raises ValueError, or Python's own error, for a field that is absent,
+    of a wrong type or inconsistent with others."""
     kinds = {"langs": list, "layout": str, "shards": list, "records": int, "bytes": int, "made_by": dict, "kind": str}
     for name, kind in kinds.items():
         if type(index[name]) is not kind:
@@ -407,7 +407,7 @@ def check_index(index: dict[str, Any]) -> list[Shard]:
 
 
 def check_languages(langs: list[str] | tuple[str, ...]) -> None:
-    """Raises ValueError unless `langs` are the names of one or two different languages."""
+    """Raise ValueError unless `langs` are the names of one or two different languages."""
     if not all(isinstance(lang, str) and lang and lang.isprintable() and not set(lang) & set("/\\ ") for lang in langs):
         raise ValueError(f"langs {list(langs)} are not names of languages")
     if len(langs) not in (1, 2) or len(set(langs)) < len(langs):
@@ -415,7 +415,7 @@ def check_languages(langs: list[str] | tuple[str, ...]) -> None:
 
 
 def fingerprint(index: dict[str, Any]) -> str:
-    """Identity of a source's content: languages, shard order and shard bytes, not the directory's name."""
+    """Return a hash of a source's content: languages, shard order and shard bytes, not the directory's name."""
     content = [1, index["langs"], [[s["records"], s["sha256"]] for s in index["shards"]]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
@@ -435,8 +435,8 @@ def directories_below(directory: Path) -> list[Path]:
 
 
 def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) -> list[Source]:
-    """The sources at, or one level below, each directory or URL, in the order given. cache: for shards at a URL. Raises
-    UserError for a directory or URL that has none."""
+    """Return the sources at, or one level below, each directory or URL, in this order. cache: for shards at a URL.
+    Raises UserError for a directory or URL that has no source."""
     sources: list[Source] = []
     for location in locations:
         if isinstance(location, str):
@@ -464,7 +464,7 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
 
 
 def check_none_forgotten(directory: Path, found: list[Path]) -> None:
-    """Raises UserError if a folder beside the sources has shards but no index.json, as an incomplete copy has."""
+    """Raise UserError if a folder beside the sources has shards but no index.json, as an incomplete copy has."""
     for path in sorted(directory.iterdir()) if found and directory not in found else ():
         if path.is_symlink() and not path.exists():
             raise UserError(
@@ -479,7 +479,7 @@ def check_none_forgotten(directory: Path, found: list[Path]) -> None:
 
 
 def take_first(sources: list[Source], first: int | None) -> list[Source]:
-    """The sources, shortened to the first `first` records of each language or (undirected) pair, without empty ones."""
+    """Return the sources, shortened to the first `first` records of each language or pair, without empty ones."""
     if first is None:
         return sources
     taken: Counter[frozenset[str]] = Counter()

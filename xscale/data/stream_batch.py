@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from xscale import rng
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 from xscale.data.sequences import Example, Sequences, fit_pairs
 from xscale.data.shards import pair_name
 from xscale.data.tokenizer import Tokenizer
@@ -51,8 +51,8 @@ class Context:
         return fit_pairs([sample[0] for sample in samples], self.max_length, self.overlong, special)[0]
 
     def name_numbers(self, sequences: Sequences) -> np.ndarray:
-        """Return for each sequence the index in `names` of its language or pair, found from its first and last token;
-        len(names) if `names` lacks the language or pair [B]."""
+        """Return each sequence's index in `names` of its language or pair, found from its first and last token [B];
+        len(names) if `names` lacks the language or pair."""
         ends = np.cumsum(sequences.lengths)
         first, last = sequences.languages[ends - sequences.lengths], sequences.languages[ends - 1]
         codes, which = np.unique(np.stack([first, last], 1), axis=0, return_inverse=True)
@@ -195,7 +195,7 @@ def masked_lm(
     if types == "languages":
         hidden = rng.uniform(sequences.identities ^ _NEUTRAL, np.zeros(len(sequences.lengths))) < neutral
         languages = np.where(hidden[sequences.numbers], 0, languages)
-        positions = np.where(hidden[sequences.numbers], offsets(sequences.lengths), positions)
+        positions = np.where(hidden[sequences.numbers], indices_within(sequences.lengths), positions)
     return StreamBatch(
         sequences=replace(sequences, ids=ids, languages=languages, positions=positions),
         reads={"masked": StateIndices(targets)},

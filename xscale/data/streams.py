@@ -5,17 +5,17 @@ from xscale.errors import UserError
 
 
 def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
-    """True if a stream's `languages` have `langs`, one language or a pair: "en-de", "de-en", or both "en" and "de"."""
+    """Return True if `languages` lists the language or pair `langs`: "en-de", "de-en", or both "en" and "de"."""
     return not both_names(langs).isdisjoint(languages) or set(langs) <= set(languages)
 
 
 def both_names(langs: tuple[str, ...]) -> set[str]:
-    """The names "en-de" and "de-en" of a pair; the one name of a language."""
+    """Return the names "en-de" and "de-en" of a pair, or the one name of a language."""
     return {"-".join(langs), "-".join(langs[::-1])}
 
 
 def check_languages(languages: list[str] | None, sources: list[Source]) -> None:
-    """Raises UserError unless the sources have data for each of `languages`, the value of data.languages."""
+    """Raise UserError unless the sources have data for each of `languages`, the value of data.languages."""
     there = {name for source in sources for name in {*both_names(source.langs), *source.langs}}
     if absent := [language for language in languages or [] if language not in there]:
         raise UserError(f"data.languages: --data has no text in {', '.join(absent)}, only {', '.join(sorted(there))}")
@@ -24,8 +24,8 @@ def check_languages(languages: list[str] | None, sources: list[Source]) -> None:
 def select_sources(
     stream: str, reads: str, languages: list[str] | None, sources: list[Source], of_all: list[str] | None = None
 ) -> tuple[int, ...]:
-    """The numbers of the sources that a stream samples from. of_all: data.languages, which is used if the stream has no
-    languages of its own. Raises UserError if there is no source for the stream, or for one of its languages."""
+    """Return the indices of the sources that a stream samples from. of_all: data.languages, which is used if the stream
+    has no languages of its own. Raises UserError if there is no source for the stream, or for one of its languages."""
     fitting = [i for i, source in enumerate(sources) if source.kind == reads]
     if languages is None and of_all is not None:
         fitting = [i for i in fitting if matches_languages(of_all, sources[i].langs)]

@@ -40,7 +40,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
     except IsADirectoryError:
-        check_folder(path)
+        check_not_datasets_folder(path)
         raise UserError(f"{path} is a folder; give a file of text") from None
     except UnicodeDecodeError as error:
         raise UserError(
@@ -63,8 +63,8 @@ def _check_form(path: Path, line: bytes) -> None:
         raise UserError(f"{path} {form}")
 
 
-def check_folder(path: Path) -> None:
-    """Raises UserError for a folder that `save_to_disk` of the `datasets` library wrote."""
+def check_not_datasets_folder(path: Path) -> None:
+    """Raise UserError for a folder that `save_to_disk` of the `datasets` library wrote."""
     if (path / "dataset_dict.json").exists() or all((path / f"{n}.json").exists() for n in ("dataset_info", "state")):
         raise UserError(f"{path} {_TABLE.format('datasets')}")
 
@@ -83,8 +83,8 @@ def _unzstd(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _decompressed(file: BinaryIO, make_decoder: Callable[[], Any], padding: bytes = b"\0") -> Iterator[bytes]:
-    """Yield the text of all compressed streams of a file. Unlike the libraries' own readers, refuse a cut-off stream
-    and trailing bytes that are no stream. padding: the byte that may be repeated after a stream."""
+    """Yield the text of all compressed streams of a file in blocks. Unlike the libraries' own readers, refuse a cut-off
+    stream and trailing bytes that are no stream. padding: the byte that may be repeated after a stream."""
     decoder, data, ignored = None, b"", b""
     while data := data or file.read(_BLOCK):
         if decoder or (data := data.lstrip(ignored)):
@@ -96,8 +96,8 @@ def _decompressed(file: BinaryIO, make_decoder: Callable[[], Any], padding: byte
         raise EOFError("it ends inside a stream" if decoder else "it is empty")
 
 
-def _lines_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a text that comes in blocks, without line ends. A line over _LONGEST_LINE may be cut off."""
+def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines, without line ends, of a text that comes in blocks. A line over _LONGEST_LINE may be cut off."""
     rest, size = list[bytes](), 0
     for block in blocks:
         first, *others = block.split(b"\n")
@@ -112,22 +112,22 @@ def _lines_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 _OPENERS: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {
-    ".gz": lambda file: _lines_of(_decompressed(file, lambda: zlib.decompressobj(16 + zlib.MAX_WBITS))),
-    ".xz": lambda file: _lines_of(_decompressed(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ))),
-    ".zst": lambda file: _lines_of(_unzstd(file)),
+    ".gz": lambda file: _split_lines(_decompressed(file, lambda: zlib.decompressobj(16 + zlib.MAX_WBITS))),
+    ".xz": lambda file: _split_lines(_decompressed(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ))),
+    ".zst": lambda file: _split_lines(_unzstd(file)),
 }
 
 
-def stretch(text: str, number: int, of: int) -> str:
-    """Piece `number` of a text cut into `of` pieces of similar length, with outer white space removed.
+def piece_of_text(text: str, number: int, pieces: int) -> str:
+    """Return piece `number` of a text cut into `pieces` pieces of similar length, without outer white space.
 
     A piece ends at the last white space in its second half, or else before any character that is not a mark.
     """
-    return text[_end_of(text, number, of) : _end_of(text, number + 1, of)].strip()
+    return text[_end_of(text, number, pieces) : _end_of(text, number + 1, pieces)].strip()
 
 
 def _end_of(text: str, number: int, of: int) -> int:
-    """The index at which the first `number` pieces end."""
+    """Return the index in `text` at which the first `number` of `of` pieces end."""
     end = len(text) * number // of
     if number in (0, of):
         return end

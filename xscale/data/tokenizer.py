@@ -33,7 +33,7 @@ MOST_GAPS = 4
 
 
 def special_ids(tokenizer: Any) -> dict[str, Any]:
-    """Use of a special token ("mask", "pad", "cls", "sep", "unk") -> its id; None if the tokenizer lacks it."""
+    """Return the id of each use of a special token ("mask", "pad", "cls", "sep", "unk"); None if there is none."""
     found = {"mask": tokenizer.mask_token_id, "pad": tokenizer.pad_token_id}
     found["cls"] = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
     found["sep"] = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
@@ -41,7 +41,7 @@ def special_ids(tokenizer: Any) -> dict[str, Any]:
 
 
 def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
-    """Raises UserError if masked language models cannot be trained with these special ids."""
+    """Raise UserError if masked language models cannot be trained with these special ids."""
     missing = [name for name, token in special.items() if token is None and name != "unk"]
     if missing:
         raise UserError(
@@ -61,12 +61,12 @@ UNKNOWN = 0.002
 
 
 def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
-    """Console lines about unknown tokens. shares: language -> share of unknown tokens. path: of the tokenizer."""
+    """Return console lines about unknown tokens. shares: the share of unknown tokens in each language's text."""
     said = ", ".join(f"{language} {share:.2%}" for language, share in shares.items())
     much = [language for language, share in shares.items() if share > UNKNOWN]
     return [f"unknown tokens: {said}"] * bool(shares) + [
         f"warning: {shares[language]:.1%} of the tokens in {language} are unknown to tokenizer {path}: nothing can be "
-        f"learnt of them; train one on text in {language}, with a larger --vocab_size"
+        f"learnt from them; train one on text in {language}, with a larger --vocab_size"
         for language in much
     ]
 
@@ -138,11 +138,11 @@ class Tokenizer:
         return backend
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens, by one call of the tokenizer."""
+        """Return the token ids of each text, without special tokens, by one call of the tokenizer."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_inside(self, words: list[str]) -> list[list[int]]:
-        """Token ids that each word has inside a sentence. The word is encoded after ", " ("，" in a script
+        """Return the token ids that each word has inside a sentence. The word is encoded after ", " ("，" in a script
         without spaces), because byte-level BPE and Unigram mark the space before a word."""
         commas = ["，" if stands_alone(word) else ", " for word in words]
         texts = [comma + word for comma, word in zip(commas, words, strict=True)]
@@ -153,7 +153,7 @@ class Tokenizer:
         ]
 
     def encode_words(self, texts: list[str]) -> tuple[list[list[int]], list[TokenWords]]:
-        """Token ids of each text, and the text's words (data/words.py) with the tokens that overlap them."""
+        """Return the token ids of each text, and its words (data/words.py) with the tokens that overlap them."""
         encodings = self.backend.encode_batch(texts, add_special_tokens=False)
         ids = [encoding.ids for encoding in encodings]
         counts = np.array([len(tokens) for tokens in ids], dtype=np.int64)
@@ -164,12 +164,12 @@ class Tokenizer:
             spans[flat == self._space] = 0  # before a text's first word, its span is that of the word's first character
         return ids, token_words(texts, counts, spans)
 
-    def unknown(self, texts: list[list[int]]) -> float:
-        tokens = np.array([token for ids in texts for token in ids])
+    def unknown_share(self, ids: list[list[int]]) -> float:
+        tokens = np.array([token for of_text in ids for token in of_text])
         return float((tokens == self.hf.unk_token_id).mean()) if len(tokens) else 0.0
 
     def _pair_template(self) -> PairTemplate:
-        """The tokenizer's template for pairs, found by encoding an example; [CLS] A [SEP] B [SEP] if it has none."""
+        """Return the tokenizer's template for pairs, found by an example, or [CLS] A [SEP] B [SEP] if it has none."""
         found = self.backend.encode("a", "b")
         types, special = np.array(found.type_ids), np.array(found.special_tokens_mask, dtype=bool)
         sides = [np.flatnonzero(~special & (np.array(found.sequence_ids) == side)) for side in (0.0, 1.0)]

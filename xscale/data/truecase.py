@@ -27,7 +27,7 @@ def count_words(texts: Iterable[list[str]]) -> Counter[str]:
 
 
 def commonest(counts: Mapping[str, int]) -> Forms:
-    """The commonest spelling of each word; in a tie, the last by code points, which is mostly the lower-case one."""
+    """Return the commonest spelling of each word; in a tie, the last by code points, mostly the lower-case one."""
     best: dict[str, tuple[int, str]] = {}
     for word, times in counts.items():
         key = word.lower()
@@ -36,7 +36,7 @@ def commonest(counts: Mapping[str, int]) -> Forms:
 
 
 def forms_of(languages: Iterable[str], sources: list[Source], host_group: HostGroup) -> dict[str, Forms]:
-    """The commonest spellings of each language's words, the same on all ranks. A UserError is raised on all ranks."""
+    """Return the commonest spellings of each language's words, the same on all ranks. All ranks raise a UserError."""
     found: dict[str, Counter[str]] = {}
     parts, problem = min(host_group.size, COUNTING), ""
     if host_group.rank < parts:
@@ -56,7 +56,7 @@ def forms_of(languages: Iterable[str], sources: list[Source], host_group: HostGr
 
 
 def respelled(texts: list[str], forms: Forms) -> list[str]:
-    """The texts with each word in its commonest spelling. Words that `forms` lacks stay as they are."""
+    """Return the texts with each word in its commonest spelling. Words that `forms` lacks stay as they are."""
     spelled = [forms.get(text.lower(), "") for text in texts]  # of texts that are one word
     others = [i for i, word in enumerate(spelled) if not word]
     for i, (words, _) in zip(others, split([texts[i] for i in others]), strict=True):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xscale.data.ragged import offsets
+from xscale.data.ragged import indices_within
 
 TABLE = Path(__file__).with_name("words.txt")
 
@@ -45,7 +45,7 @@ class Class(IntEnum):
 
 @lru_cache(maxsize=1)
 def table() -> np.ndarray:
-    """uint8 class of every code point."""
+    """Return the class of every code point, uint8."""
     firsts, names = zip(*(line.split() for line in TABLE.read_text(encoding="ascii").splitlines()), strict=True)
     classes = np.array([Class[name.upper()] for name in names], dtype=np.uint8)
     return np.repeat(classes, np.diff([int(first, 16) for first in firsts], append=0x110000))
@@ -69,14 +69,14 @@ class Segmented(NamedTuple):
 
 
 def segment(texts: list[str]) -> Segmented:
-    """Segment all texts at once, by a few passes of numpy over their characters."""
+    """Return the words of all texts, found by a few passes of numpy over their characters."""
     chars = np.cumsum([0, *map(len, texts)])
     codes = np.frombuffer("\n".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     c = table()[codes]
     place = np.arange(len(c))
 
     def latest(which: np.ndarray) -> np.ndarray:
-        """For each place, the last place at or before it where `which` is True; -1 if there is none."""
+        """Return for each place the last place at or before it where `which` is True; -1 if there is none."""
         return np.maximum.accumulate(np.where(which, place, -1))
 
     # A mark or a format character belongs to the last character that is neither.
@@ -117,14 +117,14 @@ class TokenWords(NamedTuple):
     """True for each word, False for each symbol of the text [W]."""
 
     def cut(self, end: int, start: int = 0) -> "TokenWords":
-        """The words with only the tokens from `start` to `end` - 1, numbered from 0. Words without tokens are kept."""
+        """Return the words with only the tokens from `start` to `end` - 1, numbered from 0. No word is removed."""
         kept = (start <= self.tokens) & (self.tokens < end)
         return self._replace(
             of_token=self.of_token[start:end], tokens=self.tokens[kept] - start, words=self.words[kept]
         )
 
     def borders(self) -> list[int]:
-        """The tokens, except the first, before which the text can be cut without cutting a word."""
+        """Return the tokens, except the first, before which the text can be cut without cutting a word."""
         tokens, words = len(self.of_token), len(self.is_word)
         first, last = np.full(words, tokens), np.full(words, -1)
         np.minimum.at(first, self.words, self.tokens)
@@ -137,6 +137,7 @@ class TokenWords(NamedTuple):
 
 
 def join_words(parts: list[TokenWords]) -> TokenWords:
+    """Return the words of one text that consists of several texts laid end to end."""
     tokens = np.cumsum([0, *(len(part.of_token) for part in parts)])
     words = np.cumsum([0, *(len(part.is_word) for part in parts)])
     columns = zip(parts, tokens.tolist(), words.tolist(), strict=False)
@@ -147,11 +148,11 @@ def join_words(parts: list[TokenWords]) -> TokenWords:
 
 
 def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list[TokenWords]:
-    """The words of each text, and the tokens that overlap them.
+    """Return the words of each text, and the tokens that overlap them.
 
-    counts: number of tokens of each text. spans: first character and end of every token in its text [tokens, 2].
-    A token belongs to every word and symbol of which it has a character; but if it has a character of a word, it does
-    not belong to symbols (Unigram tokenizers have tokens such as `en.`).
+    counts: number of tokens of each text. spans: first character and end of every token in its text [tokens, 2]. A
+    token belongs to every word and symbol of which it has a character; but if it has a character of a word, it does not
+    belong to symbols (Unigram tokenizers have tokens such as `en.`).
     """
     found = segment([*texts, "."])  # so that there is at least one word
     word_of, is_word = found.word_of, found.is_word
@@ -165,7 +166,7 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
     first = np.where(inside, word_of[here[start]], 0)
     last = np.where(inside, word_of[before[end - 1]], -1)
     tokens = np.repeat(np.arange(len(spans)), last - first + 1)
-    words = np.repeat(first, last - first + 1) + offsets(last - first + 1)
+    words = np.repeat(first, last - first + 1) + indices_within(last - first + 1)
     up_to = np.concatenate([[0], np.cumsum(is_word)])
     some_word = up_to[last + 1] > up_to[first]
     kept = is_word[words] | ~some_word[tokens]
@@ -185,7 +186,7 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
 
 
 def stands_alone(text: str) -> bool:
-    """True if the text begins with a character of a script that is written without spaces."""
+    """Return True if the text begins with a character of a script that is written without spaces."""
     return bool(text) and class_of(text[0]) in (Class.OWN, Class.OWN_PUNCTUATION)
 
 
@@ -195,7 +196,7 @@ def class_of(character: str) -> int:
 
 
 def split(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
-    """The words and symbols of each text in order, and for each of them True if it is a word, False if a symbol."""
+    """Return the words and symbols of each text in order, and for each of them True for a word, False for a symbol."""
     found = segment(texts)
     inside = np.flatnonzero(found.word_of >= 0)
     starts = inside[np.flatnonzero(np.diff(found.word_of[inside], prepend=-1))]

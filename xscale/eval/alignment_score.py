@@ -124,7 +124,7 @@ def build_probes(
 
 def trained_tokens(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
     """Return the ids of one-token words in entries that are not withheld and whose two sides differ."""
-    entries = zip(*lexicon.kept(withheld_share).ids, strict=True)
+    entries = zip(*lexicon.without_withheld(withheld_share).ids, strict=True)
     ids = {side[0] for a, b in entries if a != b for side in (a, b) if len(side) == 1}
     return np.array(sorted(ids), dtype=np.int64)
 

@@ -235,7 +235,7 @@ class HeldoutTask:
         targets = dict(zip(targets, map(int, all_targets), strict=True))
         counts = dict(zip(counts, map(int, all_counts), strict=True))
         results: Results = {}
-        metrics = sums.shares(totals_K, recipe, targets) | sums.by_language(totals_K, recipe, counts)
+        metrics = sums.averages(totals_K, recipe, targets) | sums.by_language(totals_K, recipe, counts)
         for name, number in metrics.items():
             key = MetricKey.parse(name)
             # A stream has no targets if all its pairs are too long.

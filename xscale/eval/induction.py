@@ -102,7 +102,9 @@ def merge_lexicons(lexicons: Sequence[Lexicon], device: torch.device) -> TestDic
 
 def trained_words(lexicons: Iterable[Lexicon], withheld_share: float) -> set[Word]:
     """Return the words of all entries that are not withheld and whose two sides differ."""
-    entries = (entry for lexicon in lexicons for entry in zip(*lexicon.kept(withheld_share).ids, strict=True))
+    entries = (
+        entry for lexicon in lexicons for entry in zip(*lexicon.without_withheld(withheld_share).ids, strict=True)
+    )
     return {tuple(side) for a, b in entries if a != b for side in (a, b)}
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xscale.data.lexicon import cut_pair, find_lexicons, load_lexicon, pair_of
+from xscale.data.lexicon import cut_pair, find_lexicon_paths, load_lexicon, pair_of
 from xscale.data.shards import Source, pair_name
 from xscale.errors import UserError
 from xscale.eval import aer, alignment_score, heldout, induction, mining, mteb_tasks, retrieval
@@ -74,7 +74,7 @@ def rows_of_pairs(
 
 def plan_alignment(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     def evaluate(source: Source, model: ExportedModel) -> dict[str, Scores]:
-        lexicons = args.lexicons or find_lexicons(sources, source.directory)
+        lexicons = args.lexicons or find_lexicon_paths(sources, source.directory)
         return {"": alignment_score.evaluate(model, source, sources, lexicons, withheld_share(args, model))}
 
     rows = rows_of_pairs(args, sources, evaluate)
@@ -135,7 +135,9 @@ def plan_perplexity(args: Namespace, sources: list[Source]) -> list[TaskRow]:
 
 
 def plan_induction(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    paths = args.lexicons or dict.fromkeys(p for source in sources for p in find_lexicons(sources, source.directory))
+    paths = args.lexicons or dict.fromkeys(
+        p for source in sources for p in find_lexicon_paths(sources, source.directory)
+    )
     if not paths:
         raise UserError("task induction needs a dictionary: --lexicons PATH/en-de.txt, or lexicon/ beside --data")
     languages = {language for source in sources for language in source.langs}

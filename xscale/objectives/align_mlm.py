@@ -67,7 +67,7 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Con
 
 
 def entries_of_row(total: int, wanted: int | None, context: Context) -> np.ndarray:
-    """Return the numbers of the dictionary entries that this row uses: its share of the step's entries."""
+    """Return the indices of the dictionary entries that this row uses: its share of the step's entries."""
     if wanted is None or wanted >= total:
         return np.arange(context.row, total, context.rows)
     draw = rng.key(context.seed, context.stream, "dictionary", context.step)
@@ -85,8 +85,7 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 
 
 def word_vectors(table: nn.Module, ids: Tensor, starts_N: Tensor) -> Tensor:
-    """Return the mean embedding of each word's tokens [N, H], in fp32 or wider. ids: the tokens of all words, word by
-    word."""
+    """Return the mean embedding of each word's tokens [N, H], in fp32 or wider. ids: the tokens, word by word."""
     rows = table(ids)
     if rows.dtype in (torch.float16, torch.bfloat16):
         rows = rows.float()

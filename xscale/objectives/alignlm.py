@@ -81,7 +81,7 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Cont
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
     stream_batch = masked_lm(sequences, context, mask_prob=options.mask_prob, types=context.types(False))
     masked, labels = stream_batch.reads["masked"].places, stream_batch.labels["mlm"]
-    words = links.read_links(pairs)
+    words = links.parse_links(pairs)
     tokens = links.word_tokens(pairs, layout, sequences, words.first, options.expand)
     linked, partners = links.linked_states(links.token_links(words.links, tokens), masked, len(sequences.ids))
     arrays = {"links": np.asarray(partners.counts)} if options.normalize == "mean" else {}

@@ -23,7 +23,7 @@ from xscale.models.encoder import Encoder
 
 
 class Prediction(NamedTuple):
-    """Features of one loss term for the row's one call of the vocabulary head."""
+    """Features of one loss term, for the row's one call of the vocabulary head."""
 
     term: str
     """The loss term. The stream batch has its labels by this name."""
@@ -55,9 +55,9 @@ class AuxiliaryState(Protocol):
         is returned. arrays: the arrays of each row.
         """
 
-    def update(self, applied: bool) -> None:
-        """Update the state. All ranks call it after each optimizer step; `applied` is False if the step was skipped,
-        as for a gradient that is not finite."""
+    def update(self, weights_changed: bool) -> None:
+        """Update the state. All ranks call it after each optimizer step. weights_changed: False if the step was
+        skipped, as for a gradient that is not finite."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -85,6 +85,8 @@ class HasQueue(AuxiliaryState, Protocol):
 
 @dataclass(frozen=True)
 class Parts:
+    """The modules that an objective's functions get: the encoder, and what the objective has added to it."""
+
     encoder: Encoder
     heads: Any = None
     """The objective's own trainable module, if it has one."""
@@ -135,7 +137,7 @@ class Objective:
     `step_loss_share`.
     """
     check: Callable[[Any, int], str | None] = lambda options, samples: None
-    """(options, samples of a step) -> error message with the remedy, if the options do not fit that number."""
+    """(options, samples of a step) -> error message with the remedy; None if the options fit that number."""
     advise: Callable[[Any, int, int], list[str]] = lambda options, records, steps: []
     """(options, number of records that the stream reads, steps of the run) -> warnings."""
     shortfall: Callable[[Any, dict[str, int]], list[str]] = lambda options, counts: []

@@ -39,8 +39,7 @@ from xscale.ops.alignment_gather import alignment_gather
 class ContextualOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"anchor_weight"})
     anchor: str | None = "en"
-    """Language whose states stay near those of the initial encoder; every pair must have this language. null: each
-    pair's first language."""
+    """Language, in every pair, whose states stay near the initial encoder's; null: each pair's first language."""
     anchor_weight: NotNegative = 1.0
     """The factor lambda of R."""
 
@@ -61,7 +60,7 @@ class Frozen:
             self.running = copy.deepcopy(self.initial).to(theirs.device, theirs.dtype)
         return alignment_gather(self.running(tokens), *index)
 
-    def update(self, applied: bool) -> None:
+    def update(self, weights_changed: bool) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,7 +83,7 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
     anchors = [[2 * p + side] for p, side in enumerate(sides)]
     layout = anchors + [[2 * p + 1 - side] for p, side in enumerate(sides)]
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
-    words = links.read_links(pairs, symbols=False)
+    words = links.parse_links(pairs, symbols=False)
     last = links.word_tokens(pairs, layout, sequences, words.first, "last")
     first, second = links.token_links(one_to_one(words.links), last).T
     alone = join_segments(context.tokenizer, links.segments(pairs, anchors), context.language_ids)
@@ -117,6 +116,7 @@ def _anchor_side(pair: Example, anchor: str | None) -> int:
 
 
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: ContextualOptions) -> Losses:
+    """Return the sums L and R of the paper."""
     L = squared_distances(states["first"], states["second"])
     R = squared_distances(states["anchors"], states["auxiliary"])
     return Losses(sums={"align": L, "anchor": R})

@@ -40,8 +40,7 @@ from xscale.objectives.base import Objective
 class DictMlmOptions(mlm.MaskedOptions):
     in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"dict_share"}
     whole_word: bool = True
-    """Choose whole words and mask all their tokens. false: choose tokens; a word uses the dictionary only if all its
-    tokens happen to be chosen."""
+    """Choose whole words. false: choose tokens; a word uses the dictionary only if all its tokens are chosen."""
     synonym: Literal["input", "label"] = "input"
     """The translation replaces the tokens that the model sees (input), or those that it predicts (label)."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -117,6 +116,7 @@ def whole_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, 
 
 
 def shortfall(options: DictMlmOptions, counts: dict[str, int]) -> list[str]:
+    """Return a warning if too few of the selected tokens use a translation. counts: StreamBatch.targets."""
     shown = counts["translated"] / max(counts["mlm"], 1)
     if shown >= MET * options.dict_share:
         return []

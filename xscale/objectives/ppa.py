@@ -96,7 +96,7 @@ class PpaOptions:
         return self
 
     def momentum_at(self, step: int, steps: int) -> float:
-        """Return m for the update after `step` (0, 1, ...) of `steps`, which begins at `momentum`."""
+        """Return m for the update after `step` (0, 1, ...) of `steps`, where it begins at `momentum`."""
         if self.momentum_ramp is None:
             return self.momentum
         falling = (1 + math.cos(math.pi * min(step / max(steps - 1, 1), 1.0))) / 2
@@ -108,6 +108,7 @@ class PpaOptions:
 
 
 def check(options: PpaOptions, samples: int) -> str | None:
+    """Return what is wrong with queue_size and the remedy, or None. samples: the stream's samples of a step."""
     if not options.moco_weight or options.queue_size >= samples:
         return None
     return (
@@ -138,7 +139,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: Context)
     """Return the batch of samples, each of which is a single pair. Its sequences are TLM's, then the query views.
 
     A query view is a pair's first side alone; a key view, the second. The auxiliary inputs are key views. The states
-    are "masked" [M] and "query" [B], one for each query view. `number` [B] is the pair's position in the global batch.
+    are "masked" [M] and "query" [B], one for each query view. `number` [B] is the pair's index in the global batch.
     """
     pairs = context.fit_pairs(samples)
     sides = list(zip(pairs, tlm.first_sides(pairs), strict=True))
@@ -177,7 +178,7 @@ _SIDE = rng.key("ppa", "side 0"), rng.key("ppa", "side 1")
 
 
 def view(sides: list[tuple[Example, int]], context: Context) -> Sequences:
-    """Return the sequence `[CLS] s [SEP]` of each (pair, number of its text)."""
+    """Return the sequence `[CLS] s [SEP]` of each (pair, index of its text)."""
     return join_segments(context.tokenizer, [[side] for side in sides], context.language_ids)
 
 
@@ -229,7 +230,7 @@ class Moco:
         self.prefill_samples = options.queue_size if options.prefill else 0
         self.step = self.steps = 0
         """Number of optimizer steps done, and number of steps of the whole run, which StepModule sets."""
-        self.of_step: Callable[[], tuple[Tensor, Tensor]] | None = None
+        self.step_keys: Callable[[], tuple[Tensor, Tensor]] | None = None
         """The function that returns the current step's keys [N, D] and text hashes [N, 2]; None before `gather`."""
         self._batch = GatheredVectors()
 
@@ -246,39 +247,40 @@ class Moco:
 
     def gather(self, counts: list[int] | None) -> None:
         if self._batch.parts:
-            self.of_step = functools.cache(self._batch.start_exchange(counts))
+            self.step_keys = functools.cache(self._batch.start_exchange(counts))
 
-    def update(self, applied: bool) -> None:
+    def update(self, weights_changed: bool) -> None:
         self._enqueue(self.step + 1)
-        if applied:
+        if weights_changed:
             self.momentum.momentum = self.options.momentum_at(self.step, self.steps)
             self.momentum.update()
         self.step += 1
 
     def _enqueue(self, step: int) -> None:
         self.gather(None)
-        if self.of_step:
-            keys_ND, texts_N2 = self.of_step()
+        if self.step_keys:
+            keys_ND, texts_N2 = self.step_keys()
             self.queue.push(keys_ND, step, texts_N2)
-        self.of_step = None
+        self.step_keys = None
 
     def finish_warmup(self) -> int:
         self._enqueue(self.step)
         return self.queue.filled
 
     def state_dict(self) -> dict[str, Any]:
-        assert not self._batch.parts and not self.of_step, "the state is saved between two steps"
+        assert not self._batch.parts and not self.step_keys, "the state is saved between two steps"
         return {"momentum": self.momentum.state_dict(), "queue": self.queue.state_dict(), "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batch.parts.clear()  # keys of an unfinished step
-        self.of_step = None
+        self.step_keys = None
         self.momentum.load_state_dict(state["momentum"])
         self.queue.load_state_dict(state["queue"])
         self.step = state["step"]
 
 
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: PpaOptions) -> Losses:
+    """Return the predictions of `word_term` and, unless its weight is 0, the sum of L_MoCo over pairs."""
     predictions = []
     if options.tlm_weight:
         predictions.append(Prediction(options.word_term, parts.encoder.features(states["masked"])))
@@ -291,7 +293,7 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 def contrast(
     parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: PpaOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return L_MoCo and its metrics, summed over pairs; those among the keys of the step only after `Moco.gather`."""
+    """Return L_MoCo and its metrics, summed over pairs; metrics among the step's keys only after `Moco.gather`."""
     moco: Moco = parts.auxiliary_state
     zq_BD, zk_BD = parts.heads(states["query"]), states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
@@ -304,12 +306,12 @@ def contrast(
         right = nearer(positive_B1, negative_BK).sum()
         age = moco.queue.mean_age(moco.step + 1) * len(logits)
         metrics = {"contrastive_accuracy": right, "queue_age": age, "own_keys": own_BK.sum()}
-        return total, metrics | (among_step(zq_BD, zk_BD, texts_B2, *moco.of_step()) if moco.of_step else {})
+        return total, metrics | (step_metrics(zq_BD, zk_BD, texts_B2, *moco.step_keys()) if moco.step_keys else {})
 
 
 TIE = 1e-6
 """Relative rounding error of a dot product. A key of the pair that is nearer than a negative by less than this does not
-count as nearer; so none does if all vectors are equal."""
+count as nearer; so if all vectors are equal, no key is nearer."""
 
 
 def nearer(positive_B1: Tensor, negative_BK: Tensor) -> Tensor:
@@ -323,7 +325,9 @@ def share_text(texts_B2: Tensor, texts_K2: Tensor) -> Tensor:
     return both[0] | both[1] | both[2] | both[3]
 
 
-def among_step(zq_BD: Tensor, zk_BD: Tensor, texts_B2: Tensor, keys_ND: Tensor, texts_N2: Tensor) -> dict[str, Tensor]:
+def step_metrics(
+    zq_BD: Tensor, zk_BD: Tensor, texts_B2: Tensor, keys_ND: Tensor, texts_N2: Tensor
+) -> dict[str, Tensor]:
     """Return two sums over pairs: the number of pairs whose translation is nearer than every other sentence of the
     step, and the mean cosine of each key with the N - 1 other keys, which needs only the sum of all keys."""
     others_BN = (zq_BD @ keys_ND.to(zq_BD.dtype).T).masked_fill(share_text(texts_B2, texts_N2), -torch.inf)

@@ -147,7 +147,7 @@ def masked_tokens(
     ids = batch.sequences.ids.copy()
     ids[masked] = batch.labels["mono"]
     tokens = [token_text(token, context) for token in ids.tolist()]
-    words = links.read_links([pair])
+    words = links.parse_links([pair])
     of_words = links.word_tokens([pair], [[0, 1]], batch.sequences, words.first, options.expand)
     of_tokens = links.token_links(words.links, of_words)
     linked, partners = links.linked_states(of_tokens, masked, len(ids))

@@ -38,8 +38,8 @@ FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index
 # The run that owns a directory
 
 
-def claim_out(out: Path, identity: dict[str, Any], resume: str, append: bool = False) -> None:
-    """Check that directory `out` is free or belongs to this run. append: data may have been added. Raises UserError."""
+def check_out(out: Path, identity: dict[str, Any], resume: str, append: bool = False) -> None:
+    """Raise UserError unless directory `out` is free or belongs to this run. append: data may have been added."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
     path, log = out / IDENTITY, out / "metrics.jsonl"
@@ -49,7 +49,7 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str, append: bool = F
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
     if resume == "never" and begun and (saved or path.exists()):
         raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
-    if saved and (differences := changed(saved, identity, append)):
+    if saved and (differences := identity_differences(saved, identity, append)):
         remedy = "name all data that the run had, " if append else "add --data_change append for further data, "
         more = remedy * any(line.startswith("data:") for line in differences)
         raise UserError(
@@ -85,8 +85,8 @@ def write_lexicons(out: Path, lexicons: tuple[Lexicon, ...]) -> None:
 
 
 def is_idle(out: Path) -> bool:
-    """Whether the directory is new, or is a run's directory that no process has locked. A start that failed before it
-    had the lock may then write its status there."""
+    """Return whether the directory is new, or is a run's directory that no process has locked. A start that failed
+    before it had the lock may then write its status there."""
     if not out.exists():
         return True
     if not out.is_dir() or not ((out / IDENTITY).exists() or (out / STATUS).exists() or not any(out.iterdir())):
@@ -112,7 +112,7 @@ def note_start(out: Path, step: int, ranks: int) -> None:
 
 
 def code_revision() -> dict[str, Any]:
-    """Return the checkout's commit and the files that differ from it, or None for both outside of git."""
+    """Return the checkout's commit and the files that differ from the commit, or None for both outside of git."""
     root = Path(__file__).resolve().parents[2]
     asked = [["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]]
     try:
@@ -125,9 +125,8 @@ def code_revision() -> dict[str, Any]:
     return {"revision": commit.strip(), "changed": [line[3:] for line in changed.splitlines()]}
 
 
-def changed(saved: dict[str, Any], identity: dict[str, Any], append: bool = False) -> list[str]:
-    """Return a line for each difference between two identities. append: sources that only `identity` has are no
-    difference."""
+def identity_differences(saved: dict[str, Any], identity: dict[str, Any], append: bool = False) -> list[str]:
+    """Return a line for each difference between identities. append: further sources in `identity` are none."""
     if append and all(entry in identity["data"] for entry in saved["data"]):
         identity = identity | {"data": saved["data"]}
     return compare(saved, identity)
@@ -163,7 +162,7 @@ KILLED = ("killed by signal: Killed", "killed by signal: Bus error")
 
 
 def explain(error: Exception) -> tuple[int, str]:
-    """Return the exit code of an error, and its message with a remedy if a user or a machine has caused it."""
+    """Return the exit code of an error, and its message, with a remedy if a user or a machine has caused the error."""
     text = str(error)
     first = (text or type(error).__name__).splitlines()[0]
     if isinstance(error, MachineError):  # this message, or another rank's, already names the remedy
@@ -172,17 +171,17 @@ def explain(error: Exception) -> tuple[int, str]:
         return USER_ERROR, text
     if isinstance(error, NotFinite):
         return NOT_FINITE, text
-    if out_of_memory(error):
+    if is_out_of_memory(error):
         return USER_ERROR, (
             f"out of memory ({first}); lower train.max_tokens, which a run may change from start to start, or take "
             f"train.activation_checkpointing, a higher ZeRO stage or more ranks; --dry_run tells what each needs"
         )
-    if said := killed(error):
+    if said := killed_process_line(error):
         return MACHINE, (
             f"{said.rstrip('. ')}: the machine's memory may have run out (see dmesg or the job's accounting); "
             f"ask for more memory, or set a lower data.workers, and start again: the run goes on"
         )
-    if lost_rank(error):
+    if is_lost_rank(error):
         return MACHINE, (
             f"another rank has ended; status.json or its log says why ({first}). Start again: the run goes on"
         )
@@ -194,19 +193,18 @@ def explain(error: Exception) -> tuple[int, str]:
     return FAULT, "; ".join([*getattr(error, "__notes__", []), f"{type(error).__name__}: {error}"])
 
 
-def lost_rank(error: Exception) -> bool:
-    """Whether a collective failed because another rank ended. With NCCL the error's class tells this, with gloo the
-    error's text."""
+def is_lost_rank(error: Exception) -> bool:
+    """Return whether a collective failed because another rank ended: by the class with NCCL, by the text with gloo."""
     return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST_RANK)
 
 
-def killed(error: Exception) -> str:
-    """Return the error's first line if the error says that a process of the loader was killed, otherwise ""."""
+def killed_process_line(error: Exception) -> str:
+    """Return the error's first line if it says that a process of the loader was killed, otherwise an empty string."""
     said = (str(of) for of in (error, error.__cause__, error.__context__))
     return next((text.splitlines()[0] for text in said if any(sign in text for sign in KILLED)), "")
 
 
-def out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, UserError | MachineError | OSError):
         return isinstance(error, OSError) and error.errno == errno.ENOMEM
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in NO_MEMORY)
@@ -229,6 +227,7 @@ class Status:
             self._write("running", None, "")
 
     def ended(self, code: int, why: str) -> None:
+        """Write why the run ends. If this rank fails after the run has the lock, another rank's reason is kept."""
         if code not in NAMES and self.has_lock:
             self.cut_off(code, why)
         elif self.process.is_main:

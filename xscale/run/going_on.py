@@ -50,7 +50,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
         return None
     append = args.data_change == "append"
     if found := find_own(args.out, args.resume, host_group):
-        if differences := folder.changed(found.identity, identity, append):
+        if differences := folder.identity_differences(found.identity, identity, append):
             raise UserError(
                 f"checkpoint {found.path} was made with other settings. Start with the old ones, or begin a new run "
                 f"with model.init={found.path} instead of --resume:\n" + folder.indented(differences)
@@ -62,7 +62,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
             )
     elif args.fork:
         found = verified(find_parent(args.fork), "--fork", host_group)
-        if differences := folder.changed(with_new_values(found.identity, identity), identity, append):
+        if differences := folder.identity_differences(with_new_values(found.identity, identity), identity, append):
             raise UserError(
                 f"--fork {args.fork} cannot change these fields. Give that run's values, or start from its weights "
                 f"alone: --set model.init={found.path} instead of --fork:\n" + folder.indented(differences)
@@ -95,15 +95,14 @@ def find_own(out: Path, resume: str, host_group: HostGroup) -> Checkpoint | None
 
 
 def verified(path: Path, option: str, host_group: HostGroup) -> Checkpoint:
-    """Check and return the checkpoint in the directory `path`, which the user chose by `option`. Raises UserError if it
-    is damaged."""
+    """Return the checkpoint in directory `path`, the value of `option`. Raises UserError if it is damaged."""
     if problem := checkpoints.find_damage(path, host_group):
         raise UserError(f"checkpoint {path} is not usable ({problem}); choose another for {option}")
     return checkpoints.read_checkpoint(path)
 
 
 def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
-    """Check that DeepSpeed can load the checkpoint into an engine of this configuration. Raises UserError."""
+    """Raise UserError if DeepSpeed cannot load the checkpoint into an engine of this configuration."""
     if checkpoint is None:
         return
     saved, now = checkpoint.engine, config.saved()
@@ -120,9 +119,9 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
         )
 
 
-def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
-    """Return the checkpoint's calibration. All ranks measure together what it lacks: all of it without a checkpoint,
-    new sources, and the phases of a fork that has other ones."""
+def resume_calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
+    """Return the checkpoint's calibration, completed by what all ranks measure together: without a checkpoint, all of
+    it; otherwise the sources that are new to the run, and the phases of a fork that has other phases."""
     if checkpoint is None:
         return run_spec.measure_calibration(host_group)
     before, now = checkpoint.identity, run_spec.identity()
@@ -147,7 +146,7 @@ def split_fork(fork: str) -> tuple[Path, int | None]:
 
 
 def descends(out: Path, fork: str) -> bool:
-    """Whether the run in `out` began at the checkpoint that --fork names."""
+    """Return whether the run in `out` began at the checkpoint that --fork names."""
     path, step = split_fork(fork)
     ancestors = read_ancestry(out)
     if not ancestors or step not in (None, ancestors[0]["step"]):
@@ -182,8 +181,8 @@ def with_new_values(saved: dict[str, Any], identity: dict[str, Any]) -> dict[str
 
 
 def fixed_by_phases(recipe: dict[str, Any]) -> tuple[Any, int]:
-    """Return the values in a recipe's phases on which a saved state depends: the streams' languages, which decide
-    which sources have a reading position, and the largest data.max_length, the number of the model's positions."""
+    """Return the values in a recipe's phases on which a saved state depends: the streams' languages, which decide which
+    sources have a reading position, and the largest data.max_length, the number of the model's positions."""
     phases = [{}, *(recipe.get("phases") or [])]
     some = recipe["data"].get("languages") or any(stream.get("languages") for stream in recipe["streams"].values())
     languages = [{name: value for name, value in phase.items() if "languages" in name} for phase in phases]
@@ -192,8 +191,8 @@ def fixed_by_phases(recipe: dict[str, Any]) -> tuple[Any, int]:
 
 
 def _is_factor(value: Any) -> bool:
-    """Whether a field's value is a factor or a probability, and not 0. A fork may not change a factor from or to 0,
-    since a term whose factor is 0 may have no heads."""
+    """Return whether a field's value is a factor or a probability, and not 0. A fork may not change a factor from or to
+    0, since a term whose factor is 0 may have no heads."""
     return type(value) is float and value != 0
 
 
@@ -210,7 +209,7 @@ def read_ancestry(out: Path) -> list[dict[str, Any]]:
 def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> None:
     """Write ancestry.json for a new fork in `out`. parent: the checkpoint at which the fork begins. Rank 0 only."""
     run = parent.path.resolve().parent.parent
-    entry = {"run": str(run), "step": parent.step, "changed": folder.changed(parent.identity, identity)}
+    entry = {"run": str(run), "step": parent.step, "changed": folder.identity_differences(parent.identity, identity)}
     text = json.dumps([entry, *read_ancestry(run)], indent=1, ensure_ascii=False)
     files.write_text(out / ANCESTRY, text + "\n")
 
@@ -218,7 +217,7 @@ def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> N
 # Data that is added
 
 
-def known_sources(args: argparse.Namespace) -> frozenset[str]:
+def known_fingerprints(args: argparse.Namespace) -> frozenset[str]:
     """Return the fingerprints of the sources that the run read before this start; for a new fork, those of the parent
     run's sources. The set is empty without --data_change. args: the arguments of train.py."""
     if not args.data_change:
@@ -235,7 +234,7 @@ def fingerprints(identity: dict[str, Any]) -> list[str]:
 
 def with_new_sources(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
     """Return the checkpoint with a position in each source of the run. Sources that the checkpoint lacks begin at
-    record 0. Raises UserError if `check_append` does."""
+    record 0. Raises UserError if the recipe or the model does not allow new sources."""
     before, now = fingerprints(checkpoint.identity), [source.fingerprint for source in run_spec.sources]
     if before == now:
         return checkpoint
@@ -252,7 +251,7 @@ def with_new_sources(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
 
 
 def check_append(before: list[str], run_spec: RunSpec) -> None:
-    """Check that the recipe and the model allow sources to be added. Raises UserError."""
+    """Raise UserError if the recipe or the model does not allow new sources. before: the old sources' fingerprints."""
     if run_spec.recipe.data.first:
         raise UserError(
             "--data_change append: a run with data.first cannot take in more data, as data.first limits the number of "

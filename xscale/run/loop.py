@@ -167,9 +167,8 @@ class Trainer:
             self.save(must_succeed=last)
 
     def end_all(self, error: Exception | None) -> NoReturn:
-        """End all ranks after one could not read its records. That rank raises its error, and the other ranks raise an
-        error with the same message. The metrics and the checkpoint under way are written first, unless another run has
-        taken the directory."""
+        """End all ranks after one could not read its records. That rank raises its error, and the others an error with
+        the same message. First write the metrics and the checkpoint, unless another run has taken the directory."""
         told = self.host_group.gather(error and (*explain(error), isinstance(error, DirectoryTaken)))
         replaced = any(of_rank[2] for of_rank in told if of_rank)
         if not replaced:
@@ -183,6 +182,7 @@ class Trainer:
         raise {USER_ERROR: UserError, MACHINE: MachineError}.get(code, RuntimeError)(f"rank {rank}: {text}")
 
     def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> UnreportedStep:
+        """Do one optimizer step. Returns its sums, which are still on the device. started: when the step began."""
         engine, train = self.engine, self.recipe.train
         skipped = engine.skipped_steps
         # The first step measures too, so that a lack of memory for it shows at once.
@@ -202,7 +202,7 @@ class Trainer:
         except NotFinite as error:  # under fp16 all ranks raise it
             self.flush()
             self.skips.count(True, None)
-            self.not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
+            self.raise_not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
         numbers = {"grad_norm": engine.get_global_grad_norm(), "lr": sums.lr, "skipped": engine.skipped_steps - skipped}
         numbers |= {"tokens": counts.work.tokens, "samples": counts.samples, "too_long": sum(counts.too_long.values())}
         numbers["data_wait_s"] = self.synchronizer.take_wait()
@@ -216,8 +216,7 @@ class Trainer:
         return UnreportedStep(self.step + 1, batch, sums, counts.targets, numbers)
 
     def alignment_scores(self) -> Results:
-        """Return the alignment scores by dictionary on rank 0, which has the words, and {} on other ranks. All ranks
-        call it together."""
+        """Return the alignment scores by dictionary on rank 0, {} on other ranks. All ranks call it together."""
         found: Results = {}
         with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
             for pair, probe in self.probes.items():
@@ -269,8 +268,8 @@ class Trainer:
                 self.handle_spike(entry["step"], spike, unreported.batch)
 
     def find_spikes(self, entries: list[dict[str, Any]]) -> list[str]:
-        """Return, on every rank, which metrics have a spike in each step. The ranks exchange one number a step, and the
-        text only if there is a spike."""
+        """Return, on every rank, a text for each step that names the metrics with a spike, or is empty. The ranks
+        exchange one number a step, and the text only if there is a spike."""
         found = [self.spikes.find(entry) if self.spikes else "" for entry in entries]
         if not self.recipe.train.spikes or self.host_group.group is None:
             return found
@@ -278,28 +277,27 @@ class Trainer:
         dist.broadcast(steps, src=0, group=self.host_group.group)
         return self.host_group.from_main(lambda: found) if steps.any() else [""] * len(entries)
 
-    def check_finite(self, entry: dict[str, Any], unreported: UnreportedStep) -> None:
-        """Check that the losses and the gradient of a step are finite. Raises NotFinite on all ranks, before the step
-        is saved. fp16 may skip fewer than MOST_SKIPPED consecutive steps."""
+    def check_finite(self, metrics: dict[str, Any], step: UnreportedStep) -> None:
+        """Raise NotFinite on all ranks, before the step is saved, if its losses or its gradient are not finite. fp16
+        may skip fewer than MOST_SKIPPED consecutive steps. metrics: the step's line of metrics.jsonl."""
         fp16 = self.engine.fp16_enabled()
-        warning = self.skips.count(bool(entry["skipped"]), entry.get("loss_scale"))
+        warning = self.skips.count(bool(metrics["skipped"]), metrics.get("loss_scale"))
         if warning and fp16 and self.process.is_main:
             LOG.warning(warning)
         in_a_row = self.skips.in_a_row
         if fp16 and 0 < in_a_row < MOST_SKIPPED:
             return
-        streams = [name for name in self.recipe.streams if not math.isfinite(entry.get(f"loss/{name}", 0))]
-        norm = entry["grad_norm"] or 0.0
+        streams = [name for name in self.recipe.streams if not math.isfinite(metrics.get(f"loss/{name}", 0))]
+        norm = metrics["grad_norm"] or 0.0
         if not streams and math.isfinite(norm) and not in_a_row:
             return
         what = f"the loss of {', '.join(streams)}" if streams else f"the gradient's norm ({norm:g})"
         if not streams and math.isfinite(norm):
-            what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {entry.get('loss_scale'):g})"
-        self.not_finite(entry["step"], what, unreported.batch, bool(unreported.sums.values_K.isfinite().all()))
+            what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {metrics.get('loss_scale'):g})"
+        self.raise_not_finite(step.step, what, step.batch, bool(step.sums.values_K.isfinite().all()))
 
-    def not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
-        """Write the keys of the step's records to not_finite.jsonl and raise NotFinite. finite: whether this rank's own
-        losses are finite."""
+    def raise_not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
+        """Write the step's records to not_finite.jsonl, and raise. finite: whether this rank's losses are finite."""
         self.checkpoint_manager.finish_save()
         newest, path = self.checkpoint_manager.good, self.write_records(NOT_FINITE, step, what, batch, finite=finite)
         good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
@@ -355,7 +353,7 @@ class Trainer:
         return STOPPED
 
     def save(self, must_succeed: bool) -> None:
-        """Save a checkpoint of the steps done. must_succeed: wait until it is written, and raise OSError if that
+        """Save a checkpoint of the steps done. must_succeed: wait until it is written, and raise OSError if it
         fails."""
         if self.reporter:
             self.reporter.flush(to_disk=True)
@@ -377,8 +375,7 @@ class Trainer:
         }
 
     def write_model(self, path: Path) -> None:
-        """Write the model's config, with the settings of the checkpoint's last step, and the tokenizer into a
-        checkpoint. Rank 0 only."""
+        """Write the model's config, with the last step's settings, and the tokenizer to a checkpoint. Rank 0 only."""
         config = copy.deepcopy(self.engine.module.encoder.lm.config)
         if theta := self.recipe.at(max((self.checkpoint_manager.under_way or 0) - 1, 0)).model.rope_theta:
             set_rope_theta(config, theta)  # the next step may have set another while this thread writes

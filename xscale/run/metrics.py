@@ -38,11 +38,9 @@ LINE_SECONDS = 5.0
 BUFFER = 1 << 16
 """Lines wait in memory until they have more than this number of bytes, or until the next flush."""
 SLOW, SLOW_FLUSHES = 1.5, 10
-"""A rank is slow if it takes at least SLOW times the ranks' median time at SLOW_FLUSHES consecutive readings of the
-metrics."""
+"""A rank is slow if it takes SLOW times the ranks' median time at SLOW_FLUSHES consecutive readings of metrics."""
 SKIPS_OF, MOST_SKIPS, LOW_SCALE = 200, 20, 1.0
-"""A run warns if fp16 skips more than MOST_SKIPS of the last SKIPS_OF steps (one or two are normal), or if fp16's loss
-scale falls to LOW_SCALE."""
+"""A run warns if fp16 skips over MOST_SKIPS of SKIPS_OF steps (1 or 2 are normal), or its scale falls to LOW_SCALE."""
 ALIKE, ALIKE_STEPS = 0.99, 20
 """A run warns if the vectors of different sentences have a mean cosine over ALIKE in ALIKE_STEPS steps, since a
 contrastive loss then learns next to nothing."""
@@ -123,8 +121,7 @@ class JsonLines:
         """The number of lines that could not be written since a line was last written."""
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Add a line, which waits for `flush` or until more than BUFFER bytes wait. Numbers that are not finite become
-        null, since JSON cannot express them."""
+        """Add a line, which waits for `flush` or until BUFFER bytes wait. A number that is not finite becomes null."""
         if self.file:
             self.lines.append(_encoded(entry))
             self.size += len(self.lines[-1])
@@ -222,7 +219,7 @@ class UnreportedStep(NamedTuple):
     def entry(self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int]) -> dict[str, Any]:
         """Return the step's line of metrics.jsonl. totals_K, counts: `sums` and PackedRow.counts, summed over ranks."""
         recipe = recipe.at(self.step - 1)
-        shares = self.sums.shares(totals_K, recipe, self.targets)
+        shares = self.sums.averages(totals_K, recipe, self.targets)
         losses = {name: shares[f"loss/{name}"] for name in recipe.streams if f"loss/{name}" in shares}
         loss = sum(recipe.stream_weight(name, self.step - 1) * of_stream for name, of_stream in losses.items())
         entry = {"step": self.step, "loss": loss} | shares
@@ -232,7 +229,7 @@ class UnreportedStep(NamedTuple):
 
 
 class MetricSink:
-    """A library that gets the metrics besides metrics.jsonl. The run stops using it after its first error."""
+    """A library that gets the metrics too, besides metrics.jsonl. The run stops using it after its first error."""
 
     def __init__(self, name: str, open_library: Callable[[], Any]):
         self.name, self.failed = name, False
@@ -343,7 +340,7 @@ class Pace:
         self.names, self.slowest, self.times, self.ratio = names, -1, 0, 1.0
 
     def metrics(self, own_R: list[float]) -> dict[str, float]:
-        """Return the slowest rank and its time over the median rank's. own_R: each rank's own seconds per step."""
+        """Return the slowest rank, and its time over the median rank's. own_R: each rank's own seconds per step."""
         if len(own_R) == 1:
             return {}
         before, self.slowest = self.slowest, own_R.index(max(own_R))
@@ -369,8 +366,7 @@ class Skips:
         self.warned = self.low = False
 
     def count(self, skipped: bool, scale: float | None) -> str | None:
-        """Count one step. Returns a warning if there is a new cause for one, otherwise None. scale: fp16's loss
-        scale."""
+        """Count one step. Returns a warning if there is a new cause for one, or None. scale: fp16's loss scale."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.last.append(skipped)
         was_low, self.low = self.low, scale is not None and scale <= LOW_SCALE

@@ -41,7 +41,7 @@ DEMO = Path("data/demo")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say what a run is. They are those of the run, of its dry run and of the doctor."""
+    """Add the arguments that say what a run is, which train.py, its dry run and the doctor share."""
     parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
     parser.add_argument(
         "--data", type=location, nargs="+", help="shard directories or URLs (default: the generated demo corpus)"
@@ -54,11 +54,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
     """Train one run in the existing process group. args: the arguments of train.py. Returns the exit code."""
-    run_spec = resolve_run(args.recipe, args.set, args.data, host_group, going_on.known_sources(args))
+    run_spec = resolve_run(args.recipe, args.set, args.data, host_group, going_on.known_fingerprints(args))
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
     task_notes = review_tasks(run_spec, config.stage, host_group)
-    check_same(args, run_spec, config, host_group)
+    check_ranks_agree(args, run_spec, config, host_group)
     train = run_spec.recipe.train
     ranks.set_deterministic(train.deterministic)
     stop = StopRequest(train.time_limit)
@@ -88,7 +88,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             status.ended(DONE, f"{first} of {train.steps} steps")
             return DONE
         watch.note("measuring the data")
-        run_spec = run_spec.calibrated(going_on.calibration(run_spec, checkpoint, host_group))
+        run_spec = run_spec.calibrated(going_on.resume_calibration(run_spec, checkpoint, host_group))
         if process.is_main:
             write_config(args.out, run_spec, config)
             if checkpoint and not going_on.is_own(checkpoint, args.out):
@@ -169,8 +169,8 @@ def roll_back(error: NotFinite, excluded_steps: list[int], trainer: Trainer) -> 
     return found
 
 
-def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig, host_group: HostGroup) -> None:
-    """Check that all ranks were started alike, so that they plan the same data. Raises UserError on all of them."""
+def check_ranks_agree(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig, host_group: HostGroup) -> None:
+    """Raise UserError on all ranks unless all were started alike, so that they plan the same data."""
     ours = run_spec.identity() | {
         "recipe": run_spec.recipe.to_dict(),
         "--ds_config": config.resolved,
@@ -193,13 +193,13 @@ def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> 
     """Check, create and lock the run's directory. Rank 0 only. Raises UserError."""
     status.has_lock = False  # until train_run calls `running`
     out: Path = args.out
-    folder.claim_out(out, run_spec.identity(), args.resume, args.data_change == "append")
+    folder.check_out(out, run_spec.identity(), args.resume, args.data_change == "append")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be created ({error.strerror}); choose another") from None
     lock = files.Lock(out)
-    folder.claim_out(out, run_spec.identity(), args.resume, args.data_change == "append")  # it may have waited
+    folder.check_out(out, run_spec.identity(), args.resume, args.data_change == "append")  # it may have waited
     return lock
 
 

@@ -39,7 +39,7 @@ SEEN = 7
 
 
 class TrainerContext(NamedTuple):
-    """The parts that a trainer works with. After a rollback, the new trainer gets the same ones."""
+    """The objects that a trainer works with. After a rollback, the new trainer gets the same ones."""
 
     config: EngineConfig
     engine: Any
@@ -93,11 +93,11 @@ class PendingStep:
         return self.message.wait()
 
     def failed(self) -> bool:
-        """Whether any rank could not read its records."""
+        """Return whether any rank could not read its records."""
         return self.sums[0] > 0
 
     def stopped(self) -> bool:
-        """Whether any rank was asked to stop."""
+        """Return whether any rank was asked to stop."""
         return self.sums[1] > 0
 
     def counts(self) -> GlobalCounts:
@@ -178,7 +178,7 @@ class StepSynchronizer:
             ahead=min(max(FEWEST, median_low(self.took) + 1), MOST) if self.process.is_main else 0,
             auxiliary={
                 stream: [n * int(of == rank) for of in range(world)]
-                for stream, n in batch.auxiliary().items()
+                for stream, n in batch.auxiliary_vector_counts().items()
                 if stream in self.gathering
             },
         )
@@ -193,7 +193,7 @@ class StepSynchronizer:
         return waited
 
     def stops_next(self) -> bool:
-        """Whether any rank was asked to stop before the step that begins next."""
+        """Return whether any rank was asked to stop before the step that begins next."""
         return bool(self.pending) and self.pending[0].stopped()
 
     def _failed(self, error: Exception) -> PendingStep:
@@ -203,7 +203,7 @@ class StepSynchronizer:
 
 
 def check_targets(counts: GlobalCounts, step: int, recipe: Recipe) -> None:
-    """Check that a step has targets. Raises UserError on all ranks."""
+    """Raise UserError on all ranks if a step has no targets."""
     if any(counts.targets.values()):
         return
     data = recipe.data

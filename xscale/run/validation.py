@@ -27,7 +27,7 @@ from xscale.run_spec import RunSpec
 
 EVALS = "evals.jsonl"
 MAIN, ROWS = ("loss", "accuracy", "withheld"), 12
-"""The log shows at most ROWS results rows. Of a row it shows the first number of MAIN that the row has."""
+"""The log shows at most ROWS results rows, and of each row the first number in MAIN that the row has."""
 CODE = Path(__file__).resolve().parents[2]
 """The folder that holds the running package."""
 
@@ -44,8 +44,8 @@ class Validation:
         step: int,
         reporter: Reporter | None,
     ):
-        """Prepare to measure. tasks: the result of measure_functions. step: the last step whose evaluation stays in
-        evals.jsonl, or -1 if none stays."""
+        """Prepare to measure. tasks: the result of in_training.measure_functions. step: the last step whose evaluation
+        is kept, or -1."""
         self.section, self.best_of = run_spec.recipe.eval, run_spec.recipe.checkpoint.best
         self.tasks, self.out, self.host_group, self.reporter = tasks, out, host_group, reporter
         self.last = run_spec.recipe.train.steps
@@ -82,7 +82,7 @@ class Validation:
                 files.write_text(folder / checkpoints.BEST, there[self.best[0]].name + "\n")
 
     def becomes_candidate(self, step: int, number: float | None) -> bool:
-        """Whether the step is the best so far; if so, it becomes the candidate. Rank 0 only."""
+        """Return whether the step is the best so far; if it is, make it the candidate. Rank 0 only."""
         assert self.best_of
         best = self.best and self.best[1]
         if number is None or not math.isfinite(number) or not is_better(self.best_of.split("/", 2)[2], number, best):
@@ -122,7 +122,7 @@ class Validation:
         best_row = (self.best_of or "").rpartition("/")[0]
 
         def order(of: tuple[str, str, Any]) -> tuple[bool, bool]:
-            """The row that chooses the best checkpoint comes first, then streams and means, then single languages."""
+            """Sort the row that chooses the best checkpoint first, then streams and means, then single languages."""
             task, row, _ = of
             single = " " in row if task.startswith("heldout") else row != ALL and ALL in results[task]
             return f"{task}/{row}" != best_row, single
@@ -142,8 +142,7 @@ class Validation:
         return rows + [f"  and {len(found) - ROWS} more in {EVALS}"] * (len(found) > ROWS)
 
     def published(self, step: int, path: Path) -> set[int]:
-        """Note a new checkpoint and start the hook. Returns the best checkpoint's step, which must stay. Rank 0
-        only."""
+        """Note a new checkpoint and start the hook. Returns the steps whose checkpoints must stay. Rank 0 only."""
         if self.candidate and self.candidate[0] == step:
             with suppress(OSError):  # the file `best` then still names the checkpoint before
                 files.write_text(path.parent / checkpoints.BEST, path.name + "\n")
@@ -196,7 +195,7 @@ class Hook:
         self.started.append((step, process))
 
     def look(self) -> None:
-        """Log the commands that have failed."""
+        """Log the commands that have failed, and forget those that have ended."""
         for step, process in self.started:
             if process.poll():
                 log = self.folder / f"step_{step}.log"
@@ -205,8 +204,8 @@ class Hook:
 
 
 def hook_words(command: str, values: dict[str, str]) -> list[str]:
-    """Return the words of the command. It is split before values are inserted, so that a space or a quotation mark in a
-    value does not split it."""
+    """Return the command's words. It is split before values are inserted, so that a space in a value does not split
+    it."""
     fields = "|".join(HOOK_FIELDS)
     return [re.sub(rf"\{{({fields})\}}", lambda found: values[found[1]], word) for word in shlex.split(command)]
 

@@ -38,11 +38,9 @@ LOOK_SECONDS = 5.0
 """The longest time between two checks by the watch thread."""
 FIRST_WARNING_SECONDS = 60.0
 ANSWER_SECONDS = 3.0
-"""The longest wait for an answer of the store. The store runs in rank 0, which may be suspended, and the store's own
-timeouts do not notice that."""
+"""The longest wait for the store, whose own timeouts do not notice that rank 0, where it runs, is suspended."""
 END_SECONDS = 8.0
-"""The time between the report of a stall and the exit, so that every rank can report. The exit follows even if writing
-the report hangs."""
+"""The time between the report of a stall and the exit, which follows even if writing the report hangs."""
 KEY = "xscale/beat/{}"
 """The name of a rank's beat in the store."""
 LISTENERS = (0, 1)
@@ -194,7 +192,7 @@ class Watch:
                 warned = 2 * still
 
     def _wake(self, late: float, now: float) -> None:
-        """Discount `late` seconds in which this process was suspended, as by SIGSTOP, docker pause or SLURM."""
+        """Leave out of all times the `late` seconds in which this process was suspended, as by SIGSTOP or SLURM."""
         self.since = min(self.since + late, now)
         self.heard = {rank: (beat, at + late) for rank, (beat, at) in self.heard.items()}
 
@@ -218,8 +216,7 @@ class Watch:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
     def _within(self, ask: Callable[[], Any]) -> Any:
-        """Return the store's answer to `ask`, or None if the store does not answer this or an earlier question in
-        time."""
+        """Return the store's answer to `ask`; None if it does not answer this or an earlier question in time."""
         answers: list[Any] = []
 
         def run() -> None:

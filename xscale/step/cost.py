@@ -29,7 +29,8 @@ def memory_by_phase(
     device: str,
     row_tokens: int,
 ) -> dict[str, dict[str, float]]:
-    """Return the bytes that one rank keeps throughout, and those that each phase of a step takes in addition.
+    """Return the bytes that one rank keeps throughout, and those that each phase of a step takes in addition: phase ->
+    purpose -> bytes.
 
     Weights, gradients and optimizer states follow Rajbhandari et al. 2020. row_tokens: the tokens of one packed row.
     """
@@ -116,8 +117,8 @@ def communication(
 
 
 def bytes_sent(collective: str, size: float, world: int) -> float:
-    """Return the bytes that a rank sends in a ring algorithm (Patarasuk and Yuan 2009), in which an all-reduce is a
-    reduce-scatter and an all-gather."""
+    """Return the bytes that a rank sends in a ring algorithm, whose all-reduce is a reduce-scatter and an
+    all-gather."""
     return (2 if collective == "all_reduce" else 1) * size * (world - 1) / world
 
 
@@ -144,7 +145,7 @@ def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, 
 
 
 def vocabulary_head_bytes(encoder: Encoder, width: int, device: str) -> float:
-    """Return the bytes of a chunk of logits, and of the head weight's gradient in fp32 and the weight's precision."""
+    """Return the bytes of a chunk of logits, and of the head weight's gradient in fp32 and in `width` bytes."""
     c = encoder.lm.config
     return c.vocab_size * (chunk_rows(device, c.vocab_size, width) * width + c.hidden_size * (4 + width))
 
@@ -174,6 +175,7 @@ class StepFlops:
             self.peak = next((flops for device, flops in PEAK_FLOPS.items() if device in name), None)
 
     def flops(self, work: RowCost) -> dict[str, float]:
+        """Return the model FLOPs of a step by purpose. work: the sum over all packed rows."""
         auxiliary = float(self.per_token * work.auxiliary_tokens)
         auxiliary += self.attention(work.auxiliary_tokens, work.auxiliary_squares)
         return {

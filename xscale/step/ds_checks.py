@@ -65,7 +65,7 @@ def config_problems(config: dict[str, Any]) -> list[str]:
 
 
 def _key_problem(key: str, value: Any) -> str:
-    """Return what is wrong with a key of the ds_config, or ""."""
+    """Return what is wrong with a key of the ds_config, or an empty string."""
     if key not in KEYS:
         off = value == {} or (isinstance(value, dict) and value.get("enabled") is False)
         meant = difflib.get_close_matches(key.lower(), KEYS, n=1, cutoff=0.65)
@@ -113,6 +113,7 @@ def _value_problems(config: dict[str, Any]) -> list[str]:
 
 
 def _unknown(where: str, section: dict[str, Any], known: Iterable[str]) -> list[str]:
+    """Return a line for each key of a section of the ds_config that is not one of the `known` keys."""
     problems = []
     for name in sorted(set(section) - set(known)):
         meant = difflib.get_close_matches(name, known, n=1)
@@ -121,7 +122,7 @@ def _unknown(where: str, section: dict[str, Any], known: Iterable[str]) -> list[
 
 
 def _type_problems(config: dict[str, Any]) -> list[str]:
-    """Return a line if the type of the optimizer or of the scheduler does not exist."""
+    """Return a line if the optimizer's or the scheduler's type does not exist or does not work with xscale."""
     kind = config.get("optimizer", {}).get("type", "AdamW")
     own = private.optimizer_names()
     if kind.lower() not in own and not _is_class(torch.optim, kind, torch.optim.Optimizer):
@@ -141,7 +142,7 @@ def _type_problems(config: dict[str, Any]) -> list[str]:
 
 
 def scheduler_class(kind: str) -> Any:
-    """Return the class of a scheduler, or None."""
+    """Return the class of a scheduler, DeepSpeed's or torch's, or None if there is none."""
     if kind in (own := private.scheduler_classes()):
         return own[kind]
     named = _is_class(torch.optim.lr_scheduler, kind, torch.optim.lr_scheduler.LRScheduler)
@@ -153,9 +154,9 @@ def _is_class(module: Any, name: str, base: type) -> bool:
     return isinstance(found, type) and issubclass(found, base) and found is not base
 
 
-def validate_by_building(resolved: dict[str, Any]) -> str | None:
-    """Build DeepSpeed's configuration, the optimizer and the scheduler for a single weight, take a few steps and return
-    the error, if any. Without this check, a start or a later step would end with a traceback."""
+def building_problem(resolved: dict[str, Any]) -> str | None:
+    """Return the error of building DeepSpeed's configuration, and the optimizer and scheduler for a single weight, and
+    of taking a few steps; None if all works. Without this check, a start or a later step would end with a traceback."""
     DeepSpeedConfig, _, DtypeEnum = private.config_classes()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     kind, params = resolved["optimizer"]["type"], resolved["optimizer"].get("params", {})

@@ -12,7 +12,7 @@ from typing import Any
 from xscale.config import Recipe
 from xscale.errors import UserError
 from xscale.record import parse_json
-from xscale.step.ds_checks import ADAM, config_problems, validate_by_building
+from xscale.step.ds_checks import ADAM, building_problem, config_problems
 from xscale.step.zero import stage_of, stage_problem
 
 AUTO = "auto"
@@ -60,8 +60,7 @@ class EngineConfig:
     """The lines to print about the precision."""
 
     def saved(self) -> dict[str, Any]:
-        """Return the settings that a checkpoint records, because DeepSpeed restores them whatever the ds_config
-        says."""
+        """Return the settings that a checkpoint records, since DeepSpeed restores them whatever the ds_config says."""
         optimizer, fp16 = self.resolved["optimizer"], self.resolved.get("fp16") if self.precision == "fp16" else None
         params = {k: v for k, v in optimizer.get("params", {}).items() if k not in MAY_CHANGE}
         kept = {"optimizer": {"type": optimizer["type"], "params": params}, "fp16": fp16}
@@ -105,8 +104,7 @@ def read_ds_config(path: Path) -> dict[str, Any]:
 def resolve_ds_config(
     config: dict[str, Any], path: Path, recipe: Recipe, world: int, hardware: Hardware
 ) -> EngineConfig:
-    """Return DeepSpeed's config with every "auto" replaced by a value. Raises a UserError that names every
-    contradiction."""
+    """Return DeepSpeed's config with a value for every "auto". Raises a UserError that names every contradiction."""
     resolved = json.loads(json.dumps(config))
     problems: list[str] = []
     # Whatever the number of rows, DeepSpeed counts a step as one pass of each rank.
@@ -128,7 +126,7 @@ def resolve_ds_config(
         raise UserError(f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{unfilled}')
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    problem = stage_problem(resolved, precision, recipe.train.compile, world) or validate_by_building(resolved)
+    problem = stage_problem(resolved, precision, recipe.train.compile, world) or building_problem(resolved)
     if problem:
         raise UserError(f"ds_config {path}: {problem}")
     return EngineConfig(resolved, precision, stage_of(resolved), notes)
@@ -159,7 +157,7 @@ def _fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware
 
 
 def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str]) -> None:
-    """Complete the ds_config's scheduler. Without one, the recipe's learning rate is set in each step."""
+    """Complete the ds_config's scheduler. Without a scheduler, the recipe's learning rate is set in each step."""
     if "scheduler" not in resolved:
         return
     scheduler, train = resolved["scheduler"], recipe.train

@@ -44,8 +44,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
 
 
 def check_module(module: nn.Module, stage: int) -> None:
-    """Check that no stream reads whole weights outside of the engine's forward pass, which stage 3 partitions. Raises
-    UserError."""
+    """Raise UserError if stage 3 partitions weights that a stream reads whole, outside of the engine's forward pass."""
     if stage < 3 or not isinstance(module, StepModule):
         return
     for name, (objective, _) in module.streams.items():

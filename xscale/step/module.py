@@ -44,8 +44,8 @@ class StepModule(nn.Module):
     """The encoder, the heads of the objectives, and the computation of a row's loss."""
 
     def __init__(self, encoder: Encoder, recipe: Recipe, kept: dict[str, SavedHeads] | None = None):
-        """Build the heads and auxiliary states. kept: trained heads by stream, which replace fresh ones if
-        objective and shapes are the same."""
+        """Build heads and auxiliary states. kept: trained heads by stream, used if objective and shapes are the
+        same."""
         super().__init__()
         self.encoder = encoder
         self.smoothing = {"label_smoothing": recipe.train.label_smoothing, "z_loss": recipe.train.z_loss}
@@ -79,7 +79,7 @@ class StepModule(nn.Module):
             encoder.compile_forward()
         self.train()  # from_pretrained returns a model in evaluation mode, without dropout
 
-    def follow(self, recipe: Recipe) -> None:
+    def set_options(self, recipe: Recipe) -> None:
         """Take the options of the streams from the recipe of a phase, or of an evaluation."""
         self.streams |= {name: (OBJECTIVES[of.objective], of.options) for name, of in recipe.streams.items()}
 
@@ -88,7 +88,7 @@ class StepModule(nn.Module):
         objective = next((name for name, of in OBJECTIVES.items() if of == self.streams[stream][0]), "?")
         return adding_note(f"streams.{stream}, objective {objective}: {function}")
 
-    def parts(self, stream: str) -> Parts:
+    def objective_parts(self, stream: str) -> Parts:
         heads = dict(self.heads.items()).get(stream)
         return Parts(self.encoder, heads, self.auxiliary_states.get(stream))
 
@@ -102,7 +102,7 @@ class StepModule(nn.Module):
         states, found = encoder_states(self.encoder, row, inputs), dict[str, Tensor]()
         for stream, (objective, options) in self.streams.items():
             if objective.vectors:
-                arguments = self.parts(stream), states[stream], inputs.arrays[stream], options
+                arguments = self.objective_parts(stream), states[stream], inputs.arrays[stream], options
                 with self.blaming(stream, "vectors"):
                     found[stream] = objective.vectors(*arguments)
         return found
@@ -124,7 +124,7 @@ class StepModule(nn.Module):
             if stream not in row.states:
                 continue
             named = states[stream] | more.get(stream, {})
-            arguments = self.parts(stream), named, inputs.arrays[stream], options
+            arguments = self.objective_parts(stream), named, inputs.arrays[stream], options
             with self.blaming(stream, "loss"):
                 if objective.vectors:
                     named["step"] = named["step"].index_copy(0, named["own"], objective.vectors(*arguments))
@@ -174,13 +174,15 @@ def encoder_states(encoder: Encoder, row: PackedRow, inputs: Inputs) -> States:
 
 
 def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) -> None:
-    """Check that an objective's result fits its stream batch. Raises ValueError."""
+    """Raise ValueError if an objective's result does not fit its stream batch."""
     if not isinstance(losses, Losses):
         raise ValueError(f"returned {type(losses).__name__}, not Losses (xscale/objectives/base.py)")
     labels = {term: n for (of, term), n in row.predictions.items() if of == stream}
     predicted = {prediction.term: len(prediction.features_MH) for prediction in losses.predictions}
     if list(predicted.items()) != list(labels.items()):
-        raise ValueError(f"predicts {predicted}, but collate gave labels {labels}; terms, order and counts must agree")
+        raise ValueError(
+            f"predicts {predicted}, but collate gave labels {labels}; terms, order and counts must be equal"
+        )
     for term in losses.sums:
         if (stream, term) not in weights:
             raise ValueError(f"sums has {term!r}, which is none of the objective's terms")
@@ -188,7 +190,7 @@ def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) 
         if name == "loss":
             raise ValueError("a metric cannot be called loss")
         if (stream, term) not in row.targets:
-            raise ValueError(f"metric {name} is of term {term!r}, which is not in collate's targets")
+            raise ValueError(f"metric {name} names the term {term!r}, which is not in collate's targets")
     values = {f"sums[{term!r}]": value for term, value in losses.sums.items()}
     values |= {f"metric {name}": value for name, (value, _) in losses.metrics.items()}
     for name, value in values.items():

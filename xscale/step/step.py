@@ -25,8 +25,7 @@ from xscale.step.zero import one_reduction, take_step
 
 @dataclass
 class StepSums:
-    """The sums of losses and metrics over this rank's targets in one optimizer step. They stay on the device until
-    metrics are read."""
+    """The sums of losses and metrics over this rank's targets in one step; on the device until metrics are read."""
 
     reported: list[Reported]
     values_K: Tensor
@@ -35,16 +34,15 @@ class StepSums:
     """The begin and the end of this rank's passes, without the reduction, by `time_on`."""
 
     def own_s(self) -> float:
-        """Return the seconds of this rank's passes. On CUDA it waits for the device."""
+        """Return the seconds that this rank's passes took. On CUDA it waits for the device."""
         first, last = self.times
         if isinstance(first, float):
             return last - first
         last.synchronize()
         return first.elapsed_time(last) / 1000
 
-    def shares(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
-        """Return the losses and metrics by name, each divided by its number of targets. totals_K, targets: sums over
-        all ranks."""
+    def averages(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
+        """Return losses and metrics by name, each divided by its targets. totals_K, targets: sums over all ranks."""
         shares: dict[str, float] = {}
         for (name, stream, term, language), value in zip(self.reported, totals_K, strict=True):
             if language or recipe.streams[stream].samples == 0:
@@ -97,7 +95,7 @@ class RowPass:
         return {stream: vectors_ND.detach() for stream, vectors_ND in module.vectors(self.row, self.inputs).items()}
 
     def __call__(self, module: Any, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Make the forward pass of a StepModule, or of the engine around it."""
+        """Make the forward pass of a StepModule, or of the engine around it. Returns the loss and the numbers [K]."""
         of_term = np.array([weights[term] for term in self.row.predictions], dtype=np.float64)
         largest = float(of_term.max(initial=0)) or 1.0
         weights_M = np.repeat(of_term / largest, list(self.row.predictions.values()))
@@ -128,7 +126,7 @@ def optimizer_step(
     each stream.
     """
     recipe = recipe.at(step)
-    engine.module.follow(recipe)
+    engine.module.set_options(recipe)
     engine.module.encoder.set_dropout(recipe.model.dropout)
     if recipe.model.rope_theta:
         engine.module.encoder.set_rope_theta(recipe.model.rope_theta)
@@ -151,7 +149,7 @@ def optimizer_step(
         last = time_on(engine.device)
     applied = take_step(engine)
     for auxiliary_state in engine.module.auxiliary_states.values():
-        auxiliary_state.update(applied=applied)
+        auxiliary_state.update(applied)
     return StepSums(reported, reduce(torch.add, of_rows), lr, (first, last)), norms
 
 
@@ -165,7 +163,7 @@ def measure_rows(
     before each row.
     """
     module = engine.module
-    module.follow(recipe)
+    module.set_options(recipe)
     module.eval()
     try:
         nothing = {
@@ -193,9 +191,9 @@ def time_on(device: torch.device) -> Any:
     return event
 
 
-def read_auxiliary(module: StepModule, passes: list[RowPass]) -> None:
-    """Let the auxiliary states read the rows, as many at a time as together have no more auxiliary tokens than the
-    largest row has tokens. A row has few of them, and a pass over few costs a GPU's host as much as one over many."""
+def encode_auxiliary(module: StepModule, passes: list[RowPass]) -> None:
+    """Set each row's states of auxiliary encoders, which read as many rows at a time as together have no more tokens
+    than the largest row. A pass over few tokens costs a GPU's host as much as one over many."""
     most = max(len(row_pass.row.inputs.tokens.input_ids) for row_pass in passes)
     groups: list[list[RowPass]] = [[]]
     held = 0
@@ -226,7 +224,7 @@ def add_shared_states(module: StepModule, passes: list[RowPass], vector_counts: 
     (module.py). The sum of the rows' gradients is then the gradient of the whole step (as in GradCache, Gao et al.
     2021).
     """
-    read_auxiliary(module, passes)
+    encode_auxiliary(module, passes)
     for stream, auxiliary_state in module.auxiliary_states.items():
         if isinstance(auxiliary_state, HasQueue):
             auxiliary_state.gather(vector_counts.get(stream))
@@ -268,6 +266,7 @@ def targets_of(totals: dict[tuple[str, str], int], stream: str, recipe: Recipe, 
 
 
 def step_weights(recipe: Recipe, totals: dict[tuple[str, str], int], step: int) -> Weights:
+    """Return the factor of each term's sum over targets in the loss of the step."""
     return {
         (name, term): recipe.stream_weight(name, step) * factor / targets_of(totals, name, recipe, term)
         for name, stream in recipe.streams.items()
@@ -283,8 +282,8 @@ def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
 
 
 def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict[str, Tensor]:
-    """Return the L2 norm of each stream's part of the gradient, before clipping, from passes in which the other
-    streams' weights are 0."""
+    """Return the L2 norm of each stream's part of the gradient, before clipping, by metric name. In the passes that
+    measure a stream, the other streams' weights are 0."""
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
     norms = {}
@@ -302,8 +301,7 @@ def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict
 
 
 def to_device(inputs: Any, device: torch.device) -> Any:
-    """Copy the arrays of Inputs, or of Tokens and an Index, to the device as tensors, except Tokens.lengths, which the
-    host reads."""
+    """Return Inputs, or Tokens and an Index, with arrays as tensors on the device; Tokens.lengths stays on the host."""
     parts = tree_leaves(inputs, is_leaf=lambda part: isinstance(part, Tokens))
     on_host = {id(part.lengths) for part in parts if isinstance(part, Tokens)}
     leaves, spec = tree_flatten(inputs)
@@ -314,8 +312,8 @@ def to_device(inputs: Any, device: torch.device) -> Any:
 
 
 def copy_at_once(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy arrays to the device. A GPU gets them in one pinned buffer, in which each begins at a multiple of 16 bytes,
-    and the host does not wait."""
+    """Return the arrays as tensors on the device. A GPU gets them in one pinned buffer, in which each begins at a
+    multiple of 16 bytes, and the host does not wait."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays]

@@ -30,7 +30,7 @@ def stage_of(ds_config: dict[str, Any]) -> int:
 
 
 def offloads(ds_config: dict[str, Any]) -> bool:
-    """Whether the optimizer is in host memory."""
+    """Return whether the optimizer is in host memory."""
     return (ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none") != "none"
 
 
@@ -52,7 +52,7 @@ def stage_problem(ds_config: dict[str, Any], precision: str, compiles: bool, wor
 
 
 def keeps_whole_weights(engine: Any) -> bool:
-    """Whether each rank has all weights whole. ZeRO stage 3 partitions them."""
+    """Return whether each rank has all weights whole. ZeRO stage 3 partitions them."""
     return engine.zero_optimization_stage() < 3
 
 
@@ -87,7 +87,7 @@ def one_reduction(engine: Any) -> Iterator[None]:
     bucket once.
 
     Stages 1 to 3 use DeepSpeed's `coalesce_grad_reduction`; without it, stages 2 and 3 reduce after every pass. Stage 0
-    and BF16_Optimizer do not support it, and reduce on request.
+    and BF16_Optimizer do not support it, and reduce when `allreduce_gradients` is called.
     """
     on_request = engine.zero_optimization_stage() == 0 or private.is_bf16_optimizer(engine)
     with engine.no_sync() if on_request else engine.coalesce_grad_reduction():
@@ -107,8 +107,8 @@ def one_reduction(engine: Any) -> Iterator[None]:
 def take_step(engine: Any) -> bool:
     """Update the weights unless the reduced gradient is not finite. Returns True if the weights have changed.
 
-    At stages 1 to 3 DeepSpeed checks the gradient; at stage 0 it does not. Raises NotFinite if fp16 has no smaller loss
-    scale left.
+    DeepSpeed checks the gradient at stages 1 to 3, this function at stage 0. Raises NotFinite if fp16 has no smaller
+    loss scale left.
     """
     if engine.zero_optimization_stage() == 0:
         gradients = [weight.grad for weight in engine.module.parameters() if weight.grad is not None]
