@@ -119,8 +119,9 @@ def test_compiled_and_checkpointed_training_is_the_same(demo: Path, tmp_path: Pa
     curves = []
     for on in ("false", "true"):
         out = tmp_path / on
-        sets = ["model.dropout=0.0", "train.measure_every=3", f"train.compile={on}", "train.max_tokens=1500"]
+        sets = ["model.dropout=0.0", "train.measure_every=3", f"train.compile={on}", "train.max_tokens=400"]
         sets += [f"train.activation_checkpointing={on}", "streams.ppa.queue_size=50"]
+        sets += [f"streams.{name.replace('=', '.samples=')}" for name in SMALL]
         arguments = ["--ds_config", "ds_configs/zero2_cpu.json", "--data", str(demo), "--out", str(out)]
         launcher = "torchrun" if on == "true" else "forked"
         launch.run(1, [*arguments, "--steps", "6", "--set", *sets], launcher, timeout=900)
@@ -135,18 +136,10 @@ def test_compiled_and_checkpointed_training_is_the_same(demo: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"files": {}},
-        {"files": None},
-        {"files": {"a": None}},
-        {"step": "8"},
-        {"step": 5},
-        {"world_size": "1"},
-        {"state": {}},
-        {"engine": None},
-    ],
+    [{"files": {}}, {"files": None}, {"files": {"a": None}}, {"step": "8"},
+     {"step": 5}, {"world_size": "1"}, {"state": {}}, {"engine": None}],
     ids=str,
-)
+)  # fmt: skip
 def test_a_manifest_that_is_not_sound_is_passed_over(tmp_path: Path, change: dict[str, Any]) -> None:
     """The newest checkpoint is then the one before it."""
     for step in (4, 8):

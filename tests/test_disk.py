@@ -242,7 +242,7 @@ def listed(path: Path, *entries: dict[str, Any]) -> list[str]:
 def arguments(demo: Path, out: Path, *sets: str) -> list[str]:
     run = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "ppa", "--data", str(demo), "--out", str(out)]
     run += ["--steps", str(STEPS), "--trace", "--set", "streams.ppa.samples=6", "streams.ppa.queue_size=20"]
-    return [*run, "checkpoint.every=2", "checkpoint.keep=9", *sets]
+    return [*run, "checkpoint.every=2", "checkpoint.keep=9", "train.measure_every=0", *sets]
 
 
 @pytest.fixture(scope="module")

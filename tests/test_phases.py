@@ -40,7 +40,7 @@ BASE: dict[str, Any] = {
         "tlm": {"objective": "tlm", "samples": 8},
     },
     "data": {"max_length": 64, "languages": ["en", "xx"], "workers": 0},
-    "train": {"steps": 20, "lr": 0.002, "warmup": 2, "schedule": "1-sqrt", "decay": 0.25, "measure_every": 4},
+    "train": {"steps": 20, "lr": 0.002, "warmup": 2, "schedule": "1-sqrt", "decay": 0.25, "measure_every": 10},
     "checkpoint": {"every": 3},
 }
 PHASES = [
@@ -353,8 +353,8 @@ def listed(demo: Path, folder: Path, outs: list[str], *sets: str, phases: list[d
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_in_a_phase_and_at_a_border(demo: Path, tmp_path: Path) -> None:
-    """After kill -9, and from checkpoints in phases and at borders, metrics and weights equal those of a whole run, bit
-    for bit. The base of the rotary embeddings changes from phase to phase."""
+    """After kill -9, and from a checkpoint in a phase and one at a border, metrics and weights equal those of a whole
+    run, bit for bit. The base of the rotary embeddings changes from phase to phase."""
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
     words = len(PreTrainedTokenizerFast.from_pretrained(demo / "tokenizer"))
@@ -371,7 +371,7 @@ def test_a_run_that_is_killed_in_a_phase_and_at_a_border(demo: Path, tmp_path: P
     for end, theta in zip(ENDS, thetas, strict=True):
         ropes = AutoConfig.from_pretrained(whole / f"checkpoints/step_{end:08d}" / "hf").rope_parameters
         assert {rope["rope_theta"] for rope in ropes.values()} == {theta}, end
-    copies = {step: tmp_path / str(step) for step in (*ENDS[:-1], 10)}
+    copies = {step: tmp_path / str(step) for step in (ENDS[1], 10)}
     for step, copy in copies.items():
         shutil.copytree(whole, copy)
         for later in range(step + 1, 21):

@@ -233,7 +233,7 @@ def test_a_stopped_rank_is_named_and_ends_the_run(demo: Path, tmp_path: Path, mo
     runs at once, in one of which rank 0 stops, in the other rank 1."""
     monkeypatch.setenv("POISON", "none:0")
     monkeypatch.setenv("PYTHONPATH", str(launch.ROOT))
-    limit, processes = 30, []
+    limit, processes = 20, []
     try:
         for which in (0, 1):
             fields = ("train.steps=100000", f"train.stall_limit={limit / 60}")
