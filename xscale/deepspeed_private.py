@@ -39,7 +39,7 @@ def import_muon_uncompiled() -> None:
 # The ds_config
 
 
-def config_classes() -> tuple[Any, Any, Any]:
+def config_error_and_dtypes() -> tuple[Any, Any, Any]:
     """Return the class that reads a ds_config, its exception class, and its enum of data types."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 
@@ -267,7 +267,7 @@ def saved_scaler(rank_file: dict[str, Any]) -> Any:
     return rank_file["optimizer_state_dict"].get("loss_scaler")
 
 
-def saved_unpartitioned(model_state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
+def stage_0_state(model_state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
     """Return {name: weight} and {number: optimizer state} of a checkpoint of stage 0."""
     return model_state["module"], (model_state.get("optimizer") or {}).get("state", {})
 

@@ -412,7 +412,7 @@ def resolve_run(
     smaller_tokenizer = tokenizer_to_extend(recipe, tokenizer)
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
-    check_language_names(sources)
+    check_one_spelling(sources)
     found, left_out = load_lexicons(recipe, tokenizer, sources, near, host_group)
     dictionaries, *of_phases = [stream_lexicons(of, found) for of in (recipe, *(p.recipe for p in recipe.phases))]
     check_links(recipe, specs, sources, samples)
@@ -467,7 +467,7 @@ def stream_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample
     return specs
 
 
-def check_language_names(sources: list[Source]) -> None:
+def check_one_spelling(sources: list[Source]) -> None:
     """Raise UserError if two names of languages are spellings of one name, such as de and deu."""
     found: dict[str, tuple[str, Path]] = {}
     for source in sources:

@@ -184,7 +184,7 @@ class CheckpointManager:
             check_types([partial / name for name in names if name.endswith(".pt")])
             self.sealed = {name: store.sync_and_hash(partial / name) for name in names}
         except Exception as error:
-            self.problem = os_error_behind(error)
+            self.problem = unwrap_os_error(error)
         self.seconds = time.monotonic() - started
 
     def _publish(self) -> tuple[Path, str, float]:
@@ -220,7 +220,7 @@ def write_state(state: Any, path: Path) -> None:
         torch.save(state, file)
 
 
-def os_error_behind(error: Exception) -> Exception:
+def unwrap_os_error(error: Exception) -> Exception:
     """Return the OSError that caused `error`, or else `error`. torch wraps the OSError of a failed write."""
     at: BaseException | None = error
     while at and not isinstance(at, OSError):

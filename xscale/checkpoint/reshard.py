@@ -89,7 +89,7 @@ class SavedPartitions:
     def _read_whole(self, names: list[str]) -> list[SavedGroup]:
         """Fill `places` from a checkpoint of ZeRO stage 0, in which one file has all weights, and the optimizer's
         states are numbered instead of named. Return the groups."""
-        weights, states = private.saved_unpartitioned(self.model)
+        weights, states = private.stage_0_state(self.model)
         decayed_first = sorted(names, key=lambda name: weights[name].ndim <= 1)  # models/build.py's decay_groups
         flats = [weights[name].flatten() for name in decayed_first]
         self.places = {name: SavedPlace(n, 0, 0, len(flats[n])) for n, name in enumerate(decayed_first)}

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 from xscale.checkpoint import store
 from xscale.checkpoint.reshard import load_rescaled
 from xscale.checkpoint.store import Checkpoint
-from xscale.deepspeed_private import has_weights_in_order, model_state_path, partition_paths, saved_unpartitioned
+from xscale.deepspeed_private import has_weights_in_order, model_state_path, partition_paths, stage_0_state
 from xscale.errors import UserError
 from xscale.models.build import dropout_fields, fill_neutral_row, load_pretrained
 from xscale.models.heads import SavedHeads, load_heads
@@ -52,7 +52,7 @@ def full_weights(path: Path) -> dict[str, Tensor]:
         unread = io.StringIO()  # progress bars and remarks
         with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread):
             return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
-    return saved_unpartitioned(torch.load(model_state_path(path), map_location="cpu", weights_only=False))[0]
+    return stage_0_state(torch.load(model_state_path(path), map_location="cpu", weights_only=False))[0]
 
 
 def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:

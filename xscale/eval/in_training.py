@@ -36,7 +36,7 @@ from xscale.run_spec import (
     LinkSample,
     RunSpec,
     check_file_sizes,
-    check_language_names,
+    check_one_spelling,
     check_links,
     languages_of_links,
     linked_sources,
@@ -161,7 +161,7 @@ def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
                 f"embedding would be used, but no stream trains it with language_dropout 0; leave the source out, or "
                 f"set streams.NAME.language_dropout=0.1"
             )
-    check_language_names([*run_spec.sources, *sources])
+    check_one_spelling([*run_spec.sources, *sources])
     return sources
 
 

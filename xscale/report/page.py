@@ -70,7 +70,7 @@ def render_page(
     given = [*(run.name for run in runs), *(model.name for model in scores)]
     names = list(dict.fromkeys(given)) or [text for section in model_sections for text, *_ in section.examples]
     title = " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
-    sections = [*(run_sections(runs, pictures) if runs else []), *score_sections(runs, scores, pictures)]
+    sections = [*(sections_of_all_runs(runs, pictures) if runs else []), *score_sections(runs, scores, pictures)]
     sections = [*sorted(sections, key=lambda section: section.folded), *model_sections]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": tables.format_cell, "numeric": tables.is_numeric}
@@ -80,7 +80,7 @@ def render_page(
     )
 
 
-def run_sections(runs: list[Run], pictures: Pictures) -> list[Section]:
+def sections_of_all_runs(runs: list[Run], pictures: Pictures) -> list[Section]:
     """Return the page's sections about runs. Only those of summary, losses and languages are open at first."""
     charts = {curves.LOSSES: [], curves.LANGUAGES: [], "Evaluations": curves.eval_charts(runs)}
     charts |= curves.metric_sections(runs)

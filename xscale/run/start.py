@@ -106,7 +106,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
         if not checkpoint:
             warm_up_queues(engine.module, run_spec, process, engine.device)
         context = TrainerContext(config, engine, args.out, process, host_group, status, stop, watch, locks)
-        code = train_on(run_spec, context, checkpoint, plans, args.trace)
+        code = train_with_rollbacks(run_spec, context, checkpoint, plans, args.trace)
         status.ended(code, stop.why if code == STOPPED else f"{status.step} of {train.steps} steps")
     return code
 
@@ -122,7 +122,7 @@ def log_start(run_spec: RunSpec, engine: Any, config: EngineConfig, process: Pro
     )
 
 
-def train_on(
+def train_with_rollbacks(
     run_spec: RunSpec, context: TrainerContext, checkpoint: Checkpoint | None, plans: Plans | None, trace: bool
 ) -> int:
     """Run the loop from the checkpoint that the engine was loaded from, and after each rollback again from an earlier

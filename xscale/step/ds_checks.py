@@ -157,7 +157,7 @@ def _is_class(module: Any, name: str, base: type) -> bool:
 def building_problem(resolved: dict[str, Any]) -> str | None:
     """Return the error of building DeepSpeed's configuration, and the optimizer and scheduler for a single weight, and
     of taking a few steps; None if all works. Without this check, a start or a later step would end with a traceback."""
-    DeepSpeedConfig, _, DtypeEnum = private.config_classes()
+    DeepSpeedConfig, _, DtypeEnum = private.config_error_and_dtypes()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     kind, params = resolved["optimizer"]["type"], resolved["optimizer"].get("params", {})
     stand_in, known = torch.optim.AdamW, set(params) - set(DEEPSPEED_ADAM)

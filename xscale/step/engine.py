@@ -21,7 +21,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     """
     import deepspeed
 
-    _, ConfigError, _ = private.config_classes()
+    _, ConfigError, _ = private.config_error_and_dtypes()
     private.pickle_stage_plainly()
     check_module(module, stage_of(ds_config))
     optimizer = ds_config["optimizer"]
