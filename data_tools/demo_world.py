@@ -440,7 +440,8 @@ class Composer:
         return self.express(self.world.pronouns["they" if subject.person == "3pl" else singular], "nom")
 
     def complements(self, verb: Word, subject: Phrase, depth: int, gap: str) -> Phrase:
-        """Return the complements of a verb. In English they follow the verb; in xx they mostly precede it."""
+        """Return the complements of a verb. In English they follow the verb; in the invented language xx
+        they mostly precede it."""
         if verb.kind == "be":
             return self.adjective(subject.head)
         if verb.kind == "wanting":

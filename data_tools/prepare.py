@@ -197,7 +197,7 @@ def start_or_continue(corpus: Corpus, folder: Path) -> None:
         before = steps.read_json(path) if path.exists() else {}
         if changed := [name for name in (now | before).keys() - free if now.get(name) != before.get(name)]:
             names = ", ".join(sorted(changed)[:3])
-            raise UserError(f"{names} changed after the work in {folder} began; remove it to start anew")
+            raise UserError(f"{names} changed after the work in {folder} began; to start anew, remove {folder}")
         print(f"continuing after the finished tasks in {folder}", file=sys.stderr)
     steps.write_json(path, now)
     steps.write_json(folder / "plan.json", {"corpus": corpus.model_dump(mode="json", exclude_unset=True)})

@@ -136,7 +136,7 @@ class Script:
 
 
 def _candidates() -> Iterable[str]:
-    """Yield characters that may be images: those that are assigned, and the same in all of Unicode's normal forms."""
+    """Yield the assigned characters to which others may be mapped: those that no normal form of Unicode changes."""
     for code in chain(*_FIRST, range(0xA0, 0xD800), range(0xF900, 0xFFFE)):
         char = chr(code)
         if unicodedata.category(char) not in ("Cn", "Co", "Cc") and unicodedata.normalize("NFKD", char) == char:

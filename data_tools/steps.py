@@ -114,7 +114,7 @@ def clean_units(folder: Path, chunk: Chunk) -> Iterator[Unit]:
 
 
 def clean_chunk(folder: Path, number: int) -> None:
-    """Write the units of chunk `number` that pass the rules, and hashes of their texts."""
+    """Write those documents or pairs of chunk `number` that pass the rules, and hashes to find equal texts by."""
     chunk, corpus = all_chunks(folder)[number], planned_corpus(folder)
     source = corpus.sources[chunk.source]
     rules, langs = corpus.rules_of(source), source.langs

@@ -825,7 +825,7 @@ def test_another_corpus_or_run_is_refused(
     (folder / "done" / "cut" / "000000").touch()
     stamps, _ = prepare.input_stamps(load_corpus(written(tmp_path, tree)), folder)
     steps.write_json(folder / "inputs.json", stamps | {changed: [0, 0]})
-    with pytest.raises(UserError, match=rf"^{changed} changed .*out\.incomplete.*remove it"):
+    with pytest.raises(UserError, match=rf"^{changed} changed .*out\.incomplete.*remove \S*out\.incomplete"):
         run(tmp_path, tree)
     files.remove(folder / "done")  # no task is finished, so nothing is lost
     assert json.loads((run(tmp_path, tree) / "report.json").read_text())["sources"][0]["counts"]["records"] == 5

@@ -200,7 +200,7 @@ class Source:
         return lengths, idx["length"][records] >= FOLLOWS
 
     def entries(self, shard: int) -> np.ndarray:
-        """Return the verified entries of a shard [n_records]. Raises UserError."""
+        """Return the offset, length and CRC of each record of a shard [n_records]. Raises UserError if damaged."""
         return np.frombuffer(self._entry_bytes(shard, 0, int(self.counts[shard])), dtype=IDX_DTYPE)
 
     def _entry_bytes(self, shard: int, first: int, end: int) -> bytes:

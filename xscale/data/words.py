@@ -45,7 +45,7 @@ class Class(IntEnum):
 
 @lru_cache(maxsize=1)
 def table() -> np.ndarray:
-    """Return the class of every code point, uint8."""
+    """Return the class (letter, mark, digit, ...) of every Unicode code point, by its index, uint8."""
     firsts, names = zip(*(line.split() for line in TABLE.read_text(encoding="ascii").splitlines()), strict=True)
     classes = np.array([Class[name.upper()] for name in names], dtype=np.uint8)
     return np.repeat(classes, np.diff([int(first, 16) for first in firsts], append=0x110000))

@@ -338,8 +338,8 @@ def find_probes(run_spec: RunSpec, host_group: HostGroup, note: Callable[[str], 
         return {}
     if withheld_share < run_spec.recipe.data.lexicon_heldout:
         LOG.warning(
-            f"data.lexicon_heldout: {run_spec.recipe.data.lexicon_heldout:g}, but model.init was trained with all but "
-            f"{withheld_share:g} of the words; alignment/* measures only words that it was not trained with"
+            f"data.lexicon_heldout is {run_spec.recipe.data.lexicon_heldout:g}, but the training of model.init "
+            f"withheld only {withheld_share:g} of the words; alignment/* measures these alone"
         )
     probes = build_probes(lexicons, run_spec.lexicons, withheld_share, tokens)
     for lexicon in run_spec.measured:

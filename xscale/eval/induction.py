@@ -132,7 +132,7 @@ def mean_embeddings(table_VH: Tensor, words: list[Word]) -> Tensor:
 def precisions(
     vectors: list[Tensor], penalties: tuple[Tensor, Tensor] | None, test: TestDictionary, queries: list[list[Word]]
 ) -> Scores:
-    """Return P@k of the queries of both languages, its means, and counts. penalties: hubness, for csls."""
+    """Return P@k by direction, the mean of both, and the numbers of queries. penalties: words' hubness, for csls."""
     scores: Scores = {}
     for a, b in ((0, 1), (1, 0)):
         row_of = {word: row for row, word in enumerate(test.words[a])}

@@ -26,7 +26,8 @@ class ParallelText:
     """A text in several languages, with the sentence vectors of one model, so that each language is encoded once."""
 
     def __init__(self, name: str, files: dict[str, Path]):
-        """Read files {language: path}; their name has * for the language. Raises UserError if they differ in length."""
+        """Read the files {language: path}. name: their path, with * in place of the language. Raises UserError if they
+        differ in the number of lines."""
         self.name, self.files = name, files
         self.texts = {language: [line for _, line in read_lines(path)] for language, path in files.items()}
         sizes = {language: len(texts) for language, texts in self.texts.items()}

@@ -209,8 +209,8 @@ def load_wrong_translations(path: Path | None) -> WrongTranslations:
 
 
 def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[str, ...]) -> Scores:
-    """Return the share of rows of unit vectors whose nearest one of the other side has the same index, by direction,
-    and the mean of both directions."""
+    """Return the retrieval accuracy by direction, and the mean of both: the share of rows whose nearest row of the
+    other matrix has the same index. Rows are unit vectors."""
     penalties = hubness(first_NH, second_NH) if margin == "csls" else None
     (_, there_N1), (_, back_N1) = nearest_both(first_NH, second_NH, 1, penalties)
     same_N1 = torch.arange(len(first_NH), device=first_NH.device)[:, None]

@@ -6,7 +6,7 @@ E is the input word-embedding table and b_i the i-th entry of the dictionary B.
 
 Decided, where the paper is silent:
 - A word of several sub-words is represented by the mean of their embeddings. `subwords: single` keeps only the entries
-  with one token on either side, as the authors do.
+  whose two words are one token each, as the authors do.
 - At every step, B is all entries of the stream's dictionaries, without the withheld words, or a new sample of
   `pairs_per_step` entries. These are divided among ranks and rows, so that a step uses each once.
 - Entries with the same tokens on both sides ("Berlin Berlin", half of MUSE's) are left out of B: their cosine is 1 and

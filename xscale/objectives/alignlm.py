@@ -73,7 +73,8 @@ def _identity(width: int) -> nn.Linear:
 def collate(samples: list[list[Example]], options: AlignLMOptions, context: Context) -> StreamBatch:
     """Return the batch of samples, each of which is a single pair.
 
-    Its states are "masked" [M], H at the masked tokens, and "linked" [R], H* at the masked tokens with links.
+    Its states are "masked" [M], hidden states of the masked tokens, and "linked" [R], for each masked token with links
+    the combined hidden states of the tokens that it is linked to (H* of the paper).
     """
     pairs = context.fit_pairs(samples)
     sides = first_sides(pairs, options.shuffle_sides)

@@ -64,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(args: argparse.Namespace, logs: dict[Path, MetricsLog]) -> bool:
-    """Report on a page or in the console. Returns True if a run is training. logs: what earlier calls have read."""
+    """Write the report as a page, or print it. Return True if a run is training. logs: the lines that earlier calls
+    read."""
     check_flags(args)
     runs, scores = read_runs(args.runs, logs), read_scores(args.scores)
     going_on = any(run.status.get("status") == "running" for run in runs)

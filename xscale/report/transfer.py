@@ -93,8 +93,8 @@ def with_alignment(
 
 
 def alignment_score(model: str, language: str, scores: list[Scores], runs: list[Run], subset: str) -> float:
-    """Return a language's mean alignment score, in both directions, from the model's score files, or else from the end
-    of the run of the same name; NaN if both lack it. subset: the words that are scored, "withheld" or "trained"."""
+    """Return a language's alignment score, the mean of both directions, from the model's score files, or else the last
+    one of the run with the model's name; NaN if both lack it. subset: the scored words, "withheld" or "trained"."""
     (results,) = (own.results for own in scores if own.name == model)
     values = [
         value

@@ -143,7 +143,7 @@ class Watch:
         self.asking: threading.Thread | None = None
 
     def note(self, doing: str) -> None:
-        """Note that the rank makes progress, and what it does next. The main thread calls this many times a step."""
+        """Record that the rank makes progress, and what it does next. The main thread calls this many times a step."""
         self.doing, self.marks, self.since = doing, self.marks + 1, time.monotonic()
 
     def begin(self, minutes: float | None, stop_minutes: float | None) -> None:

@@ -51,7 +51,9 @@ def plan_training(
     for language, data in (train | translated).items():
         other = spelled.get(spelling_key(language), language)
         if other != language:
-            raise UserError(f"{language}={data.path} and --test {other} are one language; spell it alike")
+            raise UserError(
+                f"{language}={data.path} and --test {other} are spellings of one language; give it one spelling"
+            )
     for language, data in train.items():
         tested = list(tests) if language == source else [language] if language in tests else []
         if not tested:
