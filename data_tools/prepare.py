@@ -158,18 +158,16 @@ def files_below(paths: list[str]) -> list[Path]:
     return [file for found in below for file in found if file.is_file()]
 
 
-def input_stamps(corpus: Corpus, folder: Path) -> tuple[dict[str, Any], set[str]]:
-    """Return what must not change between the starts of one run (corpus.yaml, the size and modification time of each
-    input file, the format of intermediate files), and which names in it may: sources that are not cut into chunks."""
+def input_stamps(corpus: Corpus) -> dict[str, Any]:
+    """Return what must not change between the starts of one run: corpus.yaml, the size and modification time of each
+    input file, and the format of intermediate files."""
     dumped = corpus.model_dump(mode="json")
-    form = [steps.CHUNK_UNITS, steps.CHUNK_BYTES, steps.PART_PAIRS, "pickled units and surveys"]
-    fixed = {"corpus.yaml": dumped | {"sources": len(corpus.sources)}, "the version of xscale": form}
-    fixed |= file_stamps([*corpus.lexicons, *(path for of in corpus.sources for path in corpus.rules_of(of).paths)])
-    free: dict[str, Any] = {}
+    form = [steps.CHUNK_UNITS, steps.CHUNK_BYTES, steps.PART_PAIRS, "pickled units and surveys, stamps by source"]
+    stamps = {"the version of xscale": form, "corpus.yaml": dumped | {"sources": len(corpus.sources)}}
     for number, source in enumerate(corpus.sources):
-        stamps = fixed if mark_path(folder, "cut", number).exists() else free
-        stamps |= {f"source {number + 1} of corpus.yaml": dumped["sources"][number]} | file_stamps(source.paths)
-    return free | fixed, free.keys() - fixed.keys()
+        paths = file_stamps([*source.paths, *corpus.rules_of(source).paths])
+        stamps[f"source {number + 1} of corpus.yaml or a file of it"] = [dumped["sources"][number], paths]
+    return stamps | file_stamps(corpus.lexicons)
 
 
 def file_stamps(paths: list[str]) -> dict[str, Any]:
@@ -188,16 +186,21 @@ def lock_work_folder(folder: Path) -> int:
 
 
 def start_or_continue(corpus: Corpus, folder: Path) -> None:
-    """Write plan.json and inputs.json. Raise UserError if the folder has finished work on inputs that have changed."""
+    """Write plan.json and inputs.json. Raise UserError if inputs have changed since work on them began. The step `cut`
+    works on each source by itself; so until it ends, a source that is not cut may change."""
     for cache in (steps.planned_corpus, steps.all_chunks, steps.state_slices, steps.alignment_parts, load_exclusion):
         cache.cache_clear()
-    path, (now, free) = folder / "inputs.json", input_stamps(corpus, folder)
-    begun = any((folder / "done").glob("*/*")) or (folder / "logs").exists()  # jobs of SLURM may still write marks
-    if begun and (folder / "plan.json").exists():
+    path, now = folder / "inputs.json", input_stamps(corpus)
+    slurm = (folder / "logs").exists()  # its jobs may still work on the earlier inputs
+    if (slurm or any((folder / "done").glob("*/*"))) and (folder / "plan.json").exists():
         before = steps.read_json(path) if path.exists() else {}
-        if changed := [name for name in (now | before).keys() - free if now.get(name) != before.get(name)]:
-            names = ", ".join(sorted(changed)[:3])
-            raise UserError(f"{names} changed after the work in {folder} began; to start anew, remove {folder}")
+        changed = [name for name in now | before if now.get(name) != before.get(name)]
+        if not slurm and not (folder / "done" / "clean").exists():
+            uncut = [n for n in range(len(corpus.sources)) if not mark_path(folder, "cut", n).exists()]
+            free = {f"source {number + 1} of corpus.yaml or a file of it" for number in uncut}
+            changed = [name for name in changed if name not in free]
+        if changed:
+            raise UserError(f"{changed[0]} changed after the work in {folder} began; to start anew, remove {folder}")
         print(f"continuing after the finished tasks in {folder}", file=sys.stderr)
     steps.write_json(path, now)
     steps.write_json(folder / "plan.json", {"corpus": corpus.model_dump(mode="json", exclude_unset=True)})

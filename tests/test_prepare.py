@@ -372,7 +372,7 @@ def test_units_without_a_language_are_counted(tmp_path: Path, capsys: pytest.Cap
     source = {"pairs": ["en", "de"], "tmx": str(path), "first": 3}
     out = run(tmp_path, {"sources": [source]})
     assert [texts[0] for _, texts in stored(out / "shards")] == ["one 4", "one 5", "one 6"]
-    assert "3 records of 7 units (en-de); removed: 4 language missing" in capsys.readouterr().out
+    assert "3 records of 7 pairs (en-de); removed: 4 language missing" in capsys.readouterr().out
 
 
 def test_suspicious_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -819,11 +819,11 @@ def test_another_corpus_or_run_is_refused(
     with pytest.raises(UserError, match=r"out\.incomplete.*another process"):
         run(tmp_path, tree)
     os.close(lock)
-    changed = tree["sources"][0]["tmx"]
+    changed = "source 1 of corpus.yaml or a file of it"
     steps.write_json(folder / "plan.json", {})
     (folder / "done" / "cut").mkdir(parents=True)
     (folder / "done" / "cut" / "000000").touch()
-    stamps, _ = prepare.input_stamps(load_corpus(written(tmp_path, tree)), folder)
+    stamps = prepare.input_stamps(load_corpus(written(tmp_path, tree)))
     steps.write_json(folder / "inputs.json", stamps | {changed: [0, 0]})
     with pytest.raises(UserError, match=rf"^{changed} changed .*out\.incomplete.*remove \S*out\.incomplete"):
         run(tmp_path, tree)
@@ -834,15 +834,15 @@ def test_another_corpus_or_run_is_refused(
 def test_a_corrected_input_costs_no_finished_work(
     tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The source whose file was wrong is read again, also by other columns, and the others are not."""
+    """The source whose file was wrong is read anew, from another file by other columns, and the others are not."""
     table, sentence, read = tmp_path / "b.tsv", "a sentence of words", []
     table.write_text(f"{sentence}\n", encoding="utf-8")
     pairs = {"pairs": ["en", "de"], "tsv": str(table), "columns": [1, 2]}
     tree = {"sources": [raw[1]["sources"][0] | {"first": 5}, pairs]}
     with pytest.raises(UserError, match=r"b\.tsv.*line 1"):
         run(tmp_path, tree)
-    table.write_text(f"1\t{sentence}\tein Satz aus Wörtern\n", encoding="utf-8")
-    pairs["columns"] = [2, 3]
+    (tmp_path / "c.tsv").write_text(f"1\t{sentence}\tein Satz aus Wörtern\n", encoding="utf-8")
+    pairs |= {"columns": [2, 3], "tsv": str(tmp_path / "c.tsv")}
     read_units = steps.read_units
     monkeypatch.setattr(steps, "read_units", lambda source: read.append(source.name) or read_units(source))
     report = json.loads((run(tmp_path, tree) / "report.json").read_text())

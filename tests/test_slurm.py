@@ -1,4 +1,4 @@
-"""The shipped batch scripts in a real SLURM of two nodes: signalled, requeued, gone on, ended; killed; told wrongly."""
+"""The shipped batch scripts in a real SLURM of two nodes: signalled, requeued, gone on, ended; killed."""
 
 import json
 import signal

@@ -223,9 +223,9 @@ alignment_gather(h, i, i[:2], i, i[:2])[1].sum().backward()
 assert h.grad[:, 0].tolist() == [0, 1]
 from deepspeed.runtime import compiler
 before = compiler.compile
-from xscale.deepspeed_private import import_muon_uncompiled, leave_out_shared_memory_op
+from xscale.deepspeed_private import import_muon_uncompiled, disable_shared_memory_op
 import_muon_uncompiled()
-leave_out_shared_memory_op()  # which DeepSpeed would compile
+disable_shared_memory_op()  # which DeepSpeed would compile
 from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 assert compiler.compile is before
 deepspeed.comm.init_distributed("gloo", False, init_method="file://" + sys.argv[1], rank=0, world_size=1)  # no MPI

@@ -36,7 +36,7 @@ def test_a_step_weighs_its_streams_by_its_own_number(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(stepping, "step_weights", weights)
     with pytest.raises(Stop):
         encoder = SimpleNamespace(set_dropout=lambda p: None)
-        engine: Any = SimpleNamespace(module=SimpleNamespace(follow=lambda recipe: None, encoder=encoder))
+        engine: Any = SimpleNamespace(module=SimpleNamespace(set_options=lambda recipe: None, encoder=encoder))
         recipe: Any = SimpleNamespace(at=lambda step: recipe, model=SimpleNamespace(rope_theta=None, dropout=0.1))
         stepping.optimizer_step(engine, recipe, [], {}, step=4, rank=0, world=1)
     assert asked == [4]

@@ -43,7 +43,7 @@ def batch(step: int) -> Any:
         targets=lambda: {("tlm", "mlm"): step},
         work=lambda: RowCost(*[0] * len(RowCost._fields)),
         too_long=lambda: empty,
-        auxiliary=lambda: empty,
+        auxiliary_vector_counts=lambda: empty,
         samples=lambda: 1,
     )
 

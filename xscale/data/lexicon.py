@@ -193,7 +193,8 @@ def _encoded(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
-    """Return the languages in a dictionary's file name, ("en", "de") for en-de.txt. languages: see cut_pair."""
+    """Return the languages in a dictionary's file name, ("en", "de") for en-de.txt. languages: see cut_pair.
+    Raises UserError."""
     found = cut_pair(path.name.partition(".")[0], languages)
     if found is None:
         raise UserError(

@@ -88,7 +88,7 @@ class StepBatch:
 
 
 class StepDataset(Dataset):
-    """Maps a StepPlan to its StepBatch. It can be pickled for a worker, and carries no open files."""
+    """Maps a StepPlan to its StepBatch. Forked workers inherit it, so it carries no open files."""
 
     def __init__(
         self,

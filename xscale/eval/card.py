@@ -157,7 +157,7 @@ def add_scores(folder: Path, results: Results, intervals: Results, paths: Mappin
     for task, rows in results.items():
         for row, numbers in rows.items():
             path = paths[task][max((name for name in paths[task] if row.startswith(name)), key=len)]
-            name = row if str(path) in row else f"{row} ({'/'.join(path.absolute().parts[-2:])})"
+            name = f"{row.replace(f' ({path})', '')} ({'/'.join(path.absolute().parts[-2:])})"
             named.setdefault(task, {})[name] = numbers
             bounds.setdefault(task, {})[name] = intervals.get(task, {}).get(row, {})
     new = eval_results(named, bounds)

@@ -200,11 +200,10 @@ class HeldoutTask:
         engine: Any,
         process: Process,
         note: Callable[[str], None],
-        sources: list[Source] | None = None,
     ):
-        """Prepare one step of all held-out records, of `sources` or of the task's own sources. Raises UserError."""
+        """Prepare one step of all held-out records. Raises UserError."""
         self.note = partial(note, f"measuring {task.name}")
-        recipe, sources = run_spec.recipe, sources or find_task_sources(task, run_spec)
+        recipe, sources = run_spec.recipe, find_task_sources(task, run_spec)
         calibration = Calibration([bytes_to_tokens(source, run_spec.tokenizer) for source in sources], {})
         samples = sample_heldout_links(run_spec, sources, HostGroup(alone=True))
         specs = heldout_stream_specs(run_spec, sources, samples)
@@ -228,7 +227,7 @@ class HeldoutTask:
         sums = measure_rows(self.engine, recipe, self.batch.rows, rank=self.process.rank, note=self.note)
         numbers = torch.tensor([*targets.values(), *counts.values()], dtype=torch.float64)
         table = torch.cat([sums.values_K, numbers.to(sums.values_K.device)])
-        if dist.is_initialized():  # not in a dry run
+        if dist.is_initialized():
             dist.all_reduce(table)
         sizes = [len(sums.values_K), len(targets), len(counts)]
         totals_K, all_targets, all_counts = (column.tolist() for column in table.split(sizes))

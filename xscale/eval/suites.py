@@ -11,6 +11,7 @@ The test sets lie in the folder as they are published, at any depth. A suite eva
     all         both, and the bits per character of each language of plain parallel text
 """
 
+import os
 import re
 import shlex
 import sys
@@ -83,7 +84,7 @@ def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, Tas
     if args.suite != "retrieval":
         for task, paths in find_transfer_files(args.texts).items():
             evaluate = partial(fine_tune, task, paths, args.finetune)
-            rows[task] = [TaskRow("", paths["test"][min(paths["test"])], evaluate)]
+            rows[task] = [TaskRow("", Path(os.path.commonpath(paths["test"].values())), evaluate)]
     if not args.texts:
         raise UserError(f"--suite {args.suite} needs --texts, the folders with its test sets")
     if not rows:

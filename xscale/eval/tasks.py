@@ -74,11 +74,17 @@ def rows_of_pairs(
 
 def plan_alignment(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     def evaluate(source: Source, model: ExportedModel) -> dict[str, Scores]:
-        lexicons = args.lexicons or find_lexicon_paths(sources, source.directory)
-        return {"": alignment_score.evaluate(model, source, sources, lexicons, withheld_share(args, model))}
+        share = withheld_share(args, model)
+        return {"": alignment_score.evaluate(model, source, sources, lexicon_paths(args, sources), share)}
 
     rows = rows_of_pairs(args, sources, evaluate)
-    return list({row.name: row for row in reversed(rows)}.values())[::-1]  # a row's words are those of all sources
+    return list({row.name: row for row in reversed(rows)}.values())[::-1]  # one for all sources of a pair
+
+
+def lexicon_paths(args: Namespace, sources: list[Source]) -> list[Path]:
+    """Return --lexicons, or else the dictionaries that lie beside the sources."""
+    found = (path for source in sources for path in find_lexicon_paths(sources, source.directory))
+    return args.lexicons or list(dict.fromkeys(found))
 
 
 def plan_heldout(args: Namespace, sources: list[Source]) -> list[TaskRow]:
@@ -135,9 +141,7 @@ def plan_perplexity(args: Namespace, sources: list[Source]) -> list[TaskRow]:
 
 
 def plan_induction(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    paths = args.lexicons or dict.fromkeys(
-        p for source in sources for p in find_lexicon_paths(sources, source.directory)
-    )
+    paths = lexicon_paths(args, sources)
     if not paths:
         raise UserError("task induction needs a dictionary: --lexicons PATH/en-de.txt, or lexicon/ beside --data")
     languages = {language for source in sources for language in source.langs}

@@ -61,6 +61,7 @@ def transfer_table(transfers: list[TransferScores]) -> Table:
         of_tasks = {task: [tasks[task] for tasks in languages.values() if task in tasks] for task in columns}
         frames = {task: pd.DataFrame(of, columns=[*COLUMNS]) for task, of in of_tasks.items() if len(of) > 1}
         means = {task: frame.mean().where(frame.count() > 1) for task, frame in frames.items()}
+        means = {task: mean for task, mean in means.items() if mean.notna().any()}
         if means:
             languages["mean over languages"] = {task: mean.to_dict() for task, mean in means.items()}
         for language, tasks in languages.items():

@@ -21,7 +21,7 @@ from xscale.ranks import Process
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv, __doc__)
-    process = Process(0, 1, 0, 1)  # until find_process returns the real one
+    process = Process(0, 1, 0, 1)  # until read_launcher returns the real one
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         ranks.check_launch()
