@@ -223,7 +223,7 @@ def check_options(args: argparse.Namespace) -> None:
         )
     if args.conllu and (not syn or args.kind == "conllu"):
         raise UserError(
-            f"--conllu is for --how syn or trans.syn of text, ner and pairs; leave it out for {args.kind} "
+            f"--conllu is only for text, ner and pairs with --how syn or trans.syn; leave it out for {args.kind} "
             f"--how {args.how}"
         )
     outputs = [*args.out, *filter(None, [args.dictionary_out, args.tokenizer_out])]

@@ -153,7 +153,7 @@ def link_statistics(records: list[Record], tokenizer: Tokenizer | None) -> dict[
 
 
 def document_line(source: Source) -> str:
-    """Return a line about the number of sentences in a document of a source."""
+    """Return a line about how many sentences the documents of a source have."""
     starts = np.concatenate([~source.lengths_and_follows(shard, slice(None))[1] for shard in range(len(source.shards))])
     sizes = np.diff(np.flatnonzero(starts), append=len(starts))
     low, middle, high = np.percentile(sizes, [5, 50, 95])

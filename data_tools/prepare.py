@@ -62,8 +62,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_corpus(corpus: Corpus) -> None:
-    """Raise UserError if a file is missing, a URL or dictionary cannot be used, or the language identifier does not
-    know a language. Print a warning for each file that several sources read."""
+    """Raise UserError if a file is missing, a URL or dictionary cannot be used, or the model that identifies
+    languages does not know one of the corpus. Print a warning for each file that several sources read."""
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         rules = corpus.rules_of(source)
         for path in (*source.paths, *rules.paths):

@@ -38,8 +38,8 @@ def scan_shard(
     """Return the byte range and checksum of every record of a tar, with its languages and a survey of its texts. Raises
     UserError, which names the file and the record.
 
-    langs: the languages of samples that do not name theirs. links_count: layout -> the kind of words that links of this
-    layout number (a key of SEGMENTATIONS), if the scan shall check that links fit the texts.
+    langs: the languages of samples that do not name theirs. links_count: {layout: the segmentation (a key of
+    SEGMENTATIONS) whose words the links of this layout refer to}, to check that the links fit the texts.
     """
     ranges: list[tuple[int, int, int]] = []
     found_langs, layout, doc = langs, "", None

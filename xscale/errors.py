@@ -101,7 +101,9 @@ def check_arguments(words: list[str]) -> None:
         if not word or (word.startswith("--") and word.endswith("=")):
             raise UserError(f"{word or before} is empty; is a variable unset?".strip())
         if not can_be_encoded(word):
-            raise UserError(f"{word!r} is not UTF-8; rename it, or set the locale that it is in")
+            raise UserError(
+                f"{word!r} is not UTF-8; rename the file, or set LC_ALL to a locale with the encoding of its name"
+            )
 
 
 def can_be_encoded(text: str) -> bool:

@@ -27,8 +27,8 @@ from xscale.plugins import load_plugins
 
 
 def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
-    """Export a checkpoint and return the checkpoint's path. pooling: how sentence vectors are pooled; None: as in
-    training. layers: export the first `layers` layers, without heads; None: the whole model. Raises UserError."""
+    """Export a checkpoint, of a run its newest, and return that checkpoint's path. pooling: how sentence vectors are
+    pooled; None: as in training. layers: export only the first `layers` layers, without heads. Raises UserError."""
     path = find_best(source) if best else checkpoints.resolve_checkpoint(source)
     check_new_directory(out)
     lm, heads = load_run(path)

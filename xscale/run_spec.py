@@ -649,7 +649,7 @@ def sample_links_of(source: Source) -> LinkSample:
 
 def linked_sources(objective: str, chosen: tuple[int, ...], samples: list[LinkSample]) -> tuple[int, ...]:
     """Return those of the `chosen` sources that the objective can read: if it needs word links, those that have links.
-    If no source has links, all are returned, which check_links refuses."""
+    If none has links, return all of them; check_links then raises the error."""
     if OBJECTIVES[objective].needs != "links":
         return chosen
     return tuple(s for s in chosen if samples[s].some) or chosen
@@ -709,7 +709,7 @@ def tokenizer_directory(init: str) -> Path | None:
 
 def tokenizer_to_extend(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer | None:
     """Return the tokenizer of the pre-trained weights if the run's tokenizer extends it, or None if both are the same
-    or model.init has none. Raises UserError if the run's tokenizer is another one."""
+    or model.init has none. Raises UserError if the run's tokenizer is neither the same nor an extension."""
     init = recipe.model.init
     own = tokenizer_directory(init) if init else None
     if not own:

@@ -272,8 +272,8 @@ class Source:
         self.remote.fetch(about.name, about.bytes, about.sha256)
 
     def _text_part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
-        """Return the record of one part of a long text, which has an index entry for each part. whole: the record of
-        the whole text. most: the maximum number of other parts."""
+        """Return the record of one part of a long text; each part has an entry in the index. whole: the record of the
+        whole text. most: how many parts the text may have before and after this one."""
         first, end = max(record - most, 0), min(record + 1 + most, int(self.counts[shard]))
         near = np.frombuffer(self._entry_bytes(shard, first, end), dtype=IDX_DTYPE)
         same = near["offset"] == offset

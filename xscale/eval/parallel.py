@@ -35,12 +35,10 @@ class ParallelText:
             few, many = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
             raise UserError(
                 f"{files[few]} has {sizes[few]:,} lines, {files[many]} has {sizes[many]:,}; lines n of all files "
-                f"must be translations of one another. Fix one file, or move it away"
+                f"must be translations of one another. Correct the wrong file, or move it elsewhere"
             )
         if not max(sizes.values()):
-            raise UserError(
-                f"{', '.join(map(str, files.values()))} have no lines; write the texts again, or move them away"
-            )
+            raise UserError(f"{', '.join(map(str, files.values()))} have no lines; fill them, or move them elsewhere")
         self._vectors: dict[str, Vectors] = {}
         self._key: object = None
 

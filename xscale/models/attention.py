@@ -140,8 +140,8 @@ def _block(
 
 
 def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int:
-    """Return an upper bound on the number of elements that the blocks of N tokens save for the backward pass. On a CPU,
-    unused pages of such a buffer cost nothing."""
+    """Return an upper bound on the number of elements that attention over N tokens saves for the backward pass. On a
+    CPU, unused pages of such a buffer cost nothing."""
     most, of = SIMILAR
     return of * N // most * (X + heads * longest * (2 if dropout else 1))
 

@@ -252,8 +252,8 @@ def _set_type_table(lm: PreTrainedModel, table: torch.Tensor) -> None:
 
 
 def _resize_language_rows(lm: PreTrainedModel, languages: list[str], wanted: bool) -> list[str]:
-    """Give each language of the run a row of the model's token-type table if `wanted`, else replace all rows by row 0.
-    Return the languages in the order of their rows.
+    """Give each language of the run a row of the model's token-type table if `wanted`, else make all rows copies of
+    row 0. Return the languages in the order of their rows.
 
     Languages that the model knows keep their rows, by name. The row of a new language starts as a copy of row 0: the
     neutral row, or in a model without language embeddings the row of single sentences.

@@ -54,7 +54,7 @@ class AlignLMOptions:
 
 
 class Heads(nn.Module):
-    """The objective's own layers: W2, b2; W3, b3; linear."""
+    """The objective's own layers, by their names in the equations above: W2, W3 (with b2, b3) and linear."""
 
     def __init__(self, encoder: Encoder, options: AlignLMOptions):
         super().__init__()

@@ -190,7 +190,7 @@ def _losses_(
     logits_CV: Tensor, labels_C: Tensor, factors_C: Tensor | None, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """Return each prediction's loss [C], and whether its label has the highest logit [C]. Unless `factors_C` is None,
-    overwrite the logits (bias included) with factor * d loss / d logits. It works on one block at a time."""
+    overwrite the logits, which include the bias, with factor * d loss / d logits, one block of rows at a time."""
     C, V = logits_CV.shape
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     buffer_BV = logits_CV.new_empty(min(BLOCK, C), V, dtype=wide)

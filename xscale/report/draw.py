@@ -67,7 +67,7 @@ class Pictures:
 
     @matplotlib.rc_context(STYLE)
     def scatter(self, points: Sequence[tuple[float, float]], styles: Sequence[int], title: str, x: str, y: str) -> str:
-        """Return the SVG of points, labelled 1, 2, ... styles: the index of each point's style (line_style)."""
+        """Return an SVG of points with the labels 1, 2 and so on. styles: each point's style, for line_style."""
         figure = Figure((WIDTH, 3), layout="constrained")
         axes = figure.add_subplot(xlabel=x, ylabel=y)
         for number, (point, style) in enumerate(zip(points, styles, strict=True), 1):

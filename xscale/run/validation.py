@@ -113,7 +113,7 @@ class Validation:
         }
         if self.reporter:
             self.reporter.add({"step": step} | flat)
-        LOG.info("\n".join([f"step {step}, measured in {seconds:.1f} s", *self.lines_of(step, results)]))
+        LOG.info("\n".join([f"evaluation of step {step}, which took {seconds:.1f} s", *self.lines_of(step, results)]))
 
     def lines_of(self, step: int, results: dict[str, Results]) -> list[str]:
         """Return a line for each of the most important results rows: the row's main number, and the best such number so
