@@ -557,6 +557,15 @@ def test_the_best_checkpoint_is_exported(ended: tuple[StepModule, Path, Path], t
     assert checkpoints.resolve_checkpoint(tmp_path).name == "step_00000009", "no newer one is there"
 
 
+def test_an_export_pools_as_its_recipe_says(
+    ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "trained_pooling", lambda streams: "cls" if streams["ppa"]["samples"] else "mean")
+    export.export(ended[1], tmp_path / "hf")
+    pooling = json.loads((tmp_path / "hf" / "1_Pooling" / "config.json").read_text())
+    assert pooling["pooling_mode_cls_token"] and not pooling["pooling_mode_mean_tokens"]
+
+
 def test_the_card_is_the_hubs(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
     """What huggingface_hub reads of it is what was measured at the checkpoint's step, also after it is written again;
     later scores replace those of the same rows."""

@@ -23,20 +23,27 @@ def test_a_weight_that_no_pass_used_has_a_gradient_of_zeros() -> None:
     assert module[0].weight.grad.any() and not module[1].weight.grad.any()
 
 
-def test_a_step_weighs_its_streams_by_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_has_its_own_weights_and_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number decides how it weighs its streams, and with seed, row and rank the dropout of a row."""
     asked: list[int] = []
+    seeds: list[Any] = []
 
     class Stop(Exception):
         pass
 
-    def weights(recipe: Any, totals: Any, step: int) -> Any:
-        asked.append(step)
+    def stop(*arguments: Any) -> None:
         raise Stop
 
-    monkeypatch.setattr(stepping, "step_weights", weights)
-    with pytest.raises(Stop):
-        encoder = SimpleNamespace(set_dropout=lambda p: None)
-        engine: Any = SimpleNamespace(module=SimpleNamespace(set_options=lambda recipe: None, encoder=encoder))
-        recipe: Any = SimpleNamespace(at=lambda step: recipe, model=SimpleNamespace(rope_theta=None, dropout=0.1))
-        stepping.optimizer_step(engine, recipe, [], {}, step=4, rank=0, world=1)
-    assert asked == [4]
+    monkeypatch.setattr(stepping, "step_weights", lambda recipe, totals, step: asked.append(step))
+    monkeypatch.setattr(stepping, "set_learning_rate", lambda engine, recipe, step: 0.1)
+    monkeypatch.setattr(stepping, "RowPass", lambda row, device, seed: seeds.append(seed))
+    monkeypatch.setattr(stepping, "add_shared_states", stop)
+    encoder = SimpleNamespace(set_dropout=lambda p: None)
+    module = SimpleNamespace(set_options=lambda recipe: None, encoder=encoder)
+    engine: Any = SimpleNamespace(module=module, device="cpu")
+    train, model = SimpleNamespace(seed=7), SimpleNamespace(rope_theta=None, dropout=0.1)
+    recipe: Any = SimpleNamespace(at=lambda step: recipe, model=model, train=train)
+    for step, rank in ((4, 0), (5, 0), (5, 1)):
+        with pytest.raises(Stop):
+            stepping.optimizer_step(engine, recipe, [None, None], {}, step=step, rank=rank, world=2)  # type: ignore
+    assert asked == [4, 5, 5] and len(set(seeds)) == len(seeds) == 6
