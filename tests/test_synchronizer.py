@@ -8,6 +8,7 @@ import pytest
 
 from xscale.data.packed_row import RowCost
 from xscale.ranks import Process
+from xscale.run import loop
 from xscale.run.synchronizer import FEWEST, MOST, StepSynchronizer
 
 STEPS, RANKS = 120, 2
@@ -126,3 +127,42 @@ def test_a_stop_comes_so_many_steps_later(steps: float, later: int) -> None:
 def test_what_a_rank_cannot_read_ends_all_of_them_before_that_step() -> None:
     told = run(Network(3.0), fails=50)
     assert (told["done"], told["end"]) == (50, "failed")
+
+
+def test_the_loop_does_what_ranks_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop of any rank ends the loop before the step, and the targets of all ranks divide the step's losses."""
+    total, own = {("tlm", "mlm"): 12}, {("tlm", "mlm"): 5}
+    counts = SimpleNamespace(targets=total, ahead=1, auxiliary={})
+    pending = SimpleNamespace(
+        failed=lambda: False, counts=lambda: counts, batch=SimpleNamespace(rows=[], targets=lambda: own), error=None
+    )
+
+    class Stepped(Exception):
+        pass
+
+    class NotAsked:
+        late, has_stepped = False, True
+
+        def __bool__(self) -> bool:
+            return False
+
+    def step(engine: Any, recipe: Any, rows: Any, totals: Any, **options: Any) -> None:
+        raise Stepped(totals)
+
+    monkeypatch.setattr(loop, "optimizer_step", step)
+    monkeypatch.setattr(loop, "check_targets", lambda *arguments: None)
+    monkeypatch.setattr(loop, "keeps_whole_weights", lambda engine: True)
+    made: Any = object.__new__(loop.Trainer)
+    recipe: Any = SimpleNamespace(at=lambda step: recipe)
+    recipe.train = SimpleNamespace(skips=lambda step: False, measure_every=0)
+    made.recipe, made.step, made.excluded_steps, made.unreported = recipe, 3, [], []
+    made.process, made.engine = Process(0, 2, 0, 2), SimpleNamespace(skipped_steps=0)
+    made.watch, made.stop = SimpleNamespace(note=lambda doing: None), NotAsked()
+    made.synchronizer = SimpleNamespace(next=lambda batches: pending, announce=lambda batches, ahead: None)
+    made.stop_early = lambda: 75
+    pending.stopped = lambda: True
+    assert made.loop(iter([])) == 75
+    pending.stopped = lambda: False
+    with pytest.raises(Stepped) as raised:
+        made.loop(iter([]))
+    assert raised.value.args == (total,)
