@@ -31,7 +31,7 @@ TOOL = "data_tools.index"
 WORKER_TARS = 8
 """The number of tars that a worker process scans at a time. The main process scans less than twice as many."""
 TarScan = tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int]], Survey | None]
-"""What the scan of several tars found: a list of (the tar's entry in index.json, layout, languages, number of
+"""The result of the scan of several tars: a list of (the tar's entry in index.json, layout, languages, number of
 documents), and a survey of their texts."""
 
 

@@ -39,6 +39,8 @@ COMPRESSION = 3
 """The size of a compressed file is multiplied by this number to estimate the size of its text."""
 LONGEST_NAME = 200
 """The maximum number of bytes in the name of a file at a URL. File systems allow 255, and downloads add a suffix."""
+SOURCE_STAMP = "source {} of corpus.yaml or a file of it"
+"""The name, in inputs.json and in errors, of what a source depends on."""
 RECORD_BYTES = 100
 """The approximate number of bytes of a record without its texts."""
 
@@ -166,7 +168,7 @@ def input_stamps(corpus: Corpus) -> dict[str, Any]:
     stamps = {"the version of xscale": form, "corpus.yaml": dumped | {"sources": len(corpus.sources)}}
     for number, source in enumerate(corpus.sources):
         paths = file_stamps([*source.paths, *corpus.rules_of(source).paths])
-        stamps[f"source {number + 1} of corpus.yaml or a file of it"] = [dumped["sources"][number], paths]
+        stamps[SOURCE_STAMP.format(number + 1)] = [dumped["sources"][number], paths]
     return stamps | file_stamps(corpus.lexicons)
 
 
@@ -197,7 +199,7 @@ def start_or_continue(corpus: Corpus, folder: Path) -> None:
         changed = [name for name in now | before if now.get(name) != before.get(name)]
         if not slurm and not (folder / "done" / "clean").exists():
             uncut = [n for n in range(len(corpus.sources)) if not mark_path(folder, "cut", n).exists()]
-            free = {f"source {number + 1} of corpus.yaml or a file of it" for number in uncut}
+            free = {SOURCE_STAMP.format(number + 1) for number in uncut}
             changed = [name for name in changed if name not in free]
         if changed:
             raise UserError(f"{changed[0]} changed after the work in {folder} began; to start anew, remove {folder}")

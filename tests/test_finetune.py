@@ -738,7 +738,7 @@ def arguments(model: Path, tagged: Path, out: Path, *more: object) -> list[str]:
 
 @pytest.mark.slow
 def test_several_ranks_learn_and_keep_a_model(tmp_path: Path, tagged: Path, tokenizer: Tokenizer) -> None:
-    """With DeepSpeed's engine, and with DistributedDataParallel, which warns of nothing."""
+    """Two ranks fine-tune with DeepSpeed's engine, and with DistributedDataParallel, which warns of nothing."""
     model, out, keep = exported(tmp_path / "hf", tokenizer, 0.0), tmp_path / "out.json", tmp_path / "kept"
     config = launch.ROOT / "ds_configs/zero2_cpu.json"
     words = arguments(model, tagged, out, "--seeds", 3, 4, "--ds_config", config, "--keep", keep)

@@ -19,9 +19,9 @@ WEIGHT = "fp32"
 
 
 class SavedPlace(NamedTuple):
-    """Where a parameter is saved. The `length` elements from `first` on, of the group's flat tensor in each rank's
-    file, form one vector if they are joined in the order of ranks. At stage 3 this vector is the parameter's own,
-    otherwise the whole group's."""
+    """The place at which a parameter is saved. The `length` elements from `first` on, of the group's flat tensor in
+    each rank's file, form one vector if they are joined in the order of ranks. At stage 3 this vector is the
+    parameter's own, otherwise the whole group's."""
 
     group: int
     start: int
