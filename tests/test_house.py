@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
+    {"removed"},
     {"errors", "record", "rng", "files", "metric_keys", "deepspeed_private"},
     {"config", "ranks"},
     {"data"},

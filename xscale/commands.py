@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from xscale.errors import TOOLS
+from xscale.removed import removed_command
 
 
 def train() -> None:
@@ -24,6 +25,10 @@ def data() -> None:
     if asked and asked[0] in tools:
         del sys.argv[1]
         _run(f"{TOOLS}.{asked[0]}")
+    removed = removed_command(f"data_tools.{asked[0]}") if asked else ""
+    if removed:
+        print(f"error: {removed}", file=sys.stderr)
+        sys.exit(2)
     print(f"usage: xscale-data TOOL ...; TOOL --help shows its arguments. Tools: {', '.join(tools)}", file=sys.stderr)
     sys.exit(0 if asked in (["-h"], ["--help"]) else 2)
 

@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field, PlainValidator, PositiveFloat, Validatio
 from pydantic.dataclasses import dataclass
 
 from xscale.errors import UserError
+from xscale.removed import removed_field
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -550,7 +551,8 @@ def _build_phase(
     for name, value in changes.items():
         if name not in allowed:
             problems.append(
-                f"{name}: a phase cannot change this field; a phase may change {', '.join(sorted(allowed))}"
+                removed_field(name)
+                or f"{name}: a phase cannot change this field; a phase may change {', '.join(sorted(allowed))}"
             )
             continue
         if name == "model.rope_theta" and recipe.model.rope_theta is None:
@@ -676,7 +678,7 @@ def _problem(details: Any, where: str, there: str) -> str:
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     name = where + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"])
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{name}: unknown key; the keys are {there}"
+        return removed_field(name) or f"{name}: unknown key; the keys are {there}"
     if kind in ("missing", "missing_argument"):
         return f"{name}: is required"
     if kind == "value_error":

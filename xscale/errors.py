@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from xscale.removed import removed_flag
+
 TOOLS = "xscale.data_tools" if (Path(__file__).parent / "data_tools").is_dir() else "data_tools"
 """The name of the package of the data tools, which differs between a wheel and a checkout."""
 
@@ -96,8 +98,10 @@ def escape_controls(text: str) -> str:
 
 
 def check_arguments(words: list[str]) -> None:
-    """Raise UserError for an argument that is empty, as from an unset variable, or is not UTF-8."""
+    """Raise UserError for an argument that is empty, as from an unset variable, is not UTF-8, or is a removed flag."""
     for before, word in zip(["", *words], words, strict=False):
+        if removed := removed_flag(word):
+            raise UserError(removed)
         if not word or (word.startswith("--") and word.endswith("=")):
             raise UserError(f"{word or before} is empty; is a variable unset?".strip())
         if not can_be_encoded(word):

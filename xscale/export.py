@@ -76,9 +76,9 @@ def main() -> int:
     parser.add_argument("--onnx", action="store_true", help="write the encoder as onnx/model.onnx too")
     parser.add_argument("--push", metavar="REPO", help="upload the export to this repository of the hub, USER/NAME")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
-    args = parser.parse_args()
     try:
         check_arguments(sys.argv[1:])
+        args = parser.parse_args()
         load_plugins(args.plugin)
         if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
             raise UserError(f"--push {args.push} is no repository of the hub; give USER/NAME")

@@ -1,16 +1,49 @@
-"""Flags and recipe fields that xscale 0.1 had, and what to use instead. An error names the substitute. Goes with 0.3."""
+"""Flags and recipe fields that xscale 0.1 had, and what to use instead. An error names the substitute. Goes with 0.3.
+
+An entry stands on one line: "key": "what to use instead", as an error shows it after the key and a colon.
+"""
+
+import fnmatch
+import sys
+from pathlib import Path
 
 FLAGS: dict[str, str] = {
-    # keep
+    # One line for each flag.
 }
-"""By flag, such as "--data_change"."""
+"""By flag, such as "--data_change"; if another command keeps the flag, after its command: "eval.run --suite"."""
 
 FIELDS: dict[str, str] = {
-    # keep
+    # One line for each field.
 }
 """By recipe field, with * for a name that users choose: "checkpoint.hook", "streams.*.tokens"."""
 
 COMMANDS: dict[str, str] = {
-    # keep
+    # One line for each command.
 }
 """By module: "xscale.doctor"."""
+
+
+def removed_flag(word: str) -> str:
+    """Return the error about a word of the command line that is a removed flag, such as --data_change=append, or ""."""
+    flag = word.partition("=")[0]
+    program = ".".join(Path(sys.argv[0]).with_suffix("").parts)
+    for key, substitute in FLAGS.items():
+        command, _, name = key.rpartition(" ")
+        if name == flag and program.removesuffix(".__main__").endswith(command):
+            return f"{flag} is no longer part of xscale: {substitute}"
+    return ""
+
+
+def removed_field(name: str) -> str:
+    """Return the error about a removed field of a recipe, such as streams.mlm.tokens, or ""."""
+    for pattern, substitute in FIELDS.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return f"{name} is no longer part of xscale: {substitute}"
+    return ""
+
+
+def removed_command(module: str) -> str:
+    """Return the error about a removed command, such as xscale.doctor, or ""."""
+    if module not in COMMANDS:
+        return ""
+    return f"{module} is no longer part of xscale: {COMMANDS[module]}"

@@ -25,7 +25,16 @@ import torch.distributed as dist
 
 from xscale import ranks
 from xscale.dry_run import dry_run
-from xscale.errors import TOOLS, RankError, UserError, check_arguments, escape_controls, refusing_exit, run_command
+from xscale.errors import (
+    TOOLS,
+    RankError,
+    UserError,
+    check_arguments,
+    escape_controls,
+    refusing_exit,
+    report_error,
+    run_command,
+)
 from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
 from xscale.run.folder import FAULT, MACHINE, Status, explain, is_lost_rank, is_out_of_memory
@@ -67,10 +76,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    try:
+        check_arguments(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        return report_error(error)
     args = parse_arguments(argv)
     process = Process(0, 1, 0, 1)  # until the launcher's is found
     try:
-        check_arguments(sys.argv[1:] if argv is None else argv)
         if not args.dry_run:
             ranks.check_launch()
         process = ranks.read_launcher()

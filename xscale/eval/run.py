@@ -37,11 +37,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--part", metavar="K/N", help="evaluate only part K of N, from 0 to N - 1, of the rows, into "
                         "--parts")  # fmt: skip
     add_flags(parser)
-    args = parser.parse_args(argv)
     try:
+        check_arguments(sys.argv[1:] if argv is None else argv)
+        args = parser.parse_args(argv)
         if args.lexicon_heldout is not None and not 0 <= args.lexicon_heldout <= 1:
             raise UserError(f"--lexicon_heldout {args.lexicon_heldout:g} must lie between 0 and 1")
-        check_arguments(sys.argv[1:] if argv is None else argv)
         load_plugins(args.plugin)
         if args.out:
             check_output_file(args.out)

@@ -41,10 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pairs", type=Path, nargs="+", default=[], metavar="DIR", help="shards with word links")
     parser.add_argument("--watch", action="store_true", help="refresh the page or the screen while the runs train")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="of the models; see xscale.plugins")
-    args = parser.parse_args(argv)
     escape_unprintable()
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
+        args = parser.parse_args(argv)
         logs: dict[Path, MetricsLog] = {}
         started = time.monotonic()
         while report(args, logs) and args.watch:

@@ -20,10 +20,10 @@ from xscale.ranks import Process
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_arguments(argv, __doc__)
     process = Process(0, 1, 0, 1)  # until read_launcher returns the real one
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
+        args = parse_arguments(argv, __doc__)
         ranks.check_launch()
         process = ranks.read_launcher()
         check_flags(args)
