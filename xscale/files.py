@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,57 @@ LOCK_SECONDS = 20
 """The seconds for which a start waits for a previous run's lock, since ranks may outlive a killed launcher."""
 FIRST, FAR_SECONDS, THREADS = 8, 3e-4, 32
 """parallel_map uses THREADS threads if its FIRST calls take FAR_SECONDS or more on average, as on a network."""
+
+
+POINTERS: tuple[tuple[bytes, str], ...] = (
+    (
+        b"version https://git-lfs",
+        "is a pointer of Git LFS, not the file itself; run `git lfs pull` where it was cloned",
+    ),
+    (b"/annex/objects/", "is a pointer of git-annex, not the file itself; run `git annex get` where it was cloned"),
+    (b"<!doctype html", "is a web page, as a server sends it with an error; download the file again"),
+    (b"<html", "is a web page, as a server sends it with an error; download the file again"),
+    (b"<error><code>", "is an object store's error, not the file itself; download the file again"),
+    (b"404: not found", "is a server's error, not the file itself; download the file again"),
+    (b"entry not found", "is a server's error, not the file itself; download the file again"),
+)
+"""The first bytes, in lower case, of what downloads and clones leave in the place of a file, and the remedy."""
+HEAD_BYTES = 512
+"""The number of bytes of a file in which `pointer_in` looks."""
+
+
+def pointer_in(head: bytes) -> str | None:
+    """Return what stands in the place of a file's content and the remedy, such as "is a pointer of Git LFS ...", or
+    None. head: the file's first bytes, before any decompression."""
+    start = head[:HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if start.startswith(b"<?xml"):
+        start = start.partition(b"?>")[2].lstrip()
+    for beginning, problem in POINTERS:
+        if start.startswith(beginning):
+            return problem
+    return None
+
+
+def pointer_problem(path: Path, *names: str) -> str | None:
+    """Return which file is empty or holds a pointer or an error page in the place of its content, with the remedy:
+    "model/model.safetensors is a pointer of Git LFS ...". Return None if there is no such file.
+
+    names: patterns of names in the folder `path`, which are looked at in this order. Without them, `path` is the file.
+    Pipes and devices are not read.
+    """
+    paths = [path]
+    if names:
+        paths = []
+        for name in names:
+            paths += sorted(path.glob(name))
+    for file in paths:
+        if file.is_file():
+            with suppress(OSError), file.open("rb") as opened:
+                head = opened.read(HEAD_BYTES)
+                problem = pointer_in(head) if head else "is empty; copy it again, or download it again"
+                if problem:
+                    return f"{file} {problem}"
+    return None
 
 
 def parallel_map(function: Callable[..., Found], *items: Sequence[Any]) -> list[Found]:

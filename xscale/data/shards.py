@@ -34,7 +34,7 @@ from xscale.data.ragged import evenly_spaced
 from xscale.data.remote import Cache, Remote, find_remote
 from xscale.data.text import piece_of_text
 from xscale.errors import UserError
-from xscale.files import PARTIAL
+from xscale.files import PARTIAL, pointer_problem
 from xscale.record import Record, parse_json, parse_sample
 
 FORMAT_VERSION = 2
@@ -180,6 +180,8 @@ class Source:
             except (FileNotFoundError, NotADirectoryError):
                 size = None
             if size != expected:
+                if size and (pointer := pointer_problem(Path(file))):
+                    raise UserError(pointer)
                 found = "is missing" if size is None else f"has {size:,} bytes"
                 raise UserError(
                     f"{file} {found}; index.json says {expected:,} bytes. Copy it again, or run "
@@ -368,6 +370,8 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
         if type(version) is int and version == FORMAT_VERSION:
             return index, parse_shards(index)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        if pointer := pointer_problem(path):
+            raise UserError(pointer) from None
         raise UserError(
             f"{path} is not an index ({error}). Rebuild it: `python -m data_tools.index {directory}`"
         ) from None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from xscale.errors import UserError
+from xscale.files import HEAD_BYTES, pointer_in
 
 _BLOCK = 1 << 10
 """The number of bytes that are decompressed at once; the text in them may be 32,768 times as large."""
@@ -31,6 +32,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
         with path.open("rb") as file:
+            problem = pointer_in(file.peek(HEAD_BYTES))
+            if problem:
+                raise UserError(f"{path} {problem}")
             for number, raw in enumerate(_OPENERS.get(path.suffix, _plain)(file), start=1):
                 if len(raw) > _LONGEST_LINE:
                     raise UserError(f"{path}: line {number} has more than {_LONGEST_LINE:,} bytes; split or remove it")

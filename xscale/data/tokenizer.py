@@ -11,7 +11,7 @@ import numpy as np
 
 from xscale.data.words import TokenWords, stands_alone, token_words
 from xscale.errors import UserError
-from xscale.files import may_exist
+from xscale.files import may_exist, pointer_problem
 
 
 class PairTemplate(NamedTuple):
@@ -83,6 +83,11 @@ class Tokenizer:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         from transformers import AutoTokenizer
 
+        has_json = Path(path, "tokenizer.json").exists()
+        vocabularies = ("tokenizer.json",) if has_json else ("vocab.*", "merges.txt", "*.model")
+        pointer = pointer_problem(Path(path), *vocabularies, "tokenizer_config.json", "config.json")
+        if pointer:  # a pointer could be taken for a vocabulary of three lines
+            raise UserError(f"tokenizer {path} cannot be loaded: {pointer}")
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
             fast = tokenizer.is_fast

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from xscale import rng
 from xscale.errors import UserError
-from xscale.files import may_exist
+from xscale.files import may_exist, pointer_problem
 from xscale.models.encoder import Encoder
 from xscale.models.flat import first_position
 
@@ -70,6 +70,9 @@ def read_pretrained(field: str, init: str | Path, dropout: float | None = None) 
             init, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
     except Exception as error:  # damaged files raise many types
+        pointer = pointer_problem(Path(init), "config.json", "*.safetensors", "*.bin", "*.index.json")
+        if pointer:
+            raise UserError(f"{field} {init} cannot be loaded: {pointer}") from None
         nowhere = "" if Path(init).exists() else f"{Path.cwd()} has no such folder, and from the hub: "
         raise UserError(
             f"{field} {init} cannot be loaded ({nowhere}{' '.join(str(error).split())[:300]}). Give a Hugging Face "

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xscale.errors import UserError
+from xscale.files import pointer_problem
 
 FILE = "xscale_heads.safetensors"
 """The file of an export with the heads' weights, named STREAM.NAME. Its metadata has the streams' recipe fields."""
@@ -52,6 +53,8 @@ def load_heads(folder: Path) -> dict[str, SavedHeads]:
                 stream, _, part = name.partition(".")
                 kept[stream].weights[part] = file.get_tensor(name)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if pointer := pointer_problem(path):
+            raise UserError(pointer) from None
         raise UserError(f"cannot read {path} ({error}); export the run again, or delete the file") from None
     return kept
 
