@@ -6,7 +6,6 @@ An entry stands on one line: "key": "what to use instead", as an error shows it 
 import fnmatch
 import sys
 from pathlib import Path
-"""Flags and recipe fields of xscale 0.1, and what to use instead. An error names the substitute. Goes with 0.3."""
 
 FLAGS: dict[str, str] = {
     # One line for each flag.
