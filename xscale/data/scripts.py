@@ -1,6 +1,10 @@
-"""The scripts in which a language is written, by the language's code, for the languages of common corpora."""
+"""Names of languages: the code that all spellings of a language share, and the scripts in which it is written."""
 
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
 
 _LANGUAGES = {
     "LATIN": "af an ast az br bs ca ceb co cs cy da de en eo es et eu fi fil fo fr fy ga gd gl gn gsw ha haw hr ht hu "
@@ -44,39 +48,135 @@ _TAGS = {
     **{"jpan": ("CJK", "HIRAGANA", "KATAKANA"), "thai": ("THAI",), "geor": ("GEORGIAN",), "armn": ("ARMENIAN",)},
 }
 """ISO 15924 tag in lower case, such as "hant" for zh_Hant -> the scripts that it stands for."""
-_LONG_CODES = (
-    "ab abk af afr am amh an arg ar ara arb as asm av ava az aze azj ba bak be bel bg bul bn ben bo bod br bre bs bos "
-    "ca cat ce che co cos cs ces cv chv cy cym da dan de deu dv div dz dzo el ell en eng eo epo es spa et est ekk eu "
-    "eus fa fas pes fi fin fo fao fr fra fy fry ga gle gd gla gl glg gn grn gu guj ha hau he heb hi hin hr hrv ht hat "
-    "hu hun hy hye ia ina id ind ig ibo is isl it ita ja jpn jv jav ka kat kk kaz km khm kn kan ko kor ks kas ku kur "
-    "kmr ky kir la lat lb ltz li lim ln lin lo lao lt lit lv lav lvs mg mlg plt mi mri mk mkd ml mal mn mon khk mr "
-    "mar ms msa zsm mt mlt my mya nb nob ne nep npi nl nld nn nno no nor nv nav ny nya oc oci om orm gaz or ori ory "
-    "os oss pa pan pl pol ps pus pbt pt por qu que rm roh rn run ro ron ru rus rw kin sa san sc srd sd snd se sme si "
-    "sin sk slk sl slv sm smo sn sna so som sq sqi als sr srp st sot su sun sv swe sw swa swh ta tam te tel tg tgk th "
-    "tha ti tir tk tuk tl tgl tn tsn to ton tr tur ts tso tt tat ug uig uk ukr ur urd uz uzb uzn ve ven vi vie wa wln "
-    "wo wol xh xho yi yid ydd yo yor zh zho cmn zu zul"
+_SPELLINGS = (
+    "aa aar, ab abk, ae ave, af afr, ak aka, am amh, an arg, ar ara, as asm, av ava, ay aym, az aze, ba bak, be bel, "
+    "bg bul, bi bis, bm bam, bn ben, bo bod tib, br bre, bs bos, ca cat, ce che, ch cha, co cos, cr cre, cs ces cze, "
+    "cu chu, cv chv, cy cym wel, da dan, de deu ger, dv div, dz dzo, ee ewe, el ell gre, en eng, eo epo, es spa, et "
+    "est, eu eus baq, fa fas per, ff ful, fi fin, fj fij, fo fao, fr fra fre, fy fry, ga gle, gd gla, gl glg, gn grn, "
+    "gu guj, gv glv, ha hau, he heb iw, hi hin, ho hmo, hr hrv scr, ht hat, hu hun, hy hye arm, hz her, ia ina, id "
+    "ind in, ie ile, ig ibo, ii iii, ik ipk, io ido, is isl ice, it ita, iu iku, ja jpn, jv jav jw, ka kat geo, kg "
+    "kon, ki kik, kj kua, kk kaz, kl kal, km khm, kn kan, ko kor, kr kau, ks kas, ku kur, kv kom, kw cor, ky kir, la "
+    "lat, lb ltz, lg lug, li lim, ln lin, lo lao, lt lit, lu lub, lv lav, mg mlg, mh mah, mi mri mao, mk mkd mac, ml "
+    "mal, mn mon, mr mar, ms msa may, mt mlt, my mya bur, na nau, nb nob, nd nde, ne nep, ng ndo, nl nld dut, nn nno, "
+    "no nor, nr nbl, nv nav, ny nya, oc oci, oj oji, om orm, or ori, os oss, pa pan, pi pli, pl pol, ps pus, pt por, "
+    "qu que, rm roh, rn run, ro ron rum mo mol, ru rus, rw kin, sa san, sc srd, sd snd, se sme, sg sag, sh hbs, si "
+    "sin, sk slk slo, sl slv, sm smo, sn sna, so som, sq sqi alb, sr srp scc, ss ssw, st sot, su sun, sv swe, sw swa, "
+    "ta tam, te tel, tg tgk, th tha, ti tir, tk tuk, tl tgl fil, tn tsn, to ton, tr tur, ts tso, tt tat, tw twi, ty "
+    "tah, ug uig, uk ukr, ur urd, uz uzb, ve ven, vi vie, vo vol, wa wln, wo wol, xh xho, yi yid ji, yo yor, za zha, "
+    "zh zho chi, zu zul"
 )
-"""Codes of two letters (ISO 639-1), each followed by the codes of three letters (ISO 639-3) of the same language."""
-_SHORT_CODES: dict[str, str] = {
-    long: short for short, of_short in re.findall(r"\b(\w\w)((?: \w{3})+)", _LONG_CODES) for long in of_short.split()
-}
+"""Two-letter codes of ISO 639-1, each followed by the other codes of the language: those of ISO 639-2 and 639-3 (deu,
+ger), and retired ones (iw)."""
+_MEMBERS = (
+    "ar arb, ay ayr, az azj, et ekk, fa pes prs, ff fuv, gn gug, iu ike, kg kng, kr knc, ku kmr, kv kpv, lv lvs, mg "
+    "plt, mn khk, ms zsm, ne npi, no nb, om gaz, or ory, ps pbt pbu, qu quy quz, sc src, sq als, sw swh, uz uzn, "
+    "yi ydd, zh cmn"
+)
+"""Two-letter codes of macrolanguages, each followed by the codes of its members that corpora mean by it: CLDR's aliases
+(arb is Arabic, but arz, Egyptian Arabic, is not), those of FLORES-200, and Norwegian Bokmål. Nynorsk stays nn."""
+_COMPOUNDS = {"zh-yue": "yue", "zh-min-nan": "nan", "zh-nan": "nan", "zh-classical": "lzh", "zh-wuu": "wuu"}
+"""Names of languages that are not the language of their first part, as Wikipedia and BCP 47 write them."""
+_SCRIPT_NAMES = {"simpl": "hans", "trad": "hant", "rom": "latn", "latin": "latn", "cyrillic": "cyrl"}
+"""Other names of scripts, as in zho_simpl (FLORES-101), hi_rom (CC-100) and sr@latin -> ISO 15924 tag."""
+_CHINESE_SCRIPTS = {"cn": "hans", "sg": "hans", "tw": "hant", "hk": "hant", "mo": "hant"}
+"""Region -> the script in which Chinese is written there."""
+
+
+def _first_codes(table: str) -> dict[str, str]:
+    """Return {other code: first code of its group}."""
+    first_codes = {}
+    for group in table.split(", "):
+        first, *others = group.split()
+        first_codes.update(dict.fromkeys(others, first))
+    return first_codes
+
+
+_CODE_OF_SPELLING = _first_codes(_SPELLINGS)
+_CODE_OF_MEMBER = _first_codes(_MEMBERS)
+
+
+@dataclass(frozen=True)
+class LanguageTag:
+    """The parts of a language's name, such as zh-Hant-TW or prs_Arab."""
+
+    code: str
+    """The two-letter code, or the lower-case code of a language that has none."""
+    member: str = ""
+    """The code of the member if the name is of a macrolanguage's member: prs for a Persian called prs."""
+    script: str = ""
+    """ISO 15924 tag in lower case, such as "hant"."""
+    region: str = ""
+    """ISO 3166 code or UN number in lower case, such as "tw" or "419"."""
+
+
+@lru_cache(maxsize=1 << 12)
+def parse_language(lang: str) -> LanguageTag:
+    """Return the parts of a language's name, as FLORES (deu_Latn), BCP 47 (de-AT) or gettext (sr@latin) write it."""
+    parts = re.split("[-_@.]", lang.lower())
+    code = _CODE_OF_SPELLING.get(parts[0], parts[0])
+    for name, language in _COMPOUNDS.items():
+        if "-".join([code, *parts[1:]]).startswith(name):
+            return LanguageTag(language)
+    subtags = [_SCRIPT_NAMES.get(part, part) for part in parts[1:]]
+    script = next((tag for tag in subtags if len(tag) == 4 and tag.isalpha()), "")
+    region = next((tag for tag in subtags if re.fullmatch(r"[a-z]{2}|\d{3}", tag)), "")
+    member = code if code in _CODE_OF_MEMBER else ""
+    code = _CODE_OF_MEMBER.get(code, code)
+    if code == "zh":
+        script = script or _CHINESE_SCRIPTS.get(region, "")
+    return LanguageTag(code, member, script, region)
 
 
 def short_code(lang: str) -> str:
-    """Return a language's two-letter code, if it has one, from any code: "de" for de, deu, deu_Latn and de-AT."""
-    code = re.split("[-_]", lang.lower())[0]
-    return _SHORT_CODES.get(code, code)
+    """Return the two-letter code of a language, if it has one, from any of its public names: "de" for de, deu, ger,
+    deu_Latn and de-AT, "zh" for zho, cmn and zh-Hans, "fa" for pes and prs, "no" for nb and nob.
+
+    Whatever depends on a language is looked up by this code; the user's name stays in names and reports.
+    """
+    return parse_language(lang).code
+
+
+def same_language(a: str, b: str) -> bool:
+    """Return whether two names mean one language, such as de and deu_Latn. Names that both say a script, a region or a
+    macrolanguage's member, and not the same one, mean two: zh-Hans and zh-Hant, pt-BR and pt-PT, pes and prs."""
+    first, second = parse_language(a), parse_language(b)
+    if first.code != second.code:
+        return False
+    parts = [(first.member, second.member), (first.script, second.script), (first.region, second.region)]
+    return all(x == y or not (x and y) for x, y in parts)
 
 
 def spelling_key(lang: str) -> str:
     """Return a key that is equal for a language's names that differ in case, in "-" and "_", or in code length."""
-    code, *tags = re.split("[-_]", lang.lower())
-    return "-".join([short_code(code), *tags])
+    _, *tags = re.split("[-_]", lang.lower())
+    return "-".join([short_code(lang), *tags])
+
+
+def names_of(language: str, names: Iterable[str]) -> list[str]:
+    """Return those of `names` that mean a language: the same name if it is there, else all its other spellings."""
+    listed = list(names)
+    return [language] if language in listed else [name for name in listed if same_language(language, name)]
+
+
+def one_name_each(names: Iterable[str], preferred: Iterable[str] = ()) -> dict[str, str]:
+    """Return {name: the one name of its language}: the first of `preferred` that means the language, or else the
+    shortest of `names`. A language that is named by its code and variants, such as zh, zh-Hans and zh-Hant, is not one
+    language, and all its names stay as they are."""
+    order = [*dict.fromkeys(preferred), *sorted(set(names), key=lambda name: (len(name), name))]
+    by_code: dict[str, list[str]] = {}
+    for name in dict.fromkeys(order):
+        by_code.setdefault(short_code(name), []).append(name)
+    chosen = {}
+    for spellings in by_code.values():
+        is_one = all(same_language(a, b) for a, b in combinations(spellings, 2))
+        for name in spellings:
+            chosen[name] = spellings[0] if is_one else name
+    return chosen
 
 
 def scripts_of(lang: str) -> tuple[str, ...]:
     """Return the scripts in which a language may be written, by the code's tag if it has one; () if it is unknown."""
-    for tag in re.split("[-_]", lang.lower())[1:]:
-        if tag in _TAGS:
-            return _TAGS[tag]
-    return tuple(script for script, codes in _LANGUAGES.items() if short_code(lang) in codes.split())
+    tag = parse_language(lang)
+    if tag.script in _TAGS:
+        return _TAGS[tag.script]
+    return tuple(script for script, codes in _LANGUAGES.items() if tag.code in map(short_code, codes.split()))
