@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 import yaml
 from made import make_data
-from tables import converged, draw_pictures, folder_name, write_tables
+from pictures import draw_pictures
+from tables import converged, folder_name, write_tables
 from worlds import make_world
 
 from xscale import files
