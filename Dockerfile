@@ -13,4 +13,4 @@ RUN if python3 -c "import torch" 2> /dev/null; then grep -vE "^(torch|triton|num
     else cp constraints.txt /tmp/constraints.txt; fi \
     && python3 -m pip install --no-cache-dir -c /tmp/constraints.txt '.[align,eval,mpi]'
 ENV TOKENIZERS_PARALLELISM=false
-CMD ["python3", "-m", "xscale.doctor"]
+CMD ["ds_report"]

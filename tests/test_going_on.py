@@ -76,6 +76,31 @@ def test_the_models_own_tokenizer_comes_before_one_beside_the_shards(demo: Path,
     assert find_tokenizer(asked, demo) == "mine"
 
 
+def test_the_lines_of_the_docs_enlarge_a_vocabulary(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old tokens keep their ids and rows, text with a new word has fewer tokens, and the old tokenizer is refused."""
+    lm = run_spec_of(demo, "mlm").module().encoder.lm
+    lm.save_pretrained(tmp_path / "hf" / "xlm")
+    old = Tokenizer(demo / "tokenizer")
+    old.hf.save_pretrained(tmp_path / "hf" / "xlm")
+    page = (launch.ROOT / "docs" / "going-on.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(lines, {})
+    monkeypatch.chdir(launch.ROOT)
+
+    init = f"model.init={tmp_path / 'hf' / 'larger'}"
+    run_spec = run_spec_of(demo, "mlm", init)
+    new, rows = run_spec.tokenizer, run_spec.module().encoder.embeddings
+    assert len(rows) == new.vocab_size == old.vocab_size + 2
+    assert torch.equal(rows[: old.vocab_size], lm.get_input_embeddings().weight)
+    assert new.encode(["the dog"]) == old.encode(["the dog"])
+    assert new.encode(["the жук"])[0] == [*old.encode(["the"])[0], old.vocab_size]
+    with pytest.raises(UserError, match=rf"trained with the tokenizer {tmp_path / 'hf' / 'larger'}.*going-on\.md"):
+        run_spec_of(demo, "mlm", init, f"model.tokenizer={demo / 'tokenizer'}")
+
+
 # Languages
 
 

@@ -20,7 +20,7 @@ FLOORS = (
     {"eval"},
     {"run"},
     {"report", "dry_run"},
-    {"train", "export", "merge", "conformance", "doctor", "commands"},
+    {"train", "export", "conformance", "commands"},
 )
 """Of xscale/, from the ground up: modules and folders."""
 COMMANDS = FLOORS[-1] | {"eval.run", "eval.compare", "eval.finetune.__main__", "report.__main__"}

@@ -150,6 +150,8 @@ def test_commands_of_the_pages(tmp_path: Path) -> None:
     write_texts(tmp_path)
     (source,) = re.findall(r"```python\n(.*?)```", PAGES["docs/extending.md"], re.DOTALL)
     (tmp_path / "ranking.py").write_text(source)
+    (growth,) = re.findall(r"```python\n(.*?)```", PAGES["docs/going-on.md"], re.DOTALL)
+    (tmp_path / "growth.py").write_text(growth)
     (tmp_path / "ranking.yaml").write_text("streams: {ranking: {objective: ranking, samples: 8}}\ntrain: {steps: 2}\n")
     pages = [
         "README.md",
@@ -163,6 +165,8 @@ def test_commands_of_the_pages(tmp_path: Path) -> None:
     for command in listed:
         for there, instead in SMALLER.items():
             command = re.sub(rf"{re.escape(there)}(?!\S)", instead, command)
+        if "hf/larger" in command:
+            assert launch.fork(0, ["growth.py"], environment, tmp_path)[0] == 0
         words = shlex.split(command)
         assert words[0] == "python" or words[1:3] == ["--num_gpus", "2"], command
         ranks, started = (0, words[1:]) if words[0] == "python" else (2, words[3:])

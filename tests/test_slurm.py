@@ -174,15 +174,6 @@ def submit_in(slurm: Cluster, folder: Path, script: str, output: Path, *words: s
     return int(slurm.run("env", f"RUN_IN={runs_in}", "RETRIES=1", "sbatch", *flags, *words))
 
 
-def test_doctor(slurm: Cluster, demo: Path, tmp_path: Path) -> None:
-    """Two ranks measure the network between them, and one tells what the site does."""
-    words = ["--recipe", "tlm", "--data", demo, "--out", tmp_path / "run"]
-    told = slurm.run("srun", "--nodes=2", "--ntasks-per-node=1", "python", "-m", "xscale.doctor", *words)
-    assert told.endswith("a run could start\n") and told.count("a run could start") == 1
-    assert "2 ranks on 1 host(s), gloo" in told and "GB/s out of each rank" in told and "rank 0 of 2" in told
-    assert "warning: KillWait 10 s is too short" in told and "partition all: jobs are not preempted" in told
-
-
 def test_prepare_and_evaluate(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:
     """The demo corpus by two processes without MPI is that of one, byte for byte; an array shares an evaluation."""
     made, output = tmp_path / "demo", tmp_path / "prepare.out"

@@ -40,7 +40,7 @@ class ModelConfig:
     """The architecture of a randomly initialised encoder."""
     tokenizer: str | None = None
     """A Hugging Face tokenizer directory; null: the tokenizer of `init`, else `tokenizer/` in the first --data
-    directory or its parent. It may extend the tokenizer of `init`; the model then gets embeddings of the new tokens."""
+    directory or its parent. If `init` has a tokenizer, it must be the same."""
     dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.1
     """The dropout probability of hidden states and attention."""
     attention_gain: PositiveFloat | None = None

@@ -18,7 +18,8 @@ FIELDS: dict[str, str] = {
 """By recipe field, with * for a name that users choose: "checkpoint.hook", "streams.*.tokens"."""
 
 COMMANDS: dict[str, str] = {
-    # One line for each command.
+    "xscale.doctor": "`xscale/train.py --dry_run` checks the recipe, the data and the disk, and ds_report the machine",
+    "xscale.merge": "export the models, and merge the exports by mergekit",
 }
 """By module: "xscale.doctor"."""
 

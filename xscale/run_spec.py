@@ -46,7 +46,6 @@ from xscale.errors import UserError
 from xscale.files import may_exist, parallel_map
 from xscale.models.build import build_encoder, has_segments, run_fields_of
 from xscale.models.encoder import Encoder
-from xscale.models.grow import extension_problem, grow_vocabulary
 from xscale.models.heads import SavedHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
@@ -94,8 +93,6 @@ class RunSpec:
     """The share of the dictionaries' entries on which neither this run nor the run of model.init trains."""
     left_out: tuple[str, ...] = ()
     """Warnings about dictionaries that cannot be read for alignment scores."""
-    smaller_tokenizer: Tokenizer | None = None
-    """The tokenizer of model.init, if the run's tokenizer extends it and the model grows to the larger vocabulary."""
     calibration: Calibration = field(default_factory=lambda: Calibration([], {}))
     """The estimated lengths of the data in tokens. `calibrated` adds them; before that, no record can be sampled."""
     phases: tuple["RunSpec", ...] = ()
@@ -186,9 +183,6 @@ class RunSpec:
         heldout = self.recipe.data.lexicon_heldout
         lines = [f"{lexicon.summary()}; {heldout:.0%} of its words are withheld" for lexicon in self.lexicons]
         lines += self.left_out
-        if self.smaller_tokenizer:
-            before, now = (len(of.hf.get_vocab()) for of in (self.smaller_tokenizer, self.tokenizer))
-            lines.append(f"the vocabulary of model.init grows from {before:,} to {now:,} tokens")
         for spec in self.specs:
             stream = self.recipe.streams[spec.name]
             advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec), self.recipe.train.steps)
@@ -266,8 +260,6 @@ class RunSpec:
 
         def load(init: str | Path, dropout: float) -> PreTrainedModel:
             lm, heads = load_initial(init, dropout)
-            if self.smaller_tokenizer:
-                grow_vocabulary(lm, self.smaller_tokenizer, self.tokenizer)
             if kept is not None:
                 kept.update(heads)
             return lm
@@ -409,7 +401,7 @@ def resolve_run(
     near = next((path for path in data if isinstance(path, Path)), None)
     recipe = with_steps(recipe, specs, sources)
     tokenizer = Tokenizer(find_tokenizer(recipe, near))
-    smaller_tokenizer = tokenizer_to_extend(recipe, tokenizer)
+    check_tokenizer_of_init(recipe.model.init, tokenizer)
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
     check_one_spelling(sources)
@@ -430,7 +422,6 @@ def resolve_run(
         segments=uses_segments(recipe, tokenizer),
         unseen=min(before, recipe.data.lexicon_heldout),
         left_out=left_out,
-        smaller_tokenizer=smaller_tokenizer,
     )
     phases = [
         replace(run_spec, recipe=phase.recipe, specs=specs, dictionaries=dictionaries)
@@ -707,19 +698,14 @@ def tokenizer_directory(init: str) -> Path | None:
     return path if any(next(path.glob(name), None) for name in TOKENIZERS) else None
 
 
-def tokenizer_to_extend(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer | None:
-    """Return the tokenizer of the pre-trained weights if the run's tokenizer extends it, or None if both are the same
-    or model.init has none. Raises UserError if the run's tokenizer is neither the same nor an extension."""
-    init = recipe.model.init
+def check_tokenizer_of_init(init: str | None, tokenizer: Tokenizer) -> None:
+    """Raise UserError if `model.init` has a tokenizer, and it is not the run's."""
     own = tokenizer_directory(init) if init else None
     if not own:
-        return None
+        return
     trained = Tokenizer(own)
-    if (trained.fingerprint, trained.special) == (tokenizer.fingerprint, tokenizer.special):
-        return None
-    if problem := extension_problem(trained, tokenizer):
+    if (trained.fingerprint, trained.special) != (tokenizer.fingerprint, tokenizer.special):
         raise UserError(
-            f"model.init {init} was trained with the tokenizer {own}, and the run's tokenizer does not extend it: "
-            f"{problem}; set model.tokenizer={own}, or a tokenizer that extends it"
+            f"model.init {init} was trained with the tokenizer {own}, and the run's tokenizer is another one; set "
+            f"model.tokenizer={own}, or enlarge the model's vocabulary as docs/going-on.md shows"
         )
-    return trained

@@ -1,4 +1,4 @@
-"""Makes the card of an exported, merged or fine-tuned model: README.md, with the header that the hub reads."""
+"""Makes the card of an exported or fine-tuned model: README.md, with the header that the hub reads."""
 
 import json
 import math
@@ -80,23 +80,6 @@ def checkpoint_card(
         f"on {ranks} rank{'s' * (ranks > 1)}. The recipe:\n\n```yaml\n{yaml.safe_dump(recipe, sort_keys=False)}```",
         purpose="Sentence vectors for retrieval and mining across languages, word alignment, "
         "fine-tuning of classifiers, taggers and question answering" + ("." if layers else ", masked prediction."),
-    )
-
-
-def merged_card(models: list[str], how: str, config: Any, name: str, pooling: str) -> ModelCard:
-    """Return the card of a merged model. models: the models that were merged. how: the method, in words."""
-    languages = (getattr(config, "xscale", None) or {}).get("languages", [])[1:]
-    tags = ["xscale", "sentence-transformers", "feature-extraction", "merge"]
-    return make_card(
-        name,
-        {"language": languages or None, "pipeline_tag": "fill-mask", "tags": tags},
-        [],
-        longest_sequence(config),
-        summary=" ".join(["A text encoder", *(["of", ", ".join(languages)] if languages else []), "merged by xscale."]),
-        use=USE.format(name=name, pooling=pooling, head="ForMaskedLM"),
-        data_used="The data of the models that were merged.",
-        training="The merged models ({}):\n\n{}".format(how, "\n".join(f"- `{model}`" for model in models)),
-        purpose="That of the models that were merged.",
     )
 
 

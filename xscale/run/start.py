@@ -41,7 +41,7 @@ DEMO = Path("data/demo")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say what a run is, which train.py, its dry run and the doctor share."""
+    """Add the arguments that say what a run is, which train.py and its dry run share."""
     parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
     parser.add_argument(
         "--data", type=location, nargs="+", help="shard directories or URLs (default: the generated demo corpus)"
