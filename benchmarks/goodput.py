@@ -33,10 +33,9 @@ def arguments(data: Path, out: Path, steps: int) -> list[str]:
         "tlm",
         "--out",
         str(out),
-        "--plugin",
-        "tests.poison",
     ]
     fields = {
+        "streams.tlm.objective": "tests.poison:TLM",
         "streams.tlm.samples": 16,
         "train.steps": steps,
         "checkpoint.every": EVERY,

@@ -42,7 +42,6 @@ for _name, _kind, _place in (
     count(_name, _kind, _place)  # before deepspeed takes them
 
 from xscale import ranks  # noqa: E402
-from xscale.plugins import load_plugins  # noqa: E402
 from xscale.ranks import HostGroup  # noqa: E402
 from xscale.run import loop  # noqa: E402
 from xscale.run.folder import DONE, STOPPED, Status  # noqa: E402
@@ -76,7 +75,6 @@ host_group = HostGroup()
 try:
     for arguments in json.loads(Path(sys.argv[1]).read_text()):
         args = parse_arguments(arguments)
-        load_plugins(args.plugin)
         steps.clear()
         code = train_run(args, process, host_group, Status(args.out, process))
         assert code in ((DONE, STOPPED) if UNTIL else (DONE,)), arguments

@@ -1,6 +1,9 @@
-"""A plug-in that makes a step go wrong: POISON=batch:7 makes the last rank's states of step 7 NaN whenever it is
-trained, POISON=weight:7 its weights before step 7, once; POISON=spike:7:2 has it predict the same token everywhere in
-steps 7 and 8; POISON=sleep:7:0.5 has it sleep half a second a row from step 7 on."""
+"""The objectives MLM and TLM, whose import makes a step go wrong.
+
+POISON=batch:7 makes the last rank's states of step 7 NaN whenever it is trained, POISON=weight:7 its weights before
+step 7, once; POISON=spike:7:2 has it predict the same token everywhere in steps 7 and 8; POISON=sleep:7:0.5 has it
+sleep half a second a row from step 7 on.
+"""
 
 import os
 import time
@@ -8,10 +11,10 @@ from typing import Any
 
 import torch
 
-from xscale.objectives import OBJECTIVES as KNOWN
+from xscale.objectives import OBJECTIVES
 from xscale.run import loop
 
-OBJECTIVES = {"mlm": KNOWN["mlm"]}  # a plug-in has a table
+MLM, TLM = OBJECTIVES["mlm"], OBJECTIVES["tlm"]
 KIND, AT, *MORE = os.environ["POISON"].split(":")
 whole = loop.optimizer_step
 done = set()

@@ -8,19 +8,19 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     {"removed"},
     {"errors", "record", "rng", "files", "metric_keys", "deepspeed_private"},
-    {"config", "ranks"},
+    {"plugins", "ranks"},
+    {"config"},
     {"data"},
     {"ops"},
     {"models"},
     {"objectives"},
-    {"plugins"},
     {"step"},
     {"checkpoint"},
     {"run_spec"},
     {"eval"},
     {"run"},
     {"report", "dry_run"},
-    {"train", "export", "conformance", "commands"},
+    {"train", "export", "commands"},
 )
 """Of xscale/, from the ground up: modules and folders."""
 COMMANDS = FLOORS[-1] | {"eval.run", "eval.compare", "eval.finetune.__main__", "report.__main__"}

@@ -152,7 +152,9 @@ def test_commands_of_the_pages(tmp_path: Path) -> None:
     (tmp_path / "ranking.py").write_text(source)
     (growth,) = re.findall(r"```python\n(.*?)```", PAGES["docs/going-on.md"], re.DOTALL)
     (tmp_path / "growth.py").write_text(growth)
-    (tmp_path / "ranking.yaml").write_text("streams: {ranking: {objective: ranking, samples: 8}}\ntrain: {steps: 2}\n")
+    (tmp_path / "ranking.yaml").write_text(
+        "streams: {ranking: {objective: 'ranking:OBJECTIVE', samples: 8}}\ntrain: {steps: 2}\n"
+    )
     pages = [
         "README.md",
         *(f"docs/{name}.md" for name in ("data", "recipes", "training", "going-on", "fine-tuning", "extending")),

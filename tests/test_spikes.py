@@ -214,7 +214,7 @@ def test_a_spike_is_left_out(demo: Path, tmp_path: Path, monkeypatch: pytest.Mon
     def arguments(out: Path, *fields: str) -> list[str]:
         head = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mlm", "--data", str(demo), "--out", str(out)]
         sets = ["streams.mlm.samples=4", "train.steps=46", "checkpoint.every=10", "checkpoint.keep=99", *fields]
-        return [*head, "--plugin", "tests.poison", "--set", *sets]
+        return [*head, "--set", "streams.mlm.objective=tests.poison:MLM", *sets]
 
     launch.run_all(2, tmp_path, [arguments(whole, *skip), arguments(told, "train.spikes=stop", *told_so)])
     for other in (killed, stopped):

@@ -27,7 +27,8 @@ BAD = 7
 
 def arguments(config: str, demo: Path, out: Path, *fields: str) -> list[str]:
     head = ["--ds_config", f"ds_configs/{config}.json", "--recipe", "mlm", "--data", str(demo), "--out", str(out)]
-    return [*head, "--plugin", "tests.poison", "--set", "streams.mlm.samples=4", "train.warmup=0", *fields]
+    poison = "streams.mlm.objective=tests.poison:MLM"
+    return [*head, "--set", poison, "streams.mlm.samples=4", "train.warmup=0", *fields]
 
 
 def test_a_slow_rank_is_named_once() -> None:

@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field, PlainValidator, PositiveFloat, Validatio
 from pydantic.dataclasses import dataclass
 
 from xscale.errors import UserError
+from xscale.plugins import import_objective
 from xscale.removed import removed_field
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -56,7 +57,7 @@ class ModelConfig:
 @dataclass(frozen=True, config=STRICT)
 class StreamConfig:
     objective: str
-    """The name of the objective, such as mlm or tlm."""
+    """The name of the objective, such as mlm or tlm; MODULE:NAME for an Objective of another package."""
     samples: Annotated[int, Field(ge=0, le=MOST)] | None = None
     """Samples per optimizer step over all ranks. In a stream of pairs, a sample is one pair. In a stream of monolingual
     text, it is about data.max_length tokens of running text: consecutive sentences of a document, or several short
@@ -546,7 +547,7 @@ def _build_phase(
     changed to those of the phase."""
     allowed = {f"{section}.{name}" for section in ("model", "data", "train") for name in IN_PHASES[section]}
     for name, stream in recipe.streams.items():
-        own = getattr(objectives[stream.objective], "in_phases", frozenset[str]())
+        own = getattr(_options_class(stream.objective, objectives), "in_phases", frozenset[str]())
         allowed |= {f"streams.{name}.{field}" for field in IN_PHASES["streams"] | own}
     for name, value in changes.items():
         if name not in allowed:
@@ -639,17 +640,32 @@ def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems:
         problems.append(f"{where}: needs fields, such as {{objective: mlm, samples: 64}}")
         return None
     objective = str(fields.get("objective"))
-    if objective not in objectives:
-        there = ", ".join(sorted(objectives))
-        problems.append(f"{where}.objective: {objective!r} is unknown; use one of {there}, or load others by --plugin")
-        return None
     own = _names(StreamConfig)
+    try:
+        options_class = _options_class(objective, objectives)
+    except UserError as error:
+        problems.append(f"{where}.objective: {error}")
+        return None
     if (fields.get("samples") is None) == (fields.get("tokens") is None):
         problems.append(f"{where}: needs either samples or tokens")
     options = {key: value for key, value in fields.items() if key not in own}
-    made = _build(objectives[objective], options, where, problems, also=own)
+    made = _build(options_class, options, where, problems, also=own)
     common = {key: value for key, value in fields.items() if key in own}
     return _build(StreamConfig, common | {"options": made}, where, problems)
+
+
+def _options_class(objective: str, objectives: dict[str, type]) -> Any:
+    """Return the options class of an objective. Raises UserError."""
+    if objective in objectives:
+        return objectives[objective]
+    if ":" not in objective:
+        there = ", ".join(sorted(objectives))
+        raise UserError(f"{objective!r} is unknown; use one of {there}, or MODULE:NAME for an objective of your own")
+    options_class: Any = import_objective(objective).options
+    taken = sorted({*_names(StreamConfig)} & {*_names(options_class)})
+    if taken:
+        raise UserError(f"all streams already have fields named {', '.join(taken)}; rename these options")
+    return options_class
 
 
 def _names(cls: Any) -> list[str]:

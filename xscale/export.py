@@ -23,7 +23,6 @@ from xscale.eval.hf_directory import check_new_directory, write_directory
 from xscale.eval.onnx_file import write_onnx
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import trained_pooling
-from xscale.plugins import load_plugins
 
 
 def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
@@ -75,11 +74,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, metavar="K", help="only the first K layers, whose states are the output")
     parser.add_argument("--onnx", action="store_true", help="write the encoder as onnx/model.onnx too")
     parser.add_argument("--push", metavar="REPO", help="upload the export to this repository of the hub, USER/NAME")
-    parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     try:
         check_arguments(sys.argv[1:])
         args = parser.parse_args()
-        load_plugins(args.plugin)
         if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
             raise UserError(f"--push {args.push} is no repository of the hub; give USER/NAME")
         absent = [name for name in ("onnx", "onnxruntime", "onnxscript") if args.onnx and find_spec(name) is None]

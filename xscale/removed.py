@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 FLAGS: dict[str, str] = {
+    "--plugin": "name an objective of your own in the recipe: streams.NAME.objective=MODULE:NAME",
     # One line for each flag.
 }
 """By flag, such as "--data_change"; if another command keeps the flag, after its command: "eval.run --suite"."""

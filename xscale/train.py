@@ -35,7 +35,6 @@ from xscale.errors import (
     report_error,
     run_command,
 )
-from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
 from xscale.run.folder import FAULT, MACHINE, Status, explain, is_lost_rank, is_out_of_memory
 from xscale.run.start import DEMO, add_run_arguments, train_run
@@ -110,14 +109,13 @@ def main(argv: list[str] | None = None) -> int:
 def run_dry(args: argparse.Namespace, process: Process) -> int:
     """Make a dry run on rank 0, and return the exit code."""
     if process.is_main:
-        load_plugins_and_data(args, process)
+        find_data(args, process)
         dry_run(args, process)
     return 0
 
 
-def load_plugins_and_data(args: argparse.Namespace, process: Process) -> None:
-    """Load the plug-ins. Without --data, use the demo corpus, which rank 0 generates if it does not exist."""
-    load_plugins(args.plugin)
+def find_data(args: argparse.Namespace, process: Process) -> None:
+    """Without --data, use the demo corpus, which rank 0 generates if it does not exist."""
     if args.data is None:
         args.data = [DEMO]
         if process.is_main and not DEMO.exists():
@@ -127,7 +125,7 @@ def load_plugins_and_data(args: argparse.Namespace, process: Process) -> None:
 
 
 def train(args: argparse.Namespace, process: Process, status: Status) -> int:
-    load_plugins_and_data(args, process)
+    find_data(args, process)
     ranks.name_process(f"xscale-rank{process.rank}")
     ranks.join_process_group(process)
     gc.freeze()  # objects that the imports made are never garbage

@@ -16,7 +16,6 @@ from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval.model import ExportedModel, write_results
 from xscale.eval.suites import SUITES, Results, comparison_table, evaluate_rows, markdown_table, plan_rows
 from xscale.eval.tasks import add_flags
-from xscale.plugins import load_plugins
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,12 +23,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("models", type=Path, nargs="+", metavar="MODEL", help="Hugging Face directory")
     parser.add_argument("--suite", choices=SUITES, required=True)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for table.md and MODEL.json")
-    parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     add_flags(parser)
     args = parser.parse_args(argv)
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
-        load_plugins(args.plugin)
         return compare(args)
     except (UserError, OSError) as error:
         return report_error(error)

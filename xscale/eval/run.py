@@ -20,7 +20,6 @@ from xscale.eval.model import ExportedModel, check_output_file, write_results
 from xscale.eval.parts import share_rows
 from xscale.eval.suites import SUITES, comparison_table, evaluate_rows, markdown_table, plan_rows
 from xscale.eval.tasks import TASKS, add_flags
-from xscale.plugins import load_plugins
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +30,6 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--suite", choices=SUITES, help="all public test sets of this kind in --texts")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--card", action="store_true", help="add the scores to the model's card, its README.md")
-    parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     parser.add_argument("--parts", type=Path, metavar="DIR", help="folder for each row's scores; rows whose scores "
                         "it has are not evaluated again")  # fmt: skip
     parser.add_argument("--part", metavar="K/N", help="evaluate only part K of N, from 0 to N - 1, of the rows, into "
@@ -42,7 +40,6 @@ def main(argv: list[str] | None = None) -> int:
         args = parser.parse_args(argv)
         if args.lexicon_heldout is not None and not 0 <= args.lexicon_heldout <= 1:
             raise UserError(f"--lexicon_heldout {args.lexicon_heldout:g} must lie between 0 and 1")
-        load_plugins(args.plugin)
         if args.out:
             check_output_file(args.out)
         if args.card and not (args.model / CARD).is_file():

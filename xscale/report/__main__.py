@@ -40,7 +40,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", type=Path, nargs="+", default=[], metavar="HF_DIR")
     parser.add_argument("--pairs", type=Path, nargs="+", default=[], metavar="DIR", help="shards with word links")
     parser.add_argument("--watch", action="store_true", help="refresh the page or the screen while the runs train")
-    parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="of the models; see xscale.plugins")
     escape_unprintable()
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
@@ -78,9 +77,6 @@ def report(args: argparse.Namespace, logs: dict[Path, MetricsLog]) -> bool:
 
     pictures, of_models = Pictures(args.png), []
     if args.models:
-        from xscale.plugins import load_plugins
-
-        load_plugins(args.plugin)
         of_models = model_sections(args.models, args.pairs, pictures)
     files.write_text(
         args.out, render_page(runs, scores, pictures, of_models, WATCH_S if args.watch and going_on else None)

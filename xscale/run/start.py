@@ -48,7 +48,6 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", help="the run's directory (default: runs/<recipe>)")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
-    parser.add_argument("--plugin", nargs="+", action="extend", default=[], metavar="MODULE", help="see xscale.plugins")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
 
 

@@ -15,7 +15,6 @@ import sys
 from xscale import ranks
 from xscale.errors import NotFinite, UserError, check_arguments, report_environment_error, run_command
 from xscale.eval.finetune.measure import check_flags, measure_transfer, parse_arguments
-from xscale.plugins import load_plugins
 from xscale.ranks import Process
 
 
@@ -27,7 +26,6 @@ def main(argv: list[str] | None = None) -> int:
         ranks.check_launch()
         process = ranks.read_launcher()
         check_flags(args)
-        load_plugins(args.plugin)
         measure_transfer(args, process)
         return 0
     except (UserError, NotFinite) as error:

@@ -73,7 +73,6 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
     add("--out", type=Path, required=True, help="JSON file to write")
     add("--keep", type=Path, metavar="DIR", help="folder for the fine-tuned models, each as DIR/LANG.seed_N")
     add("--predictions", type=Path, metavar="DIR", help="folder for predictions, as XTREME's evaluate.py reads them")
-    add("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     add("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

@@ -14,18 +14,17 @@ import pytest
 from transformers import AutoModelForMaskedLM
 
 from tests import launch
-from xscale.conformance import check_objective
+from tests.conformance import check_objective
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
-from xscale.plugins import load_plugins
+from xscale.plugins import import_objective
 from xscale.run.folder import FAULT, explain
 from xscale.run_spec import resolve_run
 
-RECIPE = "streams: {ranking: {objective: ranking, samples: 24}}\n"
-
-
+RECIPE = "streams: {ranking: {objective: 'ranking:OBJECTIVE', samples: 24}}\n"
 PAGE = (launch.ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 SETS = ["streams.ranking.temperature=1.0"]
+CHANGED = "streams.ranking.objective=changed:OBJECTIVE"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def changed(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], str]]:
-    """changed(there, instead): the recipe of a plug-in `changed`, which is ranking.py with one passage changed."""
+    """changed(there, instead): the recipe, after writing a module `changed`: ranking.py with one passage changed."""
 
     def write(there: str, instead: str) -> str:
         text = (package / "ranking.py").read_text()
@@ -51,7 +50,7 @@ def changed(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "changed", raising=False)
     yield write
-    OBJECTIVES.pop("ranking", None)
+    OBJECTIVES.pop("changed:OBJECTIVE", None)
 
 
 def test_the_page_s_objective_keeps_the_rules(
@@ -65,11 +64,9 @@ def test_the_page_s_objective_keeps_the_rules(
     (tmp_path / "ranking.yaml").write_text(RECIPE)
     (test,) = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)
     found: dict[str, Any] = {}
-    try:
-        exec(test, found)
-        found["test_ranking_keeps_the_rules_of_training"]()
-    finally:
-        OBJECTIVES.pop("ranking", None)
+    exec(test, found)
+    found["test_ranking_keeps_the_rules_of_training"]()
+    OBJECTIVES.pop("ranking:OBJECTIVE", None)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +83,7 @@ def test_the_page_s_objective_keeps_the_rules(
 def test_a_broken_rule_is_found(
     changed: Callable[[str, str], str], demo: Path, there: str, instead: str, told: str
 ) -> None:
-    found = check_objective(changed(there, instead), [demo], SETS, ["changed"])
+    found = check_objective(changed(there, instead), [demo], [*SETS, CHANGED])
     assert re.search(told, "\n".join(found)), found
 
 
@@ -116,62 +113,56 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("there", "instead", "function", "told"), WRONG)
-def test_what_a_plugin_does_wrong_bears_its_name(
+def test_what_an_objective_does_wrong_bears_its_name(
     changed: Callable[[str, str], str], demo: Path, there: str, instead: str, function: str, told: str
 ) -> None:
     """The error names the stream, the objective and the function; an exit is an error too."""
     with pytest.raises(Exception, match=told) as caught:
-        check_objective(changed(there, instead), [demo], [], ["changed"])
+        check_objective(changed(there, instead), [demo], [CHANGED])
     why = explain(caught.value)[1]
-    assert "streams.ranking, objective ranking: " in why and function in why
+    assert "streams.ranking, objective changed:OBJECTIVE: " in why and function in why
     assert explain(caught.value)[0] == FAULT
 
 
-def test_a_plugin_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match=r"--plugin absent_plugin cannot be imported.*PYTHONPATH"):
-        load_plugins(["absent_plugin"])
-    (tmp_path / "without_tables.py").write_text("")
-    with pytest.raises(UserError, match="defines none of OBJECTIVES"):
-        load_plugins(["without_tables"])
-    (tmp_path / "takes_a_name.py").write_text("from xscale.objectives import tlm\nOBJECTIVES = {'mlm': tlm.OBJECTIVE}")
-    with pytest.raises(UserError, match="OBJECTIVES has mlm"):
-        load_plugins(["takes_a_name"])
+HEAD = "from dataclasses import dataclass, replace\nfrom xscale.objectives import tlm\n"
+BROKEN = [
+    ("def x(:", "cannot be imported: SyntaxError"),
+    ("raise RuntimeError('no licence')", "cannot be imported: RuntimeError: no licence"),
+    ("import sys; sys.exit(3)", "cannot be imported: SystemExit"),
+    ("import not_there_at_all", "No module named 'not_there_at_all'"),
+    ("", "is not an Objective"),
+    ("OBJECTIVE = {'odd': 5}", "is not an Objective"),
+    (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, reads='pairs')", "has reads = 'pairs'; it must be"),
+    (
+        f"{HEAD}@dataclass\nclass O:\n    weight: float = 7.0\nOBJECTIVE = replace(tlm.OBJECTIVE, options=O)",
+        "named weight",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("def x(:", "cannot be imported: SyntaxError"),
-        ("raise RuntimeError('no licence')", "cannot be imported: RuntimeError: no licence"),
-        ("import sys; sys.exit(3)", "cannot be imported: SystemExit"),
-        ("import not_there_at_all", "No module named 'not_there_at_all'"),
-        ("OBJECTIVES = []", "OBJECTIVES is not a dict"),
-        ("OBJECTIVES = {'odd': 5}", "OBJECTIVES\\['odd'\\] is not an Objective"),
-        ("from dataclasses import dataclass, replace\nfrom xscale.objectives import tlm\n@dataclass\nclass O:\n"
-         "    weight: float = 7.0\nOBJECTIVES = {'odd': replace(tlm.OBJECTIVE, options=O)}", "options named weight"),
-        ("from dataclasses import replace\nfrom xscale.objectives import tlm\n"
-         "OBJECTIVES = {'odd': replace(tlm.OBJECTIVE, reads='pairs')}", "reads = 'pairs': must be"),
-    ],
-)  # fmt: skip
-def test_a_broken_plugin_is_a_users_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, problem: str
+@pytest.mark.parametrize(("text", "problem"), BROKEN)
+def test_a_broken_objective_is_a_users_error(
+    package: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, problem: str
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "odd_plugin", raising=False)
-    (tmp_path / "odd_plugin.py").write_text(text)
-    with pytest.raises(UserError, match=f"--plugin odd_plugin.*{problem}"):
-        load_plugins(["odd_plugin"])
-    with pytest.raises(UserError, match="a module's name"):
-        load_plugins(["./odd_plugin.py"])
+    monkeypatch.delitem(sys.modules, "odd", raising=False)
+    (tmp_path / "odd.py").write_text(text)
+    with pytest.raises(UserError, match=f"streams.ranking.objective: .*{problem}"):
+        resolve_run(str(package / "ranking.yaml"), ["streams.ranking.objective=odd:OBJECTIVE"], [demo])
+
+
+@pytest.mark.parametrize("name", ["./odd.py:OBJECTIVE", "odd:", "odd:a.b", ":OBJECTIVE"])
+def test_an_objective_has_a_module_and_a_name(name: str) -> None:
+    with pytest.raises(UserError, match="not of the form MODULE:NAME"):
+        import_objective(name)
 
 
 @pytest.mark.slow
 def test_it_trains_resumes_and_is_exported(package: Path, demo: Path, tmp_path: Path, monkeypatch) -> None:
     """On 2 ranks; a resume gives the same bits, one rank the same losses."""
     monkeypatch.setenv("PYTHONPATH", f"{package}{os.pathsep}{launch.ROOT}")
-    common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", str(package / "ranking.yaml"), "--plugin"]
-    common += ["ranking", "--data", str(demo), "--steps", "8", "--set", "train.lr=0.0005", "model.dropout=0.0"]
+    common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", str(package / "ranking.yaml")]
+    common += ["--data", str(demo), "--steps", "8", "--set", "train.lr=0.0005", "model.dropout=0.0"]
     common += ["checkpoint.every=4"]
     whole, again, alone = (tmp_path / name for name in ("whole", "again", "alone"))
     launch.run(2, [*common, "checkpoint.keep=9", "--out", str(whole)])
@@ -182,7 +173,7 @@ def test_it_trains_resumes_and_is_exported(package: Path, demo: Path, tmp_path: 
     launch.run(1, [*common, "--out", str(alone)])
     losses = [[entry["loss"] for entry in launch.metrics(out)] for out in (whole, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][-1] < losses[0][0]
-    words = ["-m", "xscale.export", str(again), str(tmp_path / "hf"), "--plugin", "ranking"]
+    words = ["-m", "xscale.export", str(again), str(tmp_path / "hf")]
     assert launch.fork(0, words, launch.environment())[0] == 0
     AutoModelForMaskedLM.from_pretrained(tmp_path / "hf")
 

@@ -1,4 +1,4 @@
-"""A test helper for authors of objectives: `assert check_objective("my.yaml", ["shards"], plugins=["my"]) == []`.
+"""A test helper for authors of objectives: `assert check_objective("my.yaml", ["shards"]) == []`.
 
 It computes the first step of a recipe in fp64 on a CPU, without dropout, for several numbers of ranks and packed rows.
 """
@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import PackedRow, pack_row
 from xscale.data.stream_batch import StreamBatch
-from xscale.plugins import load_plugins
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
@@ -30,9 +29,7 @@ WHOLE = 1 << 30
 """A value of train.max_tokens that is so large that a step is one packed row."""
 
 
-def check_objective(
-    recipe: str, data: Sequence[str | Path], sets: Sequence[str] = (), plugins: Sequence[str] = ()
-) -> list[str]:
+def check_objective(recipe: str, data: Sequence[str | Path], sets: Sequence[str] = ()) -> list[str]:
     """Return a line for each rule of training that the recipe's objectives break, or []. A few samples per step
     suffice.
 
@@ -40,7 +37,6 @@ def check_objective(
     is that of the loss; packed rows without samples of a stream work like others; the same records are always collated
     in the same way; auxiliary states continue from what they saved.
     """
-    load_plugins(list(plugins))
     sets = ["model.dropout=0.0", "data.workers=0", *sets]
     run_spec = resolve_run(recipe, sets, [Path(folder) for folder in data]).calibrated()
     torch.manual_seed(0)
