@@ -266,29 +266,6 @@ def test_flat_encoder(preset: str, sequences: int, dtype: torch.dtype) -> None:
         assert error(ours, reference) < 1.5 * error(theirs, reference) + 1e-6
 
 
-def test_compiled_encoder() -> None:
-    """One compiled program takes all packed rows of one shape, and is as near to fp64 as the eager encoder."""
-    dtype, shape = DTYPES[-1], (1024, 16)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    encoder = small_encoder().to(dtype)
-    encoder.compile_forward("inductor" if CUDA else "aot_eager")  # the CPU may lack a compiler
-    for lengths in ([128] * 8 + [0] * 8, [64] * 16, [100, 99, 98, 90, 80, 70, 60, 50, 40, 30, 5, 2, 128, 128, 44, 0]):
-        assert (sum(lengths), len(lengths)) == shape
-        row, incoming = tokens_of(lengths)._replace(longest=128), torch.randn(1024, encoder.width)
-        encoder.compiled_shape = None
-        exact = states_and_gradients(flat, encoder.to(CPU, torch.float64), row, incoming)
-        encoder.to(DEVICE, dtype)
-        eager = states_and_gradients(flat, encoder, row, incoming)
-        encoder.compiled_shape = shape
-        compiled = states_and_gradients(flat, encoder, row, incoming)
-        for ours, theirs, reference in zip(compiled, eager, exact, strict=True):
-            assert error(ours, reference) < 1.5 * error(theirs, reference) + 1e-6
-    counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    torch._dynamo.reset()
-
-
 # Rows
 
 

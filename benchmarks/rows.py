@@ -5,7 +5,7 @@
 
 One process trains with the recipe's dropout, on a GPU in bf16 with ZeRO-2, on text of the demo world in documents as
 long as web pages. A step has --rows_per_step packed rows, made beforehand (loader.py measures the loader). Prints
-  1. for --recipe and packed rows of each size, compiled and eager: real tokens/s, MFU by cost.StepFlops, ms of a step;
+  1. for --recipe and packed rows of each size: real tokens/s, MFU by cost.StepFlops, ms of a step;
      and for one step under torch's profiler: the number of kernels launched (on a CPU, of operators that compute), the
      ms that the host worked (without waits for the GPU), and the share of the time that the GPU was busy
   2. for `mixed` in packed rows of --mixed_rows tokens: the same numbers, with the shipped samples and with as many
@@ -19,11 +19,10 @@ import argparse
 import os
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,12 +90,10 @@ class Bench:
         config = load_ds_config(args.ds_config, run_spec.recipe, 1, Hardware.here())
         self.precision = config.precision
         module = StepModule(encoder, run_spec.recipe)
-        if not CUDA:
-            encoder.compile_forward("aot_eager")  # it is about this script, and the CPU may lack a compiler
         self.engine = engine.build_engine(module, config.resolved)
 
     def run_spec(self, max_tokens: int) -> RunSpec:
-        fields = {"model.preset": self.args.preset, "data.max_length": self.args.max_length, "train.compile": "true"}
+        fields = {"model.preset": self.args.preset, "data.max_length": self.args.max_length}
         fields |= {"train.max_tokens": max_tokens, "data.workers": self.args.workers, "data.overlong": "truncate"}
         if self.recipe == "mixed":
             fields |= {"streams.ppa.prefill": "false", "streams.ppa.queue_size": 4096}
@@ -107,18 +104,16 @@ class Bench:
 
     def filled(self, run_spec: RunSpec, max_tokens: int) -> RunSpec:
         """The run with its samples multiplied so that they fill --rows_per_step packed rows of `max_tokens` tokens."""
-        tokens = sum(spec.samples * run_spec.calibration.estimate_for(spec.name).tokens for spec in run_spec.specs)
+        mixture = run_spec.mixture(ALONE, DEVICE, run_spec.specs, initial_state(run_spec.specs))
+        tokens = mixture.next_batch().tokens_of_bins().sum()
         times = self.args.rows_per_step * max_tokens * FILL / tokens
         return replace(
             run_spec, specs=[replace(spec, samples=max(1, round(times * spec.samples))) for spec in run_spec.specs]
         )
 
-    def measure(self, run_spec: RunSpec, specs: list[StreamSpec] | None = None, compiled: bool = False) -> Measured:
+    def measure(self, run_spec: RunSpec, specs: list[StreamSpec] | None = None) -> Measured:
         """Measure steps of a run. specs: the streams that the steps have; None: all streams."""
         run_spec = replace(run_spec, specs=specs or run_spec.specs)
-        if compiled:
-            run_spec = replace(run_spec, fitted=run_spec.fit(ALONE, DEVICE))
-        self.engine.module.encoder.compiled_shape = run_spec.fitted and tuple(run_spec.fitted[1])
         made = run_spec.batches(ALONE, DEVICE, initial_state(run_spec.specs), WARM + STEPS + 1)
         *batches, last = list(made)
         self.run(run_spec, batches[:WARM])
@@ -145,10 +140,7 @@ class Bench:
         """A step's launches, the seconds that the host works, and the share of time that the GPU is busy, or None."""
         if not CUDA:
             started = time.process_time()
-            compiled = self.engine.module.encoder.compiled_shape is not None
-            with (
-                nullcontext(Counter[str]()) if compiled else operator_counter() as found
-            ):  # which compiled code refuses
+            with operator_counter() as found:
                 self.run(run_spec, [batch])
             return sum(found.values()), time.process_time() - started, None
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -191,38 +183,36 @@ def synchronize() -> None:
 
 
 class Sizes:
-    """Measures --recipe in packed rows of each size, eager and compiled."""
+    """Measures --recipe in packed rows of each size."""
 
     def __init__(self, bench: Bench, args: argparse.Namespace, deadline: float):
         self.bench, self.args, self.deadline = bench, args, deadline
-        self.found: dict[tuple[int, bool], Measured] = {}
+        self.found: dict[int, Measured] = {}
 
-    def measure(self, sizes: Iterable[int], kinds: Iterable[bool]) -> None:
-        for size, compiled in product(sizes, kinds):
+    def measure(self, sizes: Iterable[int]) -> None:
+        for size in sizes:
             if time.monotonic() < self.deadline:
                 started = time.monotonic()
                 run_spec = self.bench.filled(self.bench.run_spec(size), size)
-                found = self.found[size, compiled] = self.bench.measure(run_spec, compiled=compiled)
-                kind = "compiled" if compiled else "eager"
-                print(size, kind, *found.cells(), f"(took {time.monotonic() - started:.0f} s)", sep="  ", flush=True)
+                found = self.found[size] = self.bench.measure(run_spec)
+                print(size, *found.cells(), f"(took {time.monotonic() - started:.0f} s)", sep="  ", flush=True)
 
     def print(self) -> None:
         args, goal = self.args, f"; goal: {self.args.goal:,} tokens/s" if self.args.goal else ""
         model = f"{args.preset}, vocabulary {args.vocab_size:,}, {self.bench.precision}"
-        for compiled, kind in ((False, "eager"), *([] if args.eager else [(True, "compiled")])):
-            rows = [[f"{size:,}", *self.found[size, c].cells()] for size, c in sorted(self.found) if c is compiled]
-            title = f"{args.recipe} in rows, {kind}; {model}, {args.max_length} tokens a sequence{goal}"
-            print_table(title, HEADER, rows)
-            if late := [f"{size:,}" for size in args.rows if (size, compiled) not in self.found]:
-                print(f"  no time left for rows of {', '.join(late)}")
+        rows = [[f"{size:,}", *self.found[size].cells()] for size in sorted(self.found)]
+        title = f"{args.recipe} in rows; {model}, {args.max_length} tokens a sequence{goal}"
+        print_table(title, HEADER, rows)
+        if late := [f"{size:,}" for size in args.rows if size not in self.found]:
+            print(f"  no time left for rows of {', '.join(late)}")
 
     def goals(self) -> None:
-        """Print whether the best measurement, eager or compiled, meets the goal: tokens/s, or MFU in rows of 16,384."""
+        """Print whether the best measurement meets the goal: tokens/s, or MFU in rows of 16,384."""
         if goal := self.args.goal:
             rates = [found.rate for found in self.found.values()]
             tell_goal(f"{self.args.preset}, {goal:,} tokens/s", max(rates, default=None), goal, "{:,.0f}")
             return
-        shares = [found.mfu for (size, _), found in self.found.items() if size == 16384 and found.mfu is not None]
+        shares = [found.mfu for size, found in self.found.items() if size == 16384 and found.mfu is not None]
         tell_goal(f"{self.args.preset}, MFU of 40 % in rows of 16,384", max(shares, default=None), 0.4, "{:.1%}")
 
 
@@ -233,14 +223,14 @@ def tell_goal(name: str, found: float | None, least: float, form: str) -> None:
 
 
 def mixed(bench: Bench, args: argparse.Namespace, alone: Measured | None) -> None:
-    """Measure `mixed`, eager. alone: the measurement of --recipe in packed rows of the same size."""
+    """Measure `mixed`. alone: the measurement of --recipe in packed rows of the same size."""
     shipped = bench.run_spec(args.mixed_rows)
     full = bench.filled(shipped, args.mixed_rows)
     whole = bench.measure(full)
     parts = {spec.name: bench.measure(full, [spec]) for spec in full.specs}
     table = [["mixed as shipped", *bench.measure(shipped).cells()], ["mixed", *whole.cells()]]
     table += [[f"  {name} alone", *part.cells()] for name, part in parts.items()]
-    print_table(f"`mixed` in rows of {args.mixed_rows:,} tokens, and its streams alone, eager", HEADER, table)
+    print_table(f"`mixed` in rows of {args.mixed_rows:,} tokens, and its streams alone", HEADER, table)
     total = sum(part.seconds for part in parts.values())
     print(f"  sum of its streams alone: {1e3 * total:.1f} ms, {total / whole.seconds:.2f} times mixed")
     ratio = whole.rate / alone.rate if alone else None
@@ -253,10 +243,7 @@ def main() -> None:
     parser.add_argument("--vocab_size", type=int, default=250_002, help="of the model; 0: the tokenizer's")
     parser.add_argument("--recipe", default="tlm", help="of the rows of several sizes")
     parser.add_argument("--rows", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="train.max_tokens")
-    parser.add_argument(
-        "--first", type=int, default=16384, help="of --rows, measured before all others, compiled first"
-    )
-    parser.add_argument("--eager", action="store_true", help="no compiled runs")
+    parser.add_argument("--first", type=int, default=16384, help="of --rows, measured before all others")
     parser.add_argument("--rows_per_step", type=int, default=4)
     parser.add_argument("--mixed_rows", type=int, default=16384, help="train.max_tokens of `mixed`; 0: without mixed")
     parser.add_argument("--max_length", type=int, default=128)
@@ -277,11 +264,10 @@ def main() -> None:
         ranks.join_process_group(ranks.read_launcher())
         sizes = Sizes(Bench(args.recipe, data, args), args, deadline)
         first, *others = sorted(args.rows, key=lambda size: (size != args.first, size))
-        kinds = [False] if args.eager else [True, False]
-        sizes.measure([first], kinds)
+        sizes.measure([first])
         if args.mixed_rows:
-            mixed(Bench("mixed", data, args), args, sizes.found.get((args.mixed_rows, False)))
-        sizes.measure(others, kinds)
+            mixed(Bench("mixed", data, args), args, sizes.found.get(args.mixed_rows))
+        sizes.measure(others)
         sizes.print()
         sizes.goals()
         torch.distributed.destroy_process_group()

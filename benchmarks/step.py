@@ -38,7 +38,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain, groupby, islice
 from pathlib import Path
 from statistics import median
@@ -210,14 +209,11 @@ class XscaleLoop(Loop):
     kind = "xscale"
 
     def module(self, encoder: Encoder) -> torch.nn.Module:
-        run_spec, compiled = self.run_spec, self.run_spec.recipe.train.compile
+        run_spec = self.run_spec
         self.formula = StepFlops(encoder)
-        if compiled:
-            run_spec = replace(run_spec, fitted=run_spec.fit(ALONE, self.device))
-        encoder.compiled_shape = run_spec.fitted and tuple(run_spec.fitted[1])
         steps = run_spec.recipe.train.steps
         self.batches = run_spec.batches(ALONE, self.device, initial_state(run_spec.specs), steps)
-        self.name = f"xscale, rows of {run_spec.max_tokens(self.device):,}{', compiled' * compiled}"
+        self.name = f"xscale, rows of {run_spec.max_tokens(self.device):,}"
         watch_encoder(encoder)
         return step_module(encoder, run_spec)
 
@@ -353,7 +349,7 @@ def xscale_loop(recipe: str, data: list[Path], args: argparse.Namespace, max_tok
 
 
 def stock_loop(recipe: str, data: list[Path], args: argparse.Namespace) -> StockLoop:
-    return StockLoop(make_job(recipe, data, args, "train.compile=false"), args.ds_config, args.stock_micro_batch)
+    return StockLoop(make_job(recipe, data, args), args.ds_config, args.stock_micro_batch)
 
 
 def measure(recipe: str, data: list[Path], args: argparse.Namespace) -> None:
@@ -494,7 +490,7 @@ def first_row(run_spec: RunSpec) -> tuple[dict[str, StreamBatch], PackedRow]:
     mixture.max_tokens = 1 << 40
     plan, dataset = mixture.next_step(), run_spec.dataset(run_spec.specs)
     stream_batches = {name: dataset.stream_batches(name, plan)[0] for name in plan.rows[0]}
-    return stream_batches, pack_row(stream_batches, run_spec.recipe.data.max_length, run_spec.tokenizer.sep_id)
+    return stream_batches, pack_row(stream_batches, run_spec.tokenizer.sep_id)
 
 
 @torch.no_grad()

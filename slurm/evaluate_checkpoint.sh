@@ -1,5 +1,5 @@
 #!/bin/sh
-# Export a checkpoint and evaluate it, as a recipe's checkpoint.hook or by hand.
+# Export a checkpoint and evaluate it.
 #     slurm/evaluate_checkpoint.sh CHECKPOINT OUT.json [flags of xscale.eval.run]
 #     slurm/evaluate_checkpoint.sh runs/xlm scores.json --task retrieval --data heldout
 set -e

@@ -146,8 +146,8 @@ def empty_row_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
                 yield f"streams.{name}: without samples {field.name} has {[*here]}, with some {[*there]}"
         if full.reads.keys() != empty.reads.keys():
             continue
-        length, separator = run_spec.recipe.data.max_length, run_spec.tokenizer.sep_id
-        rows = [pack_row({name: stream_batch}, length, separator) for stream_batch in (full, empty)]
+        separator = run_spec.tokenizer.sep_id
+        rows = [pack_row({name: stream_batch}, separator) for stream_batch in (full, empty)]
         one = copy.deepcopy(module)
         one.streams = {name: module.streams[name]}
         passes = [RowPass(row, CPU, (0, number)) for number, row in enumerate(rows)]

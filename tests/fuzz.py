@@ -429,7 +429,6 @@ def make_run(case: Case) -> Path:
             "state": {"step": number, "streams": {"mlm": {"taken": [10 * number]}}},
             "calibration": {"x": 0.25},
             "engine": {"stage": 2},
-            "excluded_steps": [],
         }
         manifest |= {"files": {name: checkpoints.sync_and_hash(step / name) for name in names}}
         (step / checkpoints.MANIFEST).write_text(checkpoints.manifest_text(manifest))

@@ -1,8 +1,7 @@
 """The objectives MLM and TLM, whose import makes a step go wrong.
 
 POISON=batch:7 makes the last rank's states of step 7 NaN whenever it is trained, POISON=weight:7 its weights before
-step 7, once; POISON=spike:7:2 has it predict the same token everywhere in steps 7 and 8; POISON=sleep:7:0.5 has it
-sleep half a second a row from step 7 on.
+step 7, once; POISON=sleep:7:0.5 has it sleep half a second a row from step 7 on.
 """
 
 import os
@@ -29,9 +28,6 @@ def optimizer_step(engine: Any, *args: Any, step: int, rank: int, world: int, **
             done.add(id(engine))
             with torch.no_grad():
                 engine.module.encoder.lm.get_output_embeddings().bias[5] = float("nan")
-    if KIND == "spike" and rank == world - 1 and 0 <= step + 1 - int(AT) < int(MORE[0]):
-        with torch.no_grad():  # until the update, which writes the weights anew
-            engine.module.encoder.lm.get_output_embeddings().bias[5] += 20
     if KIND == "sleep" and rank == world - 1 and step + 1 >= int(AT):
         hook = engine.module.encoder.register_forward_pre_hook(lambda module, inputs: time.sleep(float(MORE[0])))
     try:

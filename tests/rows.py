@@ -62,7 +62,7 @@ def read_row(module: StepModule, row: PackedRow, seed: tuple[str | int, ...] = (
 def sums(objective: str, parts: Parts, stream_batch: StreamBatch, options: Any, seed: int = 0) -> Sums:
     """The companion reads once, and a row runs once for each term, with all other weights at 0."""
     module = OneStream(objective, parts, options)
-    row_pass = read_row(module, pack_row({"s": stream_batch}, LONGEST, FILLER), (seed,))
+    row_pass = read_row(module, pack_row({"s": stream_batch}, FILLER), (seed,))
     names = list(OBJECTIVES[objective].terms(options))
     terms, reported = {}, torch.empty(0)
     for name in names:

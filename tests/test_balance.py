@@ -56,9 +56,9 @@ Kind = Callable[[np.random.Generator, int], np.ndarray]
 lists_of_tokens = st.lists(st.integers(0, 300), min_size=1, max_size=120)
 
 
-def of_bins(tokens: np.ndarray, world: int, max_tokens: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray, int]:
+def of_bins(tokens: np.ndarray, world: int, max_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Tokens and samples of each bin, and the rows."""
-    bins, rows = balance(tokens, world, max_tokens, rows)
+    bins, rows = balance(tokens, world, max_tokens)
     assert bins.shape == tokens.shape and bins.min() >= 0 and bins.max() < rows * world
     counts = np.bincount(bins, minlength=rows * world)
     return np.bincount(bins, weights=tokens, minlength=rows * world), counts, rows
@@ -68,14 +68,14 @@ def of_bins(tokens: np.ndarray, world: int, max_tokens: int, rows: int = 1) -> t
 
 
 @settings(max_examples=300, deadline=None)
-@given(lists_of_tokens, st.integers(1, 9), st.integers(1, 400), st.integers(1, 4))
-def test_every_sample_once_and_the_budget_held(tokens: list[int], world: int, max_tokens: int, rows: int) -> None:
+@given(lists_of_tokens, st.integers(1, 9), st.integers(1, 400))
+def test_every_sample_once_and_the_budget_held(tokens: list[int], world: int, max_tokens: int) -> None:
     """A bin is a rank's row, so that all ranks have equally many; each sample has exactly one. A row is over the budget
     only where it is one sample."""
-    filled, counts, found = of_bins(np.array(tokens), world, max_tokens, rows)
-    assert counts.sum() == len(tokens) and len(counts) == found * world and found >= rows
+    filled, counts, found = of_bins(np.array(tokens), world, max_tokens)
+    assert counts.sum() == len(tokens) and len(counts) == found * world and found >= 1
     assert all(count == 1 for count, total in zip(counts, filled, strict=True) if total > max_tokens)
-    assert found <= max(rows, -(-len(tokens) // world)), "rows that nothing is left for"
+    assert found <= -(-len(tokens) // world), "rows that nothing is left for"
 
 
 @settings(max_examples=100, deadline=None)

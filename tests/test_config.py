@@ -207,9 +207,8 @@ def test_unknown_keys(recipe, text: str, named: str) -> None:
         ("streams: [mlm]", "streams"),
         ("streams: {mlm: 64}", "streams.mlm"),
         ("streams: {mlm: {samples: 8}}", "streams.mlm.objective"),
-        ("streams: {mlm: {objective: mlm}}", "streams.mlm: needs either samples or tokens"),
-        ("streams: {mlm: {objective: mlm, samples: 8, tokens: 900}}", "streams.mlm: needs either samples or tokens"),
-        ("streams: {mlm: {objective: mlm, tokens: 0}}", "streams.mlm.tokens: 0: "),
+        ("streams: {mlm: {objective: mlm}}", "streams.mlm.samples: is required"),
+        ("streams: {mlm: {objective: mlm, samples: -1}}", "streams.mlm.samples: -1: "),
         (STREAM + "train: 5", "train"),
         (STREAM + "train: 0", "train"),
         (STREAM + "train: [steps]", "train"),
@@ -219,17 +218,6 @@ def test_unknown_keys(recipe, text: str, named: str) -> None:
 def test_missing_parts(recipe, text: str, named: str) -> None:
     (line,) = problems(recipe, text)
     assert line.strip().startswith(named)
-
-
-def test_a_stream_says_how_much_it_draws_in_one_of_two_ways(recipe) -> None:
-    for field, number in (("samples", 8), ("tokens", 900)):
-        stream = recipe(f"streams: {{mlm: {{objective: mlm, {field}: {number}}}}}").streams["mlm"]
-        assert {stream.samples, stream.tokens} == {number, None} and getattr(stream, field) == number
-    swapped = recipe(STREAM, "streams.mlm.samples=null", "streams.mlm.tokens=900").streams["mlm"]
-    assert (swapped.samples, swapped.tokens) == (None, 900)
-    (line,) = problems(recipe, STREAM, "streams.mlm.tokens=900")
-    assert line.strip() == "streams.mlm: needs either samples or tokens"
-    assert recipe(STREAM).identity() != recipe(STREAM, "streams.mlm.samples=null", "streams.mlm.tokens=900").identity()
 
 
 def test_a_row_holds_a_sequence() -> None:
@@ -271,7 +259,7 @@ def test_all_problems_at_once(recipe) -> None:
         "model.dropout",
         "streams.a.objective",
         "streams.b.sample:",
-        "streams.b: needs either samples or tokens",
+        "streams.b.samples: is required",
         "streams.b.languages[0]",
         "train.lr",
         "train.steps",

@@ -73,7 +73,7 @@ def auxiliary(tokenizer: Tokenizer) -> tuple[Tokens, Index, dict[str, Tensor]]:
     stream_batch = contextual.collate(
         examples_of(tokenizer, random_pairs(3)), contextual.ContextualOptions(), context(tokenizer)
     )
-    inputs = to_device(pack_row({"s": stream_batch}, LONGEST, FILLER).inputs, CPU)
+    inputs = to_device(pack_row({"s": stream_batch}, FILLER).inputs, CPU)
     return *inputs.auxiliary["s"], [inputs.arrays["s"]]
 
 

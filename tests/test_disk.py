@@ -146,7 +146,7 @@ class Engine:
 
 
 def manifest(step: int) -> dict[str, Any]:
-    made = {"state": {"step": step}, "identity": {"a": 1}, "excluded_steps": []}
+    made = {"state": {"step": step}, "identity": {"a": 1}}
     return made | {"calibration": {"lines": []}, "engine": {"stage": 2}}
 
 

@@ -211,8 +211,6 @@ def test_other_ropes_are_padded() -> None:
     both = {"full_attention": rope, "sliding_attention": dict(rope)}
     encoder = make("modernbert", rope_parameters=both)
     same_states_and_gradients(encoder, row_of(LENGTHS[0]))
-    with pytest.raises(UserError, match=r"modernbert.*train\.compile=false"):
-        encoder.compile_forward()
     with pytest.raises(UserError, match=r"rope_theta.*unscaled"):
         encoder.set_rope_theta(50.0)
 
@@ -330,44 +328,6 @@ def test_checkpointed_activations_give_the_same_gradients(kind: str) -> None:
         assert (expected is None and found is None) or torch.equal(expected, found)
     assert saved_bytes(checkpointed, row) < saved_bytes(plain, row) / 2
     assert plain.state_dict().keys() == checkpointed.state_dict().keys()
-
-
-@pytest.mark.parametrize(("kind", "checkpointed"), [("bert", True), ("modernbert", False)])
-def test_one_program_serves_all_rows_of_the_constant_shape(kind: str, checkpointed: bool) -> None:
-    """Whatever their lengths; rows of another shape and evaluation run eagerly. Traced, without generated code."""
-    eager = make(kind, torch.float64).train()
-    compiled = copy.deepcopy(eager)
-    if checkpointed:
-        compiled.checkpoint_activations()
-    compiled.compile_forward("aot_eager")
-    compiled.compiled_shape = (40, 5)
-    assert eager.state_dict().keys() == compiled.state_dict().keys()
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    for lengths in ([20, 10, 5, 5, 0], [8, 8, 8, 8, 8], [31, 3, 3, 2, 1], [20, 10], [20, 10, 5, 5]):
-        row = row_of(lengths)
-        for expected, found in zip(*(loss_and_gradients(e, row) for e in (eager, compiled)), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    with torch.no_grad():
-        compiled(row_of([8] * 5))
-    compiled.eval()(row_of([8] * 5))
-    assert counters["stats"]["unique_graphs"] == 1 and counters["aot_autograd"]["total"] == 1
-    assert not counters["graph_break"]
-    torch._dynamo.reset()
-
-
-def test_compiled_and_checkpointed_dropout_is_drawn_again() -> None:
-    plain = make("bert", torch.float32, dropout=0.3)
-    checkpointed = copy.deepcopy(plain)
-    checkpointed.checkpoint_activations()
-    found = []
-    for encoder in (plain, checkpointed):
-        encoder.compile_forward("aot_eager")
-        encoder.compiled_shape = (40, 3)
-        found.append(loss_and_gradients(encoder, row_of([20, 15, 5])))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
-    torch._dynamo.reset()
 
 
 @dataclass

@@ -142,7 +142,7 @@ def seal(step: Path, number: int) -> None:
     """A manifest of what is in the folder."""
     files = {path.name: checkpoints.sync_and_hash(path) for path in step.iterdir() if path.name != checkpoints.MANIFEST}
     sound = {"step": number, "world_size": 1, "identity": {"a": 1}, "state": {"step": number}, "files": files}
-    sound |= {"excluded_steps": [], "calibration": {"lines": []}, "engine": {"stage": 2}}
+    sound |= {"calibration": {"lines": []}, "engine": {"stage": 2}}
     (step / checkpoints.MANIFEST).write_text(checkpoints.manifest_text(sound))
 
 

@@ -3,6 +3,8 @@
 import json
 import shutil
 from argparse import Namespace
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ from tests.test_going_on import run_spec_of, save
 from tests.test_training import arguments, same_checkpoint
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.store import manifest_text
+from xscale.data import order
+from xscale.data.mixture import initial_state
 from xscale.errors import UserError
-from xscale.ranks import HostGroup
+from xscale.ranks import HostGroup, Process
 from xscale.report import tables
 from xscale.report.read import read_runs
 from xscale.run import going_on
+from xscale.run_spec import RunSpec, resolve_run
 from xscale.train import parse_arguments
 
 SETS = ("streams.ppa.queue_size=64", "streams.ppa.projection=24")
@@ -36,9 +41,7 @@ def parent(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def begin(demo: Path, out: Path, parent: object, *sets: str, recipe: str = "mixed") -> Any:
     identity = run_spec_of(demo, recipe, *SETS, *sets).identity()
-    return going_on.find_checkpoint(
-        Namespace(out=out, resume="auto", fork=str(parent), data_change=None), identity, HostGroup()
-    )
+    return going_on.find_checkpoint(Namespace(out=out, resume="auto", fork=str(parent)), identity, HostGroup())
 
 
 def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, parent: Path, tmp_path: Path) -> None:
@@ -155,3 +158,57 @@ def test_a_fork_with_nothing_changed_is_the_run(demo: Path, tmp_path: Path) -> N
     assert json.loads((decay / "ancestry.json").read_text())[0]["changed"] == [
         "recipe.train.lr: was 0.002, is now 0.0001"
     ]
+
+
+Draws = dict[tuple[str, str], list[tuple[int, int, int]]]
+"""Epoch, shard and record of what is drawn, by stream and source."""
+
+
+def draw(run_spec: RunSpec, state: dict[str, Any], steps: int) -> tuple[Draws, dict[str, Any]]:
+    draws: Draws = defaultdict(list)
+    mixture = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, state)
+    for _ in range(steps):
+        for stream, records in mixture.next_batch().records.items():
+            for source, *place in zip(records.source, records.epoch, records.shard, records.record, strict=True):
+                draws[stream, run_spec.sources[source].name].append(tuple(map(int, place)))
+    return draws, mixture.state
+
+
+def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources that the parent had go on in their order, also where the parts of a window depend on the number of
+    sources, and new ones begin. A stream that lost a source begins a new epoch."""
+    monkeypatch.setattr(order, "WINDOW_RECORDS", 400)
+    monkeypatch.setattr(order, "PART_RECORDS", 20)
+
+    def resolved(*names: str, **fields: object) -> RunSpec:
+        sets = [f"{name}={value}" for name, value in fields.items()]
+        sets += ["streams.mlm.samples=6", "streams.tlm.samples=5", "data.max_length=40", "data.workers=0"]
+        return resolve_run("xlm", sets, [demo / name for name in names])
+
+    parent = resolved("pairs", "mono_en").calibrated()
+    lines = [(1.3 * a, b) for a, b in parent.calibration.lines]
+    parent = parent.calibrated(replace(parent.calibration, lines=lines))  # the order of running text depends on it
+    head, state = draw(parent, initial_state(parent.specs), 5)
+    alone, _ = draw(parent, state, 40)
+    manifest = {"identity": parent.identity(), "state": state, "calibration": parent.calibration.to_dict(), "step": 5}
+    checkpoint = checkpoints.Checkpoint(Path("step_00000005"), json.loads(json.dumps(manifest)))
+
+    fork = resolved("mono_xx", "pairs", "mono_en")
+    begun = going_on.with_other_data(checkpoint, fork)
+    fork = fork.calibrated(going_on.resume_calibration(fork, begun, HostGroup()))
+    draws, _ = draw(fork, begun.state, 40)
+    assert set(alone) == {("mlm", "en"), ("tlm", "en-xx")} and set(draws) == {*alone, ("mlm", "xx")}
+    for key, of_parent in alone.items():
+        shorter = min(len(of_parent), len(draws[key]))
+        assert shorter > len(head[key]) and draws[key][:shorter] == of_parent[:shorter]
+    assert draws["mlm", "xx"][0][0] == 0
+
+    others = resolved("pairs", "mono_xx")
+    positions = going_on.with_other_data(checkpoint, others).state["positions"]
+    assert positions == {"mlm": [[1, 0]], "tlm": state["positions"]["tlm"]}
+    with pytest.raises(UserError, match=r"data\.first"):
+        going_on.with_other_data(checkpoint, resolved("pairs", "mono_xx", **{"data.first": 900}))
+    embeddings = {"streams.mlm.language_embeddings": "true", "streams.tlm.language_embeddings": "true"}
+    monkeypatch.setattr(going_on, "run_fields_of", lambda path: {"languages": ["neutral", "en", "sw", "xx"]})
+    with pytest.raises(UserError, match=r"embeddings of en, sw, xx, but .* en, xx; .*model\.init"):
+        going_on.with_other_data(checkpoint, resolved("pairs", "mono_xx", **embeddings))

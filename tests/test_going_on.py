@@ -267,7 +267,7 @@ def save(module: StepModule, run_spec: RunSpec, path: Path) -> Path:
         if file.is_file()
     }
     manifest = {"step": 7, "world_size": 1, "state": {"step": 7}, "identity": run_spec.identity(), "files": sealed}
-    manifest |= {"excluded_steps": [], "calibration": run_spec.calibration.to_dict(), "engine": {"stage": 0}}
+    manifest |= {"calibration": run_spec.calibration.to_dict(), "engine": {"stage": 0}}
     (path / "manifest.json").write_text(checkpoints.manifest_text(manifest))
     return path
 

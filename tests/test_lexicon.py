@@ -22,7 +22,6 @@ from data_tools import lexicon as tool
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
 from tests import launch
-from tests.test_start import on_ranks
 from xscale import run_spec as jobs
 from xscale.data import sample, truecase
 from xscale.data.lexicon import (
@@ -40,8 +39,6 @@ from xscale.data.lexicon import (
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.ranks import HostGroup
-from xscale.run import folder
 
 
 @pytest.fixture
@@ -273,8 +270,7 @@ def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> 
     every = {tuple(pair) for pair in first.single().tolist()}
     assert 0.1 < 1 - len(trained) / len(first.words) < 0.3
     for name in ("en-xx.txt", "xx-en.txt"):
-        as_given = ("data.truecase=false", "data.workers=0")
-        run_spec = resolve_run(demo, "dict_mlm", f"data.lexicons=[{path / name}]", *as_given).calibrated()
+        run_spec = resolve_run(demo, "dict_mlm", f"data.lexicons=[{path / name}]", "data.workers=0").calibrated()
         (lexicon,) = run_spec.dictionaries["dict_mlm"]
         flip = 1 if name == "en-xx.txt" else -1
         assert {words[::flip] for words in lexicon.words} == {words for words, *_ in trained}
@@ -284,7 +280,7 @@ def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> 
         shown = set(zip(piece.labels["mlm"].tolist(), piece.sequences.ids[places].tolist(), strict=True))
         withheld_pairs = {pair for pair in every - pairs if pair[0] != pair[1]}  # a name may stay as it is
         assert len(shown & both_ways(pairs)) > 50 and not shown & both_ways(withheld_pairs)
-        run_spec = resolve_run(demo, "align_mlm", f"data.lexicons=[{path / name}]", *as_given).calibrated()
+        run_spec = resolve_run(demo, "align_mlm", f"data.lexicons=[{path / name}]", "data.workers=0").calibrated()
         arrays = next(launch.pieces_of(run_spec, 1))["align_mlm"].arrays
         words = [ids.tolist() for ids in np.split(arrays["ids"], arrays["starts"][1:])]
         n = len(words) // 2
@@ -382,58 +378,20 @@ ENTRIES_GIVEN = ["dog hund", "house haus", "the die", "berlin berlin", "Berlin B
 AS_SPELLED = ["dog Hund", "house Haus", "the die", "Berlin Berlin", "hat rast", "dog Hund-Haus"]
 
 
-def test_words_are_spelled_as_the_text_mostly_does(tmp_path: Path, dictionary, monkeypatch) -> None:
-    """By loops over all text; the same however many ranks count, and by a sample of it where that is much."""
-    sources = cased_shards(tmp_path)
-    monkeypatch.setattr("xscale.data.sample._CHUNK", 1)
-    monkeypatch.setattr(truecase, "COUNTING", 2)
-    forms = truecase.forms_of({"de", "en"}, sources, HostGroup())
-    for size in (2, 3):
-        found = on_ranks(size, lambda r: truecase.forms_of({"de", "en"}, find_sources([tmp_path / "shards"]), r))
-        assert found == [forms] * size
-    for source in sources:
-        seen: dict[str, Counter] = {}
-        for record in (source.read(*place) for place in source.places(np.arange(source.records))):
-            for word in re.findall(r"\w+|[^\w\s]", record.texts[0]):
-                seen.setdefault(word.lower(), Counter())[word] += 1
+def test_words_are_spelled_as_the_text_mostly_does(tmp_path: Path, dictionary) -> None:
+    """By loops over all text."""
+    forms = {}
+    for source in cased_shards(tmp_path):
+        texts = [source.read(*place).texts[0] for place in source.places(np.arange(source.records))]
         (lang,) = source.langs
-        expected = {key: max(found, key=lambda word: (found[word], word)) for key, found in seen.items()}
-        assert forms[lang] == expected
+        forms[lang] = truecase.commonest(truecase.count_words([texts]))
+        seen: dict[str, Counter] = {}
+        for word in re.findall(r"\w+|[^\w\s]", "\n".join(texts)):
+            seen.setdefault(word.lower(), Counter())[word] += 1
+        assert forms[lang] == {key: max(of, key=lambda word: (of[word], word)) for key, of in seen.items()}
     path = dictionary("de/en-de.txt", *ENTRIES_GIVEN)
     words, changed = truecased(read_entries(path), ("en", "de"), forms)
     assert [" ".join(entry) for entry in words] == AS_SPELLED and changed == 4
-    # A few records of many, in runs from all over: the first and the last.
-    monkeypatch.setattr(sample, "SAMPLE", 2)
-    monkeypatch.setattr(sample, "RUN", 1)
-    assert set(truecase.forms_of({"de"}, sources, HostGroup())["de"]) == {"der", "hund", "sieht", "den", "die"}
-
-
-def test_a_run_reads_its_dictionaries_in_the_spelling_of_its_text(tmp_path: Path, dictionary) -> None:
-    """And says how many it changed, and how many its tokenizer does not know; another hash, so another run; what it
-    read is kept for evaluations. Nothing is changed where asked, or where the tokenizer lower-cases."""
-    cased_shards(tmp_path)
-    dictionary("shards/lexicon/en-de.txt", *ENTRIES_GIVEN, "dog дог")
-    data, texts = tmp_path / "shards", ["--data", str(tmp_path / "shards"), "--vocab_size", "300"]
-    for name, options in (("tokenizer", ()), ("lower", ("--lowercase",))):
-        tokenizers.main([*texts, "--out", str(data / name), *options])
-    found, given, lower = (
-        jobs.resolve_run("align_mlm", [*sets], [data])
-        for sets in ([], ["data.truecase=false"], [f"model.tokenizer={data / 'lower'}"])
-    )
-    (lexicon,), (plain,), (same,) = found.lexicons, given.lexicons, lower.lexicons
-    assert [" ".join(entry) for entry in lexicon.words] == AS_SPELLED
-    assert [" ".join(entry) for entry in plain.words] == [" ".join(e) for e in same.words] == ENTRIES_GIVEN
-    assert (lexicon.changed, plain.changed, same.changed) == (4, 0, 0)
-    for words in ("1 others have unknown tokens", "4 now have the text"):
-        assert any(words in line for line in found.notes())
-    assert not any("commonest spelling" in line for line in given.notes() + lower.notes())
-    assert found.identity()["lexicons"] != given.identity()["lexicons"]
-    assert found.identity()["recipe"] == given.identity()["recipe"]
-    folder.write_lexicons(tmp_path, found.lexicons)
-    folder.write_lexicons(tmp_path, given.lexicons)
-    (kept,) = (tmp_path / "lexicon").iterdir()
-    again = load_lexicon(kept, found.tokenizer)
-    assert again.words == lexicon.words and again.fingerprint == lexicon.fingerprint, "a start on more text may read it"
 
 
 def test_the_tool_truecases(tmp_path: Path, dictionary, capsys) -> None:
@@ -685,7 +643,9 @@ def test_real_dictionaries_meet_their_text(real: Path, tmp_path: Path) -> None:
         seen[lang] = set(truecase.count_words(sample.texts_of(lang, [source], most=10**9)))
     tokenizers.main(["--data", str(tmp_path), "--out", str(tmp_path / "tokenizer"), "--max_records", "20000"])
     muse = real / "lexicon/muse/en-de.txt.xz"
-    sets = [f"data.lexicons=[{muse}]", "data.workers=0", "streams.dict_mlm.samples=200"]
+    spelled = tmp_path / "en-de.txt"
+    tool.main(["--dict", str(muse), "--out", str(spelled), "--truecase", str(tmp_path)])
+    sets = [f"data.lexicons=[{spelled}]", "data.workers=0", "streams.dict_mlm.samples=200"]
     run_spec = jobs.resolve_run("dict_mlm", sets, [tmp_path]).calibrated()
     for entries, least, most in ((read_entries(muse), 0.1, 0.25), (run_spec.lexicons[0].words, 0.5, 0.56)):
         meet = sum(a in seen["en"] and b in seen["de"] for a, b in entries)

@@ -67,7 +67,6 @@ def mixture(
     estimates: dict[str, Estimate] = ESTIMATES,
     seed: int = 5,
     alpha: float = 0.7,
-    rows: int = 1,
     state: dict[str, Any] | None = None,
 ) -> Mixture:
     return Mixture(
@@ -80,7 +79,6 @@ def mixture(
         max_tokens=max_tokens,
         rank=rank,
         world=world,
-        rows=rows,
         state=state,
     )
 
@@ -138,13 +136,6 @@ def test_global_batch_does_not_depend_on_the_cut(world: int, max_tokens: int) ->
                 sizes = {name: draw.tokens for name, draw in row.items()}
                 sizes["again"] = np.where(sizes["again"] > LENGTH, 0, 2 * sizes["again"])
                 assert sum(size.sum() for size in sizes.values()) <= max_tokens
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_a_step_has_at_least_so_many_rows(rows: int) -> None:
-    """Compiled runs cut every step into as many rows as the longest has."""
-    assert len(mixture(1, 2, rows=rows).next_step().rows) == rows
-    assert len(mixture(1, 2, max_tokens=64, rows=rows).next_step().rows) > 5
 
 
 def test_ranks_get_like_lengths() -> None:

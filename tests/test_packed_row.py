@@ -1,4 +1,4 @@
-"""Rows against loops: where each token and state goes, what fills a row up, what it costs, how it gets to a device."""
+"""Rows against loops: where each token and state goes, what a row costs, how it gets to a device."""
 
 from itertools import pairwise
 from typing import Any
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
-from xscale.data.packed_row import Index, RowCost, RowShape, Tokens, gather_index, lay_out, pack_row
+from xscale.data.packed_row import Index, RowCost, Tokens, gather_index, lay_out, pack_row
 from xscale.data.ragged import indices_within
 from xscale.data.sequences import Sequences
 from xscale.data.stream_batch import AuxiliaryInputs, StateIndices, StreamBatch
@@ -54,12 +54,12 @@ def test_every_token_once_longest_first(parts: list[Sequences], data: st.DataObj
     types = data.draw(
         st.lists(st.sampled_from([None, "languages", "segments"]), min_size=len(parts), max_size=len(parts))
     )
-    tokens, places = lay_out(parts, types, LONGEST, FILLER)
+    tokens, places = lay_out(parts, types, FILLER)
     expected = [sequence for part in parts for sequence in split(part)]
     expected.sort(key=len, reverse=True)  # stable: equally long ones stay in order
     assert sequences_in(tokens) == (expected or [[FILLER] * 2]), "a row is never quite empty"
     assert tokens.lengths.tolist() == [len(sequence) for sequence in sequences_in(tokens)]
-    assert tokens.longest == max(map(len, sequences_in(tokens))), "the row's own, not max_length"
+    assert tokens.longest == max(map(len, sequences_in(tokens)))
     assert (tokens.input_ids.dtype, tokens.positions.dtype) == (np.int64, np.int64)
     assert (tokens.starts.dtype, tokens.lengths.dtype) == (np.int32, np.int32)
     for part, place, used in zip(parts, places, types, strict=True):
@@ -69,33 +69,6 @@ def test_every_token_once_longest_first(parts: list[Sequences], data: st.DataObj
     assert (tokens.types is not None) == any(types)
     every = np.concatenate(places)
     assert sorted(every.tolist()) == list(range(len(every)))
-
-
-@settings(deadline=None, max_examples=300)
-@given(PARTS, st.integers(0, 200), st.integers(0, 40))
-def test_rows_filled_up_to_a_shape(parts: list[Sequences], room: int, sequences: int) -> None:
-    """A row that fits has the shape exactly; one that does not is as it is. Real tokens are where they were."""
-    shape = RowShape(room, sequences)
-    plain, real_places = lay_out(parts, ["languages"] * len(parts), LONGEST, FILLER)
-    tokens, places = lay_out(parts, ["languages"] * len(parts), LONGEST, FILLER, shape)
-    n, count = sum(len(part.ids) for part in parts), sum(len(part.lengths) for part in parts)
-    needed = -(-(room - n) // LONGEST)
-    if room < n or count + needed > sequences or not room:
-        if room or n:
-            for name in ("input_ids", "positions", "types", "starts", "lengths"):
-                assert getattr(tokens, name).tolist() == getattr(plain, name).tolist()
-        return
-    assert tokens.longest == LONGEST, "one program for all rows of a run"
-    assert (len(tokens.input_ids), len(tokens.lengths), len(tokens.starts)) == (room, sequences, sequences + 1)
-    assert all((a == b).all() for a, b in zip(places, real_places, strict=True))
-    assert sequences_in(tokens)[:count] == sequences_in(plain)[:count]
-    fill = sequences_in(tokens)[count:]
-    assert max(map(len, fill), default=0) <= LONGEST and sum(map(len, fill)) == room - n
-    assert {token for sequence in fill for token in sequence} <= {FILLER}
-    assert sorted(map(len, fill), reverse=True) == list(map(len, fill)), "the empty ones are last"
-    assert tokens.positions[n:].tolist() == [i for sequence in fill for i in range(len(sequence))]
-    assert not tokens.types[n:].any()
-    assert (tokens.starts == np.cumsum([0, *tokens.lengths])).all()
 
 
 # 2. The index
@@ -175,16 +148,15 @@ def random_pieces(seed: int, empty: bool = False) -> dict[str, StreamBatch]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [None, RowShape(300, 60)])
 @pytest.mark.parametrize("empty", [False, True])
-def test_a_row_is_its_pieces(shape: RowShape | None, empty: bool) -> None:
+def test_a_row_is_its_pieces(empty: bool) -> None:
     for seed in range(20):
         stream_batches = random_pieces(seed, empty)
-        row = pack_row(stream_batches, LONGEST, FILLER, shape)
+        row = pack_row(stream_batches, FILLER)
         ids = row.inputs.tokens.input_ids
         real = [sequence for stream_batch in stream_batches.values() for sequence in split(stream_batch.sequences)]
         assert sequences_in(row.inputs.tokens)[: len(real)] == sorted(real, key=len, reverse=True)
-        assert len(ids) == (300 if shape else max(sum(map(len, real)), 2 * empty))
+        assert len(ids) == max(sum(map(len, real)), 2 * empty)
 
         # What the states sum, by the tokens' ids.
         expected, names = [], {}
@@ -223,7 +195,7 @@ def test_a_row_is_its_pieces(shape: RowShape | None, empty: bool) -> None:
         assert summed == ([] if empty else [auxiliary.sequences.ids[auxiliary.reads.places].tolist(), []])
         assert len(index[2]) == len(tokens.input_ids) + 1
         own = sorted(split(auxiliary.sequences), key=len, reverse=True)
-        assert sequences_in(tokens) == (own or [[FILLER] * 2]), "never filled up"
+        assert sequences_in(tokens) == (own or [[FILLER] * 2])
 
         work = RowCost()
         for stream_batch in stream_batches.values():
@@ -232,11 +204,11 @@ def test_a_row_is_its_pieces(shape: RowShape | None, empty: bool) -> None:
         for sequence in split(auxiliary.sequences):
             square = work.auxiliary_squares + len(sequence) ** 2
             work = work._replace(auxiliary_tokens=work.auxiliary_tokens + len(sequence), auxiliary_squares=square)
-        assert row.work == work._replace(predictions=0 if empty else 9), "what fills a row up is no work"
+        assert row.work == work._replace(predictions=0 if empty else 9)
 
 
 def test_types_of_streams_without_them_are_0() -> None:
-    row = pack_row(random_pieces(1), LONGEST, FILLER)
+    row = pack_row(random_pieces(1), FILLER)
     tokens = row.inputs.tokens
     for token, kind in zip(tokens.input_ids.tolist(), tokens.types.tolist(), strict=True):
         assert kind == (1 + token % 3 if token < 2000 else 0)
@@ -266,7 +238,7 @@ def test_to_device_keeps_values(device: Any, monkeypatch: pytest.MonkeyPatch) ->
     if device.type != "cpu":
         monkeypatch.setattr(torch.Tensor, "to", to)
     for seed, empty in ((0, False), (1, False), (2, True)):
-        inputs = pack_row(random_pieces(seed, empty), LONGEST, FILLER).inputs
+        inputs = pack_row(random_pieces(seed, empty), FILLER).inputs
         inputs.arrays["a"]["odd"] = np.arange(15, dtype=np.int32).reshape(5, 3)
         inputs.arrays["c"]["bits"] = np.array([True, False, True])
         inputs.arrays["c"]["reals"] = np.linspace(0, 1, 7).reshape(7, 1)

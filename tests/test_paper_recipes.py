@@ -58,7 +58,7 @@ INFERRED = {
     "tang_xlm": {
         "streams.mlm.samples": 102,  # G.3: TLM's data 25 % of MLM's, of 128 together
         "streams.mlm.weight": 0.8,
-        "streams.tlm.tokens": 26 * 512,  # G.3: instances of 256 + 256 tokens of several pairs
+        "streams.tlm.samples": 26 * 512 // 64,  # G.3: instances of 256 + 256 tokens of several pairs of about 64
         "streams.tlm.weight": 0.2,
     },
 }
@@ -194,7 +194,7 @@ def test_each_trains_on_the_demo_corpus(demo: Path, tmp_path: Path) -> None:
     for name in names:
         recipe = load_recipe(name, [], OPTIONS)
         sets = ["model.init=null", "model.preset=tiny", "data.first=200", "data.workers=0", "train.warmup=0.3"]
-        sets += [f"streams.{stream}.{field}" for stream in recipe.streams for field in ("samples=8", "tokens=null")]
+        sets += [f"streams.{stream}.samples=8" for stream in recipe.streams]
         sets += ["streams.ppa.queue_size=64"] * ("ppa" in recipe.streams)
         sets += ["train.steps=3" if recipe.train.epochs is None else "train.epochs=0.12"]
         out = ["--out", str(tmp_path / name), "--data", *(str(demo / d) for d in ("mono_en", "mono_xx", "pairs"))]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests import launch
 from tests.plain import ids_of, part_of, sequences_of
-from tests.rows import CPU, FILLER, LONGEST, OneStream, PlainEngine, assert_same_gradients, gradients, sums
+from tests.rows import CPU, FILLER, OneStream, PlainEngine, assert_same_gradients, gradients, sums
 from tests.rows import one_thread as one_thread
 from xscale import export, rng
 from xscale.config import load_recipe
@@ -71,7 +71,7 @@ def collate(tokenizer: Tokenizer, pairs: list[Example], options: Any, objective:
 
 def read(moco: ppa.Moco, encoder: Encoder, stream_batch: StreamBatch) -> Tensor:
     """z of the key view of each pair."""
-    inputs = to_device(pack_row({"s": stream_batch}, MAX_LENGTH, FILLER).inputs, CPU)
+    inputs = to_device(pack_row({"s": stream_batch}, FILLER).inputs, CPU)
     return moco.read(encoder, *inputs.auxiliary["s"], [inputs.arrays["s"]])
 
 
@@ -141,7 +141,7 @@ def test_accuracy_and_age_of_known_keys(tokenizer: Tokenizer) -> None:
     options = ppa.PpaOptions(queue_size=9, projection=300, prefill=False)
     parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 4)
     stream_batch = collate(tokenizer, pairs, options)
-    inputs = to_device(pack_row({"s": stream_batch}, MAX_LENGTH, FILLER).inputs, CPU)
+    inputs = to_device(pack_row({"s": stream_batch}, FILLER).inputs, CPU)
     places = inputs.gather[1][-4:].long()
     zq = parts.heads(parts.encoder(inputs.tokens)[places]).detach()
     parts.auxiliary_state.step = 6
@@ -243,7 +243,7 @@ def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
     assert 0 < strict < right < 9, "the case tells them apart"
     for cuts in ([pairs], [pairs[5:6], pairs[:5], pairs[6:]]):
         module = OneStream("ppa", parts, options)
-        rows = [pack_row({"s": collate(tokenizer, cut, options)}, LONGEST, FILLER) for cut in cuts]
+        rows = [pack_row({"s": collate(tokenizer, cut, options)}, FILLER) for cut in cuts]
         passes = [RowPass(row, CPU, (0,)) for row in rows]
         add_shared_states(module, passes)
         reported = sum(row_pass(module, {("s", "moco"): 1.0})[1] for row_pass in passes)

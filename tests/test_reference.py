@@ -1,7 +1,7 @@
 """The central proof: in fp64 a step through rows equals a plain padded PyTorch reference that knows nothing of them."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -246,22 +246,6 @@ def test_other_options(demo: Path, recipe: str, options: list[str]) -> None:
     assert_equal_the_reference(case, ranks)
 
 
-@pytest.mark.parametrize("case", ["mixed", "contextual"], indirect=True)
-def test_rows_filled_up_to_one_shape(case: Case) -> None:
-    """As those of a compiled encoder are: what fills them adds nothing."""
-    run_spec = replace(
-        case.run_spec, recipe=replace(case.run_spec.recipe, train=replace(case.run_spec.recipe.train, max_tokens=100))
-    )
-    fitted = run_spec.fit(Process(0, 2, 0, 2), "cpu")
-    (ranks,) = rows_of_step(replace(run_spec, fitted=fitted), 2, 100)
-    rows = [row for of_rank in ranks for row in of_rank]
-    filled = [row for row in rows if row.work.tokens <= fitted[1].tokens]  # one that does not fit is taken as it is
-    sizes = {(len(row.inputs.tokens.input_ids), len(row.inputs.tokens.lengths)) for row in filled}
-    assert sizes == {tuple(fitted[1])} and len(filled) >= 0.8 * len(rows)
-    assert any(row.work.tokens < fitted[1].tokens for row in filled)
-    assert_equal_the_reference(case, ranks)
-
-
 @pytest.mark.parametrize("recipe", KINDS)
 def test_models_of_other_types(demo: Path, tmp_path: Path, tokenizer: Any, recipe: str) -> None:
     """Positions that do not begin at 0, rotary ones and local attention, and a type without a flat pass."""
@@ -302,7 +286,7 @@ def piece_of_nothing(run_spec: RunSpec, stream: str) -> StreamBatch:
 
 
 def row_gradients(case: Case, stream_batches: dict[str, StreamBatch]) -> tuple[Tensor, dict[str, Tensor | None]]:
-    row = pack_row(stream_batches, case.run_spec.recipe.data.max_length, case.run_spec.tokenizer.sep_id)
+    row = pack_row(stream_batches, case.run_spec.tokenizer.sep_id)
     weights = step_weights(case.run_spec.recipe, totals_of([row]), 0)
     loss, _ = read_row(case.module, row)(case.module, weights)
     names, parameters = zip(*case.module.named_parameters(), strict=True)

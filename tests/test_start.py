@@ -115,7 +115,7 @@ def test_word_links_are_looked_for_once(demo: Path, monkeypatch: pytest.MonkeyPa
     """One rank reads a few records of a source, however many ranks there are and however many streams read it."""
     looked, plain = list[int](), Source.read
     monkeypatch.setattr(Source, "read", lambda self, *place: (looked.append(1), plain(self, *place))[1])
-    sets = ["data.workers=0", "data.truecase=false", f"data.lexicons=[{demo}/lexicon/en-xx.txt]"]
+    sets = ["data.workers=0", f"data.lexicons=[{demo}/lexicon/en-xx.txt]"]
     monkeypatch.setattr("xscale.run_spec.check_column_order", lambda *_: None)
     for ranks in (1, 3):
         looked.clear()

@@ -101,7 +101,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     for step, stream_batches in enumerate(launch.pieces_of(run_spec, STEPS)):
         optimizer.zero_grad()
         for name, stream_batch in stream_batches.items():
-            row = pack_row({name: stream_batch}, run_spec.recipe.data.max_length, run_spec.tokenizer.sep_id)
+            row = pack_row({name: stream_batch}, run_spec.tokenizer.sep_id)
             objective = OBJECTIVES[run_spec.recipe.streams[name].objective]
             terms = objective.terms(run_spec.recipe.streams[name].options)
             shared = {"alignlm": "mono", "contextual": "tokens"}  # what divides all terms of a stream

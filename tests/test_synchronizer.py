@@ -155,7 +155,7 @@ def test_the_loop_does_what_ranks_agreed_on(monkeypatch: pytest.MonkeyPatch) -> 
     made: Any = object.__new__(loop.Trainer)
     recipe: Any = SimpleNamespace(at=lambda step: recipe)
     recipe.train = SimpleNamespace(skips=lambda step: False, measure_every=0)
-    made.recipe, made.step, made.excluded_steps, made.unreported = recipe, 3, [], []
+    made.recipe, made.step, made.unreported = recipe, 3, []
     made.process, made.engine = Process(0, 2, 0, 2), SimpleNamespace(skipped_steps=0)
     made.watch, made.stop = SimpleNamespace(note=lambda doing: None), NotAsked()
     made.synchronizer = SimpleNamespace(next=lambda batches: pending, announce=lambda batches, ahead: None)

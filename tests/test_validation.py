@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -20,7 +19,7 @@ from data_tools import write_shards
 from data_tools.demo_world import World
 from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
-from tests.test_training import same_checkpoint, wait_for
+from tests.test_training import same_checkpoint
 from xscale import config
 from xscale.config import EvalConfig, EvalTask
 from xscale.data.mixture import initial_state
@@ -40,10 +39,10 @@ from xscale.eval.in_training import (
 )
 from xscale.eval.retrieval import accuracies
 from xscale.objectives import OBJECTIVES, ppa
-from xscale.ranks import HostGroup, Process, environment_without_launcher
+from xscale.ranks import HostGroup, Process
 from xscale.report.read import read_runs
 from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, entries_from_end, start_logging
-from xscale.run.validation import Validation, hook_environment
+from xscale.run.validation import Validation
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.step import RowPass, StepSums, measure_rows, step_weights
 
@@ -169,11 +168,6 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
 
     assert "eval.tasks[0].name: 'xnli' is none of heldout, retrieval, alignment" in refused(task(name="xnli"))
     assert "data: needs shard directories" in refused(task(name="heldout"))
-    assert "hook: {chekpoint} is unknown; there are {checkpoint}, {step}, {out}" in refused(
-        "checkpoint.hook=eval.sh {chekpoint}"
-    )
-    for hook, why in (("sh -c 'true", "cannot be split into words"), ("", "is not a command")):
-        assert f"checkpoint.hook: {hook!r} {why}" in refused(f"checkpoint.hook={json.dumps(hook)}")
     assert "eval.tasks[0].data: 'x' is not a list; write [x]" in refused(task(name="heldout", data="x"))
     assert "best: 'loss' is not of the form TASK/ROW/NUMBER" in refused("checkpoint.best=loss")
     best = "checkpoint.best=heldot/tlm/loss"
@@ -298,7 +292,7 @@ WRONG = {
         ["best=heldout/tlm all/loss"],
         r"all/loss is not .*tlm",
     ),
-    "ZeRO": ("tlm", [RETRIEVAL], ["stage 3"], r"eval\.retrieval: .*ZeRO stage 3 .*checkpoint\.hook"),
+    "ZeRO": ("tlm", [RETRIEVAL], ["stage 3"], r"eval\.retrieval: .*ZeRO stage 3 .*ds_config of stage 2"),
 }
 
 
@@ -383,7 +377,7 @@ def test_means_choose_among_evaluations_of_earlier_starts(tmp_path: Path) -> Non
     (tmp_path / "evals.jsonl").write_text("\n".join(lines) + "\n")
     recipe = SimpleNamespace(
         eval=SimpleNamespace(tasks=["t"], every=5),
-        checkpoint=SimpleNamespace(best="retrieval/all/accuracy", hook=None),
+        checkpoint=SimpleNamespace(best="retrieval/all/accuracy"),
         train=SimpleNamespace(steps=20),
     )
     run_spec: Any = SimpleNamespace(recipe=recipe)
@@ -399,7 +393,7 @@ def test_an_evaluation_is_printed_with_the_best_step(tmp_path: Path, caplog: pyt
     )
     recipe = SimpleNamespace(
         eval=SimpleNamespace(tasks=["t"], every=5),
-        checkpoint=SimpleNamespace(best=None, hook=None),
+        checkpoint=SimpleNamespace(best=None),
         train=SimpleNamespace(steps=20),
     )
     run_spec: Any = SimpleNamespace(recipe=recipe)
@@ -433,7 +427,7 @@ def test_an_evaluation_is_written_with_its_intervals(tmp_path: Path) -> None:
     """The report reads the bootstrap's intervals; a loss that is a plain number has none."""
     recipe = SimpleNamespace(
         eval=SimpleNamespace(tasks=["t"], every=5),
-        checkpoint=SimpleNamespace(best=None, hook=None),
+        checkpoint=SimpleNamespace(best=None),
         train=SimpleNamespace(steps=20),
     )
     validation = Validation(SimpleNamespace(recipe=recipe), {}, tmp_path, HostGroup(), -1, None)  # type: ignore[arg-type]
@@ -519,25 +513,6 @@ def test_what_a_terminal_would_obey_is_shown_as_numbers(tmp_path: Path) -> None:
     assert (tmp_path / "run.log").read_text().endswith(" \\x1b[2J\\x07record\\x9b1m\tone\ntwo é\n")
 
 
-def test_a_hook_runs_the_code_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever package is installed, and from any folder; the user's own paths stay behind it."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
-    (tmp_path / "own" / "xscale").mkdir(parents=True)
-    (tmp_path / "own" / "xscale" / "__init__.py").write_text("")
-    (tmp_path / "own" / "mine.py").write_text("import xscale; print(xscale.__file__)")
-    words = ["python", "-c", "import mine"]
-    done = subprocess.run(words, cwd=tmp_path, env=hook_environment(), capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(launch.ROOT / "xscale" / "__init__.py")
-
-
-def test_a_hook_is_no_rank() -> None:
-    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7", "PATH": "/bin"}
-    assert environment_without_launcher(env | {"TORCHELASTIC_RUN_ID": "x", "OMPI_X": "y"}) == {
-        "SLURM_JOB_ID": "7",
-        "PATH": "/bin",
-    }
-
-
 def test_a_steps_own_loss_stands_before_held_out_ones(tmp_path: Path, demo: Path) -> None:
     """Progress lines come every so many seconds, and at every step that is measured."""
     sets = ["train.steps=9", "eval.every=3", "eval.tasks=[{name: retrieval, data: [x]}]"]
@@ -581,7 +556,7 @@ SMALL += [f"streams.{name}.samples=6" for name in ("mlm", "tlm", "alignlm", "ppa
 
 @pytest.fixture(scope="module")
 def runs(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without and with evaluation, resumed in the middle, and with hooks; in one launch of 2 ranks."""
+    """Without and with evaluation, and resumed in the middle; in one launch of 2 ranks."""
     out = tmp_path_factory.mktemp("validation")
 
     def run(name: str, tasks: list[dict[str, Any]], *sets: str) -> list[str]:
@@ -595,17 +570,13 @@ def runs(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) ->
         retrieval,
         {"name": "alignment"},
     ]
-    hook = f"slurm/evaluate_checkpoint.sh {{checkpoint}} {{out}} --task retrieval --data '{heldout}/pairs' --limit 41"
-    (out / "fails.sh").write_text('echo "$@"; test $2 != 4 || exit 3')
     best = ("eval.every=2", "checkpoint.best=heldout/tlm/loss", "checkpoint.keep=9")
     same = ("eval.every=2", "checkpoint.best=retrieval/en-xx/sentences")  # always 41: the first is the best
-    odd = f"sh {out}/fails.sh {{checkpoint}} {{step}} 'q {{out}}; touch {out}/owned; $(touch {out}/owned) {{step}}'"
     listed = [
         run("plain", []),
         run("measured", inline, *best),
         [*run("again", inline, *best), "--resume", str(out / "measured" / "checkpoints" / "step_00000004")],
-        run("hook", [retrieval], *same, f"checkpoint.hook={json.dumps(hook)}"),
-        run("{step} odd", [], "train.steps=5", f"checkpoint.hook={json.dumps(odd)}"),
+        run("first_is_best", [retrieval], *same),
     ]
     launch.run_all(2, out, listed)
     return out
@@ -639,38 +610,8 @@ def test_the_best_checkpoint_stays(runs: Path) -> None:
     folder, best = runs / "measured" / "checkpoints", min(losses, key=losses.__getitem__)
     assert (folder / "best").read_text() == f"step_{best:08d}\n"
     assert (folder / f"step_{best:08d}" / "manifest.json").exists()
-    folder = runs / "hook" / "checkpoints"  # keeps 2
+    folder = runs / "first_is_best" / "checkpoints"  # keeps 2
     assert (folder / "best").read_text() == "step_00000000\n" and (folder / "step_00000000" / "manifest.json").exists()
-
-
-@pytest.mark.slow
-def test_a_hook_measures_beside_the_run(runs: Path) -> None:
-    """Of every checkpoint by an export of it what the run itself has measured, and the report shows both."""
-    there = [runs / "hook" / "evals" / f"step_{step}.json" for step in (0, 2, 4, 6, 8)]
-    wait_for(lambda: all(path.exists() for path in there[::2]), 120)
-    inline = {entry["step"]: entry["results"]["retrieval"]["en-xx"] for entry in evals(runs / "hook")}
-    for path in (there[0], there[2], there[4]):
-        found = json.loads(path.read_text())["results"]["retrieval"]["en-xx"]
-        step = int(path.stem.removeprefix("step_"))
-        assert found == pytest.approx(inline[step], abs=0.03), step  # of fp32 as of the run's, ties apart
-    wait_for(lambda: not list((runs / "hook" / "evals").glob("*.model")), 60)
-    curve = read_runs([runs / "hook"])[0].evals["retrieval", "en-xx", "accuracy"]
-    assert {0, 4, 8} <= set(curve.index.tolist())
-
-
-@pytest.mark.slow
-def test_a_hook_that_fails_is_a_line_and_no_shell_reads_it(runs: Path) -> None:
-    out = runs / "{step} odd"
-    log = (out / "run.log").read_text()
-    assert "checkpoint.hook of step 4 failed (exit code 3); " in log and "done: 5 steps" in log
-    for step in (0, 4, 5):
-        place, told = (
-            out.resolve() / "checkpoints" / f"step_{step:08d}",
-            (out / "evals" / f"step_{step}.log").read_text(),
-        )
-        scores = f"{out.resolve()}/evals/step_{step}.json"
-        assert told == f"{place} {step} q {scores}; touch {runs}/owned; $(touch {runs}/owned) {step}\n"
-    assert not (runs / "owned").exists()
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
-"""What a run watches: numbers that are none, ranks that hang, ranks that are slow, steps that are skipped."""
+"""What a run watches: numbers that are none, ranks that hang, steps that are skipped."""
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from xscale.checkpoint import store as checkpoints
 from xscale.ranks import Process
 from xscale.run import watch
 from xscale.run.folder import STOPPED
-from xscale.run.metrics import ALIKE, ALIKE_STEPS, LOW_SCALE, MOST_SKIPS, SLOW_FLUSHES, CollapseDetector, Pace, Skips
+from xscale.run.metrics import LOW_SCALE, MOST_SKIPS, Skips, pace_metrics
 
 CONFIGS = ("zero0_fp32", "zero1_bf16", "zero2_cpu", "zero3_bf16")
 BAD = 7
@@ -31,18 +30,10 @@ def arguments(config: str, demo: Path, out: Path, *fields: str) -> list[str]:
     return [*head, "--set", poison, "streams.mlm.samples=4", "train.warmup=0", *fields]
 
 
-def test_a_slow_rank_is_named_once() -> None:
-    pace = Pace(["rank 0", "rank 1", "rank 2"])
-    said = []
-    for _ in range(3 * SLOW_FLUSHES):
-        found = pace.metrics([1.0, 2.0, 1.1])
-        said += pace.warnings()
-    assert found["slowest_rank"] == 1 and found["slowest_ratio"] == pytest.approx(2 / 1.1)
-    assert len(said) == 1 and said[0].startswith("rank 1 is slow")
-    for i in range(3 * SLOW_FLUSHES):  # another one each time: no rank's fault
-        pace.metrics([1.0, 2.0, 1.1] if i % 2 else [2.0, 1.0, 1.1])
-        assert not pace.warnings()
-    assert Pace(["rank 0"]).metrics([1.0]) == {}
+def test_the_slowest_rank_is_compared_with_the_median() -> None:
+    metrics = pace_metrics([1.0, 2.0, 1.1])
+    assert metrics == {"slowest_rank": 1, "slowest_ratio": pytest.approx(2 / 1.1)}
+    assert pace_metrics([1.0]) == {}
 
 
 def test_many_skipped_steps_and_a_low_scale_are_told() -> None:
@@ -52,16 +43,6 @@ def test_many_skipped_steps_and_a_low_scale_are_told() -> None:
                                               "train.lr, or take bf16"]  # fmt: skip
     said = [skips.count(False, scale) for scale in (2.0, LOW_SCALE, LOW_SCALE, 2.0, LOW_SCALE)]
     assert [bool(line) for line in said] == [False, True, False, False, True]
-
-
-def test_vectors_that_hardly_differ_are_told_once() -> None:
-    """Of each stream, whatever lies between the steps; not of those that do differ."""
-    alike, said = CollapseDetector(), []
-    for i in range(4 * ALIKE_STEPS):
-        cosines = {"ppa": 0.9999 if i % 2 else 0.5, "other": ALIKE}
-        said += alike.warnings({"loss": 1.0} | {f"sentence_cosine/{name}": cosine for name, cosine in cosines.items()})
-        assert len(said) == (i + 1 >= 2 * ALIKE_STEPS)
-    assert all(word in said[0] for word in ("streams.ppa", "0.9999", "streams.ppa.pooling=mean", "attention_gain=1.0"))
 
 
 HANGS = """
@@ -184,48 +165,38 @@ class Told(str):
 
 
 @pytest.mark.slow
-def test_a_run_goes_back_and_leaves_out_the_bad_step(
-    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_step_that_is_not_finite_ends_the_run_and_can_be_left_out(
+    config: str, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A NaN in one rank's batch, at ZeRO stages 0 to 3: step 7 reads its records and changes nothing, no checkpoint has
-    a NaN, and a run that is cut off behind it and resumed has the same bits."""
+    """A NaN in one rank's batch, at ZeRO stages 0 to 3: no checkpoint has it, and the next start can leave
+    the step out."""
     monkeypatch.setenv("POISON", f"batch:{BAD}")
     monkeypatch.setenv("PYTHONPATH", str(launch.ROOT))
-    monkeypatch.setenv("MALLOC_PERTURB_", "128")  # memory that nothing has written is 3.4e38
-    fields = ["train.steps=9", "checkpoint.every=1", "checkpoint.keep=99", "train.rollbacks=1"]
+    out = tmp_path / "run"
+    words = arguments(config, demo, out, "train.steps=9", "checkpoint.every=1", "checkpoint.keep=99")
 
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    launch.run_all(2, whole, [arguments(c, demo, whole / c, *fields) for c in CONFIGS], "torchrun")
-    shutil.copytree(whole, again)
-    for config in CONFIGS:
-        for step in (8, 9):
-            shutil.rmtree(again / config / f"checkpoints/step_{step:08d}")
-    launch.run_all(2, again, [arguments(c, demo, again / c, *fields) for c in CONFIGS])
-    for config in CONFIGS:
-        steps = {
-            c.step: c
-            for c in map(checkpoints.read_checkpoint, checkpoints.complete_steps(whole / config / "checkpoints"))
-        }
-        assert list(steps) == list(range(10)) and steps[6].excluded_steps == [] and steps[9].excluded_steps == [BAD]
-        tensors = {step: launch.checkpoint_tensors(found.path) for step, found in steps.items()}
-        floating = [(step, n, t) for step, held in tensors.items() for n, t in held.items() if t.is_floating_point()]
-        assert not [(config, step, n) for step, n, t in floating if not (t.abs() < 1e30).all()]
-        weights = [
-            name for name in tensors[6] if "fp32_flat" in name or "single_partition" in name or "exp_avg" in name
-        ]
-        same = {step: all(tensors[step][n].equal(tensors[step + 1][n]) for n in weights) for step in (5, 6, 7)}
-        assert weights and same == {5: False, 6: True, 7: False}, config
-        assert steps[7].state["positions"] != steps[6].state["positions"], config
-        lines = [json.loads(line) for line in (whole / config / "not_finite.jsonl").read_text().splitlines()]
-        assert [(line["step"], line["rank"], line["finite"]) for line in lines] == [(BAD, 0, True), (BAD, 1, False)]
-        assert all(line["keys"]["mlm"] for line in lines)
-        entries = launch.metrics(whole / config)
-        assert [(entry["step"], entry.get("excluded", False)) for entry in entries] == [
-            (n, n == BAD) for n in range(1, 10)
-        ]
-        assert launch.without_times(again / config) == launch.without_times(whole / config), config
-        last = launch.checkpoint_tensors(again / config / "checkpoints/step_00000009")
-        assert all(last[name].equal(tensors[9][name]) for name in last), config
+    code, output = launch.try_run(2, words)
+    assert code == 3 and f"train.skip_steps=[{BAD}]" in output and "checkpoint is of step 6" in output, output[-3000:]
+    lines = [json.loads(line) for line in (out / "not_finite.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["rank"], line["finite"]) for line in lines] == [(BAD, 0, True), (BAD, 1, False)]
+    assert all(line["keys"]["mlm"] for line in lines)
+    launch.run(2, [*words, f"train.skip_steps=[{BAD}]"])
+    assert [(entry["step"], entry.get("excluded", False)) for entry in launch.metrics(out)] == [
+        (n, n == BAD) for n in range(1, 10)
+    ]
+    tensors = {}
+    for path in checkpoints.complete_steps(out / "checkpoints"):
+        tensors[checkpoints.step_of(path)] = launch.checkpoint_tensors(path)
+    assert list(tensors) == list(range(10))
+    for of_step in tensors.values():
+        assert all((tensor.abs() < 1e30).all() for tensor in of_step.values() if tensor.is_floating_point())
+    kinds = ("fp32_flat", "single_partition", "exp_avg")
+    weights = [name for name in tensors[6] if any(kind in name for kind in kinds)]
+    changed = {}
+    for step in (5, 6, 7):
+        changed[step] = not all(tensors[step][name].equal(tensors[step + 1][name]) for name in weights)
+    assert weights and changed == {5: True, 6: False, 7: True}
 
 
 @pytest.mark.slow

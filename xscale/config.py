@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import math
 import re
-import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -58,13 +57,11 @@ class ModelConfig:
 class StreamConfig:
     objective: str
     """The name of the objective, such as mlm or tlm; MODULE:NAME for an Objective of another package."""
-    samples: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    samples: Annotated[int, Field(ge=0, le=MOST)]
     """Samples per optimizer step over all ranks. In a stream of pairs, a sample is one pair. In a stream of monolingual
     text, it is about data.max_length tokens of running text: consecutive sentences of a document, or several short
     documents, each in a sequence of its own. Text beyond data.max_length continues in another sequence; nothing is
     dropped. A phase may set 0 samples, which pauses the stream."""
-    tokens: Count | None = None
-    """Tokens per optimizer step, instead of `samples`. A measurement before step 1 converts them to samples."""
     weight: PositiveFloat = 1.0
     """The factor of the stream's loss in the loss of the step."""
     warm_in: NotNegative = 0.0
@@ -120,10 +117,6 @@ class DataConfig:
     """Dictionary files, named after the pair: en-de.txt. If the list is empty, `lexicon/*.txt` in the first --data
     directory or its parent is used. A stream whose objective uses dictionaries reads those of its languages.
     Dictionaries that no stream reads are used for evaluation only."""
-    truecase: bool = True
-    """Dictionary words are spelled as the text mostly spells them, judged by up to 100,000 records of each language.
-    MUSE's words are lower-case, but German text has `Hund`, not `hund`. This has no effect if the tokenizer
-    lower-cases. The run keeps the changed dictionary in its directory, under lexicon/."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """The share of a dictionary's words that no objective sees, chosen by a hash of the word. `alignment/en-de` is
     measured on these words, `alignment_trained/en-de` on the others. At 0 there is no `alignment/en-de`."""
@@ -163,9 +156,6 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """The forward pass keeps only the inputs of each layer, and the backward pass computes the rest again. This saves
     memory and takes about a third more time."""
-    compile: bool = False
-    """torch.compile compiles the encoder, and packed rows are padded to one shape. Other dropout masks are drawn. On an
-    H200, xlmr-base is no faster with it."""
     deterministic: bool = False
     """CUDA uses only algorithms that are reproducible bit for bit, so that a resume is exact. Attention's backward pass
     is slower. CPUs are reproducible anyway."""
@@ -186,21 +176,12 @@ class TrainConfig:
     """The minutes from a signal or the time limit until the run begins its last save; null: no limit. Then the run ends
     without saving, with exit code 75 and with every rank's stack in the rank's log. Under SLURM, choose less than the
     lead of --signal, so that the job can still be requeued."""
-    rollbacks: Annotated[int, Field(ge=0)] = 0
-    """The number of times that a run whose loss or gradient is not finite goes back to its newest good checkpoint and
-    skips the bad step. After that it ends with exit code 3."""
-    spikes: Literal["warn", "stop", "skip"] | None = "warn"
-    """What the run does at a spike, a step whose loss or gradient norm is far above those of the last 128 steps. warn:
-    it logs the step, and names its records in spikes.jsonl. stop: it ends with exit code 3. skip: it goes back and
-    skips the step, which counts as one of the `rollbacks`. null: the run does not look for spikes."""
     skip_steps: list[int | str] = dataclasses.field(default_factory=list)
     """Excluded steps, counted from 1, such as [500, 81200-81260]: they read their records, but do not change the model.
     After a loss spike, resume from a checkpoint before the spike and exclude the spike's steps."""
 
     @model_validator(mode="after")
     def can_skip(self) -> Self:
-        if self.spikes == "skip" and not self.rollbacks:
-            raise ValueError("spikes: skip needs rollbacks, the most steps that the run may skip; set rollbacks: 10")
         ranges = list[tuple[int, int]]()
         for entry in self.skip_steps:
             if not re.fullmatch(r"\d{1,15}(-\d{1,15})?", str(entry)):
@@ -244,10 +225,6 @@ class TrainConfig:
         return self.lr * falls.get(self.schedule or "linear", 1 - x)
 
 
-HOOK_FIELDS = ("checkpoint", "step", "out")
-"""The names NAME for which checkpoint.hook may contain {NAME}."""
-
-
 @dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     every: Count = 500
@@ -259,27 +236,11 @@ class CheckpointConfig:
     best: str | None = None
     """A number that `eval` measures, as TASK/ROW/NUMBER, such as heldout/tlm/loss. The checkpoint with the best value
     stays on disk, and checkpoints/best names it. Losses, perplexities and error rates (aer) are best when lowest."""
-    hook: str | None = None
-    """A command that starts in the background for each new checkpoint, such as
-    `slurm/evaluate_checkpoint.sh {checkpoint} {out} --task retrieval --data heldout`. {checkpoint} is the checkpoint's
-    folder, {step} its step, {out} the file evals/step_N.json, which the report reads if it has the form of
-    `xscale.eval.run --out`. Words are split as in a shell, but no shell runs; use sh -c '...' for one."""
 
     @model_validator(mode="after")
     def can_be_done(self) -> Self:
         if self.best is not None and self.best.count("/") < 2:
             raise ValueError(f"best: {self.best!r} is not of the form TASK/ROW/NUMBER, such as heldout/tlm/loss")
-        if self.hook is not None:
-            try:
-                words = shlex.split(self.hook)
-            except ValueError as error:
-                raise ValueError(f"hook: {self.hook!r} cannot be split into words ({error})") from None
-            if not words or "\0" in self.hook:
-                raise ValueError(f"hook: {self.hook!r} is not a command")
-            unknown = set(re.findall(r"\{(\w+)\}", self.hook)) - {*HOOK_FIELDS}
-            if unknown:
-                there = ", ".join(f"{{{name}}}" for name in HOOK_FIELDS)
-                raise ValueError(f"hook: {{{min(unknown)}}} is unknown; there are {there}")
         return self
 
 
@@ -306,7 +267,9 @@ class EvalTask:
     def can_be_measured(self) -> Self:
         if self.kind not in INLINE or not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
             there = f"{', '.join(INLINE)}, with or without a suffix of letters, digits, dot, _ and -"
-            raise ValueError(f"name: {self.name!r} is none of {there}; checkpoint.hook measures others")
+            raise ValueError(
+                f"name: {self.name!r} is none of {there}; xscale.eval.run measures others, from a checkpoint's export"
+            )
         if not self.data and self.kind != "alignment":
             raise ValueError("data: needs shard directories")
         return self
@@ -326,7 +289,7 @@ IN_PHASES = {
     "model": frozenset({"rope_theta", "dropout"}),
     "data": frozenset({"max_length", "overlong", "languages", "languages_add", "alpha", "alpha_by"}),
     "train": frozenset({"lr"}),
-    "streams": frozenset({"samples", "tokens", "weight", "languages"}),
+    "streams": frozenset({"samples", "weight", "languages"}),
 }
 """The fields that a phase may change, by section. Objectives name others in `in_phases` of their options."""
 
@@ -412,10 +375,10 @@ def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
 
 NOT_IDENTITY = {
     "model": {"tokenizer"},
-    "data": {"workers", "cache", "cache_gb", "lexicons", "truecase", "lexicon_heldout"},
+    "data": {"workers", "cache", "cache_gb", "lexicons", "lexicon_heldout"},
     "train": {
-        *("steps", "epochs", "max_tokens", "activation_checkpointing", "compile", "deterministic", "measure_every"),
-        *("time_limit", "stall_limit", "stop_limit", "tracker", "rollbacks", "spikes", "skip_steps"),
+        *("steps", "epochs", "max_tokens", "activation_checkpointing", "deterministic", "measure_every"),
+        *("time_limit", "stall_limit", "stop_limit", "tracker", "skip_steps"),
     },
 }
 """The fields that a resumed run may change. The tokenizer and the dictionaries are compared by content, not by path."""
@@ -518,8 +481,8 @@ def _build_phases(
     if not isinstance(phases, list):
         problems.append(f"phases: {phases!r} is not a list; write [{{until: 0.5, data.alpha: 0.3}}]")
         return recipe
-    if phases and (recipe.train.epochs or recipe.train.compile):
-        problems.append("phases: need train.steps in the place of train.epochs, and train.compile: false")
+    if phases and recipe.train.epochs:
+        problems.append("phases: need train.steps in the place of train.epochs")
     found = list[Phase]()
     for number, fields in enumerate(phases):
         wrong = list[str]()
@@ -570,9 +533,6 @@ def _build_phase(
                 continue
             name, value = "data.languages", [*before, *value]
         _put(tree, name, value)
-        if name.endswith((".samples", ".tokens")):
-            other = {"samples": "tokens", "tokens": "samples"}[name.rpartition(".")[2]]
-            tree["streams"][name.split(".")[1]].pop(other, None)
     return None if problems else _build_recipe(tree, objectives, problems, is_phase=True)
 
 
@@ -646,8 +606,6 @@ def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems:
     except UserError as error:
         problems.append(f"{where}.objective: {error}")
         return None
-    if (fields.get("samples") is None) == (fields.get("tokens") is None):
-        problems.append(f"{where}: needs either samples or tokens")
     options = {key: value for key, value in fields.items() if key not in own}
     made = _build(options_class, options, where, problems, also=own)
     common = {key: value for key, value in fields.items() if key in own}

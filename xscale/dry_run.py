@@ -21,7 +21,7 @@ from xscale.eval.in_training import review_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
-from xscale.run.going_on import check_engine, find_checkpoint, known_fingerprints, resume_calibration, with_new_sources
+from xscale.run.going_on import check_engine, find_checkpoint, resume_calibration, with_other_data
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config, read_ds_config
@@ -42,10 +42,10 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     """Print what the run will do. args: the arguments of train.py. Raises UserError if the run could not start."""
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
-    run_spec = resolve_run(args.recipe, args.set, args.data, known=known_fingerprints(args))
-    folder.check_out(args.out, run_spec.identity(), args.resume, args.data_change == "append")
+    run_spec = resolve_run(args.recipe, args.set, args.data)
+    folder.check_out(args.out, run_spec.identity(), args.resume)
     checkpoint = find_checkpoint(args, run_spec.identity(), HostGroup())
-    checkpoint = checkpoint and with_new_sources(checkpoint, run_spec)
+    checkpoint = checkpoint and with_other_data(checkpoint, run_spec)
     hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
     check_engine(checkpoint, config)
@@ -101,19 +101,19 @@ def cost_lines(
     run_spec: RunSpec, module: StepModule, config: EngineConfig, process: Process, device: str
 ) -> Iterator[str]:
     """Yield lines about the packed rows of a step, and about the memory, FLOPs and communication of a rank."""
-    rows, shape = run_spec.fit(process, device)
+    batch = run_spec.mixture(process, device, run_spec.specs, initial_state(run_spec.specs)).next_batch()
+    rows = batch.rows
+    row_tokens = int(batch.tokens_of_bins().max())
     world, samples = process.world, {spec.name: spec.samples for spec in run_spec.specs}
     yield (
-        f"ranks: {world} of {device}; a step is {rows} row(s) of about {shape.tokens:,} tokens on each, "
+        f"ranks: {world} of {device}; a step is {rows} row(s) of about {row_tokens:,} tokens on each, "
         f"train.max_tokens {run_spec.max_tokens(device):,}; precision: {config.precision}"
     )
     total = sum(samples.values())
     if total < world:
         yield f"warning: a step has {total:,} samples: {world - total:,} ranks have nothing to do"
     yield f"parameters: {cost.parameter_count(module):,} (vocabulary {run_spec.tokenizer.vocab_size:,})"
-    phases = cost.memory_by_phase(
-        module, run_spec.recipe, config.resolved, config.precision, world, device, shape.tokens
-    )
+    phases = cost.memory_by_phase(module, run_spec.recipe, config.resolved, config.precision, world, device, row_tokens)
     yield f"memory per rank, ZeRO stage {stage_of(config.resolved)}: about {cost.peak_bytes(phases) / 1e9:.2f} GB"
     for title, parts in phases.items():
         yield f"  {title}: " + ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts.items())

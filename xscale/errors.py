@@ -36,13 +36,7 @@ ENVIRONMENT_ERRNOS = {getattr(errno, name) for name in _ERRNO_NAMES}
 
 
 class NotFinite(Exception):
-    """The loss or the gradients of a run are not finite, or have a spike. All ranks raise it together. Exit code 3."""
-
-    def __init__(self, message: str, step: int = 0, good: int | None = None):
-        """step: the 1-based step whose update a rollback skips. good: the step of the newest good checkpoint, or None
-        if the run may not go back to a checkpoint."""
-        super().__init__(message)
-        self.step, self.good = step, good
+    """The loss or the gradients of a run are not finite. All ranks raise it together. Exit code 3."""
 
 
 class MachineError(Exception):

@@ -10,11 +10,18 @@ from pathlib import Path
 FLAGS: dict[str, str] = {
     "--plugin": "name an objective of your own in the recipe: streams.NAME.objective=MODULE:NAME",
     # One line for each flag.
+    "--data_change": "`--fork RUN@STEP --out NEW` takes further --data, and the old data continue where they were",
 }
 """By flag, such as "--data_change"; if another command keeps the flag, after its command: "eval.run --suite"."""
 
 FIELDS: dict[str, str] = {
     # One line for each field.
+    "train.rollbacks": "a run that is not finite ends with exit code 3; start it again with train.skip_steps: [STEP]",
+    "train.spikes": "look at the loss in TensorBoard, and leave steps out by train.skip_steps: [81200-81260]",
+    "train.compile": "leave it out; packed rows are not padded to one shape any more",
+    "streams.*.tokens": "set samples, the number per optimizer step over all ranks",
+    "data.truecase": "data_tools.lexicon --truecase DIR; of older runs, data.lexicons=[RUN/lexicon/FILE.txt]",
+    "checkpoint.hook": "a second job: slurm/evaluate_checkpoint.sh CHECKPOINT OUT.json --task ...",
 }
 """By recipe field, with * for a name that users choose: "checkpoint.hook", "streams.*.tokens"."""
 

@@ -4,7 +4,6 @@ import importlib.util
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -21,19 +20,16 @@ from xscale.config import Recipe
 from xscale.data import loader as loading
 from xscale.data.calibrate import calibrate
 from xscale.data.calibration import Calibration
-from xscale.data.lexicon import Lexicon, check_column_order, find_lexicon_paths, load_lexicon, pair_of
+from xscale.data.lexicon import Lexicon, check_column_order, find_lexicon_paths, load_lexicon
 from xscale.data.loader import StepBatch, StepDataset, StreamObjective
 from xscale.data.mixture import (
     PACK_FILL,
     Mixture,
     StreamSpec,
-    fit_row_shape,
-    initial_state,
     remote_window_bytes,
     source_sizes,
     stream_weights,
 )
-from xscale.data.packed_row import RowShape
 from xscale.data.planner import Plans, find_node
 from xscale.data.remote import Cache
 from xscale.data.scripts import spelling_key
@@ -41,7 +37,6 @@ from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.stream_batch import Context
 from xscale.data.streams import check_languages, matches_languages, select_sources
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.truecase import Forms, forms_of
 from xscale.errors import UserError
 from xscale.files import may_exist, parallel_map
 from xscale.models.build import build_encoder, has_segments, run_fields_of
@@ -97,28 +92,14 @@ class RunSpec:
     """The estimated lengths of the data in tokens. `calibrated` adds them; before that, no record can be sampled."""
     phases: tuple["RunSpec", ...] = ()
     """The run spec of each phase of the recipe, with the phase's own recipe, specs, dictionaries and calibration."""
-    fitted: tuple[int, RowShape] | None = None
-    """The number of a rank's packed rows in a step and their shape, if rows are padded to one shape (`fit`)."""
 
     def calibrated(self, calibration: Calibration | None = None) -> "RunSpec":
-        """Return the run spec with a calibration, and with samples per step for each stream that sets `tokens`. Without
-        a calibration, this process measures one. Raises UserError."""
+        """Return the run spec with a calibration. Without one, this process measures it."""
         measured = calibration or self.measure_calibration(HostGroup(alone=True))
-        phases = [phase.with_samples(of) for phase, of in zip(self.phases, measured.phase_calibrations(), strict=True)]
-        return replace(self.with_samples(measured), phases=tuple(phases)).with_limits()
-
-    def with_samples(self, calibration: Calibration) -> "RunSpec":
-        """Return the run spec with a calibration and the samples per step of each stream. Raises UserError."""
-        specs = []
-        for spec in self.specs:
-            stream, samples = self.recipe.streams[spec.name], spec.samples
-            if stream.tokens:
-                samples = max(1, round(stream.tokens / max(calibration.estimate_for(spec.name).tokens, 1.0)))
-            specs.append(replace(spec, samples=samples))
-            problem = OBJECTIVES[stream.objective].check(stream.options, samples)
-            if problem:
-                raise UserError(f"streams.{spec.name}.{problem}")
-        return replace(self, specs=specs, calibration=calibration)
+        phases = list[RunSpec]()
+        for phase, of_phase in zip(self.phases, measured.phase_calibrations(), strict=True):
+            phases.append(replace(phase, calibration=of_phase))
+        return replace(self, calibration=measured, phases=tuple(phases)).with_limits()
 
     def measure_calibration(self, host_group: HostGroup, calibration: Calibration | None = None) -> Calibration:
         """Return the calibration of the run with its phases, which all ranks of `host_group` measure together.
@@ -213,7 +194,6 @@ class RunSpec:
             self,
             recipe=replace(self.recipe, streams={name: self.recipe.streams[stream]}, phases=()),
             phases=(),
-            fitted=None,
             specs=[replace(spec, name=name) for spec in self.specs if spec.name == stream],
             dictionaries={name: self.dictionaries.get(stream, ())},
             calibration=replace(self.calibration, streams={name: self.calibration.estimate_for(stream)}),
@@ -320,9 +300,7 @@ class RunSpec:
     def any_stream(self, option: str) -> bool:
         return any_stream(self.recipe, option)
 
-    def mixture(
-        self, process: Process, device: str, specs: list[StreamSpec], state: dict[str, Any], rows: int = 1
-    ) -> Mixture:
+    def mixture(self, process: Process, device: str, specs: list[StreamSpec], state: dict[str, Any]) -> Mixture:
         return Mixture(
             specs,
             self.sources,
@@ -331,16 +309,10 @@ class RunSpec:
             max_tokens=self.max_tokens(device),
             rank=process.rank,
             world=process.world,
-            rows=rows,
             state=state,
         )
 
-    def fit(self, process: Process, device: str) -> tuple[int, RowShape]:
-        """Return the number of packed rows that a rank has in a step, and a shape into which nearly all of them fit."""
-        mixture = self.mixture(process, device, self.specs, initial_state(self.specs))
-        return fit_row_shape(mixture, self.recipe.data.max_length)
-
-    def dataset(self, specs: list[StreamSpec], shape: RowShape | None = None) -> StepDataset:
+    def dataset(self, specs: list[StreamSpec]) -> StepDataset:
         recipe = self.recipe
         ids = {language: number for number, language in enumerate(self.languages, start=1)}
         limits, seed = (recipe.data.max_length, recipe.data.overlong), recipe.train.seed
@@ -351,7 +323,7 @@ class RunSpec:
             names = tuple(sorted({of for s in spec.sources for of in (self.sources[s].pair, *self.sources[s].langs)}))
             objective = OBJECTIVES[stream.objective]
             streams[spec.name] = StreamObjective(objective, stream.options, stream.objective, lexicons, names)
-        return StepDataset(self.sources, streams, context, seed, shape)
+        return StepDataset(self.sources, streams, context, seed)
 
     def plans(
         self, process: Process, device: str, state: dict[str, Any], steps: int, host_group: HostGroup | None = None
@@ -361,8 +333,7 @@ class RunSpec:
         for source in self.sources:
             source.close()  # the next read opens the files again
             source.readahead = process.local_world / process.world >= SWEPT
-        rows = self.fitted[0] if self.fitted else 1
-        mixture, *of_phases = [spec.mixture(process, device, spec.specs, state, rows) for spec in (self, *self.phases)]
+        mixture, *of_phases = [spec.mixture(process, device, spec.specs, state) for spec in (self, *self.phases)]
         mixture.phases = list(zip(self.phase_ends(), of_phases, strict=True))
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         node = find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
@@ -374,8 +345,7 @@ class RunSpec:
         """Return an iterator of this rank's share of each step. state: the positions of the streams in their data.
         plans: the result of `plans`, if it was called before."""
         plans = plans or self.plans(process, device, state, steps)
-        shape = self.fitted[1] if self.fitted else None
-        dataset, *of_phases = [spec.dataset(spec.specs, shape) for spec in (self, *self.phases)]
+        dataset, *of_phases = [spec.dataset(spec.specs) for spec in (self, *self.phases)]
         dataset.phases = list(zip(self.phase_ends(), of_phases, strict=True))
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         return loading.batches_of(plans, dataset, workers, process.rank)
@@ -386,14 +356,13 @@ def resolve_run(
     sets: list[str],
     data: Sequence[Path | str],
     host_group: HostGroup | None = None,
-    known: frozenset[str] = frozenset(),
 ) -> RunSpec:
     """Resolve and check recipe, data, tokenizer and dictionaries. The ranks of `host_group` share the check of the
-    files. known: fingerprints of sources to which shards may have been added. Raises UserError."""
+    files. Raises UserError."""
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
     host_group = host_group or HostGroup(alone=True)
-    whole = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
-    sources = take_first([part for source in whole for part in source.split_at(known)], recipe.data.first)
+    every = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
+    sources = take_first(every, recipe.data.first)
     check_file_sizes(sources, host_group)
     samples = sample_links(languages_of_links(recipe), sources, host_group)
     specs, *specs_of_phases = phase_specs(recipe, sources, samples)
@@ -405,7 +374,7 @@ def resolve_run(
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
     check_one_spelling(sources)
-    found, left_out = load_lexicons(recipe, tokenizer, sources, near, host_group)
+    found, left_out = load_lexicons(recipe, tokenizer, sources, near)
     dictionaries, *of_phases = [stream_lexicons(of, found) for of in (recipe, *(p.recipe for p in recipe.phases))]
     check_links(recipe, specs, sources, samples)
     paths = {lexicon.path for of in (dictionaries, *of_phases) for read in of.values() for lexicon in read}
@@ -447,14 +416,17 @@ def phase_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample]
 
 
 def stream_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample]) -> list[StreamSpec]:
-    """Return the spec of each stream. A stream that sets `tokens` has 0 samples until the run spec is calibrated."""
+    """Return the spec of each stream. Raises UserError."""
     specs = []
     check_languages(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
         reads = OBJECTIVES[stream.objective].reads
         chosen = select_sources(name, reads, stream.languages, sources, recipe.data.languages)
         chosen = linked_sources(stream.objective, chosen, samples)
-        specs.append(StreamSpec(name, chosen, stream.samples or 0, packed=reads == "mono"))
+        specs.append(StreamSpec(name, chosen, stream.samples, packed=reads == "mono"))
+        problem = OBJECTIVES[stream.objective].check(stream.options, stream.samples)
+        if problem:
+            raise UserError(f"streams.{name}.{problem}")
     return specs
 
 
@@ -502,8 +474,6 @@ def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -
     spec = epoch_stream(specs)
     if spec is None:
         raise UserError("train.epochs counts pairs, but no stream of this recipe reads pairs; set train.steps")
-    if not spec.samples:
-        raise UserError(f"train.epochs needs streams.{spec.name}.samples instead of tokens; or set train.steps")
     return config.steps_of_epochs(recipe, records_of(spec, sources), spec.samples)
 
 
@@ -549,7 +519,7 @@ def initial_directory(recipe: Recipe) -> str | Path | None:
 
 
 def load_lexicons(
-    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None, host_group: HostGroup
+    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None
 ) -> tuple[tuple[Lexicon, ...], tuple[str, ...]]:
     """Return the dictionaries, sorted by name, and warnings about those left out: missing or malformed ones, or with
     swapped columns. Raises UserError instead if the recipe names dictionaries or an objective needs them."""
@@ -558,16 +528,9 @@ def load_lexicons(
         OBJECTIVES[s.objective].needs == "lexicon" for s in recipe.streams.values()
     )
     lexicons, left_out, languages = [], [], {language for source in sources for language in source.langs}
-    forms: dict[str, Forms] = {}
-    if recipe.data.truecase and not tokenizer.lowercases:
-        spoken: set[str] = set()
-        for path in paths:
-            with suppress(UserError):  # it is raised again below
-                spoken |= {*pair_of(path, languages)}
-        forms = forms_of(spoken, sources, host_group)
     for path in paths:
         try:
-            lexicon = load_lexicon(path, tokenizer, languages, forms)
+            lexicon = load_lexicon(path, tokenizer, languages)
             check_column_order(lexicon, path, sources)
             lexicons.append(lexicon)
         except UserError as error:

@@ -52,7 +52,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--resume", default="auto", help="auto (newest valid checkpoint in --out), never, or a directory"
     )
     parser.add_argument("--fork", metavar="RUN@STEP", help="begin --out at a checkpoint of another run")
-    parser.add_argument("--data_change", choices=["append"], help="also read sources and shards new to the run")
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
     parser.add_argument("--seed", type=int, help="short for --set train.seed=N")
     parser.add_argument("--dry_run", action="store_true", help="resolve, validate and print everything; train nothing")

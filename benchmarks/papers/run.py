@@ -137,7 +137,6 @@ class Grid:
             "checkpoint.every": max(steps // 5, 1),
             "checkpoint.keep": 2,
         }
-        fields |= {"data.truecase": False} if (world / "ids.txt").exists() else {}
         fields |= {"model.init": str(init)} if init else {}
         fields |= self.grid.get("fields", {})
         fields |= {key: value for key, value in arm.items() if "." in key}

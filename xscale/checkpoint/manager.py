@@ -55,7 +55,7 @@ class CheckpointManager:
         self.saved = saved
         """The step of the newest checkpoint."""
         self.good = saved
-        """The step of the newest checkpoint that a rollback may load: one saved while fp16 skipped no steps."""
+        """The step of the newest good checkpoint: one that was saved while fp16 skipped no steps."""
         self.pending_times: dict[str, float] = {}
         """Metrics of saves (seconds) that `pop_times` has not returned yet."""
         self.under_way: int | None = None
@@ -82,8 +82,8 @@ class CheckpointManager:
     def save(self, step: int, manifest: dict[str, Any], *, good: bool, background: bool, must_succeed: bool) -> None:
         """Save a checkpoint of `step`, unless it exists.
 
-        manifest: the manifest without its list of files. good: a rollback may load this checkpoint, since fp16 is
-        skipping no steps. background: write the files from a copy in host memory while training continues.
+        manifest: the manifest without its list of files. good: fp16 is skipping no steps, so the weights are probably
+        sound. background: write the files from a copy in host memory while training continues.
         must_succeed: wait until the files are written, and raise OSError if that fails.
         """
         self.finish_save()

@@ -62,11 +62,6 @@ class Checkpoint:
         return self.manifest["state"]
 
     @property
-    def excluded_steps(self) -> list[int]:
-        """Return the 1-based steps without an update, because the loss or gradient was not finite or a spike."""
-        return self.manifest["excluded_steps"]
-
-    @property
     def calibration(self) -> dict[str, Any]:
         """Return the run's estimated lengths in tokens (data/calibration.py)."""
         return self.manifest["calibration"]
@@ -157,7 +152,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a directory. Only the manifest is read. Raises UserError if it is absent or damaged."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        kinds = {"step": int, "world_size": int, "excluded_steps": list, OWN_HASH: str}
+        kinds = {"step": int, "world_size": int, OWN_HASH: str}
         kinds |= dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
         wrong = [key for key, kind in kinds.items() if type(manifest.get(key)) is not kind or manifest[key] == {}]
         wrong += [name for name, file in manifest["files"].items() if not {"bytes", "sha256"} <= set(file)]

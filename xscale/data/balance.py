@@ -10,8 +10,8 @@ FEWEST_BINS = 8
 """Each round assigns samples to at least 1 / FEWEST_BINS of the bins."""
 
 
-def balance(tokens: np.ndarray, world: int, max_tokens: int, rows: int = 1) -> tuple[np.ndarray, int]:
-    """Return the bin of each sample [samples], and the number of packed rows of each rank, at least `rows`.
+def balance(tokens: np.ndarray, world: int, max_tokens: int) -> tuple[np.ndarray, int]:
+    """Return the bin of each sample [samples], and the number of packed rows of each rank, at least 1.
 
     tokens: estimated tokens of each sample of all streams, whole numbers. Bin `row * world + rank` is one row of one
     rank. It has at most `max_tokens` tokens, or one longer sample alone.
@@ -21,7 +21,7 @@ def balance(tokens: np.ndarray, world: int, max_tokens: int, rows: int = 1) -> t
     sorted_tokens = short[longest_first].astype(np.int64)
     needed = int(np.ceil(np.minimum(sorted_tokens, max_tokens).sum() * (1 + FREE_SHARE) / (world * max_tokens)))
     most = -(-len(tokens) // world)
-    rows = max(rows, min(needed, most), 1)
+    rows = max(min(needed, most), 1)
     while True:
         assigned = assign_to_bins(sorted_tokens, rows * world)
         several = np.bincount(assigned, minlength=1) > 1

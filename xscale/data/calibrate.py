@@ -111,19 +111,12 @@ def estimate(
     read = np.bincount(over, weights=samples, minlength=2)
     drawn = np.bincount(estimated_tokens > max_length, minlength=2)
     within, beyond = np.bincount(over, weights=tokens, minlength=2)
-    found = Estimate(
+    stands_for = (drawn / np.maximum(read, 1))[over.astype(int)]
+    share = (stands_for * too_long).sum() / len(estimated_tokens)
+    return Estimate(
         ratio=round(float(within / expected[~over].sum()), 4) if read[0] else 1.0,
         beyond=round(float(beyond / read[1]), 1) if read[1] else None,
-        sequences=round(sum(map(len, lengths)) / samples.sum(), 3),
-        counted=int(within),
-    )
-    estimated = np.where(over, samples * (found.beyond or 0.0), expected * found.ratio)
-    stands_for = (drawn / np.maximum(read, 1))[over.astype(int)]
-    noise = (stands_for * (tokens - estimated) ** 2).sum() / max((stands_for * estimated).sum(), 1.0)
-    average = found.row_tokens(estimated_tokens, max_length).mean()
-    share = (stands_for * too_long).sum() / len(estimated_tokens)
-    return replace(
-        found, noise=round(float(noise), 3), tokens=round(float(average), 2), too_long=round(float(share), 4)
+        too_long=round(float(share), 4),
     )
 
 

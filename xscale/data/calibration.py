@@ -19,14 +19,6 @@ class Estimate:
     """Real tokens in packed rows per estimated token, without pairs whose estimate exceeds data.max_length."""
     beyond: float | None = None
     """Mean real tokens of a pair whose estimate exceeds data.max_length. None: `ratio` holds for such pairs."""
-    tokens: float = 0.0
-    """Mean number of tokens that one sample adds to a packed row."""
-    sequences: float = 1.0
-    """Mean number of sequences that one sample adds to a packed row."""
-    noise: float = 0.0
-    """Variance of a sample's real tokens around their estimate, divided by the estimate."""
-    counted: int = 0
-    """Number of real tokens from which `ratio` was measured."""
     too_long: float = 0.0
     """Share of the pairs that are longer than data.max_length."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -38,10 +30,6 @@ class Estimate:
         if self.beyond is not None:
             tokens = np.where(estimated_tokens > max_length, self.beyond, tokens)
         return np.rint(tokens).astype(np.int64)
-
-    def variance(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the variance of the real tokens of bins that are estimated to have `tokens` tokens [bins]."""
-        return self.noise * tokens * (1 + tokens / max(self.counted, 1))
 
 
 @dataclass(frozen=True)
@@ -73,10 +61,14 @@ class Calibration:
     @classmethod
     def from_dict(cls, tree: dict[str, Any], sources: int, streams: list[str]) -> "Calibration":
         """Invert `to_dict`. Raises ValueError, KeyError or TypeError if `tree` has other sources or streams."""
-        found, *phases = (
-            {name: Estimate(**fields) for name, fields in of_phase.items()}
-            for of_phase in (tree["streams"], *tree.get("phases", []))
-        )
+        known = Estimate.__dataclass_fields__  # checkpoints of xscale 0.1 have more
+        estimates = list[dict[str, Estimate]]()
+        for streams_of_phase in (tree["streams"], *tree.get("phases", [])):
+            of_phase = dict[str, Estimate]()
+            for name, fields in streams_of_phase.items():
+                of_phase[name] = Estimate(**{field: value for field, value in fields.items() if field in known})
+            estimates.append(of_phase)
+        found, *phases = estimates
         lines = [(a, b) for a, b in tree["lines"]]
         if len(lines) != sources or set(found) != set(streams):
             raise ValueError(f"it has {len(lines)} sources and streams {', '.join(found)}, not those of the run")

@@ -51,9 +51,7 @@ class Lexicon:
     fingerprint: str
     path: Path
     entries: tuple[tuple[str, str], ...] = ()
-    """All entries of the file, as they are spelled now, with those that are left out because of unknown tokens."""
-    changed: int = 0
-    """Number of entries whose spelling was changed to that of the training text (data/truecase.py)."""
+    """All entries of the file, with those that are left out because of unknown tokens."""
 
     @property
     def name(self) -> str:
@@ -69,7 +67,6 @@ class Lexicon:
             f"dictionary: {self.path}, {len(self.words):,} entries, {len(self.single()):,} of one token on either "
             f"side; {self.identical:,} have the same tokens on both and no gradient"
             + (f"; {unknown:,} others have unknown tokens and are left out" if unknown else "")
-            + (f"; {self.changed:,} now have the text's commonest spelling" * bool(self.changed))
         )
 
     @property
@@ -143,14 +140,10 @@ def entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged
     return Ragged([a for a, _ in pairs]), Ragged([b for _, b in pairs])
 
 
-def load_lexicon(
-    path: Path, tokenizer: Tokenizer, languages: Collection[str] = (), forms: Mapping[str, Forms] | None = None
-) -> Lexicon:
-    """Read a dictionary. languages: see pair_of. forms: the spellings of each language whose words are respelled
-    (data/truecase.py). Raises UserError naming file and line."""
+def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = ()) -> Lexicon:
+    """Read a dictionary. languages: see pair_of. Raises UserError naming file and line."""
     langs = pair_of(path, languages)
-    given = read_entries(path)
-    words, changed = truecased(given, langs, forms or {})
+    words = list(dict.fromkeys(read_entries(path)))
     unknown = tokenizer.hf.unk_token_id
     ids = [_encoded([entry[side] for entry in words], tokenizer) for side in (0, 1)]
     kept = [i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a and b and unknown not in (*a, *b)]
@@ -166,7 +159,6 @@ def load_lexicon(
         hashlib.sha256(content).hexdigest()[:16],
         path,
         tuple(words),
-        changed,
     )
 
 

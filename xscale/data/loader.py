@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from xscale import rng
 from xscale.data.forks import children_that_begin
 from xscale.data.mixture import Mixture, SampledRecords, StepPlan
-from xscale.data.packed_row import PackedRow, RowCost, RowShape, pack_row
+from xscale.data.packed_row import PackedRow, RowCost, pack_row
 from xscale.data.planner import Failure, Node, Plans, failure_of, leave_signals_to_parent, start_planner
 from xscale.data.sequences import Example
 from xscale.data.shards import Source, pair_name
@@ -96,10 +96,8 @@ class StepDataset(Dataset):
         streams: dict[str, StreamObjective],
         context: Context,
         seed: int,
-        shape: RowShape | None = None,
     ):
-        """shape: the shape that rows are filled up to; None: rows are not filled up."""
-        self.sources, self.streams, self.context, self.seed, self.shape = sources, streams, context, seed, shape
+        self.sources, self.streams, self.context, self.seed = sources, streams, context, seed
         self.phases: list[tuple[int, StepDataset]] = []
         """The data sets of earlier phases. Each number is that of the first step (from 0) after the phase."""
         self.source_keys = np.array([rng.key(s.name, s.fingerprint) for s in sources], dtype=np.uint64)
@@ -113,13 +111,10 @@ class StepDataset(Dataset):
         except (UserError, OSError) as error:  # not raised: DataLoader would wrap it and lose errno and file
             return failure_of(error, f"step {plan.step}: ")
         names = {name: stream.names for name, stream in phase.streams.items()}
-        longest, filler = phase.context.max_length, phase.context.tokenizer.sep_id
-        rows = [
-            pack_row(
-                {name: of_rows[row] for name, of_rows in stream_batches.items()}, longest, filler, self.shape, names
-            )
-            for row in range(len(plan.rows))
-        ]
+        rows = []
+        for row in range(len(plan.rows)):
+            of_row = {name: of_rows[row] for name, of_rows in stream_batches.items()}
+            rows.append(pack_row(of_row, phase.context.tokenizer.sep_id, names=names))
         return StepBatch(plan.step, rows, plan.state)
 
     def stream_batches(self, stream: str, plan: StepPlan) -> list[StreamBatch]:

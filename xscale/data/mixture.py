@@ -7,7 +7,6 @@ The state has the step number and each stream's position in each source; it dete
 global batch is sampled first and then assigned to ranks and rows (balance.py).
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,6 @@ from xscale import rng
 from xscale.data.balance import balance
 from xscale.data.calibration import Calibration
 from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking, window_count
-from xscale.data.packed_row import RowShape
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 from xscale.errors import UserError
@@ -93,6 +91,13 @@ class GlobalBatch:
     world: int
     state: dict[str, Any]
 
+    def tokens_of_bins(self) -> np.ndarray:
+        """Return the estimated tokens of each packed row of each rank [rows * world]."""
+        total = np.zeros(self.rows * self.world)
+        for name, tokens in self.tokens.items():
+            total += np.bincount(self.bins[name], weights=tokens, minlength=len(total))
+        return total
+
     def plans(self, ranks: list[int]) -> list[StepPlan]:
         rows: dict[int, list[dict[str, SampledRecords]]] = {rank: [{} for _ in range(self.rows)] for rank in ranks}
         bins = self.rows * self.world
@@ -123,14 +128,13 @@ class Mixture:
         max_tokens: int,
         rank: int,
         world: int,
-        rows: int = 1,
         state: dict[str, Any] | None = None,
         alpha_by: str = "records",
     ):
-        """rows: the minimum number of rows of each rank in a step. alpha_by: see data.alpha_by."""
+        """alpha_by: see data.alpha_by."""
         self.streams, self.sources, self.calibration = streams, sources, calibration
         self.seed, self.max_length, self.max_tokens = seed, max_length, max_tokens
-        self.rank, self.world, self.rows = rank, world, rows
+        self.rank, self.world = rank, world
         self.room = int(PACK_FILL * max_length)
         sizes = source_sizes(sources, calibration, alpha_by)
         self.weights = [stream_weights(stream, sources, alpha, sizes) for stream in streams]
@@ -171,12 +175,12 @@ class Mixture:
             records[stream.name] = drawn
             tokens[stream.name] = self.calibration.estimate_for(stream.name).row_tokens(estimated, self.max_length)
         self.state = self.state | {"step": step + 1, "positions": positions, "order": ORDER, "room": self.room}
-        return GlobalBatch(records, tokens, *self.assign(tokens, self.rows), self.world, self.state)
+        return GlobalBatch(records, tokens, *self.assign(tokens), self.world, self.state)
 
-    def assign(self, tokens: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], int]:
+    def assign(self, tokens: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
         """Assign each stream's samples to packed rows. Returns the bin of each sample, `row * world + rank`, and the
-        number of rows of each rank, which is at least `rows`."""
-        bins, rows = balance(np.concatenate(list(tokens.values())), self.world, self.max_tokens, rows)
+        number of rows of each rank."""
+        bins, rows = balance(np.concatenate(list(tokens.values())), self.world, self.max_tokens)
         borders = np.cumsum([len(of_stream) for of_stream in tokens.values()])[:-1]
         return dict(zip(tokens, np.split(bins, borders), strict=True)), rows
 
@@ -240,7 +244,7 @@ class Mixture:
             seed = rng.key(self.seed, stream.name, "order", of.name, of.fingerprint)
             tokens = partial(self.calibration.estimated_tokens, source)
             text = TextPacking(tokens, self.room, before) if stream.packed else None
-            # Data that was added to a run (run/going_on.py) must not change the order of the other sources.
+            # The further data of a fork (run/going_on.py) must not change the order of the other sources.
             sources = self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources)
             order = EpochOrder(
                 of.counts, seed, epoch, look=partial(lengths_and_follows, of), text=text, sources=sources
@@ -266,69 +270,6 @@ def lengths_and_follows(
     """Return the bytes of records of a source, and whether each continues a document (order.Look)."""
     lengths, follows = zip(*parallel_map(source.lengths_and_follows, shards, records), strict=True)
     return np.concatenate(lengths), np.concatenate(follows)
-
-
-FIT_SAMPLES = 2**15
-"""The shape of rows is fitted to about this many samples of the first steps."""
-MIN_STEPS, MAX_STEPS = 4, 64
-"""The minimum and maximum number of steps to which the shape of rows is fitted."""
-FIT_TOKENS = 1 << 25
-"""The maximum tokens of running text to which the shape of rows is fitted; at least one step is used."""
-UNCOMPILED = 1.5
-"""The time of a row that exceeds the compiled shape, divided by the time of a row that fits."""
-TOKEN_MULTIPLE = 16
-"""The token count of a compiled row is a multiple of this."""
-
-
-def steps_to_fit(mixture: Mixture) -> int:
-    """Return the number of first steps to which the shape of packed rows is fitted."""
-    steps = min(max(FIT_SAMPLES // sum(stream.samples for stream in mixture.streams), MIN_STEPS), MAX_STEPS)
-    tokens = sum(stream.samples for stream in mixture.streams if stream.packed) * mixture.max_length
-    return max(min(steps, FIT_TOKENS // max(tokens, 1)), 1)
-
-
-def fit_row_shape(mixture: Mixture, longest: int) -> tuple[int, RowShape]:
-    """Return the number of packed rows of each rank in a step, and a shape that nearly all packed rows fit.
-
-    mixture: one that no step was taken from. longest: data.max_length, the length of a filler sequence. Row lengths are
-    taken as normally distributed; their variance is that between rows plus that of estimates. The shape has at most
-    max_tokens. Rows that do not fit run uncompiled.
-    """
-    start, samples = mixture.state, sum(stream.samples for stream in mixture.streams)
-    batches = [mixture.next_batch() for _ in range(steps_to_fit(mixture))]
-    mixture.state = start
-    rows = max(batch.rows for batch in batches)
-    while True:
-        tokens, variance, sequences = np.hstack([expected_bins(mixture, batch, rows) for batch in batches])
-        mean, deviation = tokens.mean(), np.sqrt(tokens.var() + variance.mean())
-        room = mean + deviation * optimal_margin(deviation / mean, mixture.world)
-        room = TOKEN_MULTIPLE * int(np.ceil(room / TOKEN_MULTIPLE))
-        if room <= mixture.max_tokens or rows * mixture.world >= samples:
-            return rows, RowShape(room, 8 * int(np.ceil((1.1 * sequences.max() + 0.1 * room / longest) / 8 + 1)))
-        rows += 1
-
-
-def optimal_margin(relative: float, ranks: int) -> float:
-    """Return by how many standard deviations a compiled row should exceed the mean row, to minimise a step's time.
-
-    A larger size costs time in every row. A row that does not fit costs more, and all ranks wait for it. relative: the
-    standard deviation of a row's tokens, divided by their mean.
-    """
-    z = np.arange(1.0, 6.0, 0.05)
-    all_fit = (0.5 + 0.5 * np.array([math.erf(x) for x in z / math.sqrt(2)])) ** ranks
-    return float(z[np.argmin((1 + z * relative) * (UNCOMPILED - (UNCOMPILED - 1) * all_fit))])
-
-
-def expected_bins(mixture: Mixture, batch: GlobalBatch, rows: int) -> np.ndarray:
-    """Return each bin's expected tokens, variance of tokens, and expected sequences [3, bins]."""
-    bins, rows = mixture.assign(batch.tokens, rows)
-    found = np.zeros((3, rows * mixture.world))
-    for name, tokens in batch.tokens.items():
-        estimate = mixture.calibration.estimate_for(name)
-        of_bin = np.bincount(bins[name], weights=tokens, minlength=found.shape[1])
-        samples = np.bincount(bins[name], minlength=found.shape[1])
-        found += of_bin, estimate.variance(of_bin), estimate.sequences * samples
-    return found
 
 
 def source_sizes(sources: list[Source], calibration: Calibration, by: str) -> list[float]:

@@ -30,18 +30,11 @@ class Tokens(NamedTuple):
     types: Any | None
     """Token type of each token, a language or segment number [N], int64; None: 0 everywhere."""
     starts: Any
-    """Start of each sequence, and N [B + 1], int32. A filled row may end with empty sequences."""
+    """Start of each sequence, and N [B + 1], int32."""
     lengths: Any
     """Tokens of each sequence [B], int32. As a tensor it stays on the CPU, where the host reads it without waiting."""
     longest: int
-    """Length of the longest sequence; in a row that is filled up to its shape, the greatest possible length."""
-
-
-class RowShape(NamedTuple):
-    """The size to which a compiled row is filled up."""
-
-    tokens: int
-    sequences: int
+    """Length of the longest sequence."""
 
 
 class Inputs(NamedTuple):
@@ -92,18 +85,14 @@ class PackedRow:
 
 
 def pack_row(
-    stream_batches: dict[str, StreamBatch],
-    longest: int,
-    filler: int,
-    shape: RowShape | None = None,
-    names: dict[str, tuple[str, ...]] | None = None,
+    stream_batches: dict[str, StreamBatch], filler: int, *, names: dict[str, tuple[str, ...]] | None = None
 ) -> PackedRow:
-    """Return the packed row of these stream batches, filled up to `shape` if it fits into that.
+    """Return the packed row of these stream batches.
 
-    longest: data.max_length; filler: id of the filling tokens; names: Context.names of each stream.
+    filler: the id of the two tokens that a row without any token gets; names: Context.names of each stream.
     """
     parts = list(stream_batches.values())
-    tokens, places = lay_out([p.sequences for p in parts], [p.types for p in parts], longest, filler, shape)
+    tokens, places = lay_out([p.sequences for p in parts], [p.types for p in parts], filler)
     reads = [
         StateIndices(place[read.places], read.counts)
         for p, place in zip(parts, places, strict=True)
@@ -119,11 +108,7 @@ def pack_row(
             np.concatenate([NO_NUMBERS, *labels]),
             group_of,
             {name: p.arrays for name, p in stream_batches.items()},
-            {
-                name: _auxiliary_inputs(p, longest, filler)
-                for name, p in stream_batches.items()
-                if p.auxiliary is not None
-            },
+            {name: _auxiliary_inputs(p, filler) for name, p in stream_batches.items() if p.auxiliary is not None},
         ),
         states={name: {read: len(p.reads[read]) for read in p.reads} for name, p in stream_batches.items()},
         predictions={(name, term): len(ids) for name, p in stream_batches.items() for term, ids in p.labels.items()},
@@ -160,9 +145,7 @@ def group_by_language(
     return groups, np.where(joined < 0, len(groups), joined)
 
 
-def lay_out(
-    parts: list[Sequences], types: list[Types | None], longest: int, filler: int, shape: RowShape | None = None
-) -> tuple[Tokens, list[np.ndarray]]:
+def lay_out(parts: list[Sequences], types: list[Types | None], filler: int) -> tuple[Tokens, list[np.ndarray]]:
     """Return the tokens of all sequences, longest sequence first, and for each of `parts` its tokens' indices in the
     row.
 
@@ -174,7 +157,7 @@ def lay_out(
     starts = np.empty_like(lengths)
     starts[order] = ends - lengths[order]
     place = np.repeat(starts, lengths) + indices_within(lengths)
-    fill = _filler_lengths(int(lengths.sum()), len(lengths), longest, shape)
+    fill = NO_NUMBERS if len(place) else np.array([2])
     size = len(place) + int(fill.sum())
 
     def column(values: list[np.ndarray], rest: np.ndarray | int) -> np.ndarray:
@@ -191,19 +174,9 @@ def lay_out(
         column(numbers, 0) if any(types) else None,
         _ends_from_0(lengths),
         lengths,
-        longest if (size, len(lengths)) == shape else int(lengths.max()),
+        int(lengths.max()),
     )
     return tokens, np.split(place, np.cumsum([len(part.ids) for part in parts])[:-1])
-
-
-def _filler_lengths(tokens: int, sequences: int, longest: int, shape: RowShape | None) -> np.ndarray:
-    """Return the lengths of the filler sequences of a row, each at most `longest`."""
-    if shape is not None and tokens <= shape.tokens:
-        rest = shape.tokens - tokens
-        whole = [longest] * (rest // longest) + [rest % longest] * bool(rest % longest)
-        if sequences + len(whole) <= shape.sequences:
-            return np.array(whole + [0] * (shape.sequences - sequences - len(whole)), dtype=np.int64)
-    return np.full(int(tokens == 0), 2)
 
 
 def gather_index(reads: list[StateIndices], tokens: int) -> Index:
@@ -220,10 +193,10 @@ def _ends_from_0(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
-def _auxiliary_inputs(stream_batch: StreamBatch, longest: int, filler: int) -> tuple[Tokens, Index]:
+def _auxiliary_inputs(stream_batch: StreamBatch, filler: int) -> tuple[Tokens, Index]:
     assert stream_batch.auxiliary is not None
     sequences, reads = stream_batch.auxiliary
-    tokens, (place,) = lay_out([sequences], [stream_batch.types], longest, filler)
+    tokens, (place,) = lay_out([sequences], [stream_batch.types], filler)
     return tokens, gather_index([StateIndices(place[reads.places], reads.counts)], len(tokens.input_ids))
 
 

@@ -20,9 +20,8 @@ import struct
 import tarfile
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,21 +106,6 @@ class Source:
         self.shards = self.shards[: len(self.counts)]
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
-
-    def split_at(self, fingerprints: Collection[str]) -> list["Source"]:
-        """Return sources of consecutive shards, one of which ends wherever its fingerprint is one of `fingerprints`."""
-        borders = [0]
-        while borders[-1] < len(self.shards):
-            digests = prefix_fingerprints(self.langs, self.shards[borders[-1] :])
-            ends = (end for end, digest in enumerate(digests, start=borders[-1] + 1) if digest in fingerprints)
-            borders.append(next(ends, len(self.shards)))
-        return [self] if len(borders) == 2 else [self._part_of_shards(a, b) for a, b in pairwise(borders)]
-
-    def _part_of_shards(self, first: int, end: int) -> "Source":
-        source = self._with_shards(range(first, end))
-        source.records, source.bytes = int(source.counts.sum()), sum(shard.bytes for shard in source.shards)
-        *_, source.fingerprint = prefix_fingerprints(self.langs, source.shards)
-        return source
 
     def _with_shards(self, chosen: Sequence[int]) -> "Source":
         source = copy.copy(self)
@@ -422,16 +406,6 @@ def fingerprint(index: dict[str, Any]) -> str:
     """Return a hash of a source's content: languages, shard order and shard bytes, not the directory's name."""
     content = [1, index["langs"], [[s["records"], s["sha256"]] for s in index["shards"]]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-
-
-def prefix_fingerprints(langs: tuple[str, ...], shards: list[Shard]) -> Iterator[str]:
-    """Yield the fingerprints that sources of the first shard, of the first two shards, and so on would have."""
-    content = hashlib.sha256(f"[1, {json.dumps(langs)}, [".encode())
-    for number, shard in enumerate(shards):
-        content.update(((", " if number else "") + json.dumps([shard.records, shard.sha256])).encode())
-        whole = content.copy()
-        whole.update(b"]]")
-        yield whole.hexdigest()[:16]
 
 
 def directories_below(directory: Path) -> list[Path]:

@@ -31,7 +31,6 @@ from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import ExportedModel, read_texts
-from xscale.models.build import longest_sequence
 from xscale.objectives import OBJECTIVES, Parts, Prediction, alignlm, mlm, tlm
 from xscale.step.module import encoder_states
 from xscale.step.step import to_device
@@ -125,7 +124,7 @@ def predict(
     parts: Parts, objective: str, stream_batch: StreamBatch, options: Any, pad_id: int
 ) -> tuple[list[Prediction], Tensor]:
     """Return the objective's predictions, and their labels [M] one after the other. pad_id: the token id that pads."""
-    row = pack_row({objective: stream_batch}, longest_sequence(parts.encoder.lm.config), pad_id)
+    row = pack_row({objective: stream_batch}, pad_id)
     inputs = to_device(row.inputs, parts.encoder.embeddings.device)
     arguments = encoder_states(parts.encoder, row, inputs)[objective], inputs.arrays[objective], options
     return OBJECTIVES[objective].loss(parts, *arguments).predictions, inputs.labels

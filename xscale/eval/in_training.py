@@ -73,8 +73,8 @@ def review_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup) -> list[s
     for task in run_spec.recipe.eval.tasks:
         if stage >= 3:
             raise UserError(
-                f"eval.{task.name}: tasks need whole weights, which ZeRO stage 3 partitions; evaluate in a "
-                f"checkpoint.hook, or use a ds_config of stage 2 or lower"
+                f"eval.{task.name}: tasks need whole weights, which ZeRO stage 3 partitions; evaluate "
+                f"exports of checkpoints (xscale.export, xscale.eval.run), or use a ds_config of stage 2 or lower"
             )
         try:
             sources = [] if task.kind == "alignment" else find_task_sources(task, run_spec)
@@ -214,7 +214,7 @@ class HeldoutTask:
         streams = {spec.name: without_language_dropout(recipe.streams[spec.name]) for spec in specs}
         data = replace(recipe.data, alpha=1.0, alpha_by="records", workers=0, first=None)
         recipe = replace(recipe, data=data, streams=streams, phases=())
-        run_spec = replace(run_spec, phases=(), fitted=None, calibration=calibration)
+        run_spec = replace(run_spec, phases=(), calibration=calibration)
         self.run_spec = replace(run_spec, sources=sources, recipe=recipe, specs=specs)
         (self.batch,) = self.run_spec.batches(process, engine.device.type, initial_state(specs), 1)
         for source in sources:

@@ -263,7 +263,7 @@ def embed_ids(
 @torch.no_grad()  # not inference_mode: masks are kept for later passes, of training too
 def layer_states(model: ExportedModel, stream_batch: StreamBatch, layers: Sequence[int]) -> list[Tensor]:
     """Return for each layer the hidden states [S, H] that the stream batch names in its `reads`."""
-    inputs = to_device(pack_row({"": stream_batch}, model.max_length, model.tokenizer.sep_id).inputs, model.device)
+    inputs = to_device(pack_row({"": stream_batch}, model.tokenizer.sep_id).inputs, model.device)
     hidden = model.encoder.hidden_states(inputs.tokens)
     return [alignment_gather(hidden[layer], *inputs.gather) for layer in layers]
 

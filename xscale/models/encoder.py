@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
-from xscale.models.flat import FLAT, forward_pass_of, modernbert_states, padded_layers, padded_states
+from xscale.models.flat import forward_pass_of, modernbert_states, padded_layers, padded_states
 from xscale.ops.masked_ce import masked_cross_entropy
 
 
@@ -82,12 +81,9 @@ class Encoder(nn.Module):
         super().__init__()
         _check_config(lm.config)
         self.lm = lm
-        self.compiled_shape: tuple[int, int] | None = None
-        """(N, B) of the packed rows for which the forward pass is compiled. A training run sets it."""
         self.dropout: float | None = None
         """The dropout probability of all layers, or None if the config's probabilities apply."""
         self._states = forward_pass_of(lm.config)
-        self._compiled = self._states
         self._checkpointing = False
 
     @property
@@ -106,10 +102,8 @@ class Encoder(nn.Module):
     def forward(self, row: Tokens) -> Tensor:
         """Return the last hidden states [N, H]."""
         seed = torch.randint(2**62, ()) if self.training else torch.zeros((), dtype=torch.int64)
-        fits = (len(row.input_ids), len(row.lengths)) == self.compiled_shape and self.training
-        states = self._compiled if fits and torch.is_grad_enabled() else self._states
         run = partial(checkpoint, use_reentrant=False) if self._checkpointing and torch.is_grad_enabled() else _call
-        return states(self.lm.base_model, row, seed, run)
+        return self._states(self.lm.base_model, row, seed, run)
 
     def hidden_states(self, row: Tokens) -> list[Tensor]:
         """Return the states [N, H] of all layers: first the embeddings' output, last the output of `forward`. There is
@@ -157,20 +151,6 @@ class Encoder(nn.Module):
         # transformers 5.23 renamed this method
         enable = getattr(self.lm, "activation_checkpointing_enable", None) or self.lm.gradient_checkpointing_enable
         enable()
-
-    def compile_forward(self, backend: str = "inductor") -> None:
-        """Compile the forward pass as one program for training rows of `compiled_shape`. Other rows run uncompiled.
-
-        Raises UserError for a model type without a flat forward pass.
-        """
-        if self._states is padded_states:
-            kind = self.lm.config.model_type
-            raise UserError(
-                f"train.compile needs a flat forward pass, which this {kind} model does not have; set "
-                f"train.compile=false, or use one of {', '.join(FLAT)}"
-            )
-        functorch_config.donated_buffer = False  # to measure gradient norms, a backward pass precedes the engine's
-        self._compiled = torch.compile(self._states, fullgraph=True, dynamic=False, backend=backend)
 
     def features(self, states_MH: Tensor) -> Tensor:
         """Return the head's output [M, E] for last hidden states. It is the input of the vocabulary projection."""

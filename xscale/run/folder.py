@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from xscale import files
 from xscale.checkpoint import store as checkpoints
-from xscale.data.lexicon import Lexicon
 from xscale.errors import ENVIRONMENT_ERRNOS, DirectoryTaken, MachineError, NotFinite, UserError
 from xscale.ranks import Process
 from xscale.run.metrics import LOG, log_to_files
@@ -38,8 +37,8 @@ FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index
 # The run that owns a directory
 
 
-def check_out(out: Path, identity: dict[str, Any], resume: str, append: bool = False) -> None:
-    """Raise UserError unless directory `out` is free or belongs to this run. append: data may have been added."""
+def check_out(out: Path, identity: dict[str, Any], resume: str) -> None:
+    """Raise UserError unless directory `out` is free or belongs to this run."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
     path, log = out / IDENTITY, out / "metrics.jsonl"
@@ -49,12 +48,10 @@ def check_out(out: Path, identity: dict[str, Any], resume: str, append: bool = F
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
     if resume == "never" and begun and (saved or path.exists()):
         raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
-    if saved and (differences := identity_differences(saved, identity, append)):
-        remedy = "name all data that the run had, " if append else "add --data_change append for further data, "
-        more = remedy * any(line.startswith("data:") for line in differences)
+    if saved and (differences := compare(saved, identity)):
         raise UserError(
             f"{out} belongs to another run. Start with that run's settings (its version of xscale, "
-            f"which {STARTS} names, may lack a field that was None), {more}or choose another --out: there, --set "
+            f"which {STARTS} names, may lack a field that was None), or choose another --out: there, --set "
             f"model.init={out} starts from that run's weights:\n" + indented(differences)
         )
 
@@ -73,15 +70,6 @@ def read_identity(out: Path) -> dict[str, Any] | None:
         with suppress(UserError):
             return checkpoints.read_checkpoint(path).identity
     return None
-
-
-def write_lexicons(out: Path, lexicons: tuple[Lexicon, ...]) -> None:
-    """Write the dictionaries whose spelling the run has changed, for evaluations in other processes and for starts on
-    more text, which would change the spelling again. Rank 0 only."""
-    for lexicon in (lexicon for lexicon in lexicons if lexicon.changed):
-        path = out / "lexicon" / f"{lexicon.name}.{lexicon.fingerprint}.txt"
-        path.parent.mkdir(exist_ok=True)
-        files.write_text(path, "".join(f"{a}\t{b}\n" for a, b in lexicon.entries))
 
 
 def is_idle(out: Path) -> bool:
@@ -123,13 +111,6 @@ def code_revision() -> dict[str, Any]:
     except (OSError, subprocess.CalledProcessError):
         return {"revision": None, "changed": None}
     return {"revision": commit.strip(), "changed": [line[3:] for line in changed.splitlines()]}
-
-
-def identity_differences(saved: dict[str, Any], identity: dict[str, Any], append: bool = False) -> list[str]:
-    """Return a line for each difference between identities. append: further sources in `identity` are none."""
-    if append and all(entry in identity["data"] for entry in saved["data"]):
-        identity = identity | {"data": saved["data"]}
-    return compare(saved, identity)
 
 
 def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:

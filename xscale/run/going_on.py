@@ -1,11 +1,8 @@
 """A run continues from a checkpoint: its own, or for a fork another run's (`train.py --fork RUN@STEP --out NEW`).
 
 A fork takes over weights, optimizer, schedule, auxiliary states and positions in the data. Its recipe may differ from
-the other run's only in fields that are read anew in each step and do not change the order of any source.
-
-With `--data_change append`, it takes in new sources, or further shards of a source. A source that the run already
-had continues with its next record. A new source begins with epoch 0. New shards of a source become a separate source,
-which is listed after the source of the old shards.
+the other run's only in fields that are read anew in each step and do not change the order of any source. Its data may
+be other data: a source that the other run had goes on with its next record, and a new source begins with epoch 0.
 """
 
 import argparse
@@ -22,6 +19,7 @@ from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibration import Calibration
 from xscale.errors import UserError
+from xscale.models.build import run_fields_of
 from xscale.ranks import HostGroup
 from xscale.run import folder
 from xscale.run.metrics import LOG, last_entries
@@ -37,7 +35,7 @@ MAY_CHANGE = {
     "train": {"lr", "warmup", "schedule", "decay", "max_grad_norm", "label_smoothing", "z_loss"},
 }
 """The fields that a fork may change, besides those that every resume may change."""
-OF_STREAMS = {"samples", "tokens", "weight", "warm_in"}
+OF_STREAMS = {"samples", "weight", "warm_in"}
 """The fields of each stream that a fork may change, besides the objective's factors and probabilities."""
 
 # The checkpoint from which a start continues
@@ -48,9 +46,8 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
     arguments of train.py. Raises UserError if the checkpoint belongs to another run, or if all are damaged."""
     if args.resume == "never":
         return None
-    append = args.data_change == "append"
     if found := find_own(args.out, args.resume, host_group):
-        if differences := folder.identity_differences(found.identity, identity, append):
+        if differences := folder.compare(found.identity, identity):
             raise UserError(
                 f"checkpoint {found.path} was made with other settings. Start with the old ones, or begin a new run "
                 f"with model.init={found.path} instead of --resume:\n" + folder.indented(differences)
@@ -62,7 +59,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
             )
     elif args.fork:
         found = verified(find_parent(args.fork), "--fork", host_group)
-        if differences := folder.identity_differences(with_new_values(found.identity, identity), identity, append):
+        if differences := folder.compare(with_new_values(found.identity, identity), identity):
             raise UserError(
                 f"--fork {args.fork} cannot change these fields. Give that run's values, or start from its weights "
                 f"alone: --set model.init={found.path} instead of --fork:\n" + folder.indented(differences)
@@ -136,6 +133,10 @@ def resume_calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_gr
     return saved
 
 
+def fingerprints(identity: dict[str, Any]) -> list[str]:
+    return [entry["fingerprint"] for entry in identity["data"]]
+
+
 # Forks
 
 
@@ -168,8 +169,9 @@ def find_parent(fork: str) -> Path:
 
 
 def with_new_values(saved: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved identity with the new values of the fields that a fork may change."""
-    saved, new = copy.deepcopy(saved), identity["recipe"]
+    """Return the saved identity with the new values of the fields that a fork may change, and with its data."""
+    saved = copy.deepcopy(saved) | {"data": identity["data"]}
+    new = identity["recipe"]
     if fixed_by_phases(saved["recipe"]) == fixed_by_phases(new):
         saved["recipe"] |= {"phases": new.get("phases")}
     for section, names in MAY_CHANGE.items():
@@ -209,58 +211,59 @@ def read_ancestry(out: Path) -> list[dict[str, Any]]:
 def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> None:
     """Write ancestry.json for a new fork in `out`. parent: the checkpoint at which the fork begins. Rank 0 only."""
     run = parent.path.resolve().parent.parent
-    entry = {"run": str(run), "step": parent.step, "changed": folder.identity_differences(parent.identity, identity)}
+    entry = {"run": str(run), "step": parent.step, "changed": folder.compare(parent.identity, identity)}
     text = json.dumps([entry, *read_ancestry(run)], indent=1, ensure_ascii=False)
     files.write_text(out / ANCESTRY, text + "\n")
 
 
-# Data that is added
+def with_other_data(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
+    """Return the checkpoint with a position in each source of a fork. Raises UserError if recipe or model forbid other
+    data.
 
-
-def known_fingerprints(args: argparse.Namespace) -> frozenset[str]:
-    """Return the fingerprints of the sources that the run read before this start; for a new fork, those of the parent
-    run's sources. The set is empty without --data_change. args: the arguments of train.py."""
-    if not args.data_change:
-        return frozenset()
-    saved = folder.read_identity(args.out)
-    if saved is None and args.fork:
-        saved = checkpoints.read_checkpoint(find_parent(args.fork)).identity
-    return frozenset(fingerprints(saved)) if saved else frozenset()
-
-
-def fingerprints(identity: dict[str, Any]) -> list[str]:
-    return [entry["fingerprint"] for entry in identity["data"]]
-
-
-def with_new_sources(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
-    """Return the checkpoint with a position in each source of the run. Sources that the checkpoint lacks begin at
-    record 0. Raises UserError if the recipe or the model does not allow new sources."""
-    before, now = fingerprints(checkpoint.identity), [source.fingerprint for source in run_spec.sources]
+    A source that the other run had keeps its position and its order. If a stream has lost a source, it is unknown which
+    position belongs to which of its sources, and all of them begin a new epoch.
+    """
+    before = fingerprints(checkpoint.identity)
+    now = [source.fingerprint for source in run_spec.sources]
     if before == now:
         return checkpoint
-    check_append(before, run_spec)
+    check_other_data(checkpoint, run_spec)
     state = checkpoint.state
-    positions, sources_at_start = {}, {}
+    positions = dict[str, list[list[int]]]()
+    sources_at_start = dict(state.get("sources_at_start", {}))
     for spec in run_spec.specs:
-        own = sorted((now[source] for source in spec.sources if now[source] in before), key=before.index)
-        old = dict(zip(own, state["positions"][spec.name], strict=True))
-        positions[spec.name] = [old.get(now[source], [0, 0]) for source in spec.sources]
-        sources_at_start[spec.name] = len(own)
-    state = {"sources_at_start": sources_at_start} | state | {"positions": positions, "appended_at": state["step"]}
+        saved = state["positions"][spec.name]
+        known = [source for source in spec.sources if now[source] in before]
+        known.sort(key=lambda source: before.index(now[source]))
+        if len(known) == len(saved):
+            position_of = dict(zip(known, saved, strict=True))
+            positions[spec.name] = [position_of.get(source, [0, 0]) for source in spec.sources]
+            sources_at_start.setdefault(spec.name, len(saved))
+        else:
+            epoch = 1 + max(position[0] for position in saved)
+            positions[spec.name] = [[epoch, 0] for _ in spec.sources]
+            sources_at_start.pop(spec.name, None)
+    new = sum(fingerprint not in before for fingerprint in now)
+    gone = sum(fingerprint not in now for fingerprint in before)
+    LOG.info(f"{new} sources are new, and {gone} sources of {checkpoint.path} are left out")
+    state = state | {"positions": positions, "sources_at_start": sources_at_start}
     return replace(checkpoint, manifest=checkpoint.manifest | {"state": state})
 
 
-def check_append(before: list[str], run_spec: RunSpec) -> None:
-    """Raise UserError if the recipe or the model does not allow new sources. before: the old sources' fingerprints."""
+def check_other_data(checkpoint: Checkpoint, run_spec: RunSpec) -> None:
+    """Raise UserError if a fork cannot read other data than the run of the checkpoint."""
     if run_spec.recipe.data.first:
         raise UserError(
-            "--data_change append: a run with data.first cannot take in more data, as data.first limits the number of "
-            "records of a language in old and new data together; start a new run without data.first"
+            "--fork: data.first limits the number of records of a language in all data together, so that other data "
+            "would change which of the old records are read; give the same --data, or start a new run from the "
+            f"weights: model.init={checkpoint.path}"
         )
-    had = {language for source in run_spec.sources if source.fingerprint in before for language in source.langs}
-    new = [language for language in run_spec.languages if language not in had]
-    if new and run_spec.any_stream("language_embeddings"):
+    if not run_spec.any_stream("language_embeddings"):
+        return
+    _, *trained = run_fields_of(checkpoint.path / checkpoints.HF)["languages"]
+    if trained != run_spec.languages:
         raise UserError(
-            f"--data_change append: the model has no language embedding for {', '.join(new)}, which only the "
-            f"new data has; leave this data out, or start a new run with model.init, which adds language embeddings"
+            f"--fork: the model has language embeddings of {', '.join(trained)}, but --data has text in "
+            f"{', '.join(run_spec.languages)}; give data in the same languages, or start a new run with "
+            f"model.init={checkpoint.path}, which adds language embeddings"
         )

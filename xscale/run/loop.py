@@ -6,17 +6,14 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
-
-import torch
-import torch.distributed as dist
 
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.manager import CheckpointManager
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.loader import StepBatch
+from xscale.data.mixture import initial_state
 from xscale.deepspeed_private import count_skipped_step
 from xscale.errors import DirectoryTaken, MachineError, NotFinite, UserError
 from xscale.eval.alignment_score import AlignmentProbe
@@ -25,18 +22,7 @@ from xscale.metric_keys import MetricKey
 from xscale.models.encoder import set_rope_theta
 from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, explain
 from xscale.run.going_on import is_own
-from xscale.run.metrics import (
-    LOG,
-    SPIKE_STEPS,
-    CollapseDetector,
-    JsonLines,
-    Pace,
-    Reporter,
-    Skips,
-    SpikeDetector,
-    UnreportedStep,
-    last_entries,
-)
+from xscale.run.metrics import LOG, JsonLines, Reporter, Skips, UnreportedStep, pace_metrics, sum_over_ranks
 from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, TrainerContext, check_targets
 from xscale.run.validation import Validation
 from xscale.run_spec import RunSpec
@@ -44,8 +30,8 @@ from xscale.step.cost import StepFlops
 from xscale.step.step import optimizer_step
 from xscale.step.zero import keeps_whole_weights, whole_weight
 
-NOT_FINITE, SPIKES = "not_finite.jsonl", "spikes.jsonl"
-"""The files with the record keys of each step whose loss or gradient was not finite, or a spike; a line per rank."""
+NOT_FINITE = "not_finite.jsonl"
+"""The file with the record keys of a step whose loss or gradient is not finite; a line per rank."""
 MOST_SKIPPED = 100
 """The number of consecutive steps skipped by fp16 at which a run fails. Fewer are normal while fp16 looks for a loss
 scale: 32 halvings lead from 2^32 to 1."""
@@ -58,28 +44,32 @@ class Trainer:
         self,
         run_spec: RunSpec,
         context: TrainerContext,
-        state: dict[str, Any],
         checkpoint: Checkpoint | None,
-        excluded_steps: list[int],
         trace: bool = False,
     ):
-        """Prepare to go on from `state`, the positions of the streams in their data. checkpoint: the one that the
-        engine was loaded from. excluded_steps: the 1-based steps that read their records and change nothing."""
-        self.run_spec, self.recipe, self.state, self.excluded_steps = run_spec, run_spec.recipe, state, excluded_steps
-        self.config, self.engine, self.out, self.process, self.host_group = context[:5]
-        self.status, self.stop, self.watch, _ = context[5:]
-        self.step: int = state["step"]
+        """Prepare to go on from the checkpoint that the engine was loaded from, or to begin if it is None."""
+        self.run_spec = run_spec
+        self.recipe = run_spec.recipe
+        self.config = context.config
+        self.engine = context.engine
+        self.out = context.out
+        self.process = context.process
+        self.host_group = context.host_group
+        self.status = context.status
+        self.stop = context.stop
+        self.watch = context.watch
+        self.state = checkpoint.state if checkpoint else initial_state(run_spec.specs)
+        """The positions of the streams in their data."""
+        self.step: int = self.state["step"]
         """The number of steps done."""
-        self.first, self.too_long, self.skips = self.step, 0, Skips()
-        """The step at which this trainer began, and since then the number of pairs longer than data.max_length."""
+        self.first = self.step
+        """The step at which this start began."""
+        self.too_long = 0
+        """The number of pairs longer than data.max_length in the steps of this start."""
+        self.skips = Skips()
         self.unreported: list[UnreportedStep] = []
-        self.pace, self.collapse = Pace(context.watch.names), CollapseDetector()
         self.flops = StepFlops(self.engine.module.encoder)
         self.reporter = Reporter(self.out, self.step, self.recipe) if self.process.is_main else None
-        self.spikes = self.spike_detector()
-        """The detector of spikes; None on ranks other than 0, or if train.spikes is null."""
-        self.quiet_until = 0
-        """Spikes up to this step are not logged, since an earlier spike was."""
         tasks = measure_functions(run_spec, self.engine, self.process, self.alignment_scores, self.watch.note)
         measured = self.step if checkpoint else -1  # a start that was killed may have measured step 0 and saved nothing
         self.validation = Validation(run_spec, tasks, self.out, self.host_group, measured, self.reporter)
@@ -122,7 +112,7 @@ class Trainer:
             check_targets(counts, self.step + 1, recipe.at(self.step))
             self.synchronizer.announce(batches, counts.ahead)
             self.watch.note(f"in step {self.step + 1}")
-            if self.step + 1 in self.excluded_steps or recipe.train.skips(self.step + 1):
+            if recipe.train.skips(self.step + 1):
                 self.exclude_step(counts)
             else:
                 self.unreported.append(self.train_step(batch, counts, started))
@@ -239,43 +229,19 @@ class Trainer:
         self.synchronizer.last_flush = time.monotonic()
         if not self.unreported:
             return
-        done, self.unreported = self.unreported, []
-        sums = torch.stack([step.sums.values_K for step in done])
-        own_R = sums.new_zeros(self.process.world)
-        own_R[self.process.rank] = sum(step.numbers["data_wait_s"] + step.sums.own_s() for step in done) / len(done)
-        of_rows = [step.batch.counts() for step in done]
-        counts = torch.tensor([list(of_step.values()) for of_step in of_rows]).to(sums)
-        table = torch.cat([sums.flatten(), own_R, counts.flatten()])
-        dist.all_reduce(table)
-        totals, own, counted = table.split([sums.numel(), len(own_R), counts.numel()])
-        pace = self.pace.metrics(own.tolist())
-        entries = [
-            step.entry(of_step, self.recipe, dict(zip(names, map(int, numbers), strict=True))) | pace
-            for step, of_step, names, numbers in zip(
-                done, totals.view_as(sums).tolist(), of_rows, counted.view_as(counts).tolist(), strict=True
-            )
-        ]
+        steps = self.unreported
+        self.unreported = []
+        sums = sum_over_ranks(steps, self.process)
+        pace = pace_metrics(sums.seconds_R)
+        entries = []
+        for step, totals in zip(steps, sums.steps, strict=True):
+            entries.append(step.entry(totals, self.recipe) | pace)
         if self.reporter:
             for entry in entries:
                 self.reporter.report(entry)
             self.reporter.flush()
-            self.validation.hook.look()
-            for line in [*self.pace.warnings(), *chain.from_iterable(map(self.collapse.warnings, entries))]:
-                LOG.warning(line)
-        for entry, unreported, spike in zip(entries, done, self.find_spikes(entries), strict=True):
-            self.check_finite(entry, unreported)
-            if spike:
-                self.handle_spike(entry["step"], spike, unreported.batch)
-
-    def find_spikes(self, entries: list[dict[str, Any]]) -> list[str]:
-        """Return, on every rank, a text for each step that names the metrics with a spike, or is empty. The ranks
-        exchange one number a step, and the text only if there is a spike."""
-        found = [self.spikes.find(entry) if self.spikes else "" for entry in entries]
-        if not self.recipe.train.spikes or self.host_group.group is None:
-            return found
-        steps = torch.tensor([bool(spike) for spike in found], dtype=torch.uint8)
-        dist.broadcast(steps, src=0, group=self.host_group.group)
-        return self.host_group.from_main(lambda: found) if steps.any() else [""] * len(entries)
+        for entry, step in zip(entries, steps, strict=True):
+            self.check_finite(entry, step)
 
     def check_finite(self, metrics: dict[str, Any], step: UnreportedStep) -> None:
         """Raise NotFinite on all ranks, before the step is saved, if its losses or its gradient are not finite. fp16
@@ -299,46 +265,27 @@ class Trainer:
     def raise_not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
         """Write the step's records to not_finite.jsonl, and raise. finite: whether this rank's losses are finite."""
         self.checkpoint_manager.finish_save()
-        newest, path = self.checkpoint_manager.good, self.write_records(NOT_FINITE, step, what, batch, finite=finite)
+        path = self.write_records(step, what, batch, finite)
+        newest = self.checkpoint_manager.good
         good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
+        # Steps that fp16 skipped have changed nothing, so the update before them is the bad one.
+        bad = step - self.skips.in_a_row if self.engine.fp16_enabled() else step
         raise NotFinite(
             f"step {step}: {what} is not finite; {good}, in {self.out / 'checkpoints'}. {path} names the records. "
-            f"Continue from that checkpoint in another --out (--fork DIR) with a lower train.lr or stream weight, or "
-            f"let the run go back by itself (train.rollbacks)",
-            # Steps that fp16 skipped have changed nothing, so the update before them is the bad one.
-            step - self.skips.in_a_row if self.engine.fp16_enabled() else step,
-            newest,
+            f"Continue from that checkpoint without the step (--resume DIR --set train.skip_steps=[{bad}]), or in "
+            f"another --out (--fork DIR) with a lower train.lr or stream weight"
         )
 
-    def write_records(self, name: str, step: int, what: str, batch: StepBatch, **more: Any) -> Path:
-        """Append the keys of a step's records, a line per rank, to a file in the run's directory. Returns its path."""
-        path, ranks = self.out / name, self.host_group.gather({"rank": self.process.rank, **more, "keys": batch.keys()})
+    def write_records(self, step: int, what: str, batch: StepBatch, finite: bool) -> Path:
+        """Append the keys of a step's records to not_finite.jsonl, a line per rank. Returns its path."""
+        path = self.out / NOT_FINITE
+        records = {"rank": self.process.rank, "finite": finite, "keys": batch.keys()}
+        records_of_ranks = self.host_group.gather(records)
         if self.process.is_main:
-            lines = [{"step": step, "what": what} | of_rank for of_rank in ranks]
+            lines = [json.dumps({"step": step, "what": what} | of, ensure_ascii=False) for of in records_of_ranks]
             with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk must not hide NotFinite
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+                file.writelines(f"{line}\n" for line in lines)
         return path
-
-    def spike_detector(self) -> SpikeDetector | None:
-        if not self.reporter or not self.recipe.train.spikes:
-            return None
-        borders = [*self.run_spec.phase_ends(), self.state.get("appended_at", 0)]
-        return SpikeDetector(borders, last_entries(self.out / "metrics.jsonl", SPIKE_STEPS))
-
-    def handle_spike(self, step: int, what: str, batch: StepBatch) -> None:
-        """Write the keys of the step's records to spikes.jsonl. Then warn or raise NotFinite, as the recipe says."""
-        asked, path = self.recipe.train.spikes, self.write_records(SPIKES, step, what, batch)
-        text = (
-            f"step {step}: {what}; {path} names the records. To leave the step out, start from a checkpoint "
-            f"before it with train.skip_steps: [{step}], or let the run go back by itself (train.spikes: skip)"
-        )
-        if asked == "warn":
-            if self.process.is_main and step > self.quiet_until:
-                LOG.warning(text)
-                self.quiet_until = step + SPIKE_STEPS
-            return
-        self.checkpoint_manager.finish_save()
-        raise NotFinite(text, step, self.checkpoint_manager.good if asked == "skip" else None)
 
     def trace_step(self, batch: StepBatch) -> None:
         if self.trace.file:
@@ -369,7 +316,6 @@ class Trainer:
         return {
             "identity": self.run_spec.identity(),
             "state": self.state,
-            "excluded_steps": self.excluded_steps,
             "calibration": self.run_spec.calibration.to_dict(),
             "engine": self.config.saved(),
         }

@@ -1,7 +1,6 @@
 """This module writes a run's metrics and logs: metrics.jsonl, TensorBoard, the trace, the console and run.log.
 
-Each file has every step once, since a resume first removes the lines of steps after its checkpoint. The classes at the
-end find trends over many steps that deserve a warning.
+Each file has every step once, since a resume first removes the lines of steps after its checkpoint.
 """
 
 import faulthandler
@@ -15,21 +14,24 @@ import shutil
 import signal
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
-from statistics import median, median_low
+from statistics import median_low
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from xscale import files
 from xscale.config import Recipe
 from xscale.data.loader import StepBatch
 from xscale.errors import escape_controls
+from xscale.ranks import Process
 from xscale.step.step import StepSums
 
 LOG = logging.getLogger("xscale")
@@ -37,19 +39,8 @@ LINE_SECONDS = 5.0
 """The least number of seconds between progress lines. The first and last step and each evaluation always have one."""
 BUFFER = 1 << 16
 """Lines wait in memory until they have more than this number of bytes, or until the next flush."""
-SLOW, SLOW_FLUSHES = 1.5, 10
-"""A rank is slow if it takes SLOW times the ranks' median time at SLOW_FLUSHES consecutive readings of metrics."""
 SKIPS_OF, MOST_SKIPS, LOW_SCALE = 200, 20, 1.0
 """A run warns if fp16 skips over MOST_SKIPS of SKIPS_OF steps (1 or 2 are normal), or its scale falls to LOW_SCALE."""
-ALIKE, ALIKE_STEPS = 0.99, 20
-"""A run warns if the vectors of different sentences have a mean cosine over ALIKE in ALIKE_STEPS steps, since a
-contrastive loss then learns next to nothing."""
-SPIKE_STEPS, SPIKE_LEAST = 128, 32
-"""A step is compared with the SPIKE_STEPS steps before it, if at least SPIKE_LEAST of these have a finite value."""
-SPIKES = {"loss": (math.asinh, 0.02, 6.0), "grad_norm": (math.log, 0.1, 15.0)}
-"""Metric -> (the scale of its values, the least standard deviation on this scale, the number of deviations above the
-median that makes a spike). asinh(x) is about log(2x), and takes the negative losses of some objectives. In 20,000 steps
-of all kinds of recipes, the loss was at most 4.0 and the gradient norm at most 11.2 deviations above the median."""
 
 
 def start_logging(out: Path, rank: int) -> Path:
@@ -216,16 +207,52 @@ class UnreportedStep(NamedTuple):
     numbers: dict[str, Any]
     """The step's other metrics: numbers or tensors."""
 
-    def entry(self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int]) -> dict[str, Any]:
-        """Return the step's line of metrics.jsonl. totals_K, counts: `sums` and PackedRow.counts, summed over ranks."""
+    def entry(self, totals: "StepTotals", recipe: Recipe) -> dict[str, Any]:
+        """Return the step's line of metrics.jsonl."""
         recipe = recipe.at(self.step - 1)
-        shares = self.sums.averages(totals_K, recipe, self.targets)
+        shares = self.sums.averages(totals.values_K, recipe, self.targets)
         losses = {name: shares[f"loss/{name}"] for name in recipe.streams if f"loss/{name}" in shares}
         loss = sum(recipe.stream_weight(name, self.step - 1) * of_stream for name, of_stream in losses.items())
         entry = {"step": self.step, "loss": loss} | shares
         entry |= {f"count/{stream}": count for (stream, _), count in reversed(self.targets.items())}
-        entry |= self.sums.by_language(totals_K, recipe, counts) | self.numbers
+        entry |= self.sums.by_language(totals.values_K, recipe, totals.counts) | self.numbers
         return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
+
+
+class StepTotals(NamedTuple):
+    """The numbers of a step, summed over ranks."""
+
+    values_K: list[float]
+    """The sums of losses and metrics over targets, in the order of StepSums.reported."""
+    counts: dict[tuple[str, str, str], int]
+    """See PackedRow.counts."""
+
+
+class FlushedSums(NamedTuple):
+    """What the ranks exchange to report some steps."""
+
+    steps: list[StepTotals]
+    seconds_R: list[float]
+    """Each rank's own seconds of a step, see `pace_metrics`."""
+
+
+def sum_over_ranks(steps: list[UnreportedStep], process: Process) -> FlushedSums:
+    """Return the steps' sums over ranks. All ranks call it together, with the same steps, and one all-reduce has all
+    numbers."""
+    values = torch.stack([step.sums.values_K for step in steps])
+    counts_of_steps = [step.batch.counts() for step in steps]
+    counts = torch.tensor([list(of_step.values()) for of_step in counts_of_steps]).to(values)
+    seconds = sum(step.numbers["data_wait_s"] + step.sums.own_s() for step in steps)
+    seconds_R = values.new_zeros(process.world)
+    seconds_R[process.rank] = seconds / len(steps)
+    table = torch.cat([values.flatten(), seconds_R, counts.flatten()])
+    dist.all_reduce(table)
+    summed, summed_R, counted = table.cpu().split([values.numel(), process.world, counts.numel()])
+    rows = zip(summed.view(values.shape).tolist(), counted.view(counts.shape).tolist(), counts_of_steps, strict=True)
+    totals = []
+    for values_K, numbers, names in rows:
+        totals.append(StepTotals(values_K, dict(zip(names, map(int, numbers), strict=True))))
+    return FlushedSums(totals, summed_R.tolist())
 
 
 class MetricSink:
@@ -329,32 +356,16 @@ class Reporter:
             self.tracker.call("finish")
 
 
-# Warnings over many steps
+def pace_metrics(seconds_R: list[float]) -> dict[str, float]:
+    """Return the slowest rank, and its time over the median rank's.
 
-
-class Pace:
-    """Compares the ranks' own times. A rank's own time has its wait for records and its forward and backward passes;
-    it has no reduction of gradients, in which the ranks wait for each other."""
-
-    def __init__(self, names: list[str]):
-        self.names, self.slowest, self.times, self.ratio = names, -1, 0, 1.0
-
-    def metrics(self, own_R: list[float]) -> dict[str, float]:
-        """Return the slowest rank, and its time over the median rank's. own_R: each rank's own seconds per step."""
-        if len(own_R) == 1:
-            return {}
-        before, self.slowest = self.slowest, own_R.index(max(own_R))
-        self.ratio = max(own_R) / max(median_low(own_R), 1e-9)
-        self.times = 0 if self.ratio < SLOW else self.times + 1 if self.slowest == before else 1
-        return {"slowest_rank": self.slowest, "slowest_ratio": self.ratio}
-
-    def warnings(self) -> list[str]:
-        if self.times != SLOW_FLUSHES:
-            return []
-        return [
-            f"{self.names[self.slowest]} is slow: its own part of the last steps took {self.ratio:.1f} times as long "
-            f"as the median rank's, and all ranks wait for it; look at its machine"
-        ]
+    seconds_R: each rank's own seconds of a step: its wait for records and its forward and backward passes, without the
+    reduction of gradients, in which the ranks wait for each other.
+    """
+    if len(seconds_R) == 1:
+        return {}
+    slowest = max(seconds_R)
+    return {"slowest_rank": seconds_R.index(slowest), "slowest_ratio": slowest / max(median_low(seconds_R), 1e-9)}
 
 
 class Skips:
@@ -378,67 +389,3 @@ class Skips:
             self.warned = True
             return f"fp16 has skipped {sum(self.last)} of the last {len(self.last)} steps; lower train.lr, or take bf16"
         return None
-
-
-class CollapseDetector:
-    """A detector of streams whose vectors hardly differ between sentences."""
-
-    def __init__(self) -> None:
-        self.steps = Counter[str]()
-
-    def warnings(self, entry: dict[str, Any]) -> list[str]:
-        """Return a warning for each stream whose vectors hardly differ, once per stream. entry: a step's metrics."""
-        cosines = {name.partition("/")[2]: of for name, of in entry.items() if name.startswith("sentence_cosine/")}
-        self.steps.update(stream for stream, cosine in cosines.items() if cosine > ALIKE)
-        return [
-            f"streams.{stream}: vectors of different sentences hardly differ (mean cosine {cosine:.4f}, over {ALIKE} "
-            f"in {ALIKE_STEPS} steps), so it learns next to nothing. With random weights the [CLS] vectors of all "
-            f"sentences are alike; what helps is streams.{stream}.pooling=mean, model.attention_gain=1.0 and "
-            f"model.dropout=0.0, those of them that are not set already"
-            for stream, cosine in cosines.items()
-            if cosine > ALIKE and self.steps[stream] == ALIKE_STEPS
-        ]
-
-
-class SpikeDetector:
-    """A detector of steps whose loss or gradient norm is far above the median of the steps before.
-
-    The standard deviation is estimated from the median absolute difference between successive steps, which neither a
-    falling loss nor earlier spikes increase much.
-    """
-
-    def __init__(self, borders: list[int], entries: Iterable[dict[str, Any]] = ()):
-        """Read the last steps of a resumed run, so that the detector decides as if the run had not stopped.
-
-        borders: the steps after which the recipe or the data change. A step is not compared with steps before a border.
-        entries: the last SPIKE_STEPS entries of metrics.jsonl.
-        """
-        self.borders, self.window = borders, list[tuple[int, dict[str, float]]]()
-        for entry in entries:
-            self.find(entry)
-
-    def find(self, entry: dict[str, Any]) -> str:
-        """Add a step's metrics. Returns a description of the metrics that have a spike, or an empty string."""
-        step, numbers, found = entry["step"], dict[str, float](), list[str]()
-        first = max([step - SPIKE_STEPS, *(border + 1 for border in self.borders if border < step)])
-        self.window = [(at, of_step) for at, of_step in self.window if at >= first]
-        for name, (scale, least, most) in SPIKES.items():
-            number = entry.get(name)
-            if (
-                entry.get("skipped")
-                or number is None
-                or not math.isfinite(number)
-                or (scale is math.log and number <= 0)
-            ):
-                continue
-            numbers[name] = scale(number)
-            before = [of_step[name] for _, of_step in self.window if name in of_step]
-            if len(before) < SPIKE_LEAST:
-                continue
-            middle = median(before)
-            deviation = max(1.4826 / math.sqrt(2) * median(abs(b - a) for a, b in pairwise(before)), least)
-            above = (numbers[name] - middle) / deviation
-            if above > most:
-                found.append(f"{name} {number:.4g} is {above:.0f} deviations above its median of {len(before)} steps")
-        self.window.append((step, numbers))
-        return ", ".join(found)

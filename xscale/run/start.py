@@ -4,8 +4,6 @@ import argparse
 import os
 import time
 from contextlib import closing
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,13 @@ import torch
 import yaml
 
 from xscale import files, ranks, rng
-from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_engine
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.mixture import initial_state, positions_report
 from xscale.data.planner import Plans
 from xscale.data.remote import location
 from xscale.deepspeed_private import apply_schedule
-from xscale.errors import NotFinite, UserError
+from xscale.errors import UserError
 from xscale.eval.in_training import review_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
@@ -53,14 +50,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
     """Train one run in the existing process group. args: the arguments of train.py. Returns the exit code."""
-    run_spec = resolve_run(args.recipe, args.set, args.data, host_group, going_on.known_fingerprints(args))
+    run_spec = resolve_run(args.recipe, args.set, args.data, host_group)
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
     task_notes = review_tasks(run_spec, config.stage, host_group)
     check_ranks_agree(args, run_spec, config, host_group)
-    train = run_spec.recipe.train
-    ranks.set_deterministic(train.deterministic)
-    stop = StopRequest(train.time_limit)
+    recipe = run_spec.recipe
+    ranks.set_deterministic(recipe.train.deterministic)
+    stop = StopRequest(recipe.train.time_limit)
     locks: list[files.Lock] = []  # rank 0 holds one until this function returns
     host_group.from_main(lambda: locks.append(take_folder(args, run_spec, status)))
     status.running()
@@ -70,21 +67,23 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             f"folder that all hosts share"
         )
     watch = Watch(process, names_of_ranks(host_group), start_logging(args.out, process.rank), status.cut_off, stop)
-    watch.begin(train.stall_limit, train.stop_limit)
+    watch.begin(recipe.train.stall_limit, recipe.train.stop_limit)
     with closing(watch):
         for problem in (lock.problem for lock in locks if lock.problem):
             LOG.warning(problem)
         for note in [*config.notes, *run_spec.notes(), *task_notes]:
             LOG.info(note)
         checkpoint = going_on.find_checkpoint(args, run_spec.identity(), host_group)
-        checkpoint = checkpoint and going_on.with_new_sources(checkpoint, run_spec)
+        checkpoint = checkpoint and going_on.with_other_data(checkpoint, run_spec)
         going_on.check_engine(checkpoint, config)
         first = checkpoint.step if checkpoint else 0
-        if checkpoint and first >= train.steps and not going_on.is_own(checkpoint, args.out):
-            raise UserError(f"--fork {args.fork} is at step {first}, and train.steps is {train.steps}; set more steps")
-        if first >= train.steps:
-            LOG.info(f"{args.out} is complete: {first} of {train.steps} steps")
-            status.ended(DONE, f"{first} of {train.steps} steps")
+        if checkpoint and first >= recipe.train.steps and not going_on.is_own(checkpoint, args.out):
+            raise UserError(
+                f"--fork {args.fork} is at step {first}, and train.steps is {recipe.train.steps}; set more steps"
+            )
+        if first >= recipe.train.steps:
+            LOG.info(f"{args.out} is complete: {first} of {recipe.train.steps} steps")
+            status.ended(DONE, f"{first} of {recipe.train.steps} steps")
             return DONE
         watch.note("measuring the data")
         run_spec = run_spec.calibrated(going_on.resume_calibration(run_spec, checkpoint, host_group))
@@ -95,9 +94,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             for line in run_spec.warnings():
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
-        if train.compile:  # one rank fits the shape, as the last bit of a sum may differ between processors
-            run_spec = replace(run_spec, fitted=host_group.from_main(partial(run_spec.fit, process, hardware.device)))
-        state, left = checkpoint.state if checkpoint else initial_state(run_spec.specs), train.steps - first
+        state, left = checkpoint.state if checkpoint else initial_state(run_spec.specs), recipe.train.steps - first
         plans = run_spec.plans(process, hardware.device, state, left, host_group)
         watch.note("building the engine")
         engine = make_engine(run_spec, config, checkpoint, host_group)
@@ -105,8 +102,8 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
         if not checkpoint:
             warm_up_queues(engine.module, run_spec, process, engine.device)
         context = TrainerContext(config, engine, args.out, process, host_group, status, stop, watch, locks)
-        code = train_with_rollbacks(run_spec, context, checkpoint, plans, args.trace)
-        status.ended(code, stop.why if code == STOPPED else f"{status.step} of {train.steps} steps")
+        code = run_loop(run_spec, context, checkpoint, plans, args.trace)
+        status.ended(code, stop.why if code == STOPPED else f"{status.step} of {recipe.train.steps} steps")
     return code
 
 
@@ -117,55 +114,22 @@ def log_start(run_spec: RunSpec, engine: Any, config: EngineConfig, process: Pro
     LOG.info(
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "
         f"{process.world} rank(s) of {engine.device.type}, ZeRO stage {config.stage}, steps {first} to {train.steps}"
-        + ("; the first step compiles the encoder, which may take minutes" if train.compile else "")
     )
 
 
-def train_with_rollbacks(
-    run_spec: RunSpec, context: TrainerContext, checkpoint: Checkpoint | None, plans: Plans | None, trace: bool
+def run_loop(
+    run_spec: RunSpec, context: TrainerContext, checkpoint: Checkpoint | None, plans: Plans, trace: bool
 ) -> int:
-    """Run the loop from the checkpoint that the engine was loaded from, and after each rollback again from an earlier
-    checkpoint. plans: the plans of the first loop. Returns the exit code."""
-    excluded_steps = list(checkpoint.excluded_steps) if checkpoint else []
-    process, device = context.process, context.engine.device.type
-    while True:
-        state = checkpoint.state if checkpoint else initial_state(run_spec.specs)
-        trainer = Trainer(run_spec, context, state, checkpoint, excluded_steps, trace)
-        left = run_spec.recipe.train.steps - trainer.step
-        plans = plans or run_spec.plans(process, device, state, left, context.host_group)
-        batches = run_spec.batches(process, device, state, left, plans)
-        try:
-            with closing(trainer):
-                if not checkpoint and trainer.validation.due(0):
-                    trainer.evaluate()
-                if trainer.checkpoint_manager.saved is None:
-                    trainer.save(must_succeed=True)  # a run that cannot save fails now and not after a day
-                return trainer.loop(batches)
-        except NotFinite as error:
-            checkpoint, plans = roll_back(error, excluded_steps, trainer), None
-
-
-def roll_back(error: NotFinite, excluded_steps: list[int], trainer: Trainer) -> Checkpoint:
-    """Load the newest good checkpoint into the engine and exclude the bad step. Raises the error again if the recipe's
-    rollbacks are used up, or no checkpoint precedes the step."""
-    recipe, host_group, out = trainer.recipe, trainer.host_group, trainer.out / "checkpoints"
-    if len(excluded_steps) >= recipe.train.rollbacks or error.good is None or error.step <= error.good:
-        raise error
-    log = LOG.warning if host_group.is_main else LOG.info
-    log(f"{error}")
-    found = checkpoints.newest_valid(out, host_group, log, error.good)
-    if found is None:
-        raise error
-    found = going_on.with_new_sources(found, trainer.run_spec)
-    excluded_steps.append(error.step)
-    trainer.watch.note(f"loading {found.path}")
-    load_engine(trainer.engine, found, host_group)
-    apply_schedule(trainer.engine)
-    log(
-        f"went back to step {found.step}; step {error.step} will read its records and change nothing "
-        f"({len(excluded_steps)} of {recipe.train.rollbacks} rollbacks)"
-    )
-    return found
+    """Run the loop from the checkpoint that the engine was loaded from. Returns the exit code."""
+    trainer = Trainer(run_spec, context, checkpoint, trace)
+    left = run_spec.recipe.train.steps - trainer.step
+    batches = run_spec.batches(context.process, context.engine.device.type, trainer.state, left, plans)
+    with closing(trainer):
+        if not checkpoint and trainer.validation.due(0):
+            trainer.evaluate()
+        if trainer.checkpoint_manager.saved is None:
+            trainer.save(must_succeed=True)  # a run that cannot save fails now and not after a day
+        return trainer.loop(batches)
 
 
 def check_ranks_agree(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig, host_group: HostGroup) -> None:
@@ -175,7 +139,6 @@ def check_ranks_agree(args: argparse.Namespace, run_spec: RunSpec, config: Engin
         "--ds_config": config.resolved,
         "--resume": args.resume,
         "--fork": args.fork,
-        "--data_change": args.data_change,
         "--out": str(args.out),
     }
     theirs = host_group.from_main(lambda: ours)
@@ -192,13 +155,13 @@ def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> 
     """Check, create and lock the run's directory. Rank 0 only. Raises UserError."""
     status.has_lock = False  # until train_run calls `running`
     out: Path = args.out
-    folder.check_out(out, run_spec.identity(), args.resume, args.data_change == "append")
+    folder.check_out(out, run_spec.identity(), args.resume)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be created ({error.strerror}); choose another") from None
     lock = files.Lock(out)
-    folder.check_out(out, run_spec.identity(), args.resume, args.data_change == "append")  # it may have waited
+    folder.check_out(out, run_spec.identity(), args.resume)  # it may have waited
     return lock
 
 
@@ -207,7 +170,6 @@ def write_config(out: Path, run_spec: RunSpec, config: EngineConfig) -> None:
     files.write_text(out / "config.yaml", recipe)
     files.write_text(out / "ds_config.json", dump(config.resolved))
     files.write_text(out / folder.IDENTITY, dump(run_spec.identity()))
-    folder.write_lexicons(out, run_spec.lexicons + run_spec.measured)
 
 
 def make_engine(run_spec: RunSpec, config: EngineConfig, checkpoint: Checkpoint | None, host_group: HostGroup) -> Any:
@@ -215,7 +177,6 @@ def make_engine(run_spec: RunSpec, config: EngineConfig, checkpoint: Checkpoint 
     module = run_spec.module()
     for note in [] if checkpoint else module.notes:
         LOG.info(note)
-    module.encoder.compiled_shape = run_spec.fitted and (run_spec.fitted[1].tokens, run_spec.fitted[1].sequences)
     engine = engines.build_engine(module, config.resolved)
     if checkpoint:
         load_engine(engine, checkpoint, host_group)

@@ -39,7 +39,7 @@ SEEN = 7
 
 
 class TrainerContext(NamedTuple):
-    """The objects that a trainer works with. After a rollback, the new trainer gets the same ones."""
+    """The objects that a trainer works with."""
 
     config: EngineConfig
     engine: Any

@@ -1,23 +1,17 @@
-"""Validation measures a run, finds its best checkpoint, and starts the user's command for each checkpoint.
+"""Validation measures a run and finds its best checkpoint.
 
 evals.jsonl has an object in each line, {"step", "results": {task: {row: {name: number}}}, "intervals", "seconds"};
 "intervals", the 95 % intervals, has the form of "results". A resume removes the lines of steps after its checkpoint.
 """
 
 import math
-import os
-import re
-import shlex
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from xscale import files, ranks
+from xscale import files
 from xscale.checkpoint import store as checkpoints
-from xscale.config import HOOK_FIELDS
 from xscale.eval.bootstrap import intervals
 from xscale.eval.in_training import Results, find_number, with_overall_means
 from xscale.metric_keys import ALL, is_better
@@ -28,12 +22,10 @@ from xscale.run_spec import RunSpec
 EVALS = "evals.jsonl"
 MAIN, ROWS = ("loss", "accuracy", "withheld"), 12
 """The log shows at most ROWS results rows, and of each row the first number in MAIN that the row has."""
-CODE = Path(__file__).resolve().parents[2]
-"""The folder that holds the running package."""
 
 
 class Validation:
-    """The evaluations of one run, on every rank. Rank 0 writes the files and runs the hook."""
+    """The evaluations of one run, on every rank. Rank 0 writes the files."""
 
     def __init__(
         self,
@@ -51,7 +43,6 @@ class Validation:
         self.last = run_spec.recipe.train.steps
         has = bool(self.section.tasks) and host_group.is_main
         self.lines = JsonLines(out / EVALS if has else None, step)
-        self.hook = Hook(run_spec.recipe.checkpoint.hook, out)
         self.best: tuple[int, float] | None = None
         """The step and the number of the best checkpoint."""
         self.candidate: tuple[int, float] | None = None
@@ -142,16 +133,14 @@ class Validation:
         return rows + [f"  and {len(found) - ROWS} more in {EVALS}"] * (len(found) > ROWS)
 
     def published(self, step: int, path: Path) -> set[int]:
-        """Note a new checkpoint and start the hook. Returns the steps whose checkpoints must stay. Rank 0 only."""
+        """Note a new checkpoint. Returns the steps whose checkpoints must stay. Rank 0 only."""
         if self.candidate and self.candidate[0] == step:
             with suppress(OSError):  # the file `best` then still names the checkpoint before
                 files.write_text(path.parent / checkpoints.BEST, path.name + "\n")
                 self.best = self.candidate
-        self.hook.start(step, path)
         return {self.best[0]} if self.best else set()
 
     def close(self) -> None:
-        self.hook.look()
         self.lines.close()
 
 
@@ -161,58 +150,3 @@ def with_nan(results: dict[str, Results]) -> dict[str, Results]:
         task: {row: {name: math.nan if v is None else v for name, v in of.items()} for row, of in rows.items()}
         for task, rows in results.items()
     }
-
-
-class Hook:
-    """The user's command for each new checkpoint, `checkpoint.hook`. The run logs failures and never waits for it."""
-
-    def __init__(self, command: str | None, out: Path):
-        """Prepare the command. out: the run's directory."""
-        self.command, self.folder = command, out / "evals"
-        self.started: list[tuple[int, subprocess.Popen]] = []
-
-    def start(self, step: int, checkpoint: Path) -> None:
-        """Start the command for a complete checkpoint. Rank 0 only."""
-        self.look()
-        if self.command is None:
-            return
-        out, log = self.folder / f"step_{step}.json", self.folder / f"step_{step}.log"
-        values = {"checkpoint": str(checkpoint.resolve()), "step": str(step), "out": str(out.resolve())}
-        try:
-            self.folder.mkdir(exist_ok=True)
-            with log.open("wb") as file:
-                process = subprocess.Popen(
-                    hook_words(self.command, values),
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env=hook_environment(),
-                    start_new_session=True,
-                )
-        except (OSError, ValueError) as error:
-            LOG.warning(f"checkpoint.hook of step {step} could not be started: {error}")
-            return
-        self.started.append((step, process))
-
-    def look(self) -> None:
-        """Log the commands that have failed, and forget those that have ended."""
-        for step, process in self.started:
-            if process.poll():
-                log = self.folder / f"step_{step}.log"
-                LOG.warning(f"checkpoint.hook of step {step} failed (exit code {process.returncode}); {log} says why")
-        self.started = [of_step for of_step in self.started if of_step[1].returncode is None]
-
-
-def hook_words(command: str, values: dict[str, str]) -> list[str]:
-    """Return the command's words. It is split before values are inserted, so that a space in a value does not split
-    it."""
-    fields = "|".join(HOOK_FIELDS)
-    return [re.sub(rf"\{{({fields})\}}", lambda found: values[found[1]], word) for word in shlex.split(command)]
-
-
-def hook_environment() -> dict[str, str]:
-    """Return the environment for a process that is no rank, in which `python -m xscale...` runs this process's code."""
-    env = ranks.environment_without_launcher(dict(os.environ))
-    for name, own in (("PYTHONPATH", str(CODE)), ("PATH", str(Path(sys.executable).parent))):
-        env[name] = os.pathsep.join(filter(None, [own, env.get(name)]))
-    return env

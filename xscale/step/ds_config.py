@@ -126,7 +126,7 @@ def resolve_ds_config(
         raise UserError(f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{unfilled}')
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    problem = stage_problem(resolved, precision, recipe.train.compile, world) or building_problem(resolved)
+    problem = stage_problem(resolved, precision, world) or building_problem(resolved)
     if problem:
         raise UserError(f"ds_config {path}: {problem}")
     return EngineConfig(resolved, precision, stage_of(resolved), notes)

@@ -75,8 +75,6 @@ class StepModule(nn.Module):
                     auxiliary_state.steps = recipe.train.steps
         if recipe.train.activation_checkpointing:
             encoder.checkpoint_activations()
-        if recipe.train.compile:
-            encoder.compile_forward()
         self.train()  # from_pretrained returns a model in evaluation mode, without dropout
 
     def set_options(self, recipe: Recipe) -> None:
