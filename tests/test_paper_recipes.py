@@ -13,9 +13,11 @@ from transformers import RobertaConfig, RobertaForMaskedLM, XLMRobertaForMaskedL
 
 from tests import launch
 from xscale.config import RECIPES, Recipe, load_recipe, shipped_recipes
+from xscale.errors import UserError
 from xscale.models.build import preset_config
 from xscale.objectives import OBJECTIVES
 from xscale.objectives.ppa import PpaOptions as PPA
+from xscale.run_spec import check_start
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 NAMES = [name for name in shipped_recipes() if name.startswith("paper/")]
@@ -206,3 +208,38 @@ def test_each_trains_on_the_demo_corpus(demo: Path, tmp_path: Path) -> None:
         assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in entries), name
         resolved = yaml.safe_load((tmp_path / name / "config.yaml").read_text())
         assert resolved["train"]["steps"] == 3 and resolved["data"]["first"] == 200
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sets", "trained_by_xscale", "words"),
+    [
+        ("ppa", ["model.init=DIR"], False, "recipe ppa is for random weights.*0.001.*paper/pan_250k.*train.lr=5e-5"),
+        ("mixed", ["model.init=DIR"], False, "0.002.*train.lr=5e-5"),
+        ("mlm", ["model.init=DIR"], False, r"Set a learning rate.*train.lr=5e-5"),
+        ("ppa", ["model.init=DIR", "train.lr=5e-5"], False, None),
+        ("ppa", ["model.init=DIR"], True, None),
+        ("alignlm", ["model.init=DIR"], False, None),
+        ("paper/pan_250k", ["model.init=DIR"], False, None),
+        ("paper/pan_250k", ["model.init=null"], False, None),
+    ],
+)
+def test_a_recipe_starts_from_the_weights_that_it_suits(
+    tmp_path: Path, recipe: str, sets: list[str], trained_by_xscale: bool, words: str | None
+) -> None:
+    config = RobertaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, intermediate_size=8)
+    if trained_by_xscale:
+        config.xscale = {"languages": ["de", "en"]}
+    config.save_pretrained(tmp_path)
+    sets = [assignment.replace("DIR", str(tmp_path)) for assignment in sets]
+    if words is None:
+        check_start(recipe, load_recipe(recipe, sets, OPTIONS), sets)
+    else:
+        with pytest.raises(UserError, match=words):
+            check_start(recipe, load_recipe(recipe, sets, OPTIONS), sets)
+
+
+def test_a_recipe_for_a_model_needs_one(tmp_path: Path) -> None:
+    path = tmp_path / "adapt.yaml"
+    path.write_text("model: {starts_from: model}\nstreams: {mlm: {objective: mlm, samples: 8}}\n")
+    with pytest.raises(UserError, match=r"goes on from a pre-trained model.*model\.init=DIR"):
+        check_start(str(path), load_recipe(str(path), [], OPTIONS), [])

@@ -674,4 +674,5 @@ def test_advice(demo: Path) -> None:
         make_job(demo, "train.steps=400", "streams.ppa.momentum=0.999", "streams.ppa.queue_size=9999").notes()
     )
     assert "streams.ppa.momentum 0.999" in notes and "1,000 steps" in notes and "streams.ppa.queue_size 9,999" in notes
-    assert not make_job(demo, "train.steps=400", "streams.ppa.momentum=0.99", "streams.ppa.queue_size=99").notes()
+    advised = make_job(demo, "train.steps=400", "streams.ppa.momentum=0.99", "streams.ppa.queue_size=99").notes()
+    assert not any("streams.ppa" in line for line in advised)

@@ -254,7 +254,7 @@ def test_models_of_other_types(demo: Path, tmp_path: Path, tokenizer: Any, recip
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
     config = make(**shape, **special, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id)
     AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
-    case = make_case(resolve_run(demo, recipe, f"model.init={tmp_path}"))
+    case = make_case(resolve_run(demo, recipe, f"model.init={tmp_path}", "train.lr=0.001"))
     assert case.module.encoder.lm.config.model_type == config.model_type
     (ranks,) = rows_of_step(case.run_spec, 2, 100)
     turned_in_fp32 = config.model_type == "modernbert"  # by Hugging Face: queries and keys, whatever their type

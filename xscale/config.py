@@ -33,6 +33,10 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
+    starts_from: Literal["any", "scratch", "model"] = "any"
+    """The weights that the recipe's learning rate, dropout and attention gain suit: random weights (scratch), a
+    pre-trained model.init (model), or either (any). A recipe from scratch refuses a model.init that xscale has not
+    trained unless --set gives train.lr; a recipe for a model refuses to start without model.init."""
     init: str | None = None
     """Weights to start from: a Hugging Face directory, a hub name, or a run or checkpoint of xscale; null: random
     weights of `preset`. A run's language embeddings and its streams' heads are taken over, too."""
@@ -374,7 +378,7 @@ def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
 
 
 NOT_IDENTITY = {
-    "model": {"tokenizer"},
+    "model": {"starts_from", "tokenizer"},
     "data": {"workers", "cache", "cache_gb", "lexicons", "lexicon_heldout"},
     "train": {
         *("steps", "epochs", "max_tokens", "activation_checkpointing", "deterministic", "measure_every"),

@@ -162,7 +162,13 @@ class RunSpec:
     def notes(self) -> list[str]:
         """Return the lines to print before the first step."""
         heldout = self.recipe.data.lexicon_heldout
-        lines = [f"{lexicon.summary()}; {heldout:.0%} of its words are withheld" for lexicon in self.lexicons]
+        model = self.recipe.model
+        gain = "" if model.init or model.attention_gain is None else f", attention gain {model.attention_gain:g}"
+        lines = [
+            f"peak learning rate {self.recipe.train.lr:g}, dropout {model.dropout:g}{gain}, starting from "
+            f"{model.init or 'random weights'}"
+        ]
+        lines += [f"{lexicon.summary()}; {heldout:.0%} of its words are withheld" for lexicon in self.lexicons]
         lines += self.left_out
         for spec in self.specs:
             stream = self.recipe.streams[spec.name]
@@ -203,10 +209,9 @@ class RunSpec:
         return records_of(spec, self.sources)
 
     def warnings(self) -> list[str]:
-        """Return a warning for each stream that drops more than a few per cent of its pairs, or whose objective finds
-        too little in the data that the calibration has read."""
+        """Return a warning for each stream that drops more than a few per cent of its pairs."""
         phases = [f"in a phase of the run: {line}" for phase in self.phases for line in phase.dropped()]
-        return phases + self.dropped() + self.shortfalls()
+        return phases + self.dropped()
 
     def dropped(self) -> list[str]:
         """Return a warning for each stream that drops more than the share DROPPED of its pairs."""
@@ -218,15 +223,6 @@ class RunSpec:
             f"written: --max_tokens {data.max_length}"
             for stream, dropped in share.items()
             if dropped > DROPPED
-        ]
-
-    def shortfalls(self) -> list[str]:
-        """Return the objectives' warnings about what the data lacks."""
-        return [
-            f"warning: streams.{name}.{line}"
-            for name, stream in self.recipe.streams.items()
-            if (counts := self.calibration.estimate_for(name).counts)  # checkpoints of earlier versions have none
-            for line in OBJECTIVES[stream.objective].shortfall(stream.options, counts)
         ]
 
     def module(self) -> StepModule:
@@ -360,6 +356,7 @@ def resolve_run(
     """Resolve and check recipe, data, tokenizer and dictionaries. The ranks of `host_group` share the check of the
     files. Raises UserError."""
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
+    check_start(recipe_name, recipe, sets)
     host_group = host_group or HostGroup(alone=True)
     every = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
     sources = take_first(every, recipe.data.first)
@@ -397,6 +394,34 @@ def resolve_run(
         for phase, specs, dictionaries in zip(recipe.phases, specs_of_phases, of_phases, strict=True)
     ]
     return replace(run_spec, phases=tuple(phases))
+
+
+PAPER_RECIPES = {"ppa": "paper/pan_250k", "alignlm": "paper/yang_alignlm", "tlm": "paper/yang_tlm"}
+"""A recipe that goes on from a pre-trained model, by objective."""
+
+
+def check_start(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
+    """Raise UserError if the recipe suits other weights than those that the run starts from (model.starts_from). A user
+    who sets train.lr, or model.init to null, with --set is not refused."""
+    init = recipe.model.init
+    fields_set = {assignment.partition("=")[0] for assignment in sets}
+    if recipe.model.starts_from == "model" and init is None and "model.init" not in fields_set:
+        raise UserError(
+            f"recipe {recipe_name} goes on from a pre-trained model, and model.init is null; name one, as in "
+            f"--set model.init=DIR"
+        )
+    if recipe.model.starts_from != "scratch" or init is None or "train.lr" in fields_set:
+        return
+    if run_fields_of(initial_directory(recipe)):
+        return  # trained by xscale
+    objectives = [stream.objective for stream in recipe.streams.values()]
+    others = [PAPER_RECIPES[objective] for objective in objectives if objective in PAPER_RECIPES]
+    remedy = f"Take --recipe {others[0]}, or set" if others else "Set"
+    raise UserError(
+        f"recipe {recipe_name} is for random weights: its train.lr {recipe.train.lr:g} and dropout "
+        f"{recipe.model.dropout:g} would harm the pre-trained model.init {init}. {remedy} a learning rate yourself, as "
+        f"in --set train.lr=5e-5 model.dropout=0.1"
+    )
 
 
 def phase_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample]) -> list[list[StreamSpec]]:

@@ -21,6 +21,7 @@ from functools import lru_cache
 from itertools import chain
 from operator import eq
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -102,17 +103,27 @@ def is_withheld(word: str, heldout: float) -> bool:
 Word = tuple[int, ...]
 
 
+class Synonym(NamedTuple):
+    """A translation of a word."""
+
+    tokens: Word
+    language: str
+
+
 @lru_cache(maxsize=256)
-def synonyms(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Word]]:
+def synonyms(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Synonym]]:
     """Return the translations of each word of a language that have as many tokens as the word, and no token equal to
     the word's token at the same position. They come from all dictionaries of that language, sorted by token ids."""
-    found: dict[Word, set[Word]] = {}
+    found: dict[Word, set[Synonym]] = {}
     for lexicon in lexicons:
-        for side in (side for side in (0, 1) if lexicon.langs[side] == language):
+        for side in (0, 1):
+            if lexicon.langs[side] != language:
+                continue
+            other_language = lexicon.langs[1 - side]
             for own, other in zip(lexicon.ids[side], lexicon.ids[1 - side], strict=True):
                 # A token that replaces itself would reveal the token to be predicted.
                 if len(own) == len(other) and not any(map(eq, own, other)):
-                    found.setdefault(tuple(own), set()).add(tuple(other))
+                    found.setdefault(tuple(own), set()).add(Synonym(tuple(other), other_language))
     return {word: sorted(translations) for word, translations in found.items()}
 
 

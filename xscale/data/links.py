@@ -33,6 +33,8 @@ class WordLinks:
     """Number of each text's first word, and W at the end [2 P + 1]."""
     links: np.ndarray
     """The number of each link's word in a pair's first text, and of its word in the second; no link twice [K, 2]."""
+    is_word: np.ndarray
+    """True for each word, False for a symbol, such as a punctuation mark [W]."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,8 @@ class WordTokens:
         return self.places[np.repeat(self.starts[words], counts) + indices_within(counts)], counts
 
 
-def parse_links(pairs: list[Example], symbols: bool = True) -> WordLinks:
-    """Return the word links of the pairs, without links between a word and a symbol. symbols: keep links between
-    symbols.
+def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
+    """Return the word links of the pairs, without links between a word and a symbol. across: with them.
 
     Raises UserError for a link that is malformed or outside its sentences.
     """
@@ -71,10 +72,13 @@ def parse_links(pairs: list[Example], symbols: bool = True) -> WordLinks:
         _refuse(pairs[pair_of[outside.argmax()]])
     first = np.concatenate([[0], np.cumsum(sizes)])
     links += first[:-1].reshape(-1, 2)[pair_of]
-    is_word = np.concatenate([_NOTHING, *(text.is_word for text in texts)])[links].reshape(-1, 2)
-    links = links[(is_word[:, 0] == is_word[:, 1]) & (is_word[:, 0] | symbols)]
+    is_word = np.concatenate([_NOTHING, *(text.is_word for text in texts)])
+    if not across:
+        ends_are_words = is_word[links].reshape(-1, 2)
+        links = links[ends_are_words[:, 0] == ends_are_words[:, 1]]
     # Each link once, in order. np.unique over matrix rows would be ten times as slow.
-    return WordLinks(first, np.stack(np.divmod(np.unique(links[:, 0] * first[-1] + links[:, 1]), max(first[-1], 1)), 1))
+    distinct = np.unique(links[:, 0] * first[-1] + links[:, 1])
+    return WordLinks(first, np.stack(np.divmod(distinct, max(first[-1], 1)), 1), is_word)
 
 
 _NOTHING = np.empty(0, dtype=bool)

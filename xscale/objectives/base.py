@@ -140,5 +140,3 @@ class Objective:
     """(options, samples of a step) -> error message with the remedy; None if the options fit that number."""
     advise: Callable[[Any, int, int], list[str]] = lambda options, records, steps: []
     """(options, number of records that the stream reads, steps of the run) -> warnings."""
-    shortfall: Callable[[Any, dict[str, int]], list[str]] = lambda options, counts: []
-    """(options, counts of some of the stream's batches) -> warnings about what the data lacks."""

@@ -11,9 +11,9 @@ Decided, where the paper is silent:
 - R is a sum over every sub-word of t, not only over the last ones of words. Special tokens belong to neither sum.
 - Both sums are divided by the number of sub-words of both sentences, so that lambda does not depend on the number of
   links.
-- Only one-to-one links count, as the authors have it: links of two words that have no other link. A word that was cut
-  is represented by its last remaining sub-word.
-- Links of punctuation are left out: they are frequent and alike, and would pull all sentences together.
+- Only one-to-one links count, as the authors have it: links of two words that have no other link, also none to
+  punctuation. A word that was cut is represented by its last remaining sub-word.
+- Links of punctuation are left out after that: they are frequent and alike, and would pull all sentences together.
 """
 
 import copy
@@ -83,9 +83,11 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
     anchors = [[2 * p + side] for p, side in enumerate(sides)]
     layout = anchors + [[2 * p + 1 - side] for p, side in enumerate(sides)]
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
-    words = links.parse_links(pairs, symbols=False)
+    words = links.parse_links(pairs, across=True)
     last = links.word_tokens(pairs, layout, sequences, words.first, "last")
-    first, second = links.token_links(one_to_one(words.links), last).T
+    single_links = one_to_one(words.links)
+    connects_words = words.is_word[single_links].all(axis=1)
+    first, second = links.token_links(single_links[connects_words], last).T
     alone = join_segments(context.tokenizer, links.segments(pairs, anchors), context.language_ids)
     places = np.flatnonzero(~context.tokenizer.is_special[alone.ids])
     special = context.tokenizer.is_special[sequences.ids]

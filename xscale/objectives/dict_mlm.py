@@ -12,15 +12,16 @@ Decided:
 - A word without a translation of the same number of tokens is treated as in MLM. If it were left visible, as Tang et
   al. write, the model could copy it. For the same reason, a translation is not used if it has the same token as the
   word at any position.
-- In each sequence, words with a translation use it at random, with such a probability that `dict_share` of all selected
-  tokens use one. If there are too few such words, all of them use their translation.
+- Each selected word uses its translation with probability `dict_share`, whatever its neighbours do. So words with a
+  translation are masked as often as the share says, and a small dictionary lowers the share of all selected tokens.
+- A shown translation has the language embedding of its own language.
 - The language conditioning layer is left out, as by Tang et al.
 
 Shape letters: N tokens, M selected tokens, W selected words, B sequences.
 """
 
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -44,61 +45,75 @@ class DictMlmOptions(mlm.MaskedOptions):
     synonym: Literal["input", "label"] = "input"
     """The translation replaces the tokens that the model sees (input), or those that it predicts (label)."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the selected tokens that use a translation, as `synonym` says, where the dictionary has one."""
+    """Share of the selected words with a translation that use it, as `synonym` says."""
 
 
-MET = 0.9
-"""A run warns if the share of selected tokens that use the dictionary is below this factor times `dict_share`."""
 _USE, _DRAW = rng.key("dict_mlm", "use"), rng.key("dict_mlm", "draw")
+
+
+class Translations(NamedTuple):
+    """The translations of the selected tokens of a stream batch."""
+
+    used: np.ndarray
+    """True for each selected token that uses a translation [M]."""
+    ids: np.ndarray
+    """Token ids of the translations [M]; meaningless where `used` is False."""
+    languages: np.ndarray
+    """Number of the translation's language [M]; meaningless where `used` is False."""
 
 
 def collate(samples: list[list[Example]], options: DictMlmOptions, context: Context) -> StreamBatch:
     """Return MLM's batch with translations; its count "translated" is the number of targets that use a dictionary."""
     sequences = mlm.pack(samples, context)
     stream_batch = mlm.mask(sequences, len(samples), options, context)
-    masked, labels = stream_batch.reads["masked"].places, stream_batch.labels["mlm"]
+    masked = stream_batch.reads["masked"].places
+    labels = stream_batch.labels["mlm"]
     translations = translate(sequences, masked, options, context)
-    used = translations >= 0
-    shown = stream_batch.sequences.ids.copy()
+    replaced = masked[translations.used]
+    shown_ids = stream_batch.sequences.ids.copy()
+    shown_languages = stream_batch.sequences.languages.copy()
     if options.synonym == "input":
-        shown[masked[used]] = translations[used]
+        shown_ids[replaced] = translations.ids[translations.used]
+        is_neutral = shown_languages[replaced] == 0
+        shown_languages[replaced] = np.where(is_neutral, 0, translations.languages[translations.used])
     else:
-        shown[masked[used]] = context.tokenizer.mask_id
-        labels = np.where(used, translations, labels)
+        shown_ids[replaced] = context.tokenizer.mask_id
+        labels = np.where(translations.used, translations.ids, labels)
     return replace(
         stream_batch,
-        sequences=replace(stream_batch.sequences, ids=shown),
+        sequences=replace(stream_batch.sequences, ids=shown_ids, languages=shown_languages),
         labels={"mlm": labels},
-        targets=stream_batch.targets | {"translated": int(used.sum())},
+        targets=stream_batch.targets | {"translated": int(translations.used.sum())},
     )
 
 
-def translate(sequences: Sequences, targets: np.ndarray, options: DictMlmOptions, context: Context) -> np.ndarray:
-    """Return the translation of each target token [M]; -1 for tokens that do not use a dictionary."""
-    tables = {n: synonyms(context.lexicons, language) for language, n in context.language_ids.items()}
+def translate(sequences: Sequences, targets: np.ndarray, options: DictMlmOptions, context: Context) -> Translations:
+    """Return the translations that the target tokens use. targets: their places [M]."""
+    tables = {number: synonyms(context.lexicons, language) for language, number in context.language_ids.items()}
     if not any(tables.values()):
         raise UserError(
             f"streams.{context.stream}: data.lexicons has no entry whose two words differ and have the same number of "
             f"tokens, so no word has a translation; use a larger dictionary or a tokenizer with a larger vocabulary"
         )
-    ids, found = sequences.ids.tolist(), np.full(len(sequences.ids), -1)
     firsts, sizes = whole_words(sequences, targets)
-    places = zip(firsts.tolist(), sizes.tolist(), sequences.languages[firsts].tolist(), strict=True)
-    words = [(first, tuple(ids[first : first + size]), language) for first, size, language in places]
-    known = np.array([word in tables[language] for _, word, language in words], dtype=bool)
-    numbers, sequence_count = sequences.numbers, len(sequences.lengths)
-    of_words = numbers[firsts]
-    there = np.bincount(of_words[known], weights=sizes[known], minlength=sequence_count)
-    wanted = options.dict_share * np.bincount(numbers[targets], minlength=sequence_count)
-    share_B = wanted / np.maximum(there, 1)
-    identities_W, offsets_W = sequences.identities[of_words], sequences.offsets[firsts]
-    use = known & (rng.uniform(identities_W ^ _USE, offsets_W) < share_B[of_words])
+    identities_W = sequences.identities[sequences.numbers[firsts]]
+    offsets_W = sequences.offsets[firsts]
+    uses_W = rng.uniform(identities_W ^ _USE, offsets_W) < options.dict_share
     chance_W = rng.uniform(identities_W ^ _DRAW, offsets_W)
-    for i in np.flatnonzero(use).tolist():
-        first, word, language = words[i]
-        drawn = tables[language][word]
-        found[first : first + len(word)] = drawn[int(chance_W[i] * len(drawn))]
-    return found[targets]
+
+    used_N = np.zeros(len(sequences.ids), dtype=bool)
+    ids_N = np.zeros_like(sequences.ids)
+    languages_N = np.zeros_like(sequences.languages)
+    for i in np.flatnonzero(uses_W).tolist():
+        word = slice(firsts[i], firsts[i] + sizes[i])
+        translations = tables[int(sequences.languages[firsts[i]])].get(tuple(sequences.ids[word].tolist()))
+        if translations is None:
+            continue
+        drawn = translations[int(chance_W[i] * len(translations))]
+        used_N[word] = True
+        ids_N[word] = drawn.tokens
+        languages_N[word] = context.language_ids.get(drawn.language, 0)
+    return Translations(used_N[targets], ids_N[targets], languages_N[targets])
 
 
 def whole_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -115,17 +130,6 @@ def whole_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, 
     return firsts[whole], sizes[whole]
 
 
-def shortfall(options: DictMlmOptions, counts: dict[str, int]) -> list[str]:
-    """Return a warning if too few of the selected tokens use a translation. counts: StreamBatch.targets."""
-    shown = counts["translated"] / max(counts["mlm"], 1)
-    if shown >= MET * options.dict_share:
-        return []
-    return [
-        f"dict_share is {options.dict_share:g}, but only {shown:.2f} of the selected tokens use a translation, because "
-        f"the other words have none with the same number of tokens; use larger dictionaries or a larger vocabulary"
-    ]
-
-
 OBJECTIVE = Objective(
     reads="mono",
     options=DictMlmOptions,
@@ -135,5 +139,4 @@ OBJECTIVE = Objective(
     ratios={"dictionary_share": ("translated", "mlm")},
     words=lambda options: True,
     needs="lexicon",
-    shortfall=shortfall,
 )
