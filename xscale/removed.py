@@ -6,6 +6,7 @@ An entry stands on one line: "key": "what to use instead", as an error shows it 
 import fnmatch
 import sys
 from pathlib import Path
+
 """Flags, recipe fields and commands of xscale 0.1, and what to use instead. An error names it. Goes with 0.3."""
 
 FLAGS: dict[str, str] = {
