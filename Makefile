@@ -58,7 +58,6 @@ bench: $(VENV)/installed
 	python benchmarks/gather.py
 	python benchmarks/head.py
 	python benchmarks/loader.py
-	python benchmarks/shuffle.py
 	python benchmarks/step.py
 
 clean:

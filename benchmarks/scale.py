@@ -10,9 +10,7 @@ The records are divided evenly among 1 and 100 sources, which exist in memory on
   2. how long the main process waits for a step's plan, with steps of 100 ms and a run's loader with two workers that
      read nothing: for the first plan (a run builds its engine meanwhile), the median, the longest
   3. bytes of a step's collectives, as a dry run predicts them and as measured on 2 and 4 ranks, by ZeRO stage, with one
-     and with several packed rows per step; then what each of --ranks would send in a ring
-start.py measures what a start costs on a large corpus, with real files.
-"""
+     and with several packed rows per step; then what each of --ranks would send in a ring"""
 
 import argparse
 import json

@@ -455,7 +455,7 @@ def test_ftfy_is_a_rule(tmp_path: Path) -> None:
 
 
 def test_sentences_of_many_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of benchmarks/sentences.py but for languages of which an abbreviation, or the script, is not known."""
+    """Sentences of Universal Dependencies but for languages of which an abbreviation, or the script, is not known."""
     monkeypatch.syspath_prepend(launch.ROOT / "benchmarks")
     bench = importlib.import_module("sentences")
     of = bench.WRITTEN.items()

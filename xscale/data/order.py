@@ -1,8 +1,8 @@
 """The order of a source's records: a function of shard sizes, seed, epoch and, for running text, its documents.
 
 Each epoch divides the shards into windows of about WINDOW_RECORDS records and permutes the records of each window. So a
-shard is read through about once an epoch, a batch has records from all over the source (benchmarks/shuffle.py measures
-how well), and only one window is in memory, whatever the size of the source.
+shard is read through about once an epoch, a batch has records from all over the source (benchmarks/RESULTS.md has how
+well), and only one window is in memory, whatever the size of the source.
 
 Running text is permuted in pieces instead of records. A piece is a document, or consecutive sentences of a long
 document that fill a sample. The room that a piece leaves in its sample is filled with shorter pieces. A position is
