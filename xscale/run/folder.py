@@ -41,7 +41,8 @@ def check_out(out: Path, identity: dict[str, Any], resume: str) -> None:
     """Raise UserError unless directory `out` is free or belongs to this run."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
-    path, log = out / IDENTITY, out / "metrics.jsonl"
+    path = out / IDENTITY
+    log = out / "metrics.jsonl"
     begun = any(out.glob("checkpoints/step_*")) or (log.exists() and log.stat().st_size > 0)
     saved = read_identity(out) if begun else None  # a start that failed before its first step claims nothing
     if saved is None and not path.exists() and any(next(out.glob(name), None) for name in FOREIGN):
@@ -102,27 +103,27 @@ def note_start(out: Path, step: int, ranks: int) -> None:
 def code_revision() -> dict[str, Any]:
     """Return the checkout's commit and the files that differ from the commit, or None for both outside of git."""
     root = Path(__file__).resolve().parents[2]
-    asked = [["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True).stdout
+
     try:
-        commit, changed = (
-            subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True).stdout
-            for words in asked
-        )
+        commit = git("rev-parse", "HEAD")
+        changes = git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return {"revision": None, "changed": None}
-    return {"revision": commit.strip(), "changed": [line[3:] for line in changed.splitlines()]}
+    return {"revision": commit.strip(), "changed": [line[3:] for line in changes.splitlines()]}
 
 
 def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:
     """Return a line `field: was X, is now Y` for every difference between two nested dictionaries."""
-    if isinstance(saved, dict) and isinstance(current, dict):
-        keys = [*saved, *(key for key in current if key not in saved)]
-        return [
-            line
-            for k in keys
-            for line in compare(saved.get(k), current.get(k), f"{where}.{k}" if where else str(k), form)
-        ]
-    return [] if saved == current else [f"{where}: {form.format(saved, current)}"]
+    if not isinstance(saved, dict) or not isinstance(current, dict):
+        return [] if saved == current else [f"{where}: {form.format(saved, current)}"]
+    lines = list[str]()
+    for key in saved | current:
+        place = f"{where}.{key}" if where else str(key)
+        lines += compare(saved.get(key), current.get(key), place, form)
+    return lines
 
 
 def dump(tree: dict[str, Any]) -> str:
@@ -181,8 +182,11 @@ def is_lost_rank(error: Exception) -> bool:
 
 def killed_process_line(error: Exception) -> str:
     """Return the error's first line if it says that a process of the loader was killed, otherwise an empty string."""
-    said = (str(of) for of in (error, error.__cause__, error.__context__))
-    return next((text.splitlines()[0] for text in said if any(sign in text for sign in KILLED)), "")
+    for exception in (error, error.__cause__, error.__context__):
+        text = str(exception)
+        if any(sign in text for sign in KILLED):
+            return text.splitlines()[0]
+    return ""
 
 
 def is_out_of_memory(error: Exception) -> bool:

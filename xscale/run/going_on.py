@@ -102,14 +102,14 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
     """Raise UserError if DeepSpeed cannot load the checkpoint into an engine of this configuration."""
     if checkpoint is None:
         return
-    saved, now = checkpoint.engine, config.saved()
+    saved = checkpoint.engine
     if saved["precision"] != config.precision:
         raise UserError(
             f"{checkpoint.path} was saved in {saved['precision']}, and this ds_config asks for {config.precision}. "
             f"Choose a ds_config of {saved['precision']}, or start a new run from the checkpoint by "
             f"model.init={checkpoint.path} and another --out"
         )
-    if changed := folder.compare(saved | {"stage": config.stage}, now):
+    if changed := folder.compare(saved | {"stage": config.stage}, config.saved()):
         raise UserError(
             f"{checkpoint.path} was saved with another optimizer or scheduler, which DeepSpeed would continue to use. "
             f"Give the ds_config of the run's first start:\n" + folder.indented(changed)
@@ -121,13 +121,14 @@ def resume_calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_gr
     it; otherwise the sources that are new to the run, and the phases of a fork that has other phases."""
     if checkpoint is None:
         return run_spec.measure_calibration(host_group)
-    before, now = checkpoint.identity, run_spec.identity()
+    before = checkpoint.identity
+    now = run_spec.identity()
     saved = Calibration.from_dict(checkpoint.calibration, len(before["data"]), list(run_spec.recipe.streams))
     if before["data"] != now["data"]:
         # Streams and old sources keep their estimates, on which the order of running text and packed rows depend.
-        lines = dict(zip(fingerprints(before), saved.lines, strict=True))
-        fresh = zip(fingerprints(now), run_spec.measure_calibration(host_group).lines, strict=True)
-        saved = replace(saved, lines=[lines.get(source, line) for source, line in fresh])
+        line_of = dict(zip(fingerprints(now), run_spec.measure_calibration(host_group).lines, strict=True))
+        line_of |= zip(fingerprints(before), saved.lines, strict=True)
+        saved = replace(saved, lines=[line_of[source] for source in fingerprints(now)])
     if before["recipe"].get("phases") != now["recipe"].get("phases"):
         saved = run_spec.measure_calibration(host_group, saved)
     return saved
@@ -150,10 +151,12 @@ def descends(out: Path, fork: str) -> bool:
     """Return whether the run in `out` began at the checkpoint that --fork names."""
     path, step = split_fork(fork)
     ancestors = read_ancestry(out)
-    if not ancestors or step not in (None, ancestors[0]["step"]):
+    if not ancestors:
         return False
-    paths = [path.resolve(), *(path.resolve().parents if step is None else ())]
-    return ancestors[0]["run"] in map(str, paths)
+    parent = Path(ancestors[0]["run"])
+    if step is None:  # the fork names the run, or a checkpoint in it
+        return path.resolve().is_relative_to(parent)
+    return step == ancestors[0]["step"] and path.resolve() == parent
 
 
 def find_parent(fork: str) -> Path:
@@ -171,25 +174,32 @@ def find_parent(fork: str) -> Path:
 def with_new_values(saved: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
     """Return the saved identity with the new values of the fields that a fork may change, and with its data."""
     saved = copy.deepcopy(saved) | {"data": identity["data"]}
+    recipe = saved["recipe"]
     new = identity["recipe"]
-    if fixed_by_phases(saved["recipe"]) == fixed_by_phases(new):
-        saved["recipe"] |= {"phases": new.get("phases")}
+    if fixed_by_phases(recipe) == fixed_by_phases(new):
+        recipe["phases"] = new.get("phases")
     for section, names in MAY_CHANGE.items():
-        saved["recipe"][section] |= {name: value for name, value in new[section].items() if name in names}
-    for name, stream in saved["recipe"]["streams"].items():
-        ours = new["streams"].get(name, {})
-        stream |= {k: v for k, v in ours.items() if k in OF_STREAMS or (_is_factor(stream.get(k)) and _is_factor(v))}
+        for name in names & new[section].keys():
+            recipe[section][name] = new[section][name]
+    for name, stream in recipe["streams"].items():
+        for field, value in new["streams"].get(name, {}).items():
+            if field in OF_STREAMS or (_is_factor(stream.get(field)) and _is_factor(value)):
+                stream[field] = value
     return saved
 
 
 def fixed_by_phases(recipe: dict[str, Any]) -> tuple[Any, int]:
     """Return the values in a recipe's phases on which a saved state depends: the streams' languages, which decide which
     sources have a reading position, and the largest data.max_length, the number of the model's positions."""
-    phases = [{}, *(recipe.get("phases") or [])]
-    some = recipe["data"].get("languages") or any(stream.get("languages") for stream in recipe["streams"].values())
-    languages = [{name: value for name, value in phase.items() if "languages" in name} for phase in phases]
-    length = max(phase.get("data.max_length", recipe["data"]["max_length"]) for phase in phases)
-    return {json.dumps(of, sort_keys=True) for of in languages} if some else None, length
+    languages = set[str]()
+    lengths = [recipe["data"]["max_length"]]
+    for phase in [{}, *(recipe.get("phases") or [])]:
+        of_phase = {name: value for name, value in phase.items() if "languages" in name}
+        languages.add(json.dumps(of_phase, sort_keys=True))
+        lengths.append(phase.get("data.max_length", lengths[0]))
+    streams = recipe["streams"].values()
+    some = recipe["data"].get("languages") or any(stream.get("languages") for stream in streams)
+    return languages if some else None, max(lengths)
 
 
 def _is_factor(value: Any) -> bool:

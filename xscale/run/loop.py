@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.manager import CheckpointManager
@@ -35,6 +35,15 @@ NOT_FINITE = "not_finite.jsonl"
 MOST_SKIPPED = 100
 """The number of consecutive steps skipped by fp16 at which a run fails. Fewer are normal while fp16 looks for a loss
 scale: 32 halvings lead from 2^32 to 1."""
+
+
+class RankFailure(NamedTuple):
+    """Why a rank cannot go on, for the other ranks."""
+
+    code: int
+    """The exit code."""
+    text: str
+    directory_taken: bool
 
 
 class Trainer:
@@ -95,7 +104,8 @@ class Trainer:
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
         """Train to the last step, or until a rank is asked to stop. Returns the exit code."""
-        recipe, started = self.recipe, time.monotonic()
+        recipe = self.recipe
+        started = time.monotonic()
         pending_step = self.synchronizer.next(batches)
         if self.stop.late and not self.stop.has_stepped and self.process.is_main:
             LOG.warning(
@@ -108,7 +118,8 @@ class Trainer:
                 self.end_all(pending_step.error)
             if pending_step.stopped():
                 return self.stop_early()
-            counts, batch = pending_step.counts(), pending_step.batch
+            counts = pending_step.counts()
+            batch = pending_step.batch
             check_targets(counts, self.step + 1, recipe.at(self.step))
             self.synchronizer.announce(batches, counts.ahead)
             self.watch.note(f"in step {self.step + 1}")
@@ -121,10 +132,11 @@ class Trainer:
             if counts.written == self.process.world and pending_step.saving == self.checkpoint_manager.under_way:
                 self.checkpoint_manager.finish_save()
             self.measure_and_save(bool(counts.flush))
-            pending_step, started = self.synchronizer.next(batches), time.monotonic()
+            pending_step = self.synchronizer.next(batches)
+            started = time.monotonic()
         if self.too_long:
-            long = f"{self.too_long:,} pairs were over data.max_length ({recipe.data.overlong})"
-            LOG.info(long + (f", since step {self.first}" if self.first else ""))
+            since = f", since step {self.first}" if self.first else ""
+            LOG.info(f"{self.too_long:,} pairs were over data.max_length ({recipe.data.overlong}){since}")
         LOG.info(f"done: {recipe.train.steps} steps, {self.out}")
         return 0
 
@@ -137,43 +149,52 @@ class Trainer:
             self.reporter.metrics.write({"step": self.step + 1, "loss": None, "skipped": 1, "excluded": True} | numbers)
 
     def end_step(self, batch: StepBatch, counts: GlobalCounts) -> None:
-        self.step, self.state = self.step + 1, batch.state
+        self.step += 1
+        self.state = batch.state
         self.stop.has_stepped = True
         self.status.step = self.step
         self.too_long += sum(counts.too_long.values())
 
     def measure_and_save(self, flush: bool) -> None:
         """After a step, read the metrics, evaluate and save a checkpoint, each only if it is due."""
-        last, due = self.step == self.recipe.train.steps, self.step % self.recipe.checkpoint.every == 0
+        last = self.step == self.recipe.train.steps
+        due = self.step % self.recipe.checkpoint.every == 0
         measured = self.validation.due(self.step)
         if flush or last or due or measured:
             self.flush()
         if last:
             self.watch.stopping = True
         if (due or measured) and self.synchronizer.stops_next():
-            due = measured = False  # the run stops before the next step and saves then
-        due |= measured and self.evaluate()
+            due = False  # the run stops before the next step and saves then
+            measured = False
+        if measured and self.evaluate():
+            due = True
         if last or due:
             self.save(must_succeed=last)
 
     def end_all(self, error: Exception | None) -> NoReturn:
         """End all ranks after one could not read its records. That rank raises its error, and the others an error with
         the same message. First write the metrics and the checkpoint, unless another run has taken the directory."""
-        told = self.host_group.gather(error and (*explain(error), isinstance(error, DirectoryTaken)))
-        replaced = any(of_rank[2] for of_rank in told if of_rank)
+        failure = RankFailure(*explain(error), isinstance(error, DirectoryTaken)) if error else None
+        failures = dict[int, RankFailure]()
+        for rank, failure_of_rank in enumerate(self.host_group.gather(failure)):
+            if failure_of_rank:
+                failures[rank] = failure_of_rank
+        replaced = any(of_rank.directory_taken for of_rank in failures.values())
         if not replaced:
             self.flush()
             self.checkpoint_manager.finish_save()
         if error:
             raise error
-        rank, (code, text, _) = next((rank, of_rank) for rank, of_rank in enumerate(told) if of_rank)
+        rank, first = next(iter(failures.items()))
         if replaced:
-            raise DirectoryTaken(text)
-        raise {USER_ERROR: UserError, MACHINE: MachineError}.get(code, RuntimeError)(f"rank {rank}: {text}")
+            raise DirectoryTaken(first.text)
+        raise {USER_ERROR: UserError, MACHINE: MachineError}.get(first.code, RuntimeError)(f"rank {rank}: {first.text}")
 
     def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> UnreportedStep:
         """Do one optimizer step. Returns its sums, which are still on the device. started: when the step began."""
-        engine, train = self.engine, self.recipe.train
+        engine = self.engine
+        train = self.recipe.train
         skipped = engine.skipped_steps
         # The first step measures too, so that a lack of memory for it shows at once.
         measure = bool(train.measure_every) and (self.step == 0 or (self.step + 1) % train.measure_every == 0)
@@ -193,31 +214,46 @@ class Trainer:
             self.flush()
             self.skips.count(True, None)
             self.raise_not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
-        numbers = {"grad_norm": engine.get_global_grad_norm(), "lr": sums.lr, "skipped": engine.skipped_steps - skipped}
-        numbers |= {"tokens": counts.work.tokens, "samples": counts.samples, "too_long": sum(counts.too_long.values())}
-        numbers["data_wait_s"] = self.synchronizer.take_wait()
+        numbers = {
+            "grad_norm": engine.get_global_grad_norm(),
+            "lr": sums.lr,
+            "skipped": engine.skipped_steps - skipped,
+            "tokens": counts.work.tokens,
+            "samples": counts.samples,
+            "too_long": sum(counts.too_long.values()),
+            "data_wait_s": self.synchronizer.take_wait(),
+        }
         if engine.fp16_enabled():
             numbers["loss_scale"] = float(engine.optimizer.loss_scale)
-        numbers |= norms | (self.alignment_metrics() if measure else {})
+        numbers |= norms
+        if measure:
+            numbers |= self.alignment_metrics()
         seconds = max(time.monotonic() - started, 1e-9)
-        numbers |= self.flops.metrics(counts.work, seconds, self.process.world) | self.checkpoint_manager.pop_times()
-        numbers |= {"step_s": seconds, "tokens_per_s": counts.work.tokens / seconds}
+        numbers |= self.flops.metrics(counts.work, seconds, self.process.world)
+        numbers |= self.checkpoint_manager.pop_times()
+        numbers["step_s"] = seconds
+        numbers["tokens_per_s"] = counts.work.tokens / seconds
         numbers["samples_per_s"] = counts.samples / seconds
         return UnreportedStep(self.step + 1, batch, sums, counts.targets, numbers)
 
     def alignment_scores(self) -> Results:
         """Return the alignment scores by dictionary on rank 0, {} on other ranks. All ranks call it together."""
-        found: Results = {}
+        results: Results = {}
         with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
             for pair, probe in self.probes.items():
-                scores = {kind: words.score(table) for kind, words in probe.items()}
-                found[pair] = {kind: score for kind, score in scores.items() if score is not None}
-        return {pair: scores for pair, scores in found.items() if scores}
+                for kind, words in probe.items():
+                    score = words.score(table)
+                    if score is not None:
+                        results.setdefault(pair, {})[kind] = score
+        return results
 
     def alignment_metrics(self) -> dict[str, float]:
         names = {"withheld": "alignment", "trained": "alignment_trained"}
-        found = self.alignment_scores().items()
-        return {str(MetricKey(names[kind], pair)): score for pair, scores in found for kind, score in scores.items()}
+        metrics = dict[str, float]()
+        for pair, scores in self.alignment_scores().items():
+            for kind, score in scores.items():
+                metrics[str(MetricKey(names[kind], pair))] = score
+        return metrics
 
     def evaluate(self) -> bool:
         """Measure the recipe's tasks. Returns True if this step is the best so far and should be saved."""
@@ -306,9 +342,12 @@ class Trainer:
             self.reporter.flush(to_disk=True)
         self.trace.flush(to_disk=True)
         self.validation.lines.flush(to_disk=True)
-        background, good = self.recipe.checkpoint.background, not self.skips.in_a_row
         self.checkpoint_manager.save(
-            self.step, self.manifest(), good=good, background=background, must_succeed=must_succeed
+            self.step,
+            self.manifest(),
+            good=not self.skips.in_a_row,
+            background=self.recipe.checkpoint.background,
+            must_succeed=must_succeed,
         )
 
     def manifest(self) -> dict[str, Any]:

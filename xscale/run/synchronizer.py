@@ -164,7 +164,7 @@ class StepSynchronizer:
             return self._failed(error)
         assert batch.step == self.announced - 1, (batch.step, self.announced)
         self.waited += time.monotonic() - started
-        rank, world, manager = self.process.rank, self.process.world, self.checkpoint_manager
+        manager = self.checkpoint_manager
         flush = self.process.is_main and time.monotonic() - self.last_flush >= FLUSH_SECONDS
         if flush:
             self.last_flush = time.monotonic()
@@ -175,17 +175,26 @@ class StepSynchronizer:
             samples=batch.samples(),
             flush=int(flush),
             written=int(manager.is_written),
-            ahead=min(max(FEWEST, median_low(self.took) + 1), MOST) if self.process.is_main else 0,
-            auxiliary={
-                stream: [n * int(of == rank) for of in range(world)]
-                for stream, n in batch.auxiliary_vector_counts().items()
-                if stream in self.gathering
-            },
+            ahead=self.steps_ahead() if self.process.is_main else 0,
+            auxiliary=self.own_vector_counts(batch),
         )
         numbers, form = tree_flatten(own)
         message = self.host_group.begin_sum([0, int(bool(self.stop)), *numbers])
         self.length = 2 + len(numbers)
         return PendingStep(batch, None, message, form, self.begun, manager.under_way)
+
+    def steps_ahead(self) -> int:
+        """Return how many steps ahead messages are sent, by the time that recent messages took."""
+        return min(max(FEWEST, median_low(self.took) + 1), MOST)
+
+    def own_vector_counts(self, batch: StepBatch) -> dict[str, list[int]]:
+        """Return GlobalCounts.auxiliary of a message: this rank's numbers of vectors, and 0 for the other ranks."""
+        counts = dict[str, list[int]]()
+        for stream, vectors in batch.auxiliary_vector_counts().items():
+            if stream in self.gathering:
+                counts[stream] = [0] * self.process.world
+                counts[stream][self.process.rank] = vectors
+        return counts
 
     def take_wait(self) -> float:
         """Return the seconds of waiting for records since the last call."""
