@@ -5,9 +5,8 @@ One row is one forward and backward pass of a rank.
 Shape letters: N tokens of a row, B sequences, S states that a loss reads, K places summed into them, M predictions.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,34 +91,49 @@ def pack_row(
     filler: the id of the two tokens that a row without any token gets; names: Context.names of each stream.
     """
     parts = list(stream_batches.values())
-    tokens, places = lay_out([p.sequences for p in parts], [p.types for p in parts], filler)
-    reads = [
-        StateIndices(place[read.places], read.counts)
-        for p, place in zip(parts, places, strict=True)
-        for read in p.reads.values()
-    ]
-    labels = [ids for p in parts for ids in p.labels.values()]
+    tokens, places = lay_out([part.sequences for part in parts], [part.types for part in parts], filler)
+    reads = list[StateIndices]()
+    states = dict[str, dict[str, int]]()
+    labels = [NO_NUMBERS]
+    predictions = dict[tuple[str, str], int]()
+    targets = dict[tuple[str, str], int]()
+    auxiliary = dict[str, tuple[Tokens, Index]]()
+    pairs = dict[tuple[str, str, str], int]()
+    for (stream, part), place in zip(stream_batches.items(), places, strict=True):
+        states[stream] = {}
+        for name, read in part.reads.items():
+            reads.append(StateIndices(place[read.places], read.counts))
+            states[stream][name] = len(read)
+        for term, ids in part.labels.items():
+            labels.append(ids)
+            predictions[stream, term] = len(ids)
+        for term, count in part.targets.items():
+            targets[stream, term] = count
+        if part.auxiliary is not None:
+            auxiliary[stream] = _auxiliary_inputs(part, filler)
+        for (what, pair), count in part.pairs.items():
+            pairs[stream, what, pair] = count
     groups, group_of = group_by_language(stream_batches, names or {})
-    counts = dict(zip(groups, np.bincount(group_of, minlength=len(groups)).tolist(), strict=False))
+    counts_of_groups = np.bincount(group_of, minlength=len(groups)).tolist()
+    inputs = Inputs(
+        tokens,
+        gather_index(reads, len(tokens.input_ids)),
+        np.concatenate(labels),
+        group_of,
+        {stream: part.arrays for stream, part in stream_batches.items()},
+        auxiliary,
+    )
     return PackedRow(
-        Inputs(
-            tokens,
-            gather_index(reads, len(tokens.input_ids)),
-            np.concatenate([NO_NUMBERS, *labels]),
-            group_of,
-            {name: p.arrays for name, p in stream_batches.items()},
-            {name: _auxiliary_inputs(p, filler) for name, p in stream_batches.items() if p.auxiliary is not None},
-        ),
-        states={name: {read: len(p.reads[read]) for read in p.reads} for name, p in stream_batches.items()},
-        predictions={(name, term): len(ids) for name, p in stream_batches.items() for term, ids in p.labels.items()},
-        targets={(name, term): n for name, p in stream_batches.items() for term, n in p.targets.items()},
+        inputs,
+        states=states,
+        predictions=predictions,
+        targets=targets,
         work=_cost(parts),
-        samples=sum(p.samples for p in parts),
-        too_long={name: p.too_long for name, p in stream_batches.items()},
+        samples=sum(part.samples for part in parts),
+        too_long={stream: part.too_long for stream, part in stream_batches.items()},
         names=groups,
-        counts=counts
-        | {(stream, what, name): n for stream, p in stream_batches.items() for (what, name), n in p.pairs.items()},
-        keys={name: p.keys for name, p in stream_batches.items()},
+        counts=dict(zip(groups, counts_of_groups, strict=False)) | pairs,
+        keys={stream: part.keys for stream, part in stream_batches.items()},
     )
 
 
@@ -204,45 +218,54 @@ def join_auxiliary(parts: list[tuple[Tokens, Index]]) -> tuple[Tokens, Index]:
     """Return the auxiliary inputs of several rows as those of one row, with the states in the order of the rows."""
     if len(parts) == 1:
         return parts[0]
-    tokens, indices = zip(*parts, strict=True)
-    first_token, first_state, first_pair = (
-        np.cumsum([0, *sizes])
-        for sizes in (
-            [len(part.input_ids) for part in tokens],
-            [len(index[0]) - 1 for index in indices],
-            [len(index[1]) for index in indices],
-        )
-    )
-
-    def joined(arrays: Iterable[np.ndarray], firsts: np.ndarray, ends: bool = False) -> np.ndarray:
-        """Concatenate arrays to each of which its first number is added; ends: offsets that begin with 0."""
-        moved = [array[ends:] + first for array, first in zip(arrays, firsts[:-1], strict=True)]
-        return np.concatenate([[0] * ends, *moved]).astype(np.int32)
-
+    tokens = [part for part, _ in parts]
+    indices = [index for _, index in parts]
+    first_token = _starts([len(part.input_ids) for part in tokens])
+    first_state = _starts([len(offsets) - 1 for offsets, *_ in indices])
+    first_pair = _starts([len(places) for _, places, *_ in indices])
     offsets, places, place_offsets, states = zip(*indices, strict=True)
-    types = None if tokens[0].types is None else np.concatenate([part.types for part in tokens])
-    whole = Tokens(
+    row = Tokens(
         np.concatenate([part.input_ids for part in tokens]),
         np.concatenate([part.positions for part in tokens]),
-        types,
-        joined([part.starts for part in tokens], first_token, ends=True),
+        None if tokens[0].types is None else np.concatenate([part.types for part in tokens]),
+        _joined_offsets([part.starts for part in tokens], first_token),
         np.concatenate([part.lengths for part in tokens]),
         max(part.longest for part in tokens),
     )
     index = (
-        joined(offsets, first_pair, ends=True),
-        joined(places, first_token),
-        joined(place_offsets, first_pair, ends=True),
-        joined(states, first_state),
+        _joined_offsets(offsets, first_pair),
+        _joined(places, first_token),
+        _joined_offsets(place_offsets, first_pair),
+        _joined(states, first_state),
     )
-    return whole, index
+    return row, index
+
+
+def _starts(sizes: list[int]) -> np.ndarray:
+    """Return the index at which each of the joined arrays begins [len(sizes)]."""
+    return np.cumsum([0, *sizes])[:-1]
+
+
+def _joined(arrays: Sequence[np.ndarray], firsts: np.ndarray) -> np.ndarray:
+    """Return the arrays, joined, each with its first number added to all of its elements."""
+    return np.concatenate([array + first for array, first in zip(arrays, firsts, strict=True)]).astype(np.int32)
+
+
+def _joined_offsets(arrays: Sequence[np.ndarray], firsts: np.ndarray) -> np.ndarray:
+    """Return arrays of offsets, of which each begins with 0, as one such array."""
+    return np.concatenate([[0], _joined([array[1:] for array in arrays], firsts)]).astype(np.int32)
 
 
 def _cost(parts: list[StreamBatch]) -> RowCost:
-    def of_sequences(sequences: list[Sequences]) -> tuple[int, int]:
-        lengths = np.concatenate([NO_NUMBERS, *(s.lengths for s in sequences)])
-        return int(lengths.sum()), int((lengths**2).sum())
+    tokens, squares = _tokens_and_squares([part.sequences for part in parts])
+    auxiliary = [part.auxiliary.sequences for part in parts if part.auxiliary is not None]
+    auxiliary_tokens, auxiliary_squares = _tokens_and_squares(auxiliary)
+    predictions = 0
+    for part in parts:
+        predictions += sum(len(ids) for ids in part.labels.values())
+    return RowCost(tokens, squares, predictions, auxiliary_tokens, auxiliary_squares)
 
-    predictions = sum(map(len, chain.from_iterable(p.labels.values() for p in parts)))
-    auxiliary = [p.auxiliary.sequences for p in parts if p.auxiliary is not None]
-    return RowCost(*of_sequences([p.sequences for p in parts]), predictions, *of_sequences(auxiliary))
+
+def _tokens_and_squares(parts: list[Sequences]) -> tuple[int, int]:
+    lengths = np.concatenate([NO_NUMBERS, *(part.lengths for part in parts)])
+    return int(lengths.sum()), int((lengths**2).sum())

@@ -211,8 +211,10 @@ class UnreportedStep(NamedTuple):
         """Return the step's line of metrics.jsonl."""
         recipe = recipe.at(self.step - 1)
         shares = self.sums.averages(totals.values_K, recipe, self.targets)
-        losses = {name: shares[f"loss/{name}"] for name in recipe.streams if f"loss/{name}" in shares}
-        loss = sum(recipe.stream_weight(name, self.step - 1) * of_stream for name, of_stream in losses.items())
+        loss = 0
+        for stream in recipe.streams:
+            if f"loss/{stream}" in shares:
+                loss += recipe.stream_weight(stream, self.step - 1) * shares[f"loss/{stream}"]
         entry = {"step": self.step, "loss": loss} | shares
         entry |= {f"count/{stream}": count for (stream, _), count in reversed(self.targets.items())}
         entry |= self.sums.by_language(totals.values_K, recipe, totals.counts) | self.numbers

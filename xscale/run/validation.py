@@ -86,24 +86,28 @@ class Validation:
 
     def measure(self, step: int) -> bool:
         """Measure the tasks, on all ranks together. Returns True if the step is the best so far."""
-        results, started = dict[str, Results](), time.monotonic()
+        results = dict[str, Results]()
+        started = time.monotonic()
         for name, task in self.tasks.items():
             results[name] = with_overall_means(name, task())
         seconds = time.monotonic() - started
         if results and self.lines.file:
             self.report(step, results, seconds)
-        if not (best := self.best_of):
+        best = self.best_of
+        if best is None:
             return False
         return self.host_group.from_main(lambda: self.becomes_candidate(step, find_number(results, best)))
 
     def report(self, step: int, results: dict[str, Results], seconds: float) -> None:
         numbers = {"results": results, "intervals": intervals(results)}
         self.lines.write({"step": step, **numbers, "seconds": round(seconds, 3)})
-        flat = {
-            f"eval/{t}/{row}/{n}": v for t, rows in results.items() for row, of in rows.items() for n, v in of.items()
-        }
+        entry: dict[str, Any] = {"step": step}
+        for task, rows in results.items():
+            for row, numbers_of_row in rows.items():
+                for name, number in numbers_of_row.items():
+                    entry[f"eval/{task}/{row}/{name}"] = number
         if self.reporter:
-            self.reporter.add({"step": step} | flat)
+            self.reporter.add(entry)
         LOG.info("\n".join([f"evaluation of step {step}, which took {seconds:.1f} s", *self.lines_of(step, results)]))
 
     def lines_of(self, step: int, results: dict[str, Results]) -> list[str]:
