@@ -150,7 +150,9 @@ class Validation:
 
 def with_nan(results: dict[str, Results]) -> dict[str, Results]:
     """Return the results of a line of evals.jsonl with NaN for null."""
-    return {
-        task: {row: {name: math.nan if v is None else v for name, v in of.items()} for row, of in rows.items()}
-        for task, rows in results.items()
-    }
+    with_numbers = dict[str, Results]()
+    for task, rows in results.items():
+        with_numbers[task] = {}
+        for row, numbers in rows.items():
+            with_numbers[task][row] = {name: math.nan if v is None else v for name, v in numbers.items()}
+    return with_numbers
