@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from xscale import deepspeed_private as private
 from xscale.checkpoint import reshard
 
 GROUPS = [{"table": (41, 8), "dense": (16, 16)}, {"norm": (33,), "bias": (16,)}]
@@ -65,13 +66,13 @@ def test_a_new_rank_opens_what_it_needs(old: int, stage: int, tmp_path: Path, mo
     write_checkpoint(tmp_path, old, stage)
     names = [name for group in GROUPS for name in group]
     opened: list[int] = []
-    load = reshard._load
+    load = private.load_state
 
     def counting(path: Path) -> Any:
         opened.extend([int(path.name.split("_")[3])] if path.name.startswith("zero") else [])
         return load(path)
 
-    monkeypatch.setattr(reshard, "_load", counting)
+    monkeypatch.setattr(private, "load_state", counting)
     for new in (1, 2, 4, 8):
         for rank in range(new):
             opened.clear()

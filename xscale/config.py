@@ -391,14 +391,39 @@ EITHER = {"train.steps": "epochs", "train.epochs": "steps"}
 """Fields that exclude each other: `--set` of the first removes the second."""
 
 
+MOST_YAML_NODES = 100_000
+"""The maximum number of values of a YAML text, of which each use of an alias counts as a copy."""
+
+
 class UniqueKeys(yaml.SafeLoader):
-    """A YAML loader that refuses a key that occurs twice, also as 1 and "1". YAML itself would use the last value."""
+    """A YAML loader that refuses a key that occurs twice, also as 1 and "1". YAML itself would use the last value.
+    Aliases of aliases, which make gigabytes of a few lines, are refused too."""
+
+    def get_single_data(self) -> Any:
+        root = self.get_single_node()
+        if root is None:
+            return None
+        values = count_values(root, {})
+        if values > MOST_YAML_NODES:
+            raise yaml.YAMLError(f"its aliases make {values:.2g} values of it; write out what they stand for")
+        return self.construct_document(root)  # type: ignore[no-untyped-call]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [str(self.construct_object(key, deep=True)) for key, _ in node.value]  # type: ignore[no-untyped-call]
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
+
+
+def count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return the number of values in a node, with aliases as copies. counts: the numbers of the nodes seen, by id."""
+    if id(node) not in counts:
+        counts[id(node)] = 1  # while a node that contains itself is counted
+        parts = node.value if isinstance(node, yaml.SequenceNode) else []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        counts[id(node)] = 1 + sum(count_values(part, counts) for part in parts)
+    return counts[id(node)]
 
 
 def shipped_recipes() -> list[str]:

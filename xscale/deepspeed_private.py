@@ -6,6 +6,7 @@ incompatible update fails there.
 
 import copyreg
 import importlib
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -192,6 +193,23 @@ KNOWN_TYPES = {
 loaded."""
 
 
+@contextmanager
+def known_types_only() -> Iterator[None]:
+    """A context in which torch.load, also DeepSpeed's, refuses files with types other than KNOWN_TYPES."""
+    types = []
+    for name in KNOWN_TYPES:
+        module, _, kind = name.rpartition(".")
+        types.append(getattr(importlib.import_module(module), kind))
+    with torch.serialization.safe_globals(types), mock.patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
+        yield
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Return the content of one of DeepSpeed's files. Its tensors are read when they are used."""
+    with known_types_only():
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
 def pickle_stage_plainly() -> None:
     """Let ZeroStageEnum be pickled without builtins.getattr, which Python 3.11.2 uses and no checkpoint may contain."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -248,7 +266,7 @@ def has_weights_in_order(engine: Any, path: Path) -> bool:
     flat tensors can be loaded as they are."""
     if engine.zero_optimization_stage() == 0:
         return True
-    saved = torch.load(model_state_path(path), map_location="cpu", mmap=True, weights_only=False)["param_shapes"]
+    saved = load_state(model_state_path(path))["param_shapes"]
     return [[*shapes] for shapes in saved] == [[*shapes] for shapes in engine._get_zero_param_shapes()]
 
 

@@ -16,7 +16,7 @@ from xscale.data.mixture import StreamSpec, initial_state
 from xscale.data.packed_row import RowCost
 from xscale.data.sample import texts_of
 from xscale.data.tokenizer import unknown_lines
-from xscale.errors import UserError
+from xscale.errors import UserError, redact
 from xscale.eval.in_training import review_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
@@ -54,7 +54,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     run_spec = run_spec.calibrated(resume_calibration(run_spec, checkpoint, HostGroup()))
     module = run_spec.module()
     check_module(module, config.stage)
-    print(yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True))
+    print(redact(yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True)))
     print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
     print(*data_lines(run_spec), *unknown_tokens(run_spec), *run_spec.share_lines(), sep="\n")
     for line in [*run_spec.warnings(), *(f"heads: {note}" for note in module.notes)]:
@@ -79,7 +79,7 @@ def data_lines(run_spec: RunSpec) -> Iterator[str]:
         yield (
             f"{source.pair} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "
             f"{source.bytes / 1e6:,.1f} MB, fingerprint {source.fingerprint[:12]}, "
-            f"{source.remote.url if source.remote else source.directory}"
+            f"{redact(source.remote.url) if source.remote else source.directory}"
         )
     tokenizer = run_spec.tokenizer
     yield (

@@ -23,7 +23,21 @@ class UserError(ValueError):
     """An error that the user can correct. Its message names the file, the value and the remedy. Exit code 2."""
 
     def __str__(self) -> str:
-        return super().__str__().replace("python -m data_tools.", f"python -m {TOOLS}.")
+        return redact(super().__str__()).replace("python -m data_tools.", f"python -m {TOOLS}.")
+
+
+URL_PARTS = re.compile(r"""([a-zA-Z][\w+.-]*://)([^\s/@"'<>]*@)?([^\s?#"'<>]*)([?][^\s"'<>]*)?""")
+
+
+def redact(text: str) -> str:
+    """Return the text without the user names, passwords and query strings of the URLs in it, which may be secrets."""
+
+    def without_secrets(url: re.Match[str]) -> str:
+        user = "***@" if url[2] else ""
+        query = "?***" if url[4] else ""
+        return url[1] + user + url[3] + query
+
+    return URL_PARTS.sub(without_secrets, text)
 
 
 _ERRNO_NAMES = (
@@ -82,13 +96,16 @@ def report_error(error: UserError | OSError) -> int:
 def report_environment_error(error: OSError) -> int:
     if error.errno not in ENVIRONMENT_ERRNOS:
         raise error
-    print(f"error: {error.filename or 'a file'}: {error.strerror}; fix that and start again", file=sys.stderr)
+    print(
+        f"error: {redact(str(error.filename or 'a file'))}: {error.strerror}; fix that and start again", file=sys.stderr
+    )
     return 4
 
 
 def escape_controls(text: str) -> str:
-    """Return the text with control characters escaped, except line ends and tabs: a terminal would obey them."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    """Return the text as people may see it: without the secrets of URLs, and with control characters escaped, except
+    line ends and tabs, since a terminal would obey them."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", redact(text))
 
 
 def check_arguments(words: list[str]) -> None:
@@ -131,7 +148,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
     except Exception:
-        code, failed = 1, traceback.format_exc()
+        code, failed = 1, redact(traceback.format_exc())
     try:  # the streams may be closed, or on a full disk
         sys.stderr.write(failed)
         sys.stdout.flush()

@@ -92,6 +92,8 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
     links, key, seen, fields = None, "", set[str](), None
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
         for member in tar:
+            if member.issparse() or not (member.isreg() or member.isdir()):  # it would be unpacked to any size
+                raise ValueError(f"member {member.name} is a link, a device or sparse; archive the file itself")
             content = tar.extractfile(member)
             if content is None:
                 continue

@@ -55,7 +55,7 @@ class SavedPartitions:
         names: the names of the module's parameters, in their order. rank_fraction: this rank's number divided by the
         number of ranks. The file at that fraction of the list of files probably has some of this rank's slices.
         """
-        self.model = _load(private.model_state_path(path))
+        self.model = private.load_state(private.model_state_path(path))
         self.files = private.partition_paths(path)
         self.opened: dict[int, list[SavedGroup]] = {}
         """Number of a rank -> the groups in its file, for files that are open."""
@@ -82,7 +82,7 @@ class SavedPartitions:
 
     def _open(self, rank: int) -> dict[str, Any]:
         """Open the file of a rank, store its groups in `opened`, and return its content."""
-        found = _load(self.files[rank])
+        found = private.load_state(self.files[rank])
         self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.saved_partition(found)]
         return found
 
@@ -106,10 +106,6 @@ class SavedPartitions:
             first, last = max(start - rank * length, 0), min(stop - rank * length, length)
             found.append(self.opened[rank][group].flats[key][before + first : before + last])
         return torch.cat(found)
-
-
-def _load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 
 @torch.no_grad()

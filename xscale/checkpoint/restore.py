@@ -13,7 +13,14 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 from xscale.checkpoint import store
 from xscale.checkpoint.reshard import load_rescaled
 from xscale.checkpoint.store import Checkpoint
-from xscale.deepspeed_private import has_weights_in_order, model_state_path, partition_paths, stage_0_state
+from xscale.deepspeed_private import (
+    has_weights_in_order,
+    known_types_only,
+    load_state,
+    model_state_path,
+    partition_paths,
+    stage_0_state,
+)
 from xscale.errors import UserError
 from xscale.models.build import dropout_fields, fill_neutral_row, load_pretrained
 from xscale.models.heads import SavedHeads, load_heads
@@ -35,8 +42,11 @@ def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> N
     same = (checkpoint.world_size, checkpoint.engine["stage"]) == (host_group.size, stage)
     if not same or not has_weights_in_order(engine, path):
         load_rescaled(engine, path)
-    elif engine.load_checkpoint(str(path.parent), tag=path.name)[0] is None:
-        raise UserError(f"{path} has no files that DeepSpeed can load; remove it to go on from an older checkpoint")
+    else:
+        with known_types_only():
+            loaded_path, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+        if loaded_path is None:
+            raise UserError(f"{path} has no files that DeepSpeed can load; remove it to go on from an older checkpoint")
     assert engine.global_steps == checkpoint.step, (engine.global_steps, checkpoint.step)
     if (auxiliary := path / store.AUXILIARY_STATES).exists():
         for name, state in torch.load(auxiliary, map_location="cpu", weights_only=True).items():
@@ -50,9 +60,9 @@ def full_weights(path: Path) -> dict[str, Tensor]:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         unread = io.StringIO()  # progress bars and remarks
-        with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread):
+        with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread), known_types_only():
             return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
-    return stage_0_state(torch.load(model_state_path(path), map_location="cpu", weights_only=False))[0]
+    return stage_0_state(load_state(model_state_path(path)))[0]
 
 
 def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:

@@ -1,13 +1,14 @@
 """Sources at a URL. Whole shards are fetched into a cache on this machine, which all of its processes share.
 
 Each source has a folder in the cache, whose name contains a hash of the source's index.json. The folder is like the
-source's own directory, but has no .idx files, and only the most recently used shards. Every download is checked: shards
-by the SHA-256 and entries by the CRC-32 in index.json; index.json itself is downloaded twice and compared.
+source's own directory, but has no .idx files, and only the most recently used shards. A file is downloaded under
+another name, and takes its place once its size and its SHA-256 are those of index.json. So a cache that others can
+write, a server that sends too much, and a killed process do no harm. fsspec's own `filecache` downloads in place, has
+no hash and no bound, and its processes do not know each other's files; therefore only its `get_file` is used.
 """
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import random
@@ -16,22 +17,24 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
-from xscale.errors import UserError
+from xscale.errors import UserError, redact
 from xscale.files import PARTIAL, sha256_file
 
 TRIES = 7
 """The number of attempts to download a file."""
 FIRST_WAIT = 0.5
 """The approximate seconds of waiting before the second attempt. They double before each further attempt."""
-STALL = 30.0
-"""An attempt to download has failed after this many seconds without a new byte."""
+STALL = 60.0
+"""An attempt over HTTP has failed after this many seconds without a new byte. Other protocols have limits of theirs."""
+LARGEST = 1 << 40
+"""The maximum number of bytes of a file, unless index.json or the server declares its size."""
+LARGEST_INDEX = 1 << 30
 TOUCHED = 10.0
 """A read sets the modification time of a shard's file to now if it is more than this many seconds ago."""
 FETCHERS = 4
@@ -41,7 +44,6 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 REFUSED = {401, 403}
 """HTTP's status codes for a request without the right credentials."""
 LOG = logging.getLogger("xscale")
-Found = TypeVar("Found")
 
 
 def location(text: str) -> Path | str:
@@ -66,19 +68,19 @@ class Cache:
     def make_room(self, size: int) -> None:
         """Delete the least recently used shards until `size` more bytes fit into the cache."""
         with locked(self.folder / "lock"):
-            shards = [path for path in self.folder.glob("*/*.tar*") if path.suffix != ".lock"]
-            found = []
-            for path in shards:
+            used, shards = 0, []
+            for path in self.folder.glob("*/*.tar*"):
                 try:
-                    found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
-                except FileNotFoundError:  # a partial file was completed, or a damaged one was removed
+                    status = path.lstat()
+                except FileNotFoundError:  # it was completed under another name, or removed
                     continue
-            used = sum(bytes_of for _, bytes_of, _ in found)
-            for _, bytes_of, path in sorted(found):
-                if used + size <= self.size:
-                    break
-                path.unlink(missing_ok=True)
-                used -= bytes_of
+                if path.suffix != ".lock":
+                    shards.append((status.st_mtime_ns, status.st_size, path))
+                    used += status.st_size
+            for _, of_shard, path in sorted(shards):
+                if used + size > self.size:
+                    path.unlink(missing_ok=True)
+                    used -= of_shard
 
 
 @dataclass(frozen=True)
@@ -88,18 +90,22 @@ class Remote:
     url: str
     folder: Path
     cache: Cache
+    verified: set[str] = field(default_factory=set, compare=False)
+    """The shards in the cache whose SHA-256 this process has compared."""
 
     def read(self, shard: tuple[str, int, str], length: int, offset: int, again: bool) -> bytes:
         """Return bytes of a shard, fetched if the cache lacks it. shard: name, size and SHA-256. again: the bytes were
         damaged; fetch the shard anew. The file is not kept open, so that deleting a shard frees the disk."""
-        path = f"{self.folder}/{shard[0]}"  # a Path would take longer than the read
+        name, path = shard[0], f"{self.folder}/{shard[0]}"  # a Path would take longer than the read
         if again:
             Path(path).unlink(missing_ok=True)
         while True:
+            if name not in self.verified:
+                self.fetch(*shard)
             try:
                 fd = os.open(path, os.O_RDONLY)
             except FileNotFoundError:
-                self.fetch(*shard)
+                self.verified.discard(name)
                 continue
             try:
                 if time.time() - os.fstat(fd).st_mtime > TOUCHED:
@@ -112,16 +118,24 @@ class Remote:
         """Fetch a shard unless the cache has it. Other processes that need it wait. Raises OSError."""
 
         def check(path: Path) -> None:
-            if (found := path.stat().st_size) != size:
-                raise ValueError(f"{found:,} bytes instead of {size:,}")
+            if path.stat().st_size != size:
+                raise ValueError(f"{path.stat().st_size:,} bytes instead of {size:,}")
             if sha256_file(path) != sha256:
                 raise ValueError("the SHA-256 is not that of index.json")
 
+        path = self.folder / name
         with locked(self.folder / f"{name}.lock"):
-            if not (self.folder / name).exists():
+            if path.exists() and name not in self.verified:
+                try:
+                    check(path)
+                except ValueError as error:
+                    LOG.warning(f"{path} has changed in the cache ({error}); it is fetched again")
+                    path.unlink()
+            if not path.exists():
                 self.cache.make_room(size)
-                fetch_file(f"{self.url}/{name}", self.folder / name, check)
+                fetch_file(f"{self.url}/{name}", path, check, most=size)
                 self.cache.make_room(0)  # other processes may have fetched others meanwhile
+            self.verified.add(name)
 
     def fetch_entries(self, name: str, sizes: Sequence[int], checksums: Sequence[int]) -> None:
         """Fetch the file with the index entries of all shards unless the cache has it. sizes, checksums: bytes and
@@ -133,10 +147,10 @@ class Remote:
                 if found != [*checksums] or file.read(1):
                     raise ValueError("the checksums are not those of index.json")
 
+        path = self.folder / name
         with locked(self.folder / f"{name}.lock"):
-            path = self.folder / name
-            there = path.exists() and path.stat().st_size == sum(sizes)
-            if not there and not fetch_file(f"{self.url}/{name}", path, check, optional=True):
+            complete = path.exists() and path.stat().st_size == sum(sizes)
+            if not complete and not fetch_file(f"{self.url}/{name}", path, check, optional=True, most=sum(sizes)):
                 raise UserError(
                     f"{self.url} has no file {name!r}; run `python -m data_tools.index` where the shards are, and "
                     f"copy every file that it writes to the URL too"
@@ -151,10 +165,8 @@ def start_fetchers() -> "SimpleQueue[Callable[[], None]]":
     def work() -> None:
         while True:
             fetch = wanted.get()
-            try:
+            with suppress(Exception):
                 fetch()
-            except Exception as error:
-                LOG.info(f"a shard could not be fetched ahead of its use: {error}")
 
     for _ in range(FETCHERS):
         threading.Thread(target=work, daemon=True).start()
@@ -163,41 +175,25 @@ def start_fetchers() -> "SimpleQueue[Callable[[], None]]":
 
 def find_remote(url: str, cache: Cache) -> list[Remote]:
     """Return the source at a URL, or the sources one level below it, sorted by name. Raises OSError or UserError."""
-    try:
-        import fsspec
-
-        file_system, path = fsspec.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # no such protocol, or its package is not installed
-        raise UserError(f"--data {url}: {error}") from None
     cache.folder.mkdir(parents=True, exist_ok=True)
-    if found := find_one(url, cache):
-        return [found]
-
-    def list_folders() -> list[str]:
-        try:
-            entries = file_system.ls(path, detail=True, refresh=True)
-        except (FileNotFoundError, NotADirectoryError, NotImplementedError):
-            return []
-        names = [entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"]
-        return sorted(name.rpartition("/")[2] for name in names)
-
-    names = retry(url, lambda _: call_unless_stalled(list_folders))
-    return [found for name in names if (found := find_one(f"{url}/{name}", cache))]
+    source = find_one(url, cache)
+    if source:
+        return [source]
+    file_system, path = open_file_system(url)
+    try:
+        entries = file_system.ls(path, detail=True, refresh=True)
+    except (FileNotFoundError, NotADirectoryError, NotImplementedError):
+        return []
+    names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
+    sources = [find_one(f"{url}/{name}", cache) for name in sorted(names)]
+    return [source for source in sources if source]
 
 
 def find_one(url: str, cache: Cache) -> Remote | None:
     """Return the source at a URL, after its index.json is cached; None if it has no index.json. Raises OSError."""
-
-    def check(path: Path) -> None:
-        again = path.with_name("again")
-        download(f"{url}/index.json", again)
-        if (answer := path.read_bytes()) != again.read_bytes():
-            raise ValueError("two downloads of index.json differ")
-        json.loads(answer)
-
     with tempfile.TemporaryDirectory(dir=cache.folder) as folder:
         index = Path(folder) / "index.json"
-        if not fetch_file(f"{url}/index.json", index, check, optional=True):
+        if not fetch_file(f"{url}/index.json", index, check=lambda path: None, optional=True, most=LARGEST_INDEX):
             return None
         place = cache.folder / f"{url.rpartition('/')[2]}-{sha256_file(index)[:16]}"
         place.mkdir(exist_ok=True)
@@ -206,93 +202,104 @@ def find_one(url: str, cache: Cache) -> Remote | None:
 
 
 def fetch_file(
-    url: str, path: Path, check: Callable[[Path], None], optional: bool = False, field: str = "data.cache"
+    url: str,
+    path: Path,
+    check: Callable[[Path], None],
+    optional: bool = False,
+    field: str = "data.cache",
+    most: int = LARGEST,
 ) -> bool:
-    """Fetch a file. check: raises an error if the downloaded file is damaged. optional: return False if the server has
-    no such file. field: the recipe field of the local folder, for messages. Raises OSError if all attempts fail."""
+    """Fetch a file. Return False if it is `optional` and the server has no such file.
 
-    def attempt(number: int) -> bool:
-        partial_path = path.with_name(f"{path.name}.{number}{PARTIAL}")  # a stalled attempt may still write
-        try:
-            download(url, partial_path)
-            check(partial_path)
-            os.replace(partial_path, path)
-        except FileNotFoundError:
-            if optional:
-                return False
-            raise
-        finally:
-            partial_path.unlink(missing_ok=True)
-        return True
-
-    return retry(url, attempt, f"{path.parent} ({field})")
-
-
-def retry(url: str, attempt: Callable[[int], Found], folder: str = "") -> Found:
-    """Call `attempt` with the numbers 1, 2, ... until it succeeds, and return its value. folder: where it writes.
-    Raises OSError if TRIES attempts have failed, and UserError if the server refuses access."""
+    check: raises an error if the downloaded file is damaged. field: the recipe field of the local folder, for messages.
+    most: the maximum number of bytes. Raises OSError if all attempts fail, and UserError if the server refuses access.
+    """
     for number in range(1, TRIES + 1):
         try:
-            return attempt(number)
+            download(url, path, check, most)
+            return True
+        except UserError:
+            raise
         except Exception as error:  # each file system has errors of its own
+            if isinstance(error, FileNotFoundError) and optional:
+                return False
             if isinstance(error, OSError) and error.errno in NO_ROOM:
-                raise OSError(error.errno, error.strerror, folder) from None
+                raise OSError(error.errno, error.strerror, f"{path.parent} ({field})") from None
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
             if isinstance(error, PermissionError) or getattr(error, "status", None) in REFUSED:
-                hint = "give credentials in fsspec's configuration"
-                raise UserError(f"{url}: the server refuses access ({problem}); {hint}") from None
+                remedy = "give credentials in fsspec's configuration"
+                raise UserError(f"{url}: the server refuses access ({problem}); {remedy}") from None
         if number < TRIES:
             wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.5)
-            LOG.warning(f"{url}: try {number} of {TRIES} failed ({problem}); the next try is in {wait:.1f} s")
+            LOG.warning(f"{redact(url)}: try {number} of {TRIES} failed ({problem}); the next try is in {wait:.1f} s")
             time.sleep(wait)
-    raise OSError(errno.EREMOTEIO, f"it could not be fetched in {TRIES} tries ({problem})", url)
+    raise OSError(errno.EREMOTEIO, f"it could not be fetched in {TRIES} tries ({redact(problem)})", redact(url))
 
 
-def download(url: str, path: Path) -> None:
-    """Download a file to a path, unchecked. Raises the file system's errors, or TimeoutError after STALL seconds."""
+def download(url: str, path: Path, check: Callable[[Path], None], most: int) -> None:
+    """Download a file of at most `most` bytes to another name, check it, and move it to its path."""
+    from fsspec.callbacks import Callback
+
+    class Bound(Callback):
+        def call(self, *_: Any, **__: Any) -> None:
+            limit = min(most, self.size or most)  # size: what the server has declared
+            if max(self.value, self.size or 0) > limit:
+                raise ValueError(f"the server sends more than {limit:,} bytes")
+
+    file_system, remote_path = open_file_system(url)
+    fd, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=PARTIAL, dir=path.parent)  # nobody's link
+    os.close(fd)
+    try:
+        file_system.get_file(remote_path, name, callback=Bound())
+        if os.path.getsize(name) > most:
+            raise ValueError(f"the server has sent more than {most:,} bytes")
+        check(Path(name))
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def open_file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL, and the path in it. Raises UserError if there is no such protocol."""
     import fsspec
 
-    if url.startswith("http"):
+    options = {}
+    protocol = url.partition("://")[0]
+    if protocol in ("http", "https"):
         import aiohttp
 
-        # The default is 5 minutes for a whole file.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=STALL, sock_read=2 * STALL)
-        for protocol in ("http", "https"):
-            of_protocol = fsspec.config.conf.setdefault(protocol, {})
-            of_protocol.setdefault("client_kwargs", {}).setdefault("timeout", timeout)
+        given = fsspec.config.conf.get(protocol, {}).get("client_kwargs", {})
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=STALL, sock_read=STALL)  # total: by default 5 minutes
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_redirect.append(refuse_other_host)
+        options["client_kwargs"] = {
+            "timeout": limits,
+            "auto_decompress": False,  # the files are counted and hashed as they are stored
+            **given,
+            "trace_configs": [tracing],
+        }
+    try:
+        return fsspec.url_to_fs(url, **options)
+    except (ImportError, ValueError) as error:  # no such protocol, or its package is not installed
+        raise UserError(f"--data {url}: {error}") from None
 
-    def copy() -> None:
-        file_system, remote_path = fsspec.url_to_fs(url)
-        file_system.get_file(remote_path, str(path))
 
-    call_unless_stalled(copy, lambda: path.stat().st_size if path.exists() else 0)
-
-
-def call_unless_stalled(do: Callable[[], Found], progress: Callable[[], Any] = lambda: None) -> Found:
-    """Call `do` in a thread, and return its value. If the value of `progress` stays the same for STALL seconds, raise
-    TimeoutError and leave the thread running."""
-    done: Future[Found] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(do())
-        except Exception as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    before = progress()
-    while True:
-        try:
-            return done.result(timeout=STALL)
-        except TimeoutError:
-            if done.done() or before == (now := progress()):
-                raise TimeoutError(f"no data came for {STALL:g} s") from None
-            before = now
+async def refuse_other_host(session: Any, context: Any, request: Any) -> None:
+    """Raise UserError if a server answers by a redirection to another host, which may be one inside this network."""
+    target = request.url.join(type(request.url)(request.response.headers.get("Location", "")))
+    if target.host != request.url.host:
+        raise UserError(
+            f"{request.url} redirects to another host, {target.host}; give the URL there, or hf:// or s3://"
+        )
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """A context that only one thread of one process of this machine can enter at a time."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    """A context that only one thread of one process of this machine can enter at a time. Raises OSError if the path is
+    a link, which could lead to any file."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(fd)

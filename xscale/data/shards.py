@@ -237,7 +237,7 @@ class Source:
                 whole = Record.from_dict(parse_json(data, unique_fields=False))
             else:
                 whole = parse_sample(data, self.langs)
-        except (ValueError, LookupError, TypeError, AttributeError, tarfile.TarError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, tarfile.TarError) as error:
             raise UserError(
                 f"{path}: record {record} does not fit layout {self.layout!r} ({error}); run "
                 f"`python -m data_tools.index {self.directory}`"

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from xscale import files
 from xscale.checkpoint import store as checkpoints
-from xscale.errors import ENVIRONMENT_ERRNOS, DirectoryTaken, MachineError, NotFinite, UserError
+from xscale.errors import ENVIRONMENT_ERRNOS, DirectoryTaken, MachineError, NotFinite, UserError, redact
 from xscale.ranks import Process
 from xscale.run.metrics import LOG, log_to_files
 
@@ -93,7 +93,11 @@ def is_idle(out: Path) -> bool:
 def note_start(out: Path, step: int, ranks: int) -> None:
     """Add a line to starts.jsonl, with the step, git commit, host and command of this start. Rank 0 only."""
     entry: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "step": step, "ranks": ranks}
-    entry |= {"host": os.uname().nodename, "job": os.environ.get("SLURM_JOB_ID"), "command": sys.argv}
+    entry |= {
+        "host": os.uname().nodename,
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "command": [redact(word) for word in sys.argv],
+    }
     entry |= code_revision()
     entry["versions"] = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
     with (out / STARTS).open("a", encoding="utf-8") as file:
@@ -243,7 +247,7 @@ class Status:
             raise
 
     def _write(self, status: str, code: int | None, why: str) -> None:
-        entry = {"status": status, "code": code, "why": why, "step": self.step, "rank": self.process.rank}
+        entry = {"status": status, "code": code, "why": redact(why), "step": self.step, "rank": self.process.rank}
         entry["time"] = datetime.now(UTC).isoformat(timespec="seconds")
         own = self.out / f"{STATUS}.{self.process.rank}"  # two ranks may fail at once
         files.write_text(own, dump(entry))

@@ -17,7 +17,7 @@ from xscale.data.mixture import initial_state, positions_report
 from xscale.data.planner import Plans
 from xscale.data.remote import location
 from xscale.deepspeed_private import apply_schedule
-from xscale.errors import UserError
+from xscale.errors import UserError, redact
 from xscale.eval.in_training import review_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
@@ -167,7 +167,7 @@ def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> 
 
 def write_config(out: Path, run_spec: RunSpec, config: EngineConfig) -> None:
     recipe = yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True)
-    files.write_text(out / "config.yaml", recipe)
+    files.write_text(out / "config.yaml", redact(recipe))
     files.write_text(out / "ds_config.json", dump(config.resolved))
     files.write_text(out / folder.IDENTITY, dump(run_spec.identity()))
 
