@@ -38,15 +38,14 @@ demo: $(VENV)/installed data/demo
 test: $(VENV)/installed
 	OMP_NUM_THREADS=1 python -m pytest -n auto --dist loadfile -m "not slow"
 
-# Only the slow tests install the aligner, which must be compiled, mteb, which is large, ONNX, Ray, and Debian's packages of
-# SLURM and a browser.
+# Only the slow tests install the aligner, which must be compiled, Ray, and Debian's packages of SLURM and a browser.
 test-slow: $(VENV)/installed
 	@for program in slurmctld slurmd munged chromium; do command -v $$program > /dev/null || missing=yes; done; \
 	test -z "$$missing" || { apt-get update -qq && \
 	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurm-wlm munge chromium > /dev/null; } || \
 	    { echo "tests/test_slurm.py needs SLURM, and root to install and run it, tests/test_report.py a browser:" \
 	    "apt-get install slurm-wlm munge chromium"; exit 2; }
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[align,mteb,onnx,ray]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[align,ray]'
 	python -m pytest -n 2 --dist loadfile -m slow
 
 lint: $(VENV)/installed

@@ -23,7 +23,7 @@ FLOORS = (
     {"train", "export", "commands"},
 )
 """Of xscale/, from the ground up: modules and folders."""
-COMMANDS = FLOORS[-1] | {"eval.run", "eval.compare", "eval.finetune.__main__", "report.__main__"}
+COMMANDS = FLOORS[-1] | {"eval.run", "eval.finetune.__main__", "report.__main__"}
 LONGEST = 60
 """Lines of a function."""
 

@@ -9,18 +9,15 @@ moved to its place, it is loaded and compared with the trained model.
 import argparse
 import re
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_run
 from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval.card import checkpoint_card
 from xscale.eval.hf_directory import check_new_directory, write_directory
-from xscale.eval.onnx_file import write_onnx
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import trained_pooling
 
@@ -45,10 +42,10 @@ def push(folder: Path, repo: str) -> None:
         api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Export of xscale")
     except Exception as error:  # of the hub, or of its HTTP library, which has changed between versions
-        told = (str(error).strip() or type(error).__name__).splitlines()[0]
-        login = "log in by `hf auth login`, then " * isinstance(error, HfHubHTTPError | LocalTokenNotFoundError)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"--push {repo}: {told}; {folder} is complete: {login}run `hf upload --private {repo} {folder}`"
+            f"--push {repo}: {reason}; {folder} is complete: log in by `hf auth login` if you are not, then run "
+            f"`hf upload --private {repo} {folder}`"
         ) from None
 
 
@@ -72,19 +69,13 @@ def main() -> int:
         "--pooling", choices=POOLINGS, help="pooling of sentence vectors (default: that of PPA's training, or mean)"
     )
     parser.add_argument("--layers", type=int, metavar="K", help="only the first K layers, whose states are the output")
-    parser.add_argument("--onnx", action="store_true", help="write the encoder as onnx/model.onnx too")
     parser.add_argument("--push", metavar="REPO", help="upload the export to this repository of the hub, USER/NAME")
     try:
         check_arguments(sys.argv[1:])
         args = parser.parse_args()
         if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
             raise UserError(f"--push {args.push} is no repository of the hub; give USER/NAME")
-        absent = [name for name in ("onnx", "onnxruntime", "onnxscript") if args.onnx and find_spec(name) is None]
-        if absent:
-            raise UserError(f"--onnx needs {', '.join(absent)}: pip install 'xscale[onnx]'")
         path = export(args.source, args.out, args.best, args.pooling, args.layers)
-        if args.onnx:
-            write_onnx(args.out)
         print(f"{path} -> {args.out}")
         if args.push:
             push(args.out, args.push)

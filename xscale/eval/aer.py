@@ -10,7 +10,8 @@ Two words are linked if any of their tokens are. Tokens are linked by one of two
     argmax   each of the two tokens is the other's nearest by cosine (SimAlign; Jalili Sabet et al. 2020)
     softmax  the softmaxes of dot products over both sentences exceed 0.001 (awesome-align; Dou & Neubig 2021)
 
-Words are separated by spaces, as in the links' files. The two sentences go through the encoder separately.
+Words are separated by spaces and tabs alone, as aligners and the links' files count them. The two sentences go through
+the encoder separately.
 
 Shape letters: I tokens of the first sentence, J of the second, T of either, L layers, H width.
 """
@@ -41,24 +42,21 @@ _LINK = re.compile(r"([0-9]{1,6})([-p])([0-9]{1,6})")
 
 
 @dataclass(frozen=True)
-class HandLinks:
-    """Pairs of sentences with word links made by hand."""
+class LinkedPair:
+    """A pair of sentences with word links made by hand."""
 
-    langs: tuple[str, str]
-    words: list[tuple[list[str], list[str]]]
-    """The words of each pair of sentences."""
-    sure: list[Links]
-    possible: list[Links]
-    """The possible links of each pair, which include its sure links."""
-
-    def first(self, n: int) -> "HandLinks":
-        return HandLinks(self.langs, self.words[:n], self.sure[:n], self.possible[:n])
+    words: tuple[list[str], list[str]]
+    """The words of both sentences."""
+    sure: Links
+    possible: Links
+    """The possible links, which include the sure links."""
 
 
 def argmax_links(x_IH: Tensor, y_JH: Tensor) -> Tensor:
     """Return [I, J], True for linked pairs of tokens: those that are each other's nearest by cosine."""
     cosine = F.normalize(x_IH, dim=-1) @ F.normalize(y_JH, dim=-1).T
-    there, back = F.one_hot(cosine.argmax(1), cosine.shape[1]), F.one_hot(cosine.argmax(0), cosine.shape[0])
+    there = F.one_hot(cosine.argmax(1), cosine.shape[1])
+    back = F.one_hot(cosine.argmax(0), cosine.shape[0])
     return (there * back.T).bool()
 
 
@@ -80,115 +78,125 @@ class EncodedSentence:
     """True if tokens were left out, because the sentence has more than the model has positions."""
 
 
-def evaluate(model: ExportedModel, gold: HandLinks, layers: Sequence[str | int] = (ALL,)) -> dict[str, Scores]:
+def evaluate(
+    model: ExportedModel, gold: Sequence[LinkedPair], langs: Sequence[str], layers: Sequence[str | int] = (ALL,)
+) -> dict[str, Scores]:
     """Return {`METHOD layer N`: error rates, number of pairs, and number `cut` of pairs with a truncated sentence}."""
     indices = layer_indices(layers, model.num_layers)
     predicted: dict[tuple[str, int], list[Links]] = {key: [] for key in product(METHODS, indices)}
-    language_ids, truncated = model.language_ids(gold.langs), 0
-    for start in range(0, len(gold.words), BATCH):
-        pairs = gold.words[start : start + BATCH]
-        sides = [
-            encode_words(model, [pair[side] for pair in pairs], language_ids[gold.langs[side]], indices)
-            for side in (0, 1)
-        ]
-        for first, second in zip(*sides, strict=True):
-            truncated += first.is_truncated or second.is_truncated
-            for (method, layer), links in predicted.items():
-                x, y = (side.states_LTH[indices.index(layer)] for side in (first, second))
-                token_links = METHODS[method](x, y).nonzero().tolist() if len(x) and len(y) else []
-                links.append({(first.words[i], second.words[j]) for i, j in token_links})
-    return {
-        f"{method} layer {model.num_layers + 1 + layer}": error_rates(links, gold)
-        | {"sentences": len(links), "cut": truncated}
-        for (method, layer), links in predicted.items()
-    }
+    truncated = 0
+    for start in range(0, len(gold), BATCH):
+        batch = gold[start : start + BATCH]
+        first_sides = encode_words(model, [pair.words[0] for pair in batch], langs[0], indices)
+        second_sides = encode_words(model, [pair.words[1] for pair in batch], langs[1], indices)
+        for x, y in zip(first_sides, second_sides, strict=True):
+            truncated += x.is_truncated or y.is_truncated
+            for method, layer in predicted:
+                links: Links = set()
+                if x.words and y.words:
+                    place = indices.index(layer)
+                    tokens_L2 = METHODS[method](x.states_LTH[place], y.states_LTH[place]).nonzero().tolist()
+                    links = {(x.words[i], y.words[j]) for i, j in tokens_L2}
+                predicted[method, layer].append(links)
+    results = {}
+    for (method, layer), links_of_pairs in predicted.items():
+        counts = {"sentences": len(gold), "cut": truncated}
+        results[f"{method} layer {model.num_layers + 1 + layer}"] = error_rates(links_of_pairs, gold) | counts
+    return results
 
 
 def encode_words(
-    model: ExportedModel, sentences: list[list[str]], language_id: int, layers: Sequence[int]
+    model: ExportedModel, sentences: list[list[str]], language: str, layers: Sequence[int]
 ) -> list[EncodedSentence]:
     """Return each sentence's words with the hidden states of their tokens. layers: indices from the end."""
-    ids = iter(model.tokenizer.encode_inside([word for words in sentences for word in words]))
-    tokens = [[(word, token) for word in range(len(words)) for token in next(ids)] for words in sentences]
-    kept = [sentence[: model.max_length - 2] for sentence in tokens]
-    batch = make_stream_batch(model, [[token for _, token in sentence] for sentence in kept], language_id, ["tokens"])
+    longest = model.max_length - 2
+    ids: list[list[int]] = []
+    words: list[list[int]] = []
+    for sentence in sentences:
+        tokens = model.tokenizer.encode_inside(sentence)
+        ids.append([token for tokens_of_word in tokens for token in tokens_of_word])
+        words.append(np.repeat(np.arange(len(tokens)), [len(tokens_of_word) for tokens_of_word in tokens]).tolist())
+    kept = [sentence[:longest] for sentence in ids]
+    batch = make_stream_batch(model, kept, model.language_ids([language])[language], ["tokens"])
     states_LNH = torch.stack(layer_states(model, batch, layers)).cpu()
-    return [
-        EncodedSentence(states_LTH, [word for word, _ in sentence], len(sentence) < len(whole))
-        for states_LTH, sentence, whole in zip(states_LNH.split(list(map(len, kept)), 1), kept, tokens, strict=True)
-    ]
+    encoded = []
+    for states_LTH, numbers in zip(states_LNH.split([len(sentence) for sentence in kept], 1), words, strict=True):
+        encoded.append(EncodedSentence(states_LTH, numbers[:longest], len(numbers) > longest))
+    return encoded
 
 
-def error_rates(predicted: Sequence[Links], gold: HandLinks) -> Scores:
+def error_rates(predicted: Sequence[Links], gold: Sequence[LinkedPair]) -> Scores:
     """Return AER, precision, recall and F1. predicted: the links of each pair of sentences."""
-    links_asp = zip(predicted, gold.sure, gold.possible, strict=True)
-    counts = [(len(a), len(s), len(a & p), len(a & s)) for a, s, p in links_asp]
+    counts = []
+    for links, pair in zip(predicted, gold, strict=True):
+        counts.append((len(links), len(pair.sure), len(links & pair.possible), len(links & pair.sure)))
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         links, sure, right, right_sure = np.moveaxis(sums, -1, 0)
-        precision, recall = right / np.maximum(links, 1), right_sure / np.maximum(sure, 1)
-        return {
-            "AER": 1 - (right_sure + right) / np.maximum(links + sure, 1),
-            "precision": precision,
-            "recall": recall,
-            "F1": 2 * precision * recall / np.maximum(precision + recall, 1e-12),
-        }
+        precision = right / np.maximum(links, 1)
+        recall = right_sure / np.maximum(sure, 1)
+        f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
+        error_rate = 1 - (right_sure + right) / np.maximum(links + sure, 1)
+        return {"AER": error_rate, "precision": precision, "recall": recall, "F1": f1}
 
     return bootstrap(np.array(counts), scores_of)
 
 
-def load_hand_links(langs: tuple[str, str], text: Path, links: Path | None = None) -> HandLinks:
+def load_hand_links(text: Path, links: Path | None = None) -> list[LinkedPair]:
     """Read a file of lines `sentence<TAB>sentence<TAB>links` (XL-WA), or two files, with lines `sentence ||| sentence`
-    and with their links (WPT, Pharaoh). The link `i-j` is a sure one, `ipj` a possible one. Words are counted from 1 if
-    no link has a 0 and some link fits only that, else from 0. Raises UserError."""
-    lines = list(read_lines(text))
-    link_lines = lines if links is None else list(read_lines(links))
+    and with their links (WPT, Pharaoh). The link `i-j` is a sure one, `ipj` a possible one. Words are counted from 0 if
+    some link has a 0, else from 1. Raises UserError."""
+    lines = [line for _, line in read_lines(text)]
+    link_lines = lines if links is None else [line for _, line in read_lines(links)]
     if len(lines) != len(link_lines):
         raise UserError(
             f"{links} has {len(link_lines):,} lines, {text} has {len(lines):,}; line n must have the links of line n"
         )
-    mark, columns = ("\t", 3) if links is None else ("|||", 2)
-    words, rows = [], []
-    for (number, line), (_, link_line) in zip(lines, link_lines, strict=True):
+    mark, columns, form = ("\t", 3, "<TAB>sentence<TAB>links") if links is None else ("|||", 2, " ||| sentence")
+    pairs: list[LinkedPair] = []
+    for number, (line, link_line) in enumerate(zip(lines, link_lines, strict=True), start=1):
         cells = line.split(mark)
-        if len(cells) != columns or not all(map(str.split, cells[:2])):
-            form = "`sentence<TAB>sentence<TAB>links`" if links is None else "`sentence ||| sentence`"
-            raise UserError(f"{text}: line {number}: {line[:60]!r} is not {form}; fix the line")
-        first, second = ([word for word in cell.split(" ") if word] for cell in cells[:2])
-        words.append((first, second))  # not split at other white space: U+3000 can be a word of Japanese text
-        rows.append((number, cells[2] if links is None else link_line))
-    return HandLinks(langs, words, *parse_links(rows, words, links or text))
+        sides = [split_words(cell) for cell in cells]
+        if len(cells) != columns or not sides[0] or not sides[1]:
+            raise UserError(f"{text}: line {number}: {line[:60]!r} is not `sentence{form}`; fix the line")
+        pair = LinkedPair((sides[0], sides[1]), set(), set())
+        for link in split_words(cells[2] if links is None else link_line):
+            match = _LINK.fullmatch(link)
+            if not match:
+                raise UserError(
+                    f"{links or text}: line {number}: {link!r} is no link; write i-j, or ipj for a possible link"
+                )
+            pair.possible.add((int(match[1]), int(match[3])))
+            if match[2] == "-":
+                pair.sure.add((int(match[1]), int(match[3])))
+        pairs.append(pair)
+    return count_from_0(pairs, links or text)
 
 
-def parse_links(
-    rows: list[tuple[int, str]], words: list[tuple[list[str], list[str]]], path: Path
-) -> tuple[list[Links], list[Links]]:
-    """Return the sure links of each pair, and the possible ones. rows: (line number, links) of each pair."""
-    parsed: list[list[tuple[int, str, int]]] = []
-    for number, line in rows:
-        matches = [(link, _LINK.fullmatch(link)) for link in line.split()]
-        wrong = next((link for link, match in matches if not match), None)
-        if wrong:
-            raise UserError(f"{path}: line {number}: {wrong!r} is no link; write i-j, or ipj for a possible link")
-        parsed.append([(int(m[1]), m[2], int(m[3])) for _, m in matches if m])
-    if not any(parsed):
-        raise UserError(f"{path} has no link; give a file with links such as 0-0")
-    numbers = [(i, j) for links in parsed for i, _, j in links]
-    sizes = [(len(first), len(second)) for links, (first, second) in zip(parsed, words, strict=True) for _ in links]
-    has_zero = any(0 in link for link in numbers)
-    has_last = any(i == n or j == m for (i, j), (n, m) in zip(numbers, sizes, strict=True))
-    if not has_zero and not has_last:
+def split_words(text: str) -> list[str]:
+    """Split a text at spaces and tabs alone, as aligners do; U+3000 can be a word of Japanese text."""
+    return [word for word in re.split("[ \t]+", text) if word]
+
+
+def count_from_0(pairs: list[LinkedPair], path: Path) -> list[LinkedPair]:
+    """Return the pairs with links that count words from 0. path: the file of the links. Raises UserError."""
+    base = 0 if any(0 in link for pair in pairs for link in pair.possible) else 1
+    some_last = base == 0
+    counted = []
+    for number, pair in enumerate(pairs, start=1):
+        first, second = (len(side) for side in pair.words)
+        some_last |= any(i == first or j == second for i, j in pair.possible)
+        for i, j in pair.possible:
+            if i - base >= first or j - base >= second:
+                raise UserError(
+                    f"{path}: line {number}: link {i}-{j} does not fit sentences of {first} and {second} words, "
+                    f"counted from {base}; fix the line"
+                )
+        sure, possible = ({(i - base, j - base) for i, j in links} for links in (pair.sure, pair.possible))
+        counted.append(LinkedPair(pair.words, sure, possible))
+    if not some_last:
         raise UserError(
             f"{path}: it is unclear whether words are counted from 0 or from 1, since no link has the number 0 or "
             f"the number of a sentence's words; add a pair of sentences whose first or last words are linked"
         )
-    base = 0 if has_zero else 1
-    for (number, _), links, (first, second) in zip(rows, parsed, words, strict=True):
-        for i, mark, j in links:
-            if not (i - base < len(first) and j - base < len(second)):
-                raise UserError(
-                    f"{path}: line {number}: link {i}{mark}{j} does not fit sentences of {len(first)} and "
-                    f"{len(second)} words, counted from {base}; fix the line"
-                )
-    possible = [{(i - base, j - base) for i, _, j in links} for links in parsed]
-    return [{(i - base, j - base) for i, mark, j in links if mark == "-"} for links in parsed], possible
+    return counted

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from xscale.data.lexicon import Lexicon, load_lexicon
 from xscale.data.sample import texts_of
+from xscale.data.scripts import short_code
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval.model import ExportedModel
+from xscale.eval.model import ExportedModel, Scores
 
 FEWEST = 20
 """The fewest query words for which a score is computed."""
@@ -41,6 +42,11 @@ class ProbeWords:
     targets_C: np.ndarray
     """The ids of the tokens of the target language's text and of the dictionary's target words."""
 
+    @property
+    def queries(self) -> np.ndarray:
+        """Return the distinct source tokens [Q]."""
+        return np.unique(self.pairs_P2[:, 0])
+
     @torch.no_grad()
     def score(self, table_VH: Tensor) -> float | None:
         """Return the share of queries whose nearest neighbour is a translation; None for fewer than FEWEST queries."""
@@ -48,18 +54,13 @@ class ProbeWords:
             return None
         queries_Q, targets_C = (torch.from_numpy(ids).to(table_VH.device) for ids in (self.queries, self.targets_C))
         rows_CH = F.normalize(table_VH[targets_C].float(), dim=-1)
-        nearest = []
+        nearest: list[int] = []
         for chunk in queries_Q.split(_CHUNK):
             cosine = F.normalize(table_VH[chunk].float(), dim=-1) @ rows_CH.T
             cosine.masked_fill_(chunk[:, None] == targets_C, -2.0)
             nearest += targets_C[cosine.argmax(1)].tolist()
-        probe = set(map(tuple, self.pairs_P2.tolist()))
-        return sum(pair in probe for pair in zip(self.queries.tolist(), nearest, strict=True)) / len(nearest)
-
-    @property
-    def queries(self) -> np.ndarray:
-        """Return the distinct source tokens [Q]."""
-        return np.unique(self.pairs_P2[:, 0])
+        entries = set(map(tuple, self.pairs_P2.tolist()))
+        return sum(pair in entries for pair in zip(self.queries.tolist(), nearest, strict=True)) / len(nearest)
 
 
 AlignmentProbe = dict[str, ProbeWords]
@@ -67,35 +68,36 @@ AlignmentProbe = dict[str, ProbeWords]
 
 
 def evaluate(
-    model: ExportedModel, source: Source, sources: list[Source], lexicon_paths: list[Path], withheld_share: float
-) -> dict[str, float]:
-    """Return the alignment scores of the dictionaries of the source's two languages, and the numbers of query words.
+    model: ExportedModel, langs: Sequence[str], sources: list[Source], lexicon_paths: list[Path], withheld_share: float
+) -> Scores:
+    """Return the alignment scores of the dictionaries of two languages, and the numbers of query words.
 
     sources: the sources in whose text translations are searched. lexicon_paths: all dictionaries that the model was
     trained with. withheld_share: the share of the dictionaries' words that training withheld.
     """
-    languages = {language for text in sources for language in text.langs}
-    lexicons = [load_lexicon(path, model.tokenizer, languages) for path in lexicon_paths]
-    of_pair = [lexicon for lexicon in lexicons if set(lexicon.langs) == set(source.langs)]
+    known = {language for source in sources for language in source.langs}
+    lexicons = [load_lexicon(path, model.tokenizer, known) for path in lexicon_paths]
+    pair = {short_code(language) for language in langs}
+    of_pair = [lexicon for lexicon in lexicons if {short_code(language) for language in lexicon.langs} == pair]
     if not of_pair:
         raise UserError(
-            f"task alignment needs a dictionary of {' and '.join(source.langs)}: --lexicons "
-            f"PATH/{'-'.join(source.langs)}.txt, or put it into lexicon/ beside the shards"
+            f"task alignment needs a dictionary of {' and '.join(langs)}: --lexicons PATH/{'-'.join(langs)}.txt, or "
+            f"put it into lexicon/ beside the shards"
         )
-    tokens = {language: language_tokens(language, sources, model.tokenizer) for language in source.langs}
-    scores: dict[str, float] = {}
-    directions = {lexicon.name: "->".join(lexicon.langs) for lexicon in of_pair}
+    targets = {lexicon.langs[1] for lexicon in of_pair}
+    tokens = {language: language_tokens(language, sources, model.tokenizer) for language in targets}
+    scores: Scores = {}
     for name, probe in build_probes(of_pair, lexicons, withheld_share, tokens).items():
+        direction = next("->".join(lexicon.langs) for lexicon in of_pair if lexicon.name == name)
         for subset, words in probe.items():
-            count, score = len(words.queries), words.score(model.encoder.embeddings)
             suffix = "" if subset == "withheld" else f" {subset}"
+            count = len(words.queries)
+            score = words.score(model.encoder.embeddings)
             if score is not None:
-                scores[directions[name] + suffix] = score
+                scores[direction + suffix] = score
             elif count:
                 few = f"only {count} {subset} words have one token, and {FEWEST} are needed"
-                print(
-                    f"alignment {name}: no score, since {few}; use a tokenizer with more whole words", file=sys.stderr
-                )
+                print(f"alignment {name}: no score, since {few}; use a tokenizer with whole words", file=sys.stderr)
             scores[f"words{suffix}"] = scores.get(f"words{suffix}", 0) + count
     return scores
 
@@ -124,8 +126,10 @@ def build_probes(
 
 def trained_tokens(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
     """Return the ids of one-token words in entries that are not withheld and whose two sides differ."""
-    entries = zip(*lexicon.without_withheld(withheld_share).ids, strict=True)
-    ids = {side[0] for a, b in entries if a != b for side in (a, b) if len(side) == 1}
+    ids: set[int] = set()
+    for entry in zip(*lexicon.without_withheld(withheld_share).ids, strict=True):
+        if entry[0] != entry[1]:
+            ids.update(side[0] for side in entry if len(side) == 1)
     return np.array(sorted(ids), dtype=np.int64)
 
 
@@ -137,12 +141,15 @@ def language_tokens(
     parts: int = 1,
     note: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
-    """Return the ids of the tokens in a sample (data/sample.py) of a language's text, without special tokens. part,
-    parts: the index and number of callers that share the sample. note: called before each batch, to show that work goes
-    on."""
+    """Return the ids of the tokens in a sample (data/sample.py) of a language's text, without special tokens. Text
+    under other names of the language is read if there is none under `language`. part, parts: the index and number of
+    callers that share the sample. note: called before each batch, to show that work goes on."""
     occurs = np.zeros(tokenizer.vocab_size, dtype=bool)
-    for texts in texts_of(language, sources, part=part, parts=parts):
-        note()
-        for ids in tokenizer.encode(texts):
-            occurs[ids] = True
+    known = sorted({name for source in sources for name in source.langs})
+    same = [name for name in known if short_code(name) == short_code(language)]
+    for name in [language] if language in known else same:
+        for texts in texts_of(name, sources, part=part, parts=parts):
+            note()
+            for ids in tokenizer.encode(texts):
+                occurs[ids] = True
     return np.flatnonzero(occurs & ~tokenizer.is_special)

@@ -1,4 +1,4 @@
-"""Confidence intervals of scores over sentences, by the bootstrap (Efron 1979).
+"""Confidence intervals of scores over sentences, by scipy's bootstrap (Efron 1979).
 
 A score is a function of sums over sentences: an accuracy uses two counts (right answers, sentences), an F1 three. The
 sentences are resampled with replacement REPLICATES times; the interval has 95 % of the resampled scores. Texts with the
@@ -7,25 +7,25 @@ same number of sentences are resampled in the same way, so that the scores of tw
 Shape letters: S sentences, C sums, R replicates.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 REPLICATES = 1000
 BOUNDS = (0.025, 0.975)
-AT_ONCE = 5_000_000
-"""The most sentences that are drawn in one array, which holds several resampled texts."""
+AT_ONCE = 2_000_000
+"""The most sentences that are drawn at once, in one or more resampled texts."""
 
 
 class Score(float):
     """A score that knows its values in resampled texts. Pickling or copying turns it into a plain float."""
 
-    resampled: Callable[[], np.ndarray]
-    """A function that returns the score in each resampled text [R]."""
+    resampled: np.ndarray
+    """The score in each resampled text [R]."""
 
-    def __new__(cls, value: float, resampled: Callable[[], np.ndarray]) -> "Score":
+    def __new__(cls, value: float, resampled: np.ndarray) -> "Score":
         score = super().__new__(cls, value)
         score.resampled = resampled
         return score
@@ -35,43 +35,44 @@ class Score(float):
 
     @property
     def interval(self) -> tuple[float, float]:
-        low, high = np.nanquantile(self.resampled(), BOUNDS)
+        low, high = np.nanquantile(self.resampled, BOUNDS)
         return float(low), float(high)
 
 
 def bootstrap(sums_SC: np.ndarray, scores_of: Callable[[np.ndarray], dict[str, np.ndarray]]) -> dict[str, float]:
     """Return {name: Score}. scores_of: maps the sums of texts [..., C] to {name: scores of these texts [...]}."""
+    sums_SC = np.asarray(sums_SC, dtype=np.float64)
+    sentences = len(sums_SC)
 
-    def compute(sums: np.ndarray) -> dict[str, np.ndarray]:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return scores_of(sums)
+    def scores_of_texts(drawn: np.ndarray, axis: int = -1) -> np.ndarray:
+        """Return the scores of texts [scores, texts]. drawn: the indices of the sentences of each text [texts, S]."""
+        scores = scores_of(sums_SC[drawn].sum(axis - 1))
+        return np.stack(list(scores.values()))
 
-    replicates = functools.cache(lambda: compute(resample(sums_SC)))
-    whole = compute(sums_SC.sum(0, dtype=np.float64))
-    return {name: Score(float(value), lambda name=name: replicates()[name]) for name, value in whole.items()}  # type: ignore[misc]
-
-
-def resample(sums_SC: np.ndarray) -> np.ndarray:
-    """Return the sums of each resampled text [R, C]."""
-    sentences, resampled = len(sums_SC), []
-    draw = np.random.default_rng(sentences)
-    at_once = max(1, AT_ONCE // max(sentences, 1))
-    for start in range(0, REPLICATES if sentences else 0, at_once):
-        shape = min(at_once, REPLICATES - start), sentences
-        drawn = draw.integers(0, sentences, shape) + sentences * np.arange(shape[0])[:, None]
-        times_RS = np.bincount(drawn.ravel(), minlength=shape[0] * sentences).reshape(shape)
-        resampled.append(times_RS @ sums_SC.astype(np.float64))
-    return np.concatenate(resampled) if resampled else np.zeros((REPLICATES, sums_SC.shape[1]))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        whole = scores_of(sums_SC.sum(0))
+        if sentences < 2:  # there is nothing to resample
+            return {name: Score(float(value), np.full(REPLICATES, value)) for name, value in whole.items()}
+        result = stats.bootstrap(
+            (np.arange(sentences),),
+            scores_of_texts,
+            n_resamples=REPLICATES,
+            batch=max(1, AT_ONCE // sentences),
+            vectorized=True,
+            method="percentile",
+            rng=np.random.default_rng(sentences),
+        )
+    scores_R = zip(whole.items(), result.bootstrap_distribution, strict=True)
+    return {name: Score(float(value), resampled) for (name, value), resampled in scores_R}
 
 
 def weighted_sum(scores: Sequence[float], weights: Sequence[float]) -> Score:
     """Return the weighted sum of scores, such as their mean or a difference, with its interval."""
-
-    def resampled() -> np.ndarray:
-        scores_R = [s.resampled() if isinstance(s, Score) else np.full(REPLICATES, s) for s in scores]
-        return np.asarray(weights) @ np.stack(scores_R)
-
-    return Score(sum(s * w for s, w in zip(scores, weights, strict=True)), functools.cache(resampled))
+    total, resampled = 0.0, np.zeros(REPLICATES)
+    for score, weight in zip(scores, weights, strict=True):
+        total += score * weight
+        resampled += weight * (score.resampled if isinstance(score, Score) else np.full(REPLICATES, score))
+    return Score(total, resampled)
 
 
 def mean(scores: Sequence[float]) -> Score:
@@ -80,22 +81,36 @@ def mean(scores: Sequence[float]) -> Score:
 
 def p_value(difference: Score) -> float:
     """Return the two-sided p value of a difference: twice the share of resampled texts with the other sign."""
-    values = difference.resampled()
-    return float(np.clip(2 * min((values <= 0).mean(), (values >= 0).mean()), 1 / REPLICATES, 1))
+    values = difference.resampled
+    smaller = min((values <= 0).mean(), (values >= 0).mean())
+    return float(np.clip(2 * smaller, 1 / REPLICATES, 1))
+
+
+def map_scores(results: Any, function: Callable[[Score], list[float]]) -> Any:
+    """Return the nested mappings with function(score) in place of each Score, without numbers that are no Score."""
+    if isinstance(results, Mapping):
+        inner = {name: map_scores(value, function) for name, value in results.items()}
+        return {name: value for name, value in inner.items() if value}
+    return function(results) if isinstance(results, Score) else None
 
 
 def intervals(results: Any) -> Any:
     """Return the nested mappings with [low, high] in place of each Score, without numbers that are no Score."""
-    if isinstance(results, Mapping):
-        inner = {name: intervals(value) for name, value in results.items()}
-        return {name: bounds for name, bounds in inner.items() if bounds}
-    return list(results.interval) if isinstance(results, Score) else None
+    return map_scores(results, lambda score: list(score.interval))
+
+
+def resampled_scores(results: Any) -> Any:
+    """Return the nested mappings with the values in resampled texts [R] in place of each Score, without other numbers.
+    The values have six digits."""
+    return map_scores(results, lambda score: [float(f"{value:.6g}") for value in score.resampled])
 
 
 def format_score(name: str, value: float) -> str:
     """Return text such as `accuracy 0.94 [0.92, 0.96]`; a value that is no Score has no interval."""
-    bounds = " [{:,.4g}, {:,.4g}]".format(*value.interval) if isinstance(value, Score) else ""
-    return f"{name} {value:,.4g}{bounds}"
+    if not isinstance(value, Score):
+        return f"{name} {value:,.4g}"
+    low, high = value.interval
+    return f"{name} {value:,.4g} [{low:,.4g}, {high:,.4g}]"
 
 
 def class_scores(
@@ -125,7 +140,8 @@ def entity_scores(counts_S3: np.ndarray) -> dict[str, float]:
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         right, predicted, gold = np.moveaxis(sums, -1, 0)
-        f1, precision = 2 * right / np.maximum(predicted + gold, 1), right / np.maximum(predicted, 1)
+        f1 = 2 * right / np.maximum(predicted + gold, 1)
+        precision = right / np.maximum(predicted, 1)
         return {"f1": f1, "precision": precision, "recall": right / np.maximum(gold, 1)}
 
     return bootstrap(counts_S3, scores_of)

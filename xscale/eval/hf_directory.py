@@ -1,8 +1,9 @@
 """Writes a trained encoder as a Hugging Face directory, and checks that transformers reads the same model from it."""
 
 import copy
+import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from xscale import files
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
 from xscale.eval.card import CARD
-from xscale.eval.sentence_files import save_pooling
+from xscale.eval.sentence_files import save_pooling, write_json
 from xscale.models.build import longest_sequence, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, load_heads, save_heads
@@ -48,27 +49,41 @@ def write_directory(
     Raises UserError if the model lacks such layers, and RuntimeError if transformers reads another model than was
     written.
     """
-    whole, model = lm, cast(Any, lm)
-    if layers is not None:
-        lm, heads = first_layers(whole, layers), {}
-        model = lm.base_model
+    written: Any = lm if layers is None else first_layers(lm, layers).base_model
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False)
     tokenizer.model_max_length = longest_sequence(lm.config)
     # The tokenizer returns token types if training used them for a pair's two sentences, not for languages.
     types = ["token_type_ids"] if run_fields(lm.config, source).get("segments") else []
     tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
     with files.publish(out) as partial:
-        model.save_pretrained(partial)
+        written.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        save_heads(heads, partial)
+        write_names_of_transformers_4(partial)
+        save_heads(heads if layers is None else {}, partial)
         save_pooling(partial, pooling, lm.config, longest_sequence(lm.config))
         if card:
             card.save(partial / CARD)
         files.apply_umask(partial)
         if layers is not None:
-            check_states(whole, layers, partial)
+            check_states(lm, layers, partial)
         elif problem := export_problem(lm, heads, partial):
             raise RuntimeError(f"{source} was not exported: {problem}. This is a bug in xscale, not a fault of the run")
+
+
+def write_names_of_transformers_4(folder: Path) -> None:
+    """Add what transformers 4 reads in place of what transformers 5 writes: the tokenizer's class, and the base of
+    ModernBERT's rotary embeddings. Transformers 5 reads the same values."""
+    path = folder / "tokenizer_config.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    if tokenizer.get("tokenizer_class") == "TokenizersBackend":
+        write_json(path, tokenizer | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    ropes = config.get("rope_parameters") or {}
+    if {"full_attention", "sliding_attention"} <= ropes.keys():
+        config["global_rope_theta"] = ropes["full_attention"]["rope_theta"]
+        config["local_rope_theta"] = ropes["sliding_attention"]["rope_theta"]
+        write_json(path, config)
 
 
 def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:

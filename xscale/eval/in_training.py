@@ -43,7 +43,7 @@ from xscale.run_spec import (
     sample_links,
     shows_neutral,
 )
-from xscale.step.step import gather_rows, measure_rows
+from xscale.step.step import measure_rows
 
 LOG = logging.getLogger("xscale")
 Results = dict[str, dict[str, float]]
@@ -283,11 +283,9 @@ class RetrievalTask:
 
     def __init__(self, task: EvalTask, run_spec: RunSpec, engine: Any, process: Process, note: Callable[[str], None]):
         """Read this rank's texts. Raises RankError."""
-        self.note, self.process, self.limit = partial(note, f"measuring {task.name}"), process, task.limit
-        self.sources, self.texts = (
-            sources_by_row(task, find_task_sources(task, run_spec)),
-            list[list[tuple[str, ...]]](),
-        )
+        self.note = partial(note, f"measuring {task.name}")
+        self.sources = sources_by_row(task, find_task_sources(task, run_spec))
+        self.texts: list[list[tuple[str, ...]]] = []
         for source in self.sources.values():
             self.note()
             try:
@@ -297,18 +295,12 @@ class RetrievalTask:
         self.model = ModelInTraining(run_spec, engine)
 
     def measure(self) -> Results:
-        results, world, encoder = {}, self.process.world, self.model.encoder
-        encoder.eval()
-        for (row, source), own_texts in zip(self.sources.items(), self.texts, strict=True):
-            ids, sides, pairs = self.model.language_ids(source.langs), [], min(self.limit, source.records)
-            order = torch.tensor([n for rank in range(world) for n in range(rank, pairs, world)]).argsort()
-            for side, language in enumerate(source.langs):
-                self.note()
-                texts = [texts[side] for texts in own_texts]
-                (vectors,) = retrieval.embed(self.model, texts, ids[language], [(self.model.pooling, -1)]).values()
-                sides.append(gather_rows(vectors.float())[0][order.to(vectors.device)])
-            results[row] = retrieval.accuracies(sides[0], sides[1], "cosine", source.langs)
-        encoder.train()
+        results: Results = {}
+        self.model.encoder.eval()
+        for (row, source), texts in zip(self.sources.items(), self.texts, strict=True):
+            self.note()
+            (results[row],) = retrieval.evaluate(self.model, texts, source.langs).values()
+        self.model.encoder.train()
         return results
 
 

@@ -11,10 +11,11 @@ import torch
 from xscale import files
 from xscale.checkpoint.store import is_run
 from xscale.config import DataConfig
+from xscale.data.scripts import short_code
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval.bootstrap import intervals
+from xscale.eval.bootstrap import intervals, resampled_scores
 from xscale.eval.sentence_files import read_pooling
 from xscale.models.build import longest_sequence, read_pretrained, run_fields
 from xscale.models.encoder import Encoder
@@ -72,8 +73,11 @@ class ExportedModel:
         return self.encoder.lm.config.num_hidden_layers
 
     def language_ids(self, languages: Sequence[str]) -> dict[str, int]:
-        """Return the id of each language; 0, the neutral embedding, for languages that the model does not know."""
-        return dict.fromkeys(languages, 0) | {name: i for i, name in enumerate(self.languages) if i}
+        """Return the id of each language by its own name or, if the model has only another spelling (`deu_Latn` for
+        `de`), by that; 0, the neutral embedding, for languages that the model does not know."""
+        by_name = {name: i for i, name in enumerate(self.languages) if i}
+        by_code = {short_code(name): i for name, i in reversed(by_name.items())}
+        return {language: by_name.get(language, by_code.get(short_code(language), 0)) for language in languages}
 
 
 def read_texts(source: Source, limit: int, start: int = 0, step: int = 1) -> list[tuple[str, ...]]:
@@ -89,8 +93,8 @@ def check_output_file(path: Path) -> None:
 
 
 def write_results(out: Path | None, model: Path, results: dict, failed: dict, **more: Any) -> None:
-    """Write scores and intervals to `out`, unless it is None. results, failed: {task: {results row: scores or
-    error}}."""
+    """Write scores, their intervals and their values in resampled texts to `out`, unless it is None. Differences of the
+    resampled values of two models on one text are paired. results, failed: {task: {results row: scores or error}}."""
     if out:
         content = {"model": str(model), "results": results, "intervals": intervals(results), "failed": failed, **more}
-        files.write_text(out, json.dumps(content, indent=1) + "\n")
+        files.write_text(out, json.dumps(content | {"resampled": resampled_scores(results)}) + "\n")

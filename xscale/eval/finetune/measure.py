@@ -24,7 +24,6 @@ from xscale.eval.finetune.transfer import (
     plan_training,
     write_predictions,
 )
-from xscale.eval.means import print_means
 from xscale.eval.model import ExportedModel, check_output_file, write_results
 from xscale.ranks import HostGroup, Process
 from xscale.step.ds_config import read_ds_config
@@ -216,7 +215,6 @@ def write_outputs(
 def print_table(task: str, table: TransferTable) -> None:
     for row, metrics in table.rows.items():
         print(f"{task} {row}: " + ", ".join(format_score(metric, value) for metric, value in metrics.items()))
-    print_means(task, table.rows)
     for language, summary in table.summary.items():
         if "delta" in summary:
             deviation = f" ± {summary['delta_std']:.2g}" if "delta_std" in summary else ""
