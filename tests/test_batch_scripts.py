@@ -115,13 +115,12 @@ def test_prepare_is_one_process(tmp_path: Path, tool: str) -> None:
     assert (done.returncode, done.stdout.splitlines(), done.stderr) == (2, expected, "")
 
 
-def test_each_job_of_an_evaluations_array_has_a_part(tmp_path: Path) -> None:
+def test_an_evaluation_gets_the_flags(tmp_path: Path) -> None:
     (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\nexit 2\n')
     (tmp_path / "python").chmod(0o755)
-    array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "4"}
-    variables = array | {"VENV": "none", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    words = ["--model", "m", "--suite", "all", "--texts", "a b", "--parts", "parts"]
+    variables = {"VENV": "none", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = ["--model", "m", "--task", "retrieval", "--texts", "a b", "--out", "scores.json"]
     command = ["bash", "slurm/evaluate.sbatch", *words]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=20)
-    expected = ["-m", "xscale.eval.run", *words, "--part", "2/4"]
+    expected = ["-m", "xscale.eval.run", *words]
     assert (done.returncode, done.stdout.splitlines(), done.stderr) == (2, expected, "")

@@ -55,14 +55,18 @@ def test_differences_are_paired() -> None:
     assert bootstrap.mean([a, b]) == pytest.approx((a + b) / 2) and bootstrap.mean([a, 0.5]).interval[0] < a
 
 
-def test_the_sums_are_those_of_drawn_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = np.random.default_rng(2).integers(0, 9, (7, 3)).astype(float)
-    whole = bootstrap.resample(sums)
-    draw = np.random.default_rng(7)
-    drawn = draw.integers(0, 7, (bootstrap.REPLICATES, 7))
-    np.testing.assert_allclose(whole, [sum(sums[i] for i in row) for row in drawn])
-    monkeypatch.setattr(bootstrap, "AT_ONCE", 70)
-    np.testing.assert_array_equal(bootstrap.resample(sums), whole)
+def test_the_scores_are_those_of_drawn_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sentences are drawn for every model, however many texts are drawn at once."""
+    sums = np.random.default_rng(2).integers(1, 9, (7, 2)).astype(float)
+    drawn = np.random.default_rng(7).integers(0, 7, (bootstrap.REPLICATES, 7))
+    expected = sums[drawn].sum(1)
+    for at_once in (70, 10**6):
+        monkeypatch.setattr(bootstrap, "AT_ONCE", at_once)
+        found = bootstrap.bootstrap(sums, lambda sums: {"a": sums[..., 0], "b": sums[..., 0] / sums[..., 1]})
+        np.testing.assert_allclose(found["a"].resampled, expected[:, 0])  # type: ignore[attr-defined]
+        np.testing.assert_allclose(found["b"].resampled, expected[:, 0] / expected[:, 1])  # type: ignore[attr-defined]
+    one = bootstrap.bootstrap(sums[:1], lambda sums: {"a": sums[..., 0]})["a"]
+    assert isinstance(one, Score) and one.interval == (sums[0, 0], sums[0, 0])
 
 
 def test_macro_f1_is_that_of_scikit_learn() -> None:
@@ -82,6 +86,8 @@ def test_what_is_written_and_printed() -> None:
     assert bootstrap.intervals({"task": {"en": {"accuracy": score, "n": 3}, "de": {"n": 1}}}) == {
         "task": {"en": {"accuracy": [low, high]}}
     }
+    written = bootstrap.resampled_scores({"task": {"en": {"accuracy": score, "n": 3}}})["task"]["en"]
+    assert written == {"accuracy": pytest.approx(score.resampled)} and len(written["accuracy"]) == bootstrap.REPLICATES
     assert bootstrap.format_score("accuracy", score) == f"accuracy 0.9 [{low:.4g}, {high:.4g}]"
     assert bootstrap.format_score("n", 3) == "n 3"
     assert type(copy.deepcopy({"a": score})["a"]) is float

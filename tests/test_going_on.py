@@ -1,6 +1,5 @@
 """Going on from other models and runs: whose tokenizer, whose language embeddings, whose heads."""
 
-import copy
 import json
 import os
 import re
@@ -14,12 +13,13 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 import torch
+import transformers
 import yaml
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig, PreTrainedModel, pipeline
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertConfig, PreTrainedModel, pipeline
 
 from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
@@ -32,11 +32,9 @@ from xscale.data.packed_row import Tokens
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
 from xscale.data.stream_batch import Context, StreamBatch
-from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval import bootstrap as intervals
-from xscale.eval import heldout, hf_directory, onnx_file, retrieval
-from xscale.eval.card import add_scores
+from xscale.eval import heldout, hf_directory, retrieval
 from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.sentence_files import trained_pooling
 from xscale.models.build import build_encoder
@@ -503,7 +501,7 @@ def test_held_out_losses_of_alignlm_have_intervals_over_pairs(
     monkeypatch.setattr(heldout, "bootstrap", bootstrap)
     totals = [[0.0, 0.0]]
     for pairs in range(1, 13):
-        found = heldout.evaluate_alignlm(model, source, pairs)
+        found = heldout.evaluate_alignlm(model, source, pairs, "alignlm")
         terms = [[found.get(f"alignlm_{term}_{what}", 0.0) for what in ("loss", "targets")] for term in ("mono", "bi")]
         totals.append([loss * targets for loss, targets in terms])
     for number, term in enumerate(("mono", "bi")):
@@ -592,46 +590,42 @@ def test_an_export_pools_as_its_recipe_says(
 
 
 def test_the_card_is_the_hubs(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
-    """What huggingface_hub reads of it is what was measured at the checkpoint's step, also after it is written again;
-    later scores replace those of the same rows."""
+    """What huggingface_hub reads of it is what was measured at the checkpoint's step, also after it is written
+    again."""
     shutil.copytree(ended[1] / "checkpoints", tmp_path / "run" / "checkpoints")
     rows = [(6, {"en-xx": {"accuracy": 0.1}}), (7, {"en-xx": {"accuracy": 0.75, "sentences": 9, "perplexity": None}})]
-    entries = [json.dumps({"step": step, "results": {"retrieval": of}}) + "\n" for step, of in rows]
-    (tmp_path / "run" / "evals.jsonl").write_text("".join(entries))
-    tokens = [json.dumps({"step": step, "tokens": 1000 * step}) + "\n" for step in range(1, 10)]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(tokens))
-    (tmp_path / "run" / "evals").mkdir()
-    hook = {"results": {"mining": {"en-xx": {"F1": 0.5}}}, "intervals": {"mining": {"en-xx": {"F1": [0.4, 0.6]}}}}
-    (tmp_path / "run" / "evals" / "step_7.json").write_text(json.dumps(hook))
+    measured = {"intervals": {"retrieval": {"en-xx": {"accuracy": [0.5, 0.9]}}}}
+    entries = [json.dumps({"step": step, "results": {"retrieval": row}} | measured) + "\n" for step, row in rows]
+    (tmp_path / "run" / "evals.jsonl").write_text("".join(entries) + '{"step": 7, "resul')
     export.export(tmp_path / "run", tmp_path / "hf")
     card = ModelCard.load(tmp_path / "hf" / "README.md")
     assert (card.data.language, card.data.license, card.data.model_name) == (["en", "xx", "yy"], "unknown", "hf")
     assert {"xscale", "ppa", "alignlm"} <= set(card.data.tags) and card.data.base_model is None
     read = [(s.task_name, s.dataset_name, s.metric_type, s.metric_value, s.metric_args) for s in card.data.eval_results]
-    interval = {"interval_95": [0.4, 0.6]}
-    assert read == [("retrieval", "en-xx", "accuracy", 0.75, None), ("mining", "en-xx", "F1", 0.5, interval)]
-    assert "7 optimizer steps and 28,000 tokens" in card.text and "| 0.5 | 0.4 to 0.6 |" in card.text
+    assert read == [("retrieval", "en-xx", "accuracy", 0.75, {"interval_95": [0.5, 0.9]})]
+    assert "7 optimizer steps from random weights" in card.text and "needs transformers 4.0 or newer" in card.text
+    assert "| retrieval | en-xx | accuracy | 0.75 | 0.5 to 0.9 |\n\n## Intended use\n" in card.text
+    assert "No score was measured.\n\n## Intended use\n" in ModelCard.load(ended[2] / "README.md").text
     recipe_text = card.text.partition("```yaml\n")[2].partition("```")[0]
     identity = checkpoints.read_checkpoint(tmp_path / "run/checkpoints/step_00000007").identity
     assert yaml.safe_load(recipe_text) == identity["recipe"]
     card.save(tmp_path / "again.md")
     assert ModelCard.load(tmp_path / "again.md").data.to_dict() == card.data.to_dict()
-    for step in range(1, 5):  # a fork has the lines of its own steps alone
-        tokens[step - 1] = ""
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(tokens))
-    (tmp_path / "run" / "ancestry.json").write_text('[{"run": "/runs/before", "step": 4, "changed": []}]')
-    export.export(tmp_path / "run", tmp_path / "fork")
-    said = ModelCard.load(tmp_path / "fork" / "README.md").text
-    assert "7 optimizer steps and 18,000 tokens in those from step 5 on" in said
-    assert "the steps to 4 are those of the run before" in said
-    for path, value in [("/a/bucc/test", 0.25), ("/a/bucc/test", 0.625), ("/a/other/test", 0.125)]:
-        scores, paths = {"mining": {"en-xx": {"F1": value}}}, {"mining": {"en-xx": Path(path)}}
-        add_scores(tmp_path / "hf", scores, {}, paths)
-    later = ModelCard.load(tmp_path / "hf" / "README.md")
-    assert [score.metric_value for score in later.data.eval_results] == [0.75, 0.5, 0.625, 0.125]
-    assert "| mining | en-xx (bucc/test) | F1 | 0.625 |" in later.text and "0.25" not in later.text
-    section = later.text.partition("## Scores")
-    assert section[0].strip() == card.text.partition("## Scores")[0].strip() and "## Limits" in section[2]
+
+
+def test_an_export_loads_with_transformers_4(ended: tuple[StepModule, Path, Path], demo: Path, tmp_path: Path) -> None:
+    """It has the names that transformers 4 reads: the tokenizer's class, and the base of ModernBERT's rotary
+    embeddings, for which transformers 4 would take 10,000 in local layers. Transformers 5 reads the same model."""
+    written = json.loads((ended[2] / "tokenizer_config.json").read_text())["tokenizer_class"]
+    assert written != "TokenizersBackend" and hasattr(transformers, written)
+    lm = make("modernbert", torch.float32).lm
+    for rope in lm.config.rope_parameters.values():
+        rope["rope_theta"] = 80_000.0
+    hf_directory.write_directory(tmp_path / "hf", lm, {}, demo / "tokenizer", "mean", "modernbert")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["global_rope_theta"] == config["local_rope_theta"] == 80_000.0
+    again = AutoConfig.from_pretrained(tmp_path / "hf")
+    assert {rope["rope_theta"] for rope in again.rope_parameters.values()} == {80_000.0}
 
 
 def test_an_export_is_pushed_to_the_hub(
@@ -664,8 +658,9 @@ def test_the_first_layers_are_exported(ended: tuple[StepModule, Path, Path], dem
     export.export(ended[1], tmp_path / "hf", layers=1)
     cut = ExportedModel(tmp_path / "hf")
     assert whole.num_layers == 2 and cut.num_layers == 1 and cut.headless and cut.heads == {}
-    (of_whole,) = retrieval.evaluate(whole, source, 50, retrieval.make_variants(whole, layers=[1])).values()
-    (of_cut,) = retrieval.evaluate(cut, source, 50).values()
+    texts = read_texts(source, 50)
+    (of_whole,) = retrieval.evaluate(whole, texts, source.langs, retrieval.make_variants(whole, layers=[1])).values()
+    (of_cut,) = retrieval.evaluate(cut, texts, source.langs).values()
     assert of_whole == of_cut
     card = ModelCard.load(tmp_path / "hf" / "README.md")
     assert card.data.pipeline_tag == "feature-extraction" and "its first 1 layers" in card.text
@@ -682,80 +677,6 @@ def test_the_first_layer_of_every_model_type_is_its_state_or_refused(kind: str, 
             hf_directory.check_states(lm, 1, tmp_path)
     else:
         hf_directory.check_states(lm, 1, tmp_path)
-
-
-def export_onnx(
-    checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *more: str
-) -> tuple[int, str]:
-    """The exit code of the command, and what it says to stderr."""
-    monkeypatch.setattr(sys, "argv", ["export", str(checkpoint), str(out), "--onnx", *more])
-    code = export.main()
-    return code, capsys.readouterr().err
-
-
-def onnx_states(folder: Path, inputs: dict[str, Tensor]) -> Tensor:
-    """The states by onnxruntime, which refuses inputs that the model does not take."""
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(folder / "onnx" / "model.onnx")
-    (states,) = session.run(["last_hidden_state"], {name: tensor.numpy() for name, tensor in inputs.items()})
-    return torch.from_numpy(states)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bert", "modernbert"])
-def test_onnx_has_the_states_of_transformers(demo: Path, tokenizer: Tokenizer, tmp_path: Path, kind: str) -> None:
-    """For batches of one pair of texts and of several, of several lengths, padded; bert's have token types."""
-    lm = make(kind, torch.float32, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id).lm
-    lm.config.xscale = {"segments": kind == "bert"}
-    hf_directory.write_directory(tmp_path, lm, {}, demo / "tokenizer", "mean", kind)
-    onnx_file.write_onnx(tmp_path)
-    theirs, (source,) = AutoModel.from_pretrained(tmp_path).eval(), find_sources([demo / "heldout"])
-    encode, texts = AutoTokenizer.from_pretrained(tmp_path), read_texts(source, 40)
-    assert ("token_type_ids" in encode("a")) == (kind == "bert")
-    for batch in (texts[:1], texts[1:8], texts[8:], [("a", "b"), ("word " * 600, "a")], [("", "")]):
-        first, second = map(list, zip(*batch, strict=True))
-        inputs = encode(first, second, padding=True, truncation=True, return_tensors="pt")
-        with torch.no_grad():
-            expected = theirs(**inputs).last_hidden_state
-        kept = inputs["attention_mask"].bool()
-        torch.testing.assert_close(onnx_states(tmp_path, inputs)[kept], expected[kept], rtol=0, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_onnx_is_where_sentence_transformers_looks(
-    ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """An export of the first layer gets ONNX, too. States that differ from PyTorch's are refused and not written."""
-    from sentence_transformers.backend.utils import backend_should_export
-
-    assert export_onnx(ended[1], tmp_path / "hf", monkeypatch, capsys, "--layers", "1")[0] == 0
-    wanted = {"subfolder": "onnx", "file_name": "model.onnx"}
-    assert backend_should_export(tmp_path / "hf", True, {}, "model.onnx", "*.onnx", "ONNX") == (False, wanted)
-    inputs = AutoTokenizer.from_pretrained(tmp_path / "hf")("the dog sees a cat", return_tensors="pt")
-    with torch.no_grad():
-        expected = AutoModel.from_pretrained(tmp_path / "hf").eval()(**inputs).last_hidden_state
-    torch.testing.assert_close(onnx_states(tmp_path / "hf", inputs), expected, rtol=0, atol=1e-4)
-
-    write = torch.onnx.export
-
-    def write_other(encoder: torch.nn.Module, *given: Any, **more: Any) -> None:
-        other = copy.deepcopy(encoder)
-        next(other.parameters()).mul_(1.1)
-        write(other, *given, **more)
-
-    monkeypatch.setattr(torch.onnx, "export", write_other)
-    code, said = export_onnx(ended[1], tmp_path / "other", monkeypatch, capsys)
-    assert code == 2 and re.search(r"--onnx: .*away from PyTorch", said)
-    assert (tmp_path / "other" / "model.safetensors").exists() and not (tmp_path / "other" / "onnx").exists()
-
-
-def test_onnx_needs_its_packages(
-    ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
-    code, said = export_onnx(ended[1], tmp_path / "hf", monkeypatch, capsys)
-    assert code == 2 and re.search(r"--onnx needs .*onnxscript.*'xscale\[onnx\]'", said) and not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", [*(name for name in shipped_recipes() if "/" not in name), "language_embeddings"])
@@ -815,5 +736,6 @@ def test_sentence_transformers_makes_our_vectors(
         found = theirs.encode(texts, convert_to_tensor=True).cpu()
         torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
         sides.append(found[:100])
-    expected = retrieval.evaluate(model, source, 100, retrieval.make_variants(model, [pooling]))
+    variants = retrieval.make_variants(model, [pooling])
+    expected = retrieval.evaluate(model, read_texts(source, 100), source.langs, variants)
     assert [retrieval.accuracies(*sides, "cosine", source.langs)] == [*expected.values()]

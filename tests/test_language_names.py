@@ -13,7 +13,6 @@ from xscale.data.lexicon import cut_pair, pair_of
 from xscale.data.mixture import initial_state, source_weights
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
-from xscale.eval import mining
 from xscale.ranks import Process
 from xscale.run_spec import resolve_run
 
@@ -99,14 +98,6 @@ def test_a_joined_name_is_cut_where_languages_meet(name: str, languages: tuple[s
     if found is None:
         with pytest.raises(UserError, match=rf"{name}\.txt: .*en-de\.txt.*en-zh-CN\.txt"):
             pair_of(Path(f"{name}.txt"), languages)
-
-
-def test_files_beside_a_prefix_say_its_languages(tmp_path: Path) -> None:
-    prefix = tmp_path / "en-pt-br.test"
-    for side in ("en", "pt-br.xz"):
-        prefix.with_name(f"{prefix.name}.{side}").touch()
-    assert mining.prefix_languages(prefix) == ("en", "pt-br")
-    assert mining.prefix_languages(tmp_path / "zh-CN-en.test") == ("zh-CN", "en")
 
 
 def test_a_dictionary_is_filtered(data: Path, tmp_path: Path) -> None:

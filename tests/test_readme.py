@@ -143,7 +143,7 @@ def test_examples_of_several_machines_add_gradients_up_in_fp32() -> None:
 
 @pytest.mark.slow
 def test_commands_of_the_pages(tmp_path: Path) -> None:
-    """All but those of a cluster and of a GPU; docs/evaluation.md's are run by test_eval_tasks.py and test_mteb.py.
+    """All but those of a cluster and of a GPU; docs/evaluation.md's are run by test_eval_tasks.py.
     tests/forked.py starts them, those of DeepSpeed's launcher as 2 ranks."""
     for name in ("xscale", "ds_configs"):
         (tmp_path / name).symlink_to(launch.ROOT / name)

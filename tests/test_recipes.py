@@ -16,7 +16,7 @@ from xscale.checkpoint.restore import full_weights
 from xscale.config import RECIPES
 from xscale.data.shards import find_sources
 from xscale.eval import heldout, retrieval
-from xscale.eval.model import ExportedModel
+from xscale.eval.model import ExportedModel, read_texts
 from xscale.step.adam import operators_directory
 
 pytestmark = pytest.mark.slow
@@ -109,7 +109,7 @@ def test_a_model_type_without_a_pass_of_our_own(runs: Path, demo: Path, tmp_path
     assert all(torch.equal(weights[name], trained[f"encoder.lm.{name}"]) for name in weights)
     model, (source,) = ExportedModel(tmp_path / "hf"), find_sources([demo / "heldout"])
     assert heldout.evaluate(model, source, 50)["tlm_loss"] < 9
-    assert retrieval.evaluate(model, source, 50)[""]["sentences"] == 50
+    assert retrieval.evaluate(model, read_texts(source, 50), source.langs)[""]["sentences"] == 50
 
 
 @pytest.mark.parametrize("name", [name for name in DS_CONFIGS if name not in STAGE_3])

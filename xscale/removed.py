@@ -13,8 +13,18 @@ FLAGS: dict[str, str] = {
     "--plugin": "name an objective of your own in the recipe: streams.NAME.objective=MODULE:NAME",
     # One line for each flag.
     "--data_change": "`--fork RUN@STEP --out NEW` takes further --data, and the old data continue where they were",
+    "--suite": "give each test set to --task by its own flags",
+    "--parts": "give each job its own --task and --out",
+    "--part": "give each job its own --task and --out",
+    "--card": "`huggingface_hub.metadata_update` adds scores to a model's card",
+    "--mteb": "an export is a sentence-transformers model: `mteb run -m HF_DIR -t TASK`",
+    "--mining": "sentence-transformers' `paraphrase_mining`, or mteb's BUCC task",
+    "--mining_dev": "mteb's BUCC task sets its own threshold",
+    "--xsim_plus": "LASER's xsim.py reads vectors of `SentenceTransformer(HF_DIR).encode`",
+    "--finetune": "`python -m xscale.eval.finetune` is a command of its own",
+    "--onnx": "`optimum-cli export onnx --model HF_DIR OUT`, in an environment that has optimum-onnx",
 }
-"""By flag, such as "--data_change"; if another command keeps the flag, after its command: "eval.run --suite"."""
+"""By flag, such as "--data_change"; if another command keeps the flag, after its command: "--suite"."""
 
 FIELDS: dict[str, str] = {
     # One line for each field.
@@ -30,6 +40,8 @@ FIELDS: dict[str, str] = {
 COMMANDS: dict[str, str] = {
     "xscale.doctor": "`xscale/train.py --dry_run` checks the recipe, the data and the disk, and ds_report the machine",
     "xscale.merge": "export the models, and merge the exports by mergekit",
+    # One line for each command.
+    "xscale.eval.compare": "`python -m xscale.report A.json B.json --out table.html`",
 }
 """By module: "xscale.doctor"."""
 

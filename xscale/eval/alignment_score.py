@@ -22,7 +22,7 @@ from torch import Tensor
 
 from xscale.data.lexicon import Lexicon, load_lexicon
 from xscale.data.sample import texts_of
-from xscale.data.scripts import short_code
+from xscale.data.scripts import names_of
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -77,8 +77,11 @@ def evaluate(
     """
     known = {language for source in sources for language in source.langs}
     lexicons = [load_lexicon(path, model.tokenizer, known) for path in lexicon_paths]
-    pair = {short_code(language) for language in langs}
-    of_pair = [lexicon for lexicon in lexicons if {short_code(language) for language in lexicon.langs} == pair]
+    of_pair = []
+    for lexicon in lexicons:
+        first, second = lexicon.langs
+        if {*names_of(first, langs), *names_of(second, langs)} == set(langs):
+            of_pair.append(lexicon)
     if not of_pair:
         raise UserError(
             f"task alignment needs a dictionary of {' and '.join(langs)}: --lexicons PATH/{'-'.join(langs)}.txt, or "
@@ -146,8 +149,7 @@ def language_tokens(
     callers that share the sample. note: called before each batch, to show that work goes on."""
     occurs = np.zeros(tokenizer.vocab_size, dtype=bool)
     known = sorted({name for source in sources for name in source.langs})
-    same = [name for name in known if short_code(name) == short_code(language)]
-    for name in [language] if language in known else same:
+    for name in names_of(language, known):
         for texts in texts_of(name, sources, part=part, parts=parts):
             note()
             for ids in tokenizer.encode(texts):

@@ -49,9 +49,13 @@ def checkpoint_card(
     languages = config.xscale["languages"][1:]
     init = recipe["model"]["init"]
     objectives = sorted({stream["objective"] for stream in recipe["streams"].values()})
-    sources = [f"- `{data['source']}`, fingerprint `{data['fingerprint'][:12]}`" for data in checkpoint.identity["data"]]
+    sources = [
+        f"- `{data['source']}`, fingerprint `{data['fingerprint'][:12]}`" for data in checkpoint.identity["data"]
+    ]
     summary = f"A text encoder of {', '.join(languages)}, trained by xscale. Objectives: {', '.join(objectives)}."
-    purpose = "Sentence vectors for retrieval across languages, word alignment, fine-tuning of classifiers, taggers and "
+    purpose = (
+        "Sentence vectors for retrieval across languages, word alignment, fine-tuning of classifiers, taggers and "
+    )
     purpose += "question answering"
     header = {
         "language": languages,

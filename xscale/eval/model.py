@@ -11,7 +11,7 @@ import torch
 from xscale import files
 from xscale.checkpoint.store import is_run
 from xscale.config import DataConfig
-from xscale.data.scripts import short_code
+from xscale.data.scripts import names_of
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -75,9 +75,11 @@ class ExportedModel:
     def language_ids(self, languages: Sequence[str]) -> dict[str, int]:
         """Return the id of each language by its own name or, if the model has only another spelling (`deu_Latn` for
         `de`), by that; 0, the neutral embedding, for languages that the model does not know."""
-        by_name = {name: i for i, name in enumerate(self.languages) if i}
-        by_code = {short_code(name): i for name, i in reversed(by_name.items())}
-        return {language: by_name.get(language, by_code.get(short_code(language), 0)) for language in languages}
+        ids = dict.fromkeys(languages, 0)
+        for language in languages:
+            for name in names_of(language, self.languages[1:])[:1]:
+                ids[language] = self.languages.index(name)
+        return ids
 
 
 def read_texts(source: Source, limit: int, start: int = 0, step: int = 1) -> list[tuple[str, ...]]:
