@@ -32,6 +32,7 @@ from xscale.data.packed_row import Tokens
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
 from xscale.data.stream_batch import Context, StreamBatch
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval import bootstrap as intervals
 from xscale.eval import heldout, hf_directory, retrieval

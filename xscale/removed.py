@@ -24,7 +24,7 @@ FLAGS: dict[str, str] = {
     "--finetune": "`python -m xscale.eval.finetune` is a command of its own",
     "--onnx": "`optimum-cli export onnx --model HF_DIR OUT`, in an environment that has optimum-onnx",
 }
-"""By flag, such as "--data_change"; if another command keeps the flag, after its command: "--suite"."""
+"""By flag, such as "--data_change"; if another command keeps the flag, after its command: "eval.run --suite"."""
 
 FIELDS: dict[str, str] = {
     # One line for each field.
