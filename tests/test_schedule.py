@@ -85,3 +85,11 @@ def test_steps_that_are_left_out() -> None:
     for wrong in ("[7..9]", "[-3]", "[a-b]", "[1-2-3]", "[1.5]", "3", "[601-9999, 1-600]"):
         with pytest.raises(UserError, match=r"train.skip_steps"):
             load(f"skip_steps={wrong}")
+
+
+def test_an_unknown_curve_is_no_line() -> None:
+    """Such as one that the recipe's type has and the formula lacks."""
+    train = load().train
+    object.__setattr__(train, "schedule", "square")
+    with pytest.raises(KeyError, match="square"):
+        train.learning_rate(STEPS - 1)

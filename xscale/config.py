@@ -225,8 +225,8 @@ class TrainConfig:
         if step < warmup:
             return self.lr * (step + 1) / warmup
         x = max(step - (self.steps - decay), 0) / max(decay, 1)
-        falls = {"cosine": (1 + math.cos(math.pi * x)) / 2, "1-sqrt": 1 - math.sqrt(x)}
-        return self.lr * falls.get(self.schedule or "linear", 1 - x)
+        falls = {"linear": 1 - x, "cosine": (1 + math.cos(math.pi * x)) / 2, "1-sqrt": 1 - math.sqrt(x)}
+        return self.lr * falls[self.schedule or "linear"]
 
 
 @dataclass(frozen=True, config=STRICT)
