@@ -1,1 +1,1 @@
-"""Reports on runs and their models, on an HTML page or in the console."""
+"""A report of runs and of result files, on one HTML page."""

@@ -1,276 +1,237 @@
-"""Reads the files of runs (metrics.jsonl, evals.jsonl, evals/step_N.json, config.yaml, status.json) and of scores."""
+"""Reads the files of runs (metrics.jsonl, evals.jsonl, config.yaml, status.json) and result files of evaluations."""
 
 import json
 import math
-import os
-import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import yaml
 
 from xscale.errors import UserError
+from xscale.eval.bootstrap import REPLICATES, Score
+from xscale.metric_keys import MetricKey
 
-LONGEST_LABEL = 16
-"""The most characters of a label in a chart."""
-EvalKey = tuple[str, str, str]
-"""(task, results row, metric)."""
+SHOWN_METRICS = ("loss", "alignment", "tokens", "tokens_per_s", "step_s", "skipped")
+"""The metrics of metrics.jsonl that a page shows. TensorBoard has all."""
 
 
-class NumberWithInterval(float):
-    """A number with its 95 % interval (low, high)."""
+class ScoreName(NamedTuple):
+    task: str
+    row: str
+    metric: str
 
-    interval: tuple[float, ...]
 
-    def __new__(cls, value: float, *interval: float) -> "NumberWithInterval":
-        number = super().__new__(cls, value)
-        number.interval = interval
-        return number
+@dataclass
+class Results:
+    """A model's scores: those of result files, or of a run's last evaluation."""
+
+    scores: dict[ScoreName, float] = field(default_factory=dict)
+    """{name: score}; a Score if its values in resampled texts are known."""
+    intervals: dict[ScoreName, tuple[float, float]] = field(default_factory=dict)
+    """The 95 % intervals."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """{`TASK ROW`: why it failed}."""
 
 
 @dataclass(frozen=True)
 class Run:
-    name: str
-    """The end of the run's path, as short as all runs' names can be while they differ."""
-    label: str
-    """The run's name in charts; its number, from 1, if the name of some run exceeds LONGEST_LABEL."""
     metrics: dict[str, pd.Series]
-    """{metric: its float at each logged step}; null and infinite numbers of the file are NaN."""
-    evals: dict[EvalKey, pd.Series]
-    """{key: its float at each evaluated step}. A curve's `attrs` are its 95 % intervals: {step: (low, high)}."""
-    failed: list[tuple[str, float, str, str]]
-    """(run's label, step, task, reason) of each failed evaluation."""
-    config: dict[str, Any]
-    """The content of config.yaml; {} without the file."""
+    """{metric: its number at each logged step}; null and infinite numbers are NaN."""
+    scores: dict[ScoreName, pd.Series]
+    """{name: its number at each evaluated step}."""
+    last: Results
+    """The last evaluation, with the failures of all."""
+    recipe: dict[str, Any]
     status: dict[str, Any]
-    """The content of status.json; {} without the file."""
-    parent: str = ""
+    origin: str
     """The runs from which the run was forked, nearest first: `fork of RUN@STEP of RUN@STEP`; "" if it is no fork."""
 
 
-@dataclass
-class Scores:
-    """The evaluations of one exported model, from all files that name it."""
-
-    name: str
-    label: str
-    results: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """{task: {results row: {metric: number}}}."""
-    failed: list[tuple[str, str, str]] = field(default_factory=list)
-    """(model's name, task with its results row, reason) of each failed evaluation."""
+def read_runs(folders: list[Path]) -> dict[str, Run]:
+    """Return {name: run}. Raises UserError for a folder without a run, and for a damaged file."""
+    folders = list(dict.fromkeys(folder.absolute() for folder in folders))
+    return dict(zip(short_names(folders), map(read_run, folders), strict=True))
 
 
-class MetricsLog:
-    """A metrics.jsonl that may grow. `read` parses only new lines, or all lines if a resume has truncated the file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.reset()
-
-    def reset(self) -> None:
-        self.lines, self.end, self.last = 0, 0, b""
-        """The number of lines read, the byte at which the last line ends, and that line."""
-        self.columns: dict[str, tuple[array, array]] = defaultdict(lambda: (array("q"), array("d")))
-        """{metric: (steps, values)}."""
-
-    def read(self) -> dict[str, pd.Series]:
-        """Return {metric: curve}; {} before the first step. A step's last value counts. Raises UserError."""
-        if not self.path.exists():
-            return {}
-        with self.path.open("rb") as file:
-            file.seek(self.end - len(self.last))
-            if file.read(len(self.last)) != self.last:
-                self.reset()
-                file.seek(0)
-            for line, entry in json_lines(file, self.path, self.lines):
-                self.lines, self.end, self.last = self.lines + 1, self.end + len(line), line
-                for name, value in entry.items():
-                    if name != "step" and (value is None or isinstance(value, int | float)):
-                        self.columns[name][0].append(entry["step"])
-                        self.columns[name][1].append(finite_or_nan(value))
-        curves = {name: pd.Series(values, steps, dtype=float) for name, (steps, values) in self.columns.items()}
-        return {name: curve[~curve.index.duplicated(keep="last")].sort_index() for name, curve in curves.items()}
-
-
-def read_runs(folders: list[Path], logs: dict[Path, MetricsLog] | None = None) -> list[Run]:
-    """Return the runs in these folders. logs: {folder: metrics read so far}, which is updated. Raises UserError."""
-    folders = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders))
-    logs, names = {} if logs is None else logs, short_names(folders)
-    return [
-        read_run(folder, name, label, logs.setdefault(folder, MetricsLog(folder / "metrics.jsonl")))
-        for folder, name, label in zip(folders, names, chart_labels(names), strict=True)
-    ]
-
-
-def read_run(folder: Path, name: str, label: str, log: MetricsLog) -> Run:
-    config, status, own_evals = folder / "config.yaml", folder / "status.json", folder / "evals.jsonl"
-    if not log.path.is_file() and not config.is_file():
-        raise UserError(
-            f"{folder} has no metrics.jsonl; give folders of runs, which are the values of --out in training"
-        )
-    evals = list(read_hook_evals(folder / "evals"))
-    if own_evals.is_file():
-        with own_evals.open("rb") as file:
-            evals = [*(entry for _, entry in json_lines(file, own_evals)), *evals]
-    numbers: dict[EvalKey, dict[int, float | None]] = defaultdict(dict)
-    for entry in evals:
-        for key, number in eval_numbers(entry):
-            numbers[key][entry["step"]] = number
+def read_run(folder: Path) -> Run:
+    if not (folder / "metrics.jsonl").is_file() and not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder} has no metrics.jsonl; give folders of runs (`--out` of a training), or result files")
+    numbers: dict[ScoreName, dict[int, float]] = defaultdict(dict)
+    last = Results()
+    failed = {}
+    for entry in json_lines(folder / "evals.jsonl"):
+        last = Results(numbers_of(entry.get("results")), intervals_of(entry))
+        for name, value in last.scores.items():
+            numbers[name][entry["step"]] = value
+        for what, why in mapping(entry.get("failed")).items():
+            failed[f"{what}, step {entry['step']}"] = str(why)
+    last.failed.update(failed)
+    scores = {name: pd.Series(by_step, dtype=float).sort_index() for name, by_step in numbers.items()}
+    recipe = folder / "config.yaml"
+    status = folder / "status.json"
     return Run(
-        name,
-        label,
-        log.read(),
-        {key: eval_curve(of_steps) for key, of_steps in numbers.items()},
-        [(label, e["step"], as_text(k), as_text(why)) for e in evals for k, why in as_mapping(e.get("failed")).items()],
-        read_yaml(config) if config.is_file() else {},
-        as_mapping(read_json(status)) if status.is_file() else {},
-        describe_ancestors(folder / "ancestry.json"),
+        read_metrics(folder / "metrics.jsonl"),
+        scores,
+        last,
+        mapping(read_file(recipe, yaml.safe_load)) if recipe.is_file() else {},
+        mapping(read_file(status, json.loads)) if status.is_file() else {},
+        describe_origin(folder / "ancestry.json"),
     )
 
 
-def eval_curve(numbers: dict[int, float | None]) -> pd.Series:
-    """Return a curve with its intervals in `attrs`. numbers: {step: number}."""
-    curve = pd.Series(numbers, dtype=float).sort_index()
-    curve.attrs = {step: number.interval for step, number in numbers.items() if isinstance(number, NumberWithInterval)}
-    return curve
+def describe_origin(path: Path) -> str:
+    """Return Run.origin from ancestry.json."""
+    origin = ""
+    for ancestor in read_file(path, json.loads) if path.is_file() else []:
+        origin += f" of {Path(str(ancestor.get('run'))).name}@{ancestor.get('step')}"
+    return origin and f"fork{origin}"
 
 
-def describe_ancestors(path: Path) -> str:
-    """Return Run.parent from ancestry.json."""
-    entries = read_json(path) if path.is_file() else []
-    runs = [as_mapping(run) for run in entries] if isinstance(entries, list) else []
-    origins = [f" of {Path(as_text(run.get('run'))).name}@{as_text(run.get('step'))}" for run in runs]
-    return "fork" + "".join(origins) if origins else ""
+def read_metrics(path: Path) -> dict[str, pd.Series]:
+    """Return {metric: its number by step} of SHOWN_METRICS; {} without the file. The last number of a step counts."""
+    steps: dict[str, array] = defaultdict(lambda: array("q"))
+    values: dict[str, array] = defaultdict(lambda: array("d"))
+    for entry in json_lines(path):
+        for metric, value in entry.items():
+            if is_number_or_null(value) and MetricKey.parse(metric).name in SHOWN_METRICS:
+                steps[metric].append(entry["step"])
+                values[metric].append(finite_or_nan(value))
+    curves = {}
+    for metric in steps:
+        curve = pd.Series(values[metric], steps[metric], dtype=float)
+        curves[metric] = curve[~curve.index.duplicated(keep="last")].sort_index()
+    return curves
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of lines; nothing without the file. A broken last line is left out: a run is writing
+    it, or its machine failed. Raises UserError for another line that is no object with a step."""
+    if not path.is_file():
+        return
+    broken = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if broken:
+                raise UserError(f"{path}, line {broken}, is no JSON object with a step; remove the line")
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                entry = None
+            if isinstance(entry, dict) and isinstance(entry.get("step"), int) and abs(entry["step"]) < 2**53:
+                yield entry
+            else:
+                broken = number
+
+
+def read_results(paths: list[Path]) -> dict[str, Results]:
+    """Return {name: results} of each model, in the order of the files. Files that name the same model are put together
+    unless they have a score in common. A model's name is the end of its path, or of its file's path if a model has
+    several results. Raises UserError for a file that is no result file."""
+    models: list[Path] = []
+    files: list[Path] = []
+    results: list[Results] = []
+    for path in dict.fromkeys(path.absolute() for path in paths):
+        content = read_file(path, json.loads)
+        if not isinstance(content, dict) or not isinstance(content.get("results"), dict):
+            raise UserError(f"{path} has no results; give files that `xscale.eval.run --out` or fine-tuning wrote")
+        model = Path(str(content.get("model") or path.stem))
+        added = Results(scores_of(content), intervals_of(content), failures_of(content))
+        for other, known in zip(models, results, strict=True):
+            if other == model and not known.scores.keys() & added.scores.keys():
+                known.scores.update(added.scores)
+                known.intervals.update(added.intervals)
+                known.failed.update(added.failed)
+                break
+        else:
+            models.append(model)
+            files.append(path)
+            results.append(added)
+    several = len(set(models)) < len(models)
+    return dict(zip(short_names(files if several else models), results, strict=True))
+
+
+def scores_of(content: dict[str, Any]) -> dict[ScoreName, float]:
+    """Return Results.scores of a result file."""
+    resampled = dict(leaves(content.get("resampled")))
+    scores = numbers_of(content.get("results"))
+    for name, value in scores.items():
+        values = resampled.get(name)
+        if isinstance(values, list) and len(values) == REPLICATES and all(map(is_number_or_null, values)):
+            scores[name] = Score(value, np.array(values, dtype=float))
+    return scores
+
+
+def intervals_of(content: dict[str, Any]) -> dict[ScoreName, tuple[float, float]]:
+    """Return Results.intervals of a result file, or of a line of evals.jsonl."""
+    intervals = {}
+    for name, ends in leaves(content.get("intervals")):
+        if isinstance(ends, list) and len(ends) == 2 and all(map(is_number_or_null, ends)):
+            low, high = map(finite_or_nan, ends)
+            if low <= high:
+                intervals[name] = (low, high)
+    return intervals
+
+
+def failures_of(content: dict[str, Any]) -> dict[str, str]:
+    """Return Results.failed of a result file."""
+    failed = {}
+    for task, rows in mapping(content.get("failed")).items():
+        for row, why in mapping(rows).items():
+            failed[f"{task} {row}".strip()] = str(why)
+    return failed
+
+
+def numbers_of(results: Any) -> dict[ScoreName, float]:
+    """Return the numbers of {task: {row: {metric: number}}}; null is NaN."""
+    return {name: finite_or_nan(value) for name, value in leaves(results) if is_number_or_null(value)}
+
+
+def leaves(tree: Any) -> Iterator[tuple[ScoreName, Any]]:
+    """Yield the values of {task: {row: {metric: value}}}."""
+    for task, rows in mapping(tree).items():
+        for row, values in mapping(rows).items():
+            for metric, value in mapping(values).items():
+                yield ScoreName(task, row, metric), value
+
+
+def read_file(path: Path, parse: Callable[[str], Any]) -> Any:
+    """Return a JSON or YAML file's content. Raises UserError."""
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no YAML ({str(error).splitlines()[0]}); fix it, or remove it") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path} has no fields, so it is no recipe; fix it, or remove it")
-    return config
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); give files that evaluations wrote") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no JSON ({error}); write it again, or leave it out") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        line = str(error).splitlines()[0]
+        raise UserError(f"{path} is no {path.suffix[1:].upper()} ({line}); write it again, or leave it out") from None
 
 
-def json_lines(file: BinaryIO, path: Path, before: int = 0) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield (line, its JSON object) for the rest of a file, without an unfinished last line. before: the number of
-    lines that were read before. Raises UserError for a line that is no object with a step."""
-    for number, line in enumerate(file, before + 1):
-        if not line.endswith(b"\n"):
-            return
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            entry = None
-        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int) or entry["step"] >= 2**53:
-            raise UserError(f"{path}, line {number}, is no JSON object with a step: {line[:60]!r}; remove the line")
-        yield line, entry
+def mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
-def read_hook_evals(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the content of each file that checkpoint.hook has written, in the form of a line of evals.jsonl. A file
-    that cannot be read counts as a failed evaluation, since the user's own command writes the files."""
-    for path in sorted(folder.glob("step_*.json")):
-        name = re.fullmatch(r"step_(\d{1,15})\.json", path.name)
-        if name is None or not path.is_file():  # reading a pipe would wait for its writer
-            continue
-        try:
-            scores = as_mapping(read_json(path))
-        except UserError as error:
-            yield {"step": int(name[1]), "failed": {path.name: error}}
-            continue
-        yield scores | {"step": int(name[1]), "failed": dict(flat_failures(scores))}
-
-
-def flat_failures(scores: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (`TASK ROW`, reason) for each failed row of a score file."""
-    for task, rows in as_mapping(scores.get("failed")).items():
-        yield from ((f"{as_text(task)} {as_text(row)}", as_text(why)) for row, why in as_mapping(rows).items())
-
-
-def flatten_results(results: Any) -> Iterator[tuple[EvalKey, Any]]:
-    for task, rows in as_mapping(results).items():
-        for row, numbers in as_mapping(rows).items():
-            for name, number in as_mapping(numbers).items():
-                yield (as_text(task), as_text(row), as_text(name)), number
-
-
-def eval_numbers(entry: dict[str, Any]) -> Iterator[tuple[EvalKey, float | None]]:
-    """Yield the numbers of an evaluation's results, with their intervals if there are any; None for null."""
-    intervals = dict(flatten_results(entry.get("intervals")))
-    for key, value in flatten_results(entry.get("results")):
-        bounds = intervals[key] if isinstance(intervals.get(key), list) else []
-        ends = [finite_or_nan(end) for end in bounds if isinstance(end, int | float)]
-        if isinstance(value, int | float):
-            has_interval = len(ends) == 2 and not np.isnan(ends).any()
-            yield key, NumberWithInterval(finite_or_nan(value), *ends) if has_interval else finite_or_nan(value)
-        elif value is None:
-            yield key, None
-
-
-def read_scores(paths: list[Path]) -> list[Scores]:
-    """Return the scores of each model, in the order of the files. Raises UserError."""
-    contents = {path: read_json(path) for path in paths}
-    for path, scores in contents.items():
-        if not isinstance(scores, dict) or not isinstance(scores.get("results"), dict):
-            raise UserError(f"{path} has no results; give --scores files that `python -m xscale.eval.run --out` wrote")
-    models = {path: Path(str(scores.get("model") or path.stem)) for path, scores in contents.items()}
-    distinct = list(dict.fromkeys(models.values()))
-    names = short_names(distinct)
-    labelled = zip(distinct, names, chart_labels(names), strict=True)
-    of_model = {model: Scores(name, label) for model, name, label in labelled}
-    for path, scores in contents.items():
-        own = of_model[models[path]]
-        for (task, row, name), number in eval_numbers(scores):
-            if number is not None:
-                own.results.setdefault(task, {}).setdefault(row, {})[name] = number
-        own.failed += ((own.name, *failure) for failure in flat_failures(scores))
-    return list(of_model.values())
-
-
-def as_text(value: Any) -> str:
-    """Return the value as text without unpaired surrogates, which UTF-8 cannot encode."""
-    return str(value).encode("utf-8", "replace").decode()
+def is_number_or_null(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
 
 
 def finite_or_nan(value: float | None) -> float:
-    try:
-        number = math.nan if value is None else float(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return math.nan
-    return number if math.isfinite(number) else math.nan
-
-
-def as_mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    with suppress(OverflowError):  # a whole number of hundreds of digits
+        if value is not None and math.isfinite(value):
+            return float(value)
+    return math.nan
 
 
 def short_names(paths: list[Path]) -> list[str]:
     """Return the ends of the paths, as short as they can be while they differ."""
-    for parts in range(1, max((len(path.parts) for path in paths), default=0) + 1):
-        names = ["/".join(path.parts[-parts:]) for path in paths]
+    longest = max((len(path.parts) for path in paths), default=0)
+    for length in range(1, longest + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
-
-
-def chart_labels(names: list[str]) -> list[str]:
-    """Return the names, or numbers from 1 if a name exceeds LONGEST_LABEL."""
-    numbers = [str(number) for number in range(1, len(names) + 1)]
-    return names if max(map(len, names), default=0) <= LONGEST_LABEL else numbers
