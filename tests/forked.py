@@ -20,7 +20,7 @@ import data_tools.demo_corpus  # noqa: E402, F401
 import xscale.dry_run  # noqa: E402
 import xscale.eval.finetune.measure  # noqa: E402
 import xscale.eval.run  # noqa: E402
-import xscale.report.draw  # noqa: E402
+import xscale.report.page  # noqa: E402
 import xscale.run.start  # noqa: E402, F401
 
 KILL_SECONDS = 30

@@ -436,11 +436,12 @@ def test_an_evaluation_is_written_with_its_intervals(tmp_path: Path) -> None:
     validation.report(5, {"heldout": {"mlm": {"loss": 3.0}}, "retrieval": {"en-xx": scores}}, 1.0)
     validation.close()
     (tmp_path / "metrics.jsonl").touch()
-    (run,) = read_runs([tmp_path])
+    (run,) = read_runs([tmp_path]).values()
     right = np.random.default_rng(40).integers(0, 40, (1000, 40)) > 10
     low, high = np.quantile(right.mean(1), (0.025, 0.975))
-    assert run.evals["retrieval", "en-xx", "accuracy"].attrs[5] == pytest.approx((low, high))
-    assert run.evals["retrieval", "en-xx", "sentences"].attrs == run.evals["heldout", "mlm", "loss"].attrs == {}
+    assert run.last.intervals["retrieval", "en-xx", "accuracy"] == pytest.approx((low, high))
+    assert ("retrieval", "en-xx", "sentences") not in run.last.intervals
+    assert ("heldout", "mlm", "loss") not in run.last.intervals
 
 
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:

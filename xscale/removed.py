@@ -10,6 +10,11 @@ from pathlib import Path
 """Flags, recipe fields and commands of xscale 0.1, and what to use instead. An error names it. Goes with 0.3."""
 
 FLAGS: dict[str, str] = {
+    "report --watch": "`tensorboard --logdir runs` has live curves",
+    "report --png": "the pictures of the page are SVG; save them from a browser",
+    "report --scores": "give result files like runs: `xscale.report A.json B.json --out table.html`",
+    "report --models": "benchmarks/papers/run.py draws translated words by t-SNE",
+    "report --pairs": "benchmarks/papers/run.py draws translated words by t-SNE",
     "--plugin": "name an objective of your own in the recipe: streams.NAME.objective=MODULE:NAME",
     # One line for each flag.
     "--data_change": "`--fork RUN@STEP --out NEW` takes further --data, and the old data continue where they were",
