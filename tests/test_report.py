@@ -194,8 +194,7 @@ def result_file(path: Path, model: str, right: dict[str, np.ndarray], **more: An
     results: Any = {"retrieval": rows} if rows else {}
     results |= more.pop("results", {})
     content = {"model": model, "results": results, "intervals": bootstrap.intervals(results), "failed": {}}
-    resampled = bootstrap.map_scores(results, lambda score: score.resampled.tolist())
-    path.write_text(json.dumps(content | {"resampled": resampled} | more))
+    path.write_text(json.dumps(content | {"resampled": bootstrap.resampled_scores(results)} | more))
     return path
 
 

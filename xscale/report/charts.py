@@ -17,7 +17,7 @@ MARKERS, GLYPHS = "os^Dv<>P", "●■▲◆▼◀▶✚"
 MOST_LINES = len(COLOURS)
 MOST_POINTS = 100
 """The most points of a line: more would only show noise."""
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "xscale",
     "font.size": 8,
@@ -92,7 +92,7 @@ def draw_chart(title: str, lines: dict[str, pd.Series]) -> Chart:
     return Chart(title, f"data:image/svg+xml;base64,{picture}", legend if len(lines) > 1 else [])
 
 
-def tick_label(value: float, _: int = 0) -> str:
+def tick_label(value: float, _: float = 0) -> str:
     return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:.6g}"
 
 

@@ -106,5 +106,7 @@ def scores(runs: dict[str, Run]) -> Section:
 
 def metric_keys(runs: dict[str, Run]) -> list[tuple[str, MetricKey]]:
     """Return (metric, its key) of all runs."""
-    names = dict.fromkeys(metric for run in runs.values() for metric in run.metrics)
+    names: dict[str, None] = {}
+    for run in runs.values():
+        names |= dict.fromkeys(run.metrics)
     return [(metric, MetricKey.parse(metric)) for metric in names]

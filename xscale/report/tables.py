@@ -124,7 +124,10 @@ def differing_fields(runs: dict[str, Run]) -> Table:
         streams = {name: stream for name, stream in mapping(run.recipe.get("streams")).items() if name in common}
         recipes.append(dict(flat_fields(run.recipe | {"streams": streams})))
     table = Table("Fields of the recipes that differ", ["field", *runs], text_columns=1 + len(runs))
-    for name in dict.fromkeys(name for recipe in recipes for name in recipe):
+    names: dict[str, None] = {}
+    for recipe in recipes:
+        names |= dict.fromkeys(recipe)
+    for name in names:
         values: list[Cell] = [recipe.get(name, "absent") for recipe in recipes]
         if len(set(values)) > 1:
             table.rows.append([name, *values])
@@ -146,7 +149,10 @@ def score_tables(models: dict[str, Results], compare: bool) -> list[Table]:
     first, *others = models
     differences = [f"{other} − {first}" for other in others] if compare else []
     tables: dict[str, Table] = {}
-    for name in dict.fromkeys(name for results in models.values() for name in results.scores):
+    names: dict[ScoreName, None] = {}
+    for results in models.values():
+        names |= dict.fromkeys(results.scores)
+    for name in names:
         if name.task not in tables:
             head = ["row", "number", *models, *differences]
             tables[name.task] = Table(name.task, head, text_columns=2)
@@ -154,7 +160,11 @@ def score_tables(models: dict[str, Results], compare: bool) -> list[Table]:
                 tables[name.task].rows += mean_rows(models, name.task)
         if not name.metric.endswith("_std"):
             absent = "not in file" if compare else None
-            row = [name.row, name.metric, *(score_cell(results, name, absent) for results in models.values())]
+            row: list[Cell] = [
+                name.row,
+                name.metric,
+                *(score_cell(results, name, absent) for results in models.values()),
+            ]
             tables[name.task].rows.append(row + difference_cells(models, name) * bool(differences))
     failures = Table("Evaluations that failed", ["of", "evaluation", "why"], text_columns=3)
     for model, results in models.items():
@@ -162,7 +172,7 @@ def score_tables(models: dict[str, Results], compare: bool) -> list[Table]:
     return [*tables.values(), failures]
 
 
-def score_cell(results: Results, name: ScoreName, absent: str | None) -> str | None:
+def score_cell(results: Results, name: ScoreName, absent: Cell) -> Cell:
     if name in results.scores:
         return format_score(results, name)
     return "failed" if f"{name.task} {name.row}" in results.failed else absent
