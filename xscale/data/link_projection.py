@@ -4,28 +4,56 @@ import difflib
 import html
 import re
 import unicodedata
-from collections.abc import Sequence
 from itertools import product
+
+import numpy as np
 
 from xscale.data.words import segment
 
 LINK = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
-_WORD = re.compile(r"\S+")
+_LINK_WORD = re.compile(r"[^ \t\n]+")
+
+Link = tuple[int, int]
+"""The number of a word in the first text, and of one in the second, from 0."""
 
 
-def parse(links: str, sizes: tuple[int, int]) -> list[tuple[int, int]]:
+def link_words(text: str) -> list[str]:
+    """Return the words that an aligner's links count: the parts of a text between spaces and tabs.
+
+    fast_align and Moses divide words there only, so that a no-break space (U+00A0, U+202F) or an ideographic one
+    (U+3000) stands inside a word. Python's str.split divides words at these, too.
+    """
+    return _LINK_WORD.findall(text)
+
+
+def links_move(links: str, texts: tuple[str, ...]) -> bool:
+    """Return whether a link would join other words if all white space divided words, as Python's str.split does. Then
+    the links of a program that counts in this way join wrong words."""
+    for side, text in enumerate(texts):
+        words, others = link_words(text), text.split()
+        if words == others:
+            continue
+        equal = 0
+        while equal < min(len(words), len(others)) and words[equal] == others[equal]:
+            equal += 1
+        if any(int(match[side + 1]) >= equal for match in LINK.finditer(links)):
+            return True
+    return False
+
+
+def parse(links: str, sizes: tuple[int, int]) -> list[Link]:
     """Return links in Pharaoh form, such as "0-0 1-2", as pairs of numbers. sizes: the number of words of both
     sentences. Raises ValueError naming the link that is malformed or outside of the sentences."""
-    found = []
+    parsed = []
     for link in links.split():
         match = LINK.fullmatch(link)
         if not match or int(match[1]) >= sizes[0] or int(match[2]) >= sizes[1]:
             raise ValueError(f"link {link!r} does not fit a pair of {sizes[0]} and {sizes[1]} words")
-        found.append((int(match[1]), int(match[2])))
-    return found
+        parsed.append((int(match[1]), int(match[2])))
+    return parsed
 
 
-def pharaoh(links: list[tuple[int, int]]) -> str:
+def pharaoh(links: list[Link]) -> str:
     return " ".join(f"{i}-{j}" for i, j in links)
 
 
@@ -34,51 +62,62 @@ def project_links(
 ) -> tuple[str, int]:
     """Return the links between words of data/words.py, and the number of `links` dropped, such as word to symbol.
 
-    tokenised: the texts whose white-space words `links` counts; None: the texts themselves. by_words: `links` counts
+    tokenised: the texts whose words `links` counts (link_words); None: the texts themselves. by_words: `links` counts
     words of data/words.py already. Raises ValueError.
     """
-    found = segment(list(texts))
-    numbers = [found.word_of[a:b] - w for a, b, w in zip(found.chars, found.chars[1:], found.words, strict=False)]
-    is_word = [found.is_word[a:b] for a, b in zip(found.words, found.words[1:], strict=False)]
-    if by_words:
-        words = [[[k] for k in range(len(side))] for side in is_word]
-    else:
-        words = [
-            [sorted({int(n) for n in of_text[chars] if n >= 0}) for chars in places(text, given)]
-            for text, of_text, given in zip(texts, numbers, tokenised or texts, strict=True)
-        ]
-    kept: set[tuple[int, int]] = set()
+    segmented = segment(list(texts))
+    is_word = [segmented.is_word[segmented.words[side] : segmented.words[side + 1]] for side in range(len(texts))]
+    words: list[list[list[int]]] = []
+    """For each side and each word that `links` counts, the numbers of the text's words that it overlaps."""
+    for side, text in enumerate(texts):
+        if by_words:
+            words.append([[number] for number in range(len(is_word[side]))])
+        else:
+            of_char = segmented.word_of[segmented.chars[side] : segmented.chars[side + 1]] - segmented.words[side]
+            counted = tokenised[side] if tokenised else text
+            words.append([_numbers(of_char[characters]) for characters in places(text, counted)])
+    kept: set[Link] = set()
     dropped = 0
     for i, j in parse(links, (len(words[0]), len(words[1]))):
         fitting = {(a, b) for a, b in product(words[0][i], words[1][j]) if is_word[0][a] == is_word[1][b]}
-        dropped += not fitting
+        if not fitting:
+            dropped += 1
         kept |= fitting
     return pharaoh(sorted(kept)), dropped
 
 
+def _numbers(word_of: np.ndarray) -> list[int]:
+    """Return the distinct numbers of words. A negative number is that of no word."""
+    return np.unique(word_of[word_of >= 0]).tolist()
+
+
 def places(text: str, tokenised: str) -> list[list[int]]:
-    """Return the indices in `text` of the characters of each white-space word of `tokenised`. Raises ValueError if less
-    than half of the characters match."""
+    """Return the indices in `text` of the characters of each word (link_words) of `tokenised`. Raises ValueError if
+    less than half of the characters match."""
     if tokenised is text:
-        return [list(range(*match.span())) for match in _WORD.finditer(text)]
-    tokens = tokenised.split()
+        return [list(range(*match.span())) for match in _LINK_WORD.finditer(text)]
     visible = [place for place, character in enumerate(text) if not character.isspace()]
     ours = [_folded(text[place]) for place in visible]
-    theirs = [_folded(character) for token in tokens for character in token]
+    tokens = link_words(tokenised)
+    theirs = [_folded(character) for character in "".join(tokens) if not character.isspace()]
     if ours != theirs:
         tokens = [html.unescape(token) for token in tokens]  # Moses escapes characters for HTML
-        theirs = [_folded(character) for token in tokens for character in token]
-    blocks: Sequence[tuple[int, int, int]] = [(0, 0, len(ours))]
+        theirs = [_folded(character) for character in "".join(tokens) if not character.isspace()]
+    place_of = dict(enumerate(visible))
     if ours != theirs:
         blocks = difflib.SequenceMatcher(None, ours, theirs, False).get_matching_blocks()
-        if 2 * sum(size for _, _, size in blocks) < len(theirs):
+        if 2 * sum(block.size for block in blocks) < len(theirs):
             raise ValueError(f"the tokenised text {tokenised[:60]!r} does not match the text {text[:60]!r}")
-    place_of = {b + k: visible[a + k] for a, b, size in blocks for k in range(size)}
-    found, at = [], 0
+        place_of = {}
+        for block in blocks:
+            for k in range(block.size):
+                place_of[block.b + k] = visible[block.a + k]
+    places_of_tokens, start = [], 0
     for token in tokens:
-        found.append([place_of[k] for k in range(at, at + len(token)) if k in place_of])
-        at += len(token)
-    return found
+        end = start + sum(not character.isspace() for character in token)
+        places_of_tokens.append([place_of[k] for k in range(start, end) if k in place_of])
+        start = end
+    return places_of_tokens
 
 
 def _folded(character: str) -> str:
