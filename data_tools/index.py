@@ -30,9 +30,9 @@ from .survey import warning_lines as survey_warnings
 TOOL = "data_tools.index"
 WORKER_TARS = 8
 """The number of tars that a worker process scans at a time. The main process scans less than twice as many."""
-TarScan = tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int]], Survey | None]
+TarScan = tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int, list[str]]], Survey | None]
 """The result of the scan of several tars: a list of (the tar's entry in index.json, layout, languages, number of
-documents), and a survey of their texts."""
+documents, keys of ScannedShard.moved), and a survey of their texts."""
 
 
 def build_index(
@@ -79,8 +79,8 @@ def index_content(
     """Return the content of index.json. parts: scans that together cover all tars of the directory. Raises UserError if
     tars differ in their languages or layout."""
     found = sorted((entry for part, _ in parts for entry in part), key=lambda entry: entry[0]["name"])
-    _, layout, all_langs, _ = found[0]
-    for shard, other_layout, other_langs, _ in found:
+    _, layout, all_langs, *_ = found[0]
+    for shard, other_layout, other_langs, *_ in found:
         if (other_layout, other_langs) != (layout, all_langs):
             raise UserError(
                 f"{directory / shard['name']} holds {other_langs} ({other_layout}), {found[0][0]['name']} holds "
@@ -90,7 +90,12 @@ def index_content(
     for of_part in (of_part for _, of_part in parts if of_part):
         survey.join(of_part)
     records = sum(shard["records"] for shard, *_ in found)
-    documents = {"documents": sum(documents for *_, documents in found)} if len(all_langs) == 1 else {}
+    optional: dict[str, Any] = {}
+    if len(all_langs) == 1:
+        optional["documents"] = sum(documents for _, _, _, documents, _ in found)
+    moved = [key for *_, keys in found for key in keys]
+    if moved:
+        optional["links_by_other_spaces"] = {"pairs": len(moved), "first": moved[0]}
     return {
         "format": "xscale shards",
         "version": FORMAT_VERSION,
@@ -100,7 +105,7 @@ def index_content(
         "layout": layout,
         "segmentation": _segmentation(directory, layout, links_count),
         "records": records,
-        **documents,
+        **optional,
         "bytes": sum(shard["bytes"] for shard, *_ in found),
         "text": survey.statistics(),
         "made_by": made_by,
@@ -124,7 +129,7 @@ def scan_tars(tars: list[Path], langs: tuple[str, ...] | None, links_count_of: d
         scanned = scan_shard(path, langs, links_count_of)
         with files.publish(path.with_suffix(".idx")) as partial:
             partial.write_bytes(scanned.idx.tobytes())  # numpy's tofile does not tell what the system said
-        found.append((scanned.shard._asdict(), scanned.layout, scanned.langs, scanned.documents))
+        found.append((scanned.shard._asdict(), scanned.layout, scanned.langs, scanned.documents, scanned.moved))
         survey = survey or Survey(len(scanned.langs))
         if len(survey.seen) == len(scanned.langs):
             survey.join(scanned.survey)
@@ -144,6 +149,11 @@ def _segmentation(directory: Path, layout: str, links_count: str | None) -> dict
 def warning_lines(directory: Path, index: dict[str, Any]) -> list[str]:
     """Return a line for each suspicious property of the texts."""
     lines = survey_warnings(index["text"], tuple(index["langs"]), index["records"])
+    if moved := index.get("links_by_other_spaces"):
+        lines.append(
+            f"in {moved['pairs']:,} pairs, the first of which is {moved['first']}, links count words divided at spaces "
+            f"and tabs, as aligners do; a program that divides at no-break spaces too would mean other words"
+        )
     return [f"warning: {directory}: {line}" for line in lines]
 
 

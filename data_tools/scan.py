@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from xscale.data.link_projection import project_links
+from xscale.data.link_projection import links_move, project_links
 from xscale.data.shards import BLOCK, FOLLOWS, IDX_DTYPE, PART_BYTES, Shard, check_languages
 from xscale.errors import UserError
 from xscale.files import sha256_file
-from xscale.record import Record, parse_json, parse_sample, sample_key
+from xscale.record import Record, is_sample_member, parse_json, parse_sample, sample_key
 
 from .survey import Survey
 
@@ -26,6 +26,8 @@ class ScannedShard:
     langs: tuple[str, ...]
     idx: np.ndarray
     survey: Survey
+    moved: list[str]
+    """Keys of pairs whose links would join other words if all white space divided words (link_projection.py)."""
 
     @property
     def documents(self) -> int:
@@ -42,6 +44,7 @@ def scan_shard(
     SEGMENTATIONS) whose words the links of this layout refer to}, to check that the links fit the texts.
     """
     ranges: list[tuple[int, int, int]] = []
+    moved: list[str] = []
     found_langs, layout, doc = langs, "", None
     survey: Survey | None = None
     try:
@@ -54,7 +57,10 @@ def scan_shard(
                     f"languages {record.langs} after records with {found_langs}; give each its own directory"
                 )
             if links_count and record.links is not None and len(record.langs) == 2:
-                project_links(record.links, record.texts, by_words=links_count[layout] == "unicode")
+                by_words = links_count[layout] == "unicode"
+                project_links(record.links, record.texts, by_words=by_words)
+                if not by_words and links_move(record.links, record.texts):
+                    moved.append(record.key)
             ranges += idx_entries(record, offset, data, follows=record.doc is not None and record.doc == doc)
             doc = record.doc
             survey = survey or Survey(len(record.texts))
@@ -65,7 +71,7 @@ def scan_shard(
         raise UserError(f"{path} holds no record, because the tar is empty or cut off; write it again")
     idx = np.array(ranges, dtype=IDX_DTYPE)
     shard = Shard(path.name, len(ranges), path.stat().st_size, sha256_file(path), zlib.crc32(idx.tobytes()))
-    return ScannedShard(shard, layout, found_langs, idx, survey)
+    return ScannedShard(shard, layout, found_langs, idx, survey, moved)
 
 
 def _read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[tuple[str, Record, int, bytes]]:
@@ -104,7 +110,7 @@ def _file_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarInfo]:
             raise ValueError("the file ends inside a member")
         if not member.isfile() and not member.isdir():
             raise ValueError(f"member {member.name} is a link or a device; archive the file itself: tar --dereference")
-        if not member.isfile():
+        if not member.isfile() or not is_sample_member(member.name):
             continue
         layouts.add(_layout_of(member))
         if len(layouts) == 2:

@@ -2,7 +2,6 @@
 
 python -m data_tools.tokenizer --data DIR... --out DIR [--type wordpiece|unigram|bpe] [--vocab_size 32000]
 
-`--extend OLD` adds the tokens of new text to another tokenizer of the same type, whose tokens keep their ids.
 A WordPiece or Unigram vocabulary holds the characters that make up `--coverage` of each language's text. A word with
 another character is [UNK] in WordPiece; Unigram and byte-level BPE write it in bytes.
 """
@@ -157,13 +156,12 @@ def _alphabet(seen: dict[str, Counter[str]], coverage: float, room: int, tokens_
     the share `coverage` of the language's text, and the _ALPHABET most frequent ones of all text. room: the number of
     tokens of the whole vocabulary. tokens_of: a function that returns the number of tokens that a character takes."""
     total: Counter[str] = sum(seen.values(), Counter())
-    before = dict.fromkeys(
-        total, 1.0
-    )  # share of a language's text in more frequent characters; the least of all languages
+    before = dict.fromkeys(total, 1.0)
+    """Share of a language's text in more frequent characters, the least of all languages."""
     for counts in seen.values():
-        passed, every = 0, counts.total()
+        passed = 0
         for char, times in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])):
-            before[char] = min(before[char], passed / every)
+            before[char] = min(before[char], passed / counts.total())
             passed += times
     frequent = set(sorted(total, key=lambda char: (-total[char], char))[:_ALPHABET])
     asked = [char for char in total if char in frequent or before[char] < coverage]
@@ -201,40 +199,6 @@ def _reproducible_unigram(tokenizer: Tokenizer, special: int) -> models.Unigram:
     return models.Unigram(fixed + pieces + last, model["unk_id"], byte_fallback=True)
 
 
-KINDS = {"WordPiece": "wordpiece", "Unigram": "unigram", "BPE": "bpe"}
-"""Type of a model of the tokenizers library -> value of --type."""
-
-
-def type_of(tokenizer: Loaded) -> str:
-    """Return the value of --type for a tokenizer. Raises UserError if it is of another type."""
-    found = json.loads(tokenizer.backend.to_str())["model"]["type"]
-    if found not in KINDS:
-        raise UserError(
-            f"--extend {tokenizer.hf.name_or_path} has the type {found}; name a tokenizer of type {' or '.join(KINDS)}"
-        )
-    return KINDS[found]
-
-
-def extended_json(old: Loaded, fresh: PreTrainedTokenizerFast) -> str:
-    """Return the tokenizer.json of `old`, with those tokens of `fresh` appended that `old` lacks. Raises UserError."""
-    tree, more = json.loads(old.backend.to_str()), json.loads(fresh.backend_tokenizer.to_str())["model"]
-    model, there = tree["model"], old.hf.get_vocab()
-    if len(model["vocab"]) != old.vocab_size:
-        raise UserError(
-            f"--extend {old.hf.name_or_path} has tokens beyond its vocabulary, such as those of add_tokens; add "
-            f"further tokens by its add_tokens, too"
-        )
-    if model["type"] == "Unigram":
-        model["vocab"] += [entry for entry in more["vocab"] if entry[0] not in there]
-    else:
-        new = [token for token in sorted(more["vocab"], key=more["vocab"].get) if token not in there]
-        model["vocab"] |= {token: number for number, token in enumerate(new, start=old.vocab_size)}
-        if model["type"] == "BPE":
-            known = {tuple(merge) for merge in model["merges"]}
-            model["merges"] += [merge for merge in more["merges"] if tuple(merge) not in known]
-    return json.dumps(tree, ensure_ascii=False)
-
-
 def shard_texts(sources: list[Source], limit: int) -> Iterator[tuple[str, str]]:
     """Yield (language, text) of at most `limit` records of each source, in shard order."""
     for source in sources:
@@ -259,7 +223,8 @@ class Sample:
             if self._passed[language] % self._every[language] == 0:
                 self.texts[language].append(text)
                 if len(self.texts[language]) == 2 * _SAMPLE:
-                    self.texts[language], self._every[language] = (self.texts[language][::2], 2 * self._every[language])
+                    self.texts[language] = self.texts[language][::2]
+                    self._every[language] *= 2
             self._passed[language] += 1
             yield language, text
 
@@ -284,8 +249,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, nargs="+", default=[], help="shard directories")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="text files, plain, .gz or .xz")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--type", choices=("wordpiece", "unigram", "bpe"), help="default: wordpiece")
-    parser.add_argument("--extend", type=Path, metavar="OLD", help="tokenizer to which tokens of the text are added")
+    parser.add_argument("--type", choices=("wordpiece", "unigram", "bpe"), default="wordpiece")
     parser.add_argument("--vocab_size", type=int, default=32000)
     parser.add_argument(
         "--coverage",
@@ -310,12 +274,6 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{args.out} is not empty; choose another --out or remove it")
     if not 0 < args.coverage <= 1:
         raise UserError(f"--coverage {args.coverage:g} is a share of the text's characters: more than 0, at most 1")
-    old = Loaded(args.extend) if args.extend else None
-    if old and (args.type or args.lowercase):
-        raise UserError(f"--extend {args.extend} has a type and a case of its own; leave out --type and --lowercase")
-    args.type = args.type or "wordpiece"
-    if old:
-        args.type, args.lowercase = type_of(old), old.lowercases
     sources = find_sources(args.data) if args.data else []
     sample = Sample()
 
@@ -332,17 +290,14 @@ def main(argv: list[str] | None = None) -> None:
         )
     tokenizer = try_to_train(sample.collect(chain([first], there)), args)
     with files.publish(args.out) as partial:
-        (old.hf if old else tokenizer).save_pretrained(partial)
-        if old:
-            (partial / "tokenizer.json").write_text(extended_json(old, tokenizer), encoding="utf-8")
+        tokenizer.save_pretrained(partial)
     loaded = Loaded(args.out.absolute())
     ids = {language: loaded.encode(some) for language, some in sample.texts.items()}
     words = sum(len(text.split()) for some in sample.texts.values() for text in some)
     pieces = sum(len(tokens) for some in ids.values() for tokens in some)
     fertility = f", {pieces / words:.2f} tokens a word" if words else ""
-    new = f", {len(loaded.hf) - len(old.hf):,} of them new" if old else ""
     unknown = {language: loaded.unknown_share(some) for language, some in ids.items()}
-    print(f"{args.out}: {args.type}, {len(loaded.hf):,} tokens{new}{fertility}")
+    print(f"{args.out}: {args.type}, {len(loaded.hf):,} tokens{fertility}")
     print(*unknown_lines(unknown, args.out), sep="\n")
 
 

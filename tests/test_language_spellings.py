@@ -1,8 +1,25 @@
 """A language has one code inside, however its name is written."""
 
-import pytest
+import io
+import json
+import tarfile
+from pathlib import Path
 
+import numpy as np
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+from data_tools.index import build_index
+from xscale.data.lexicon import pair_of
 from xscale.data.scripts import names_of, one_name_each, same_language, scripts_of, short_code
+from xscale.data.sequences import Example
+from xscale.data.shards import find_sources
+from xscale.data.streams import matches_languages, share_names
+from xscale.errors import UserError
+from xscale.models.build import _resize_language_rows
+from xscale.objectives.contextual import _anchor_side
+from xscale.run_spec import resolve_run
 
 SPELLINGS = {
     "ar": "ara arb arb_Arab ar-EG ar_SA",
@@ -66,3 +83,67 @@ def test_a_language_gets_one_name() -> None:
     assert one_name_each(["de"], preferred=["deu_Latn"]) == {"deu_Latn": "deu_Latn", "de": "deu_Latn"}
     apart = ["zh", "zh-Hans", "zh-Hant"]
     assert one_name_each(apart) == {name: name for name in apart}
+
+
+# Every place of xscale that compares languages
+
+
+TINY = {"vocab_size": 9, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 4,
+        "max_position_embeddings": 8, "type_vocab_size": 3}  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "name"), EVERY)
+def test_recipes_dictionaries_and_anchors_know_every_spelling(code: str, name: str) -> None:
+    for asked, written in ((code, name), (name, code)):
+        assert matches_languages([asked], (written,))
+        assert matches_languages([f"{asked}-xx"], ("xx", written)) and matches_languages(["xx", asked], (written, "xx"))
+        assert not matches_languages(["yy"], (written,)) and not matches_languages([f"{asked}-yy"], (written, "xx"))
+        assert not matches_languages([f"{asked}-xx"], (written,))
+        assert pair_of(Path(f"{asked}-xx.txt"), ["xx", written, "yy"]) == (written, "xx")
+        pair = Example(("xx", written), ([1], [2]), None, np.uint64(0))
+        assert _anchor_side(pair, asked) == 1
+        lm = BertForMaskedLM(BertConfig(**TINY))
+        lm.config.xscale = {"language_embeddings": True, "languages": ["neutral", "xx", asked]}
+        before = lm.bert.embeddings.token_type_embeddings.weight.detach().clone()
+        assert _resize_language_rows(lm, [written, "yy"], True) == [written, "yy", "xx"]
+        now = lm.bert.embeddings.token_type_embeddings.weight
+        assert torch.equal(now, before[[0, 2, 0, 1]])
+
+
+def write_source(folder: Path, records: list[dict]) -> None:
+    folder.mkdir(parents=True)
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    with tarfile.open(folder / "x-000000.tar", "w") as tar:
+        member = tarfile.TarInfo("00000000.jsonl")
+        member.size = len(lines)
+        tar.addfile(member, io.BytesIO(lines))
+    build_index(folder, None, {"tool": "a test"})
+
+
+def test_sources_in_several_spellings_are_one_language(demo: Path, tmp_path: Path) -> None:
+    """Pairs in eng_Latn and de, sentences in en and deu_Latn, a dictionary eng-ger.txt: two languages, named en, de."""
+    pairs = next(source for source in find_sources([demo]) if source.langs == ("en", "xx"))
+    records = [pairs.read(0, number) for number in range(40)]
+    as_pairs = [{"key": r.key, "langs": ["eng_Latn", "de"], "texts": r.texts, "links": r.links} for r in records]
+    write_source(tmp_path / "data/pairs", as_pairs)
+    for side, name in ((0, "en"), (1, "deu_Latn")):
+        sentences = [{"key": r.key, "langs": [name], "texts": [r.texts[side]]} for r in records]
+        write_source(tmp_path / "data" / name, sentences)
+    (tmp_path / "data/lexicon").mkdir()
+    (tmp_path / "data/lexicon/eng-ger.txt").write_text((demo / "lexicon/en-xx.txt").read_text())
+    (tmp_path / "data/tokenizer").symlink_to(demo / "tokenizer")
+    sets = ["data.workers=0", "data.languages=[eng, ger]", "streams.mlm.languages=[ger]"]
+    run_spec = resolve_run("xlm", sets, [tmp_path / "data"])
+    assert run_spec.languages == ["de", "en"]
+    streams = {spec.name: {run_spec.sources[s].name for s in spec.sources} for spec in run_spec.specs}
+    assert streams == {"mlm": {"de"}, "tlm": {"en-de"}}
+    assert [lexicon.name for lexicon in run_spec.measured] == ["en-de"]
+    assert {run_spec.sources[s].read(0, 3).langs for s in range(3)} == {("de",), ("en",), ("en", "de")}
+    notes = [line for line in run_spec.notes() if "deu_Latn" in line]
+    assert notes == ["de, deu_Latn of --data are one language, which is called de here"]
+
+
+def test_a_pair_of_one_language_is_refused(tmp_path: Path) -> None:
+    write_source(tmp_path / "pairs", [{"key": "1", "langs": ["de", "deu_Latn"], "texts": ["a", "b"]}])
+    with pytest.raises(UserError, match=r"pairs: de and deu_Latn are names of one language.*--langs"):
+        share_names(find_sources([tmp_path / "pairs"]))

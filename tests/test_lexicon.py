@@ -75,6 +75,16 @@ def test_entries_become_ids(demo: Path, tokenizer: Tokenizer) -> None:
     assert f"{len(lines):,} entries, {len(single):,} of one token" in lexicon.summary()
 
 
+def test_entries_of_ids_are_mixed_with_words(dictionary, tokenizer: Tokenizer) -> None:
+    a, b, c = tokenizer.encode_inside(["the", "a", "of"])
+    path = dictionary("en-xx.txt", f"id:{a[0]} id:{b[0]}", "the of", f"id:{a[0]} id:{b[0]}\tid:{c[0]}")
+    lexicon = load_lexicon(path, tokenizer)
+    assert lexicon.ids == ([a, a, [a[0], b[0]]], [b, c, c])
+    assert lexicon.words[0][0] == "the"  # so that the word and its id are withheld together
+    with pytest.raises(UserError, match=r"en-xx\.txt: 'id:999999' is no token.*ids are below [\d,]+; give the dict"):
+        load_lexicon(dictionary("en-xx.txt", "the id:999999"), tokenizer)
+
+
 def test_a_large_dictionary_is_read_once(dictionary, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every spelling is encoded once, in batches that fit memory, and what is withheld is looked up once a process."""
     asked: list[list[str]] = []

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import os
@@ -182,6 +183,33 @@ def test_json_members(tmp_path: Path) -> None:
     records = [record | {"links": "0-0"} for record in numbered_pairs(90)]
     write_others(tmp_path / "d", records, lambda r: {"json": {k: r[k] for k in ("langs", "texts", "links")}})
     assert read_all(run_index(tmp_path / "d")) == records
+
+
+def test_members_that_webdataset_leaves_out_are_left_out(tmp_path: Path) -> None:
+    records = numbered_pairs(12)
+    write_others(tmp_path / "d", records, lambda r: {"en.txt": r["texts"][0], "de.txt": r["texts"][1]}, 100)
+    (path,) = (tmp_path / "d").glob("*.tar")
+    with tarfile.open(path) as tar:
+        members = [(member.name, tar.extractfile(member).read()) for member in tar]  # type: ignore[union-attr]
+    with tarfile.open(path, "w") as tar:
+        for number, (name, data) in enumerate([("README", b"x"), ("__meta__/a.json", b"x"), *members]):
+            hidden = f"{name.rpartition('/')[0]}/" * ("/" in name) + f"._{number}.txt"
+            for written in (hidden, name, ".DS_Store"):
+                member = tarfile.TarInfo(written)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    source = run_index(tmp_path / "d", "en", "de")
+    assert read_all(source) == records
+    stock = webdataset.WebDataset(str(path), shardshuffle=False)
+    assert [sample["__key__"] for sample in stock] == [record["key"] for record in records]
+
+
+def test_three_lines_of_webdataset_read_our_records(mono: Path) -> None:
+    """The lines of docs/data.md."""
+    urls = [str(tar) for tar in sorted(mono.glob("*.tar"))]
+    members = webdataset.WebDataset(urls, shardshuffle=False)
+    lines = (line for member in members for line in member["jsonl"].splitlines())
+    assert [json.loads(line) for line in lines] == read_all(Source(mono))
 
 
 def test_text_members_with_langs(tmp_path: Path) -> None:

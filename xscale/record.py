@@ -6,6 +6,7 @@ a key.
 
 import io
 import json
+import re
 import tarfile
 from typing import Any, NamedTuple
 
@@ -79,6 +80,8 @@ def _once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+_META = re.compile(r"__[^/]*__($|/)")
+"""Matches the names of WebDataset's own members, such as __meta__."""
 _decode_once = json.JSONDecoder(object_pairs_hook=_once).decode
 
 
@@ -95,7 +98,7 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
             if member.issparse() or not (member.isreg() or member.isdir()):  # it would be unpacked to any size
                 raise ValueError(f"member {member.name} is a link, a device or sparse; archive the file itself")
             content = tar.extractfile(member)
-            if content is None:
+            if content is None or not is_sample_member(member.name):
                 continue
             key = sample_key(member.name)
             extension = member.name[len(key) + 1 :]
@@ -127,6 +130,13 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
             f"say which to read by --langs, or keep one directory for each language or pair"
         )
     return Record.from_dict({"key": key, "langs": order, "texts": [texts[lang] for lang in order], "links": links})
+
+
+def is_sample_member(name: str) -> bool:
+    """Return whether a tar member belongs to a sample. WebDataset leaves out names without an extension (README), those
+    that begin with a dot (macOS's ._NAME and .DS_Store), and its own __NAME__."""
+    base = name.rpartition("/")[2]
+    return "." in base[1:] and not base.startswith(".") and not _META.match(name)
 
 
 def sample_key(name: str) -> str:

@@ -17,6 +17,7 @@ FLAGS: dict[str, str] = {
     "report --pairs": "benchmarks/papers/run.py draws translated words by t-SNE",
     "--plugin": "name an objective of your own in the recipe: streams.NAME.objective=MODULE:NAME",
     # One line for each flag.
+    "tokenizer --extend": "add tokens by tokenizer.add_tokens and model.resize_token_embeddings (docs/going-on.md)",
     "--data_change": "`--fork RUN@STEP --out NEW` takes further --data, and the old data continue where they were",
     "--suite": "give each test set to --task by its own flags",
     "--parts": "give each job its own --task and --out",

@@ -32,10 +32,16 @@ from xscale.data.mixture import (
 )
 from xscale.data.planner import Plans, find_node
 from xscale.data.remote import Cache
-from xscale.data.scripts import spelling_key
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.stream_batch import Context
-from xscale.data.streams import check_languages, matches_languages, select_sources
+from xscale.data.streams import (
+    check_languages,
+    matches_languages,
+    names_some,
+    other_names,
+    select_sources,
+    share_names,
+)
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import may_exist, parallel_map
@@ -170,6 +176,7 @@ class RunSpec:
         ]
         lines += [f"{lexicon.summary()}; {heldout:.0%} of its words are withheld" for lexicon in self.lexicons]
         lines += self.left_out
+        lines += other_names(self.sources)
         for spec in self.specs:
             stream = self.recipe.streams[spec.name]
             advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec), self.recipe.train.steps)
@@ -359,6 +366,7 @@ def resolve_run(
     check_start(recipe_name, recipe, sets)
     host_group = host_group or HostGroup(alone=True)
     every = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
+    share_names(every)
     sources = take_first(every, recipe.data.first)
     check_file_sizes(sources, host_group)
     samples = sample_links(languages_of_links(recipe), sources, host_group)
@@ -370,7 +378,6 @@ def resolve_run(
     check_tokenizer_of_init(recipe.model.init, tokenizer)
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
-    check_one_spelling(sources)
     found, left_out = load_lexicons(recipe, tokenizer, sources, near)
     dictionaries, *of_phases = [stream_lexicons(of, found) for of in (recipe, *(p.recipe for p in recipe.phases))]
     check_links(recipe, specs, sources, samples)
@@ -453,19 +460,6 @@ def stream_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample
         if problem:
             raise UserError(f"streams.{name}.{problem}")
     return specs
-
-
-def check_one_spelling(sources: list[Source]) -> None:
-    """Raise UserError if two names of languages are spellings of one name, such as de and deu."""
-    found: dict[str, tuple[str, Path]] = {}
-    for source in sources:
-        for name in source.langs:
-            other, directory = found.setdefault(spelling_key(name), (name, source.directory))
-            if other != name:
-                raise UserError(
-                    f"--data has text in {other} ({directory}) and in {name} ({source.directory}), which would count "
-                    f"as two languages; write the shards of one of them again with the other's name (--lang, --langs)"
-                )
 
 
 def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
@@ -592,7 +586,9 @@ def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
     languages, or its only language is one of them."""
     if languages is None:
         return True
-    return matches_languages(languages, lexicon.langs) or (len(languages) == 1 and languages[0] in lexicon.langs)
+    return matches_languages(languages, lexicon.langs) or (
+        len(languages) == 1 and names_some(languages[0], lexicon.langs)
+    )
 
 
 def languages_of_links(recipe: Recipe) -> list[list[str] | None]:

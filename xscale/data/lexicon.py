@@ -2,6 +2,9 @@
 
 Shape letters: N entries.
 
+A side may give token ids in the place of words: `id:17 id:4017` is the entry of token 17 and its translation 4017.
+Lines of both kinds may be mixed (OBJECTIVES.md, "Derived languages").
+
 A file is named after the pair, in the order of its columns: en-de.txt, en-zh-CN.txt.
 
 A share of the entries is withheld from all objectives, so that alignment can be measured on words that no objective has
@@ -28,6 +31,7 @@ import numpy as np
 from xscale import rng
 from xscale.data.ragged import indices_within
 from xscale.data.sample import texts_of
+from xscale.data.scripts import names_of
 from xscale.data.shards import Source
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
@@ -40,6 +44,8 @@ languages may contain "-" too, as in zh-CN, zh-Hans and es-419."""
 _ORDER_SAMPLE = 3000
 """The number of records of each language whose words decide whether the columns are swapped."""
 _BATCH = 10_000
+_IDS = re.compile(r"id:\d{1,9}( id:\d{1,9})*")
+"""Matches a side of an entry that gives token ids."""
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that its tables are built once per process
@@ -154,57 +160,83 @@ def entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged
 def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = ()) -> Lexicon:
     """Read a dictionary. languages: see pair_of. Raises UserError naming file and line."""
     langs = pair_of(path, languages)
-    words = list(dict.fromkeys(read_entries(path)))
+    read = list(dict.fromkeys(read_entries(path)))
     unknown = tokenizer.hf.unk_token_id
-    ids = [_encoded([entry[side] for entry in words], tokenizer) for side in (0, 1)]
-    kept = [i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a and b and unknown not in (*a, *b)]
-    if not kept:
+    first = _encoded([source for source, _ in read], tokenizer, path)
+    second = _encoded([target for _, target in read], tokenizer, path)
+    words, first_ids, second_ids = list[tuple[str, str]](), list[list[int]](), list[list[int]]()
+    for entry, a, b in zip(read, first, second, strict=True):
+        if a and b and unknown not in (*a, *b):
+            words.append((_spelled(entry[0], a, tokenizer), _spelled(entry[1], b, tokenizer)))
+            first_ids.append(a)
+            second_ids.append(b)
+    if not words:
         raise UserError(
             f"{path}: the tokenizer knows no entry of the dictionary; check that both are for the same languages"
         )
-    content = "\n".join(f"{a}\t{b}" for a, b in words).encode()
-    return Lexicon(
-        langs,
-        [words[i] for i in kept],
-        ([ids[0][i] for i in kept], [ids[1][i] for i in kept]),
-        hashlib.sha256(content).hexdigest()[:16],
-        path,
-        tuple(words),
-    )
+    content = "\n".join(f"{a}\t{b}" for a, b in read).encode()
+    fingerprint = hashlib.sha256(content).hexdigest()[:16]
+    return Lexicon(langs, words, (first_ids, second_ids), fingerprint, path, tuple(read))
+
+
+def _spelled(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
+    """Return the word, or the text of the tokens if the dictionary gives their ids: one hash says of both whether they
+    are withheld."""
+    return tokenizer.hf.decode(ids).strip() if _IDS.fullmatch(word) else word
 
 
 def truecased(
     entries: list[tuple[str, str]], langs: tuple[str, str], forms: Mapping[str, Forms]
 ) -> tuple[list[tuple[str, str]], int]:
     """Return the entries as the training text spells them, without repeats, and how many were changed."""
-    sides = [
-        respelled([entry[side] for entry in entries], forms[lang]) if lang in forms else [e[side] for e in entries]
-        for side, lang in enumerate(langs)
-    ]
-    spelled = list(zip(*sides, strict=True))
-    return list(dict.fromkeys(spelled)), sum(a != b for a, b in zip(entries, spelled, strict=True))
+    first, second = [a for a, _ in entries], [b for _, b in entries]
+    if langs[0] in forms:
+        first = respelled(first, forms[langs[0]])
+    if langs[1] in forms:
+        second = respelled(second, forms[langs[1]])
+    spelled = list(zip(first, second, strict=True))
+    changed = sum(before != after for before, after in zip(entries, spelled, strict=True))
+    return list(dict.fromkeys(spelled)), changed
 
 
-def _encoded(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the token ids of each word. Each distinct word is encoded once, in batches, as encodings take memory."""
-    distinct = list(dict.fromkeys(words))
+def _encoded(words: list[str], tokenizer: Tokenizer, path: Path) -> list[list[int]]:
+    """Return the token ids of each word. Each distinct word is encoded once, in batches, as encodings take memory.
+    Raises UserError for an id that the tokenizer does not have."""
     ids: dict[str, list[int]] = {}
-    for start in range(0, len(distinct), _BATCH):
-        batch = distinct[start : start + _BATCH]
+    texts = list[str]()
+    for word in dict.fromkeys(words):
+        if _IDS.fullmatch(word):
+            ids[word] = [int(part.removeprefix("id:")) for part in word.split()]
+            if max(ids[word]) >= len(tokenizer.hf):
+                raise UserError(
+                    f"{path}: {word!r} is no token of the tokenizer, whose ids are below {len(tokenizer.hf):,}; give "
+                    f"the dictionary of this tokenizer"
+                )
+        else:
+            texts.append(word)
+    for start in range(0, len(texts), _BATCH):
+        batch = texts[start : start + _BATCH]
         ids |= zip(batch, tokenizer.encode_inside(batch), strict=True)
     return [ids[word] for word in words]
 
 
 def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
-    """Return the languages in a dictionary's file name, ("en", "de") for en-de.txt. languages: see cut_pair.
-    Raises UserError."""
-    found = cut_pair(path.name.partition(".")[0], languages)
-    if found is None:
+    """Return the languages in a dictionary's file name, ("en", "de") for en-de.txt. languages: see cut_pair; their
+    spelling is used, so that eng-deu.txt is for en and de. Raises UserError."""
+    pair = cut_pair(path.name.partition(".")[0], languages)
+    if pair is None:
         raise UserError(
             f"{path}: a dictionary's file name says its languages in the order of its columns, such as en-de.txt or, "
             f"with the country in capitals, en-zh-CN.txt"
         )
-    return found
+    first, second = _spelled_as(pair[0], languages), _spelled_as(pair[1], languages)
+    return pair if first == second else (first, second)
+
+
+def _spelled_as(language: str, languages: Collection[str]) -> str:
+    """Return the one of `languages` that means the language, or else, or if several do, the language itself."""
+    names = names_of(language, languages)
+    return names[0] if len(names) == 1 else language
 
 
 def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | None:
@@ -213,9 +245,11 @@ def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | No
     parts = name.split("-")
     cuts = [("-".join(parts[:i]), "-".join(parts[i:])) for i in range(1, len(parts))]
     form = re.compile(_ONE if len(cuts) == 1 else _WITH_PARTS)
-    known = [cut for cut in cuts if set(cut) <= set(languages)]
-    found = known or [cut for cut in cuts if all(map(form.fullmatch, cut))]
-    return found[0] if len(found) == 1 else None
+    listed = [cut for cut in cuts if set(cut) <= set(languages)]
+    formed = [cut for cut in cuts if all(map(form.fullmatch, cut))]
+    spelled = [cut for cut in cuts if names_of(cut[0], languages) and names_of(cut[1], languages)]
+    fitting = listed or (formed if len(formed) == 1 else spelled)
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def read_entries(path: Path) -> list[tuple[str, str]]:

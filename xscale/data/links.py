@@ -56,17 +56,17 @@ def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
     Raises UserError for a link that is malformed or outside its sentences.
     """
     numbers: list[int] = []
-    links_of = []
+    counts: list[int] = []
     for pair in pairs:
         if pair.links is None or not _PHARAOH.fullmatch(pair.links):
             _refuse(pair)
-        found = list(map(int, pair.links.replace("-", " ").split()))
-        numbers += found
-        links_of.append(len(found) // 2)
+        ends = pair.links.replace("-", " ").split()
+        numbers += map(int, ends)
+        counts.append(len(ends) // 2)
     texts = [text for pair in pairs for text in pair.words or ()]
     sizes = np.array([len(text.is_word) for text in texts], dtype=np.int64).reshape(-1, 2)
     links = np.array(numbers, dtype=np.int64).reshape(-1, 2)
-    pair_of = np.repeat(np.arange(len(pairs)), np.array(links_of, dtype=np.int64))
+    pair_of = np.repeat(np.arange(len(pairs)), np.array(counts, dtype=np.int64))
     outside = (links >= sizes[pair_of]).any(axis=1)
     if outside.any():
         _refuse(pairs[pair_of[outside.argmax()]])
@@ -76,9 +76,14 @@ def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
     if not across:
         ends_are_words = is_word[links].reshape(-1, 2)
         links = links[ends_are_words[:, 0] == ends_are_words[:, 1]]
-    # Each link once, in order. np.unique over matrix rows would be ten times as slow.
-    distinct = np.unique(links[:, 0] * first[-1] + links[:, 1])
-    return WordLinks(first, np.stack(np.divmod(distinct, max(first[-1], 1)), 1), is_word)
+    return WordLinks(first, _distinct(links, first[-1]), is_word)
+
+
+def _distinct(links: np.ndarray, width: int) -> np.ndarray:
+    """Return each row once, in order, like np.unique(links, axis=0), but ten times as fast. width: a number above all
+    second columns."""
+    cells = np.unique(links[:, 0] * width + links[:, 1])
+    return np.stack(np.divmod(cells, max(width, 1)), axis=1)
 
 
 _NOTHING = np.empty(0, dtype=bool)
@@ -132,8 +137,8 @@ def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
     partner = np.repeat(links[:, 1], n_ours)
     theirs, n_theirs = tokens.runs(partner)
     # Two tokens may overlap several pairs of linked words, as in Chinese; they are one link.
-    width = int(max(ours.max(initial=0), theirs.max(initial=0))) + 1
-    return np.stack(np.divmod(np.unique(np.repeat(ours, n_theirs) * width + theirs), width), axis=1)
+    pairs = np.stack([np.repeat(ours, n_theirs), theirs], axis=1)
+    return _distinct(pairs, int(pairs.max(initial=0)) + 1)
 
 
 def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, StateIndices]:

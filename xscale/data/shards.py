@@ -20,7 +20,7 @@ import struct
 import tarfile
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +74,10 @@ class Source:
         self.index = index | {"shards": []}
         """The content of index.json without its shards, which may be hundreds of thousands."""
         self.layout: str = index["layout"]
-        self.langs: tuple[str, ...] = tuple(index["langs"])
+        self.written_langs: tuple[str, ...] = tuple(index["langs"])
+        """The languages as index.json and the records name them."""
+        self.langs = self.written_langs
+        """The languages as the program names them (see rename_languages)."""
         self.segmentation: dict[str, str] = index.get("segmentation", SEGMENTATIONS["whitespace"])
         self.counts = np.array([shard.records for shard in self.shards], dtype=np.int64)
         self.starts = np.cumsum(self.counts) - self.counts
@@ -99,6 +102,17 @@ class Source:
     @property
     def pair(self) -> str:
         return pair_name(self.langs)
+
+    def rename_languages(self, names: Mapping[str, str]) -> None:
+        """Call languages by other names, in the records that are read, too. names: {written name: name}. Raises
+        UserError if both sides of a pair get one name."""
+        langs = tuple(names[lang] for lang in self.written_langs)
+        if len(set(langs)) < len(langs):
+            raise UserError(
+                f"{self.directory}: {' and '.join(self.written_langs)} are names of one language; write the shards "
+                f"again with two languages (--langs)"
+            )
+        self.langs = langs
 
     def keep_first(self, records: int) -> None:
         counts = np.clip(records - (np.cumsum(self.counts) - self.counts), 0, self.counts)
@@ -236,17 +250,19 @@ class Source:
             if self.layout == "lines":
                 whole = Record.from_dict(parse_json(data, unique_fields=False))
             else:
-                whole = parse_sample(data, self.langs)
+                whole = parse_sample(data, self.written_langs)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, tarfile.TarError) as error:
             raise UserError(
                 f"{path}: record {record} does not fit layout {self.layout!r} ({error}); run "
                 f"`python -m data_tools.index {self.directory}`"
             ) from None
-        if whole.langs != self.langs:
+        if whole.langs != self.written_langs:
             raise UserError(
                 f"{self.directory}: record {whole.key!r} has languages {', '.join(whole.langs)}, index.json says "
-                f"{', '.join(self.langs)}; run `python -m data_tools.index {self.directory}`"
+                f"{', '.join(self.written_langs)}; run `python -m data_tools.index {self.directory}`"
             )
+        if self.langs != self.written_langs:
+            whole = whole._replace(langs=self.langs)
         if length <= PART_BYTES or len(whole.texts) == 2:
             return whole
         return self._text_part(whole, shard, record, offset, length // PART_BYTES)
@@ -409,7 +425,9 @@ def fingerprint(index: dict[str, Any]) -> str:
 
 
 def directories_below(directory: Path) -> list[Path]:
-    return sorted(path.parent for path in directory.glob("*/index.json")) if directory.is_dir() else []
+    """Return the folders in a directory that have an index.json. A link to a file that is not there does not count."""
+    found = directory.glob("*/index.json") if directory.is_dir() else iter(())
+    return sorted(path.parent for path in found if path.exists())
 
 
 def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) -> list[Source]:

@@ -1,23 +1,79 @@
-"""The sources that each stream of a recipe reads."""
+"""The sources that each stream of a recipe reads.
 
+The languages of a recipe may be written in any spelling (data/scripts.py): `de` reads sources in deu_Latn.
+"""
+
+import re
+from collections.abc import Collection
+
+from xscale.data.scripts import one_name_each, same_language
 from xscale.data.shards import Source
 from xscale.errors import UserError
+
+_CODE = re.compile(r"[a-z]{2,3}(_\w+)?")
 
 
 def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
     """Return True if `languages` lists the language or pair `langs`: "en-de", "de-en", or both "en" and "de"."""
-    return not both_names(langs).isdisjoint(languages) or set(langs) <= set(languages)
+    if any(names_all(name, langs) for name in languages):
+        return True
+    return all(any(names_language(name, lang) for name in languages) for lang in langs)
 
 
-def both_names(langs: tuple[str, ...]) -> set[str]:
-    """Return the names "en-de" and "de-en" of a pair, or the one name of a language."""
-    return {"-".join(langs), "-".join(langs[::-1])}
+def names_language(name: str, lang: str) -> bool:
+    """Return whether a name means the language. A name with a second part of two or three small letters, such as en-de,
+    is a pair; regions are written in capitals, as in pt-BR."""
+    is_pair = any(_CODE.fullmatch(part) for part in name.split("-")[1:])
+    return name == lang or (not is_pair and same_language(name, lang))
+
+
+def names_all(name: str, langs: tuple[str, ...]) -> bool:
+    """Return whether a name means the language, or the pair of languages in either order: eng-deu for (en, de)."""
+    if len(langs) == 1:
+        return names_language(name, langs[0])
+    parts = name.split("-")
+    for end in range(1, len(parts)):
+        first, second = "-".join(parts[:end]), "-".join(parts[end:])
+        for a, b in (langs, langs[::-1]):
+            if names_language(first, a) and names_language(second, b):
+                return True
+    return False
+
+
+def names_some(name: str, langs: tuple[str, ...]) -> bool:
+    """Return whether a name means the language or pair `langs`, or one language of the pair."""
+    return names_all(name, langs) or any(names_language(name, lang) for lang in langs)
+
+
+def share_names(sources: list[Source], preferred: Collection[str] = ()) -> None:
+    """Call each language by one name in all sources, so that en, eng and eng_Latn are one language. preferred: names
+    that are used for their languages. Raises UserError for a pair of one language with itself."""
+    names = one_name_each([lang for source in sources for lang in source.written_langs], preferred)
+    for source in sources:
+        source.rename_languages(names)
+
+
+def other_names(sources: list[Source]) -> list[str]:
+    """Return a line for each language that has several names in the sources."""
+    written: dict[str, set[str]] = {}
+    for source in sources:
+        for name, lang in zip(source.langs, source.written_langs, strict=True):
+            written.setdefault(name, set()).add(lang)
+    return [
+        f"{', '.join(sorted(names))} of --data are one language, which is called {name} here"
+        for name, names in sorted(written.items())
+        if len(names) > 1
+    ]
 
 
 def check_languages(languages: list[str] | None, sources: list[Source]) -> None:
     """Raise UserError unless the sources have data for each of `languages`, the value of data.languages."""
-    there = {name for source in sources for name in {*both_names(source.langs), *source.langs}}
-    if absent := [language for language in languages or [] if language not in there]:
+    absent = []
+    for language in languages or []:
+        if not any(names_some(language, source.langs) for source in sources):
+            absent.append(language)
+    if absent:
+        there = {name for source in sources for name in (source.pair, *source.langs)}
         raise UserError(f"data.languages: --data has no text in {', '.join(absent)}, only {', '.join(sorted(there))}")
 
 
@@ -32,8 +88,10 @@ def select_sources(
     available = sorted({sources[i].pair for i in fitting})
     if languages is not None:
         chosen = [i for i in fitting if matches_languages(languages, sources[i].langs)]
-        covered = {name for i in chosen for name in {*both_names(sources[i].langs), *sources[i].langs}}
-        absent = [language for language in languages if language not in covered]
+        absent = []
+        for language in languages:
+            if not any(names_some(language, sources[i].langs) for i in chosen):
+                absent.append(language)
         if absent:
             raise UserError(
                 f"streams.{stream}.languages: no {reads} data for {', '.join(absent)}; --data has "

@@ -14,7 +14,6 @@ Shape letters: C characters of all texts, W words of one text, T tokens of words
 import hashlib
 from enum import IntEnum
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,9 +45,12 @@ class Class(IntEnum):
 @lru_cache(maxsize=1)
 def table() -> np.ndarray:
     """Return the class (letter, mark, digit, ...) of every Unicode code point, by its index, uint8."""
-    firsts, names = zip(*(line.split() for line in TABLE.read_text(encoding="ascii").splitlines()), strict=True)
-    classes = np.array([Class[name.upper()] for name in names], dtype=np.uint8)
-    return np.repeat(classes, np.diff([int(first, 16) for first in firsts], append=0x110000))
+    firsts, classes = list[int](), list[int]()
+    for line in TABLE.read_text(encoding="ascii").splitlines():
+        first, name = line.split()
+        firsts.append(int(first, 16))
+        classes.append(Class[name.upper()])
+    return np.repeat(np.array(classes, dtype=np.uint8), np.diff(firsts, append=0x110000))
 
 
 VERSION = hashlib.sha256(TABLE.read_bytes()).hexdigest()[:16]
@@ -86,15 +88,18 @@ def segment(texts: list[str]) -> Segmented:
     own = (of_base == Class.OWN) | (of_base == Class.OWN_PUNCTUATION)
     own |= ~symbol & (latest(c == Class.OWN_MARK) > base)
     run = ~symbol & ~own & ((of_base == Class.LETTER) | (latest(c == Class.MARK) > base))
-    before_run, before_symbol = (np.concatenate([[False], kind[:-1]]) for kind in (run, symbol))
     inside = run | own | symbol
-    before_inside = np.concatenate([[False], inside[:-1]])
-    joined = np.concatenate([[False], c[:-1] == Class.JOINER]) & before_symbol
-    starts = np.select(
-        [c == Class.LETTER, c == Class.MARK, c == Class.OWN_MARK, c == Class.SYMBOL, c == Class.TONE],
-        [~before_run, ~before_inside, before_run | ~before_inside, ~joined, ~before_symbol],
-        (c == Class.OWN) | (c == Class.OWN_PUNCTUATION),
-    )
+    before_run, before_symbol, before_inside = _before(run), _before(symbol), _before(inside)
+    starts_of = {
+        Class.LETTER: ~before_run,
+        Class.MARK: ~before_inside,
+        Class.OWN_MARK: before_run | ~before_inside,
+        Class.SYMBOL: ~(_before(c == Class.JOINER) & before_symbol),
+        Class.TONE: ~before_symbol,
+    }
+    """For each class, True at the places where a character of the class begins a word or symbol."""
+    always = (c == Class.OWN) | (c == Class.OWN_PUNCTUATION)
+    starts = np.select([c == kind for kind in starts_of], list(starts_of.values()), always)
     word_of = np.where(inside, np.cumsum(starts) - 1, -1)
     at = np.flatnonzero(starts)
     is_word = ~np.isin(c[at], (Class.SYMBOL, Class.TONE, Class.OWN_PUNCTUATION))
@@ -102,6 +107,11 @@ def segment(texts: list[str]) -> Segmented:
     breaks = chars[1:-1] + np.arange(len(chars) - 2)
     texts_of_words = np.searchsorted(at, chars + np.arange(len(chars)))
     return Segmented(chars, texts_of_words, np.delete(word_of, breaks), is_word)
+
+
+def _before(which: np.ndarray) -> np.ndarray:
+    """Return for each place whether `which` is True at the place before it."""
+    return np.concatenate([[False], which[:-1]])
 
 
 class TokenWords(NamedTuple):
@@ -138,13 +148,14 @@ class TokenWords(NamedTuple):
 
 def join_words(parts: list[TokenWords]) -> TokenWords:
     """Return the words of one text that consists of several texts laid end to end."""
-    tokens = np.cumsum([0, *(len(part.of_token) for part in parts)])
-    words = np.cumsum([0, *(len(part.is_word) for part in parts)])
-    columns = zip(parts, tokens.tolist(), words.tolist(), strict=False)
-    moved = [
-        (np.where(p.of_token < 0, -1, p.of_token + w), p.tokens + t, p.words + w, p.is_word) for p, t, w in columns
-    ]
-    return TokenWords(*map(np.concatenate, zip(*moved, strict=True)))
+    joined = list[TokenWords]()
+    first_token, first_word = 0, 0
+    for part in parts:
+        of_token = np.where(part.of_token < 0, -1, part.of_token + first_word)
+        joined.append(TokenWords(of_token, part.tokens + first_token, part.words + first_word, part.is_word))
+        first_token += len(part.of_token)
+        first_word += len(part.is_word)
+    return TokenWords(*map(np.concatenate, zip(*joined, strict=True)))
 
 
 def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list[TokenWords]:
@@ -154,35 +165,44 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
     token belongs to every word and symbol of which it has a character; but if it has a character of a word, it does not
     belong to symbols (Unigram tokenizers have tokens such as `en.`).
     """
-    found = segment([*texts, "."])  # so that there is at least one word
-    word_of, is_word = found.word_of, found.is_word
-    counts = np.append(counts, 0)
-    place, none = np.arange(len(word_of)), word_of < 0
-    here = np.minimum.accumulate(np.where(none, len(word_of), place)[::-1])[::-1]
-    before = np.maximum.accumulate(np.where(none, -1, place))
+    segmented = segment([*texts, "."])  # so that there is at least one word
     text_of = np.repeat(np.arange(len(counts)), counts)
-    start, end = (spans + found.chars[text_of, None]).T
-    inside = here[start] < end
-    first = np.where(inside, word_of[here[start]], 0)
-    last = np.where(inside, word_of[before[end - 1]], -1)
-    tokens = np.repeat(np.arange(len(spans)), last - first + 1)
-    words = np.repeat(first, last - first + 1) + indices_within(last - first + 1)
-    up_to = np.concatenate([[0], np.cumsum(is_word)])
-    some_word = up_to[last + 1] > up_to[first]
-    kept = is_word[words] | ~some_word[tokens]
-    tokens, words = tokens[kept], words[kept]
-    words -= found.words[text_of[tokens]]
+    tokens, words = _overlaps(segmented, spans + segmented.chars[text_of, None])
+    words -= segmented.words[text_of[tokens]]
     of_token = np.full(len(spans), -1)
     of_token[tokens[::-1]] = words[::-1]
-    ends = np.cumsum(counts)
-    borders = np.searchsorted(tokens, np.concatenate([[0], ends]))
-    tokens -= (ends - counts)[text_of[tokens]]
-    return [
-        TokenWords(of_token[end - n : end], tokens[a:b], words[a:b], is_word[first_word:next_text])
-        for n, end, (a, b), (first_word, next_text) in zip(
-            counts.tolist(), ends.tolist(), pairwise(borders.tolist()), pairwise(found.words.tolist()), strict=True
-        )
-    ][:-1]
+    token_borders = np.concatenate([[0], np.cumsum(counts)])
+    overlap_borders = np.searchsorted(tokens, token_borders).tolist()
+    tokens -= token_borders[text_of[tokens]]
+    token_borders, word_borders = token_borders.tolist(), segmented.words.tolist()
+    result = list[TokenWords]()
+    for text in range(len(counts)):
+        here = slice(token_borders[text], token_borders[text + 1])
+        overlaps = slice(overlap_borders[text], overlap_borders[text + 1])
+        is_word = segmented.is_word[word_borders[text] : word_borders[text + 1]]
+        result.append(TokenWords(of_token[here], tokens[overlaps], words[overlaps], is_word))
+    return result
+
+
+def _overlaps(segmented: Segmented, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the index of a token and the number of a word for each word that a token belongs to, in order. spans:
+    first character and end of every token, over all texts [tokens, 2]."""
+    start, end = spans.T
+    place = np.arange(len(segmented.word_of))
+    outside = segmented.word_of < 0
+    next_inside = np.minimum.accumulate(np.where(outside, len(place), place)[::-1])[::-1]
+    last_inside = np.maximum.accumulate(np.where(outside, -1, place))
+    has_word = next_inside[start] < end
+    first = np.where(has_word, segmented.word_of[next_inside[start]], 0)
+    last = np.where(has_word, segmented.word_of[last_inside[end - 1]], -1)
+    counts = last - first + 1
+    tokens = np.repeat(np.arange(len(spans)), counts)
+    words = np.repeat(first, counts) + indices_within(counts)
+    # A token with a word does not belong to symbols.
+    words_before = np.concatenate([[0], np.cumsum(segmented.is_word)])
+    has_real_word = words_before[last + 1] > words_before[first]
+    kept = segmented.is_word[words] | ~has_real_word[tokens]
+    return tokens[kept], words[kept]
 
 
 def stands_alone(text: str) -> bool:
@@ -197,12 +217,15 @@ def class_of(character: str) -> int:
 
 def split(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
     """Return the words and symbols of each text in order, and for each of them True for a word, False for a symbol."""
-    found = segment(texts)
-    inside = np.flatnonzero(found.word_of >= 0)
-    starts = inside[np.flatnonzero(np.diff(found.word_of[inside], prepend=-1))]
-    ends = inside[np.flatnonzero(np.diff(found.word_of[inside], append=-1))] + 1
-    made = []
-    for text, at, (first, end) in zip(texts, found.chars.tolist(), pairwise(found.words.tolist()), strict=False):
-        spans = zip((starts[first:end] - at).tolist(), (ends[first:end] - at).tolist(), strict=True)
-        made.append(([text[a:b] for a, b in spans], found.is_word[first:end]))
-    return made
+    segmented = segment(texts)
+    inside = np.flatnonzero(segmented.word_of >= 0)
+    word_of = segmented.word_of[inside]
+    starts = inside[np.flatnonzero(np.diff(word_of, prepend=-1))].tolist()
+    ends = (inside[np.flatnonzero(np.diff(word_of, append=-1))] + 1).tolist()
+    first_words, first_chars = segmented.words.tolist(), segmented.chars.tolist()
+    result = []
+    for number, text in enumerate(texts):
+        first, end, char = first_words[number], first_words[number + 1], first_chars[number]
+        pieces = [text[starts[word] - char : ends[word] - char] for word in range(first, end)]
+        result.append((pieces, segmented.is_word[first:end]))
+    return result

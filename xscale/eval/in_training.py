@@ -22,7 +22,7 @@ from xscale.data.calibration import Calibration
 from xscale.data.mixture import PACK_FILL, StreamSpec, initial_state
 from xscale.data.remote import Cache, location
 from xscale.data.shards import Source, find_sources, take_first
-from xscale.data.streams import matches_languages
+from xscale.data.streams import matches_languages, share_names
 from xscale.errors import RankError, UserError
 from xscale.eval import retrieval
 from xscale.eval.alignment_score import FEWEST, AlignmentProbe, build_probes, language_tokens
@@ -37,7 +37,6 @@ from xscale.run_spec import (
     RunSpec,
     check_file_sizes,
     check_links,
-    check_one_spelling,
     languages_of_links,
     linked_sources,
     sample_links,
@@ -143,7 +142,9 @@ def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
     languages. Only retrieval may have such a language, if the run trains the neutral language embedding for it."""
     data = run_spec.recipe.data
     cache = Cache.of(data.cache, data.cache_gb)
-    sources = take_first(find_sources([*map(location, task.data)], cache), task.limit)
+    sources = find_sources([*map(location, task.data)], cache)
+    share_names(sources, preferred=run_spec.languages)
+    sources = take_first(sources, task.limit)
     trained = {source.fingerprint: source for source in run_spec.sources}
     for source in sources:
         if source.fingerprint in trained:
@@ -161,7 +162,6 @@ def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
                 f"embedding would be used, but no stream trains it with language_dropout 0; leave the source out, or "
                 f"set streams.NAME.language_dropout=0.1"
             )
-    check_one_spelling([*run_spec.sources, *sources])
     return sources
 
 

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from xscale import rng
+from xscale.data.scripts import names_of
 from xscale.errors import UserError
 from xscale.files import may_exist, pointer_problem
 from xscale.models.encoder import Encoder
@@ -258,14 +259,14 @@ def _resize_language_rows(lm: PreTrainedModel, languages: list[str], wanted: boo
     """Give each language of the run a row of the model's token-type table if `wanted`, else make all rows copies of
     row 0. Return the languages in the order of their rows.
 
-    Languages that the model knows keep their rows, by name. The row of a new language starts as a copy of row 0: the
-    neutral row, or in a model without language embeddings the row of single sentences.
+    Languages that the model knows keep their rows, however they are spelled. The row of a new language starts as a copy
+    of row 0: the neutral row, or in a model without language embeddings the row of single sentences.
     """
     before = getattr(lm.config, "xscale", None) or {}
     known: list[str] = before["languages"][1:] if before.get("language_embeddings") else []
     if not known and not wanted:
         return languages
-    names = [*languages, *(name for name in known if name not in languages)]
+    names = [*languages, *(name for name in known if not names_of(name, languages))]
     old = _type_table(lm)
     table = old[0].repeat(max(_token_type_count(lm.config), 1 + len(names)), 1)
     if not wanted:
@@ -275,8 +276,9 @@ def _resize_language_rows(lm: PreTrainedModel, languages: list[str], wanted: boo
         )
     elif known:
         for number, name in enumerate(known, start=1):
-            table[1 + names.index(name)] = old[number]
-        new = [name for name in languages if name not in known]
+            for name_now in names_of(name, names):
+                table[1 + names.index(name_now)] = old[number]
+        new = [name for name in languages if not names_of(name, known)]
         LOG.info(
             f"language embeddings kept from model.init: {', '.join(known)}; new, starting as the neutral embedding: "
             f"{', '.join(new) or 'none'}"

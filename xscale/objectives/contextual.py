@@ -27,6 +27,7 @@ from torch import Tensor
 from xscale.config import STRICT, NotNegative
 from xscale.data import links
 from xscale.data.packed_row import Index, Tokens
+from xscale.data.scripts import same_language
 from xscale.data.sequences import Example, join_segments
 from xscale.data.stream_batch import AuxiliaryInputs, Context, StateIndices, StreamBatch
 from xscale.errors import UserError
@@ -109,12 +110,13 @@ def one_to_one(links_K2: np.ndarray) -> np.ndarray:
 def _anchor_side(pair: Example, anchor: str | None) -> int:
     if anchor is None:
         return 0
-    if anchor not in pair.langs:
+    sides = [side for side, lang in enumerate(pair.langs) if same_language(lang, anchor)]
+    if not sides:
         raise UserError(
             f"record {pair.key!r} is in {' and '.join(pair.langs)}, not in the anchor language {anchor!r}. Change the "
             f"stream's `anchor`, or set its `languages` to pairs with {anchor!r}"
         )
-    return pair.langs.index(anchor)
+    return sides[0]
 
 
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: ContextualOptions) -> Losses:
