@@ -3,33 +3,201 @@
 xscale-finetune --model HF_DIR --task ner --train en=train-en.tsv de=train-de.tsv \\
     --test en=test-en.tsv de=test-de.tsv --seeds 0 1 2 --out ner.json
 
-It also runs on several ranks: deepspeed --num_gpus N --module xscale.eval.finetune ..., or
-torchrun --nproc_per_node N -m xscale.eval.finetune ...
+On several ranks: torchrun --nproc_per_node N -m xscale.eval.finetune ...
 
 Exit codes: 0 done, 2 user error, 3 logits not finite, 4 an error of the machine (disk, file system), any other: a bug
 in xscale.
 """
 
+import argparse
+import logging
 import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-from xscale import ranks
-from xscale.errors import NotFinite, UserError, check_arguments, report_environment_error, run_command
-from xscale.eval.finetune.measure import check_flags, measure_transfer, parse_arguments
-from xscale.ranks import Process
+import transformers
+
+from xscale.errors import NotFinite, UserError, check_arguments, env_number, report_environment_error, run_command
+from xscale.eval.bootstrap import format_score
+from xscale.eval.finetune import classification, qa, tags
+from xscale.eval.finetune.examples import Example, LabelledFile
+from xscale.eval.finetune.training import Feature, FineTuneSettings, SequenceMaker, Task, fine_tune, predict_outputs
+from xscale.eval.finetune.transfer import Files, TrainingText, TransferTable, check_labels, plan_training
+from xscale.eval.model import ExportedModel, check_output_file, write_results
+
+TASKS: dict[str, Task] = {
+    "xnli": classification.XNLI,
+    "pawsx": classification.PAWSX,
+    "sentences": classification.SENTENCES,
+    "pos": tags.POS,
+    "ner": tags.NER,
+    "xquad": qa.XQUAD,
+    "mlqa": qa.MLQA,
+}
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="xscale-finetune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="Hugging Face directory, e.g. from xscale.export")
+    add("--task", choices=TASKS, required=True)
+    text: dict[str, Any] = {"nargs": "+", "metavar": "LANG=FILE", "default": []}
+    add("--train", **text, help="training files: of the source language, and of others for supervised scores")
+    add("--test", **text, required=True, help="test files")
+    add("--translated", **text, help="translations of the source language's training file, for translate-train scores")
+    add("--source", help="language to train on for the zero-shot scores (default: the first of --train)")
+    add("--code_switch", action="store_true", help="for translate-train, translate only one side of each pair")
+    add("--limit", type=int, metavar="N", help="read only the first N examples of each training file")
+    add("--test_limit", type=int, metavar="N", help="read only the first N examples of each test file")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default: 0 1 2, that is three runs")
+    add("--epochs", type=int, help="default: 2 for pairs and questions, 10 for others")
+    add("--lr", type=float, help="peak learning rate (default: the task's, 2e-5 to 5e-5)")
+    add("--frozen", action="store_true", help="train the head alone: a linear probe; give a higher --lr, such as 1e-3")
+    add("--batch", type=int, default=32, help="sequences of a step, over all ranks (default: 32)")
+    add("--warmup", type=float, default=0.1, help="steps; below 1, a share of all steps (default: 0.1; papers: 1000)")
+    add("--max_length", type=int, help="tokens of a sequence (default: 386 for questions, else 128)")
+    add("--out", type=Path, required=True, help="JSON file to write")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for wrong flags, missing packages and a file that cannot be written."""
+    least = {"warmup": 0, "max_length": 16, "lr": 1e-12}
+    for name in ("limit", "test_limit", "epochs", "batch", "lr", "warmup", "max_length"):
+        value = getattr(args, name)
+        if value is not None and not least.get(name, 1) <= value < float("inf"):
+            raise UserError(f"--{name} {value} must be a number of at least {least.get(name, 1)}")
+    if len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
+        raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: give different numbers, each 0 or more")
+    if not args.train and not args.translated:
+        raise UserError("no training text: give --train LANG=FILE, or --translated LANG=FILE")
+    if args.code_switch and not args.translated:
+        raise UserError("--code_switch needs --translated LANG=FILE")
+    for module in ("seqeval", "accelerate"):
+        try:
+            __import__(module)
+        except ImportError:
+            raise UserError(f"{module} is not installed; `pip install 'xscale[eval]'` brings it") from None
+    check_output_file(args.out)
+
+
+def read_files(task: Task, values: list[str], flag: str, limit: int | None) -> Files:
+    """Return the file of each language. values: texts LANG=FILE. limit: the most rows. Raises UserError."""
+    read: Files = {}
+    for value in values:
+        language, _, name = value.partition("=")
+        path = Path(name)
+        if not language or not name or language in read:
+            raise UserError(f"{flag} {value}: give LANG=FILE, each language once")
+        if not path.exists():
+            raise UserError(f"{flag} {value}: {path} does not exist; give another file")
+        read[language] = LabelledFile(path, task.read(path, language)[:limit])
+        if not read[language].examples:
+            raise UserError(f"nothing is left of {flag} {value}: {' '.join(read[language].left_out())}")
+    return read
+
+
+def measure_transfer(args: argparse.Namespace) -> TransferTable:
+    """Do all fine-tuning runs, write their scores and return them. All files are read and checked before training
+    starts."""
+    task = TASKS[args.task]
+    train = read_files(task, args.train, "--train", args.limit)
+    translated = read_files(task, args.translated, "--translated", args.limit)
+    tests = read_files(task, args.test, "--test", args.test_limit)
+    source = args.source or next(iter(train), "")
+    if args.source and source not in train:
+        raise UserError(f"--source {source} must be a language of --train, which has {', '.join(train) or 'none'}")
+    plan = plan_training(train, translated, tests, source, args.code_switch)
+    for training in plan:
+        check_labels(task, training, tests)
+    languages = [*train, *translated, *tests]
+    maker = SequenceMaker(ExportedModel(args.model), languages, args.max_length or task.max_length)
+    settings = FineTuneSettings(
+        args.epochs or task.epochs, args.lr or task.lr, args.batch, args.warmup, args.frozen, maker.max_length
+    )
+    is_main = env_number("RANK", 0) == 0
+    if is_main:
+        print_plan(args, plan, [*train.values(), *translated.values(), *tests.values()])
+    test_features = {}
+    for language, file in tests.items():
+        features = task.encode(file.examples, maker, None)
+        test_features[language] = sorted(features, key=lambda feature: -len(feature.inputs["input_ids"]))
+    table = TransferTable(task, tests)
+    for training in plan:
+        labels = task.list_labels(training.file.examples)
+        groups = encode_groups(task, training, maker, labels)
+        predictions: dict[str, list[list[Any]]] = {language: [] for language in training.settings}
+        for seed in args.seeds:
+            if is_main:
+                print(f"{args.task} {training.name}, seed {seed}", flush=True)
+            trainer = fine_tune(task, groups, labels, maker, settings, seed, args.out.parent)
+            for language, of_seeds in predictions.items():
+                features = test_features[language]
+                outputs = predict_outputs(trainer, features)
+                of_seeds.append(task.predict(tests[language].examples, features, outputs, labels))
+        table.add(training, predictions)
+        if is_main:
+            flags = {name: vars(args)[name] for name in ("limit", "test_limit", "train", "test", "translated")}
+            said = {"seeds": args.seeds, **asdict(settings), **flags, "code_switch": args.code_switch}
+            results = {args.task: table.rows | table.summary}
+            write_results(args.out, args.model, results, {}, seeds={args.task: table.seeds}, settings=said)
+    return table
+
+
+def encode_groups(task: Task, training: TrainingText, maker: SequenceMaker, labels: list[str]) -> list[list[Feature]]:
+    """Return lists of features that must be in one batch: without code-switching, each feature alone."""
+    examples: list[Example] = []
+    group_of: list[int] = []
+    for number, group in enumerate(training.groups):
+        examples += group
+        group_of += [number] * len(group)
+    features = task.encode(examples, maker, labels)
+    if len(examples) == len(training.groups):
+        return [[feature] for feature in features]
+    groups: list[list[Feature]] = [[] for _ in training.groups]
+    for feature in features:
+        groups[group_of[feature.example]].append(feature)
+    return groups
+
+
+def print_plan(args: argparse.Namespace, plan: list[TrainingText], read: list[LabelledFile]) -> None:
+    """Print what is left out of the files, and the number of runs."""
+    for file in read:
+        for line in file.left_out():
+            print(line)
+    seeds = " ".join(map(str, args.seeds))
+    runs = len(plan) * len(args.seeds)
+    print(f"{runs} runs: {len(plan)} training texts, each with the seeds {seeds} (--seeds)", flush=True)
+
+
+def print_table(task: str, table: TransferTable) -> None:
+    for row, metrics in table.rows.items():
+        print(f"{task} {row}: " + ", ".join(format_score(metric, value) for metric, value in metrics.items()))
+    for language, summary in table.summary.items():
+        if "delta" in summary:
+            print(f"{task} {language}: supervised - {format_score('zero-shot', summary['delta'])}")
+    for line in table.below_majority():
+        print(line)
 
 
 def main(argv: list[str] | None = None) -> int:
-    process = Process(0, 1, 0, 1)  # until read_launcher returns the real one
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
-        args = parse_arguments(argv, __doc__)
-        ranks.check_launch()
-        process = ranks.read_launcher()
+        args = parse_arguments(argv)
         check_flags(args)
-        measure_transfer(args, process)
+        # Else these libraries print in each run that the head is new, and the arguments.
+        transformers.logging.set_verbosity_error()
+        logging.getLogger("accelerate").setLevel(logging.ERROR)
+        table = measure_transfer(args)
+        if env_number("RANK", 0) == 0:
+            print_table(args.task, table)
         return 0
     except (UserError, NotFinite) as error:
-        if process.local_rank == 0:
+        if env_number("LOCAL_RANK", 0) == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 3
     except OSError as error:

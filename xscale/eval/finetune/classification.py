@@ -1,151 +1,177 @@
-"""Classifies sentences by topic (SIB-200, Taxi1500) or intent (MASSIVE, MultiATIS++), and sentence pairs: natural
-language inference (XNLI) and paraphrases (PAWS-X).
+"""Classifies sentences, and pairs of sentences: natural language inference (XNLI) and paraphrases (PAWS-X).
 
-The model labels `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`. A line of a file is `a<TAB>label` or `a<TAB>b<TAB>label`
-as in XTREME (files without labels lack the last column), or `id<TAB>label<TAB>a` (Taxi1500), or the first line names
-the columns (SIB-200, MultiATIS++, MultiNLI, XNLI's own files, PAWS-X). Local data sets (tables.py) are read too.
+    logits = W dropout(x) + b        x: state of [CLS], or mean state of the tokens that are not special
+
+x is the vector that the encoder was trained to pool: the file 1_Pooling/config.json of sentence-transformers says
+which. Without this file, it is the state of [CLS].
+
+Shape letters: B sequences, L tokens of the longest one, H hidden width, C labels.
 """
 
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
 
-from xscale.data import sequences
-from xscale.data.sequences import fit_pairs
+from xscale.data.scripts import short_code
 from xscale.data.text import read_lines
-from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import class_scores
-from xscale.eval.finetune.tables import Columns, column_value, is_table, read_rows
-from xscale.eval.finetune.task import CLASSIFIER, Feature, LabelledExample, Task, label_indices
+from xscale.eval.finetune.examples import BLANK, Example, Row, column_value, is_table, read_table
+from xscale.eval.finetune.training import Feature, SequenceMaker
 
-PAIR = ("premise", "sentence1"), ("hypothesis", "sentence2", "hypo")
-SENTENCE = (("text", "utt", "verse", "utterance"),)
+SENTENCE = (("text", "sentence"),)
+PAIR = (("premise", "sentence1"), ("hypothesis", "sentence2"))
 """For each text of an example, the names that its column may have."""
-LABEL, LANGUAGE, PARTITION = ("label", "gold_label", "category", "intent"), "language", "partition"
+LABEL = ("label", "gold_label", "category")
 SYNONYMS = {"contradictory": "contradiction"}
 """{label in XNLI's translated training text: the same label elsewhere}."""
-TOKENIZER_BATCH = 8192
-"""The examples per call of the tokenizer, whose results take a hundred times the memory of the text."""
-CLS = np.zeros(1, dtype=np.int64)
-"""The position of the hidden state that is classified [1]."""
-NO_GOLD = "-"
-"""MultiNLI's label for pairs on which its annotators did not agree; they are left out."""
-NO_LABEL = None, "", -1, "-1"
+NO_AGREEMENT = "-"
+"""MultiNLI's label for pairs on which its annotators did not agree."""
+NO_LABEL = (None, "", -1, "-1")
 """The values that stand for an absent label; `datasets` uses -1."""
 
 
-def read(
-    path: Path, language: str, columns: tuple[tuple[str, ...], ...] = PAIR, has_ids: bool = False
-) -> list[LabelledExample]:
-    """Return the examples of a file, without rows in another language. columns: PAIR or SENTENCE. has_ids: True if
-    three columns without a header are `id<TAB>label<TAB>sentence`. Raises UserError."""
-    examples = []
-    for key, row in read_rows(path) if is_table(path) else _read_lines(path, columns, has_ids):
-        where = f"{path}: line {key}"
-        if row.get(LANGUAGE, language) != language:
-            continue
-        texts = tuple(column_value(row, names, where) for names in columns)
-        label = next((row[name] for name in LABEL if name in row), None)
-        if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise UserError(f"{where}: a sentence is empty; fix or remove the line")
-        if label != NO_GOLD:
-            gold = None if label in NO_LABEL else (SYNONYMS.get(str(label), str(label)),)
-            examples.append(LabelledExample(key, (language,) * len(texts), texts, gold, row.get(PARTITION)))
-    if not examples:
-        raise UserError(f"{path} has no example in {language}")
-    return examples
+class PooledClassifier(nn.Module):
+    """An encoder, and a linear layer on its pooled state."""
+
+    def __init__(self, base_model: Any, labels: int, pooling: str, special_ids: list[int]):
+        """pooling: "cls" or "mean". special_ids: the tokens that the mean leaves out."""
+        super().__init__()
+        self.base_model = base_model
+        self.config = base_model.config
+        self.pooling = pooling
+        self.register_buffer("special_ids", torch.tensor(special_ids), persistent=False)
+        self.dropout = nn.Dropout(getattr(self.config, "hidden_dropout_prob", 0.0))
+        self.classifier = nn.Linear(self.config.hidden_size, labels)
+        nn.init.normal_(self.classifier.weight, std=getattr(self.config, "initializer_range", 0.02))
+        nn.init.zeros_(self.classifier.bias)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, **types: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the logits [B, C], and with labels [B] the mean cross-entropy."""
+        states_BLH = self.base_model(input_ids=input_ids, attention_mask=attention_mask, **types).last_hidden_state
+        pooled_BH = states_BLH[:, 0]
+        if self.pooling == "mean":
+            ordinary_BL1 = (attention_mask.bool() & ~torch.isin(input_ids, self.special_ids)).unsqueeze(-1)
+            pooled_BH = (states_BLH * ordinary_BL1).sum(1) / ordinary_BL1.sum(1).clamp(min=1)
+        logits_BC = self.classifier(self.dropout(pooled_BH))
+        if labels is None:
+            return {"logits": logits_BC}
+        return {"loss": F.cross_entropy(logits_BC, labels), "logits": logits_BC}
 
 
-def _read_lines(path: Path, columns: tuple[tuple[str, ...], ...], has_ids: bool) -> Iterator[tuple[str, Columns]]:
-    """Yield (line number, {name of a column: text}) for each line of a file with tabs between columns."""
+@dataclass(frozen=True)
+class Classification:
+    epochs: int
+    lr: float
+    columns: tuple[tuple[str, ...], ...]
+    most_labels: int | None = None
+    """The number of labels that the data set has; None: any number."""
+    max_length: int = 128
+
+    def read(self, path: Path, language: str) -> list[Example]:
+        """Return the examples of a file, without rows in another language. Raises UserError."""
+        examples = []
+        for number, row in read_table(path) if is_table(path) else _read_tabs(path, self.columns):
+            if short_code(row.get("language", language)) == short_code(language):
+                examples.append(self._example(number, row, language, f"{path}: line {number}"))
+        if not examples:
+            raise UserError(f"{path} has no example in {language}; give another file")
+        labels = self.list_labels([example for example in examples if not example.left_out])
+        if self.most_labels and len(labels) > self.most_labels:
+            raise UserError(
+                f"{path} has the labels {', '.join(labels)}, but the task has {self.most_labels}; give a file of the "
+                f"task, or another --task"
+            )
+        return examples
+
+    def _example(self, number: str, row: Row, language: str, where: str) -> Example:
+        texts = []
+        for names in self.columns:
+            texts.append(_text_in_language(column_value(row, names, where), language, where))
+        left_out = "" if all(text.strip() for text in texts) else BLANK
+        label = column_value(row, LABEL, where)
+        if label == NO_AGREEMENT:
+            left_out = "its annotators did not agree on a label"
+        elif label in NO_LABEL and not left_out:
+            raise UserError(f"{where} has no label; give a file with a label in each line")
+        label = SYNONYMS.get(str(label), str(label))
+        return Example(number, (language,) * len(texts), tuple(texts), label, left_out)
+
+    def list_labels(self, examples: list[Example]) -> list[str]:
+        return sorted({example.gold for example in examples})
+
+    def encode(self, examples: list[Example], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
+        sides = []
+        for side in range(len(self.columns)):
+            sides.append(maker.tokenizer.encode([example.texts[side] for example in examples]))
+        features = []
+        for number, ids in enumerate(zip(*sides, strict=True)):
+            targets = {"labels": labels.index(examples[number].gold)} if labels else {}
+            features.append(Feature(number, maker.join(ids, examples[number].languages), targets))
+        return features
+
+    def load_head(self, path: Path, maker: SequenceMaker, labels: list[str]) -> nn.Module:
+        lm = transformers.AutoModelForMaskedLM.from_pretrained(path, dtype=torch.float32)
+        pooling = maker.model.pooling if (path / "1_Pooling").is_dir() else "cls"
+        return PooledClassifier(lm.base_model, len(labels), pooling, [maker.tokenizer.cls_id, maker.tokenizer.sep_id])
+
+    def predict(
+        self, examples: list[Example], features: list[Feature], outputs: np.ndarray, labels: list[str]
+    ) -> list[str]:
+        predictions = [""] * len(examples)
+        for feature, logits_C in zip(features, outputs, strict=True):
+            predictions[feature.example] = labels[logits_C.argmax()]
+        return predictions
+
+    def score(self, examples: list[Example], predictions: list[str], language: str) -> dict[str, float]:
+        gold = [example.labels for example in examples]
+        labels = sorted({*predictions, *self.list_labels(examples)})
+        return class_scores(gold, [[label] for label in predictions], labels)
+
+
+def _read_tabs(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tuple[str, Row]]:
+    """Yield (line number, columns) of each line. If the first line is no header, the columns are texts and a label."""
     names: list[str] = []
     for number, line in read_lines(path):
-        fields = line.split("\t")
-        if not line.strip():
+        fields = [field.strip() for field in line.split("\t")]
+        if fields == [""]:
             continue
         if not names:
             header = [field.lower() for field in fields]
-            has_header = number == 1 and all(set(names) & set(header) for names in columns)
-            bare = [*(of[0] for of in columns), LABEL[0]][: max(len(fields), len(columns))]
-            if has_ids and len(fields) == 3:
-                bare = ["id", LABEL[0], columns[0][0]]
-            names = header if has_header else bare
-            if has_header:
+            if all(set(alternatives) & set(header) for alternatives in columns):
+                names = header
                 continue
+            names = [*(alternatives[0] for alternatives in columns), LABEL[0]]
         if len(fields) != len(names):
-            form = "<TAB>".join(["sentence"] * len(columns))
-            wanted = f"{len(names)}, as the first line has" if number > 1 else f"{len(names)}: `{form}<TAB>label`"
-            raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {wanted}; fix the line")
-        row = dict(zip(names, fields, strict=True))
-        yield str(number), row | {name: row[name].strip() for name in LABEL if name in row}
+            form = "<TAB>".join(names)
+            raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {form}; fix the line")
+        yield str(number), dict(zip(names, fields, strict=True))
 
 
-def list_labels(examples: list[LabelledExample]) -> list[str]:
-    return sorted({label for example in examples for label in example.gold or ()})
+def _text_in_language(value: Any, language: str, where: str) -> str:
+    """Return the text, or the one in `language` of XNLI's configuration `all_languages`: {"en": text, ...}, or
+    {"language": ["en", ...], "translation": [text, ...]}. Raises UserError."""
+    if isinstance(value, dict):
+        if "translation" in value:
+            value = dict(zip(value["language"], value["translation"], strict=True))
+        codes = [code for code in value if short_code(code) == short_code(language)]
+        if not codes:
+            raise UserError(f"{where} has no text in {language}, only in {', '.join(value)}; name one of these")
+        value = value[codes[0]]
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {value!r} is no sentence; give text in this column")
+    return value
 
 
-def encode(examples: list[LabelledExample], tokenizer: Tokenizer, max_length: int, labels: list[str]) -> list[Feature]:
-    """Return one feature for each example. Long sentences are truncated, both sides of a pair in proportion."""
-    features: list[Feature] = []
-    for start in range(0, len(examples), TOKENIZER_BATCH):
-        some = examples[start : start + TOKENIZER_BATCH]
-        ids = iter(tokenizer.encode([text for example in some for text in example.texts]))
-        whole = [sequences.Example(e.langs, tuple(next(ids) for _ in e.texts), None, np.uint64(0)) for e in some]
-        if len(some[0].texts) == 2:
-            whole, _ = fit_pairs(whole, max_length, "truncate", tokenizer.pair.special)
-        for example, fitted in zip(some, whole, strict=True):
-            sides = tuple(np.array(text[: max_length - 2], dtype=np.int32) for text in fitted.ids)
-            label = label_indices(labels, example.gold, 1)
-            features.append(Feature(len(features), example.langs, sides, CLS, label))
-    return features
-
-
-def head_labels(features: list[Feature], length: int) -> dict[str, Tensor]:
-    return {"labels": torch.tensor([int(feature.labels[0]) for feature in features])}
-
-
-def sequence_logits(outputs: np.ndarray, row: int, feature: Feature) -> np.ndarray:
-    """Return the logits [1, C] of a feature. outputs: [features, C]."""
-    return outputs[row][None]
-
-
-def predict(
-    examples: list[LabelledExample], features: list[Feature], logits: list[np.ndarray], labels: list[str]
-) -> list[str]:
-    return [labels[int(logits_1C.argmax())] for logits_1C in logits]
-
-
-def score(examples: list[LabelledExample], predictions: list[str], language: str) -> dict[str, float]:
-    gold = [example.gold for example in examples if example.gold]
-    predicted = [(label,) for label in predictions]
-    return class_scores(gold, predicted, sorted({label for side in (gold, predicted) for (label,) in side}))
-
-
-def format_predictions(examples: list[LabelledExample], predictions: list[Any]) -> str:
-    return "".join(label + "\n" for label in predictions)
-
-
-_task = partial(
-    Task,
-    list_labels=list_labels,
-    encode=encode,
-    head_class=CLASSIFIER,
-    head_labels=head_labels,
-    select_logits=sequence_logits,
-    predict=predict,
-    score=score,
-    format_predictions=format_predictions,
-)
-_pairs = partial(_task, read=read, epochs=2, lr=5e-5)
-_sentences = partial(_task, read=partial(read, columns=SENTENCE))
-XNLI, PAWSX = _pairs(xtreme_folder="xnli"), _pairs(xtreme_folder="pawsx")
-SIB200 = _sentences(xtreme_folder="sib200", epochs=20, lr=1e-5, max_length=164)
-MASSIVE = _sentences(xtreme_folder="massive")
-TAXI1500 = _sentences(xtreme_folder="taxi1500", epochs=20, read=partial(read, columns=SENTENCE, has_ids=True))
-MULTIATIS = _sentences(xtreme_folder="multiatis", allows_new_labels=True)
+XNLI = Classification(epochs=2, lr=5e-5, columns=PAIR, most_labels=3)
+PAWSX = Classification(epochs=2, lr=5e-5, columns=PAIR, most_labels=2)
+SENTENCES = Classification(epochs=10, lr=2e-5, columns=SENTENCE)

@@ -1,218 +1,225 @@
 """Answers questions by a span of the context (SQuAD, XQuAD, MLQA).
 
 The model scores each token of `[CLS] question [SEP] context` as the answer's first and as its last token. A long
-context is split into several sequences that overlap; in a sequence without the answer, [CLS] is the gold first and last
-token. Files are SQuAD's JSON, version 1.1, in which every question has an answer, or local data sets with SQuAD's
-columns.
+context is cut into several sequences that overlap; in a sequence without the answer, [CLS] is the gold first and last
+token. Files are SQuAD's JSON, version 1.1, in which every question has an answer, or tables with SQuAD's columns.
+
+Answers are compared by the rules of SQuAD 1.1 (Rajpurkar et al. 2016) or of MLQA (Lewis et al. 2020). Both lower-case
+them and remove punctuation and articles, but only MLQA's rules depend on the language.
 """
 
 import json
+import re
+import string
+import unicodedata
+from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import transformers
+from torch import nn
 
+from xscale.data.scripts import short_code
 from xscale.data.text import read_lines
-from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
-from xscale.eval.finetune import squad
-from xscale.eval.finetune.tables import column_value, is_table, read_rows
-from xscale.eval.finetune.task import Feature, LabelledExample, Task
+from xscale.eval.finetune.examples import BLANK, Example, Row, is_table, read_table
+from xscale.eval.finetune.training import Feature, SequenceMaker
 
-MAX_QUESTION, STRIDE, MAX_ANSWER = 64, 128, 30
-"""BERT's values: the most tokens of a question, the tokens from window to window, the most tokens of an answer."""
-
-
-def read(path: Path, language: str) -> list[LabelledExample]:
-    examples: dict[str, LabelledExample] = {}
-    for where, example in _read_table(path, language) if is_table(path) else _read_squad(path, language):
-        if example.key in examples:
-            raise UserError(f"{where}: the id occurs twice; give each question an id of its own")
-        _check_answers(where, example)
-        examples[example.key] = example
-    if not examples:
-        raise UserError(f"{path} has no question; give another file")
-    return list(examples.values())
-
-
-def _check_answers(where: str, example: LabelledExample) -> None:
-    """Raise UserError if a field is empty or has a wrong type, or if an answer is not at its answer_start."""
-    context, gold = example.texts[1], example.gold or ()
-    texts = [*example.texts, *(text for text, _ in gold)]
-    if not all(isinstance(text, str) for text in texts) or not all(isinstance(start, int) for _, start in gold):
-        raise UserError(
-            f"{where}: question, context and answers must be text, and answer_start a whole number; fix them"
-        )
-    if not example.texts[0].strip() or not context.strip():
-        raise UserError(f"{where}: question or context is empty; fix or remove it")
-    for text, start in gold:
-        if not text or context[start : start + len(text)] != text:
-            actual = context[max(start, 0) : start + max(len(text), 1)]
-            raise UserError(
-                f"{where}: the answer {text!r} is not at answer_start {start}, where {actual!r} is; give "
-                f"the number of characters before the answer"
-            )
+MAX_QUESTION = 64
+"""BERT's maximum number of tokens of a question."""
+STRIDE = 128
+"""BERT's number of tokens from the start of one part of a context to the start of the next."""
+MAX_ANSWER = 30
+"""BERT's maximum number of tokens of an answer."""
+ARTICLES = {
+    "en": r"\b(a|an|the)\b",
+    "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
+    "vi": r"\b(của|là|cái|chiếc|những)\b",
+    "de": r"\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b",
+    "ar": "ال",
+}
+"""{two-letter code: pattern of the language's articles}; MLQA's other languages, hi and zh, have no articles."""
+HAN = re.compile("([\u4e00-\u9fa5])")
+"""The Chinese characters that MLQA's rules take for words."""
 
 
-def _read_squad(path: Path, language: str) -> Iterator[tuple[str, LabelledExample]]:
-    """Yield ("FILE: question ID" for errors, example) for each question of SQuAD's JSON."""
-    json_path = "data"
+@dataclass(frozen=True)
+class QuestionAnswering:
+    mlqa: bool
+    """Whether answers are compared by MLQA's rules instead of SQuAD's."""
+    epochs: int = 2
+    lr: float = 3e-5
+    max_length: int = 386
+
+    def read(self, path: Path, language: str) -> list[Example]:
+        examples: dict[str, Example] = {}
+        for number, row in read_table(path) if is_table(path) else _read_squad(path):
+            where = f"{path}: question {row.get('id', number)!r}"
+            example = _make_example(row, language, where)
+            if example.key in examples:
+                raise UserError(f"{where} occurs twice; give each question an id of its own")
+            examples[example.key] = example
+        if not examples:
+            raise UserError(f"{path} has no question; give another file")
+        return list(examples.values())
+
+    def list_labels(self, examples: list[Example]) -> list[str]:
+        return []
+
+    def encode(self, examples: list[Example], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
+        pair = maker.tokenizer.pair
+        contexts = maker.tokenizer.backend.encode_batch([e.texts[1] for e in examples], add_special_tokens=False)
+        questions = maker.tokenizer.encode([example.texts[0] for example in examples])
+        features = []
+        for number, example in enumerate(examples):
+            question = questions[number][: min(MAX_QUESTION, maker.room(2) // 2)]
+            before = len(pair.first) + len(question) + len(pair.between)
+            context = contexts[number]
+            for start, end in context_windows(len(context.ids), maker.room(2) - len(question)):
+                inputs = maker.join([question, context.ids[start:end]], example.languages)
+                spans = context.offsets[start:end]
+                targets = {}
+                if labels is not None:
+                    answer = answer_tokens(example, spans)
+                    targets["start_positions"] = before + answer[0] if answer else 0
+                    targets["end_positions"] = before + answer[-1] if answer else 0
+                positions = list(range(before, before + len(spans)))
+                features.append(Feature(number, inputs, targets, positions, spans))
+        return features
+
+    def load_head(self, path: Path, maker: SequenceMaker, labels: list[str]) -> nn.Module:
+        return transformers.AutoModelForQuestionAnswering.from_pretrained(path, num_labels=2, dtype=torch.float32)
+
+    def predict(self, examples: list[Example], features: list[Feature], outputs: Any, labels: list[str]) -> list[str]:
+        """Return each example's answer: the span with the greatest sum of both logits over all its sequences."""
+        answers = [""] * len(examples)
+        best = [-np.inf] * len(examples)
+        for feature, first_L, last_L in zip(features, outputs[0], outputs[1], strict=True):
+            if feature.positions:
+                total, first, last = best_span(first_L[feature.positions], last_L[feature.positions])
+                if total > best[feature.example]:
+                    best[feature.example] = total
+                    start = feature.units[first][0]
+                    end = feature.units[last][1]
+                    answers[feature.example] = examples[feature.example].texts[1][start:end].strip()
+        return answers
+
+    def score(self, examples: list[Example], predictions: list[str], language: str) -> dict[str, float]:
+        """Return the means over questions of the F1 of words and of exact match, by the best of several answers."""
+        counts = []
+        for example, prediction in zip(examples, predictions, strict=True):
+            answer = self.normalize(prediction, language)
+            gold = [self.normalize(text, language) for text, _ in example.gold]
+            counts.append((max(f1(answer, text) for text in gold), answer in gold))
+
+        def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
+            return {"f1": sums[..., 0] / len(counts), "exact_match": sums[..., 1] / len(counts)}
+
+        return bootstrap(np.array(counts, dtype=float), scores_of)
+
+    def normalize(self, text: str, language: str) -> str:
+        """Return the answer in lower case, without punctuation and articles: of SQuAD's rules ASCII's and English ones,
+        of MLQA's all of Unicode's and the language's own; MLQA's rules set Chinese characters apart."""
+        code = short_code(language) if self.mlqa else "en"
+        letters = []
+        for letter in text.lower():
+            if letter not in string.punctuation and not (self.mlqa and unicodedata.category(letter)[0] == "P"):
+                letters.append(letter)
+        kept = "".join(letters)
+        if code in ARTICLES:
+            kept = re.sub(ARTICLES[code], " ", kept)
+        if code == "zh":
+            kept = HAN.sub(r" \1 ", kept)
+        return " ".join(kept.split())
+
+
+def _read_squad(path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield (number, columns) of each question of SQuAD's JSON. Raises UserError."""
+    text = "\n".join(line for _, line in read_lines(path))
+    number = 0
     try:
-        tree = json.loads("\n".join(line for _, line in read_lines(path)))
-        for i, article in enumerate(tree["data"]):
-            for j, paragraph in enumerate(article["paragraphs"]):
-                json_path = f"data[{i}].paragraphs[{j}]"
-                context = paragraph["context"]
-                for k, question in enumerate(paragraph["qas"]):
-                    json_path = f"data[{i}].paragraphs[{j}].qas[{k}]"
-                    where = f"{path}: question {question['id']!r}"
-                    yield where, _make_example(question, context, question.get("answers"), language, where)
+        for article in json.loads(text)["data"]:
+            for paragraph in article["paragraphs"]:
+                for question in paragraph["qas"]:
+                    number += 1
+                    yield str(number), {"context": paragraph["context"]} | question
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON: {error}") from None
-    except (KeyError, TypeError, AttributeError) as error:
-        missing = f"has no {error}" if isinstance(error, KeyError) else "has another form than in SQuAD"
+    except (KeyError, TypeError) as error:
         raise UserError(
-            f"{path}: {json_path} {missing}; give JSON of SQuAD 1.1, with data, paragraphs, context, qas, id, ..."
+            f"{path} has another form than SQuAD 1.1 after question {number} ({type(error).__name__}: {error}); give "
+            f"JSON with data, paragraphs, context and qas"
         ) from None
 
 
-def _make_example(question: dict[str, Any], context: str, answers: Any, language: str, where: str) -> LabelledExample:
-    gold = None
-    if answers is not None:
-        gold = tuple((answer["text"], answer["answer_start"]) for answer in answers)
-        if not gold:
-            raise UserError(f"{where} has no answer; remove questions without answers, which SQuAD 1.1 does not have")
-    return LabelledExample(str(question["id"]), (language, language), (question["question"], context), gold)
-
-
-def _read_table(path: Path, language: str) -> Iterator[tuple[str, LabelledExample]]:
-    """Yield ("FILE: line N" for errors, example) for each row of a data set with SQuAD's columns."""
-    for key, row in read_rows(path):
-        where = f"{path}: line {key}"
-        context, answers = column_value(row, ("context",), where), row.get("answers")
-        if isinstance(answers, dict):
-            both = zip(answers.get("text", ()), answers.get("answer_start", ()), strict=False)
-            answers = [{"text": text, "answer_start": start} for text, start in both]
-        question = {name: column_value(row, (name,), where) for name in ("id", "question")}
-        yield where, _make_example(question, context, answers, language, where)
-
-
-def encode(examples: list[LabelledExample], tokenizer: Tokenizer, max_length: int, labels: list[str]) -> list[Feature]:
-    template = tokenizer.pair
-    contexts = list(dict.fromkeys(example.texts[1] for example in examples))
-    encodings = tokenizer.backend.encode_batch(contexts, add_special_tokens=False)
-    encoded = dict(zip(contexts, encodings, strict=True))
-    questions = tokenizer.encode([example.texts[0] for example in examples])
-    features = []
-    for i, (example, question) in enumerate(zip(examples, questions, strict=True)):
-        whole = max_length - template.special
-        question = question[: min(MAX_QUESTION, whole // 2)]
-        context = encoded[example.texts[1]]
-        ids, spans = np.array(context.ids, dtype=np.int32), np.array(context.offsets, dtype=np.int32).reshape(-1, 2)
-        before = len(template.first) + len(question) + len(template.between)
-        for start, end in context_windows(len(ids), whole - len(question)):
-            positions = np.concatenate([[0], before + np.arange(end - start)])
-            sides = np.array(question, dtype=np.int32), ids[start:end]
-            answer = _answer_indices(example, spans[start:end])
-            features.append(Feature(i, example.langs, sides, positions, answer, spans=spans[start:end]))
-    return features
+def _make_example(row: Row, language: str, where: str) -> Example:
+    """Return the example of a question. Raises UserError if a field is missing or wrong, or an answer stands elsewhere
+    in the context."""
+    try:
+        texts = (row["question"], row["context"])
+        answers = row["answers"]
+        if isinstance(answers, dict):  # as `datasets` has it
+            gold = list(zip(answers["text"], answers["answer_start"], strict=True))
+        else:
+            gold = [(answer["text"], answer["answer_start"]) for answer in answers]
+        misplaced = [answer for answer in gold if not texts[1].startswith(*answer)]
+        left_out = "" if all(text.strip() for text in texts) else BLANK
+        key = str(row["id"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"{where} has another form than in SQuAD 1.1 ({type(error).__name__}: {error}); it needs id, question, "
+            f"context, and answers with text and answer_start"
+        ) from None
+    if not gold:
+        raise UserError(f"{where} has no answer; remove questions without answers, which SQuAD 1.1 does not have")
+    if misplaced:
+        raise UserError(
+            f"{where}: the answer {misplaced[0][0]!r} is not at answer_start {misplaced[0][1]}; give the number of "
+            f"characters before the answer"
+        )
+    return Example(key, (language, language), texts, gold, left_out)
 
 
 def context_windows(tokens: int, room: int) -> Iterator[tuple[int, int]]:
-    """Yield (first token, end) of overlapping windows of up to `room` tokens that cover a context's tokens."""
-    step = min(STRIDE, max(room // 2, 1))
+    """Yield (first token, end) of overlapping parts of up to `room` tokens that cover a context's tokens."""
     start = 0
     while start + room < tokens:
         yield start, start + room
-        start += step
+        start += min(STRIDE, max(room // 2, 1))
     yield start, tokens
 
 
-def _answer_indices(example: LabelledExample, spans: np.ndarray) -> np.ndarray:
-    """Return the indices in Feature.positions of the first and last token of the first gold answer; both are 0, which
-    is [CLS], if the spans do not cover the whole answer. spans: the characters (first, end) of a window's tokens."""
-    if not example.gold or not len(spans):
-        return np.zeros(2, dtype=np.int64)
-    text, start = example.gold[0]
-    inside = np.flatnonzero((spans[:, 1] > start) & (spans[:, 0] < start + len(text)))
-    if not len(inside) or spans[0, 0] > start or spans[-1, 1] < start + len(text):
-        return np.zeros(2, dtype=np.int64)
-    return np.array([inside[0] + 1, inside[-1] + 1], dtype=np.int64)
+def answer_tokens(example: Example, spans: list[tuple[int, int]]) -> list[int]:
+    """Return the indices of the tokens of the first gold answer; [] if the spans do not cover all of it. spans: the
+    characters (first, end) of each token of a part of the context."""
+    text, first = example.gold[0]
+    end = first + len(text)
+    if not spans or spans[0][0] > first or spans[-1][1] < end:
+        return []
+    return [index for index, span in enumerate(spans) if span[0] < end and span[1] > first]
 
 
-def head_labels(features: list[Feature], length: int) -> dict[str, Tensor]:
-    """Return the positions [B] of the answers' first and last tokens."""
-    first, last = (torch.tensor([int(f.positions[f.labels[side]]) for f in features]) for side in (0, 1))
-    return {"start_positions": first, "end_positions": last}
+def best_span(first_L: np.ndarray, last_L: np.ndarray, longest: int = MAX_ANSWER) -> tuple[float, int, int]:
+    """Return the greatest first_L[i] + last_L[j] with i <= j < i + longest, and its i and j."""
+    sums_LL = first_L[:, None] + last_L
+    ones_LL = np.ones_like(sums_LL)
+    sums_LL[np.triu(ones_LL) == np.triu(ones_LL, longest)] = -np.inf
+    first, last = divmod(int(sums_LL.argmax()), len(first_L))
+    return float(sums_LL[first, last]), first, last
 
 
-def token_logits(outputs: tuple[np.ndarray, np.ndarray], row: int, feature: Feature) -> np.ndarray:
-    """Return the logits [S, 2] of each position as first and as last token. outputs: two arrays [features, L]."""
-    return np.stack([logits[row, feature.positions] for logits in outputs[:2]], axis=1)
+def f1(prediction: str, gold: str) -> float:
+    """Return the F1 of the words of two normalised answers; 0 if they share no word, even if both are empty."""
+    predicted = prediction.split()
+    wanted = gold.split()
+    shared = (Counter(predicted) & Counter(wanted)).total()
+    return 2 * shared / (len(predicted) + len(wanted)) if shared else 0.0
 
 
-def predict(
-    examples: list[LabelledExample], features: list[Feature], logits: list[np.ndarray], labels: list[str]
-) -> list[str]:
-    """Return each example's answer: the span with the greatest sum of first and last logit over all its features."""
-    best = [(-np.inf, "")] * len(examples)
-    for feature, logits_S2 in zip(features, logits, strict=True):
-        assert feature.spans is not None
-        if len(feature.spans):
-            total, first, last = best_span(logits_S2[1:])
-            if total > best[feature.example_index][0]:
-                start, end = feature.spans[first, 0], feature.spans[last, 1]
-                best[feature.example_index] = total, examples[feature.example_index].texts[1][start:end].strip()
-    return [text for _, text in best]
-
-
-def best_span(logits_L2: np.ndarray, max_length: int = MAX_ANSWER) -> tuple[float, int, int]:
-    """Return the greatest first[i] + last[j] (columns of logits_L2) with i <= j < i + max_length, and its i and j."""
-    first, last = logits_L2[:, 0], logits_L2[:, 1]
-    sums = np.full((min(max_length, len(first)), len(first)), -np.inf)
-    for by in range(len(sums)):
-        sums[by, : len(first) - by] = first[: len(first) - by] + last[by:]
-    more, start = divmod(int(sums.argmax()), len(first))
-    return float(sums[more, start]), start, start + more
-
-
-def score(
-    examples: list[LabelledExample], predictions: list[str], language: str, mlqa: bool = False
-) -> dict[str, float]:
-    """Return the means over questions of the F1 of words and of exact match. mlqa: use MLQA's rules, not SQuAD's."""
-    normalize = partial(squad.normalize_mlqa, language=language) if mlqa else squad.normalize
-    counts = []
-    for example, prediction in zip(examples, predictions, strict=True):
-        answer, gold = normalize(prediction), [normalize(text) for text, _ in example.gold or ()]
-        counts.append((max(squad.f1(answer, text) for text in gold), answer in gold, 1))
-    return bootstrap(np.array(counts), lambda s: {"f1": s[..., 0] / s[..., 2], "exact_match": s[..., 1] / s[..., 2]})
-
-
-def format_predictions(examples: list[LabelledExample], predictions: list[str]) -> str:
-    answers = {example.key: text for example, text in zip(examples, predictions, strict=True)}
-    return json.dumps(answers, ensure_ascii=False, indent=1) + "\n"
-
-
-_task = partial(
-    Task,
-    read=read,
-    list_labels=lambda examples: ["first", "last"],
-    encode=encode,
-    head_class="AutoModelForQuestionAnswering",
-    head_labels=head_labels,
-    select_logits=token_logits,
-    predict=predict,
-    format_predictions=format_predictions,
-    suffix=".json",
-    max_length=386,
-    epochs=2,
-    lr=3e-5,
-    predicts_labels=False,
-)
-XQUAD = _task(score=score, xtreme_folder="xquad")
-MLQA = _task(score=partial(score, mlqa=True), xtreme_folder="mlqa")
+XQUAD = QuestionAnswering(mlqa=False)
+MLQA = QuestionAnswering(mlqa=True)

@@ -1,243 +1,188 @@
 """Tags words: with parts of speech (UD's .conllu files) and named entities (PAN-X's lines `word<TAB>tag`).
 
-A word's tag is predicted from its first token. A long sentence is split between words into several sequences, so that
-every word has a prediction. Local data sets (tables.py) with a column of words and one of tags are read too.
+A word's tag is predicted from its first token. A long sentence is cut between words into several sequences, so that
+every word has a prediction.
 """
 
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+import transformers
+from torch import nn
 
 from xscale.data.text import read_lines
-from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import class_scores, entity_scores
-from xscale.eval.finetune.tables import column_value, is_table, read_rows
-from xscale.eval.finetune.task import IGNORED, Feature, LabelledExample, Task, label_indices
+from xscale.eval.finetune.examples import Example, column_value, is_table, read_table
+from xscale.eval.finetune.training import IGNORED, Feature, SequenceMaker
 
 UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X".split()  # noqa: SIM905
 """Universal parts of speech (UD v2)."""
-WORDS, POS_TAGS, NER_TAGS = ("tokens", "words"), ("upos", "pos_tags", "tags"), ("ner_tags", "tags")
-"""The names that a data set's column of words, of parts of speech and of entity tags may have."""
-PREFIX = re.compile(r"[a-z][\w-]+:")
-
-TaggedWord = tuple[str, str, str | None]
-"""(line number, word, tag or None)."""
-
-
-def read_pos(path: Path, language: str) -> list[LabelledExample]:
-    """Return the examples of a CoNLL-U file, a local data set, or a file of lines `word<TAB>tag`. Raises UserError."""
-    if is_table(path):
-        sentences = _read_table(path, POS_TAGS)
-    else:
-        sentences = _read_sentences(path, _conllu_word if is_conllu(path) else _column_word)
-    return _checked_examples(path, language, sentences, UPOS.__contains__, f"one of UD's: {' '.join(UPOS)}")
+BIO = r"O|[BI]-.+"
+"""The form of entities' tags."""
+WORDS = ("tokens", "words")
+TAGS = ("upos", "ner_tags", "pos_tags", "tags")
+"""The names that a table's columns of words and of tags may have."""
+WITHHELD = "its words are withheld (each is `_`); get the text from the treebank's makers"
+"""Why a sentence is left out that has no words, as in UD's treebanks of LDC's and Twitter's text."""
 
 
-def read_ner(path: Path, language: str) -> list[LabelledExample]:
-    """Return the examples of a local data set, or a file of lines `word<TAB>tag`. Raises UserError."""
-    sentences = _read_table(path, NER_TAGS) if is_table(path) else _read_sentences(path, _column_word)
-    examples = _checked_examples(path, language, sentences, is_bio, "O, B-TYPE or I-TYPE")
-    return examples if is_table(path) else _without_prefix(examples)
+class TaggedWord(NamedTuple):
+    line: str
+    word: str
+    tag: str
 
 
-def is_conllu(path: Path) -> bool:
-    """Return True if the file's name has .conllu, or its first line that is no comment has 10 columns."""
-    words = (line for _, line in read_lines(path) if line.strip() and not line.startswith("#"))
-    return ".conllu" in path.suffixes or len(next(words, "\t" * 9).split("\t")) == 10
+@dataclass(frozen=True)
+class Tagging:
+    epochs: int = 10
+    lr: float = 2e-5
+    max_length: int = 128
+    form: str = BIO
+    """The pattern of all tags."""
+
+    def read(self, path: Path, language: str) -> list[Example]:
+        examples = []
+        for sentence in _read_table(path) if is_table(path) else _read_sentences(path):
+            for line, word, tag in sentence:
+                if not re.fullmatch(self.form, tag):
+                    raise UserError(f"{path}: line {line}: the tag {tag!r} of {word!r} is none of {self.form}; fix it")
+            words = tuple(tagged.word for tagged in sentence)
+            tags = tuple(tagged.tag for tagged in sentence)
+            left_out = WITHHELD if set(words) == {"_"} else ""
+            examples.append(Example(sentence[0].line, (language,), words, tags, left_out))
+        if not examples:
+            raise UserError(f"{path} has no sentence; give another file")
+        return examples
+
+    def list_labels(self, examples: list[Example]) -> list[str]:
+        """Return O, and B-TYPE and I-TYPE of each type of entity in the examples."""
+        types = {tag[2:] for example in examples for tag in example.gold if tag != "O"}
+        labels = ["O"]
+        for name in sorted(types):
+            labels += [f"B-{name}", f"I-{name}"]
+        return labels
+
+    def encode(self, examples: list[Example], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
+        pieces = word_pieces(maker, examples)
+        features = []
+        for number, example in enumerate(examples):
+            for start, end in word_windows([len(pieces[word]) for word in example.texts], maker.room(1)):
+                ids: list[int] = []
+                positions = []
+                for word in example.texts[start:end]:
+                    positions.append(1 + len(ids))
+                    ids += pieces[word]
+                inputs = maker.join([ids], example.languages)
+                targets = {}
+                if labels:
+                    targets["labels"] = [IGNORED] * len(inputs["input_ids"])
+                    for position, tag in zip(positions, example.gold[start:end], strict=True):
+                        targets["labels"][position] = labels.index(tag)
+                features.append(Feature(number, inputs, targets, positions, list(range(start, end))))
+        return features
+
+    def load_head(self, path: Path, maker: SequenceMaker, labels: list[str]) -> nn.Module:
+        load = transformers.AutoModelForTokenClassification.from_pretrained
+        return load(path, num_labels=len(labels), dtype=torch.float32)
+
+    def predict(
+        self, examples: list[Example], features: list[Feature], outputs: np.ndarray, labels: list[str]
+    ) -> list[list[str]]:
+        predictions = [[""] * len(example.texts) for example in examples]
+        for feature, logits_LC in zip(features, outputs, strict=True):
+            indices = logits_LC[feature.positions].argmax(1)
+            for word, index in zip(feature.units, indices, strict=True):
+                predictions[feature.example][word] = labels[index]
+        return predictions
+
+    def score(self, examples: list[Example], predictions: list[list[str]], language: str) -> dict[str, float]:
+        """Return F1, precision and recall of whole entities by the rules of seqeval and conlleval."""
+        from seqeval.metrics.sequence_labeling import get_entities
+
+        counts = []
+        for example, tags in zip(examples, predictions, strict=True):
+            gold = set(get_entities(example.labels))
+            predicted = set(get_entities(tags))
+            counts.append((len(gold & predicted), len(predicted), len(gold)))
+        return entity_scores(np.array(counts))
 
 
-def is_bio(tag: str) -> bool:
-    return tag == "O" or (tag[:2] in ("B-", "I-") and len(tag) > 2)
+class PartsOfSpeech(Tagging):
+    def list_labels(self, examples: list[Example]) -> list[str]:
+        return UPOS
+
+    def score(self, examples: list[Example], predictions: list[list[str]], language: str) -> dict[str, float]:
+        """Return the accuracy of words, which is F1 over all tags, and the mean of the gold tags' F1."""
+        labels = {tag for example in examples for tag in example.gold}
+        return class_scores([example.labels for example in examples], predictions, sorted(labels))
 
 
-def _checked_examples(
-    path: Path, language: str, sentences: Iterable[list[TaggedWord]], is_tag: Callable[[str], bool], tag_set: str
-) -> list[LabelledExample]:
-    """Return the sentences as examples. Raises UserError for missing or wrong tags. tag_set: in words, for the
-    error."""
-    examples = []
-    for sentence in sentences:
-        for line, _, tag in sentence:
-            if tag is not None and not is_tag(tag):
-                raise UserError(f"{path}: line {line}: the tag {tag!r} is not {tag_set}; fix it")
-        lines, words, tags = zip(*sentence, strict=True)
-        if None in tags and any(tags):
-            raise UserError(
-                f"{path}: the sentence from line {lines[0]} has words with a tag and words without; fix the sentence"
-            )
-        examples.append(LabelledExample(lines[0], (language,), words, None if None in tags else tags))
-    if not examples:
-        raise UserError(f"{path} has no sentence; give another file")
-    return examples
-
-
-def _read_table(path: Path, tag_columns: tuple[str, ...]) -> Iterator[list[TaggedWord]]:
-    """Yield the sentences of a local data set. tag_columns: the names that the column of tags may have."""
-    for key, row in read_rows(path):
+def _read_table(path: Path) -> Iterator[list[TaggedWord]]:
+    for key, row in read_table(path):
         where = f"{path}: line {key}"
-        words, tags = column_value(row, WORDS, where), column_value(row, tag_columns, where)
-        if not all(isinstance(one, str) for one in (*words, *tags)):
-            raise UserError(
-                f"{where}: words and tags must be text; replace numbers by the names in the data set's `features`"
-            )
+        words = column_value(row, WORDS, where)
+        tags = column_value(row, TAGS, where)
         if len(words) != len(tags):
             raise UserError(f"{where} has {len(words)} words and {len(tags)} tags; fix it")
-        yield [(key, word, tag) for word, tag in zip(words, tags, strict=True)]
+        yield [TaggedWord(key, word, str(tag)) for word, tag in zip(words, tags, strict=True)]
 
 
-def _read_sentences(
-    path: Path, read_word: Callable[[str, str, int], tuple[str, str | None] | None]
-) -> Iterator[list[TaggedWord]]:
-    """Yield sentences; a blank line ends one. read_word maps a line, "FILE: line N" for errors, and the number of words
-    before in the sentence to (word, tag), or to None for a line that is no word."""
+def _read_sentences(path: Path) -> Iterator[list[TaggedWord]]:
+    """Yield the sentences of a .conllu file, or of a file of lines `word<TAB>tag`. A blank line ends a sentence."""
+    is_conllu = ".conllu" in path.suffixes
     sentence: list[TaggedWord] = []
-    for number, line in (*read_lines(path), (0, "")):
+    for number, line in read_lines(path):
+        fields = line.split("\t" if "\t" in line else " ")
         if not line.strip():
             if sentence:
                 yield sentence
             sentence = []
-        elif tagged := read_word(line, f"{path}: line {number}", len(sentence)):
-            sentence.append((str(number), *tagged))
+        elif is_conllu and not line.startswith("#"):
+            if len(fields) != 10:
+                raise UserError(f"{path}: line {number} has {len(fields)} columns; CoNLL-U has 10, with tabs between")
+            if fields[0] == "1" and sentence:
+                raise UserError(f"{path}: line {number} begins a sentence; put a blank line before it")
+            if fields[0].isdigit():  # not a range of words as in 1-2, or an empty node as in 1.1
+                sentence.append(TaggedWord(str(number), fields[1], fields[3]))
+        elif not is_conllu and not line.startswith("-DOCSTART-"):
+            if len(fields) < 2 or not fields[0].strip():
+                raise UserError(f"{path}: line {number} has no word or no tag; write `word<TAB>tag`")
+            sentence.append(TaggedWord(str(number), fields[0], fields[-1].strip()))
+    if sentence:
+        yield sentence
 
 
-def _conllu_word(line: str, where: str, before: int) -> tuple[str, str] | None:
-    """Return the word and tag in columns 2 and 4; None for comments, ranges of multiword tokens and empty nodes."""
-    if line.startswith("#"):
-        return None
-    fields = line.split("\t")
-    if len(fields) != 10:
-        raise UserError(f"{where} has {len(fields)} columns; CoNLL-U has 10, with tabs between them. Fix the line")
-    if "-" in fields[0] or "." in fields[0]:
-        return None
-    if fields[0] != str(before + 1) or not fields[1].strip():
-        raise UserError(
-            f"{where}: the number {fields[0]!r} of the word {fields[1]!r} must be {before + 1}; number words from 1, "
-            f"and end a sentence by a blank line"
-        )
-    return fields[1], fields[3]
-
-
-def _column_word(line: str, where: str, before: int) -> tuple[str, str | None] | None:
-    """Return the word and tag (or None) in the first and last column; None for CoNLL's marks of documents."""
-    if line.startswith("-DOCSTART-"):
-        return None
-    fields = line.split("\t") if "\t" in line else line.split(" ")
-    if not fields[0].strip():
-        raise UserError(f"{where} does not begin with a word; write it as `word<TAB>tag`")
-    return fields[0], fields[-1].strip() if len(fields) > 1 else None
-
-
-def _without_prefix(examples: list[LabelledExample]) -> list[LabelledExample]:
-    """Return the examples without the language that WikiANN's own files have before each word, as in `en:house`."""
-    matches = (PREFIX.match(word) for example in examples for word in example.texts)
-    prefixes = {match[0] if match else "" for match in matches}
-    (prefix,) = prefixes if len(prefixes) == 1 else [""]
-    return [e._replace(texts=tuple(word.removeprefix(prefix) or word for word in e.texts)) for e in examples]
-
-
-def bio_labels(examples: list[LabelledExample]) -> list[str]:
-    """Return the tag O, and the tags B-TYPE and I-TYPE of each type of entity in the examples."""
-    types = sorted({tag[2:] for example in examples for tag in example.gold or () if tag != "O"})
-    return ["O", *(f"{prefix}-{name}" for name in types for prefix in "BI")]
-
-
-def encode(examples: list[LabelledExample], tokenizer: Tokenizer, max_length: int, labels: list[str]) -> list[Feature]:
-    """Return one feature for each example, or several for an example of more than `max_length` tokens."""
-    pieces = word_pieces(tokenizer, {word for example in examples for word in example.texts})
-    room = max_length - 2
-    features = []
-    for i, example in enumerate(examples):
-        indices = label_indices(labels, example.gold, len(example.texts))
-        of_words = [pieces[word][:room] for word in example.texts]
-        for start, end in word_windows([len(tokens) for tokens in of_words], room):
-            lengths = [len(tokens) for tokens in of_words[start:end]]
-            positions = 1 + np.cumsum(lengths) - lengths
-            ids = np.array([token for tokens in of_words[start:end] for token in tokens], dtype=np.int32)
-            features.append(Feature(i, example.langs, (ids,), positions, indices[start:end]))
-    return features
-
-
-def word_pieces(tokenizer: Tokenizer, words: set[str]) -> dict[str, list[int]]:
-    """Return {word: its token ids inside a sentence}; the unknown token (or [MASK]) if the tokenizer drops the word."""
-    listed = sorted(words)
+def word_pieces(maker: SequenceMaker, examples: list[Example]) -> dict[str, list[int]]:
+    """Return {word: its token ids inside a sentence, cut off at the length of a sequence}. A word that the tokenizer
+    drops is unknown (or [MASK])."""
+    tokenizer = maker.tokenizer
     unknown = tokenizer.hf.unk_token_id
     dropped = [tokenizer.mask_id if unknown is None else unknown]
-    return {word: ids or dropped for word, ids in zip(listed, tokenizer.encode_inside(listed), strict=True)}
+    words = sorted({word for example in examples for word in example.texts})
+    pieces = {}
+    for word, ids in zip(words, tokenizer.encode_inside(words), strict=True):
+        pieces[word] = ids[: maker.room(1)] or dropped
+    return pieces
 
 
 def word_windows(lengths: list[int], room: int) -> Iterator[tuple[int, int]]:
-    """Yield (first word, end) of consecutive windows, each as long as `room` tokens allow. lengths: tokens of each
-    word."""
-    start = size = 0
+    """Yield (first word, end) of windows, each as long as `room` tokens allow. lengths: the tokens of each word."""
+    start = 0
+    size = 0
     for word, length in enumerate(lengths):
         if size + length > room:
             yield start, word
-            start, size = word, 0
+            start = word
+            size = 0
         size += length
     yield start, len(lengths)
 
 
-def head_labels(features: list[Feature], length: int) -> dict[str, Tensor]:
-    """Return {"labels": [B, L]}: each word's label at the position of its first token, IGNORED at other positions."""
-    labels_BL = torch.full((len(features), length), IGNORED)
-    for row, feature in zip(labels_BL, features, strict=True):
-        row[torch.from_numpy(feature.positions)] = torch.from_numpy(feature.labels)
-    return {"labels": labels_BL}
-
-
-def word_logits(outputs: np.ndarray, row: int, feature: Feature) -> np.ndarray:
-    """Return the logits [S, C] at the first token of each word. outputs: [features, L, C]."""
-    return outputs[row, feature.positions]
-
-
-def predict(
-    examples: list[LabelledExample], features: list[Feature], logits: list[np.ndarray], labels: list[str]
-) -> list[list[str]]:
-    tags: list[list[str]] = [[] for _ in examples]
-    for feature, logits_SC in zip(features, logits, strict=True):
-        tags[feature.example_index] += [labels[index] for index in logits_SC.argmax(1)]
-    return tags
-
-
-def score_pos(examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
-    """Return the accuracy of words, F1 averaged over the gold tags, and the F1 that XTREME's evaluate.py reports, in
-    which neighbouring words with the same tag count as one entity."""
-    gold = [example.gold or () for example in examples]
-    scores = class_scores(gold, predictions, sorted({tag for tags in gold for tag in tags}))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # seqeval warns that parts of speech are not tags of entities
-        return scores | {"xtreme_f1": score_ner(examples, predictions, language)["f1"]}
-
-
-def score_ner(examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
-    """Return F1, precision and recall of whole entities by the rules of seqeval and conlleval."""
-    from seqeval.metrics.sequence_labeling import get_entities
-
-    sides = zip(examples, predictions, strict=True)
-    sets = [(set(get_entities(list(example.gold or ()))), set(get_entities(tags))) for example, tags in sides]
-    return entity_scores(np.array([(len(gold & predicted), len(predicted), len(gold)) for gold, predicted in sets]))
-
-
-def format_predictions(examples: list[LabelledExample], predictions: list[Any]) -> str:
-    return "".join("".join(tag + "\n" for tag in tags) + "\n" for tags in predictions)
-
-
-_task = partial(
-    Task,
-    encode=encode,
-    head_class="AutoModelForTokenClassification",
-    head_labels=head_labels,
-    select_logits=word_logits,
-    predict=predict,
-    format_predictions=format_predictions,
-)
-POS = _task(read=read_pos, list_labels=lambda examples: UPOS, score=score_pos, xtreme_folder="udpos")
-NER = _task(read=read_ner, list_labels=bio_labels, score=score_ner, xtreme_folder="panx")
+POS = PartsOfSpeech(form="|".join(UPOS))
+NER = Tagging()
