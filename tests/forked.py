@@ -18,7 +18,7 @@ import deepspeed  # noqa: E402, F401
 
 import data_tools.demo_corpus  # noqa: E402, F401
 import xscale.dry_run  # noqa: E402
-import xscale.eval.finetune.measure  # noqa: E402
+import xscale.eval.finetune.training  # noqa: E402
 import xscale.eval.run  # noqa: E402
 import xscale.report.page  # noqa: E402
 import xscale.run.start  # noqa: E402, F401

@@ -29,6 +29,9 @@ FLAGS: dict[str, str] = {
     "--xsim_plus": "LASER's xsim.py reads vectors of `SentenceTransformer(HF_DIR).encode`",
     "--finetune": "`python -m xscale.eval.finetune` is a command of its own",
     "--onnx": "`optimum-cli export onnx --model HF_DIR OUT`, in an environment that has optimum-onnx",
+    "eval.finetune --predictions": "the JSON of --out has all scores",
+    "eval.finetune --keep": "fine-tune by transformers' Trainer what you want to use; --out has the scores",
+    "eval.finetune --ds_config": "start it by torchrun --nproc_per_node N; an encoder and its head fit one GPU",
 }
 """By flag, such as "--data_change"; if another command keeps the flag, after its command: "eval.run --suite"."""
 
