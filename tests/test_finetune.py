@@ -18,7 +18,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import NotFinite, UserError
 from xscale.eval.finetune import __main__ as command
 from xscale.eval.finetune import qa, tags, training
-from xscale.eval.finetune.examples import BLANK, Example, LabelledFile
+from xscale.eval.finetune.examples import BLANK, LabelledExample, LabelledFile
 from xscale.eval.finetune.training import FineTuneSettings, SequenceMaker
 from xscale.eval.finetune.transfer import TransferTable, plan_training, switch_codes
 from xscale.eval.model import ExportedModel
@@ -168,7 +168,7 @@ def test_local_data_sets(tmp_path: Path) -> None:
     made.save_to_disk(tmp_path / "disk")
     made.to_parquet(tmp_path / "a.parquet")
     for name in ("disk", "a.parquet"):
-        assert TASKS["xnli"].read(tmp_path / name, "en") == [Example("1", ("en", "en"), ("a", "c"), "neutral")]
+        assert TASKS["xnli"].read(tmp_path / name, "en") == [LabelledExample("1", ("en", "en"), ("a", "c"), "neutral")]
     datasets.DatasetDict({"test": made}).save_to_disk(tmp_path / "splits")
     with pytest.raises(UserError, match=r"the splits test.*splits/NAME"):
         TASKS["xnli"].read(tmp_path / "splits", "en")
@@ -176,7 +176,7 @@ def test_local_data_sets(tmp_path: Path) -> None:
     tagged["ner_tags"] = datasets.List(datasets.ClassLabel(names=["O", "B-PER"]))
     made = datasets.Dataset.from_dict({"tokens": [["Ann", "ran"]], "ner_tags": [[1, 0]]}, features=tagged)
     made.save_to_disk(tmp_path / "tags")
-    assert TASKS["ner"].read(tmp_path / "tags", "en") == [Example("1", ("en",), ("Ann", "ran"), ("B-PER", "O"))]
+    assert TASKS["ner"].read(tmp_path / "tags", "en") == [LabelledExample("1", ("en",), ("Ann", "ran"), ("B-PER", "O"))]
 
 
 # Scores
@@ -207,8 +207,8 @@ def test_answers_are_compared_as_the_scripts_of_squad_and_mlqa_do(
 
 def test_the_best_of_several_gold_answers_counts() -> None:
     examples = [
-        Example("a", ("de", "de"), ("?", "..."), [("der Hund", 0), ("ein großer Hund", 0)]),
-        Example("b", ("de", "de"), ("?", "..."), [("1843", 0)]),
+        LabelledExample("a", ("de", "de"), ("?", "..."), [("der Hund", 0), ("ein großer Hund", 0)]),
+        LabelledExample("b", ("de", "de"), ("?", "..."), [("1843", 0)]),
     ]
     found = qa.MLQA.score(examples, ["großer Hund", "1842"], "de")
     assert found == {"f1": pytest.approx(0.5), "exact_match": pytest.approx(0.5)}
@@ -235,7 +235,7 @@ def test_entities_are_counted_as_brute_force_does() -> None:
     names = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
     draw = np.random.default_rng(0)
     gold, said = ([[names[i] for i in draw.integers(0, 5, 12)] for _ in range(50)] for _ in range(2))
-    examples = [Example(str(i), ("en",), ("w",) * 12, tuple(of)) for i, of in enumerate(gold)]
+    examples = [LabelledExample(str(i), ("en",), ("w",) * 12, tuple(of)) for i, of in enumerate(gold)]
     right = sum(len(entities(a) & entities(b)) for a, b in zip(gold, said, strict=True))
     wanted, predicted = (sum(len(entities(of)) for of in side) for side in (gold, said))
     found = tags.NER.score(examples, said, "en")
@@ -245,7 +245,10 @@ def test_entities_are_counted_as_brute_force_does() -> None:
 
 
 def test_accuracy_and_f1_of_words_and_pairs() -> None:
-    words = [Example("1", ("en",), ("a", "b"), ("NOUN", "VERB")), Example("2", ("en",), ("c",), ("NOUN",))]
+    words = [
+        LabelledExample("1", ("en",), ("a", "b"), ("NOUN", "VERB")),
+        LabelledExample("2", ("en",), ("c",), ("NOUN",)),
+    ]
     found = tags.POS.score(words, [["NOUN", "NOUN"], ["NOUN"]], "en")
     assert found == {"accuracy": pytest.approx(2 / 3), "macro_f1": pytest.approx((4 / 5 + 0) / 2)}
     found = TASKS["xnli"].score(file_of("en", "xxy").examples[:3], ["x", "y", "y"], "en")
@@ -271,7 +274,7 @@ def test_a_words_tag_is_read_from_its_first_token(maker: SequenceMaker, tokenize
     examples = []
     for i in range(4):
         sentence = tuple(words[(7 * i + 11 * n) % 60] for n in range(3 + i))
-        examples.append(Example(str(i), ("en",), sentence, ("X",) * len(sentence)))
+        examples.append(LabelledExample(str(i), ("en",), sentence, ("X",) * len(sentence)))
     features = tags.POS.encode(examples, maker, None)
     found, model = logits_of("pos", maker, features, tags.UPOS)
     labels = maker.collate([tags.POS.encode(examples, maker, tags.UPOS)])["labels"]
@@ -301,7 +304,7 @@ def test_a_pair_is_classified_by_the_state_that_was_pooled_in_training(
     maker = SequenceMaker(ExportedModel(tmp_path), ["en", "de"], 40)
     words = words_of(tokenizer)
     texts = [(" ".join(words[i : i + 3]), " ".join(words[i + 9 : i + 9 + 2 * i])) for i in (1, 2, 3)]
-    examples = [Example(str(i), ("en", "de"), pair, "b") for i, pair in enumerate(texts)]
+    examples = [LabelledExample(str(i), ("en", "de"), pair, "b") for i, pair in enumerate(texts)]
     features = TASKS["xnli"].encode(examples, maker, None)
     found, model = logits_of("xnli", maker, features, ["a", "b"])
     lm = AutoModelForMaskedLM.from_pretrained(hf)
@@ -319,7 +322,7 @@ def test_a_pair_is_classified_by_the_state_that_was_pooled_in_training(
 
 def test_every_word_of_a_long_sentence_has_one_tag(maker: SequenceMaker, tokenizer: Tokenizer) -> None:
     words = (words_of(tokenizer) * 3)[:100]
-    example = Example("1", ("en",), tuple(words), tuple(tags.UPOS[len(word) % 17] for word in words))
+    example = LabelledExample("1", ("en",), tuple(words), tuple(tags.UPOS[len(word) % 17] for word in words))
     features = tags.POS.encode([example], maker, tags.UPOS)
     assert len(features) > 3 and max(len(feature.inputs["input_ids"]) for feature in features) <= 40
     outputs = []
@@ -336,7 +339,9 @@ def test_an_answer_is_found_in_a_long_context(maker: SequenceMaker, tokenizer: T
     answers = [words[0], f"{words[20]}, {words[21]}", words[-1]]
     examples = []
     for i, text in enumerate(answers):
-        examples.append(Example(str(i), ("en", "en"), (f"{words[i]} ?", context), [(text, context.index(text))]))
+        examples.append(
+            LabelledExample(str(i), ("en", "en"), (f"{words[i]} ?", context), [(text, context.index(text))])
+        )
     features = qa.XQUAD.encode(examples, maker, [])
     sides = np.zeros((2, len(features), 40))
     for row, feature in enumerate(features):
@@ -363,7 +368,9 @@ def file_of(language: str, labels: str = "xy", blank: int = -1) -> LabelledFile:
     rows = []
     for i in range(6):
         texts = (f"{language} a{i}", f"{language} b{i}")
-        rows.append(Example(str(i), (language,) * 2, texts, labels[i % len(labels)], BLANK if i == blank else ""))
+        rows.append(
+            LabelledExample(str(i), (language,) * 2, texts, labels[i % len(labels)], BLANK if i == blank else "")
+        )
     return LabelledFile(Path(f"{language}.tsv"), rows)
 
 
@@ -394,11 +401,11 @@ def test_both_halves_of_a_switched_pair_stand_together() -> None:
 
 
 def test_questions_are_switched_with_the_contexts_answers() -> None:
-    a = Example("q", ("en", "en"), ("who", "Ada wrote"), [("Ada", 0)])
-    b = Example("q", ("de", "de"), ("wer", "Es war Ada"), [("Ada", 7)])
+    a = LabelledExample("q", ("en", "en"), ("who", "Ada wrote"), [("Ada", 0)])
+    b = LabelledExample("q", ("de", "de"), ("wer", "Es war Ada"), [("Ada", 7)])
     ((first, second),) = switch_codes(LabelledFile(Path("en"), [a]), LabelledFile(Path("de"), [b]))
-    assert first == Example("q", ("de", "en"), ("wer", "Ada wrote"), [("Ada", 0)])
-    assert second == Example("q", ("en", "de"), ("who", "Es war Ada"), [("Ada", 7)])
+    assert first == LabelledExample("q", ("de", "en"), ("wer", "Ada wrote"), [("Ada", 0)])
+    assert second == LabelledExample("q", ("en", "de"), ("who", "Es war Ada"), [("Ada", 7)])
 
 
 def test_means_deviations_delta_and_the_majority() -> None:

@@ -21,7 +21,7 @@ import transformers
 from xscale.errors import NotFinite, UserError, check_arguments, env_number, report_environment_error, run_command
 from xscale.eval.bootstrap import format_score
 from xscale.eval.finetune import classification, qa, tags
-from xscale.eval.finetune.examples import Example, LabelledFile
+from xscale.eval.finetune.examples import LabelledExample, LabelledFile
 from xscale.eval.finetune.training import Feature, FineTuneSettings, SequenceMaker, Task, fine_tune, predict_outputs
 from xscale.eval.finetune.transfer import Files, TrainingText, TransferTable, check_labels, plan_training
 from xscale.eval.model import ExportedModel, check_output_file, write_results
@@ -150,7 +150,7 @@ def measure_transfer(args: argparse.Namespace) -> TransferTable:
 
 def encode_groups(task: Task, training: TrainingText, maker: SequenceMaker, labels: list[str]) -> list[list[Feature]]:
     """Return lists of features that must be in one batch: without code-switching, each feature alone."""
-    examples: list[Example] = []
+    examples: list[LabelledExample] = []
     group_of: list[int] = []
     for number, group in enumerate(training.groups):
         examples += group

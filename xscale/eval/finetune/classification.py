@@ -23,7 +23,7 @@ from xscale.data.scripts import short_code
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.bootstrap import class_scores
-from xscale.eval.finetune.examples import BLANK, Example, Row, column_value, is_table, read_table
+from xscale.eval.finetune.examples import BLANK, LabelledExample, Row, column_value, count_labels, is_table, read_table
 from xscale.eval.finetune.training import Feature, SequenceMaker
 
 SENTENCE = (("text", "sentence"),)
@@ -77,7 +77,7 @@ class Classification:
     """The number of labels that the data set has; None: any number."""
     max_length: int = 128
 
-    def read(self, path: Path, language: str) -> list[Example]:
+    def read(self, path: Path, language: str) -> list[LabelledExample]:
         """Return the examples of a file, without rows in another language. Raises UserError."""
         examples = []
         for number, row in read_table(path) if is_table(path) else _read_tabs(path, self.columns):
@@ -93,7 +93,7 @@ class Classification:
             )
         return examples
 
-    def _example(self, number: str, row: Row, language: str, where: str) -> Example:
+    def _example(self, number: str, row: Row, language: str, where: str) -> LabelledExample:
         texts = []
         for names in self.columns:
             texts.append(_text_in_language(column_value(row, names, where), language, where))
@@ -104,12 +104,12 @@ class Classification:
         elif label in NO_LABEL and not left_out:
             raise UserError(f"{where} has no label; give a file with a label in each line")
         label = SYNONYMS.get(str(label), str(label))
-        return Example(number, (language,) * len(texts), tuple(texts), label, left_out)
+        return LabelledExample(number, (language,) * len(texts), tuple(texts), label, left_out)
 
-    def list_labels(self, examples: list[Example]) -> list[str]:
-        return sorted({example.gold for example in examples})
+    def list_labels(self, examples: list[LabelledExample]) -> list[str]:
+        return sorted(count_labels(examples))
 
-    def encode(self, examples: list[Example], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
+    def encode(self, examples: list[LabelledExample], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
         sides = []
         for side in range(len(self.columns)):
             sides.append(maker.tokenizer.encode([example.texts[side] for example in examples]))
@@ -125,14 +125,14 @@ class Classification:
         return PooledClassifier(lm.base_model, len(labels), pooling, [maker.tokenizer.cls_id, maker.tokenizer.sep_id])
 
     def predict(
-        self, examples: list[Example], features: list[Feature], outputs: np.ndarray, labels: list[str]
+        self, examples: list[LabelledExample], features: list[Feature], outputs: np.ndarray, labels: list[str]
     ) -> list[str]:
         predictions = [""] * len(examples)
         for feature, logits_C in zip(features, outputs, strict=True):
             predictions[feature.example] = labels[logits_C.argmax()]
         return predictions
 
-    def score(self, examples: list[Example], predictions: list[str], language: str) -> dict[str, float]:
+    def score(self, examples: list[LabelledExample], predictions: list[str], language: str) -> dict[str, float]:
         gold = [example.labels for example in examples]
         labels = sorted({*predictions, *self.list_labels(examples)})
         return class_scores(gold, [[label] for label in predictions], labels)

@@ -16,7 +16,7 @@ BLANK = "a sentence is blank"
 
 
 @dataclass(frozen=True)
-class Example:
+class LabelledExample:
     """A sentence, a pair of sentences, a sentence with tags, or a question with its context."""
 
     key: str
@@ -39,10 +39,10 @@ class Example:
 @dataclass(frozen=True)
 class LabelledFile:
     path: Path
-    rows: list[Example]
+    rows: list[LabelledExample]
 
     @property
-    def examples(self) -> list[Example]:
+    def examples(self) -> list[LabelledExample]:
         """Return the examples that are trained on or scored."""
         return [example for example in self.rows if not example.left_out]
 
@@ -53,6 +53,14 @@ class LabelledFile:
         for reason, count in counts.items():
             lines.append(f"{self.path}: {count:,} of {len(self.rows):,} examples are left out, since {reason}")
         return lines
+
+
+def count_labels(examples: list[LabelledExample]) -> Counter[str]:
+    """Return how often each label occurs. The examples are no questions."""
+    counts: Counter[str] = Counter()
+    for example in examples:
+        counts.update(example.labels)
+    return counts
 
 
 def is_table(path: Path) -> bool:

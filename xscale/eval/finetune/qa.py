@@ -27,7 +27,7 @@ from xscale.data.scripts import short_code
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
-from xscale.eval.finetune.examples import BLANK, Example, Row, is_table, read_table
+from xscale.eval.finetune.examples import BLANK, LabelledExample, Row, is_table, read_table
 from xscale.eval.finetune.training import Feature, SequenceMaker
 
 MAX_QUESTION = 64
@@ -56,8 +56,8 @@ class QuestionAnswering:
     lr: float = 3e-5
     max_length: int = 386
 
-    def read(self, path: Path, language: str) -> list[Example]:
-        examples: dict[str, Example] = {}
+    def read(self, path: Path, language: str) -> list[LabelledExample]:
+        examples: dict[str, LabelledExample] = {}
         for number, row in read_table(path) if is_table(path) else _read_squad(path):
             where = f"{path}: question {row.get('id', number)!r}"
             example = _make_example(row, language, where)
@@ -68,10 +68,10 @@ class QuestionAnswering:
             raise UserError(f"{path} has no question; give another file")
         return list(examples.values())
 
-    def list_labels(self, examples: list[Example]) -> list[str]:
+    def list_labels(self, examples: list[LabelledExample]) -> list[str]:
         return []
 
-    def encode(self, examples: list[Example], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
+    def encode(self, examples: list[LabelledExample], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
         pair = maker.tokenizer.pair
         contexts = maker.tokenizer.backend.encode_batch([e.texts[1] for e in examples], add_special_tokens=False)
         questions = maker.tokenizer.encode([example.texts[0] for example in examples])
@@ -95,7 +95,9 @@ class QuestionAnswering:
     def load_head(self, path: Path, maker: SequenceMaker, labels: list[str]) -> nn.Module:
         return transformers.AutoModelForQuestionAnswering.from_pretrained(path, num_labels=2, dtype=torch.float32)
 
-    def predict(self, examples: list[Example], features: list[Feature], outputs: Any, labels: list[str]) -> list[str]:
+    def predict(
+        self, examples: list[LabelledExample], features: list[Feature], outputs: Any, labels: list[str]
+    ) -> list[str]:
         """Return each example's answer: the span with the greatest sum of both logits over all its sequences."""
         answers = [""] * len(examples)
         best = [-np.inf] * len(examples)
@@ -109,7 +111,7 @@ class QuestionAnswering:
                     answers[feature.example] = examples[feature.example].texts[1][start:end].strip()
         return answers
 
-    def score(self, examples: list[Example], predictions: list[str], language: str) -> dict[str, float]:
+    def score(self, examples: list[LabelledExample], predictions: list[str], language: str) -> dict[str, float]:
         """Return the means over questions of the F1 of words and of exact match, by the best of several answers."""
         counts = []
         for example, prediction in zip(examples, predictions, strict=True):
@@ -157,7 +159,7 @@ def _read_squad(path: Path) -> Iterator[tuple[str, Row]]:
         ) from None
 
 
-def _make_example(row: Row, language: str, where: str) -> Example:
+def _make_example(row: Row, language: str, where: str) -> LabelledExample:
     """Return the example of a question. Raises UserError if a field is missing or wrong, or an answer stands elsewhere
     in the context."""
     try:
@@ -168,7 +170,7 @@ def _make_example(row: Row, language: str, where: str) -> Example:
         else:
             gold = [(answer["text"], answer["answer_start"]) for answer in answers]
         misplaced = [answer for answer in gold if not texts[1].startswith(*answer)]
-        left_out = "" if all(text.strip() for text in texts) else BLANK
+        is_blank = not texts[0].strip() or not texts[1].strip()
         key = str(row["id"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
@@ -182,7 +184,7 @@ def _make_example(row: Row, language: str, where: str) -> Example:
             f"{where}: the answer {misplaced[0][0]!r} is not at answer_start {misplaced[0][1]}; give the number of "
             f"characters before the answer"
         )
-    return Example(key, (language, language), texts, gold, left_out)
+    return LabelledExample(key, (language, language), texts, gold, BLANK if is_blank else "")
 
 
 def context_windows(tokens: int, room: int) -> Iterator[tuple[int, int]]:
@@ -194,7 +196,7 @@ def context_windows(tokens: int, room: int) -> Iterator[tuple[int, int]]:
     yield start, tokens
 
 
-def answer_tokens(example: Example, spans: list[tuple[int, int]]) -> list[int]:
+def answer_tokens(example: LabelledExample, spans: list[tuple[int, int]]) -> list[int]:
     """Return the indices of the tokens of the first gold answer; [] if the spans do not cover all of it. spans: the
     characters (first, end) of each token of a part of the context."""
     text, first = example.gold[0]

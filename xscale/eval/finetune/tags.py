@@ -18,7 +18,7 @@ from torch import nn
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.bootstrap import class_scores, entity_scores
-from xscale.eval.finetune.examples import Example, column_value, is_table, read_table
+from xscale.eval.finetune.examples import LabelledExample, column_value, count_labels, is_table, read_table
 from xscale.eval.finetune.training import IGNORED, Feature, SequenceMaker
 
 UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X".split()  # noqa: SIM905
@@ -46,7 +46,7 @@ class Tagging:
     form: str = BIO
     """The pattern of all tags."""
 
-    def read(self, path: Path, language: str) -> list[Example]:
+    def read(self, path: Path, language: str) -> list[LabelledExample]:
         examples = []
         for sentence in _read_table(path) if is_table(path) else _read_sentences(path):
             for line, word, tag in sentence:
@@ -55,20 +55,20 @@ class Tagging:
             words = tuple(tagged.word for tagged in sentence)
             tags = tuple(tagged.tag for tagged in sentence)
             left_out = WITHHELD if set(words) == {"_"} else ""
-            examples.append(Example(sentence[0].line, (language,), words, tags, left_out))
+            examples.append(LabelledExample(sentence[0].line, (language,), words, tags, left_out))
         if not examples:
             raise UserError(f"{path} has no sentence; give another file")
         return examples
 
-    def list_labels(self, examples: list[Example]) -> list[str]:
+    def list_labels(self, examples: list[LabelledExample]) -> list[str]:
         """Return O, and B-TYPE and I-TYPE of each type of entity in the examples."""
-        types = {tag[2:] for example in examples for tag in example.gold if tag != "O"}
+        tags = count_labels(examples)
         labels = ["O"]
-        for name in sorted(types):
+        for name in sorted({tag[2:] for tag in tags if tag != "O"}):
             labels += [f"B-{name}", f"I-{name}"]
         return labels
 
-    def encode(self, examples: list[Example], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
+    def encode(self, examples: list[LabelledExample], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
         pieces = word_pieces(maker, examples)
         features = []
         for number, example in enumerate(examples):
@@ -92,7 +92,7 @@ class Tagging:
         return load(path, num_labels=len(labels), dtype=torch.float32)
 
     def predict(
-        self, examples: list[Example], features: list[Feature], outputs: np.ndarray, labels: list[str]
+        self, examples: list[LabelledExample], features: list[Feature], outputs: np.ndarray, labels: list[str]
     ) -> list[list[str]]:
         predictions = [[""] * len(example.texts) for example in examples]
         for feature, logits_LC in zip(features, outputs, strict=True):
@@ -101,7 +101,7 @@ class Tagging:
                 predictions[feature.example][word] = labels[index]
         return predictions
 
-    def score(self, examples: list[Example], predictions: list[list[str]], language: str) -> dict[str, float]:
+    def score(self, examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
         """Return F1, precision and recall of whole entities by the rules of seqeval and conlleval."""
         from seqeval.metrics.sequence_labeling import get_entities
 
@@ -114,13 +114,13 @@ class Tagging:
 
 
 class PartsOfSpeech(Tagging):
-    def list_labels(self, examples: list[Example]) -> list[str]:
+    def list_labels(self, examples: list[LabelledExample]) -> list[str]:
         return UPOS
 
-    def score(self, examples: list[Example], predictions: list[list[str]], language: str) -> dict[str, float]:
+    def score(self, examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
         """Return the accuracy of words, which is F1 over all tags, and the mean of the gold tags' F1."""
-        labels = {tag for example in examples for tag in example.gold}
-        return class_scores([example.labels for example in examples], predictions, sorted(labels))
+        labels = sorted(count_labels(examples))
+        return class_scores([example.labels for example in examples], predictions, labels)
 
 
 def _read_table(path: Path) -> Iterator[list[TaggedWord]]:
@@ -158,13 +158,16 @@ def _read_sentences(path: Path) -> Iterator[list[TaggedWord]]:
         yield sentence
 
 
-def word_pieces(maker: SequenceMaker, examples: list[Example]) -> dict[str, list[int]]:
+def word_pieces(maker: SequenceMaker, examples: list[LabelledExample]) -> dict[str, list[int]]:
     """Return {word: its token ids inside a sentence, cut off at the length of a sequence}. A word that the tokenizer
     drops is unknown (or [MASK])."""
     tokenizer = maker.tokenizer
     unknown = tokenizer.hf.unk_token_id
     dropped = [tokenizer.mask_id if unknown is None else unknown]
-    words = sorted({word for example in examples for word in example.texts})
+    found: set[str] = set()
+    for example in examples:
+        found.update(example.texts)
+    words = sorted(found)
     pieces = {}
     for word, ids in zip(words, tokenizer.encode_inside(words), strict=True):
         pieces[word] = ids[: maker.room(1)] or dropped

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from xscale.errors import NotFinite, UserError, env_number
-from xscale.eval.finetune.examples import Example
+from xscale.eval.finetune.examples import LabelledExample
 from xscale.eval.model import ExportedModel
 
 IGNORED = -100
@@ -95,22 +95,24 @@ class Task(Protocol):
     lr: float
     max_length: int
 
-    def read(self, path: Path, language: str) -> list[Example]:
+    def read(self, path: Path, language: str) -> list[LabelledExample]:
         """Return the examples of a file. Raises UserError."""
 
-    def list_labels(self, examples: list[Example]) -> list[str]:
+    def list_labels(self, examples: list[LabelledExample]) -> list[str]:
         """Return the labels that a head predicts after training on these examples; [] for questions."""
 
-    def encode(self, examples: list[Example], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
+    def encode(self, examples: list[LabelledExample], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
         """Return the sequences of the examples. labels: those of the head; None for prediction."""
 
     def load_head(self, path: Path, maker: SequenceMaker, labels: list[str]) -> nn.Module:
         """Return the encoder in the folder `path` with a new head. Raises ValueError for a type that has none."""
 
-    def predict(self, examples: list[Example], features: list[Feature], outputs: Any, labels: list[str]) -> list[Any]:
+    def predict(
+        self, examples: list[LabelledExample], features: list[Feature], outputs: Any, labels: list[str]
+    ) -> list[Any]:
         """Return the label, the tags or the answer of each example. outputs: the head's, a row for each feature."""
 
-    def score(self, examples: list[Example], predictions: list[Any], language: str) -> dict[str, float]:
+    def score(self, examples: list[LabelledExample], predictions: list[Any], language: str) -> dict[str, float]:
         """Return the scores in a language, the main one first."""
 
 

@@ -10,14 +10,13 @@ Two codes of one language, such as de and deu_Latn, are one language.
 """
 
 import statistics
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xscale.data.scripts import short_code
 from xscale.errors import UserError
 from xscale.eval import bootstrap
-from xscale.eval.finetune.examples import Example, LabelledFile
+from xscale.eval.finetune.examples import LabelledExample, LabelledFile, count_labels
 from xscale.eval.finetune.training import Task
 
 ZERO_SHOT = "zero-shot"
@@ -37,7 +36,7 @@ class TrainingText:
 
     name: str
     file: LabelledFile
-    groups: list[list[Example]]
+    groups: list[list[LabelledExample]]
     """Each list has examples that must be in one batch."""
     settings: dict[str, str]
     """{language of a test: its setting, such as ZERO_SHOT}."""
@@ -78,7 +77,7 @@ def check_labels(task: Task, training: TrainingText, tests: Files) -> None:
     if not labels:
         return
     path = training.file.path
-    used = count_labels(training)
+    used = count_labels(training.file.examples)
     if len(used) == 1:
         raise UserError(f"{path} has only the label {', '.join(used)}; give text with at least two labels")
     for test in training.settings:
@@ -91,14 +90,7 @@ def check_labels(task: Task, training: TrainingText, tests: Files) -> None:
                 )
 
 
-def count_labels(training: TrainingText) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for example in training.file.examples:
-        counts.update(example.labels)
-    return counts
-
-
-def switch_codes(source: LabelledFile | None, translated: LabelledFile) -> list[list[Example]]:
+def switch_codes(source: LabelledFile | None, translated: LabelledFile) -> list[list[LabelledExample]]:
     """Return groups of two code-switched examples (Pan et al. 2021, 2.3): a pair (a, b) and its translation (a', b')
     become (a', b) and (a, b'). A question has the answers in its new context. An example that is left out takes its
     counterpart with it. Raises UserError."""
@@ -127,7 +119,7 @@ def switch_codes(source: LabelledFile | None, translated: LabelledFile) -> list[
     return groups
 
 
-def _join(first: Example, second: Example) -> Example:
+def _join(first: LabelledExample, second: LabelledExample) -> LabelledExample:
     """Return the example with the first text of `first`, and the rest of `second`."""
     languages = (first.languages[0], second.languages[1])
     return replace(second, languages=languages, texts=(first.texts[0], second.texts[1]))
@@ -187,7 +179,7 @@ class TransferTable:
 
     def score_majority(self, training: TrainingText, language: str) -> dict[str, float]:
         """Return the scores of always predicting the training text's most frequent label."""
-        ((label, _),) = count_labels(training).most_common(1)
+        ((label, _),) = count_labels(training.file.examples).most_common(1)
         predictions: list[Any] = []
         for example in self.tests[language].examples:
             predictions.append(label if isinstance(example.gold, str) else [label] * len(example.gold))
