@@ -1,4 +1,4 @@
-"""Makes the card of an exported or fine-tuned model: README.md, from the template card.md, with the hub's header."""
+"""Makes the card of an exported model: README.md, from the template card.md, with the hub's header."""
 
 import json
 import math
@@ -11,7 +11,6 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from xscale.checkpoint.store import Checkpoint
-from xscale.eval.bootstrap import intervals
 from xscale.metric_keys import direction
 from xscale.models.build import longest_sequence
 
@@ -23,12 +22,6 @@ OLDEST = {"modernbert": "4.48"}
 """{type of a model: the oldest version of transformers that has it}, for types that are newer than 4.0."""
 PIPELINES = {"heldout": "fill-mask", "aer": "token-classification"}
 """{task: the hub's name for this type of task}."""
-HEADS = {
-    "AutoModelForSequenceClassification": "text-classification",
-    "AutoModelForTokenClassification": "token-classification",
-    "AutoModelForQuestionAnswering": "question-answering",
-}
-"""{class of transformers: the hub's name for its task}."""
 USE = """\
 ```python
 from sentence_transformers import SentenceTransformer
@@ -81,29 +74,6 @@ def checkpoint_card(
 
 def is_hub_name(init: str | None) -> bool:
     return bool(init) and not Path(init).exists() and bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", init))
-
-
-def finetuned_card(
-    model: Path, task: str, head_class: str, training: str, settings: Mapping[str, Any], scores: Mapping[str, Any]
-) -> ModelCard:
-    """Return the card of a fine-tuned model. model: the encoder's folder. head_class: the model's transformers class.
-    training: the name of the training text. scores: {results row: {metric: number}}."""
-    encoder, pipeline = model.resolve().name, HEADS[head_class]
-    name = f"{encoder}-{task}"
-    before = ModelCard.load(model / CARD).data if (model / CARD).is_file() else ModelCardData()
-    header = {"language": before.language, "base_model": before.base_model}
-    return make_card(
-        name,
-        header | {"pipeline_tag": pipeline, "tags": ["xscale", task]},
-        eval_results({task: scores}, intervals({task: scores}), pipeline),
-        max_length=settings["max_length"],
-        summary=f"{encoder}, fine-tuned for {task} by xscale.",
-        use=f'`transformers.pipeline("{pipeline}", "{name}")`',
-        data=f"The training text of {training}.",
-        training="By transformers' Trainer:",
-        settings=dict(settings),
-        purpose=f"The task {task}, in the language of its training text and, by transfer, in others.",
-    )
 
 
 def make_card(
