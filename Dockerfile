@@ -2,7 +2,8 @@
 # CUDA (torch is the base's):  docker build -t xscale --build-arg BASE=nvcr.io/nvidia/pytorch:26.01-py3 .
 ARG BASE=python:3.12-slim
 FROM ${BASE}
-# DeepSpeed compiles a small operator at its first use on a CPU, and eflomal as it is installed.
+# DeepSpeed compiles an optimizer at its first use. The aligner eflomal has another licence (GPL-3): who wants it
+# installs it with `pip install eflomal`.
 RUN apt-get update -qq \
     && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends g++ make python3-dev \
     && rm -rf /var/lib/apt/lists/*
@@ -11,6 +12,10 @@ COPY . .
 # Where the base has torch, it stays; else constraints.txt names the one to install.
 RUN if python3 -c "import torch" 2> /dev/null; then grep -vE "^(torch|triton|numpy)==" constraints.txt > /tmp/constraints.txt; \
     else cp constraints.txt /tmp/constraints.txt; fi \
-    && python3 -m pip install --no-cache-dir -c /tmp/constraints.txt '.[align,eval,mpi]'
+    && python3 -m pip install --no-cache-dir -c /tmp/constraints.txt '.[eval,mpi]'
 ENV TOKENIZERS_PARALLELISM=false
+# Runs are written below /home/xscale, or into a folder that is mounted.
+RUN useradd --create-home xscale
+USER xscale
+WORKDIR /home/xscale
 CMD ["ds_report"]

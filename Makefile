@@ -1,6 +1,6 @@
 # `make demo` trains and evaluates on generated data. `make test` runs the fast tests. Both first create .venv.
-SUITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
-PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c "$(SUITS)" 2>/dev/null && echo $$p && break; done)
+SUITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do $$p -c "$(SUITS)" 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
@@ -11,11 +11,11 @@ export TOKENIZERS_PARALLELISM := false
 # Each of the tests' hundreds of processes would compile torch, transformers and DeepSpeed again, which takes 5 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow test-other lint bench clean
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 (with venv) is needed; set PYTHON=/path/to/python3.12"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 (with venv) is needed; set PYTHON=/path/to/python3.13"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev,mpi,eval]'
 	touch $@
@@ -48,6 +48,16 @@ test-slow: $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[align,ray]'
 	python -m pytest -n 2 --dist loadfile -m slow
 
+# A second interpreter, where the machine has one: an install and the tests of reading, ranks and files. CI runs it.
+OTHER ?= $(shell for p in python3.13 python3.12; do $$p -c "$(SUITS)" 2>/dev/null && echo $$p && break; done)
+OTHER_TESTS := test_files test_pointers test_security test_shards test_launchers
+test-other:
+	@test -n "$(OTHER)" || echo "no second Python: nothing to test"
+	@test -z "$(OTHER)" || { set -e; test -x .venv-other/bin/python || $(OTHER) -m venv .venv-other; \
+	    .venv-other/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev,mpi]'; \
+	    OMP_NUM_THREADS=1 .venv-other/bin/python -m pytest -n auto --dist loadfile -m "not slow" \
+	        $(wildcard $(OTHER_TESTS:%=tests/%.py)); }
+
 lint: $(VENV)/installed
 	ruff format --check .
 	ruff check .
@@ -60,4 +70,4 @@ bench: $(VENV)/installed
 	python benchmarks/step.py
 
 clean:
-	rm -rf $(VENV) data/demo runs/demo
+	rm -rf $(VENV) .venv-other data/demo runs/demo
