@@ -13,12 +13,14 @@ import sys
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import launch
 from xscale import ranks, train
 from xscale.errors import UserError
 from xscale.ranks import Process
@@ -54,11 +56,6 @@ def started(monkeypatch: pytest.MonkeyPatch):
         (
             LAST | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "PMI_RANK": "1", "PMI_SIZE": "7"},
             Process(1, 7, 1, 2),
-        ),
-        # Hydra starts its own ranks, several below a task of srun.
-        (
-            LAST | {"PMI_RANK": "9", "PMI_SIZE": "14", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
-            Process(9, 14, 1, 4),
         ),
         (
             LAST | {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},  # torchrun below srun
@@ -263,6 +260,43 @@ def test_a_lone_run_listens_to_no_other_host() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     assert ast.literal_eval(done.stdout.splitlines()[-1].replace("set()", "{}")) in ({}, {"127.0.0.1"})
+
+
+TOGETHER = """
+import sys
+import psutil
+from xscale import ranks
+process = ranks.read_launcher()
+ranks.join_process_group(process)
+group = ranks.HostGroup()
+listening = {found.laddr.ip for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN}
+if process.is_main:
+    print(group.gather([process.rank, process.world, process.local_rank, process.local_world]), listening, flush=True)
+else:
+    group.gather([process.rank, process.world, process.local_rank, process.local_world])
+group.barrier()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "deepspeed"])
+def test_ranks_of_one_host_listen_to_no_other_host(tmp_path: Path, launcher: str) -> None:
+    """Under mpirun, mpi4py finds the ranks. Before: the store listened on every interface."""
+    (tmp_path / "script.py").write_text(TOGETHER)
+    env = ranks.environment_without_launcher(launch.environment())
+    words = launch.command(2, [], launcher, str(tmp_path / "script.py"))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=env, cwd=launch.ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "[[0, 2, 0, 2], [1, 2, 1, 2]] {'127.0.0.1'}" in done.stdout
+
+
+def test_an_mpi_that_is_not_that_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would train alone."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI", "PMIX"))}
+    monkeypatch.setattr(os, "environ", environment | {"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2"})
+    communicator = SimpleNamespace(Get_size=lambda: 1)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=communicator)))
+    with pytest.raises(UserError, match="mpirun has started 2 processes, but mpi4py sees 1"):
+        ranks.read_launcher()
 
 
 def allocate() -> Exception:

@@ -29,15 +29,17 @@ SOCKETS, LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
 NAME_SECONDS = 30
 """The maximum number of seconds that a rank waits until its host can resolve the name in MASTER_ADDR."""
 
-_OPENMPI = "OMPI_COMM_WORLD_"
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun and deepspeed
-    (_OPENMPI + "RANK", _OPENMPI + "SIZE", _OPENMPI + "LOCAL_RANK", _OPENMPI + "LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH
     # SLURM's variables of a job step: a batch script has SLURM_PROCID and SLURM_NTASKS too, but is not a rank.
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 """For each launcher, its environment variables of rank, world size, local rank and local world size."""
+_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+"""The variables by which a process knows that Open MPI's or MPICH's mpirun has started it (and srun has not)."""
+_DEFAULT_PORT = 29500
+_stores: list[Any] = []
+"""The store that `open_loopback_store` has opened in this process. It must live as long as the process."""
 PORTS = range(20000, 32768)
 """The ports at which the ranks of a SLURM job connect. They are below those of outgoing connections."""
 
@@ -59,7 +61,9 @@ def read_launcher() -> Process:
     torch's environment variables accordingly. Raises UserError."""
     env = os.environ
     process = Process(0, 1, 0, 1)
-    if names := _launcher_variables():
+    if is_started_by_mpirun():
+        process = discover_mpi()
+    elif names := _launcher_variables():
         rank, world, local_rank, local_world = names
         process = Process(
             env_number(rank, 0),
@@ -76,6 +80,8 @@ def read_launcher() -> Process:
             )
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)
+    if process.world == process.local_world and not is_store_open():
+        env["MASTER_ADDR"] = "127.0.0.1"
     if "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = _first_host(process)
     if "MASTER_PORT" not in env:
@@ -85,6 +91,39 @@ def read_launcher() -> Process:
             f"MASTER_PORT={env['MASTER_PORT']} is not a port; unset it, or choose a port from 1024 to 65535"
         )
     return process
+
+
+def is_started_by_mpirun() -> bool:
+    """Return whether mpirun has started this process, and nothing has told it its rank yet."""
+    env = os.environ
+    return not (env.get("RANK") and env.get("WORLD_SIZE")) and any(env.get(name) for name in _MPIRUN)
+
+
+def discover_mpi() -> Process:
+    """Return this process's rank as DeepSpeed discovers it by mpi4py. All ranks call it together. Raises UserError."""
+    env = os.environ
+    expected = env_number("OMPI_COMM_WORLD_SIZE", env_number("PMI_SIZE", 1))
+    chosen = {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if env.get(name)}
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"mpirun has started this process, but mpi4py cannot be imported ({error}); install it: "
+            f"pip install 'xscale[mpi]'"
+        ) from None
+    from deepspeed.comm.comm import mpi_discovery
+
+    communicator = MPI.COMM_WORLD
+    if communicator.Get_size() != expected:
+        raise UserError(
+            f"mpirun has started {expected} processes, but mpi4py sees {communicator.Get_size()}; install mpi4py for "
+            f"the MPI of this mpirun: pip install --no-binary mpi4py mpi4py"
+        )
+    mpi_discovery(distributed_port=_DEFAULT_PORT, verbose=False)
+    local_world = communicator.Split_type(MPI.COMM_TYPE_SHARED).Get_size()
+    MPI.Finalize()  # the ranks talk by NCCL or gloo, and mpirun must not miss this when a rank fails
+    env.update(chosen)
+    return Process(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), local_world)
 
 
 def name_process(name: str) -> None:
@@ -100,7 +139,7 @@ def check_launch() -> None:
     """Raise UserError if a SLURM job of several tasks was started without srun or another launcher, or if only one of
     RANK and WORLD_SIZE is set."""
     tasks = env_number("SLURM_NTASKS", env_number("SLURM_NNODES", 1))
-    if tasks > 1 and not _launcher_variables():
+    if tasks > 1 and not _launcher_variables() and not is_started_by_mpirun():
         raise UserError(
             f"this SLURM job has {tasks} tasks, but this process was started without srun; start it with srun, so that "
             f"every task is a rank (srun --ntasks=1 for a single rank)"
@@ -120,17 +159,14 @@ def _port(process: Process) -> int:
             return server.getsockname()[1]
     job, step = os.environ.get("SLURM_JOB_ID", ""), env_number("SLURM_STEP_ID", 0)
     if not job.isdigit():
-        return 29500
+        return _DEFAULT_PORT
     return PORTS[(int(job) + 1009 * step) % len(PORTS)]  # jobs have consecutive numbers, and so have steps
 
 
 def _launcher_variables() -> tuple[str, str, str, str] | None:
     """Return the names of the environment variables of this process's launcher; None without a launcher."""
-    env = os.environ
     for names in _LAUNCHERS:
-        # srun --mpi=pmi2 sets PMI_RANK too, but not the rank within the node.
-        by_srun = names[0] == "PMI_RANK" and "SLURM_STEP_ID" in env and "MPI_LOCALRANKID" not in env
-        if env.get(names[0]) and env.get(names[1]) and not by_srun:
+        if os.environ.get(names[0]) and os.environ.get(names[1]):
             return names
     return None
 
@@ -138,7 +174,7 @@ def _launcher_variables() -> tuple[str, str, str, str] | None:
 def environment_without_launcher(env: dict[str, str]) -> dict[str, str]:
     """Return `env` without the variables that a launcher sets, for a process that is not a rank of this run."""
     said = {name for names in _LAUNCHERS for name in names} | {"MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"}
-    of_launchers = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_", "PMIX_", "SLURM_STEP_")
+    of_launchers = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "MPI_LOCAL", "PMI_", "PMIX_", "SLURM_STEP_")
     said |= {name for name in SOCKETS if env.get(name) == LOOPBACK}
     return {name: value for name, value in env.items() if name not in said and not name.startswith(of_launchers)}
 
@@ -195,6 +231,26 @@ def _wait_for_name(host: str) -> None:
         time.sleep(1)
 
 
+def is_store_open() -> bool:
+    """Return whether a store at which the ranks meet is open already, as torchrun's agent opens one."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def open_loopback_store(process: Process) -> None:
+    """Open the store at which the ranks of one host meet, on rank 0, so that no other host reaches it. torch would
+    listen on every interface. The variables tell torch, as torchrun's do, that the store is open. Raises
+    DistNetworkError if the port is in use."""
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    if not process.is_main:
+        return
+    port = int(os.environ["MASTER_PORT"])
+    try:
+        listener = socket.create_server(("127.0.0.1", port)).detach()
+    except OSError as error:
+        raise dist.DistNetworkError(f"port {port} of 127.0.0.1: {error.strerror}") from None
+    _stores.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener))
+
+
 def check_interfaces() -> None:
     """Raise UserError if GLOO_SOCKET_IFNAME names a network interface that this host does not have."""
     there = [name for _, name in socket.if_nameindex()]
@@ -231,6 +287,9 @@ def join_process_group(process: Process) -> torch.device:
     if process.world == 1:
         for name in SOCKETS:
             os.environ.setdefault(name, LOOPBACK)
+    elif process.world == process.local_world and not is_store_open():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        open_loopback_store(process)
     else:
         _wait_for_name(os.environ["MASTER_ADDR"])
     if cuda:
