@@ -51,7 +51,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers.utils import logging as transformers_logging
 
-from xscale import config, ranks
+from xscale import ranks
 from xscale.data.mixture import Mixture, SampledRecords, initial_state
 from xscale.data.packed_row import PackedRow, pack_row
 from xscale.data.stream_batch import StreamBatch
@@ -59,6 +59,7 @@ from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
+from xscale.recipe import load_recipe
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import engine
 from xscale.step.cost import StepFlops
@@ -326,7 +327,7 @@ def recipe_fields(recipe: str, args: argparse.Namespace) -> list[str]:
     """The fields of the recipe that are the same for all loops, and for another checkout."""
     fields = {"model.preset": args.preset, "data.max_length": args.max_length, "data.workers": args.workers}
     fields |= {"data.overlong": "truncate", "train.steps": args.warm + args.rounds + args.profile}
-    streams = config.load_recipe(recipe, [], {name: o.options for name, o in OBJECTIVES.items()}).streams
+    streams = load_recipe(recipe, [], {name: o.options for name, o in OBJECTIVES.items()}).streams
     if len(streams) == 1 and args.samples:
         fields[f"streams.{next(iter(streams))}.samples"] = args.samples
     fields |= {f"streams.{name}.prefill": "false" for name, stream in streams.items() if stream.objective == "ppa"}

@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests import demo_shards
 from xscale import ranks
-from xscale.config import RECIPES, load_recipe
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup
+from xscale.recipe import RECIPES, load_recipe
 from xscale.run.folder import STOPPED, Status
 from xscale.run.start import train_run
 from xscale.step.ds_config import Hardware

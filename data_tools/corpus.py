@@ -20,11 +20,11 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from xscale.config import read_yaml
 from xscale.data.scripts import spelling_key
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.files import COMPRESSED
+from xscale.strict_yaml import read_yaml
 
 LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
 FORMATS = ("text", "zst", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets", "conllu", "shards")

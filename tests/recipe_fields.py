@@ -11,18 +11,18 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-from xscale import config
+from xscale import recipe
 from xscale.objectives import OBJECTIVES
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
 SECTIONS = {
-    "model": config.ModelConfig,
-    "streams.NAME": config.StreamConfig,
-    "data": config.DataConfig,
-    "train": config.TrainConfig,
-    "checkpoint": config.CheckpointConfig,
-    "eval": config.EvalConfig,
-    "eval.tasks[]": config.EvalTask,
+    "model": recipe.ModelConfig,
+    "streams.NAME": recipe.StreamConfig,
+    "data": recipe.DataConfig,
+    "train": recipe.TrainConfig,
+    "checkpoint": recipe.CheckpointConfig,
+    "eval": recipe.EvalConfig,
+    "eval.tasks[]": recipe.EvalTask,
 }
 HEADING = "| field | value | default | meaning |\n|---|---|---|---|\n"
 
@@ -83,7 +83,7 @@ def values(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(map(values, arguments))
     if origin is list:
-        inner = {str: "texts", config.EvalTask: "tasks", int | str: "integers and ranges"}[arguments[0]]
+        inner = {str: "texts", recipe.EvalTask: "tasks", int | str: "integers and ranges"}[arguments[0]]
         return f"list of {inner}"
     assert origin is Annotated, hint
     bounds = [bound for extra in arguments[1:] for bound in getattr(extra, "metadata", [extra])]
@@ -92,7 +92,7 @@ def values(hint: Any) -> str:
         f"{sign}{getattr(bound, name)}"
         for bound in bounds
         for name, sign in signs.items()
-        if abs(getattr(bound, name, config.MOST)) < config.MOST
+        if abs(getattr(bound, name, recipe.MOST)) < recipe.MOST
     ]
     return " ".join([values(arguments[0]), ", ".join(said)]).strip()
 

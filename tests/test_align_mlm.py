@@ -13,7 +13,6 @@ from transformers import AutoModelForMaskedLM, BertConfig
 from tests.plain import sequences_of
 from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from tests.test_dict_mlm import random_samples
-from xscale.config import load_recipe
 from xscale.data import lexicon as lexicons
 from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
@@ -28,6 +27,7 @@ from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES, align_mlm, mlm
 from xscale.objectives.base import Parts
+from xscale.recipe import load_recipe
 
 LANGUAGES = {"de": 0, "en": 1, "fr": 2}
 Entry = tuple[list[int], list[int]]

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForMaskedLM, BertConfig
 
 from tests.rows import read_row
-from xscale.config import Recipe, load_recipe
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import PackedRow, RowCost, Tokens
 from xscale.models.attention import attention_blocks, attention_blocks_backward
@@ -19,6 +18,7 @@ from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.ranks import Process
+from xscale.recipe import Recipe, load_recipe
 from xscale.run_spec import resolve_run
 from xscale.step import cost
 from xscale.step.module import StepModule

@@ -12,7 +12,6 @@ import pytest
 from tests.plain import sequences_of
 from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from xscale import rng
-from xscale.config import load_recipe
 from xscale.data.lexicon import Lexicon
 from xscale.data.sequences import Example
 from xscale.data.stream_batch import Context
@@ -20,6 +19,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES, dict_mlm, mlm
+from xscale.recipe import load_recipe
 
 LANGUAGES = {"de": 1, "en": 2, "fr": 3}
 Word = tuple[int, ...]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from xscale.checkpoint.store import Checkpoint
-from xscale.config import Recipe, load_recipe
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
+from xscale.recipe import Recipe, load_recipe
 from xscale.run.going_on import check_engine
 from xscale.step.ds_config import Hardware, read_ds_config, resolve_ds_config
 

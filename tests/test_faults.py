@@ -19,7 +19,6 @@ import torch
 from tests import launch
 from tests.test_training import wait_for
 from xscale.checkpoint import store as checkpoints
-from xscale.config import load_recipe
 from xscale.data.mixture import initial_state
 from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 from xscale.data.tokenizer import Tokenizer
@@ -28,6 +27,7 @@ from xscale.files import Lock
 from xscale.models.build import read_pretrained, run_fields_of
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
+from xscale.recipe import load_recipe
 from xscale.run import folder
 from xscale.run.folder import Status
 from xscale.run.going_on import find_own

@@ -11,12 +11,12 @@ import yaml
 
 from data_tools import write_shards
 from tests import launch
-from xscale.config import load_recipe
 from xscale.data.mixture import initial_state, positions_report
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
+from xscale.recipe import load_recipe
 from xscale.run_spec import RunSpec
 from xscale.run_spec import resolve_run as prepare_job
 

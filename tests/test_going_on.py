@@ -24,10 +24,9 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertCo
 from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
 from tests.test_encoder import CONFIGS, make
-from xscale import config, export, files
+from xscale import export, files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import full_weights, load_run
-from xscale.config import Recipe, shipped_recipes
 from xscale.data.packed_row import Tokens
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
@@ -42,13 +41,14 @@ from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, copy_saved_heads, load_heads, save_heads
 from xscale.objectives import OBJECTIVES, alignlm, tlm
+from xscale.recipe import Recipe, load_recipe, shipped_recipes
 from xscale.run.folder import check_out
 from xscale.run_spec import RunSpec, find_tokenizer, shows_neutral
 from xscale.step.module import StepModule
 
 
 def recipe(init: str | Path | None) -> Recipe:
-    made = config.load_recipe("tlm", [], {name: o.options for name, o in OBJECTIVES.items()})
+    made = load_recipe("tlm", [], {name: o.options for name, o in OBJECTIVES.items()})
     return replace(made, model=replace(made.model, init=init and str(init)))
 
 
@@ -181,7 +181,7 @@ def test_what_trains_the_neutral_row() -> None:
     options = {name: o.options for name, o in OBJECTIVES.items()}
 
     def shown(*sets: str) -> bool:
-        return shows_neutral(config.load_recipe("paper/tang_xlm", list(sets), options))
+        return shows_neutral(load_recipe("paper/tang_xlm", list(sets), options))
 
     none = [f"streams.{name}.language_dropout=0.0" for name in ("mlm", "tlm")]
     assert shown() and not shown(*none) and shown(none[0])

@@ -7,9 +7,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FLOORS = (
     {"removed"},
-    {"errors", "record", "rng", "files", "metric_keys", "deepspeed_private"},
+    {"errors", "record", "rng", "files", "metric_keys", "deepspeed_private", "strict_yaml"},
     {"plugins", "ranks"},
-    {"config"},
+    {"recipe"},
     {"data"},
     {"ops"},
     {"models"},

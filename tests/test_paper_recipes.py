@@ -12,11 +12,11 @@ import yaml
 from transformers import RobertaConfig, RobertaForMaskedLM, XLMRobertaForMaskedLM
 
 from tests import launch
-from xscale.config import RECIPES, Recipe, load_recipe, shipped_recipes
 from xscale.errors import UserError
 from xscale.models.build import preset_config
 from xscale.objectives import OBJECTIVES
 from xscale.objectives.ppa import PpaOptions as PPA
+from xscale.recipe import RECIPES, Recipe, load_recipe, shipped_recipes
 from xscale.run_spec import check_start
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}

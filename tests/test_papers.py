@@ -15,9 +15,9 @@ import scipy.stats
 import yaml
 
 from tests import launch
-from xscale.config import RECIPES, load_recipe
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
+from xscale.recipe import RECIPES, load_recipe
 
 PAPERS = launch.ROOT / "benchmarks" / "papers"
 GRIDS = sorted(path.stem for path in PAPERS.glob("*.yaml") if path.stem != "scales")

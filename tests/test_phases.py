@@ -21,14 +21,14 @@ from tests import launch
 from tests.test_mixture import SOURCES, mixture
 from tests.test_order import SEED, documents
 from xscale.checkpoint.restore import full_weights
-from xscale.config import load_recipe
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepBatch
-from xscale.data.mixture import initial_state, limited
+from xscale.data.mixture import initial_state
 from xscale.data.order import EpochOrder
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
+from xscale.recipe import load_recipe
 from xscale.run.going_on import resume_calibration
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.ds_config import Hardware, resolve_ds_config
@@ -191,39 +191,6 @@ def test_shares_by_what_a_language_has(demo: Path, tmp_path: Path, by: str) -> N
         assert drawing.weights[0] == pytest.approx(wanted, rel=0.02)
         if not spec.packed:
             assert [drawn[s] / 1000 for s in spec.sources] == pytest.approx(wanted, abs=0.01)
-
-
-def unimax(sizes: list[float], budget: float, epochs: float) -> list[float]:
-    """The shares of Chung et al. (2023, algorithm 1): from the smallest language on, an equal part of what is left of
-    the budget, or `epochs` times what the language has."""
-    found, left = dict[int, float](), budget
-    for done, i in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
-        found[i] = min(left / (len(sizes) - done), epochs * sizes[i])
-        left -= found[i]
-    return [found[i] / sum(found.values()) for i in range(len(sizes))]
-
-
-@given(st.lists(st.floats(1, 1e6), min_size=1, max_size=9), st.floats(0.1, 30), st.floats(0.01, 10))
-def test_a_limit_of_epochs_is_unimax_s(sizes: list[float], epochs: float, share: float) -> None:
-    budget = share * sum(sizes) * epochs
-    found = limited(np.full(len(sizes), 1 / len(sizes)), np.array(sizes) * epochs / budget)
-    assert found == pytest.approx(unimax(sizes, budget, epochs), rel=1e-6)
-
-
-def test_no_language_is_read_more_often_in_all_phases_together(demo: Path, tmp_path: Path) -> None:
-    phases = [{"until": 0.4, "data.alpha": 0.3}, {"until": 0.5, "streams.tlm.samples": 0}, {"until": 1.0}]
-    streams = {"mlm": {"objective": "mlm", "samples": 6}, "tlm": {"objective": "tlm", "samples": 12}}
-    sets, epochs = ["data.languages=null", "data.alpha=0.0", "train.steps=40"], {}
-    for limit in (0.9, None):
-        more = [f"data.max_epochs={limit or 'null'}"]
-        whole = resolve_run(write(tmp_path, phases, streams=streams), sets + more, [demo]).calibrated()
-        *_, last = whole.plans(ALONE, "cpu", initial_state(whole.specs), 40)
-        for spec in whole.specs:
-            of = zip(spec.sources, last.state["positions"][spec.name], strict=True)
-            epochs[spec.name, limit] = [p[0] + p[1] / whole.sources[s].records for s, p in of]
-    for name in streams:
-        assert max(epochs[name, 0.9]) <= 0.9 * 1.1 < max(epochs[name, None]), epochs
-        assert epochs[name, 0.9][0] > epochs[name, None][0]
 
 
 @settings(max_examples=60, deadline=None)

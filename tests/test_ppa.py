@@ -20,7 +20,6 @@ from tests.plain import ids_of, part_of, sequences_of
 from tests.rows import CPU, FILLER, OneStream, PlainEngine, assert_same_gradients, gradients, sums
 from tests.rows import one_thread as one_thread
 from xscale import export, rng
-from xscale.config import load_recipe
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example
@@ -35,6 +34,7 @@ from xscale.models.encoder import Encoder
 from xscale.models.momentum import GatheredVectors, MomentumEncoder, Queue
 from xscale.objectives import OBJECTIVES, HasQueue, Parts, ppa, tlm
 from xscale.ranks import Process
+from xscale.recipe import load_recipe
 from xscale.run import start as prefilling
 from xscale.run_spec import RunSpec
 from xscale.step.engine import build_engine

@@ -13,10 +13,10 @@ from tests import launch
 from xscale import export
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import full_weights
-from xscale.config import RECIPES
 from xscale.data.shards import find_sources
 from xscale.eval import heldout, retrieval
 from xscale.eval.model import ExportedModel, read_texts
+from xscale.recipe import RECIPES
 from xscale.step.adam import operators_directory
 
 pytestmark = pytest.mark.slow

@@ -13,13 +13,13 @@ from transformers import AutoModelForMaskedLM, DistilBertConfig, ModernBertConfi
 
 from tests import launch, plain
 from tests.rows import PlainEngine, assert_same_gradients, one_thread, read_row, rows_of_step, totals_of  # noqa: F401
-from xscale.config import RECIPES
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import PackedRow, pack_row
 from xscale.data.sequences import Example
 from xscale.data.stream_batch import StreamBatch
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
+from xscale.recipe import RECIPES
 from xscale.run_spec import RunSpec
 from xscale.step import step
 from xscale.step.module import Reported, StepModule

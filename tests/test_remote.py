@@ -23,7 +23,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from data_tools import write_shards
 from data_tools.demo_world import World
 from xscale import train
-from xscale.config import EvalTask
 from xscale.data import order, remote
 from xscale.data.mixture import initial_state, remote_window_bytes
 from xscale.data.remote import Cache
@@ -31,6 +30,7 @@ from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
 from xscale.eval.in_training import find_task_sources
 from xscale.ranks import Process
+from xscale.recipe import EvalTask
 from xscale.run.folder import MACHINE, explain
 from xscale.run_spec import RunSpec, resolve_run
 

@@ -9,11 +9,11 @@ import pytest
 
 from data_tools import command, demo_corpus
 from xscale import commands, export, removed, train
-from xscale.config import load_recipe
 from xscale.errors import UserError
 from xscale.eval import run as eval_run
 from xscale.eval.finetune import __main__ as finetune
 from xscale.objectives import OBJECTIVES
+from xscale.recipe import load_recipe
 from xscale.report import __main__ as report
 
 ROOT = Path(__file__).parent.parent

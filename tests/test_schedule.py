@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from xscale.config import Recipe, TrainConfig, load_recipe
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
+from xscale.recipe import Recipe, TrainConfig, load_recipe
 from xscale.step.step import set_learning_rate
 
 STEPS, LR = 40, 0.02

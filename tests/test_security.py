@@ -14,10 +14,10 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from xscale import deepspeed_private as private
-from xscale.config import read_yaml
 from xscale.data.remote import locked
 from xscale.errors import UserError, escape_controls, redact
 from xscale.record import parse_sample
+from xscale.strict_yaml import read_yaml
 
 SECRET = "https://me:secret@host.org:80/corpus/a.tar?signature=secret"
 

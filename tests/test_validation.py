@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,6 @@ from data_tools.demo_world import World
 from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
 from tests.test_training import same_checkpoint
-from xscale import config
-from xscale.config import EvalConfig, EvalTask
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source, find_sources
 from xscale.dry_run import dry_run
@@ -40,8 +37,9 @@ from xscale.eval.in_training import (
 from xscale.eval.retrieval import accuracies
 from xscale.objectives import OBJECTIVES, ppa
 from xscale.ranks import HostGroup, Process
+from xscale.recipe import EvalConfig, EvalTask, load_recipe
 from xscale.report.read import read_runs
-from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, entries_from_end, start_logging
+from xscale.run.metrics import LOG, JsonLines, Reporter, entries_from_end, start_logging
 from xscale.run.validation import Validation
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.step import RowPass, StepSums, measure_rows, step_weights
@@ -160,7 +158,7 @@ def test_no_language_is_hidden_from_what_is_held_out(demo: Path, heldout: Path) 
 def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     def refused(*sets: str) -> str:
         with pytest.raises(UserError) as error:
-            config.load_recipe("tlm", list(sets), {name: o.options for name, o in OBJECTIVES.items()})
+            load_recipe("tlm", list(sets), {name: o.options for name, o in OBJECTIVES.items()})
         return str(error.value)
 
     def task(**fields: Any) -> str:
@@ -524,28 +522,6 @@ def test_a_steps_own_loss_stands_before_held_out_ones(tmp_path: Path, demo: Path
         reporter.report({"step": step} | numbers)
     reporter.close()
     assert shown == [1, 3, 6, 9]
-
-
-def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo: Path) -> None:
-    """Calls of wandb's shape; one that fails is not asked again, and the run goes on; one that is absent is refused."""
-    calls: list[Any] = []
-
-    def log(numbers: dict[str, float], step: int) -> None:
-        calls.append((numbers, step))
-        if step == 2:
-            raise OSError("no network")
-
-    fake = SimpleNamespace(init=lambda **fields: calls.append(fields), log=log, finish=lambda: calls.append("finish"))
-    monkeypatch.setitem(sys.modules, "trackio", fake)
-    tracker = Tracker("trackio", tmp_path / "run", {"train.lr": 0.1})
-    for step in (1, 2, 3):
-        tracker.add({"step": step, "loss": 2.0, "grad_norm": None})
-    tracker.call("finish")
-    begun, *logged = calls
-    assert begun == {"project": "xscale", "name": "run", "config": {"train.lr": 0.1}, "resume": "allow"}
-    assert logged == [({"loss": 2.0}, 1), ({"loss": 2.0}, 2)]
-    with pytest.raises(UserError, match=r"train\.tracker: wandb is not installed; pip install wandb"):
-        resolve_run("tlm", ["train.tracker=wandb"], [demo])
 
 
 # Whole runs

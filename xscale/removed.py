@@ -42,6 +42,8 @@ FIELDS: dict[str, str] = {
     "train.compile": "leave it out; packed rows are not padded to one shape any more",
     "streams.*.tokens": "set samples, the number per optimizer step over all ranks",
     "data.truecase": "data_tools.lexicon --truecase DIR; of older runs, data.lexicons=[RUN/lexicon/FILE.txt]",
+    "train.tracker": "TensorBoard; for wandb, `wandb sync RUN/tb` or wandb.init(sync_tensorboard=True)",
+    "data.max_epochs": "--dry_run prints the epochs; a larger data.alpha, or a phase's data.languages, lowers them",
     "checkpoint.hook": "a second job: slurm/evaluate_checkpoint.sh CHECKPOINT OUT.json --task ...",
 }
 """By recipe field, with * for a name that users choose: "checkpoint.hook", "streams.*.tokens"."""

@@ -1,6 +1,5 @@
 """The run spec holds recipe, data, tokenizer and dictionaries, resolved and checked before any weight exists."""
 
-import importlib.util
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,10 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedModel
 
-from xscale import config
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_initial
-from xscale.config import Recipe
 from xscale.data import loader as loading
 from xscale.data.calibrate import calibrate
 from xscale.data.calibration import Calibration
@@ -50,6 +47,7 @@ from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
+from xscale.recipe import Recipe, load_recipe, steps_of_epochs
 from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
@@ -105,7 +103,7 @@ class RunSpec:
         phases = list[RunSpec]()
         for phase, of_phase in zip(self.phases, measured.phase_calibrations(), strict=True):
             phases.append(replace(phase, calibration=of_phase))
-        return replace(self, calibration=measured, phases=tuple(phases)).with_limits()
+        return replace(self, calibration=measured, phases=tuple(phases))
 
     def measure_calibration(self, host_group: HostGroup, calibration: Calibration | None = None) -> Calibration:
         """Return the calibration of the run with its phases, which all ranks of `host_group` measure together.
@@ -126,24 +124,6 @@ class RunSpec:
         data = self.recipe.data
         settings = {"alpha": data.alpha, "alpha_by": data.alpha_by, "max_length": data.max_length}
         return settings | {"seed": self.recipe.train.seed}
-
-    def with_limits(self) -> "RunSpec":
-        """Return the run spec whose streams read no source more than data.max_epochs times in all phases together."""
-        most, limited = self.recipe.data.max_epochs, dict[int, RunSpec]()
-        left = {spec.name: np.full(len(spec.sources), most, dtype=float) for spec in self.specs}
-        sizes = self.sizes() if most else {}
-        for _, steps, phase in self.step_ranges() if most else []:
-            data, specs = phase.recipe.data, list[StreamSpec]()
-            for spec in phase.specs:
-                epochs = steps * spec.samples / samples_in_epoch(spec, sizes, data.max_length)
-                if spec.samples:
-                    spec = replace(spec, most=tuple((left[spec.name] / epochs).tolist()))
-                    drawn = stream_weights(spec, self.sources, data.alpha, sizes[data.alpha_by])
-                    left[spec.name] = np.maximum(left[spec.name] - drawn * epochs, 0.0)
-                specs.append(spec)
-            limited[id(phase)] = replace(phase, specs=specs)
-        phases = tuple(limited.get(id(phase), phase) for phase in self.phases)
-        return replace(self, specs=limited.get(id(self), self).specs, phases=phases)
 
     def sizes(self) -> dict[str, list[float]]:
         return {by: source_sizes(self.sources, self.calibration, by) for by in ("records", "tokens", "bytes")}
@@ -362,7 +342,7 @@ def resolve_run(
 ) -> RunSpec:
     """Resolve and check recipe, data, tokenizer and dictionaries. The ranks of `host_group` share the check of the
     files. Raises UserError."""
-    recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
+    recipe = load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
     check_start(recipe_name, recipe, sets)
     host_group = host_group or HostGroup(alone=True)
     every = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
@@ -376,7 +356,6 @@ def resolve_run(
     recipe = with_steps(recipe, specs, sources)
     tokenizer = Tokenizer(find_tokenizer(recipe, near))
     check_tokenizer_of_init(recipe.model.init, tokenizer)
-    check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
     found, left_out = load_lexicons(recipe, tokenizer, sources, near)
     dictionaries, *of_phases = [stream_lexicons(of, found) for of in (recipe, *(p.recipe for p in recipe.phases))]
@@ -493,7 +472,7 @@ def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -
     spec = epoch_stream(specs)
     if spec is None:
         raise UserError("train.epochs counts pairs, but no stream of this recipe reads pairs; set train.steps")
-    return config.steps_of_epochs(recipe, records_of(spec, sources), spec.samples)
+    return steps_of_epochs(recipe, records_of(spec, sources), spec.samples)
 
 
 def epoch_stream(specs: list[StreamSpec]) -> StreamSpec | None:
@@ -668,12 +647,6 @@ def find_tokenizer(recipe: Recipe, data: Path | None) -> str:
         f"no tokenizer{f' in model.init {init}, and none' if init else '/'} in {data} or its parent. Train one with "
         f"`python -m data_tools.tokenizer --data {data} --out {data / 'tokenizer'}`, or set model.tokenizer"
     )
-
-
-def check_tracker(name: str | None) -> None:
-    """Raise UserError if the tracker's library is not installed."""
-    if name and importlib.util.find_spec(name) is None:
-        raise UserError(f"train.tracker: {name} is not installed; pip install {name}, or leave it out")
 
 
 def tokenizer_directory(init: str) -> Path | None:

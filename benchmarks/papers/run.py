@@ -30,8 +30,9 @@ from tables import converged, folder_name, write_tables
 from worlds import make_world
 
 from xscale import files
-from xscale.config import RECIPES, read_yaml
 from xscale.errors import UserError
+from xscale.recipe import RECIPES
+from xscale.strict_yaml import read_yaml
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

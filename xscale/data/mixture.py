@@ -40,8 +40,6 @@ class StreamSpec:
     packed: bool
     idle: frozenset[int] = frozenset()
     """The sources that the stream does not sample from in this phase, but does in another phase of the run."""
-    most: tuple[float, ...] = ()
-    """The maximum probability with which each source is sampled, due to data.max_epochs; empty: no limit."""
 
 
 @dataclass(frozen=True)
@@ -293,24 +291,10 @@ def stream_weights(stream: StreamSpec, sources: list[Source], alpha: float, size
     """Return the probability with which each of the stream's sources is drawn; 0 for the sources in `stream.idle`.
     sizes: the size of every source of the run."""
     drawn = [source not in stream.idle for source in stream.sources]
-    weights, of = np.zeros(len(drawn)), [s for s in stream.sources if s not in stream.idle]
+    weights = np.zeros(len(drawn))
+    of = [s for s in stream.sources if s not in stream.idle]
     weights[drawn] = source_weights([sources[s] for s in of], alpha, [sizes[s] for s in of])
-    return limited(weights, np.array(stream.most)) if stream.most else weights
-
-
-def limited(weights: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Return the weights, each limited to its `most`; the others grow in proportion, so that the sum stays 1. If the
-    sum of `most` is at most 1, the weights are proportional to `most`."""
-    most = np.where(weights > 0, most, 0.0)
-    if most.sum() <= 1:
-        return most / most.sum() if most.sum() else weights
-    full = np.zeros(len(weights), dtype=bool)
-    found = weights
-    while (over := found > most * (1 + 1e-9)).any():
-        full |= over
-        rest = np.where(full, 0.0, weights)
-        found = np.where(full, most, rest * (1 - most[full].sum()) / rest.sum())
-    return found
+    return weights
 
 
 def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from xscale.config import EvalTask, StreamConfig
 from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
 from xscale.data.mixture import PACK_FILL, StreamSpec, initial_state
@@ -32,6 +31,7 @@ from xscale.eval.sentence_files import trained_pooling
 from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
+from xscale.recipe import EvalTask, StreamConfig
 from xscale.run_spec import (
     LinkSample,
     RunSpec,

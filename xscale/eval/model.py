@@ -10,7 +10,6 @@ import torch
 
 from xscale import files
 from xscale.checkpoint.store import is_run
-from xscale.config import DataConfig
 from xscale.data.scripts import names_of
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
@@ -20,6 +19,7 @@ from xscale.eval.sentence_files import read_pooling
 from xscale.models.build import longest_sequence, read_pretrained, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import load_heads
+from xscale.recipe import DataConfig
 
 Scores = dict[str, float]
 """{name of a metric: its value}."""

@@ -26,13 +26,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from xscale import rng
-from xscale.config import STRICT, Count, NotNegative
 from xscale.data.lexicon import entries
 from xscale.data.sequences import Example
 from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.objectives import mlm
 from xscale.objectives.base import Losses, Objective, Parts
+from xscale.recipe import STRICT, Count, NotNegative
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -29,13 +29,13 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from xscale.config import STRICT, Fraction, NotNegative
 from xscale.data import links
 from xscale.data.sequences import Example, join_segments
 from xscale.data.stream_batch import Context, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.objectives.tlm import first_sides
+from xscale.recipe import STRICT, Fraction, NotNegative
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -24,7 +24,6 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from xscale.config import STRICT, NotNegative
 from xscale.data import links
 from xscale.data.packed_row import Index, Tokens
 from xscale.data.scripts import same_language
@@ -34,6 +33,7 @@ from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts
 from xscale.ops.alignment_gather import alignment_gather
+from xscale.recipe import STRICT, NotNegative
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -28,13 +28,13 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from xscale import rng
-from xscale.config import STRICT
 from xscale.data.lexicon import synonyms
 from xscale.data.sequences import Example, Sequences
 from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.objectives import mlm
 from xscale.objectives.base import Objective
+from xscale.recipe import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -13,10 +13,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from xscale.config import STRICT, Fraction
 from xscale.data.sequences import Example, Sequences, join_segments, pack_sentences
 from xscale.data.stream_batch import Context, StreamBatch, masked_lm
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
+from xscale.recipe import STRICT, Fraction
 
 
 @dataclass(frozen=True, config=STRICT)

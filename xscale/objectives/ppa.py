@@ -43,7 +43,6 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from xscale import rng
-from xscale.config import STRICT, Count, Fraction, NotNegative
 from xscale.data.packed_row import Index, Tokens
 from xscale.data.sequences import Example, Sequences, concatenated, join_segments
 from xscale.data.stream_batch import AuxiliaryInputs, Context, StateIndices, StreamBatch, masked_lm
@@ -52,6 +51,7 @@ from xscale.models.momentum import GatheredVectors, MomentumEncoder, Queue
 from xscale.objectives import tlm
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
+from xscale.recipe import STRICT, Count, Fraction, NotNegative
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -6,11 +6,11 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 
 from xscale import rng
-from xscale.config import STRICT
 from xscale.data.sequences import Example, join_segments
 from xscale.data.stream_batch import Context, StreamBatch, masked_lm
 from xscale.objectives import mlm
 from xscale.objectives.base import Objective
+from xscale.recipe import STRICT
 
 
 @dataclass(frozen=True, config=STRICT)

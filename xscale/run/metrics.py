@@ -4,8 +4,6 @@ Each file has every step once, since a resume first removes the lines of steps a
 """
 
 import faulthandler
-import hashlib
-import importlib
 import json
 import logging
 import math
@@ -28,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xscale import files
-from xscale.config import Recipe
 from xscale.data.loader import StepBatch
 from xscale.errors import escape_controls
 from xscale.ranks import Process
+from xscale.recipe import Recipe
 from xscale.step.step import StepSums
 
 LOG = logging.getLogger("xscale")
@@ -257,33 +255,26 @@ def sum_over_ranks(steps: list[UnreportedStep], process: Process) -> FlushedSums
     return FlushedSums(totals, summed_R.tolist())
 
 
-class MetricSink:
-    """A library that gets the metrics too, besides metrics.jsonl. The run stops using it after its first error."""
-
-    def __init__(self, name: str, open_library: Callable[[], Any]):
-        self.name, self.failed = name, False
-        self.library = self.attempt(open_library)
-
-    def attempt(self, function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        except Exception as error:  # these libraries may raise any type
-            self.failed = True
-            LOG.error(f"{self.name}: {error}; training goes on without it, and metrics.jsonl has all metrics")
-            return None
-
-    def call(self, function: str, /, *arguments: Any, **named: Any) -> None:
-        if not self.failed:
-            self.attempt(lambda: getattr(self.library, function)(*arguments, **named))
-
-
-class Board(MetricSink):
-    """A sink that writes the metrics for TensorBoard."""
+class Board:
+    """Writes the metrics for TensorBoard too, besides metrics.jsonl. The run stops using it after its first error."""
 
     def __init__(self, folder: Path, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        super().__init__(str(folder), partial(SummaryWriter, str(folder), purge_step=first_step + 1))
+        self.folder, self.failed = folder, False
+        self.writer = self.attempt(partial(SummaryWriter, str(folder), purge_step=first_step + 1))
+
+    def attempt(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except Exception as error:  # the library may raise any type
+            self.failed = True
+            LOG.error(f"{self.folder}: {error}; training goes on without it, and metrics.jsonl has all metrics")
+            return None
+
+    def call(self, function: str, *arguments: Any) -> None:
+        if not self.failed:
+            self.attempt(lambda: getattr(self.writer, function)(*arguments))
 
     def add(self, entry: dict[str, Any]) -> None:
         for name, value in entry.items():
@@ -291,28 +282,11 @@ class Board(MetricSink):
                 self.call("add_scalar", name, value, entry["step"])
 
 
-class Tracker(MetricSink):
-    """A sink that sends the metrics to wandb, or to a library with the same functions, such as trackio."""
-
-    def __init__(self, name: str, out: Path, fields: dict[str, Any]):
-        # The run's id comes from its directory, so that it is the same after a resume.
-        os.environ.setdefault("WANDB_RUN_ID", hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16])
-        project = os.environ.get("XSCALE_PROJECT", "xscale")
-        super().__init__(name, partial(importlib.import_module, name))
-        self.call("init", project=project, name=out.name, config=fields, resume="allow")
-
-    def add(self, entry: dict[str, Any]) -> None:
-        numbers = {name: value for name, value in entry.items() if name != "step" and value is not None}
-        self.call("log", numbers, step=entry["step"])
-
-
 class Reporter:
     """The reporter of rank 0 writes and shows the metrics. `report` is called once for each step, in order."""
 
     def __init__(self, out: Path, first_step: int, recipe: Recipe):
         self.metrics, self.board = JsonLines(out / "metrics.jsonl", first_step), Board(out / "tb", first_step)
-        tracker = recipe.train.tracker
-        self.tracker = Tracker(tracker, out, recipe.to_dict()) if tracker else None
         self.steps, self.streams = recipe.train.steps, list(recipe.streams)
         self.measured_every = recipe.eval.every if recipe.eval.tasks else 0
         self.started, self.first_step, self.last_line = time.monotonic(), first_step, 0.0
@@ -329,10 +303,8 @@ class Reporter:
             LOG.info(self.line(entry))
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Send numbers of a step to TensorBoard and the tracker."""
+        """Send numbers of a step to TensorBoard."""
         self.board.add(entry)
-        if self.tracker:
-            self.tracker.add(entry)
 
     def line(self, entry: dict[str, Any]) -> str:
         """Return the progress line, such as
@@ -354,8 +326,6 @@ class Reporter:
     def close(self) -> None:
         self.metrics.close()
         self.board.call("close")
-        if self.tracker:
-            self.tracker.call("finish")
 
 
 def pace_metrics(seconds_R: list[float]) -> dict[str, float]:

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from xscale.checkpoint.manager import CheckpointManager
-from xscale.config import Recipe
 from xscale.data.loader import StepBatch
 from xscale.data.packed_row import RowCost
 from xscale.errors import UserError
 from xscale.files import Lock
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, PendingSum, Process
+from xscale.recipe import Recipe
 from xscale.run.folder import Status
 from xscale.run.watch import StopRequest, Watch
 from xscale.step.ds_config import EngineConfig

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from xscale.config import Recipe
 from xscale.data.packed_row import RowCost
 from xscale.models.encoder import Encoder
 from xscale.ops.masked_ce import chunk_rows
+from xscale.recipe import Recipe
 from xscale.step.module import StepModule
 from xscale.step.zero import offloads, stage_of
 

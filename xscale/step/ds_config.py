@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xscale.config import Recipe
 from xscale.errors import UserError
+from xscale.recipe import Recipe
 from xscale.record import parse_json
 from xscale.step.ds_checks import ADAM, building_problem, config_problems
 from xscale.step.zero import stage_of, stage_problem

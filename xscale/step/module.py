@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from xscale import rng
-from xscale.config import Recipe
 from xscale.data.packed_row import Inputs, PackedRow
 from xscale.errors import adding_note
 from xscale.models.encoder import Encoder
@@ -21,6 +20,7 @@ from xscale.models.heads import SavedHeads, copy_saved_heads
 from xscale.objectives import OBJECTIVES
 from xscale.objectives.base import AuxiliaryState, Losses, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
+from xscale.recipe import Recipe
 
 Weights = dict[tuple[str, str], float]
 """The factor of a term's sum over targets in the loss of the step, by (stream, term)."""

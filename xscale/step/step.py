@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from xscale import rng
-from xscale.config import Recipe
 from xscale.data.packed_row import PackedRow, Tokens, join_auxiliary
 from xscale.objectives import OBJECTIVES, HasQueue
+from xscale.recipe import Recipe
 from xscale.step.module import Reported, States, StepModule, Weights
 from xscale.step.zero import one_reduction, take_step
 

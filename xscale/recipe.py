@@ -9,8 +9,10 @@ import copy
 import dataclasses
 import math
 import re
+from bisect import bisect_right
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 import yaml
 from pydantic import ConfigDict, Field, PlainValidator, PositiveFloat, ValidationError, model_validator
@@ -19,6 +21,7 @@ from pydantic.dataclasses import dataclass
 from xscale.errors import UserError
 from xscale.plugins import import_objective
 from xscale.removed import removed_field
+from xscale.strict_yaml import read_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -100,10 +103,6 @@ class DataConfig:
     alpha_by: Literal["records", "tokens", "bytes"] = "records"
     """The n of n^alpha: the number of a language's records, or of their tokens or bytes, which are estimated from some
     shards. A sample of running text has about data.max_length tokens in any case."""
-    max_epochs: PositiveFloat | None = None
-    """About the maximum number of times that the run reads a record (UniMax, Chung et al. 2023, who use data.alpha 0).
-    If a language would be read more often, its excess samples go to the other languages in proportion to their shares.
-    If all languages reach the maximum, all exceed it by the same factor. null: no limit."""
     workers: Annotated[int | Literal["auto"], PlainValidator(_workers)] = "auto"
     """Data loading processes per rank; 0: the training process loads. auto: 2 on a CPU, on a GPU 4 to 6 by cores."""
     cache: str | None = None
@@ -170,8 +169,6 @@ class TrainConfig:
     alignment scores of dictionaries; 0: never."""
     time_limit: PositiveFloat | None = None
     """The minutes after which the run saves and stops with exit code 75, after at least one step; null: no limit."""
-    tracker: Literal["wandb", "trackio"] | None = None
-    """A service that receives the metrics, too. The environment variable XSCALE_PROJECT (xscale) names the project."""
     stall_limit: PositiveFloat | None = 15.0
     """The minutes without progress after which the run ends with exit code 5; null: no limit. The logs then have every
     rank's stack and the rank that the others wait for. Time in which the process was suspended does not count.
@@ -298,6 +295,28 @@ IN_PHASES = {
 """The fields that a phase may change, by section. Objectives name others in `in_phases` of their options."""
 
 
+Value = TypeVar("Value")
+Other = TypeVar("Other")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule(Generic[Value]):
+    """A value for each step of a run: that of the step's phase, and after the last phase that of the recipe itself."""
+
+    ends: tuple[int, ...]
+    """The first step after each phase, counted from 0, in ascending order."""
+    values: tuple[Value, ...]
+    """The value of each phase, and at last that of the steps after the last phase."""
+
+    def at(self, step: int) -> Value:
+        """Return the value of a step, counted from 0."""
+        return self.values[bisect_right(self.ends, step)]
+
+    def map(self, function: Callable[[Value], Other]) -> "Schedule[Other]":
+        """Return the schedule of the function's results."""
+        return Schedule(self.ends, tuple(function(value) for value in self.values))
+
+
 @dataclass(frozen=True)
 class Phase:
     """A range of a run's steps, in which some fields of the recipe have other values."""
@@ -325,7 +344,12 @@ class Recipe:
 
     def at(self, step: int) -> "Recipe":
         """Return the recipe of a step, counted from 0."""
-        return next((phase.recipe for phase in self.phases if step < phase.end), self)
+        return self.schedule.at(step)
+
+    @property
+    def schedule(self) -> Schedule["Recipe"]:
+        recipes = [phase.recipe for phase in self.phases]
+        return Schedule(tuple(phase.end for phase in self.phases), (*recipes, self))
 
     def stream_weight(self, name: str, step: int) -> float:
         """Return the factor of a stream's loss in a step, counted from 0."""
@@ -382,48 +406,13 @@ NOT_IDENTITY = {
     "data": {"workers", "cache", "cache_gb", "lexicons", "lexicon_heldout"},
     "train": {
         *("steps", "epochs", "max_tokens", "activation_checkpointing", "deterministic", "measure_every"),
-        *("time_limit", "stall_limit", "stop_limit", "tracker", "skip_steps"),
+        *("time_limit", "stall_limit", "stop_limit", "skip_steps"),
     },
 }
 """The fields that a resumed run may change. The tokenizer and the dictionaries are compared by content, not by path."""
 
 EITHER = {"train.steps": "epochs", "train.epochs": "steps"}
 """Fields that exclude each other: `--set` of the first removes the second."""
-
-
-MOST_YAML_NODES = 100_000
-"""The maximum number of values of a YAML text, of which each use of an alias counts as a copy."""
-
-
-class UniqueKeys(yaml.SafeLoader):
-    """A YAML loader that refuses a key that occurs twice, also as 1 and "1". YAML itself would use the last value.
-    Aliases of aliases, which make gigabytes of a few lines, are refused too."""
-
-    def get_single_data(self) -> Any:
-        root = self.get_single_node()
-        if root is None:
-            return None
-        values = count_values(root, {})
-        if values > MOST_YAML_NODES:
-            raise yaml.YAMLError(f"its aliases make {values:.2g} values of it; write out what they stand for")
-        return self.construct_document(root)  # type: ignore[no-untyped-call]
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [str(self.construct_object(key, deep=True)) for key, _ in node.value]  # type: ignore[no-untyped-call]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} occurs twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def count_values(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Return the number of values in a node, with aliases as copies. counts: the numbers of the nodes seen, by id."""
-    if id(node) not in counts:
-        counts[id(node)] = 1  # while a node that contains itself is counted
-        parts = node.value if isinstance(node, yaml.SequenceNode) else []
-        if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in node.value for part in pair]
-        counts[id(node)] = 1 + sum(count_values(part, counts) for part in parts)
-    return counts[id(node)]
 
 
 def shipped_recipes() -> list[str]:
@@ -459,14 +448,6 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
             f"recipe {path}{' with --set' if sets else ''}:\n" + "\n".join(f"  {problem}" for problem in problems)
         )
     return recipe
-
-
-def read_yaml(text: str) -> Any:
-    """Return the content of a YAML text. Raises ValueError."""
-    try:
-        return yaml.load(text, UniqueKeys)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(str(error)) from None
 
 
 def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:

@@ -7,11 +7,11 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 
-from xscale.config import RECIPES, ModelConfig, Recipe, load_recipe, shipped_recipes
 from xscale.data.packed_row import RowCost
 from xscale.errors import UserError
 from xscale.models.build import PRESETS
 from xscale.objectives import OBJECTIVES
+from xscale.recipe import RECIPES, ModelConfig, Recipe, load_recipe, shipped_recipes
 from xscale.run.synchronizer import GlobalCounts, check_targets
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
