@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -317,3 +318,15 @@ def test_retrieval_on_real_text(measure: Measure, real: Path, tmp_path: Path, wr
     same_as_the_reference(scores, tmp_path / "hf", texts, ("de", "en"), ties=2)
     accuracy = {name: of_row["accuracy"] for name, of_row in scores.items()}
     assert accuracy["de-en mean cosine layer 0"] > 0.02 > accuracy["de-en mean cosine layer 3"]
+
+
+def test_rows_are_named_by_what_is_asked_for() -> None:
+    """The same for models with other defaults and numbers of layers."""
+
+    def names(pooling: str, num_layers: int, *asked: Any) -> list[str]:
+        model: Any = SimpleNamespace(pooling=pooling, num_layers=num_layers)
+        return [variant.name for variant in retrieval.make_variants(model, *asked)]
+
+    for asked in ((["mean"], [8]), (["mean"], [-1, 7]), (None, [-1]), (["cls", "mean"], [0, -2])):
+        assert names("mean", 8, *asked) == names("cls", 12, *asked)
+    assert names("mean", 8, ["mean"], [8]) == ["mean layer 8"] and names("cls", 8) == [""]

@@ -64,22 +64,32 @@ def make_variants(
     layers: Sequence[str | int] = (-1,),
     margins: Sequence[str] = MARGINS[:1],
 ) -> list[Variant]:
-    """Return every combination of pooling, layer and margin. The name of a variant has the values that are not the
-    default, and those of options with several values. poolings: None stands for the model's own. layers: indices from
-    either end, or ALL. Raises UserError for layers that the model lacks."""
+    """Return every combination of pooling, layer and margin. A variant is named by what the caller asks for, so that
+    the rows of models with other defaults and sizes have the same names. poolings: None stands for the model's own.
+    layers: indices from either end, or ALL. Raises UserError for layers that the model lacks."""
     variants = []
-    poolings = poolings or [model.pooling]
-    indices = layer_indices(layers, model.num_layers)
-    for pooling, layer, margin in product(poolings, indices, margins):
+    labels = layer_labels(layers, model.num_layers)
+    for pooling, layer, margin in product(poolings or [model.pooling], labels, margins):
         words = []
-        if len(set(poolings)) > 1 or pooling != model.pooling:
+        if poolings:
             words.append(pooling)
         if len(set(margins)) > 1 or margin != MARGINS[0]:
             words.append(margin)
-        if len(indices) > 1 or layer != -1:
-            words.append(f"layer {model.num_layers + 1 + layer}")
+        if list(layers) != [-1]:
+            words.append(f"layer {labels[layer]}")
         variants.append(Variant(" ".join(words), pooling, layer, margin))
     return variants
+
+
+def layer_labels(layers: Sequence[str | int], last: int) -> dict[int, int]:
+    """Return {layer's index from the end: the number by which the caller asks for it}. See layer_indices."""
+    if ALL in layers:
+        return {index: last + 1 + index for index in layer_indices(layers, last)}
+    labels = dict.fromkeys(layer_indices(layers, last), 0)
+    for layer in sorted(map(int, layers)):  # a number from the beginning comes after one from the end
+        (index,) = layer_indices([layer], last)
+        labels[index] = layer
+    return labels
 
 
 def layer_indices(layers: Sequence[str | int], last: int) -> list[int]:
