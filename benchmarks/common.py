@@ -4,15 +4,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, cycle, islice
+from itertools import chain, count, cycle, islice, takewhile
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
+from data_tools import index
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import LANGUAGES, World
-from data_tools.write_shards import SHARD_LINES, InputLine, write_shards
+from data_tools.steps import CHUNK_UNITS, write_shard
 from xscale.data.shards import Source
 from xscale.data.text import read_lines
 from xscale.data.words import split
@@ -88,12 +89,19 @@ def write_mono(texts: Iterable[str], language: str, out: Path, documents: bool =
     return _write(document(1), out)
 
 
-def _write(records: Iterable[list[Record]], out: Path) -> Source:
-    """Write shards. records: the records of each pair or document."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lines = (InputLine(number, "", of_document) for number, of_document in enumerate(records, start=1))
-    write_shards(lines, out, out.name, SHARD_LINES, {"tool": "benchmarks"})
+def _write(documents: Iterable[list[Record]], out: Path) -> Source:
+    """Write shards. documents: the records of each pair or document."""
+    documents = iter(documents)
+    write_shards((list(chain.from_iterable(islice(documents, CHUNK_UNITS))) for _ in count()), out, out.name)
     return Source(out)
+
+
+def write_shards(shards: Iterable[list[Record]], out: Path, name: str) -> None:
+    """Write a source. shards: the records of each shard; the first empty one ends them."""
+    out.mkdir(parents=True, exist_ok=True)
+    for number, records in enumerate(takewhile(bool, shards)):
+        write_shard(out / f"{name}-{number:06d}.tar", records)
+    index.build_index(out, None, {"tool": "benchmarks"}, links_count="unicode")
 
 
 def write_world(pairs: Sequence[Pair], vocab_size: int, out: Path, documents: bool = False) -> list[Path]:

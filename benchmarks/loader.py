@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from common import median_time, print_table, text_pairs, timed, with_words, write_pairs, write_tokenizer
 
-from data_tools.write_shards import SHARD_LINES
+from data_tools.steps import CHUNK_UNITS as SHARD_LINES
 from xscale.data import shards as shards_of
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepDataset

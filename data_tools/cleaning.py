@@ -3,9 +3,10 @@
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
 from hashlib import blake2b
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +14,10 @@ import numpy as np
 
 from xscale.data.scripts import short_code
 from xscale.data.text import read_lines
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 
-from .corpus import Rules
+from .corpus import Rules, SourceSpec
 from .readers import Unit
 from .sentences import is_blank, split_sentences
 
@@ -30,8 +32,7 @@ probability of 2 % if they share 60 % of their 5-grams, of 25 % for 75 %, and of
 permutations removed one in six pairs of Tatoeba, most of which shared less than 75 % with another pair.)"""
 SAME_WORDS = 4
 """A pair with the same text on both sides is removed if this text has at least this number of words."""
-_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\ufeff]")
-_NO_LETTERS = re.compile(r"[\W_]+")
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
 def _ftfy(text: str) -> str:
@@ -73,44 +74,72 @@ class RemovalCounts:
         return {"counts": dict(self.counts), "examples": self.examples}
 
 
+class CleanUnit(NamedTuple):
+    unit: Unit
+    """The unit as its source gives it."""
+    texts: list[str]
+    """The clean sides of the pair, or the clean sentences of the document."""
+    keys: list[str] | None
+    """The key of each sentence, if the unit has keys."""
+
+
 class Cleaner:
     """Applies the rules of one source to its units (pairs or documents). `removed` counts the units that rules removed,
     `changed` the units whose text `normalise` changed."""
 
-    def __init__(self, rules: Rules, langs: tuple[str, ...]):
-        self.rules, self.langs, self.removed, self.changed = rules, langs, RemovalCounts(), 0
+    def __init__(self, source: SourceSpec, rules: Rules, tokenizer: Tokenizer | None = None):
+        """tokenizer: for rules.length.tokens; None: that rule is applied later."""
+        self.rules, self.langs, self.whole_lines = rules, source.langs, source.whole_lines
+        self.removed, self.changed = RemovalCounts(), 0
         self.normalise = [NORMALISE[name] for name in NORMALISE if name in rules.normalise]
+        self.tokens = TokenFilter(tokenizer, rules.length.tokens) if tokenizer and rules.length.tokens else None
 
-    def clean(self, unit: Unit) -> list[str]:
-        """Return the clean sides of a pair, or the clean sentences of a document; [] if a rule removes the unit. The
-        rules `exclude` and `boilerplate` are applied later, by `without_excluded` and `without_boilerplate`."""
+    def clean(self, unit: Unit) -> CleanUnit | None:
+        """Return a unit with its clean sides or sentences; None if a rule removes it. The rule `exclude` is applied
+        later, by `without_excluded`."""
         if len(unit.texts) < len(self.langs):
             self.removed.add("language missing" if len(self.langs) == 2 else "empty", [])
-            return []
-        if is_below(unit.score, self.rules.score):
-            self.removed.add("score", unit.texts[: len(self.langs)])
-            return []
+            return None
         texts = [self.normalise_text(text) for text in unit.texts]
         self.changed += texts != [text.strip() for text in unit.texts]
-        if len(self.langs) == 2:
-            reason = "empty" if any(map(is_blank, texts)) else self.sentence_problem(texts) or self.unit_problem(texts)
+        return self._clean_pair(unit, texts) if len(self.langs) == 2 else self._clean_document(unit, texts)
+
+    def _clean_pair(self, unit: Unit, texts: list[str]) -> CleanUnit | None:
+        reason = "empty" if any(map(is_blank, texts)) else self.sentence_problem(texts) or self.unit_problem(texts)
+        if reason:
+            self.removed.add(reason, texts)
+            return None
+        return CleanUnit(unit, texts, unit.keys)
+
+    def _clean_document(self, unit: Unit, paragraphs: list[str]) -> CleanUnit | None:
+        sentences, keys = list[str](), list[str]()
+        of_line = Counter[str]()  # the sentences of each line
+        for number, paragraph in enumerate(paragraphs):
+            for sentence in [paragraph] if self.whole_lines else split_sentences(paragraph, self.langs[0]):
+                if not is_blank(sentence):
+                    sentences.append(sentence)
+                    if unit.keys:
+                        keys.append(f"{unit.keys[number]}.{of_line[unit.keys[number]]}")
+                        of_line[unit.keys[number]] += 1
+        reason = self.unit_problem(sentences) if sentences else "empty"
+        if reason:
+            self.removed.add(reason, sentences[:1])
+            return None
+        kept = list[int]()
+        for number, sentence in enumerate(sentences):
+            reason = self.sentence_problem([sentence])
             if reason:
-                self.removed.add(reason, texts)
-            return [] if reason else texts
-        texts = [sentence for text in texts for sentence in split_sentences(text, self.langs[0])]
-        texts = [text for text in texts if not is_blank(text)]
-        if reason := self.unit_problem(texts) if texts else "empty":
-            self.removed.add(reason, texts[:1])
-            return []
-        kept = []
-        for text in texts:
-            if reason := self.sentence_problem([text]):
-                self.removed.add(f"{reason} (sentences)", [text])
+                self.removed.add(f"{reason} (sentences)", [sentence])
             else:
-                kept.append(text)
-        return kept
+                kept.append(number)
+        if not kept:
+            return None
+        kept_keys = [keys[number] for number in kept] if keys else None
+        return CleanUnit(unit, [sentences[number] for number in kept], kept_keys)
 
     def normalise_text(self, text: str) -> str:
+        """Return a text without byte-order marks and carriage returns, and with the changes of `normalise`."""
+        text = text.replace("\ufeff", "").replace("\r", " ")
         for step in self.normalise:
             text = step(text)
         return text.strip()
@@ -123,15 +152,16 @@ class Cleaner:
             return "length"
         if self.rules.ratio and max(sizes) > self.rules.ratio * min(sizes):
             return "ratio"
-        return ""
+        return self.tokens.problem(texts) if self.tokens else ""
 
     def unit_problem(self, texts: list[str]) -> str:
         """Return the name of the rule by which a whole pair or document is removed; "" if no rule removes it."""
-        if len(self.langs) == 2 and texts[0] == texts[1] and len(texts[0].split()) >= SAME_WORDS:
+        is_pair = len(self.langs) == 2
+        if is_pair and not self.rules.identical and texts[0] == texts[1] and len(texts[0].split()) >= SAME_WORDS:
             return "identical sides"
         if not self.rules.lid:
             return ""
-        sides = texts if len(self.langs) == 2 else [" ".join(texts)[:1000]]
+        sides = texts if is_pair else [" ".join(texts)[:1000]]
         for text, lang in zip(sides, self.langs, strict=True):
             if sum(map(str.isalpha, text)) >= LID_LETTERS:
                 found, probability = language_identifier(self.rules.lid)(text)
@@ -139,51 +169,61 @@ class Cleaner:
                     return "lid"
         return ""
 
-    def without_excluded(self, units: list[tuple[Unit, list[str]]]) -> list[tuple[Unit, list[str]]]:
-        """Return the (unit, clean texts) without the pairs and sentences that the rule `exclude` removes."""
+    def without_excluded(self, units: list[CleanUnit]) -> list[CleanUnit]:
+        """Return the units without the pairs and sentences that the rule `exclude` removes."""
         if not self.rules.exclude:
             return units
-        hits = load_exclusion(tuple(self.rules.exclude)).find([text for _, texts in units for text in texts])
-        kept = []
-        for unit, texts in units:
-            found = [next(hits) for _ in texts]
-            if len(self.langs) == 2:
-                if hit := next(filter(None, found), None):
-                    self.removed.add(hit.rule, [*texts, hit.location])
-                    texts = []
-            else:
-                for text, hit in zip(texts, found, strict=True):
-                    if hit:
-                        self.removed.add(f"{hit.rule} (sentences)", [text, hit.location])
-                texts = [text for text, hit in zip(texts, found, strict=True) if not hit]
+        hits = load_exclusion(tuple(self.rules.exclude)).find([text for unit in units for text in unit.texts])
+        kept = list[CleanUnit]()
+        for unit in units:
+            hits_of = [next(hits) for _ in unit.texts]
+            is_kept = [hit is None for hit in hits_of]
+            for text, hit in zip(unit.texts, hits_of, strict=True):
+                if hit and len(self.langs) == 1:
+                    self.removed.add(f"{hit.rule} (sentences)", [text, hit.location])
+            if len(self.langs) == 2 and not all(is_kept):
+                first = next(hit for hit in hits_of if hit)
+                self.removed.add(first.rule, [*unit.texts, first.location])
+                continue
+            texts = [*compress(unit.texts, is_kept)]
             if texts:
-                kept.append((unit, texts))
-        return kept
-
-    def without_boilerplate(self, units: list[tuple[Unit, list[str]]]) -> list[tuple[Unit, list[str]]]:
-        """Return (document, clean sentences) without sentences that the rule `boilerplate` removes; pairs unchanged."""
-        most = self.rules.boilerplate
-        if most is None or len(self.langs) == 2:
-            return units
-        documents_with, kept = Counter(text for _, texts in units for text in set(texts)), []
-        for unit, texts in units:
-            for text in texts:
-                if documents_with[text] > most:
-                    self.removed.add("boilerplate (sentences)", [text])
-            if left := [text for text in texts if documents_with[text] <= most]:
-                kept.append((unit, left))
+                keys = [*compress(unit.keys, is_kept)] if unit.keys and len(self.langs) == 1 else unit.keys
+                kept.append(CleanUnit(unit.unit, texts, keys))
         return kept
 
 
-def is_below(score: float | None, minimum: float | None) -> bool:
-    """Return True if there are a score and a bound, and the score is less than the bound or is NaN."""
-    return score is not None and minimum is not None and not score >= minimum
+class TokenFilter:
+    """Selects records by their numbers of tokens. Every side needs at least `least` tokens (Pan et al. 2021, 3.1), and
+    the whole sequence with its special tokens may have at most `most`."""
+
+    def __init__(self, tokenizer: Tokenizer, bounds: tuple[int, int]):
+        self.tokenizer, (self.least, self.most) = tokenizer, bounds
+
+    def problem(self, texts: Sequence[str]) -> str:
+        """Return "too short", "too long", or "" if the numbers of tokens are allowed."""
+        sizes = [len(ids) for ids in self.tokenizer.encode(list(texts))]
+        if min(sizes) < self.least:
+            return "too short"
+        special = self.tokenizer.pair.special if len(texts) == 2 else 2
+        return "too long" if sum(sizes) + special > self.most else ""
+
+
+@cache
+def load_tokenizer(name: str) -> Tokenizer:
+    return Tokenizer(name)
 
 
 def letters_hash(text: str) -> bytes:
-    """Return an 8-byte hash of a text's letters and digits, ignoring case; b"" if there are none."""
-    folded = _NO_LETTERS.sub("", unicodedata.normalize("NFKC", text).casefold())
-    return blake2b(folded.encode(), digest_size=8).digest() if folded else b""
+    """Return an 8-byte hash of a text's letters, marks and digits, ignoring case; b"" if there are none. Without its
+    marks, a word of Hindi or Arabic would be the same as others that differ from it in vowels."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    letters = "".join(filter(_is_letter, folded))
+    return blake2b(letters.encode(), digest_size=8).digest() if letters else b""
+
+
+@lru_cache(maxsize=1 << 16)
+def _is_letter(character: str) -> bool:
+    return unicodedata.category(character)[0] in "LMN"
 
 
 class Hit(NamedTuple):
@@ -296,7 +336,6 @@ def text_hashes(units: list[list[str]], with_bands: bool) -> np.ndarray:
     also of its MinHash bands."""
     whole = b"".join(blake2b("\n".join(texts).encode(), digest_size=8).digest() for texts in units)
     exact = np.frombuffer(whole, dtype="<u8").reshape(-1, 1)
-    """letters_hash of a line -> the line's index in `places`."""
     if not with_bands or not units:
         return exact
     import rensa

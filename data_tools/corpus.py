@@ -27,10 +27,16 @@ from xscale.files import COMPRESSED
 from xscale.strict_yaml import read_yaml
 
 LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
-FORMATS = ("text", "zst", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets", "conllu", "shards")
+FORMATS = ("text", "tsv", "tmx", "jsonl", "parquet", "datasets", "shards")
 """The keys of a source that name its files, one for each format."""
-PAIRS_ONLY, MONO_ONLY, FOLDERS = ("zst", "tsv", "tmx", "opus"), ("conllu",), ("datasets", "shards")
-"""The formats that hold only pairs, those that hold only monolingual text, and those whose path is a folder."""
+GONE = {
+    "zst": "text: [F.en.zst, F.de.zst], with links: F.aln.zst",
+    "opus": "unzip the file, and give text: [F.en, F.de]",
+    "conllu": "`grep '^# text = ' F | cut -c10-`, and give the result as text",
+    "score": "filter the lines by their scores before, such as by awk",
+    "boilerplate": "remove such lines before",
+}
+"""Keys of xscale 0.1 -> what to write instead."""
 
 
 class Strict(BaseModel):
@@ -59,8 +65,8 @@ class Rules(Strict):
     """ftfy repairs, by the package ftfy, text that was decoded in a wrong encoding; nfc changes text to Unicode's
     composed form; controls replaces control characters by spaces; spaces replaces each run of white space by one
     space."""
-    score: float | None = None
-    """A pair or a document is removed if its `score`, a column of its source, is less than this number."""
+    identical: bool = False
+    """False: a pair with the same text of four words or more on both sides is removed."""
     length: Length = Length()
     ratio: float | None = Field(default=None, ge=1)
     """The longer side of a pair has at most this many times the characters of the shorter side."""
@@ -68,51 +74,52 @@ class Rules(Strict):
     """A pair or a document is removed if py3langid finds that a side is very probably in another language. A path names
     a fastText model, such as GlotLID's, that is used instead."""
     exclude: list[str] = []
-    """Files of evaluation text. A pair or a sentence is removed if it has the same letters and digits as a line of
-    these files, or nearly the same characters."""
-    boilerplate: int | None = Field(default=None, ge=1)
-    """A sentence, such as a menu or a licence, is removed from documents if more than this number of a chunk's
-    documents have it. A chunk has 8,192 consecutive documents of a source, or 4 MB."""
+    """Files of evaluation text. A pair or a sentence is removed if it has the same letters, marks and digits as a line
+    of these files, or nearly the same characters."""
     dedup: Literal["exact", "near"] | None = None
     """Only the first of equal, or nearly equal, pairs or documents is kept, among all sources of the same languages."""
 
     @property
     def paths(self) -> list[str]:
         """Return the paths of the files that the rules need: evaluation text and a language identification model."""
-        return [*self.exclude, *([self.lid] if isinstance(self.lid, str) else [])]
+        return [*self.exclude, self.lid] if isinstance(self.lid, str) else self.exclude
 
 
 class SourceSpec(Strict):
-    """A source of text. `pairs` or `mono` gives its languages, except for `shards`, whose index gives them. One key of
-    FORMATS, such as `tsv`, gives its files."""
+    """A source of text. `pairs` or `mono` gives its languages; shards may name them themselves. One key of FORMATS,
+    such as `tsv`, gives its files."""
 
     pairs: tuple[str, str] | None = Field(default=None, strict=False)
     mono: str | None = None
     text: str | list[str] | None = None
     """For pairs, two files whose lines n are translations of each other; for `mono`, files and folders of text."""
-    zst: tuple[str, str] | None = Field(default=None, strict=False)
-    """Two files of pairs as Mozilla's pipeline writes them. `links` may name a file with the pairs' word links."""
     tsv: str | None = None
     tmx: str | None = None
-    opus: str | None = None
-    """A zip file of OPUS in Moses format."""
     jsonl: str | None = None
     parquet: str | None = None
     datasets: str | None = None
-    """A folder that `save_to_disk` of `datasets` has written. If it has several splits, `train` is read."""
-    conllu: str | None = None
-    """A CoNLL-U treebank. Only each sentence's comment `# text =` is read."""
+    """A folder of `save_to_disk`, another local data set, or the name of one on the hub, which is streamed."""
+    config: str | None = None
+    """The configuration of a data set. `split`: its part, by default `train`."""
+    split: str | None = None
     shards: str | None = None
-    """A folder of shards. Its index gives the languages, so `pairs` and `mono` are left out."""
+    """A folder of shards, whose index gives the languages; or tars of others that webdataset opens, with braces, as a
+    URL or after `pipe:`."""
     columns: tuple[int | str, int | str] | None = Field(default=None, strict=False)
     """The columns of the two texts: numbers from 1 in a TSV, otherwise names (default: the names of the languages)."""
     field: str = "text"
-    """The field that holds a document's text in JSON lines, parquet and datasets."""
-    score: int | str | None = None
-    """The column of a score that another program gave: a number in a TSV, else a name. rules.score is its bound."""
+    """The field that holds a document's text in JSON lines, parquet and data sets."""
     links: int | str | None = None
-    """Word links in Pharaoh format, of white-space words: a file with one line per pair, or the number of a TSV's
-    column."""
+    """Word links in Pharaoh format, of words between spaces and tabs: a file with one line per pair, or the number of a
+    TSV's column."""
+    linked: tuple[str, str] | None = Field(default=None, strict=False)
+    """Two files: the texts whose words `links` numbers, if an aligner read other texts than `text`."""
+    documents: Literal["auto", "doc", "blank", "lines"] = "auto"
+    """What a document of `text` is: see documents.FORMS. auto: as the first lines of each file show."""
+    whole_lines: bool = False
+    """True: a record of monolingual text is a line, and not a sentence."""
+    line_keys: bool = False
+    """True: the key of a record tells its file and line, as those of `write_shards` do, and not its source."""
     name: str | None = None
     """The name of the source's shards. The default joins the first file's name and the languages."""
     first: int | None = Field(default=None, gt=0)
@@ -127,20 +134,26 @@ class SourceSpec(Strict):
 
     @property
     def paths(self) -> list[str]:
-        """Return the source's files and folders, as corpus.yaml names them. A file of links is last."""
-        given = getattr(self, self.format)
-        return [*([given] if isinstance(given, str) else given), *([self.links] if isinstance(self.links, str) else [])]
+        """Return the source's files and folders, as corpus.yaml names them; then those of links."""
+        files = getattr(self, self.format)
+        paths = [files] if isinstance(files, str) else list(files)
+        if isinstance(self.links, str):
+            paths += [self.links, *(self.linked or ())]
+        return paths
 
-    def with_local_paths(self, paths: dict[str, Path]) -> "SourceSpec":
+    @property
+    def is_foreign(self) -> bool:
+        """Return True for tars that webdataset reads, instead of a folder with an index."""
+        return bool(self.shards) and is_foreign(str(self.shards))
+
+    def with_local_paths(self, paths: dict[str, str]) -> "SourceSpec":
         """Return a copy of the source that has the same name, and in the place of each URL the path of the downloaded
         file. paths: URL -> path."""
-        given = {self.format: getattr(self, self.format), "links": self.links}
-        for key, value in given.items():
-            if isinstance(value, str):
-                given[key] = str(paths.get(value, value))
-            elif isinstance(value, list | tuple):
-                given[key] = type(value)(str(paths.get(path, path)) for path in value)
-        return self.model_copy(update={**given, "name": self.name or default_name(self)})
+        files = getattr(self, self.format)
+        local = paths.get(files, files) if isinstance(files, str) else [paths.get(file, file) for file in files]
+        links = paths.get(self.links, self.links) if isinstance(self.links, str) else self.links
+        name = self.name or default_name(self)
+        return self.model_copy(update={self.format: local, "links": links, "name": name})
 
     @property
     def langs(self) -> tuple[str, ...]:
@@ -151,43 +164,42 @@ class SourceSpec(Strict):
         given = [name for name in FORMATS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"needs one of {', '.join(FORMATS)}, has {', '.join(given) or 'none'}")
+        form = given[0]
         if (self.pairs is None) == (self.mono is None):
             raise ValueError("needs pairs: [en, de] or mono: en")
-        if self.pairs and (given[0] in MONO_ONLY or self.pairs[0] == self.pairs[1]):
-            raise ValueError(f"pairs: {list(self.pairs)} must be two languages, and {given[0]} must hold pairs")
-        if self.mono and given[0] in PAIRS_ONLY:
-            raise ValueError(f"mono: {given[0]} holds pairs; write pairs: [en, de]")
+        if self.pairs and spelling_key(self.pairs[0]) == spelling_key(self.pairs[1]):
+            raise ValueError(f"pairs: {list(self.pairs)} must be two languages")
+        if self.mono and form in ("tsv", "tmx"):
+            raise ValueError(f"mono: {form} holds pairs; write pairs: [en, de]")
         for language in self.langs:
             if not LANGUAGE.fullmatch(language):
                 raise ValueError(f"{language!r} must have only letters, digits, _ and inner -, such as zh-Hant")
-        if self.pairs and given[0] == "text" and (isinstance(self.text, str) or len(self.text or ()) != 2):
+        if self.pairs and form == "text" and (isinstance(self.text, str) or len(self.text or ()) != 2):
             raise ValueError(f"text: {self.text!r} must be two files for pairs, such as [a.en, a.de]")
         if self.text == []:
             raise ValueError("text: [] must name files or folders")
-        if any(map(is_url, self.paths)) and given[0] in FOLDERS:
-            raise ValueError(f"{given[0]}: {self.paths[0]!r} is no local folder; download it, and name the copy")
-        self._check_columns(given[0])
+        if form == "datasets" and is_url(str(self.datasets)):
+            raise ValueError(f"datasets: {self.datasets!r} must be a folder, or a name on the hub")
+        if form != "datasets" and (self.config or self.split):
+            raise ValueError(f"config and split: a source of {form} has none; remove them")
+        self._check_columns(form)
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ValueError(f"name: {self.name!r} must have only letters, digits, _, - and ., and no leading - or .")
         return self
 
     def _check_columns(self, form: str) -> None:
-        """Raise ValueError if `columns`, `links` or `score` do not fit the format `form`."""
-        if self.links is not None and (self.mono or form not in ("text", "zst", "tsv")):
-            raise ValueError(f"links: {self.links!r} must belong to pairs of text, zst or tsv")
+        """Raise ValueError if `columns` or `links` do not fit the format `form`."""
+        if self.links is not None and (self.mono or form not in ("text", "tsv")):
+            raise ValueError(f"links: {self.links!r} must belong to pairs of text or tsv")
         if self.links is not None and isinstance(self.links, int) != (form == "tsv"):
             raise ValueError(f"links: {self.links!r} must be the number of a column for tsv, and else a file's path")
+        if self.linked and not isinstance(self.links, str):
+            raise ValueError("linked: needs the file of links, as links: F")
         if self.columns and (self.mono or form not in ("tsv", "jsonl", "parquet", "datasets")):
             raise ValueError(f"columns: a source of {form} in {'-'.join(self.langs)} has no columns; remove the key")
-        if self.score is not None and form not in ("tsv", "jsonl", "parquet", "datasets"):
-            raise ValueError(f"score: a source of {form} has no columns; remove the key")
-        given = [*(self.columns or ()), self.links, self.score]
-        numbers = [n for n in given if isinstance(n, int)]
-        wanted = 2 + (self.links is not None) + (self.score is not None)
-        if form == "tsv" and (min(numbers, default=0) < 1 or len(set(numbers)) != wanted):
-            raise ValueError(
-                "columns, links and score: tsv needs the numbers of different columns, from 1, such as [1, 2]"
-            )
+        numbers = [n for n in (*(self.columns or ()), self.links) if isinstance(n, int)]
+        if form == "tsv" and (min(numbers, default=0) < 1 or len(set(numbers)) != 2 + (self.links is not None)):
+            raise ValueError("columns and links: tsv needs the numbers of different columns, from 1, such as [1, 2]")
         if form != "tsv" and numbers:
             raise ValueError(f"columns: {form} needs the names of columns, such as [en, de]")
 
@@ -212,40 +224,32 @@ class Corpus(Strict):
     rules: Rules = Rules()
     align: bool = False
     """True: eflomal makes word links for the pairs that have none. Its links differ a little from run to run."""
-    tokenizer: TokenizerSpec | None = None
+    tokenizer: TokenizerSpec | str | None = None
+    """The tokenizer to train; or the folder or hub name of an existing one, by which lengths and the report count."""
     heldout: HeldoutSpec = HeldoutSpec()
     lexicons: list[str] = []
     """The dictionaries, such as en-de.txt, that are copied to the folder `lexicon` of the output."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        problems = []
-        if self.rules.score is not None and all(source.score is None for source in self.sources):
-            problems.append(
-                "rules.score: no source has a `score`; name the column with scores in a source, such as score: 3"
-            )
+        problems = list[str]()
         for number, source in enumerate(self.sources):
             try:
-                rules = self.rules_of(source)
-                if rules.length.tokens and not self.tokenizer:
-                    problems.append(f"sources[{number}].rules.length.tokens: needs tokenizer: {{vocab_size: N}}")
-                if source.score is not None and rules.score is None:
+                if self.rules_of(source).length.tokens and not self.tokenizer:
                     problems.append(
-                        f"sources[{number}].score: needs a lower bound of the scores, such as rules: {{score: 0.5}}"
-                    )
-                if source.score is None and "score" in source.rules:
-                    problems.append(
-                        f"sources[{number}].rules.score: needs the column with the scores, as the source's key score: 3"
+                        f"sources[{number}].rules.length.tokens: needs tokenizer: {{vocab_size: N}} or a path"
                     )
             except ValidationError as error:
                 problems += problem_lines(error, f"sources[{number}].rules.")
         twice = [name for name, times in Counter(self.names).items() if times > 1]
         problems += [f"sources: two sources have the name {name}; give each source its own `name`" for name in twice]
-        spelled = defaultdict[str, set[str]](set)
-        for lang in (lang for source in self.sources for lang in source.langs):
-            spelled[spelling_key(lang)].add(lang)
-        problems += [f"sources: {' and '.join(sorted(names))} are the same language; choose one spelling"
-                     for names in spelled.values() if len(names) > 1]  # fmt: skip
+        spellings = defaultdict[str, set[str]](set)
+        for source in self.sources:
+            for lang in source.langs:
+                spellings[spelling_key(lang)].add(lang)
+        for names in spellings.values():
+            if len(names) > 1:
+                problems.append(f"sources: {' and '.join(sorted(names))} are the same language; choose one spelling")
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -273,6 +277,10 @@ class Corpus(Strict):
 
 def is_url(path: str) -> bool:
     return "://" in path
+
+
+def is_foreign(shards: str) -> bool:
+    return is_url(shards) or shards.startswith("pipe:") or shards.endswith(".tar") or "{" in shards
 
 
 def file_name(path: str) -> str:
@@ -306,21 +314,38 @@ def load_corpus(path: Path) -> Corpus:
         raise UserError(f"{path}: {error.strerror}; give the path of a corpus.yaml") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} must be a mapping with {', '.join(Corpus.model_fields)}")
+    return parse_corpus(tree, str(path))
+
+
+def parse_corpus(tree: dict[str, Any], place: str) -> Corpus:
+    """Return the corpus of a tree of corpus.yaml's keys. place: the file, for errors. Raises UserError with all
+    problems."""
     for source in tree["sources"] if isinstance(tree.get("sources"), list) else ():
         if isinstance(source, dict) and isinstance(source.get("shards"), str):
-            if is_url(source["shards"]):
-                raise UserError(
-                    f"{path}: shards: {source['shards']!r} is no local folder; download it, and name the copy"
-                )
-            langs = Source(source["shards"]).langs
-            given = {"pairs": list(langs)} if len(langs) == 2 else {"mono": langs[0]}
-            if source.keys() & {"pairs", "mono"}:
-                raise UserError(f"{path}: the index of shards: {source['shards']} says {given}; remove pairs and mono")
-            source.update(given)
+            add_languages(place, source)
     try:
         return Corpus.model_validate(tree)
     except ValidationError as error:
-        raise UserError(f"{path}:\n" + "\n".join(f"  {line}" for line in problem_lines(error))) from None
+        raise UserError(f"{place}:\n" + "\n".join(f"  {line}" for line in problem_lines(error))) from None
+
+
+def add_languages(place: str, source: dict[str, Any]) -> None:
+    """Add the languages of shards to their entry in corpus.yaml: those of the index, or of the first sample of others'
+    tars. Raises UserError. place: the corpus.yaml."""
+    named = source.keys() & {"pairs", "mono"}
+    if is_foreign(source["shards"]):
+        if named:
+            return
+        from .readers import webdataset_records
+
+        record, _ = next(webdataset_records(source["shards"], ()), (None, False))
+        langs = record.langs if record else ()
+    else:
+        langs = Source(source["shards"]).langs
+    languages = {"pairs": list(langs)} if len(langs) == 2 else {"mono": "".join(langs)}
+    if named:
+        raise UserError(f"{place}: the index of shards: {source['shards']} says {languages}; remove pairs and mono")
+    source.update(languages)
 
 
 def problem_lines(error: ValidationError, prefix: str = "") -> list[str]:
@@ -335,11 +360,12 @@ def problem_lines(error: ValidationError, prefix: str = "") -> list[str]:
             kinds: dict[str, type[Strict]] = {"the corpus": Corpus, "a source": SourceSpec, "rules": Rules}
             homes = [kind for kind, model in kinds.items() if problem["loc"][-1] in model.model_fields]
             remedy = f"it is a key of {' and of '.join(homes)}: move it there" if homes else "remove it"
+            remedy = GONE.get(str(problem["loc"][-1]), remedy)
             lines.append(f"{prefix}{place}: unknown key here; {remedy}")
         else:
             given = "" if problem["type"] == "missing" else f": {problem['input']!r}"
-            quote = "; YAML reads yes, no, on and off as truth values: quote it" * (
-                problem["input"] in (True, False) and problem["type"] == "string_type"
-            )
+            quote = ""
+            if problem["type"] == "string_type" and isinstance(problem["input"], bool):
+                quote = "; YAML reads yes, no, on and off as truth values: quote it"
             lines.append(f"{prefix}{place}{given}: {problem['msg']}{quote}")
     return lines

@@ -7,6 +7,7 @@ waits forever for a worker that the kernel killed, its SLURM executor does not r
 executor starts only inside its own pipelines. submitit needs SLURM's accounting database.)
 """
 
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -49,6 +50,19 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         files.remove(partial)
         raise
+
+
+def lock_folder(folder: Path) -> int:
+    """Lock a folder until the returned file descriptor is closed. Raises UserError if another process has the lock."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise UserError(f"{folder} is being written by another process; wait for it, or stop it") from None
+    except OSError:
+        pass  # a file system without locks
+    return fd
 
 
 def mark_path(folder: Path, step: str, number: int) -> Path:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,13 @@ from xscale.errors import MachineError, UserError
 from .command import run
 from .engine import start_worker
 from .scan import scan_shard
-from .survey import Survey
-from .survey import warning_lines as survey_warnings
 
 TOOL = "data_tools.index"
 WORKER_TARS = 8
 """The number of tars that a worker process scans at a time. The main process scans less than twice as many."""
-TarScan = tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int, list[str]]], Survey | None]
-"""The result of the scan of several tars: a list of (the tar's entry in index.json, layout, languages, number of
-documents, keys of ScannedShard.moved), and a survey of their texts."""
+TarScan = tuple[dict[str, Any], str, tuple[str, ...], int, list[str]]
+"""The result of the scan of a tar: its entry in index.json, layout, languages, number of documents, keys of
+ScannedShard.moved."""
 
 
 def build_index(
@@ -58,15 +57,15 @@ def build_index(
 
 
 def scan_in_processes(tars: list[Path], langs: tuple[str, ...] | None, links_count_of: dict[str, str]) -> list[TarScan]:
-    """Scan the tars, by a process for each core if there are many tars. Return the result of `scan_tars` for each group
-    of WORKER_TARS tars, or one result for all."""
+    """Scan the tars, by a process for each core if there are many tars. Return what each contains."""
     workers = min(len(os.sched_getaffinity(0)), len(tars) // WORKER_TARS)
     if workers < 2:
-        return [scan_tars(tars, langs, links_count_of)]
+        return scan_tars(tars, langs, links_count_of)
     parts = [tars[start : start + WORKER_TARS] for start in range(0, len(tars), WORKER_TARS)]
     with ProcessPoolExecutor(workers, get_context("fork"), start_worker, (os.getpid(),)) as pool:
         try:
-            return [*pool.map(partial(scan_tars, langs=langs, links_count_of=links_count_of), parts)]
+            scans = pool.map(partial(scan_tars, langs=langs, links_count_of=links_count_of), parts)
+            return list(chain.from_iterable(scans))
         except BrokenProcessPool:
             raise MachineError("a process that scans tars was killed, perhaps because memory ran out") from None
         finally:
@@ -74,11 +73,11 @@ def scan_in_processes(tars: list[Path], langs: tuple[str, ...] | None, links_cou
 
 
 def index_content(
-    directory: Path, parts: Sequence[TarScan], made_by: dict[str, Any], links_count: str | None
+    directory: Path, scans: Sequence[TarScan], made_by: dict[str, Any], links_count: str | None
 ) -> dict[str, Any]:
-    """Return the content of index.json. parts: scans that together cover all tars of the directory. Raises UserError if
-    tars differ in their languages or layout."""
-    found = sorted((entry for part, _ in parts for entry in part), key=lambda entry: entry[0]["name"])
+    """Return the content of index.json. scans: those of all tars of the directory. Raises UserError if tars differ in
+    their languages or layout."""
+    found = sorted(scans, key=lambda entry: entry[0]["name"])
     _, layout, all_langs, *_ = found[0]
     for shard, other_layout, other_langs, *_ in found:
         if (other_layout, other_langs) != (layout, all_langs):
@@ -86,9 +85,6 @@ def index_content(
                 f"{directory / shard['name']} holds {other_langs} ({other_layout}), {found[0][0]['name']} holds "
                 f"{all_langs} ({layout}); keep one directory for each"
             )
-    survey = Survey(len(all_langs))
-    for of_part in (of_part for _, of_part in parts if of_part):
-        survey.join(of_part)
     records = sum(shard["records"] for shard, *_ in found)
     optional: dict[str, Any] = {}
     if len(all_langs) == 1:
@@ -107,7 +103,6 @@ def index_content(
         "records": records,
         **optional,
         "bytes": sum(shard["bytes"] for shard, *_ in found),
-        "text": survey.statistics(),
         "made_by": made_by,
         "shards": [shard for shard, *_ in found],
     }
@@ -121,19 +116,15 @@ def write_index(directory: Path, index: dict[str, Any]) -> None:
     files.write_text(directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False) + "\n")
 
 
-def scan_tars(tars: list[Path], langs: tuple[str, ...] | None, links_count_of: dict[str, str]) -> TarScan:
-    """Write the .idx file of each tar. Return what the tars contain, and one survey of the texts of all tars that have
-    as many languages as the first one. langs, links_count_of: see scan_shard."""
-    found, survey = [], None
+def scan_tars(tars: list[Path], langs: tuple[str, ...] | None, links_count_of: dict[str, str]) -> list[TarScan]:
+    """Write the .idx file of each tar. Return what the tars contain. langs, links_count_of: see scan_shard."""
+    scans = list[TarScan]()
     for path in tars:
         scanned = scan_shard(path, langs, links_count_of)
         with files.publish(path.with_suffix(".idx")) as partial:
             partial.write_bytes(scanned.idx.tobytes())  # numpy's tofile does not tell what the system said
-        found.append((scanned.shard._asdict(), scanned.layout, scanned.langs, scanned.documents, scanned.moved))
-        survey = survey or Survey(len(scanned.langs))
-        if len(survey.seen) == len(scanned.langs):
-            survey.join(scanned.survey)
-    return found, survey
+        scans.append((scanned.shard._asdict(), scanned.layout, scanned.langs, scanned.documents, scanned.moved))
+    return scans
 
 
 def _segmentation(directory: Path, layout: str, links_count: str | None) -> dict[str, str]:
@@ -147,24 +138,24 @@ def _segmentation(directory: Path, layout: str, links_count: str | None) -> dict
 
 
 def warning_lines(directory: Path, index: dict[str, Any]) -> list[str]:
-    """Return a line for each suspicious property of the texts."""
-    lines = survey_warnings(index["text"], tuple(index["langs"]), index["records"])
-    if moved := index.get("links_by_other_spaces"):
-        lines.append(
-            f"in {moved['pairs']:,} pairs, the first of which is {moved['first']}, links count words divided at spaces "
-            f"and tabs, as aligners do; a program that divides at no-break spaces too would mean other words"
-        )
-    return [f"warning: {directory}: {line}" for line in lines]
+    """Return a line about links that other white space than spaces and tabs would move, if there are such links."""
+    moved = index.get("links_by_other_spaces")
+    if not moved:
+        return []
+    return [
+        f"warning: {directory}: in {moved['pairs']:,} pairs, the first of which is {moved['first']}, links count words "
+        f"divided at spaces and tabs, as aligners do; a program that divides at no-break spaces too would mean other "
+        f"words"
+    ]
 
 
 def summary_line(directory: Path, index: dict[str, Any]) -> str:
     """Return a line about the records, shards and left-out lines of a directory."""
     counts = index["made_by"].get("counts", {})
-    no_reasons = ("lines", "records", "members", "dropped_links")
+    no_reasons = ("lines", "records", "dropped_links")
     left_out = ", ".join(f"{n:,} {reason}" for reason, n in counts.items() if reason not in no_reasons)
     dropped = counts.get("dropped_links", 0)
     documents = f" of {index['documents']:,} documents" if "documents" in index else ""
-    documents += f" by {', '.join(forms)}" if (forms := index["made_by"].get("documents")) else ""
     return (
         f"{directory}: {index['records']:,} {index['kind']} records ({' '.join(index['langs'])}){documents} in "
         f"{len(index['shards'])} shards, {index['bytes'] / 1e6:,.1f} MB, fingerprint {fingerprint(index)}"

@@ -24,14 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files
-from xscale.data.remote import fetch_file
 from xscale.errors import MachineError, UserError, check_arguments, report_environment_error, run_command
 
 from . import align, prepare_report, readers, steps
-from .cleaning import identifiable_languages, language_code, load_exclusion
-from .corpus import Corpus, SourceSpec, file_name, is_url, language_group, load_corpus
-from .engine import EXECUTORS, Executor, do_tasks_of_job, mark_path
-from .write_shards import lock_folder
+from .cleaning import identifiable_languages, language_code, load_tokenizer
+from .corpus import Corpus, SourceSpec, TokenizerSpec, file_name, is_url, language_group, load_corpus
+from .engine import EXECUTORS, Executor, do_tasks_of_job, lock_folder, mark_path, replacing
 
 DRY_RUN_UNITS = 2000
 """The number of units of a source that --dry_run reads."""
@@ -64,18 +62,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_corpus(corpus: Corpus) -> None:
-    """Raise UserError if a file is missing, a URL or dictionary cannot be used, or the model that identifies
+    """Raise UserError if a file is missing, a URL, tokenizer or dictionary cannot be used, or the model that identifies
     languages does not know one of the corpus. Print a warning for each file that several sources read."""
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         rules = corpus.rules_of(source)
-        for path in (*source.paths, *rules.paths):
-            if is_url(path) and path in source.paths:
+        for path in [] if source.is_foreign else source.paths:
+            if is_url(path):
                 check_url(path, name)
             else:
                 check_path(path, source, name)
+        for path in rules.paths:
+            check_path(path, source, name)
         known = identifiable_languages(rules.lid) if rules.lid else set[str]()
-        for lang in source.langs if known else ():
-            if language_code(lang) not in known:
+        for lang in source.langs:
+            if known and language_code(lang) not in known:
                 raise UserError(
                     f"rules.lid: {'py3langid' if rules.lid is True else rules.lid} does not know {lang}; give {name} "
                     f"`rules: {{lid: false}}`, or the path of a fastText model that does"
@@ -87,6 +87,8 @@ def check_corpus(corpus: Corpus) -> None:
                 f"warning: {paths[0]} is read by {times} sources; without `dedup` its text counts twice",
                 file=sys.stderr,
             )
+    if isinstance(corpus.tokenizer, str):
+        load_tokenizer(corpus.tokenizer)
     if corpus.lexicons:
         check_lexicons(corpus)
     if corpus.directions:
@@ -97,10 +99,11 @@ def check_path(path: str, source: SourceSpec, name: str) -> None:
     """Raise UserError unless the path is a file or folder, which a restart can read again. name: the source's."""
     if Path(path).is_file() or Path(path).is_dir():
         return
+    if source.datasets == path and files.may_exist(path):
+        return
     if path == "-" or Path(path).exists():
         raise UserError(f"{path} (source {name}) can be read only once; write its text to a file, and give that")
-    hint = "; a file of the hub is `parquet: hf://datasets/NAME/FILE.parquet`" if source.datasets == path else ""
-    raise UserError(f"{path} not found (source {name}); paths are relative to {Path.cwd()}{hint}")
+    raise UserError(f"{path} not found (source {name}); paths are relative to {Path.cwd()}")
 
 
 def check_url(url: str, name: str) -> None:
@@ -142,33 +145,47 @@ def check_lexicons(corpus: Corpus) -> None:
 
 def fetch_sources(corpus: Corpus, folder: Path) -> Corpus:
     """Download the files of sources that are at URLs, unless an earlier start has. Return the corpus with the paths of
-    the downloads in the place of the URLs. Raises OSError or UserError."""
-    places = {}
-    for url in (path for source in corpus.sources for path in source.paths if is_url(path)):
-        path = places[url] = folder / "fetched" / hashlib.sha256(url.encode()).hexdigest()[:16] / file_name(url)
-        if path.exists():
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        print(f"fetching {url}", file=sys.stderr, flush=True)
-        if not fetch_file(url, path, check=lambda _: None, optional=True, field="--out"):
-            raise UserError(f"{url}: the server has no such file; correct it in corpus.yaml")
+    the downloads in the place of the URLs. Raises UserError."""
+    import fsspec
+
+    places = dict[str, str]()
+    for source in corpus.sources:
+        for url in source.paths:
+            if source.is_foreign or not is_url(url):
+                continue
+            path = folder / "fetched" / hashlib.sha256(url.encode()).hexdigest()[:16] / file_name(url)
+            places[url] = str(path)
+            if path.exists():
+                continue
+            print(f"fetching {url}", file=sys.stderr, flush=True)
+            try:
+                with fsspec.open(url, "rb") as remote, replacing(path) as partial, partial.open("wb") as local:
+                    shutil.copyfileobj(remote, local, 1 << 20)
+            except Exception as error:  # of many packages
+                raise UserError(
+                    f"{url} cannot be fetched: {error or type(error).__name__}; correct it, or start again"
+                ) from None
     return corpus.model_copy(update={"sources": [source.with_local_paths(places) for source in corpus.sources]})
 
 
 def files_below(paths: list[str]) -> list[Path]:
-    below = [sorted(path.rglob("*")) if path.is_dir() else [path] for path in map(Path, paths)]
-    return [file for found in below for file in found if file.is_file()]
+    """Return the files among the paths, and those below the folders."""
+    below = list[Path]()
+    for path in map(Path, paths):
+        below += [file for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
+    return below
 
 
-def input_stamps(corpus: Corpus) -> dict[str, Any]:
+def input_stamps(plan: steps.Plan) -> dict[str, Any]:
     """Return what must not change between the starts of one run: corpus.yaml, the size and modification time of each
     input file, and the format of intermediate files."""
-    dumped = corpus.model_dump(mode="json")
-    form = [steps.CHUNK_UNITS, steps.CHUNK_BYTES, steps.PART_PAIRS, "pickled units and surveys, stamps by source"]
-    stamps = {"the version of xscale": form, "corpus.yaml": dumped | {"sources": len(corpus.sources)}}
+    corpus = plan.corpus
+    fields = corpus.model_dump(mode="json")
+    form: list[Any] = [steps.CHUNK_UNITS, steps.CHUNK_BYTES, plan.shard_lines, "JSON lines"]
+    stamps: dict[str, Any] = {"the version of xscale": form, "corpus.yaml": fields | {"sources": len(corpus.sources)}}
     for number, source in enumerate(corpus.sources):
         paths = file_stamps([*source.paths, *corpus.rules_of(source).paths])
-        stamps[SOURCE_STAMP.format(number + 1)] = [dumped["sources"][number], paths]
+        stamps[SOURCE_STAMP.format(number + 1)] = [fields["sources"][number], paths]
     return stamps | file_stamps(corpus.lexicons)
 
 
@@ -187,25 +204,50 @@ def lock_work_folder(folder: Path) -> int:
     return lock_folder(folder)
 
 
-def start_or_continue(corpus: Corpus, folder: Path) -> None:
+def start_or_continue(plan: steps.Plan, folder: Path) -> None:
     """Write plan.json and inputs.json. Raise UserError if inputs have changed since work on them began. The step `cut`
     works on each source by itself; so until it ends, a source that is not cut may change."""
-    for cache in (steps.planned_corpus, steps.all_chunks, steps.state_slices, steps.alignment_parts, load_exclusion):
-        cache.cache_clear()
-    path, now = folder / "inputs.json", input_stamps(corpus)
+    path, now = folder / "inputs.json", input_stamps(plan)
     slurm = (folder / "logs").exists()  # its jobs may still work on the earlier inputs
     if (slurm or any((folder / "done").glob("*/*"))) and (folder / "plan.json").exists():
         before = steps.read_json(path) if path.exists() else {}
         changed = [name for name in now | before if now.get(name) != before.get(name)]
         if not slurm and not (folder / "done" / "clean").exists():
-            uncut = [n for n in range(len(corpus.sources)) if not mark_path(folder, "cut", n).exists()]
-            free = {SOURCE_STAMP.format(number + 1) for number in uncut}
-            changed = [name for name in changed if name not in free]
+            for number in range(len(plan.corpus.sources)):
+                stamp = SOURCE_STAMP.format(number + 1)
+                if stamp in changed and not mark_path(folder, "cut", number).exists():
+                    changed.remove(stamp)
         if changed:
             raise UserError(f"{changed[0]} changed after the work in {folder} began; to start anew, remove {folder}")
         print(f"continuing after the finished tasks in {folder}", file=sys.stderr)
     steps.write_json(path, now)
-    steps.write_json(folder / "plan.json", {"corpus": corpus.model_dump(mode="json", exclude_unset=True)})
+    steps.write_plan(folder, plan)
+
+
+def do_steps(executor: Executor) -> None:
+    """Do the tasks of all steps that are not done. Raises UserError and MachineError."""
+    folder = executor.folder
+    for name, (step, count) in steps.STEPS.items():
+        tasks = count(folder)
+        done = executor.run(name, step, tasks)
+        if tasks:
+            print(f"{name}: did {done:,} of {tasks:,} tasks", file=sys.stderr, flush=True)
+        if name == "select":
+            print_selection(folder)
+
+
+def print_selection(folder: Path) -> None:
+    """Print how many pairs or documents of each source the rules have left, before they are aligned."""
+    corpus = steps.read_plan(folder).corpus
+    read, left = Counter[str](), Counter[str]()
+    for chunk in steps.all_chunks(folder):
+        name = corpus.names[chunk.source]
+        read[name] += steps.read_json(folder / f"clean/{chunk.number}.json")["counts"]["read"]
+        states = steps.unit_states(folder, chunk)
+        left[name] += int(((states == steps.KEPT) | (states == steps.HELD_OUT)).sum())
+    for source, name in zip(corpus.sources, corpus.names, strict=True):
+        kind = "pairs" if source.pairs else "documents"
+        print(f"{name}: {left[name]:,} of {read[name]:,} {kind} are left", file=sys.stderr, flush=True)
 
 
 def finish(corpus: Corpus, folder: Path, out: Path) -> None:
@@ -228,34 +270,39 @@ def dry_run_text(corpus: Corpus) -> str:
     """Return what the command would read and write, estimated from the first pairs or documents of each source."""
     lines, disk = [], 0
     for source, name in zip(corpus.sources, corpus.names, strict=True):
-        if any(map(is_url, source.paths)):
-            lines.append(
-                f"{name}: {source.format}, {'-'.join(source.langs)}, not counted, because the source is at a URL"
-            )
+        about = f"{name}: {source.format}, {'-'.join(source.langs)}, "
+        if source.is_foreign or any(map(is_url, source.paths)) or not files_below(source.paths):
+            lines.append(about + "not counted, because the source is at a URL")
             continue
-        most = None if source.conllu else DRY_RUN_UNITS  # a treebank is small, and little of it is text
-        seen = list(islice((unit for unit in readers.read_units(source) if unit.texts), most))
-        beside = RECORD_BYTES if source.shards else 1
-        size = sum(len(text.encode()) + beside for unit in seen for text in unit.texts) / max(len(seen), 1)
-        packed = (*files.COMPRESSED, ".zip", ".parquet")
-        text = sum(file.stat().st_size * (COMPRESSION if file.suffix in packed else 1)
-                   for file in files_below(source.paths))  # fmt: skip
-        exact = most is None or len(seen) < most
-        count = len(seen) if exact else min(int(text / size), source.first or sys.maxsize)
-        disk += int(count * (size + RECORD_BYTES))
-        kind = "pairs" if source.pairs else "documents"
-        about = "" if exact or count == source.first else "about "
-        lines.append(f"{name}: {source.format}, {'-'.join(source.langs)}, {about}{count:,} {kind}")
-    trained = f"a tokenizer of {corpus.tokenizer.vocab_size:,} tokens" if corpus.tokenizer else "no tokenizer"
-    held = f"held out: {corpus.heldout.pairs:,} pairs a language pair, {corpus.heldout.mono:,} sentences a language"
-    return "\n".join([*lines, trained, held, f"disk: about {disk / 1e6:,.1f} MB, and three times as much meanwhile"])
+        units = list(islice((unit for unit in readers.read_units(source) if unit.texts), DRY_RUN_UNITS))
+        size = 0
+        for unit in units:
+            size += sum(len(text.encode()) + (RECORD_BYTES if source.shards else 1) for text in unit.texts)
+        text = 0
+        for file in files_below(source.paths):
+            is_packed = file.suffix in (*files.COMPRESSED, ".parquet")
+            text += file.stat().st_size * (COMPRESSION if is_packed else 1)
+        count = len(units)
+        if count == DRY_RUN_UNITS:
+            count = min(text * count // max(size, 1), source.first or sys.maxsize)
+            about += "" if count == source.first else "about "
+        disk += count * (size // max(len(units), 1) + RECORD_BYTES)
+        lines.append(f"{about}{count:,} {'pairs' if source.pairs else 'documents'}")
+    if isinstance(corpus.tokenizer, TokenizerSpec):
+        lines.append(f"a tokenizer of {corpus.tokenizer.vocab_size:,} tokens")
+    else:
+        lines.append(f"the tokenizer {corpus.tokenizer}" if corpus.tokenizer else "no tokenizer")
+    lines.append(
+        f"held out: {corpus.heldout.pairs:,} pairs a language pair, {corpus.heldout.mono:,} sentences a language"
+    )
+    return "\n".join([*lines, f"disk: about {disk / 1e6:,.1f} MB, and three times as much meanwhile"])
 
 
 def run(args: argparse.Namespace) -> None:
     if args.tasks:
-        folder, name = Path(args.tasks[0]), args.tasks[1]
+        folder, name, job, jobs = args.tasks
         step, count = steps.STEPS[name]
-        do_tasks_of_job(folder, name, step, count(folder), *map(int, args.tasks[2:]))
+        do_tasks_of_job(Path(folder), name, step, count(Path(folder)), int(job), int(jobs))
         return
     if args.workers < 1:
         raise UserError(f"--workers {args.workers} must be at least 1")
@@ -263,21 +310,23 @@ def run(args: argparse.Namespace) -> None:
     check_corpus(corpus)
     if args.dry_run:
         print(dry_run_text(corpus))
-        return
-    files.check_writable(args.out)
-    folder = files.partial_path(args.out)
+    else:
+        prepare(corpus, args.out, args.executor, args.workers)
+
+
+def prepare(corpus: Corpus, out: Path, executor_kind: str, workers: int) -> None:
+    """Make the folder `out` of a corpus. Raises UserError, MachineError and OSError."""
+    files.check_writable(out)
+    folder = files.partial_path(out)
     folder.mkdir(exist_ok=True)
-    lock, executor = lock_work_folder(folder), Executor(args.executor, args.workers, folder)
+    lock, executor = lock_work_folder(folder), Executor(executor_kind, workers, folder)
     try:
-        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-            raise UserError(f"{args.out} exists; choose another --out, or remove it")
-        corpus = fetch_sources(corpus, folder)
-        start_or_continue(corpus, folder)
-        for name, (step, count) in steps.STEPS.items():
-            done = executor.run(name, step, count(folder))
-            if tasks := count(folder):
-                print(f"{name}: did {done:,} of {tasks:,} tasks", file=sys.stderr, flush=True)
-        finish(corpus, folder, args.out)
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} exists; choose another --out, or remove it")
+        plan = steps.Plan(fetch_sources(corpus, folder), "data_tools.prepare", None, steps.SYMMETRIZE)
+        start_or_continue(plan, folder)
+        do_steps(executor)
+        finish(plan.corpus, folder, out)
     finally:
         executor.close()
         os.close(lock)
@@ -291,9 +340,9 @@ def main() -> int:
         run(args)
     except (UserError, MachineError) as error:
         fetched = f"{args.out}.incomplete/fetched" if args.out else ""
-        again = "; this file was downloaded: remove it, and the next start downloads it again" * bool(
-            fetched and fetched in str(error)
-        )
+        again = ""
+        if fetched and fetched in str(error):
+            again = "; this file was downloaded: remove it, and the next start downloads it again"
         print(f"error: {error}{again}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 4
     except OSError as error:

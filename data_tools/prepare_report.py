@@ -1,14 +1,12 @@
 """The report of `data_tools.prepare` on each source, language and rule: as JSON, HTML and lines of text."""
 
-from collections import Counter
 from html import escape
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .cleaning import LID_PROBABILITY, RemovalCounts, identifiable_languages, language_code, language_identifier
-from .corpus import Corpus, SourceSpec
-from .steps import all_chunks, clean_units, read_json
+from .cleaning import LID_PROBABILITY, identifiable_languages, language_code, language_identifier
+from .corpus import Corpus
+from .steps import all_chunks, read_json, read_plan, read_units_of, source_counts
 from .survey import warning_lines
 
 IDENTIFIED = 200
@@ -16,41 +14,46 @@ IDENTIFIED = 200
 
 
 def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
+    """Return the content of report.json."""
     sources = []
     for number, (name, source) in enumerate(zip(corpus.names, corpus.sources, strict=True)):
-        counts: Counter[str] = Counter()
-        removed = RemovalCounts()
-        for chunk in (chunk for chunk in all_chunks(folder) if chunk.source == number):
-            for step in ("clean", "tars"):
-                found = read_json(folder / f"{step}/{chunk.number}.json")
-                removed.join(found.pop("removed"))
-                counts.update(found)
         index = folder / "result/shards" / name / "index.json"
-        shards = read_json(index) if index.exists() else {}
         sources.append({
             "name": name,
             "languages": list(source.langs),
             "licence": source.licence,
             "rules": corpus.rules_of(source).model_dump(mode="json"),
-            "counts": dict(counts),
-            "removed": dict(removed.counts),
-            "examples": removed.examples,
-            "bytes": shards.get("bytes", 0),
-            "text": shards.get("text"),
-            "warnings": source_warnings(folder, number, source, shards) if shards else [],
+            **source_counts(folder, number),
+            "bytes": read_json(index)["bytes"] if index.exists() else 0,
+            "warnings": source_warnings(folder, number),
         })  # fmt: skip
-    heldout = {p.parent.name: read_json(p)["records"] for p in sorted(folder.glob("result/heldout/*/index.json"))}
+    heldout = {
+        path.parent.name: read_json(path)["records"] for path in sorted(folder.glob("result/heldout/*/index.json"))
+    }
     tokenizer = read_json(folder / "tokenizer.json") if corpus.tokenizer else None
     return {"sources": sources, "heldout": heldout, "tokenizer": tokenizer}
 
 
-def source_warnings(folder: Path, number: int, source: SourceSpec, index: dict[str, Any]) -> list[str]:
-    """Return a line for each suspicious property of a source's texts. index: the source's index.json."""
-    lines = warning_lines(index["text"], source.langs, index["records"])
+def source_warnings(folder: Path, number: int) -> list[str]:
+    """Return a line for each suspicious property of the texts of source `number`."""
+    source = read_plan(folder).corpus.sources[number]
     chunk = next(chunk for chunk in all_chunks(folder) if chunk.source == number)
-    units = list(islice(clean_units(folder, chunk), IDENTIFIED))
+    units = list(read_units_of(folder / f"clean/{chunk.number}.jsonl"))
+    if not units:
+        return []
+    records = list[list[str]]()
+    for unit in units:
+        records += [unit.texts] if source.pairs else [[text] for text in unit.texts]
+    lines = warning_lines(source.langs, records)
+    summed = source_counts(folder, number)
+    moved = summed["counts"].get("moved_links", 0)
+    if moved:
+        lines.append(
+            f"words of links are divided at spaces and tabs, as aligners do; at other white space, such as no-break "
+            f"spaces, too, links of {moved:,} pairs would move, first on line {summed['first_moved']}"
+        )
     for side, lang in enumerate(source.langs):
-        texts = [unit.texts[side] if source.pairs else " ".join(unit.texts)[:500] for unit in units]
+        texts = [unit.texts[side] if source.pairs else " ".join(unit.texts)[:500] for unit in units[:IDENTIFIED]]
         found, probability = language_identifier(True)(" ".join(texts))
         code = language_code(lang)
         if code in identifiable_languages(True) and found != code and probability >= LID_PROBABILITY:

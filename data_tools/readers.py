@@ -1,57 +1,57 @@
 """Readers of a corpus's sources. Each yields the units of a source one after the other.
 
-A unit is a pair of sentences or a document. It has a number (of its line, row or translation unit in the source, from
-1), texts (both sides, or the document's paragraphs), and the source's own word links and score. A unit without texts is
-a translation unit that lacks a language. A source that looks like another format is refused. Every error names the
-file, the line or unit, and the remedy.
+A unit is a pair of sentences or a document. A unit without texts is a translation unit that lacks a language, or a
+document without text. Texts are as the source gives them; `cleaning` removes byte-order marks and other control
+characters. Every error names the file, the line or unit, and the remedy.
 """
 
-import gzip
 import json
-import lzma
 import os
-import re
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
+from xscale.data.scripts import names_of
 from xscale.data.shards import Source
-from xscale.data.text import check_not_datasets_folder, read_lines
+from xscale.data.text import check_not_datasets_folder, is_saved_data_set, read_blocks, read_lines
+from xscale.data.words import split
 from xscale.errors import UserError, can_be_encoded
+from xscale.files import pointer_problem
+from xscale.record import Record, parse_json
 
-from .conllu import read_sentences
 from .corpus import SourceSpec
-from .documents import Passage, read_passages
-from .formats import HEAD_LINES, check_pairs, check_sides_differ, check_text, parse_object, take_head
+from .documents import Passage, check_text, read_passages, take_head
 
 PARAGRAPHS = 1000
 """A document with more paragraphs than this is split into several."""
 UNIT_BYTES = 1 << 26
 """The maximum number of bytes of a translation unit. A TMX with a larger one is refused, so that memory is bounded."""
 XML_LANG = "{http://www.w3.org/XML/1998/namespace}lang"
+NATIVE_CODES = ("bpt", "ept", "ph", "it", "ut")
+"""The elements of TMX whose content is markup of the document's own format, and not text."""
 
 
 class Unit(NamedTuple):
     number: int
+    """The number of its line, row or translation unit in the source, from 1. A document has that of its first line."""
     texts: list[str]
+    """Both sides of a pair, or a document's paragraphs."""
     links: str | None = None
-    score: float | None = None
+    """A pair's word links in Pharaoh form, of the words between spaces and tabs."""
+    linked: list[str] | None = None
+    """The texts whose words `links` numbers; None: `texts`."""
+    keys: list[str] | None = None
+    """With `line_keys`: for each paragraph, the beginning of its sentences' keys."""
 
 
-def read_units(source: SourceSpec) -> Iterator[Unit]:
-    """Yield the units of a source, at most `source.first` units with texts. Raises UserError."""
+def read_units(source: SourceSpec, paragraphs: int = PARAGRAPHS) -> Iterator[Unit]:
+    """Yield the units of a source, at most `source.first` units with texts. paragraphs: the most of a document, of
+    which a longer one is split. Raises UserError."""
     unit, found = None, 0
-    units = READERS["pairs" if source.pairs else "mono", source.format](source)
-    if source.pairs:
-        head = take_head(units, min(HEAD_LINES, source.first or HEAD_LINES), lambda unit: sum(map(len, unit.texts)))
-        check_pairs(source.paths, [unit.texts for unit in head if unit.texts], source.columns is not None)
-        units = chain(head, units)
-    for unit in units:
-        if not all(map(can_be_encoded, unit.texts)):
+    for unit in READERS[source.format](source, paragraphs):
+        if not can_be_encoded("".join(unit.texts)):
             raise UserError(
                 f"{source.paths[0]}: pair or document {unit.number} has an unpaired surrogate, such as \\ud800; fix it"
             )
@@ -63,26 +63,26 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
         raise UserError(f"{', '.join(source.paths)}: the source is empty; give another one")
 
 
+def read_text(source: SourceSpec, paragraphs: int) -> Iterator[Unit]:
+    return text_pairs(source) if source.pairs else text_documents(source, paragraphs)
+
+
 def text_pairs(source: SourceSpec) -> Iterator[Unit]:
-    for number, row in enumerate(parallel_lines([Path(name) for name in source.paths]), start=1):
-        yield Unit(number, row[:2], row[2] if len(row) > 2 else None)
-
-
-def parallel_lines(paths: list[Path]) -> Iterator[list[str]]:
-    """Yield, for each line number, the list of that line of all files. The first two files are texts; others, such as
-    links, go with them. Raises UserError if the first lines of a text are not plain text, if one text is a copy of the
-    other, or if a file ends before the others."""
-    heads, columns = [], []
-    for path in paths[:2]:
-        lines = read_lines(path)
-        head = take_head(lines, HEAD_LINES)
-        heads.append([line for _, line in head])
-        columns.append(chain(head, lines))
-        check_text(path, heads[-1])
-    if isinstance(paths[0], Path) and paths[0].resolve() == paths[1].resolve() and not paths[0].is_fifo():
+    paths = [Path(name) for name in source.paths]
+    if paths[0].resolve() == paths[1].resolve() and not paths[0].is_fifo():
         raise UserError(f"{paths[0]} and {paths[1]} are the same file; give the translation for one of them")
-    check_sides_differ(f"{paths[1]} looks like a copy of {paths[0]}", zip(*heads, strict=False))
-    return zip_lines(paths, [*columns, *map(read_lines, paths[2:])])
+    columns = [checked_lines(path) for path in paths[:2]] + [read_lines(path) for path in paths[2:]]
+    for number, row in enumerate(zip_lines(paths, columns), start=1):
+        links = row[2] if source.links else None
+        yield Unit(number, row[:2], links, row[3:] or None)
+
+
+def checked_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (number, line) of a file. Raises UserError if its first lines are not text."""
+    lines = read_lines(path)
+    head = take_head(lines)
+    check_text(path, head)
+    yield from chain(head, lines)
 
 
 def zip_lines(paths: list[Path], columns: Sequence[Iterator[tuple[int, str]]]) -> Iterator[list[str]]:
@@ -99,143 +99,107 @@ def zip_lines(paths: list[Path], columns: Sequence[Iterator[tuple[int, str]]]) -
         yield [line for _, line in row]
 
 
-def tsv_pairs(source: SourceSpec) -> Iterator[Unit]:
+def tsv_pairs(source: SourceSpec, _: int) -> Iterator[Unit]:
     path = Path(source.paths[0])
-    first, second, links, score = (int(c) if c is not None else 0 for c in
-                                   (*(source.columns or (0, 0)), source.links, source.score))  # fmt: skip
-    most = max(first, second, links, score)
-    lines = read_lines(path)
-    for number, line in lines:
+    assert source.columns
+    first, second = (int(column) for column in source.columns)
+    links = int(source.links or 0)
+    most = max(first, second, links)
+    for number, line in read_lines(path):
         columns = ["", *line.split("\t")]
         if len(columns) <= most:
-            more = sum(other.count("\t") + 1 < most for _, other in lines)
             raise UserError(
-                f"{path}: line {number} has {len(columns) - 1} columns with tabs between them, needs {most}; "
-                f"{more:,} later lines also have too few. Fix them, or keep the others: `awk -F'\\t' 'NF >= {most}'`"
+                f"{path}: line {number} has {len(columns) - 1} columns with tabs between them, needs {most}; fix it, "
+                f"or keep the other lines: `awk -F'\\t' 'NF >= {most}'`"
             )
-        place = f"{path}: line {number}"
-        yield Unit(
-            number,
-            [columns[first], columns[second]],
-            columns[links] if links else None,
-            _score(place, columns[score]) if score else None,
-        )
+        yield Unit(number, [columns[first], columns[second]], columns[links] if links else None)
 
 
-def _score(place: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise UserError(f"{place}: the score {value!r} is not a number; fix or remove it") from None
+class _Translations:
+    """The bytes of a TMX as a file, whose `read` raises UserError if a translation unit is longer than UNIT_BYTES."""
 
-
-def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
-    """Yield a unit for each translation unit, without texts if a language is missing. `de` also matches de-DE."""
-    from defusedxml.ElementTree import ParseError, iterparse
-
-    path, number, found = Path(source.paths[0]), 0, 0
-    try:
-        with _open_bytes(path) as file:
-            bounded = _Bounded(file, path)
-            elements = iterparse(bounded, events=("start", "end"))
-            _, body = next(elements)
-            if body.tag != "tmx":
-                raise UserError(f"{path}: its first element is {body.tag}, not tmx; give a TMX")
-            for event, element in elements:
-                body = element if event == "start" and element.tag == "body" else body
-                if event == "end" and element.tag == "tu":
-                    number += 1
-                    bounded.read_bytes = 0
-                    texts = _texts_of_unit(element, source.langs)
-                    body.clear()
-                    found += None not in texts
-                    yield Unit(number, [] if None in texts else cast(list[str], texts))
-    except UserError:
-        raise
-    except FileNotFoundError:
-        raise UserError(f"{path} not found") from None
-    except (ParseError, ValueError, LookupError, StopIteration, *_damage_errors()) as error:
-        raise UserError(
-            f"{path}: after translation unit {number}: {error or 'the file is empty'}; fix the TMX"
-        ) from None
-    if not found:
-        raise UserError(f"{path}: none of {number} translation units has both {' and '.join(source.langs)}")
-
-
-def _texts_of_unit(unit: Any, langs: tuple[str, ...]) -> list[str | None]:
-    """Return a translation unit's text in each language, or None."""
-    texts: dict[str, str] = {}
-    for variant in unit.iter("tuv"):
-        segment = variant.find("seg")
-        if segment is not None:
-            language = (variant.get(XML_LANG) or variant.get("lang") or "").lower().replace("_", "-")
-            texts.setdefault(language, "".join(segment.itertext()).replace("\n", " "))
-    return [next((text for name, text in texts.items() if f"{name}-".startswith(f"{lang.lower()}-")), None)
-            for lang in langs]  # fmt: skip
-
-
-class _Bounded:
-    """A file of translation units, whose `read` raises UserError if a unit is longer than UNIT_BYTES."""
-
-    def __init__(self, file: BinaryIO, path: Path):
-        self.file, self.path = file, path
+    def __init__(self, path: Path):
+        self.path, self.blocks = path, read_blocks(path, is_xml=True)
         self.read_bytes = 0
-        """The number of bytes read since the end of the last unit."""
+        """The number of bytes that were read since the end of the last unit."""
 
-    def read(self, size: int) -> bytes:
-        data = self.file.read(size)
+    def read(self, _: int) -> bytes:
+        data = next((block for block in self.blocks if block), b"")
         self.read_bytes += len(data)
         if self.read_bytes > UNIT_BYTES:
             raise UserError(f"{self.path}: a translation unit has more than {UNIT_BYTES:,} bytes; fix the TMX")
         return data
 
 
-def _open_bytes(path: Path) -> BinaryIO:
-    """Open a file, decompressed by its suffix."""
-    if path.suffix == ".zst":
-        import zstandard
+def tmx_pairs(source: SourceSpec, _: int) -> Iterator[Unit]:
+    """Yield a unit for each translation unit, without texts if a language is missing. `de` also matches de-DE."""
+    from defusedxml.ElementTree import ParseError, iterparse
 
-        return cast(BinaryIO, zstandard.open(path, "rb"))
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-    return cast(BinaryIO, openers.get(path.suffix, open)(path, "rb"))
-
-
-def _damage_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that a damaged compressed file raises."""
-    import zstandard
-
-    return EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError
-
-
-def opus_pairs(source: SourceSpec) -> Iterator[Unit]:
-    path = Path(source.paths[0])
+    path, number, found = Path(source.paths[0]), 0, 0
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = [[name for name in archive.namelist() if name.endswith(f".{lang}")] for lang in source.langs]
-            if any(len(of_side) != 1 for of_side in names):
-                raise UserError(
-                    f"{path} holds {', '.join(archive.namelist()[:8])}; a zip of OPUS in Moses form has one file whose "
-                    f"name ends in .{' and one in .'.join(source.langs)}"
-                )
-            members = [cast(Path, zipfile.Path(archive, of_side[0])) for of_side in names]
-            yield from (Unit(number, row) for number, row in enumerate(parallel_lines(members), start=1))
+        file = _Translations(path)
+        elements = iterparse(file, events=("start", "end"))
+        _, body = next(elements)
+        if tag_of(body) != "tmx":
+            raise UserError(f"{path}: its first element is {tag_of(body)}, not tmx; give a TMX")
+        for event, element in elements:
+            if event == "start" and tag_of(element) == "body":
+                body = element
+            if event == "end" and tag_of(element) == "tu":
+                number += 1
+                file.read_bytes = 0
+                texts = translations(element, source.langs)
+                body.clear()
+                found += bool(texts)
+                yield Unit(number, texts)
     except UserError:
         raise
-    except FileNotFoundError:
-        raise UserError(f"{path} not found") from None
-    except (zipfile.BadZipFile, RuntimeError, ValueError) as error:  # RuntimeError: a zip with a password
-        raise UserError(f"{path} is damaged, or no zip: {error}; download it again") from None
+    except (ParseError, ValueError, LookupError, StopIteration, RecursionError) as error:
+        raise UserError(f"{path}: after translation unit {number}: {error or 'the file ends'}; fix the TMX") from None
+    if not found:
+        raise UserError(f"{path}: none of {number} translation units has both {' and '.join(source.langs)}")
+
+
+def tag_of(element: Any) -> str:
+    """Return an element's name without its namespace."""
+    return element.tag.rpartition("}")[2]
+
+
+def translations(unit: Any, langs: tuple[str, ...]) -> list[str]:
+    """Return a translation unit's texts in both languages, or [] if one is missing."""
+    texts = dict[str, str]()
+    for variant in unit.iter():
+        if tag_of(variant) == "tuv":
+            segment = next((child for child in variant if tag_of(child) == "seg"), None)
+            if segment is not None:
+                language = variant.get(XML_LANG) or variant.get("lang") or ""
+                texts.setdefault(language, segment_text(segment, True).replace("\n", " "))
+    names = [fitting_name(lang, texts) for lang in langs]
+    return [texts[name] for name in names if name] if all(names) else []
+
+
+def segment_text(element: Any, is_text: bool) -> str:
+    """Return the text of a segment or of an element inside it. is_text: its own content is text."""
+    parts = [element.text or ""] if is_text else []
+    for child in element:
+        name = tag_of(child)
+        inside = segment_text(child, is_text=name == "sub" or (is_text and name not in NATIVE_CODES))
+        parts.append(f" {inside} " if name == "sub" else inside)
+        if is_text:
+            parts.append(child.tail or "")
+    return "".join(parts)
+
+
+def fitting_name(lang: str, names: Iterable[str]) -> str | None:
+    """Return the one of `names` that means a language, such as de-DE or deu_Latn for de; None if there is none."""
+    return next(iter(names_of(lang, names)), None)
 
 
 def input_files(paths: list[Path]) -> list[Path]:
     """Return the files among the paths, and the sorted, not hidden files below the folders. Raises UserError."""
-
-    def below(folder: Path) -> list[Path]:
-        check_not_datasets_folder(folder)
-        found = (path for path in folder.rglob("*") if not path.is_dir())
-        return sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(folder).parts))
-
-    files = [f for path in paths for f in (below(path) if path.is_dir() else [path])]
+    files = list[Path]()
+    for path in paths:
+        files += files_in(path) if path.is_dir() else [path]
     if not files:
         raise UserError(f"no file in {', '.join(map(str, paths))}")
     for path in files:
@@ -243,155 +207,262 @@ def input_files(paths: list[Path]) -> list[Path]:
             raise UserError(f"{path} is neither a file nor a directory; remove it, or name the files to read")
         if not can_be_encoded(str(path)):
             raise UserError(f"{str(path)!a} is not UTF-8, but keys of records contain file names; rename it")
-    twice = [path for path, times in Counter(os.path.abspath(path) for path in files).items() if times > 1]
-    if twice:
-        raise UserError(f"{twice[0]} is given twice, so its lines would be read twice")
+    for name, times in Counter(os.path.abspath(path) for path in files).items():
+        if times > 1:
+            raise UserError(f"{name} is given twice, so its lines would be read twice")
     return files
 
 
-def text_documents(source: SourceSpec) -> Iterator[Unit]:
-    """Yield documents: WikiExtractor's, JSON lines with `text` or `content`, lines between blank lines, or single
-    lines."""
+def files_in(folder: Path) -> list[Path]:
+    """Return the sorted files below a folder, without hidden ones."""
+    check_not_datasets_folder(folder)
+    files = list[Path]()
+    for path in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not is_hidden and not path.is_dir():
+            files.append(path)
+    return files
+
+
+def stem(path: Path) -> str:
+    return path.name.partition(".")[0]
+
+
+def key_prefixes(paths: list[Path]) -> list[str]:
+    """Return the beginning of each file's record keys: the file's stem, or, if files share a stem (WikiExtractor's
+    AA/wiki_00 and AB/wiki_00), its path below the files' common directory."""
+    absolute = [Path(os.path.abspath(path)) for path in paths]
+    common = os.path.commonpath([path.parent for path in absolute])
+    times = Counter(map(stem, paths))
+    return [stem(path) if times[stem(path)] == 1 else path.relative_to(common).as_posix() for path in absolute]
+
+
+def text_documents(source: SourceSpec, paragraphs: int) -> Iterator[Unit]:
+    """Yield documents: WikiExtractor's, lines between blank lines, or single lines."""
+    files = input_files([Path(name) for name in source.paths])
     numbers = count(1)  # of the lines of all files
-    for path in input_files([Path(name) for name in source.paths]):
-        yield from join_passages((next(numbers), starts, texts) for _, starts, texts in read_passages(path, "auto")[1])
+    for path, prefix in zip(files, key_prefixes(files), strict=True):
+        passages = read_passages(path, source.documents)
+        keys = f"{prefix}.{source.mono}" if source.line_keys else ""
+        yield from join_passages(zip(passages, numbers, strict=False), paragraphs, keys)
 
 
-def join_passages(passages: Iterable[Passage]) -> Iterator[Unit]:
-    """Yield the documents that consecutive passages make up."""
-    first, document = 0, list[str]()
-    for number, starts, texts in passages:
-        if document and (starts or len(document) >= PARAGRAPHS):
-            yield Unit(first, document)
-            document = []
-        first = first if document else number
-        document += texts
-    if document:
-        yield Unit(first, document)
+def join_passages(passages: Iterable[tuple[Passage, int]], most: int, prefix: str = "") -> Iterator[Unit]:
+    """Yield the documents that consecutive passages make up. passages: with the numbers of their lines in the source.
+    most: the maximum number of paragraphs of a document. prefix: the beginning of their keys, if they have keys."""
+    first, texts, keys = 0, list[str](), list[str]()
+    for passage, number in passages:
+        if texts and (passage.starts or len(texts) >= most):
+            yield Unit(first, texts, keys=keys or None)
+            texts, keys = [], []
+        if not texts:
+            first = number
+        texts += passage.texts
+        if prefix:
+            keys += [f"{prefix}-{passage.line:09d}"] * len(passage.texts)
+    if texts:
+        yield Unit(first, texts, keys=keys or None)
 
 
-def json_rows(source: SourceSpec) -> Iterator[Unit]:
+def json_rows(source: SourceSpec, _: int) -> Iterator[Unit]:
     path = Path(source.paths[0])
     for number, line in read_lines(path):
-        if line.strip():
-            fields = parse_object(line)
-            if fields is None:
-                raise UserError(f"{path}: line {number} is not a JSON object; fix or remove it")
-            yield _row(f"{path}: line {number}", number, fields, source)
+        if not line.strip():
+            continue
+        place = f"{path}: line {number}"
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):  # a number of more than 4,300 digits raises ValueError
+            fields = None
+        if not isinstance(fields, dict):
+            raise UserError(f"{place} is not a JSON object; fix or remove it")
+        yield row_unit(place, number, fields, source)
 
 
-def _row(place: str, number: int, fields: dict[str, Any], source: SourceSpec) -> Unit:
-    """Return the document or pair in the fields of a JSON object or table row. place: its file and line, for errors."""
-    score = None if source.score is None else _score(place, fields.get(str(source.score)))
+def row_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpec) -> Unit:
+    """Return the document or pair in the fields of a JSON object or table row. A text that is null is empty. place: its
+    file and line, for errors."""
+    if isinstance(fields.get("translation"), dict):
+        fields = fields["translation"]
     if source.mono:
-        text = fields.get(source.field)
-        if not isinstance(text, str):
-            kind = f", but {text!r}" if source.field in fields else f", but the fields {', '.join(fields)}"
+        names: list[str | None] = [source.field if source.field in fields else None]
+        remedy = f"give the source another `field` than {source.field!r}"
+    elif source.columns:
+        names = [str(column) if column in fields else None for column in source.columns]
+        remedy = "name two of them in `columns`"
+    else:
+        names = [fitting_name(lang, fields) for lang in source.langs]
+        remedy = "name two of them in `columns`"
+    if None in names:
+        raise UserError(f"{place} has no text in it, but the fields {', '.join(fields) or 'none'}; {remedy}")
+    texts = [fields[name] for name in names if name is not None]
+    for name, text in zip(names, texts, strict=True):
+        if not isinstance(text, str | None):
+            raise UserError(f"{place} has no text in `{name}`, but {text!r}; {remedy}, or remove the record")
+    if source.mono:
+        lines = (texts[0] or "").split("\n")
+        return Unit(number, [line for line in lines if line.strip()])
+    return Unit(number, [(text or "").replace("\n", " ") for text in texts])
+
+
+def table_rows(source: SourceSpec, _: int) -> Iterator[Unit]:
+    """Yield a unit for each row of a parquet file, or of a data set. Any exception becomes a UserError, since damaged
+    files raise many."""
+    name = source.paths[0]
+    rows = parquet_rows(name) if source.format == "parquet" else data_set_rows(source)
+    for number in count(1):
+        try:
+            fields = next(rows, None)
+        except UserError:
+            raise
+        except Exception as error:
             raise UserError(
-                f"{place} has no text in `{source.field}`{kind}; give the source another `field`, or remove the record"
-            )
-        return Unit(number, [paragraph for paragraph in text.split("\n") if paragraph.strip()], None, score)
-    found = fields["translation"] if isinstance(fields.get("translation"), dict) else fields
-    names = [str(column) for column in source.columns or source.langs]
-    texts = [found.get(name) for name in names]
-    if not all(isinstance(text, str) for text in texts):
-        raise UserError(
-            f"{place} has no texts in {' and '.join(names)}, but the fields {', '.join(found)}; name two of them in "
-            f"`columns`"
-        )
-    return Unit(number, [str(text).replace("\n", " ") for text in texts], None, score)
+                f"{name} is damaged after row {number - 1}, or is not a {source.format} source: {error}"
+            ) from None
+        if fields is None:
+            return
+        yield row_unit(f"{name}: row {number}", number, fields, source)
 
 
-def conllu_documents(source: SourceSpec) -> Iterator[Unit]:
-    """Yield the documents of a treebank, which start at `# newdoc`. Each sentence before the first one is a
-    document."""
-
-    def sentences() -> Iterator[Passage]:
-        in_document = False
-        for number, (where, sentence) in enumerate(read_sentences(Path(source.paths[0])), start=1):
-            text = next((line for line in sentence.comments if line.startswith("# text =")), None)
-            if text is None:
-                raise UserError(f"{where}: the sentence has no `# text =`; add it")
-            starts = any(re.match(r"# newdoc\b", line) for line in sentence.comments)
-            yield number, starts or not in_document, [text.partition("=")[2].strip()]
-            in_document = in_document or starts
-
-    return join_passages(sentences())
-
-
-def table_rows(source: SourceSpec) -> Iterator[Unit]:
-    """Yield a unit for each row of a parquet file, or of a folder that `save_to_disk` wrote."""
-    path = source.paths[0]
-    for number, fields in enumerate(_rows_in(path, *TABLES[source.format]), start=1):
-        yield _row(f"{path}: row {number}", number, fields, source)
-
-
-def _rows_in(name: str, batches: Callable[[str], Iterator[Any]], form: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of Arrow's batches. Any exception becomes a UserError, since damaged files raise many."""
-    number = 0
-    try:
-        for batch in batches(name):
-            batch.validate(full=True)
-            for row in batch.to_pylist():
-                yield row
-                number += 1
-    except Exception as error:
-        raise UserError(f"{name} is damaged after row {number}, or is not a {form}: {error}") from None
-
-
-def _parquet(name: str) -> Iterator[Any]:
+def parquet_rows(name: str) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(name) as file:
-        yield from file.iter_batches(1024)
+    problem = pointer_problem(Path(name))
+    if problem:
+        raise UserError(problem)
+    with pyarrow.parquet.ParquetFile(name) as table:
+        for batch in table.iter_batches(1024):
+            batch.validate(full=True)
+            yield from batch.to_pylist()
 
 
-def _data_set(name: str) -> Iterator[Any]:
+def data_set_rows(source: SourceSpec) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a folder of `save_to_disk`, of another local data set, or of a hub's, which is streamed."""
     import datasets
 
-    found = datasets.load_from_disk(name)
-    found = found["train"] if isinstance(found, datasets.DatasetDict) else found
-    yield from found.with_format("arrow").iter(1024)
+    name, split = source.paths[0], source.split or "train"
+    if is_saved_data_set(Path(name)):
+        rows = datasets.load_from_disk(name)
+        if isinstance(rows, datasets.DatasetDict):
+            rows = rows[split]
+        for batch in rows.with_format("arrow").iter(1024):
+            batch.validate(full=True)
+            yield from batch.to_pylist()
+        return
+    streaming = not Path(name).exists()
+    yield from datasets.load_dataset(name, source.config, split=split, streaming=streaming)
 
 
-TABLES = {
-    "parquet": (_parquet, "parquet file"),
-    "datasets": (_data_set, "folder of save_to_disk, with a split `train` or without splits"),
-}
+class ShardRecord(NamedTuple):
+    texts: tuple[str, ...]
+    starts: bool
+    """True if a monolingual record starts a document."""
+    links: str | None
+    counts_words: bool
+    """True if the links number words as data/words.py divides a text; False: words between spaces and tabs."""
 
 
-def shard_records(source: SourceSpec) -> Iterator[Unit]:
-    """Yield the pairs or documents of shards. Their links number words as data/words.py divides a text."""
+def shard_units(source: SourceSpec, paragraphs: int) -> Iterator[Unit]:
+    """Yield the pairs or documents of shards, of our own or of others'."""
+    records = enumerate(foreign_records(source) if source.is_foreign else own_records(source), start=1)
+    if source.mono:
+        passages = (Passage(number, record.starts, [*record.texts]) for number, record in records)
+        yield from join_passages(((passage, passage.line) for passage in passages), paragraphs)
+        return
+    for number, record in records:
+        linked = None
+        if record.links is not None and record.counts_words:
+            linked = [" ".join(words) for words, _ in split(list(record.texts))]
+        yield Unit(number, [*record.texts], record.links, linked)
+
+
+def own_records(source: SourceSpec) -> Iterator[ShardRecord]:
     shards = Source(source.paths[0])
-
-    def places() -> Iterator[tuple[int, int]]:
-        return ((shard, record) for shard, records in enumerate(shards.counts.tolist()) for record in range(records))
-
-    records = enumerate((shards.with_words(shards.read(*place)) for place in places()), start=1)
-    if source.pairs:
-        return (Unit(number, [*record.texts], record.links) for number, record in records)
-    starts = (not shards.continues_document(*place) for place in places())
-    return join_passages((number, new, [*record.texts]) for (number, record), new in zip(records, starts, strict=True))
+    for shard, records in enumerate(shards.counts.tolist()):
+        for place in range(records):
+            record = shards.with_words(shards.read(shard, place))
+            yield ShardRecord(record.texts, not shards.continues_document(shard, place), record.links, True)
 
 
-Reader = Callable[[SourceSpec], Iterator[Unit]]
-READERS: dict[tuple[str, str], Reader] = {
-    ("pairs", "text"): text_pairs,
-    ("pairs", "zst"): text_pairs,
-    ("pairs", "tsv"): tsv_pairs,
-    ("pairs", "tmx"): tmx_pairs,
-    ("pairs", "jsonl"): json_rows,
-    ("pairs", "opus"): opus_pairs,
-    ("pairs", "parquet"): table_rows,
-    ("pairs", "datasets"): table_rows,
-    ("pairs", "shards"): shard_records,
-    ("mono", "shards"): shard_records,
-    ("mono", "text"): text_documents,
-    ("mono", "jsonl"): json_rows,
-    ("mono", "conllu"): conllu_documents,
-    ("mono", "parquet"): table_rows,
-    ("mono", "datasets"): table_rows,
+def foreign_records(source: SourceSpec) -> Iterator[ShardRecord]:
+    """Yield the records of tars that webdataset opens: paths and URLs with braces, `pipe:` and others. Raises
+    UserError."""
+    doc = None
+    for record, counts_words in webdataset_records(source.paths[0], source.langs):
+        starts = record.doc is None or record.doc != doc
+        doc = record.doc
+        yield ShardRecord(record.texts, starts, record.links, counts_words)
+
+
+def webdataset_records(urls: str, langs: tuple[str, ...]) -> Iterator[tuple[Record, bool]]:
+    """Yield the records of WebDataset tars in the languages `langs` (none: those of each sample), and whether their
+    links number words as data/words.py divides texts. Raises UserError."""
+    import webdataset
+
+    place = "the start"
+    try:
+        for sample in webdataset.WebDataset(urls, shardshuffle=False):
+            place = f"sample {sample['__key__']!r} of {sample['__url__']}"
+            for record in sample_records(sample, langs):
+                yield record, "jsonl" in sample
+    except Exception as error:  # of tars, of servers, of programs behind pipes, of JSON: there are many
+        raise UserError(f"{urls}: at or after {place}: {error}; correct the tar, or its address") from None
+
+
+def sample_records(sample: dict[str, Any], langs: tuple[str, ...]) -> list[Record]:
+    """Return the records of a sample of WebDataset: JSON lines, a JSON object, or a text for each language. Raises
+    ValueError."""
+    if "jsonl" in sample:
+        records = [Record.from_dict(parse_json(line)) for line in sample["jsonl"].splitlines() if line.strip()]
+    elif "json" in sample:
+        records = [Record.from_dict({"key": sample["__key__"]} | parse_json(sample["json"]))]
+    else:
+        texts = dict[str, str]()
+        for name, content in sample.items():
+            if name == "txt" and len(langs) == 1:
+                texts[langs[0]] = content.decode()
+            elif name.endswith(".txt") and name.count(".") == 1 and name != "links.txt":
+                texts[name.removesuffix(".txt")] = content.decode()
+        links = sample["links.txt"].decode() if "links.txt" in sample else None
+        fields = {"key": sample["__key__"], "langs": [*texts], "texts": [*texts.values()], "links": links}
+        if len(texts) > len(langs) > 0:
+            fields |= chosen_sides(texts, langs)
+        records = [Record.from_dict(fields)]
+    return [in_order(record, langs) for record in records]
+
+
+def chosen_sides(texts: dict[str, str], langs: tuple[str, ...]) -> dict[str, list[str]]:
+    """Return the fields `langs` and `texts` of the texts in these languages."""
+    names = [name for name in (fitting_name(lang, texts) for lang in langs) if name]
+    return {"langs": names, "texts": [texts[name] for name in names]}
+
+
+def in_order(record: Record, langs: tuple[str, ...]) -> Record:
+    """Return the record with its sides in the order of `langs`. Raises ValueError if it has other languages."""
+    if not langs or record.langs == langs:
+        return record
+    sides = dict(zip(record.langs, record.texts, strict=True))
+    names = [fitting_name(lang, sides) for lang in langs]
+    if None in names or len(names) != len(record.langs):
+        raise ValueError(f"it has texts in {', '.join(record.langs)}, not in {' and '.join(langs)}")
+    links = record.links
+    if links is not None and names != [*record.langs]:
+        flipped = (link.partition("-") for link in links.split())
+        links = " ".join(f"{second}-{first}" for first, _, second in flipped)
+    return record._replace(langs=langs, texts=tuple(sides[name] for name in names if name), links=links)
+
+
+Reader = Callable[[SourceSpec, int], Iterator[Unit]]
+READERS: dict[str, Reader] = {
+    "text": read_text,
+    "tsv": tsv_pairs,
+    "tmx": tmx_pairs,
+    "jsonl": json_rows,
+    "parquet": table_rows,
+    "datasets": table_rows,
+    "shards": shard_units,
 }
+"""The key of a source that names its files -> the function that reads them, with the most paragraphs of a document."""
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 

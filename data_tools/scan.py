@@ -16,8 +16,6 @@ from xscale.errors import UserError
 from xscale.files import sha256_file
 from xscale.record import Record, is_sample_member, parse_json, parse_sample, sample_key
 
-from .survey import Survey
-
 
 @dataclass(frozen=True)
 class ScannedShard:
@@ -25,7 +23,6 @@ class ScannedShard:
     layout: str
     langs: tuple[str, ...]
     idx: np.ndarray
-    survey: Survey
     moved: list[str]
     """Keys of pairs whose links would join other words if all white space divided words (link_projection.py)."""
 
@@ -37,8 +34,8 @@ class ScannedShard:
 def scan_shard(
     path: Path, langs: tuple[str, ...] | None = None, links_count: dict[str, str] | None = None
 ) -> ScannedShard:
-    """Return the byte range and checksum of every record of a tar, with its languages and a survey of its texts. Raises
-    UserError, which names the file and the record.
+    """Return the byte range and checksum of every record of a tar, with its languages. Raises UserError, which names
+    the file and the record.
 
     langs: the languages of samples that do not name theirs. links_count: {layout: the segmentation (a key of
     SEGMENTATIONS) whose words the links of this layout refer to}, to check that the links fit the texts.
@@ -46,7 +43,6 @@ def scan_shard(
     ranges: list[tuple[int, int, int]] = []
     moved: list[str] = []
     found_langs, layout, doc = langs, "", None
-    survey: Survey | None = None
     try:
         for layout, record, offset, data in _read_records(path, langs):
             if found_langs is None:
@@ -63,15 +59,13 @@ def scan_shard(
                     moved.append(record.key)
             ranges += idx_entries(record, offset, data, follows=record.doc is not None and record.doc == doc)
             doc = record.doc
-            survey = survey or Survey(len(record.texts))
-            survey.add(record.texts)
     except (ValueError, tarfile.TarError, EOFError) as error:
         raise UserError(f"{path}: record {len(ranges)}: {error}") from None
-    if not ranges or found_langs is None or survey is None:
+    if not ranges or found_langs is None:
         raise UserError(f"{path} holds no record, because the tar is empty or cut off; write it again")
     idx = np.array(ranges, dtype=IDX_DTYPE)
     shard = Shard(path.name, len(ranges), path.stat().st_size, sha256_file(path), zlib.crc32(idx.tobytes()))
-    return ScannedShard(shard, layout, found_langs, idx, survey, moved)
+    return ScannedShard(shard, layout, found_langs, idx, moved)
 
 
 def _read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[tuple[str, Record, int, bytes]]:

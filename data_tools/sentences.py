@@ -2,6 +2,7 @@
 
 import re
 
+from xscale.data.scripts import short_code
 from xscale.data.words import Class, class_of
 
 _ENDS = re.compile(r"(?<=[\u17d4\u17d5])\s*|(?<=[。！？])(?=\d)")
@@ -23,7 +24,7 @@ def split_sentences(text: str, language: str) -> list[str]:
     """Return the sentences of a paragraph, in order. They contain all of its visible characters."""
     import sentencex
 
-    code, pieces = language.partition("-")[0].lower(), [""]
+    code, pieces = short_code(language), [""]
     for piece in sentencex.segment(code, text):
         end = pieces[-1][-_END:]
         if _INITIAL.search(end) or (_WITH_ORDINALS.fullmatch(code) and _ORDINAL.search(end)):

@@ -1,45 +1,61 @@
 """Small demo corpora for tests and benchmarks, in the layout of data_tools.demo_corpus, written without `prepare`: they
 have the world's own word links, a thousand held-out pairs at any size, and as many records as a test asks for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+from data_tools import index
 from data_tools import tokenizer as tokenizers
-from data_tools import write_shards as writer
 from data_tools.demo_world import FIRST_YY, WRITTEN, World
+from data_tools.steps import CHUNK_UNITS, write_shard
 from xscale.data.shards import find_sources
 from xscale.record import Record
 
 HELDOUT = 1000
 
 
+def write_records(documents: Iterable[list[Record]], out: Path, name: str, shard_records: int, made_by: Any) -> None:
+    """Write a source of shards. documents: the records of each pair or document, which no shard divides."""
+    out.mkdir(parents=True)
+    written = 0
+
+    def shard_of(document: list[Record]) -> int:
+        nonlocal written
+        shard = written // shard_records
+        written += len(document)
+        return shard
+
+    for number, (_, group) in enumerate(groupby(documents, shard_of)):
+        write_shard(out / f"{name}-{number:06d}.tar", [record for document in group for record in document])
+    index.build_index(out, None, made_by, links_count="unicode")
+
+
 def build(out: Path, pairs: int, mono: int) -> None:
     """Write the whole corpus; en-yy and yy have a fifth as many pairs and sentences."""
     world, made_by = World(0), {"tool": "tests.demo_shards"}
 
-    def pair_lines(first: int, count: int, other: str = "xx") -> Iterator[writer.InputLine]:
+    def pair_records(first: int, count: int, other: str = "xx") -> Iterator[list[Record]]:
         for number in range(1, count + 1):
             *texts, links = world.pair(first + number - 1, other)
-            key = f"demo.en-{other}-{first + number:09d}"
-            yield writer.InputLine(number, "", [Record(key, ("en", other), tuple(texts), links)])
+            yield [Record(f"demo.en-{other}-{first + number:09d}", ("en", other), tuple(texts), links)]
 
-    def mono_lines(language: str) -> Iterator[writer.InputLine]:
+    def mono_records(language: str) -> Iterator[list[Record]]:
         written = documents = 0
         while written < (wanted := mono // 5 if language == "yy" else mono):
-            sentences = world.document(language, documents := documents + 1)[: wanted - written]
-            first = written + 1
+            documents += 1
+            sentences = world.document(language, documents)[: wanted - written]
+            numbered = enumerate(sentences, start=written + 1)
+            yield [Record(f"demo.{language}-{n:09d}", (language,), (text,), doc=documents) for n, text in numbered]
             written += len(sentences)
-            for number, text in enumerate(sentences, start=first):
-                yield writer.InputLine(
-                    first, "", [Record(f"demo.{language}-{number:09d}", (language,), (text,), doc=documents)]
-                )
 
-    lines = writer.SHARD_LINES // 4
-    writer.write_shards(pair_lines(0, pairs), out / "pairs", "pairs", lines, made_by)
-    writer.write_shards(pair_lines(pairs, HELDOUT), out / "heldout" / "pairs", "pairs", lines, made_by)
-    writer.write_shards(pair_lines(FIRST_YY, pairs // 5, "yy"), out / "pairs_yy", "pairs", lines, made_by)
+    size = CHUNK_UNITS // 4
+    write_records(pair_records(0, pairs), out / "pairs", "pairs", size, made_by)
+    write_records(pair_records(pairs, HELDOUT), out / "heldout" / "pairs", "pairs", size, made_by)
+    write_records(pair_records(FIRST_YY, pairs // 5, "yy"), out / "pairs_yy", "pairs", size, made_by)
     for language in WRITTEN:
-        writer.write_shards(mono_lines(language), out / f"mono_{language}", "mono", lines, made_by)
+        write_records(mono_records(language), out / f"mono_{language}", "mono", size, made_by)
     texts = tokenizers.shard_texts(find_sources([out]), 20_000)
     tokenizers.train(texts, "wordpiece", 4000, lowercase=False).save_pretrained(out / "tokenizer")
     (out / "lexicon").mkdir()

@@ -1,108 +1,189 @@
-"""Reads text files line by line: plain, .gz, .xz or .zst. A cut-off file is an error. Errors name file and line."""
+"""Reads text files line by line: plain, .gz, .xz, .bz2 or .zst. A cut-off file is an error. Errors name file and line.
 
+One rule for all readers: a line ends at "\\n", and "\\r" before it is no text. U+FEFF, the byte-order mark, is no text
+wherever it stands. A file whose only line ends are "\\r" is refused.
+"""
+
+import bz2
 import lzma
+import re
 import unicodedata
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+import zstandard
 
 from xscale.errors import UserError
-from xscale.files import HEAD_BYTES, pointer_in
+from xscale.files import pointer_in
 
-_BLOCK = 1 << 10
-"""The number of bytes that are decompressed at once; the text in them may be 32,768 times as large."""
+_BLOCK, _PACKED_BLOCK = 1 << 16, 1 << 10
+"""The number of bytes that are read at once, and of those that are decompressed at once: their text may be 32,768 times
+as large."""
 _LONGEST_LINE = 1 << 26
 """The maximum number of bytes of a line; a file with a longer line is refused, so that memory is bounded."""
-_TABLE = "is a table; let `python -m data_tools.prepare` read it (`{}:` in corpus.yaml)"
-_FORMS = {
-    b"\x1f\x8b": "is compressed by gzip; name it .gz",
-    b"\xfd7zXZ": "is compressed by xz; name it .xz",
-    b"\x28\xb5\x2f\xfd": "is compressed by zstd; name it .zst",
-    b"PAR1": _TABLE.format("parquet"),
-    **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), "is an Arrow file; write it as parquet"),
-    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`"),
+_ZSTD_WINDOW = 1 << 31
+"""The largest window of a zstd stream that is read, that of `zstd --long=31`. libzstd alone stops at 2^27."""
+_MARKS = re.compile("(?<=[^ \t])\ufeff|\ufeff(?=[^ \t])")
+"""Byte-order marks, but those between spaces: an aligner counts them as words, so they go when links are converted."""
+_PREPARE = "let `python -m data_tools.prepare` read it (`{}:` in corpus.yaml)"
+_PACKED = {
+    b"\x1f\x8b": ("gzip", ".gz"),
+    b"\xfd7zXZ": ("xz", ".xz"),
+    **{b"BZh%d1AY&SY" % level: ("bzip2", ".bz2") for level in range(1, 10)},
+    b"\x28\xb5\x2f\xfd": ("zstd", ".zst"),
 }
-"""First bytes of a file that is not plain text -> what its error message says."""
+"""First bytes of a compressed file -> the program that wrote it, and the suffix by which the file is decompressed."""
+_UTF16 = b"\xff\xfe"
+_NO_TEXT = {
+    b"PAR1": f"is a parquet table; {_PREPARE.format('parquet')}",
+    b"PK\x03\x04": "is a zip file; extract its members by `unzip`",
+    **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), "is an Arrow file; write it as parquet"),
+    **dict.fromkeys((_UTF16, b"\xfe\xff"), "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`"),
+}
+"""First bytes of a file that is not UTF-8 text -> what its error message says."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, line without its end) for a UTF-8 file. Raises UserError."""
-    number = 0
+    number, line = 0, ""
     try:
-        with path.open("rb") as file:
-            problem = pointer_in(file.peek(HEAD_BYTES))
-            if problem:
-                raise UserError(f"{path} {problem}")
-            for number, raw in enumerate(_OPENERS.get(path.suffix, _plain)(file), start=1):
-                if len(raw) > _LONGEST_LINE:
-                    raise UserError(f"{path}: line {number} has more than {_LONGEST_LINE:,} bytes; split or remove it")
-                if number == 1:
-                    _check_form(path, raw)
-                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-    except FileNotFoundError:
-        raise UserError(f"{path} not found") from None
-    except IsADirectoryError:
-        check_not_datasets_folder(path)
-        raise UserError(f"{path} is a folder; give a file of text") from None
+        for number, raw in enumerate(_split_lines(read_blocks(path)), start=1):
+            if len(raw) > _LONGEST_LINE:
+                raise UserError(f"{path}: line {number} has more than {_LONGEST_LINE:,} bytes; split or remove it")
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
+            yield number, _MARKS.sub("", line) if "\ufeff" in line else line
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line). Extract the "
             f"file, or convert it from its encoding, such as by `iconv -f LATIN1 -t UTF-8`"
         ) from None
-    except (EOFError, lzma.LZMAError, zlib.error) as error:
+    if number == 1 and "\r" in line:
+        raise UserError(f"{path} has no line end but carriage returns; convert it first: `tr '\\r' '\\n'`")
+
+
+def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
+    """Yield the bytes of a file in blocks, decompressed by the file's suffix. Raises UserError, also for a file that is
+    empty, a pointer of Git LFS, a web page or another format than text. is_xml: UTF-16 is text, too."""
+    lines = 0
+    try:
+        with path.open("rb") as file:
+            packed = path.suffix in _DECODERS
+            size = _PACKED_BLOCK if packed else _BLOCK
+            head = file.read(size)
+            problem = pointer_in(head) if head else "is empty; give a file with text"
+            if problem:
+                raise UserError(f"{path} {problem}")
+            blocks: Iterator[bytes] = chain([head], iter(partial(file.read, size), b""))
+            if packed:
+                _check_suffix(path, head)
+                blocks = _decompressed(blocks, path.suffix)
+            is_first = True
+            for block in blocks:
+                if is_first and block:
+                    _check_text_head(path, block, packed, is_xml)
+                    is_first = False
+                lines += block.count(b"\n")
+                yield block
+    except FileNotFoundError:
+        raise UserError(f"{path} not found") from None
+    except IsADirectoryError:
+        check_not_datasets_folder(path)
+        raise UserError(f"{path} is a folder; give a file of text") from None
+    except EOFError as error:
         raise UserError(
-            f"{path}: cannot be decompressed after line {number} ({error}); the file is damaged, copy it again"
+            f"{path}: cannot be decompressed after line {lines} ({error}); the file is damaged, copy it again"
         ) from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read after line {number} ({error.strerror})") from None
+        raise UserError(f"{path}: cannot be read after line {lines} ({error.strerror or error})") from None
 
 
-def _check_form(path: Path, line: bytes) -> None:
-    form = next((form for start, form in _FORMS.items() if line.startswith(start)), None)
+def _check_suffix(path: Path, head: bytes) -> None:
+    """Raise UserError if a file is not compressed as its suffix says. head: the file's first bytes."""
+    for magic, (program, suffix) in _PACKED.items():
+        if head.startswith(magic):
+            if suffix != path.suffix:
+                raise UserError(f"{path} is compressed by {program}; name it {suffix}")
+            return
+    try:
+        head[:-3].decode()
+    except UnicodeDecodeError:
+        return
+    if b"\0" not in head and len(head) > 3:
+        raise UserError(f"{path} is plain text and not compressed; leave {path.suffix} out of its name")
+
+
+def _check_text_head(path: Path, head: bytes, unpacked: bool, is_xml: bool) -> None:
+    """Raise UserError unless text begins with `head`. unpacked: the text was decompressed."""
+    pointer = pointer_in(head)
+    if pointer:
+        raise UserError(f"{path} {pointer}")
+    for magic, (program, suffix) in _PACKED.items():
+        if head.startswith(magic):
+            if unpacked:
+                raise UserError(f"{path} is compressed twice, inside by {program}; decompress it once")
+            raise UserError(f"{path} is compressed by {program}; name it {suffix}")
+    form = next((form for start, form in _NO_TEXT.items() if head.startswith(start)), None)
+    line = head.partition(b"\n")[0]
     if form is None and len(line) >= 8 and 3 * line.count(0) > len(line):
-        form = _FORMS[b"\xff\xfe"]
-    if form:
+        form = _NO_TEXT[_UTF16]
+    if form and not (is_xml and form == _NO_TEXT[_UTF16]):
         raise UserError(f"{path} {form}")
 
 
 def check_not_datasets_folder(path: Path) -> None:
     """Raise UserError for a folder that `save_to_disk` of the `datasets` library wrote."""
-    if (path / "dataset_dict.json").exists() or all((path / f"{n}.json").exists() for n in ("dataset_info", "state")):
-        raise UserError(f"{path} {_TABLE.format('datasets')}")
+    if is_saved_data_set(path):
+        raise UserError(f"{path} is a data set; {_PREPARE.format('datasets')}")
 
 
-def _plain(file: BinaryIO) -> Iterator[bytes]:
-    return iter(partial(file.readline, _LONGEST_LINE + 1), b"")
+def is_saved_data_set(path: Path) -> bool:
+    """Return whether `save_to_disk` of the `datasets` library wrote the folder."""
+    parts = (path / "dataset_info.json", path / "state.json")
+    return (path / "dataset_dict.json").exists() or all(part.exists() for part in parts)
 
 
-def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    import zstandard
+_DECODERS: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
+    ".bz2": bz2.BZ2Decompressor,
+    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj(),
+}
+"""The suffix of a compressed file -> a function that makes a decoder of one stream."""
 
-    try:
-        yield from _decompressed(file, lambda: zstandard.ZstdDecompressor().decompressobj(), padding=b"")
-    except zstandard.ZstdError as error:
-        raise EOFError(str(error)) from None
 
-
-def _decompressed(file: BinaryIO, make_decoder: Callable[[], Any], padding: bytes = b"\0") -> Iterator[bytes]:
+def _decompressed(blocks: Iterator[bytes], suffix: str) -> Iterator[bytes]:
     """Yield the text of all compressed streams of a file in blocks. Unlike the libraries' own readers, refuse a cut-off
-    stream and trailing bytes that are no stream. padding: the byte that may be repeated after a stream."""
-    decoder, data, ignored = None, b"", b""
-    while data := data or file.read(_BLOCK):
-        if decoder or (data := data.lstrip(ignored)):
-            decoder = decoder or make_decoder()
-            yield decoder.decompress(data)
-            data, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
-            ignored = padding
-    if decoder or not file.tell():
-        raise EOFError("it ends inside a stream" if decoder else "it is empty")
+    stream and trailing bytes that are no stream. Raises EOFError."""
+    padding = b"" if suffix == ".zst" else b"\0"
+    decoder: Any = None
+    data = ignored = b""
+    while data := data or next(blocks, b""):
+        if not decoder:
+            data = data.lstrip(ignored)
+            if not data:
+                continue
+            decoder = _DECODERS[suffix]()
+        try:
+            text = decoder.decompress(data)
+        except (lzma.LZMAError, zlib.error, zstandard.ZstdError, OSError) as error:
+            raise EOFError(str(error)) from None
+        yield text
+        data = decoder.unused_data if decoder.eof else b""
+        if decoder.eof:
+            decoder = None
+        ignored = padding
+    if decoder:
+        raise EOFError("it ends inside a stream")
 
 
 def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the lines, without line ends, of a text that comes in blocks. A line over _LONGEST_LINE may be cut off."""
-    rest, size = list[bytes](), 0
+    rest = list[bytes]()
+    size = 0
     for block in blocks:
         first, *others = block.split(b"\n")
         rest.append(first)
@@ -110,16 +191,10 @@ def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
         if others or size > _LONGEST_LINE:
             yield b"".join(rest)
             yield from others[:-1]
-            rest, size = others[-1:], len(others[-1]) if others else 0
+            rest = others[-1:]
+            size = len(others[-1]) if others else 0
     if size:
         yield b"".join(rest)
-
-
-_OPENERS: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {
-    ".gz": lambda file: _split_lines(_decompressed(file, lambda: zlib.decompressobj(16 + zlib.MAX_WBITS))),
-    ".xz": lambda file: _split_lines(_decompressed(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ))),
-    ".zst": lambda file: _split_lines(_unzstd(file)),
-}
 
 
 def piece_of_text(text: str, number: int, pieces: int) -> str:
