@@ -142,7 +142,8 @@ def test_odd_characters_survive(tmp_path: Path, corpus_files, write_pairs) -> No
         "nul \x00 ü" + "x" * 70000,
     ]
     write_pairs(*corpus_files(odd, odd[::-1]), tmp_path / "out")
-    expected = [[a.strip(), b.strip()] for a, b in zip(odd, odd[::-1], strict=True)]
+    texts = [text.replace("\r", " ").replace("\ufeff", "") for text in odd]  # which are no text: docs/data.md
+    expected = [[a, b] for a, b in zip(texts, texts[::-1], strict=True)]
     assert [record["texts"] for record in read_all(Source(tmp_path / "out"))] == expected
     dataset = webdataset.WebDataset(str(tmp_path / "out" / "pairs-000000.tar"), shardshuffle=False)
     lines = [line for sample in dataset for line in sample["jsonl"].split(b"\n") if line]
