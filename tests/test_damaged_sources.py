@@ -79,6 +79,8 @@ def test_odd_text_arrives_whole_or_is_refused(tmp_path: Path, name: str) -> None
         (tmp_path / str(number)).mkdir()
         pairs = [*PAIRS[:3], (odd, odd + "z"), *PAIRS[3:6]]
         found, told = texts_of(source(tmp_path / str(number), name, pairs))
+        found = [[text.replace("\ufeff", "") for text in texts] for texts in found]  # which readers of lines leave out
+        pairs = [tuple(text.replace("\ufeff", "") for text in pair) for pair in pairs]
         expected = [[a] if name in MONO else [a, b] for a, b in pairs]
         if name.startswith("tmx"):
             expected = [[text.replace("\r", " ") for text in texts] for texts in expected]
