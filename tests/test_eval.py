@@ -20,6 +20,7 @@ from data_tools import tokenizer as train_tokenizer
 from tests.conftest import tar_lines
 from tests.rows import one_thread  # noqa: F401
 from xscale.data.tokenizer import Tokenizer
+from xscale.errors import UserError
 from xscale.eval import heldout, retrieval, run
 from xscale.eval.model import ExportedModel
 
@@ -200,6 +201,15 @@ def test_folders_that_others_saved(
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"none")
     assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
     assert "hf cannot be loaded" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_sentencepiece_alone_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """InfoXLM and XLM-Align have no tokenizer.json; transformers' own message names tiktoken, which cannot read it."""
+    (tmp_path / "config.json").write_text('{"model_type": "xlm-roberta"}')
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    monkeypatch.setattr("xscale.data.tokenizer.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"sentencepiece\.bpe\.model .*pip install sentencepiece"):
+        Tokenizer(tmp_path)
 
 
 # Retrieval

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,6 +94,12 @@ class Tokenizer:
             fast = tokenizer.is_fast
             special, ids = special_ids(tokenizer), [*tokenizer.get_vocab().values()]
         except Exception as error:
+            models = [] if has_json else sorted(Path(path).glob("*.model"))
+            if models and find_spec("sentencepiece") is None:  # transformers would name tiktoken
+                raise UserError(
+                    f"tokenizer {path} cannot be loaded: {models[0].name} is a model of sentencepiece; install the "
+                    f"package that reads it: `pip install sentencepiece`"
+                ) from None
             nowhere = "" if Path(path).exists() else f"no such folder in {Path.cwd()}; from the hub: "
             raise UserError(
                 f"tokenizer {path} cannot be loaded ({nowhere}{str(error).splitlines()[0]}). Set model.tokenizer to a "
