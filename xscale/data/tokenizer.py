@@ -72,6 +72,17 @@ def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
     ]
 
 
+def check_sentencepiece(path: Path) -> None:
+    """Raise UserError if a folder has only sentencepiece's model and that package is absent. Transformers would name
+    tiktoken, which cannot read the model."""
+    models = sorted(path.glob("*.model"))
+    if models and not (path / "tokenizer.json").exists() and find_spec("sentencepiece") is None:
+        raise UserError(
+            f"tokenizer {path} cannot be loaded: {models[0].name} is a model of sentencepiece; install the package "
+            f"that reads it: `pip install sentencepiece`"
+        )
+
+
 class Tokenizer:
     """A Hugging Face fast tokenizer, reduced to what the data path needs."""
 
@@ -94,12 +105,7 @@ class Tokenizer:
             fast = tokenizer.is_fast
             special, ids = special_ids(tokenizer), [*tokenizer.get_vocab().values()]
         except Exception as error:
-            models = [] if has_json else sorted(Path(path).glob("*.model"))
-            if models and find_spec("sentencepiece") is None:  # transformers would name tiktoken
-                raise UserError(
-                    f"tokenizer {path} cannot be loaded: {models[0].name} is a model of sentencepiece; install the "
-                    f"package that reads it: `pip install sentencepiece`"
-                ) from None
+            check_sentencepiece(Path(path))
             nowhere = "" if Path(path).exists() else f"no such folder in {Path.cwd()}; from the hub: "
             raise UserError(
                 f"tokenizer {path} cannot be loaded ({nowhere}{str(error).splitlines()[0]}). Set model.tokenizer to a "
