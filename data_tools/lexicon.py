@@ -13,7 +13,7 @@ the sample of 20 %.
 import argparse
 from collections import Counter
 from collections.abc import Iterator
-from itertools import compress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from xscale import files, rng
@@ -28,126 +28,148 @@ from xscale.record import Record
 from .command import run
 
 Entry = tuple[str, str]
+COUNTED_AT_ONCE = 10_000
+"""The number of a language's texts whose words are counted in one call."""
+
+
+@dataclass
+class LinkCounts:
+    """Counts over all records with word links. Words are in lower case."""
+
+    pairs: Counter[Entry] = field(default_factory=Counter)
+    """Links by the two words that they connect."""
+    first: Counter[str] = field(default_factory=Counter)
+    """Occurrences of the first language's words."""
+    second: Counter[str] = field(default_factory=Counter)
+    """Occurrences of the second language's words."""
+
+    def add(self, texts: list[str], links: list[tuple[int, int]]) -> None:
+        """Count the words of a pair's two texts, and its links between words."""
+        first, second = split([text.lower() for text in texts])
+        first_words, first_is_word = first
+        second_words, second_is_word = second
+        for word, is_word in zip(first_words, first_is_word, strict=True):
+            if is_word:
+                self.first[word] += 1
+        for word, is_word in zip(second_words, second_is_word, strict=True):
+            if is_word:
+                self.second[word] += 1
+        for i, j in links:
+            if first_is_word[i] and second_is_word[j]:
+                self.pairs[first_words[i], second_words[j]] += 1
 
 
 def read_oriented(path: Path, langs: tuple[str, str]) -> list[Entry]:
     """Return a file's entries in the order of `langs`. Raises UserError if the file has other languages."""
     order = pair_of(path, langs)
+    entries = read_entries(path)
     if order == langs:
-        return read_entries(path)
+        return entries
     if order[::-1] != langs:
         raise UserError(
             f"{path} names the languages {' and '.join(order)}, but --out names {' and '.join(langs)}; use one pair"
         )
-    return [(b, a) for a, b in read_entries(path)]
+    return [(second, first) for first, second in entries]
 
 
-def count_links(sources: list[Source], langs: tuple[str, str]) -> tuple[Counter, Counter, Counter]:
-    """Return the counts, over all records with links, of linked word pairs, of the first language's words, and of the
-    second language's words. Words are in lower case. Raises UserError if there are no links."""
-    flips: dict[tuple[str, ...], int] = {langs: 1, langs[::-1]: -1}
+def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
+    """Return the counts over all records with links. langs: the order of the sides in the result. Raises UserError for
+    a source in other languages, and if there are no links."""
     for source in sources:
-        if source.langs not in flips:
+        if source.langs not in (langs, langs[::-1]):
             raise UserError(
                 f"{source.directory} holds {'-'.join(source.langs)}, but --out is for {'-'.join(langs)}; remove this "
                 f"directory from the command"
             )
-    pairs, first, second = Counter[Entry](), Counter[str](), Counter[str]()
-    for source, records in read_shards(sources):
-        flip = flips[source.langs]
-        for record in map(source.with_words, records):
-            if record.links is None:
+    counts = LinkCounts()
+    for source in sources:
+        is_reversed = source.langs != langs
+        for record in records_of(source):
+            converted = source.with_words(record)
+            if converted.links is None:
                 continue
-            (a, a_is_word), (b, b_is_word) = split([text.lower() for text in record.texts[::flip]])
-            first.update(compress(a, a_is_word))
-            second.update(compress(b, b_is_word))
-            for link in record.links.split():
-                i, j = (int(end) for end in link.split("-")[::flip])
-                if a_is_word[i] and b_is_word[j]:
-                    pairs[a[i], b[j]] += 1
-    if not pairs:
+            texts = list(converted.texts)
+            links = []
+            for link in converted.links.split():
+                first, _, second = link.partition("-")
+                links.append((int(first), int(second)))
+            if is_reversed:
+                texts = texts[::-1]
+                links = [(second, first) for first, second in links]
+            counts.add(texts, links)
+    if not counts.pairs:
         names = ", ".join(str(source.directory) for source in sources)
         raise UserError(f"{names}: no word links; write the shards with `--links F` or `--align`")
-    return pairs, first, second
+    return counts
 
 
-def read_shards(sources: list[Source]) -> Iterator[tuple[Source, list[Record]]]:
-    """Yield (source, the records of a shard) for each shard of each source."""
-    for source in sources:
-        for number, shard in enumerate(source.shards):
-            yield source, [source.read(number, record) for record in range(shard.records)]
+def records_of(source: Source) -> Iterator[Record]:
+    """Yield the records of a source, shard by shard."""
+    for number, shard in enumerate(source.shards):
+        for record in range(shard.records):
+            yield source.read(number, record)
 
 
 def commonest_forms(sources: list[Source], langs: tuple[str, str]) -> dict[str, Forms]:
     """Return each language's commonest spelling of each word. Raises UserError if a language has no text."""
-    absent = set(langs) - {lang for source in sources for lang in source.langs}
-    if absent:
-        raise UserError(f"--truecase has no text in {', '.join(sorted(absent))}; add shards that have some")
-    counts: dict[str, Counter[str]] = {lang: Counter() for lang in langs}
-    for source, records in read_shards(sources):
-        for side, lang in enumerate(source.langs):
-            if lang in counts:
-                counts[lang] += count_words([[record.texts[side] for record in records]])
-    return {lang: commonest(of_lang) for lang, of_lang in counts.items()}
+    texts_of: dict[str, list[str]] = {language: [] for language in langs}
+    counts: dict[str, Counter[str]] = {language: Counter() for language in langs}
+    for source in sources:
+        for record in records_of(source):
+            for language, text in zip(source.langs, record.texts, strict=True):
+                if language in texts_of:
+                    texts_of[language].append(text)
+                    if len(texts_of[language]) == COUNTED_AT_ONCE:
+                        counts[language] += count_words([texts_of[language]])
+                        texts_of[language] = []
+    forms = {}
+    for language in langs:
+        counts[language] += count_words([texts_of[language]])
+        if not counts[language]:
+            raise UserError(f"--truecase has no text in {language}; add shards that have some")
+        forms[language] = commonest(counts[language])
+    return forms
 
 
-def induce_entries(pairs: Counter, first: Counter, second: Counter, min_count: int, min_share: float) -> list[Entry]:
+def induce_entries(counts: LinkCounts, min_count: int, min_share: float) -> list[Entry]:
     """Return the word pairs that are linked at least `min_count` times, and in at least the share `min_share` of the
     occurrences of the pair's more frequent word. The most frequent pairs come first."""
-    kept = [(a, b) for (a, b), n in pairs.items() if n >= min_count and n >= min_share * max(first[a], second[b])]
-    return sorted(kept, key=lambda entry: (-pairs[entry], entry))
+    kept = []
+    for entry, links in counts.pairs.items():
+        occurrences = max(counts.first[entry[0]], counts.second[entry[1]])
+        if links >= min_count and links >= min_share * occurrences:
+            kept.append(entry)
+    return sorted(kept, key=lambda entry: (-counts.pairs[entry], entry))
 
 
 def sample_entries(entries: list[Entry], share: float, seed: int) -> list[Entry]:
     """Return, in their order, all entries of round(share * n) of the n words of the first language: those with the
     smallest hashes. Spellings that differ only in case are one word."""
-    words = sorted({same_word(word) for word, _ in entries}, key=lambda word: int(rng.key(seed, "lexicon", word)))
-    chosen = set(words[: round(share * len(words))])
+    distinct = {same_word(word) for word, _ in entries}
+    by_hash = sorted(distinct, key=lambda word: int(rng.key(seed, "lexicon", word)))
+    chosen = set(by_hash[: round(share * len(by_hash))])
     return [entry for entry in entries if same_word(entry[0]) in chosen]
 
 
-def filter_entries(
-    entries: list[Entry], args: argparse.Namespace, langs: tuple[str, str], forms: dict[str, Forms]
-) -> tuple[list[Entry], list[str]]:
-    """Return the entries that pass the options, without duplicates, and a line of the report about each option. forms:
-    the spellings that --truecase applies."""
-    report = [f"{len(entries):,} entries"]
-
-    def keep(what: str, kept: list[Entry]) -> None:
-        nonlocal entries
-        report.append(f"{len(kept):,} {what}")
-        entries = kept
-
-    if args.lower:
-        entries = [(a.lower(), b.lower()) for a, b in entries]
-    entries, changed = truecased(entries, langs, forms)
-    if forms:
-        report.append(f"{changed:,} changed to their spelling in the text")
-    keep("distinct", list(dict.fromkeys(entries)))
-    if args.drop_identical:
-        keep("of two different words", [(a, b) for a, b in entries if a != b])
-    if args.min_length > 1:
-        keep(f"of {args.min_length} characters or more", [e for e in entries if min(map(len, e)) >= args.min_length])
-    if args.intersect:
-        other = set(read_oriented(args.intersect, langs))
-        if args.lower:
-            other = {(a.lower(), b.lower()) for a, b in other}
-        keep(f"in {args.intersect} too", [entry for entry in entries if entry in other])
-    if args.share is not None:
-        kept = sample_entries(entries, args.share, args.seed)
-        words, all_words = (len({same_word(word) for word, _ in some}) for some in (kept, entries))
-        keep(f"of {words:,} words sampled from {all_words:,} ({args.share:g}, seed {args.seed})", kept)
-    if args.tokenizer:
-        tokenizer = Tokenizer(args.tokenizer.absolute())
-        sides = [tokenizer.encode_inside([entry[side] for entry in entries]) for side in (0, 1)]
-        unknown = sum(tokenizer.unknown_share(list(ids)) > 0 for ids in zip(*sides, strict=True))
-        report.append(f"{unknown:,} of them with unknown tokens, which training with {args.tokenizer} leaves out")
-    return entries, report
+def count_unknown(entries: list[Entry], tokenizer_directory: Path) -> int:
+    """Return the number of entries that have a token which the tokenizer does not know."""
+    tokenizer = Tokenizer(tokenizer_directory.absolute())
+    first = tokenizer.encode_inside([entry[0] for entry in entries])
+    second = tokenizer.encode_inside([entry[1] for entry in entries])
+    unknown = 0
+    for sides in zip(first, second, strict=True):
+        if tokenizer.unknown_share(list(sides)) > 0:
+            unknown += 1
+    return unknown
 
 
 def write_entries(entries: list[Entry], out: Path) -> None:
     """Write one entry per line, `source target`. If a side has several words, a tab separates the sides."""
-    lines = [("\t" if any(len(side.split()) > 1 for side in entry) else " ").join(entry) + "\n" for entry in entries]
+    lines = []
+    for first, second in entries:
+        has_phrase = len(first.split()) > 1 or len(second.split()) > 1
+        separator = "\t" if has_phrase else " "
+        lines.append(f"{first}{separator}{second}\n")
     files.write_text(out, "".join(lines))
 
 
@@ -166,13 +188,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=0.1,
         help="an induced entry's lowest ratio of links to occurrences of its more frequent word",
     )
-    parser.add_argument("--lower", action="store_true", help="lower-case every entry")
     parser.add_argument(
         "--truecase", type=Path, nargs="+", metavar="DIR", help="spell words as the text of these shards mostly does"
     )
     parser.add_argument("--tokenizer", type=Path, metavar="T", help="a tokenizer, to count entries with unknown tokens")
     parser.add_argument("--drop_identical", action="store_true", help="leave out a word that is its own translation")
-    parser.add_argument("--min_length", type=int, default=1, help="the fewest characters of each side")
     parser.add_argument(
         "--intersect", type=Path, metavar="F", help="keep only entries that F also has, in either direction"
     )
@@ -192,12 +212,32 @@ def main(argv: list[str] | None = None) -> None:
     files.check_writable(args.out)
     if args.share is not None and not 0 < args.share <= 1:
         raise UserError(f"--share {args.share} must be above 0 and at most 1")
+
     if sources:
-        entries = induce_entries(*count_links(sources, langs), args.min_count, args.min_share)
+        entries = induce_entries(count_links(sources, langs), args.min_count, args.min_share)
     else:
-        entries = [entry for path in args.dict for entry in read_oriented(path, langs)]
-    forms = commonest_forms(find_sources(args.truecase), langs) if args.truecase else {}
-    entries, report = filter_entries(entries, args, langs, forms)
+        entries = []
+        for path in args.dict:
+            entries += read_oriented(path, langs)
+    report = [f"{len(entries):,} entries"]
+    if args.truecase:
+        entries, changed = truecased(entries, langs, commonest_forms(find_sources(args.truecase), langs))
+        report.append(f"{changed:,} changed to their spelling in the text")
+    entries = list(dict.fromkeys(entries))
+    report.append(f"{len(entries):,} distinct")
+    if args.drop_identical:
+        entries = [(first, second) for first, second in entries if first != second]
+        report.append(f"{len(entries):,} of two different words")
+    if args.intersect:
+        others = set(read_oriented(args.intersect, langs))
+        entries = [entry for entry in entries if entry in others]
+        report.append(f"{len(entries):,} in {args.intersect} too")
+    if args.share is not None:
+        entries = sample_entries(entries, args.share, args.seed)
+        report.append(f"{len(entries):,} of a share {args.share:g} of the words (seed {args.seed})")
+    if args.tokenizer:
+        unknown = count_unknown(entries, args.tokenizer)
+        report.append(f"{unknown:,} of them with unknown tokens, which training with {args.tokenizer} leaves out")
     if not entries:
         raise UserError(f"nothing to write to {args.out}: {', '.join(report)}")
     write_entries(entries, args.out)

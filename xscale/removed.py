@@ -10,6 +10,8 @@ from pathlib import Path
 """Flags, recipe fields and commands of xscale 0.1, and what to use instead. An error names it. Goes with 0.3."""
 
 FLAGS: dict[str, str] = {
+    "lexicon --lower": "lower-case the file first: `tr '[:upper:]' '[:lower:]'`; or use --truecase",
+    "lexicon --min_length": "filter the file first, as by awk 'length($1) > 1'",
     "report --watch": "`tensorboard --logdir runs` has live curves",
     "report --png": "the pictures of the page are SVG; save them from a browser",
     "report --scores": "give result files like runs: `xscale.report A.json B.json --out table.html`",
