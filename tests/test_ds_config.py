@@ -276,125 +276,92 @@ def test_unreadable_files(tmp_path: Path) -> None:
 ADAM = {"type": "AdamW", "params": {"torch_adam": True}}
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_numbers_that_are_none(tmp_path: Path, number: str) -> None:
-    """NaN differs from itself, and so would every rank's file from rank 0's."""
-    for content, name in (
-        (f'{{"gradient_clipping": {number}}}', "gradient_clipping"),
-        (f'{{"optimizer": {{"type": "Adam", "params": {{"betas": [0.9, {number}]}}}}}}', r"optimizer.params.betas.1"),
-    ):
-        (tmp_path / "x.json").write_text(content)
-        with pytest.raises(UserError, match=rf"x\.json: {name} is not a finite number"):
-            read_ds_config(tmp_path / "x.json")
+REFUSED = [
+    ({"fp61": {}}, "fp61 .*did you mean fp16"),
+    ({"bfloat16": {"enabled": True}}, "bfloat16 .*did you mean bf16"),
+    ({"gradient_cliping": 1.0}, "gradient_cliping .*did you mean gradient_clipping"),
+    ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint .*leave it out"),
+    ({"torch_autocast": {"enabled": True}}, "torch_autocast .*leave it out"),
+    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op .*leave it out"),
+    ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation .*leave it out"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping is not a finite number"),
+    ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, -float("inf")]}}}, "params.betas.1 is not a finite"),
+    ({"fp16": {"enabled": "true"}}, "fp16.enabled: 'true' is a text; write it without quotes"),
+    ({"fp16": {"enabled": 1}}, "fp16.enabled: 1 is not true, false or"),
+    ({"prescale_gradients": "no"}, "prescale_gradients: 'no' is a text"),
+    ({"steps_per_print": "10"}, "steps_per_print: '10' is a text"),
+    ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage: '2' is a text"),
+    ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, "reduce_bucket_size: '5e8' is a text"),
+    ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload: write offload_optimizer"),
+    ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients: .*leave it out"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme: .*write cpu"),
+    ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, "zero_quantized_gradients .*stage 3"),
+    ({"zero_optimization": 2}, "zero_optimization: 2 is not an object"),
+    ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
+    ({"optimizer": {"type": "Adam", "params": None}}, "optimizer.params: None is not an object"),
+    ({"optimizer": {"type": "Adam", "parms": {}}}, "optimizer.parms is unknown; the keys are type, params"),
+    ({"optimizer": {"type": "Adam", "params": {"maximize": True}}}, "params.maximize .*leave it out"),
+    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": "false"}}}, "adam_w_mode: 'false' is a text"),
+    ({"optimizer": {"type": "Lamb"}, "zero_optimization": {"stage": 1}}, "optimizer.type: Lamb .*write AdamW"),
+    ({"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 3}}, "optimizer.type: Muon .*write AdamW"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "quadratic"}}}, "'quadratic' .*log or linear"),
+    ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype is unknown"),
+    ({"wandb": {"enabled": True}}, "wandb: the package wandb is not installed"),
+    ({"comet": {"enabled": True}}, "comet: the package comet_ml is not installed"),
+]
+"""DeepSpeed ignores or misreads these, or xscale does not support them."""
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"fp61": {}}, "fp61 .*did you mean fp16"),
-        ({"gradient_cliping": 1.0}, "gradient_cliping .*did you mean gradient_clipping"),
-        ({"zero_optimisation": {}}, "did you mean zero_optimization"),
-        ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint .*leave it out"),
-        ({"optimizer": "AdamW"}, "optimizer: 'AdamW' is not an object"),
-        ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
-        ({"optimizer": {"type": "AdamWW"}}, "AdamWW is none of .*adamw"),
-        ({"optimizer": ADAM, "scheduler": {"type": "Warmup"}}, "Warmup is none of .*WarmupLR"),
-    ],
-)
-def test_mistakes_in_names_are_told(tmp_path: Path, config: dict, message: str) -> None:
-    """DeepSpeed ignores some ("fp61" would train in fp32), and meets others with a traceback after minutes."""
+@pytest.mark.parametrize(("config", "words"), REFUSED)
+def test_what_would_not_do_what_it_says(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"mine.json:\n  .*{message}"):
+    with pytest.raises(UserError, match=f"mine.json:\n  .*{words}"):
         read_ds_config(path)
 
 
-def test_other_keys_are_left_to_deepspeed(tmp_path: Path) -> None:
-    path, sections = tmp_path / "mine.json", ["tensorboard", "aio", "flops_profiler", "comms_logger", "amp"]
-    for config in (
-        {key: {} for key in sections},
+@pytest.mark.parametrize(
+    "config",
+    [
+        {key: {} for key in ("tensorboard", "aio", "flops_profiler", "comms_logger", "amp")},
         {"optimizer": {"type": "adam", "params": {"adam_w_mode": True, "bias_correction": True, "fused": True}}},
         {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}, "amp": {"enabled": False}},
-        {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}},
-    ):
-        path.write_text(json.dumps(config))
-        assert read_ds_config(path) == config
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"bfloat16": {"enabled": True}}, "bfloat16 .*did you mean bf16"),
-        ({"fp16": {"enabled": "true"}}, "fp16.enabled: 'true' is not true, false or"),
-        ({"fp16": {"enabled": 1}}, "fp16.enabled: 1 is not true, false or"),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast .*leave it out"),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op .*leave it out"),
-        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation .*leave it out"),
-        ({"prescale_gradients": "no"}, "prescale_gradients: 'no' is not true or false"),
-        ({"steps_per_print": "10"}, "steps_per_print: '10' is not a whole number"),
-        ({"gradient_predivide_factor": True}, "gradient_predivide_factor: True is not a number"),
-        ({"communication_data_type": 5}, "communication_data_type: 5 is not a text"),
-        ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload: write offload_optimizer"),
-        (
-            {"zero_optimization": {"round_robin_gradients": True}},
-            "zero_optimization.round_robin_gradients: .*leave it out",
-        ),
-        ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage = '2': must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme: .*write cpu"),
-        ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, "zero_quantized_gradients .*stage 3"),
-        ({"optimizer": {"type": "Adam", "params": {"maximize": True}}}, "params.maximize .*leave it out"),
-        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": "false"}}}, "adam_w_mode: 'false' is not true or"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "quadratic"}}}, "'quadratic' .*log or linear"),
-        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype is unknown"),
-        ({"wandb": {"enabled": True}}, "wandb: the package wandb is not installed"),
-        ({"comet": {"enabled": True}}, "comet: the package comet_ml is not installed"),
-        ({"optimizer": {"type": "Adam", "params": None}}, "optimizer.params: None is not an object"),
-        ({"optimizer": {"type": "Adam", "parms": {}}}, "optimizer.parms is unknown; did you mean params"),
-        ({"optimizer": {"type": "Optimizer"}}, "optimizer.type: Optimizer is none of"),
-        ({"scheduler": {"type": "math"}}, "scheduler.type: math is none of"),
+        {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}, "zero_optimization": {"stage": 2}},
+        {"optimizer": {"type": "Lamb"}, "zero_optimization": {"stage": 0}},
+        {"csv_monitor": {"enabled": False, "job_name": "a 7"}},
     ],
 )
-def test_what_would_not_do_what_it_says(tmp_path: Path, config: dict, message: str) -> None:
-    """DeepSpeed ignores, reads otherwise, or meets too late, what these say."""
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"mine.json:\n  .*{message}"):
-        read_ds_config(path)
+def test_other_keys_are_left_to_deepspeed(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps(config))
+    assert read_ds_config(tmp_path / "mine.json") == config
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer: 'cpu': .*dictionary"),
-        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}}, "reduce_bucket_size: '5e8'"),
-        ({"zero_optimization": {"stage": 2, "reduce_scater": True}}, "reduce_scater: True"),
-        ({"data_types": {"grad_accum_dtype": "fp8"}}, "data_types.grad_accum_dtype: 'fp8'"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
+            "offload_optimizer .*dictionary.*input_value='cpu'",
+        ),
+        ({"zero_optimization": {"stage": 2, "reduce_scater": True}}, "reduce_scater"),
+        ({"zero_optimization": {"stage": 7}}, "stage.*input_value=7"),
         ({"communication_data_type": "fp8"}, "communication_data_type.*fp8"),
-        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer.params .*1.5"),
-        ({"optimizer": {"type": "Adam", "params": {"betas": "0.9"}}}, "optimizer.params .*'betas': '0.9'"),
-        ({"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}, "optimizer.params .*'weight_deacy'"),
-        ({"scheduler": {"type": "OneCycle"}}, "scheduler.params .*cycle_min_lr"),
-        ({"scheduler": {"type": "StepLR"}}, "scheduler.params .*step_size"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_stesp": 3}}}, "scheduler.params .*'warmup_stesp'"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer = .*1.5"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": "high"}}}, "optimizer = .*'betas': 'high'"),
+        ({"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}, "optimizer = .*'weight_deacy'"),
+        ({"optimizer": {"type": "AdamWW"}}, "optimizer = .*no attribute 'AdamWW'"),
+        ({"optimizer": {"type": "Optimizer"}}, "optimizer = .*unexpected keyword"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler = .*cycle_min_lr"),
+        ({"scheduler": {"type": "StepLR"}}, "scheduler = .*step_size"),
+        ({"scheduler": {"type": "Warmup"}}, "scheduler = .*no attribute 'Warmup'"),
+        ({"scheduler": {"type": "math"}}, "scheduler = .*not callable"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_stesp": 3}}}, "scheduler = .*'warmup_stesp'"),
         ({"elasticity": {}}, "'elasticity' configuration block is no longer supported"),
     ],
 )
 def test_what_deepspeed_would_say_when_the_engine_is_built(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=rf"ds_config X\.json: .*{message}"):
         resolve(config)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", ["Lamb", "Adafactor", "Muon"])
-def test_an_optimizer_that_needs_whole_weights_is_for_stage_0(tmp_path: Path, kind: str, stage: int) -> None:
-    """ZeRO's partitions would change its result, without an error. Muon is for no stage."""
-    path, config = tmp_path / "mine.json", {"optimizer": {"type": kind}, "zero_optimization": {"stage": stage}}
-    path.write_text(json.dumps(config))
-    if stage == 0 and kind != "Muon":
-        assert read_ds_config(path) == config
-        return
-    with pytest.raises(UserError, match=rf"mine.json:\n  optimizer.type: {kind} .*write AdamW"):
-        read_ds_config(path)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "lion", "RMSprop"])

@@ -3,8 +3,7 @@
 "auto", or no value, leaves a field to the recipe. A value that differs from the recipe's is an error.
 """
 
-import json
-import math
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 from xscale.errors import UserError
 from xscale.recipe import Recipe
 from xscale.record import parse_json
-from xscale.step.ds_checks import ADAM, building_problem, config_problems
+from xscale.step.ds_checks import ADAM, building_problem, config_problems, leaves
 from xscale.step.zero import stage_of, stage_problem
 
 AUTO = "auto"
-_INSIDE, _BESIDE = (Path(__file__).parents[up] / "ds_configs" for up in (1, 2))
-SHIPPED = _INSIDE if _INSIDE.is_dir() else _BESIDE
+_PACKAGE = Path(__file__).parents[1]
+SHIPPED = next(folder / "ds_configs" for folder in (_PACKAGE, _PACKAGE.parent) if (folder / "ds_configs").is_dir())
 """The folder of the shipped ds_configs: inside the package of a wheel, beside the package in a checkout."""
 _WARMUP = ("warmup_num_steps", "warmup_max_lr", "warmup_min_lr")
 SCHEDULES = {
@@ -61,11 +60,15 @@ class EngineConfig:
 
     def saved(self) -> dict[str, Any]:
         """Return the settings that a checkpoint records, since DeepSpeed restores them whatever the ds_config says."""
-        optimizer, fp16 = self.resolved["optimizer"], self.resolved.get("fp16") if self.precision == "fp16" else None
-        params = {k: v for k, v in optimizer.get("params", {}).items() if k not in MAY_CHANGE}
-        kept = {"optimizer": {"type": optimizer["type"], "params": params}, "fp16": fp16}
-        kept["scheduler"] = self.resolved.get("scheduler", {}).get("type")
-        return {"stage": self.stage, "precision": self.precision, **kept}
+        optimizer = self.resolved["optimizer"]
+        params = {name: value for name, value in optimizer["params"].items() if name not in MAY_CHANGE}
+        return {
+            "stage": self.stage,
+            "precision": self.precision,
+            "optimizer": {"type": optimizer["type"], "params": params},
+            "fp16": self.resolved["fp16"] if self.precision == "fp16" else None,
+            "scheduler": self.resolved.get("scheduler", {}).get("type"),
+        }
 
 
 def load_ds_config(path: Path, recipe: Recipe, world: int, hardware: Hardware) -> EngineConfig:
@@ -92,12 +95,8 @@ def read_ds_config(path: Path) -> dict[str, Any]:
         raise UserError(f"--ds_config {path}: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"--ds_config {path}: needs a JSON object")
-    for name, value in _leaves(config):
-        if isinstance(value, float) and not math.isfinite(value):  # NaN could not be compared between ranks
-            raise UserError(f"--ds_config {path}: {name} is not a finite number")
-    problems = config_problems(config)
-    if problems:
-        raise UserError(f"--ds_config {path}:\n" + "\n".join(f"  {problem}" for problem in problems))
+    if problems := config_problems(config):
+        raise UserError(f"--ds_config {path}:\n" + indented(problems))
     return config
 
 
@@ -105,25 +104,28 @@ def resolve_ds_config(
     config: dict[str, Any], path: Path, recipe: Recipe, world: int, hardware: Hardware
 ) -> EngineConfig:
     """Return DeepSpeed's config with a value for every "auto". Raises a UserError that names every contradiction."""
-    resolved = json.loads(json.dumps(config))
-    problems: list[str] = []
+    resolved = copy.deepcopy(config)
+    problems = list[str]()
     # Whatever the number of rows, DeepSpeed counts a step as one pass of each rank.
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
     problems += [f"{key} = {resolved[key]}: {ROWS}" for key in sizes if resolved.get(key, AUTO) != AUTO]
     resolved |= sizes
-    _set_owned(problems, resolved, "", "gradient_clipping", recipe.train.max_grad_norm, "train.max_grad_norm")
-    _fill_optimizer(resolved, recipe, hardware, problems)
-    _fill_scheduler(resolved, recipe, problems)
+    problems += fill(resolved, "", {"gradient_clipping": ("train.max_grad_norm", recipe.train.max_grad_norm)})
+    problems += fill_optimizer(resolved, recipe, hardware)
+    problems += fill_scheduler(resolved, recipe)
     zero = resolved.get("zero_optimization", {})
     if zero.get("overlap_comm") == AUTO:
         zero["overlap_comm"] = world > 1  # if it is on, DeepSpeed waits for the device after every backward pass
-
-    precision, notes = _resolve_precision(resolved, recipe.train.precision, hardware, problems)
+    problems += precision_problems(resolved, recipe.train.precision)
     if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise UserError(f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{lines}')
-    if unfilled := "\n".join(f"  {key}" for key, value in _leaves(resolved) if value == AUTO):
-        raise UserError(f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{unfilled}')
+        raise UserError(
+            f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{indented(problems)}'
+        )
+    precision, notes = fill_precision(resolved, recipe.train.precision, hardware)
+    if unfilled := [key for key, value in leaves(resolved) if value == AUTO]:
+        raise UserError(
+            f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{indented(unfilled)}'
+        )
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
     problem = stage_problem(resolved, precision, world) or building_problem(resolved)
@@ -132,83 +134,88 @@ def resolve_ds_config(
     return EngineConfig(resolved, precision, stage_of(resolved), notes)
 
 
-def _set_owned(problems: list[str], section: dict[str, Any], where: str, key: str, value: Any, field: str) -> None:
-    """Write the value of the recipe's `field` into a section; a different value there is a problem."""
-    given = section.get(key, AUTO)
-    if given not in (AUTO, value) or isinstance(given, bool):
-        shown = repr(given) if isinstance(given, str) else given
-        problems.append(f"{where}{key} = {shown} contradicts the recipe's {field} = {value}")
-    section[key] = value
+def indented(lines: list[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)
 
 
-def _fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware, problems: list[str]) -> None:
+def fill(section: dict[str, Any], where: str, owned: dict[str, tuple[str, Any]]) -> list[str]:
+    """Write the recipe's values into a section of the ds_config, and return a line for each value there that differs.
+    owned: key -> (field of the recipe, its value). where: the section's place, such as "optimizer.params."."""
+    problems = list[str]()
+    for key, (field, value) in owned.items():
+        in_file = section.get(key, AUTO)
+        if in_file not in (AUTO, value) or isinstance(in_file, bool):
+            problems.append(f"{where}{key} = {in_file!r} contradicts the recipe's {field} = {value}")
+        section[key] = value
+    return problems
+
+
+def fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware) -> list[str]:
     optimizer = resolved.setdefault("optimizer", {"type": "AdamW"})
-    kind = optimizer["type"].lower()
-    params = optimizer.setdefault("params", {"torch_adam": True} if kind in ADAM else {})
-    _set_owned(problems, params, "optimizer.params.", "lr", recipe.train.lr, "train.lr")
-    _set_owned(problems, params, "optimizer.params.", "weight_decay", recipe.train.weight_decay, "train.weight_decay")
+    is_adam = optimizer["type"].lower() in ADAM
+    params = optimizer.setdefault("params", {"torch_adam": True} if is_adam else {})
     for key, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
         if params.get(key, AUTO) == AUTO:
             params.pop(key, None)  # the optimizer then takes its own default
-            if kind in ADAM:
+            if is_adam:
                 params[key] = default
     if params.get("torch_adam") and "foreach" not in params:
         params.setdefault("fused", hardware.device in ("cuda", "cpu"))
+    owned = {"lr": ("train.lr", recipe.train.lr), "weight_decay": ("train.weight_decay", recipe.train.weight_decay)}
+    return fill(params, "optimizer.params.", owned)
 
 
-def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str]) -> None:
+def fill_scheduler(resolved: dict[str, Any], recipe: Recipe) -> list[str]:
     """Complete the ds_config's scheduler. Without a scheduler, the recipe's learning rate is set in each step."""
     if "scheduler" not in resolved:
-        return
+        return []
     scheduler, train = resolved["scheduler"], recipe.train
-    takes = SCHEDULES.get(scheduler["type"], ())
+    problems = list[str]()
     for field in ("schedule", "decay"):
         if (value := getattr(train, field)) is not None:
             problems.append(f"scheduler = {scheduler['type']} contradicts the recipe's train.{field} = {value}")
     if any("train.lr" in phase.fields for phase in recipe.phases):
         problems.append(f"scheduler = {scheduler['type']} contradicts the train.lr of a phase")
+    takes = SCHEDULES.get(scheduler["type"], ())
     params = scheduler.setdefault("params", {"warmup_type": "linear"} if takes else {})
-    if params.get("warmup_min_lr", AUTO) == AUTO and "warmup_min_lr" in takes:
+    if "warmup_min_lr" in takes and params.get("warmup_min_lr", AUTO) == AUTO:
         params["warmup_min_lr"] = 0.0  # the decay ends at 0, too
     owned = {
-        "total_num_steps": (train.steps, "train.steps"),
-        "warmup_num_steps": (max(train.whole_steps(train.warmup), 2), "train.warmup, in steps"),
-        "warmup_max_lr": (train.lr, "train.lr"),
+        "total_num_steps": ("train.steps", train.steps),
+        "warmup_num_steps": ("train.warmup, in steps", max(train.whole_steps(train.warmup), 2)),
+        "warmup_max_lr": ("train.lr", train.lr),
     }
-    for key, (value, field) in owned.items():
-        if key in params or key in takes:
-            _set_owned(problems, params, "scheduler.params.", key, value, field)
+    owned = {key: entry for key, entry in owned.items() if key in params or key in takes}
+    return problems + fill(params, "scheduler.params.", owned)
 
 
-def _leaves(tree: Any, where: str = "") -> list[tuple[str, Any]]:
-    """Return the values of a tree of dictionaries and lists with their dotted names."""
-    if isinstance(tree, dict | list):
-        inside = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return [leaf for key, value in inside for leaf in _leaves(value, f"{where}.{key}" if where else str(key))]
-    return [(where, tree)]
+def precision_problems(resolved: dict[str, Any], wanted: str) -> list[str]:
+    """Return a line for each contradiction about the precision. wanted: train.precision."""
+    problems = list[str]()
+    in_file = {name: resolved[name].get("enabled", AUTO) for name in ("fp16", "bf16") if name in resolved}
+    if list(in_file.values()) == [True, True]:
+        problems.append("fp16.enabled = true contradicts bf16.enabled = true")
+    for name, enabled in in_file.items():
+        if wanted != AUTO and enabled not in (AUTO, name == wanted):
+            shown = str(enabled).lower()
+            problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
+    return problems
 
 
-def _resolve_precision(
-    resolved: dict[str, Any], wanted: str, hardware: Hardware, problems: list[str]
-) -> tuple[str, list[str]]:
-    """Write fp16.enabled and bf16.enabled. Returns the precision and lines to print. Raises UserError if a precision
+def fill_precision(resolved: dict[str, Any], wanted: str, hardware: Hardware) -> tuple[str, list[str]]:
+    """Write fp16.enabled and bf16.enabled. Return the precision and the lines to print. Raises UserError if a precision
     other than "auto" is set that the device lacks; "auto" falls back to fp32."""
     supported = {"fp16": hardware.fp16, "bf16": hardware.bf16, "fp32": True}
-    given = {name: resolved[name].get("enabled") for name in ("fp16", "bf16") if name in resolved}
-    demanded = [name for name, enabled in given.items() if enabled is True]
-    notes, precision = list[str](), wanted
-    if len(demanded) == 2:
-        problems.append("fp16.enabled = true contradicts bf16.enabled = true")
-    if wanted == "auto":
-        preferred = demanded or [name for name, enabled in given.items() if enabled == AUTO]
+    notes = list[str]()
+    precision = wanted
+    if wanted == AUTO:
+        enabled = {name: resolved.get(name, {}).get("enabled", False) for name in ("fp16", "bf16")}
+        demanded = [name for name in enabled if enabled[name] is True]
+        preferred = demanded or [name for name in enabled if enabled[name] == AUTO]
         precision = next((name for name in preferred if supported[name]), [*preferred, "fp32"][0])
         if not supported[precision] and not demanded:
             notes = [f"precision: {precision} is not native on this {hardware.device}; this run trains in fp32"]
             precision = "fp32"
-    for name, enabled in given.items() if wanted != "auto" else ():
-        if enabled not in (AUTO, None, name == wanted):
-            shown = str(enabled).lower()
-            problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
     if not supported[precision]:
         raise UserError(
             f"precision {precision} was requested, but this {hardware.device} has no native {precision}. "
