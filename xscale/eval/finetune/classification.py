@@ -41,6 +41,8 @@ NO_LABEL = (None, "", -1, "-1")
 class PooledClassifier(nn.Module):
     """An encoder, and a linear layer on its pooled state."""
 
+    special_ids: Tensor
+
     def __init__(self, base_model: Any, labels: int, pooling: str, special_ids: list[int]):
         """pooling: "cls" or "mean". special_ids: the tokens that the mean leaves out."""
         super().__init__()

@@ -91,9 +91,14 @@ class SequenceMaker:
 class Task(Protocol):
     """What a task does. `epochs`, `lr` and `max_length` are the papers' values."""
 
-    epochs: int
-    lr: float
-    max_length: int
+    @property
+    def epochs(self) -> int: ...
+
+    @property
+    def lr(self) -> float: ...
+
+    @property
+    def max_length(self) -> int: ...
 
     def read(self, path: Path, language: str) -> list[LabelledExample]:
         """Return the examples of a file. Raises UserError."""
@@ -104,7 +109,7 @@ class Task(Protocol):
     def encode(self, examples: list[LabelledExample], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
         """Return the sequences of the examples. labels: those of the head; None for prediction."""
 
-    def load_head(self, path: Path, maker: SequenceMaker, labels: list[str]) -> nn.Module:
+    def load_head(self, path: Path, maker: SequenceMaker, labels: list[str]) -> Any:
         """Return the encoder in the folder `path` with a new head. Raises ValueError for a type that has none."""
 
     def predict(
