@@ -25,6 +25,8 @@ from .engine import Executor, lock_folder
 from .prepare import do_steps
 from .prepare_report import source_warnings
 
+STANDARD_INPUT = "/dev/stdin"
+
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -58,7 +60,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def text_path(name: str) -> str:
-    return "/dev/stdin" if name == "-" else name
+    return STANDARD_INPUT if name == "-" else name
 
 
 def corpus_of(args: argparse.Namespace) -> dict:
@@ -88,7 +90,8 @@ def check_pipes(corpus: Corpus) -> None:
     """Raise UserError if a pipe would have to be read twice."""
     paths = corpus.sources[0].paths
     for path in paths:
-        if paths.count(path) > 1 and not Path(path).is_file() and not Path(path).is_dir():
+        is_pipe = path == STANDARD_INPUT or (Path(path).exists() and not Path(path).is_file())
+        if is_pipe and paths.count(path) > 1:
             raise UserError(f"{path} is given {paths.count(path)} times, but can be read only once; give files")
 
 

@@ -4,7 +4,6 @@ however the work is done and interrupted. Expectations are written down, or come
 import bz2
 import gzip
 import hashlib
-import importlib
 import io
 import json
 import lzma
@@ -402,13 +401,8 @@ def test_ftfy_is_a_rule(tmp_path: Path) -> None:
     assert [texts for _, texts in stored(run(tmp_path, tree) / "shards")] == [("König é",)]
 
 
-def test_sentences_of_many_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sentences of Universal Dependencies but for languages of which an abbreviation, or the script, is not known."""
-    monkeypatch.syspath_prepend(launch.ROOT / "benchmarks")
-    bench = importlib.import_module("sentences")
-    of = bench.WRITTEN.items()
-    wrong = {lang for lang, written in of if split_sentences(bench.joint(lang).join(written), lang) != written}
-    assert wrong == {"it", "pt", "hi", "vi", "ja", "th", "bo"} and len(of) == 30
+def test_sentences_of_many_scripts() -> None:
+    """Initials and ordinals do not end a sentence; Chinese before a number, and long Thai at a space, do."""
     expected = {
         "fr": ["En av. J.-C., la cité existait.", "M. A. Dupont y vit."],
         "tok": ["Mi moku.", "Sina lape."],
