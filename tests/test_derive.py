@@ -1,21 +1,29 @@
 """Derived languages: Tang et al.'s examples, round trips, tags that stay with their words, ids + V."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools import derive, tokenizer, word_order
-from data_tools.conllu import read_sentences
+from data_tools import tokenizer
 from data_tools.demo_world import World
-from data_tools.script import Script
-from data_tools.word_order import Parsed, french_order, invert_text, inverted_order
+from tests import launch
+from xscale.data.lexicon import load_lexicon
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split
 from xscale.errors import UserError
+
+sys.path.append(str(launch.ROOT / "benchmarks" / "papers"))
+
+import derive
+import word_order
+from conllu import read_sentences
+from script import Script
+from word_order import Parsed, french_order, invert_text, inverted_order
 
 BIBLE, EWT, NER = "parallel/bible/bible.en.xz", "eval/pos/en_ewt-ud-dev.conllu.xz", "eval/ner/dev-en.tsv.xz"
 """Of the real text."""
@@ -138,6 +146,10 @@ def test_ids_are_shifted_by_the_vocabulary(english: tuple[Path, Path], tmp_path:
     assert len((tmp_path / "ids").read_text().splitlines()) == ordinary - round(overlap * ordinary)
     first, second = (split(lines) for lines in (texts[:-3], derived[:-3]))
     assert [len(words) for words, _ in first] == [len(words) for words, _ in second]
+    lines = (tmp_path / "ids").read_text().splitlines()
+    (tmp_path / "en-xx.txt").write_text("".join(f"id:{line.replace(chr(9), chr(9) + 'id:')}\n" for line in lines))
+    entries = load_lexicon(tmp_path / "en-xx.txt", Tokenizer(tmp_path / "both")).ids
+    assert [f"{a}\t{b}" for (a,), (b,) in zip(*entries, strict=True)] == lines
 
 
 def test_larger_overlaps_hold_smaller_ones(english: tuple[Path, Path]) -> None:

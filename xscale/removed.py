@@ -55,6 +55,7 @@ COMMANDS: dict[str, str] = {
     "xscale.doctor": "`xscale/train.py --dry_run` checks the recipe, the data and the disk, and ds_report the machine",
     "xscale.merge": "export the models, and merge the exports by mergekit",
     # One line for each command.
+    "data_tools.derive": "`python benchmarks/papers/derive.py` of a checkout has the same flags",
     "xscale.eval.compare": "`python -m xscale.report A.json B.json --out table.html`",
 }
 """By module: "xscale.doctor"."""

@@ -15,6 +15,7 @@ from xscale.errors import UserError
 
 Run = Callable[..., None]
 """Runs `python` with its arguments as the command line."""
+DERIVE = Path(__file__).parent / "derive.py"
 WRITE = ("-m", "data_tools.write_shards")
 DICTIONARY, PARALLEL = 0.25, 0.25
 """The shares of the vocabulary that the dictionary has, and of the lines that become pairs (Tang et al., G.3, G.4)."""
@@ -47,7 +48,7 @@ def make_derived(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: P
         scale["vocab"], "--out", out / "english")  # fmt: skip
     derive = ("--how", spec["how"], "--tokenizer", out / "english", "--overlap", spec.get("overlap", 0.0))
     sides = [[out / f"text/{name}.{lang}.txt" for name in parts] for lang in ("en", "xx")]
-    run("-m", "data_tools.derive", "text", *derive, "--in", *sides[0], "--out", *sides[1], "--tokenizer_out",
+    run(DERIVE, "text", *derive, "--in", *sides[0], "--out", *sides[1], "--tokenizer_out",
         out / "tokenizer", "--dictionary_out", out / "ids.txt",
         *(("--conllu", out / "text/parses.conllu") if syn else ()))  # fmt: skip
     for lang, (train, _) in zip(("en", "xx"), sides, strict=True):
@@ -63,7 +64,7 @@ def make_derived(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: P
     if "pos" in spec:
         files = {part: data / f"{spec['pos']}-{part}.conllu.xz" for part in ("train", "test")}
         moved = [out / f"pos/{part}.xx.conllu" for part in files]
-        run("-m", "data_tools.derive", "conllu", *derive, "--in", *files.values(), "--out", *moved)
+        run(DERIVE, "conllu", *derive, "--in", *files.values(), "--out", *moved)
         tune = {"train": {"en": str(files["train"]), "xx": "pos/train.xx.conllu"}, "test": {"xx": "pos/test.xx.conllu"}}
         write(out / "tasks.json", [json.dumps({"pos": tune})])
 

@@ -9,7 +9,7 @@ mapped text as it divides the original.
 
 import json
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -31,11 +31,10 @@ class Script:
         """path: a tokenizer's directory. overlap: the share of ids without a copy, chosen by a hash with the seed.
         Raises UserError."""
         if not 0 <= overlap < 1:
-            raise UserError(
-                f"--overlap {overlap:g}: the share of ids that stay as they are must be at least 0 and below 1"
-            )
+            raise UserError(f"--overlap {overlap:g}: the share of ids left as they are must be at least 0 and below 1")
         self.path = path
         self.tokenizer = Tokenizer(path.absolute())
+        self.normalizer: Any = self.tokenizer.backend.normalizer
         self.json: dict[str, Any] = json.loads(self.tokenizer.backend.to_str())
         model = self.json["model"]
         if model["type"] != "WordPiece":
@@ -46,66 +45,76 @@ class Script:
         self.size = self.tokenizer.vocab_size
         self.tokens: dict[int, str] = {number: token for token, number in model["vocab"].items()}
         self._prefix: str = model["continuing_subword_prefix"]
-        ordinary = [int(number) for number in self.tokenizer.ordinary_ids if int(number) in self.tokens]
-        ordered = sorted(ordinary, key=lambda number: int(rng.key(seed, "overlap", self.tokens[number])))
-        self.unshifted = frozenset(ordered[: round(overlap * len(ordered))])
+        ordinary = [number for number in self.tokenizer.ordinary_ids.tolist() if number in self.tokens]
+        by_hash = sorted(ordinary, key=lambda number: int(rng.key(seed, "overlap", self.tokens[number])))
+        self.unshifted = frozenset(by_hash[: round(overlap * len(by_hash))])
         self.shifted = [number for number in ordinary if number not in self.unshifted]
-        self._image = self._map_characters(sorted(set(chain.from_iterable(map(self._bare, ordinary)))))
+        alphabet = set(chain.from_iterable(map(self._bare, ordinary)))
+        self._image = self._images(sorted(alphabet))
 
     def _bare(self, number: int) -> str:
+        """The token's text without the prefix of continuations."""
         token = self.tokens[number]
-        return token[len(self._prefix) :] if token.startswith(self._prefix) and token != self._prefix else token
+        return token if token == self._prefix else token.removeprefix(self._prefix)
 
-    def _map_characters(self, alphabet: list[str]) -> dict[int, str]:
+    def _images(self, alphabet: list[str]) -> dict[int, str]:
         """Return {code point of a character: its image}, for the vocabulary's characters and their images. All images
         are themselves mapped to one further character that no token contains."""
         used = set(alphabet)
+        image: dict[int, str] = {}
+        for char in alphabet:
+            image[ord(char)] = self._free_character(char, used)
+        absent = self._free_character("a", used)
+        return dict.fromkeys(map(ord, image.values()), absent) | image
 
-        def find_image(char: str) -> str:
-            kind = self._class_of(char)
-            if kind is None:
-                raise UserError(
-                    f"{self.path}: the tokenizer has the character {char!r}, but its normalizer changes it; train a "
-                    f"tokenizer on this text"
-                )
-            found = next((c for c in _candidates() if c not in used and self._class_of(c) == kind), None)
-            if found is None:
-                raise UserError(
-                    f"{self.path}: no unused character is left to replace {char!r} (U+{ord(char):04X}); train a "
-                    f"tokenizer with fewer characters: --coverage 0.99"
-                )
-            used.add(found)
-            return found
-
-        image = {ord(char): find_image(char) for char in alphabet}
-        absent = find_image("a")
-        return {ord(char): absent for char in image.values()} | image
+    def _free_character(self, char: str, used: set[str]) -> str:
+        """Return a character of the class of `char` that is not in `used`, and add it there. Raises UserError."""
+        wanted = self._class_of(char)
+        if wanted is None:
+            raise UserError(
+                f"{self.path}: the tokenizer has the character {char!r}, but its normalizer changes it; train a "
+                f"tokenizer on this text"
+            )
+        for candidate in _candidates():
+            if candidate not in used and self._class_of(candidate) == wanted:
+                used.add(candidate)
+                return candidate
+        raise UserError(
+            f"{self.path}: no unused character is left to replace {char!r} (U+{ord(char):04X}); train a "
+            f"tokenizer with fewer characters: --coverage 0.99"
+        )
 
     @lru_cache(maxsize=1 << 17)  # noqa: B019 - a tool makes one
     def _class_of(self, char: str) -> tuple[Any, ...] | None:
         """Return how data/words.py, Unicode and the tokenizer classify a character; None if the tokenizer changes the
         character. A character and its image have the same class."""
         inside = f"a{char}a"
-        there = self.tokenizer.backend.normalizer.normalize_str(inside) if self.tokenizer.backend.normalizer else inside
-        if there.replace(" ", "") != inside:
+        (normal,) = self._normalized([inside])
+        if normal.replace(" ", "") != inside:
             return None
-        pieces = [piece for piece, _ in self.tokenizer.backend.pre_tokenizer.pre_tokenize_str(there)]
-        return int(table()[ord(char)]), unicodedata.category(char)[0], len(there), len(pieces)
+        pieces = self.tokenizer.backend.pre_tokenizer.pre_tokenize_str(normal)
+        return int(table()[ord(char)]), unicodedata.category(char)[0], len(normal), len(pieces)
+
+    def _normalized(self, texts: list[str]) -> list[str]:
+        if self.normalizer is None:
+            return texts
+        return [self.normalizer.normalize_str(text) for text in texts]
 
     def map_texts(self, texts: list[str]) -> list[str]:
         """Return the texts in the second script. They keep their words, and each id i that has a copy becomes i + V."""
-        normalizer = self.tokenizer.backend.normalizer
-        texts = [normalizer.normalize_str(text) for text in texts] if normalizer else texts
+        normal = self._normalized(texts)
         if not self.unshifted:
-            return [text.translate(self._image) for text in texts]
-        encodings = self.tokenizer.backend.encode_batch(texts, add_special_tokens=False)
-        return [self._map_pieces(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
+            return [text.translate(self._image) for text in normal]
+        encodings = self.tokenizer.backend.encode_batch(normal, add_special_tokens=False)
+        return [self._map_pieces(text, encoding) for text, encoding in zip(normal, encodings, strict=True)]
 
     def _map_pieces(self, text: str, encoding: Any) -> str:
-        parts, end = [], 0
+        parts: list[str] = []
+        end = 0
         for number, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
             piece = text[first:last]
-            parts += [text[end:first], piece if number in self.unshifted else piece.translate(self._image)]
+            parts.append(text[end:first])
+            parts.append(piece if number in self.unshifted else piece.translate(self._image))
             end = last
         return "".join([*parts, text[end:]])
 
@@ -122,11 +131,10 @@ class Script:
         vocabulary = {self.tokens[number]: number for number in sorted(self.tokens)}
         shifted = frozenset(self.shifted)
         for number in range(self.size):
+            copy = f"[unused{number}]"
             if number in shifted:
                 bare = self._bare(number)
                 copy = self.tokens[number].removesuffix(bare) + bare.translate(self._image)
-            else:
-                copy = f"[unused{number}]"
             vocabulary[copy] = number + self.size
         doubled = self.json | {"model": self.json["model"] | {"vocab": vocabulary}}
         with files.publish(out) as partial:
@@ -135,7 +143,7 @@ class Script:
             (partial / "tokenizer.json").write_text(text, encoding="utf-8")
 
 
-def _candidates() -> Iterable[str]:
+def _candidates() -> Iterator[str]:
     """Yield the assigned characters to which others may be mapped: those that no normal form of Unicode changes."""
     for code in chain(*_FIRST, range(0xA0, 0xD800), range(0xF900, 0xFFFE)):
         char = chr(code)

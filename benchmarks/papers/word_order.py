@@ -4,7 +4,8 @@ An order is a list of the words' indices, in their new order.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,20 +47,23 @@ class Parsed(NamedTuple):
 
 def invert_text(line: str) -> str:
     """Return the line with the words of each sentence in reverse order. Final punctuation stays at the end."""
-    out: list[str] = []
-    words: list[str] = []
+    inverted: list[str] = []
+    sentence: list[str] = []
     for word in line.split():
         end = _END.search(word)
         if end is None:
-            words.append(word)
-        elif end.start() == 0:
-            out += [*reversed(words), word]
-            words = []
+            sentence.append(word)
+            continue
+        punctuation = end.group()
+        if end.start() == 0:
+            inverted += [*reversed(sentence), punctuation]
         else:
-            first, *rest = [word[: end.start()], *reversed(words)]
-            out += [first, *rest[:-1], rest[-1] + end.group()] if rest else [word]
-            words = []
-    return " ".join([*out, *reversed(words)])
+            sentence.append(word.removesuffix(punctuation))
+            sentence.reverse()
+            sentence[-1] += punctuation
+            inverted += sentence
+        sentence = []
+    return " ".join([*inverted, *reversed(sentence)])
 
 
 def inverted_order(words: Sequence[str], entity_words: Collection[int] = ()) -> list[int]:
@@ -77,44 +81,47 @@ def inverted_order(words: Sequence[str], entity_words: Collection[int] = ()) -> 
 def french_order(words: Sequence[Parsed], seed: int) -> list[int] | None:
     """Return a sampled order in which the dependents of nouns, pronouns and verbs precede their heads as often as in
     French; None if the parse has crossing arcs. A dependent that changes sides goes next to its head."""
-    dependents: list[list[int]] = [[] for _ in words]
-    roots: list[int] = []
-    for number, word in enumerate(words):
-        (dependents[word.head] if word.head >= 0 else roots).append(number)
-    if not _is_tree_without_crossings(dependents, roots):
+    every_word = range(len(words))
+    if linearized(words, lambda head, number: number < head) != [*every_word]:
         return None
-    draw = rng.key(seed, "syn", *(word.form for word in words))
-    chances = rng.uniform(draw, np.arange(len(words))).tolist()
+    chances = rng.uniform(rng.key(seed, "syn", *(word.form for word in words)), np.arange(len(words)))
+    dependents = Counter(word.head for word in words)
 
     def is_before(head: int, number: int) -> bool:
-        counts = _counts(words[head], words[number]) if len(dependents[head]) <= MOST_DEPENDENTS else None
-        return number < head if counts is None else chances[number] < counts[0] / counts[1]
+        counts = _counts(words[head], words[number])
+        if counts is None or dependents[head] > MOST_DEPENDENTS:
+            return number < head
+        before, both = counts
+        return bool(chances[number] < before / both)
+
+    return linearized(words, is_before)
+
+
+def linearized(words: Sequence[Parsed], is_before: Callable[[int, int], bool]) -> list[int]:
+    """Return the order of the words below the roots if `is_before(head, dependent)` says on which side of its head each
+    dependent goes. Among the dependents that change sides, too, the nearest to the head stays the nearest."""
+    dependents: dict[int, list[int]] = defaultdict(list)
+    for number, word in enumerate(words):
+        dependents[word.head].append(number)
 
     def phrase(head: int) -> list[int]:
         before = [number for number in dependents[head] if is_before(head, number)]
-        behind = [number for number in dependents[head] if not is_before(head, number)]
-        # Among dependents that change sides, too, the nearest to the head stays the nearest.
-        left = [n for n in before if n < head] + [n for n in before[::-1] if n > head]
-        right = [n for n in behind[::-1] if n < head] + [n for n in behind if n > head]
-        return [n for child in left for n in phrase(child)] + [head] + [n for child in right for n in phrase(child)]
+        behind = [number for number in dependents[head] if number not in before]
+        left = sorted(before, key=lambda number: (number > head, number if number < head else -number))
+        right = sorted(behind, key=lambda number: (number > head, number if number > head else -number))
+        order = []
+        for number in [*left, head, *right]:
+            order += [head] if number == head else phrase(number)
+        return order
 
-    return [number for root in roots for number in phrase(root)]
+    order = []
+    for root in dependents[-1]:
+        order += phrase(root)
+    return order
 
 
 def _counts(head: Parsed, dependent: Parsed) -> tuple[int, int] | None:
     relation = dependent.deprel.partition(":")[0]
-    return FRENCH.get(head.upos, {}).get(f"{relation} PRON" if dependent.upos == "PRON" else relation)
-
-
-def _is_tree_without_crossings(dependents: list[list[int]], roots: list[int]) -> bool:
-    """Return True if every word descends from a root, and each word and its descendants are consecutive words."""
-    spans: dict[int, tuple[int, int, int]] = {}
-    todo = [(root, False) for root in roots]
-    while todo:
-        number, done = todo.pop()
-        if done:
-            below = [spans[child] for child in dependents[number]] + [(number, number, 1)]
-            spans[number] = (min(s[0] for s in below), max(s[1] for s in below), sum(s[2] for s in below))
-        else:
-            todo += [(number, True), *((child, False) for child in dependents[number])]
-    return len(spans) == len(dependents) and all(last - first + 1 == size for first, last, size in spans.values())
+    if dependent.upos == "PRON":
+        relation += " PRON"
+    return FRENCH.get(head.upos, {}).get(relation)

@@ -1,8 +1,8 @@
 """Derive a language from a text: in another script (trans), with inverted sentences (inv), with French syntax (syn).
 
-    python -m data_tools.derive text --how inv --in en.txt --out xx.txt
-    python -m data_tools.derive {text | conllu | ner | pairs} --how trans.inv --tokenizer T [--tokenizer_out T2] \\
-        [--dictionary_out F] --in F ... --out F ...
+    python benchmarks/papers/derive.py text --how inv --in en.txt --out xx.txt
+    python benchmarks/papers/derive.py {text | conllu | ner | pairs} --how trans.inv --tokenizer T \\
+        [--tokenizer_out T2] [--dictionary_out F] --in F ... --out F ...
 
 text: plain lines; conllu: UD's sentences with their tags and parses; ner: lines `token<TAB>BIO tag`; pairs: lines
 `a<TAB>b<TAB>label` with or without a header, of which both sentences change. The languages are those of Tang et al.
@@ -23,34 +23,34 @@ on --seed and the sentence, so that text, tags and pairs of one sentence have th
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
+from conllu import Column, Sentence, blocks_between_blank_lines, read_sentences
+from script import Script
+from word_order import Parsed, french_order, invert_text, inverted_order
+
+from data_tools.command import run
 from xscale import files
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 
-from .command import run
-from .conllu import Sentence, blocks_between_blank_lines, check_heads, read_sentences
-from .script import Script
-from .word_order import french_order, invert_text, inverted_order
-
 HOW = ("inv", "trans", "syn", "trans.inv", "trans.syn")
-"""The values of --how: changes of the word order (inv, syn), of the script (trans), or of both."""
 _BATCH = 1000
 _SENTENCES = ("sentence1", "premise", "sentence2", "hypothesis", "hypo")
 """The names that a header may give to the two sentences of a pair."""
 
 
 class Derivation:
-    """Derives one sentence after the other: changes its word order and its script, as --how says."""
+    """Derives one sentence after the other: changes its word order and its script."""
 
-    def __init__(self, args: argparse.Namespace):
-        self.order: str = args.how.removeprefix("trans").strip(".")
-        self.script = Script(args.tokenizer, args.overlap, args.seed) if args.how.startswith("trans") else None
-        self.seed: int = args.seed
-        self.parses = read_sentences(args.conllu) if args.conllu else None
+    def __init__(self, how: str, script: Script | None, parses: Path | None, seed: int):
+        self.order = how.removeprefix("trans").removeprefix(".")
+        self.script = script
+        self.parses = read_sentences(parses) if parses else None
+        self.seed = seed
         self.sentence_count = 0
         self.crossing_count = 0
         """The number of sentences that stay as they are, because arcs of their parses cross."""
@@ -67,57 +67,79 @@ class Derivation:
         """Return a line of text with its words in the new order. where: the line's file and number, for errors."""
         if self.order == "inv":
             return invert_text(line)
-        if self.order == "syn":
-            parses = self.next_parses(line, where)
-            return " ".join(parse.units()[n][0] for place, parse in parses for n in self.french_order(parse, place))
-        return line
+        if self.order != "syn":
+            return line
+        words: list[str] = []
+        for place, parse in self.parses_of(line, where):
+            words += [parse.units[number].form for number in self.french_order(parse, place)]
+        return " ".join(words)
 
     def french_order(self, sentence: Sentence, where: str) -> list[int]:
-        """Return the indices of a parse's units (words and multiword tokens) in French order. A multiword token goes
-        where its first word goes."""
-        check_heads(sentence, where)
-        order = french_order(sentence.parsed_words(), self.seed)
+        """Return the numbers of a parse's units in French order. A multiword token goes where its first word goes."""
+        words: list[Parsed] = []
+        unit_of_word: list[int] = []
+        for number, unit in enumerate(sentence.units):
+            for row in unit.words:
+                head = row[Column.HEAD]
+                if not head.isdigit() or int(head) > len(sentence.words):
+                    form = row[Column.FORM]
+                    raise UserError(f"{where}: the head of {form!r} is {head!r}; --how syn needs a number")
+                words.append(Parsed(row[Column.FORM], row[Column.UPOS], int(head) - 1, row[Column.DEPREL]))
+                unit_of_word.append(number)
         self.sentence_count += 1
-        self.crossing_count += order is None
-        unit_of = {number: unit for unit, (_, numbers) in enumerate(sentence.units()) for number in numbers}
-        return [*dict.fromkeys(unit_of[number] for number in order or range(len(sentence.words)))]
+        order = french_order(words, self.seed)
+        if order is None:
+            self.crossing_count += 1
+            return [*range(len(sentence.units))]
+        return [*dict.fromkeys(unit_of_word[word] for word in order)]
 
-    def next_parses(self, text: str, where: str) -> list[tuple[str, Sentence]]:
+    def parses_of(self, text: str, where: str) -> list[tuple[str, Sentence]]:
         """Return (place, parse) of the next parses of --conllu, as many as cover the text. Raises UserError if their
         characters differ from the text's."""
         assert self.parses is not None
-        left, found = "".join(text.split()), []
-        while left:
-            place, parse = next(self.parses, ("its end", None))
-            written = "".join("".join(form.split()) for form, _ in parse.units()) if parse else ""
-            if parse is None or not left.startswith(written):
+        rest = without_spaces(text)
+        parses = []
+        while rest:
+            place, parse = next(self.parses, ("its end", Sentence([], [], [])))
+            written = without_spaces("".join(unit.form for unit in parse.units))
+            if not written or not rest.startswith(written):
                 raise UserError(
-                    f"{where}: the sentence is {left[:40]!r}, but the parse at {place} of --conllu has the text "
+                    f"{where}: the sentence is {rest[:40]!r}, but the parse at {place} of --conllu has the text "
                     f"{written[:40]!r}; give the parses of all sentences, in the same order"
                 )
-            found.append((place, parse))
-            left = left[len(written) :]
-        return found
+            parses.append((place, parse))
+            rest = rest.removeprefix(written)
+        return parses
 
     def french_order_of_words(self, words: list[str], where: str) -> list[int]:
-        """Return the indices of a sentence's words in French order. If --conllu divides the sentence into other words,
+        """Return the numbers of a sentence's words in French order. If --conllu divides the sentence into other words,
         a word moves with its first character."""
-        word_of = [number for number, word in enumerate(words) for _ in "".join(word.split())]
-        order: dict[int, None] = {}
-        at = 0
-        for place, parse in self.next_parses("".join(words), where):
-            starts = [at, *(at := at + len("".join(form.split())) for form, _ in parse.units())]
-            for unit in self.french_order(parse, place):
-                order |= dict.fromkeys(word_of[starts[unit] : starts[unit + 1]])
-        return [*order]
+        word_of_character: list[int] = []
+        for number, word in enumerate(words):
+            word_of_character += [number] * len(without_spaces(word))
+        order: list[int] = []
+        start = 0
+        for place, parse in self.parses_of("".join(words), where):
+            words_of_unit = []
+            for unit in parse.units:
+                end = start + len(without_spaces(unit.form))
+                words_of_unit.append(word_of_character[start:end])
+                start = end
+            for unit_number in self.french_order(parse, place):
+                order += words_of_unit[unit_number]
+        return [*dict.fromkeys(order)]
+
+
+def without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def derive_text(path: Path, derivation: Derivation) -> Iterator[str]:
     lines = read_lines(path)
-    while batch := [
-        derivation.reordered_text(line, f"{path}: line {number}") for number, line in islice(lines, _BATCH)
-    ]:
-        yield from (line + "\n" for line in derivation.map_texts(batch))
+    while batch := [*islice(lines, _BATCH)]:
+        reordered = [derivation.reordered_text(line, f"{path}: line {number}") for number, line in batch]
+        for line in derivation.map_texts(reordered):
+            yield line + "\n"
 
 
 def derive_pairs(path: Path, derivation: Derivation) -> Iterator[str]:
@@ -125,7 +147,7 @@ def derive_pairs(path: Path, derivation: Derivation) -> Iterator[str]:
     for number, line in read_lines(path):
         fields = line.split("\t")
         if not columns:
-            columns = [n for n, name in enumerate(fields) if name in _SENTENCES]
+            columns = [column for column, name in enumerate(fields) if name in _SENTENCES]
             if columns:
                 yield line + "\n"
                 continue
@@ -133,54 +155,59 @@ def derive_pairs(path: Path, derivation: Derivation) -> Iterator[str]:
         where = f"{path}: line {number}"
         if len(fields) <= max(columns):
             raise UserError(f"{where} has {len(fields)} column(s); a pair is `sentence<TAB>sentence<TAB>label`")
-        texts = derivation.map_texts([derivation.reordered_text(fields[column], where) for column in columns])
-        for column, text in zip(columns, texts, strict=True):
-            fields[column] = text
+        for column in columns:
+            (fields[column],) = derivation.map_texts([derivation.reordered_text(fields[column], where)])
         yield "\t".join(fields) + "\n"
 
 
 def derive_ner(path: Path, derivation: Derivation) -> Iterator[str]:
     for first, block in blocks_between_blank_lines(read_lines(path)):
-        rows = [line.split("\t") for line in block]
-        wrong = next((n for n, row in enumerate(rows) if len(row) != 2 or not all(part.strip() for part in row)), None)
-        if wrong is not None:
-            raise UserError(f"{path}: line {first + wrong}: {block[wrong]!r} is not `token<TAB>tag`")
-        words, tags = [row[0] for row in rows], [row[1] for row in rows]
-        spans = entity_starts(tags)
+        words: list[str] = []
+        tags: list[str] = []
+        for number, line in enumerate(block, start=first):
+            word, _, tag = line.partition("\t")
+            if not word.strip() or not tag.strip() or "\t" in tag:
+                raise UserError(f"{path}: line {number}: {line!r} is not `token<TAB>tag`")
+            words.append(word)
+            tags.append(tag)
+        entities = entity_starts(tags)
         order = [*range(len(words))]
         if derivation.order == "inv":
-            order = inverted_order(words, {number for number, span in enumerate(spans) if span >= 0})
+            order = inverted_order(words, {number for number, entity in enumerate(entities) if entity >= 0})
         elif derivation.order == "syn":
             order = derivation.french_order_of_words(words, f"{path}: line {first}")
-        moved = derivation.map_words([words[number] for number in order])
-        last = -1
-        for word, number in zip(moved, order, strict=True):
-            prefix = "I" if spans[number] == last else "B"
-            last = spans[number]
-            yield f"{word}\t{tags[number] if last < 0 else prefix + tags[number][1:]}\n"
+        last_entity = -1
+        for word, number in zip(derivation.map_words([words[number] for number in order]), order, strict=True):
+            tag = tags[number]
+            if entities[number] >= 0:
+                tag = ("I" if entities[number] == last_entity else "B") + tag[1:]
+            last_entity = entities[number]
+            yield f"{word}\t{tag}\n"
         yield "\n"
 
 
 def entity_starts(tags: list[str]) -> list[int]:
-    """Return for each word the index of its entity's first word, or -1 outside entities. An I- tag that continues no
+    """Return for each word the number of its entity's first word, or -1 outside entities. An I- tag that continues no
     entity begins a new one."""
-    spans: list[int] = []
+    starts: list[int] = []
     for number, tag in enumerate(tags):
-        goes_on = tag.startswith("I-") and number > 0 and tags[number - 1][1:] == tag[1:]
-        inside = tag.startswith(("B-", "I-"))
-        spans.append(spans[-1] if goes_on else number if inside else -1)
-    return spans
+        if tag.startswith("I-") and number > 0 and tags[number - 1][1:] == tag[1:]:
+            starts.append(starts[-1])
+        elif tag.startswith(("B-", "I-")):
+            starts.append(number)
+        else:
+            starts.append(-1)
+    return starts
 
 
 def derive_conllu(path: Path, derivation: Derivation) -> Iterator[str]:
     for where, sentence in read_sentences(path):
-        units = sentence.units()
-        order = [*range(len(units))]
+        order = [*range(len(sentence.units))]
         if derivation.order == "inv":
-            order = inverted_order([form for form, _ in units])
+            order = inverted_order([unit.form for unit in sentence.units])
         elif derivation.order == "syn":
             order = derivation.french_order(sentence, where)
-        yield sentence.reordered_lines(order, derivation.map_words)
+        yield sentence.reordered(order, derivation.map_words)
 
 
 KINDS: dict[str, Callable[[Path, Derivation], Iterator[str]]] = {
@@ -191,7 +218,7 @@ KINDS: dict[str, Callable[[Path, Derivation], Iterator[str]]] = {
 }
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("kind", choices=KINDS, help="what the files hold")
@@ -204,28 +231,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer_out", type=Path, metavar="DIR", help="trans: where to write the tokenizer of both languages")
     add("--in", type=Path, nargs="+", required=True, dest="sources", metavar="F", help="files, plain, .gz or .xz")
     add("--out", type=Path, nargs="+", required=True, metavar="F", help="a file to write for each of --in")
-    return parser.parse_args(argv)
+    return parser.parse_args(words)
 
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise UserError if the options contradict each other or an output cannot be written."""
     if len(args.sources) != len(args.out):
         raise UserError(f"--in has {len(args.sources)} files and --out {len(args.out)}; give one --out for each --in")
-    trans, syn = args.how.startswith("trans"), args.how.endswith("syn")
+    trans = args.how.startswith("trans")
     if trans and not args.tokenizer:
         raise UserError(f"--how {args.how} shifts the ids of a WordPiece tokenizer; name its folder by --tokenizer DIR")
     for name in ("overlap", "tokenizer", "dictionary_out", "tokenizer_out"):
         if getattr(args, name) and not trans:
             raise UserError(f"--{name} works only with --how trans, but --how is {args.how}; leave out --{name}")
-    if syn and args.kind != "conllu" and not args.conllu:
-        raise UserError(
-            f"--how {args.how} needs the parses of {args.sources[0]}; name their CoNLL-U file by --conllu F"
-        )
-    if args.conllu and (not syn or args.kind == "conllu"):
-        raise UserError(
-            f"--conllu is only for text, ner and pairs with --how syn or trans.syn; leave it out for {args.kind} "
-            f"--how {args.how}"
-        )
+    needs_parses = args.how.endswith("syn") and args.kind != "conllu"
+    if needs_parses and not args.conllu:
+        raise UserError(f"--how {args.how} needs the parses of {args.sources[0]}; name their file by --conllu F")
+    if args.conllu and not needs_parses:
+        raise UserError(f"--conllu: {args.kind} --how {args.how} reads no other file's parses; leave it out")
     outputs = [*args.out, *filter(None, [args.dictionary_out, args.tokenizer_out])]
     for path in outputs:
         if path.exists():
@@ -235,21 +258,22 @@ def check_options(args: argparse.Namespace) -> None:
         raise UserError(f"{' '.join(map(str, outputs))}: two outputs are one file; choose different ones")
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
+def main(words: list[str]) -> None:
+    args = parse_arguments(words)
     check_options(args)
-    derivation = Derivation(args)
+    script = Script(args.tokenizer, args.overlap, args.seed) if args.tokenizer else None
+    derivation = Derivation(args.how, script, args.conllu, args.seed)
     for source, out in zip(args.sources, args.out, strict=True):
         with files.publish(out) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
-            for line in KINDS[args.kind](source, derivation):
-                file.write(line)
+            file.writelines(KINDS[args.kind](source, derivation))
         print(f"{out}: {args.how} of {source}")
-    if derivation.parses and (rest := next(derivation.parses, None)):
-        raise UserError(f"{rest[0]}: --conllu has a parse beyond the end of --in; give only the parses of --in")
+    if derivation.parses:
+        for place, _ in derivation.parses:
+            raise UserError(f"{place}: --conllu has a parse beyond the end of --in; give only the parses of --in")
     if derivation.order == "syn":
         crossing = f"{derivation.crossing_count:,} of {derivation.sentence_count:,} sentences"
         print(f"{crossing} have crossing arcs and stay as they are")
-    if script := derivation.script:
+    if script:
         if args.dictionary_out:
             files.write_text(args.dictionary_out, script.dictionary())
         if args.tokenizer_out:
@@ -258,4 +282,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(lambda: main(sys.argv[1:]))
