@@ -1,27 +1,33 @@
-"""Functions that the benchmarks share: they generate corpora, print tables and set the allocator."""
+"""Functions that the benchmarks share: they generate corpora, make runs of recipes and print tables."""
 
+import json
 import os
+import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, count, cycle, islice, takewhile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
-from data_tools import index
+import torch
+
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import LANGUAGES, World
-from data_tools.steps import CHUNK_UNITS, write_shard
-from xscale.data.shards import Source
 from xscale.data.text import read_lines
 from xscale.data.words import split
-from xscale.record import Record
+from xscale.ranks import Process
+from xscale.run_spec import RunSpec, resolve_run
 
+ROOT = Path(__file__).resolve().parent.parent
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+ALONE = Process(0, 1, 0, 1)
 STEADY_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
 """glibc's malloc keeps freed memory. By default it returns large tensors to the system; new ones cost page faults."""
-
 SENTENCES = (3.4, 1.0)
 """The mean and the standard deviation of the logarithm of a document's number of sentences. With the demo world's
 sentences of 13 tokens, a document has a median of 390 tokens and a mean of 640."""
@@ -30,98 +36,149 @@ Pair = tuple[str, str, str | None]
 """Two texts, and their word links in Pharaoh form; None if the links are not known."""
 
 
-def use_allocator(name: str) -> None:
-    """Start this program again with the allocator's settings `name` ("steady" or "default"), unless it has them."""
-    wanted = STEADY_ALLOCATOR if name == "steady" else {}
-    env = {key: value for key, value in os.environ.items() if key not in STEADY_ALLOCATOR} | wanted
-    if env != dict(os.environ):
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], env)
+# Corpora
 
 
-def text_pairs(files: Sequence[Path] | None) -> tuple[tuple[str, str], Iterator[Pair]]:
-    """The two languages, and the sentence pairs of two parallel files (plain, .gz, .xz) or, without files, of the
-    endless demo world, which has links."""
-    if files:
-        src, tgt = ((line for _, line in read_lines(path)) for path in files)
-        return ("en", "xx"), ((s, t, None) for s, t in zip(src, tgt, strict=True))
-    world = World(0)
-    return LANGUAGES, map(world.pair, count())
+def text_pairs(files: Sequence[Path] | None) -> Iterator[Pair]:
+    """Yield the sentence pairs of two parallel files (plain, .gz, .xz) or, without files, of the endless demo world,
+    which has links."""
+    if not files:
+        world = World(0)
+        for number in count():
+            source, target, links = world.pair(number)
+            yield spaced(source), spaced(target), links
+        return
+    sources, targets = map(read_lines, files)
+    for (_, source), (_, target) in zip(sources, targets, strict=True):
+        yield source, target, None
+
+
+def spaced(text: str) -> str:
+    """The text with spaces between all words that the demo world's links count."""
+    return " ".join(split([text])[0][0])
 
 
 def with_words(pairs: Iterable[Pair], words: int) -> Iterator[Pair]:
-    """Pairs with `words` words on each side: successive pairs are joined until both sides have enough, then cut."""
+    """Yield pairs with `words` words on each side: successive pairs are joined until both sides have enough, then
+    cut."""
     first: list[str] = []
     second: list[str] = []
-    links: list[tuple[int, int]] = []
-    for one, other, pharaoh in pairs:
-        found = (map(int, link.split("-")) for link in (pharaoh or "").split())
-        links += [(len(first) + i, len(second) + j) for i, j in found]
-        first += split([one])[0][0]
-        second += split([other])[0][0]
+    links: list[str] = []
+    for source, target, pharaoh in pairs:
+        for link in (pharaoh or "").split():
+            i, j = map(int, link.split("-"))
+            if len(first) + i < words and len(second) + j < words:
+                links.append(f"{len(first) + i}-{len(second) + j}")
+        first += spaced(source).split()
+        second += spaced(target).split()
         if min(len(first), len(second)) >= words:
-            kept = " ".join(f"{i}-{j}" for i, j in links if max(i, j) < words)
-            yield " ".join(first[:words]), " ".join(second[:words]), None if pharaoh is None else kept
-            first, second, links = [], [], []
+            yield " ".join(first[:words]), " ".join(second[:words]), None if pharaoh is None else " ".join(links)
+            first = []
+            second = []
+            links = []
 
 
-def write_pairs(pairs: Sequence[Pair], langs: tuple[str, str], out: Path, records: int) -> Source:
-    """Write shards of `records` records, for which `pairs` are repeated as often as needed."""
-
-    numbered = enumerate(islice(cycle(pairs), records), start=1)
-    return _write(([Record(f"bench-{n:09d}", langs, pair[:2], pair[2])] for n, pair in numbered), out)
-
-
-def write_mono(texts: Iterable[str], language: str, out: Path, documents: bool = False) -> Source:
-    """Write shards of texts. documents: join texts to documents as long as web pages (SENTENCES); else each is one."""
-    random, left = Random(0), iter(texts)
-
-    def document(first: int) -> Iterator[list[Record]]:
-        while True:
-            n = max(1, round(random.lognormvariate(*SENTENCES))) if documents else 1
-            doc = first if documents else None
-            numbered = enumerate(islice(left, n), start=first)
-            records = [Record(f"bench.{language}-{m:09d}", (language,), (text,), doc=doc) for m, text in numbered]
-            if not records:
-                return
-            yield records
-            first += len(records)
-
-    return _write(document(1), out)
+def write_pairs(pairs: Iterable[Pair], out: Path) -> None:
+    """Write shards of pairs to the directory `out`, and text files beside it."""
+    sources, targets, links = zip(*pairs, strict=True)
+    texts = {"--src": sources, "--tgt": targets}
+    if links[0] is not None:
+        texts["--links"] = links
+    words: list[str | Path] = []
+    for flag, lines in texts.items():
+        words += [flag, write_lines(out.with_name(f"{out.name}{flag}.txt"), lines)]
+    write_shards("pairs", *words, "--langs", *LANGUAGES, "--out", out)
 
 
-def _write(documents: Iterable[list[Record]], out: Path) -> Source:
-    """Write shards. documents: the records of each pair or document."""
-    documents = iter(documents)
-    write_shards((list(chain.from_iterable(islice(documents, CHUNK_UNITS))) for _ in count()), out, out.name)
-    return Source(out)
+def write_mono(texts: Iterable[str], language: str, out: Path, documents: bool) -> None:
+    """Write shards of texts. documents: join texts to documents as long as web pages (SENTENCES)."""
+    random = Random(0)
+    rest = iter(texts)
+    lines: list[str] = []
+    while document := [*islice(rest, max(1, round(random.lognormvariate(*SENTENCES))))]:
+        lines += document
+        if documents:
+            lines.append("")
+    file = write_lines(out.with_name(f"{out.name}.txt"), lines)
+    form = "blank" if documents else "lines"
+    write_shards("mono", "--text", file, "--lang", language, "--documents", form, "--whole_lines", "--out", out)
 
 
-def write_shards(shards: Iterable[list[Record]], out: Path, name: str) -> None:
-    """Write a source. shards: the records of each shard; the first empty one ends them."""
-    out.mkdir(parents=True, exist_ok=True)
-    for number, records in enumerate(takewhile(bool, shards)):
-        write_shard(out / f"{name}-{number:06d}.tar", records)
-    index.build_index(out, None, {"tool": "benchmarks"}, links_count="unicode")
+def write_lines(path: Path, lines: Iterable[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
 
 
-def write_world(pairs: Sequence[Pair], vocab_size: int, out: Path, documents: bool = False) -> list[Path]:
+def write_shards(*words: str | Path) -> None:
+    command = [sys.executable, "-m", "data_tools.write_shards", *map(str, words)]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def write_world(
+    pairs: Sequence[Pair], vocab_size: int, out: Path, documents: bool = False, pad_to: int = 0
+) -> list[Path]:
     """Write the data of every recipe from pairs of the demo world: shards of the pairs with links, shards of each
-    side's text, tokenizer/ and lexicon/. Returns the directories for --data. documents: see write_mono."""
-    write_tokenizer(pairs, vocab_size, out / "tokenizer")
-    (out / "lexicon").mkdir()
-    entries = "".join(f"{first} {second}\n" for first, second in World(0).dictionary())
-    (out / "lexicon" / "{}-{}.txt".format(*LANGUAGES)).write_text(entries, encoding="utf-8")
-    sources = [write_pairs(pairs, LANGUAGES, out / "pairs", len(pairs))]
+    side's text, tokenizer/ and lexicon/. Returns the directories for --data. documents: see write_mono. pad_to: see
+    write_tokenizer."""
+    write_tokenizer(pairs, vocab_size, out / "tokenizer", pad_to)
+    entries = [f"{first} {second}" for first, second in World(0).dictionary()]
+    write_lines(out / "lexicon" / f"{'-'.join(LANGUAGES)}.txt", entries)
+    write_pairs(pairs, out / "pairs")
+    directories = [out / "pairs"]
     for side, language in enumerate(LANGUAGES):
-        texts = (str(pair[side]) for pair in pairs)
-        sources.append(write_mono(texts, language, out / f"mono_{language}", documents))
-    return [source.directory for source in sources]
+        directories.append(out / f"mono_{language}")
+        write_mono([str(pair[side]) for pair in pairs], language, directories[-1], documents)
+    return directories
 
 
-def write_tokenizer(pairs: Iterable[Pair], vocab_size: int, out: Path) -> Path:
-    texts = (side for pair in pairs for side in zip(LANGUAGES, pair[:2], strict=True))
+def write_tokenizer(pairs: Iterable[Pair], vocab_size: int, out: Path, pad_to: int = 0) -> None:
+    """Train a WordPiece tokenizer. pad_to: the number of ids that it is to have, with [unusedN] for the last ones."""
+    texts: list[tuple[str, str]] = []
+    for source, target, _ in pairs:
+        texts += [(LANGUAGES[0], source), (LANGUAGES[1], target)]
     tokenizers.train(texts, "wordpiece", vocab_size, lowercase=False).save_pretrained(out)
-    return out
+    path = out / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    for number in range(len(vocabulary), pad_to):
+        vocabulary[f"[unused{number}]"] = number
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def make_run(recipe: str, fields: Mapping[str, object], data: Sequence[Path], vocab_size: int = 0) -> RunSpec:
+    """Return a run of a recipe with these fields. vocab_size: the model's; 0: the tokenizer's."""
+    run_spec = resolve_run(recipe, [f"{name}={value}" for name, value in fields.items()], [*data])
+    run_spec.tokenizer.vocab_size = vocab_size or run_spec.tokenizer.vocab_size
+    return run_spec.calibrated()
+
+
+# The process
+
+
+def use_allocator(name: str) -> None:
+    """Start this program again with the allocator's settings `name` ("steady" or "default"), unless it has them."""
+    environment = {key: value for key, value in os.environ.items() if key not in STEADY_ALLOCATOR}
+    if name == "steady":
+        environment |= STEADY_ALLOCATOR
+    if environment != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+# Times and tables
+
+
+def now() -> float:
+    """The time in seconds at which the device is done."""
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -134,10 +191,19 @@ def median_time(work: Callable[[], Any], repeats: int) -> float:
     return median(timed(work)[0] for _ in range(repeats))
 
 
+def spread(ratios: Iterable[float]) -> str:
+    """The range of the ratios in the middle 80 % of the rounds."""
+    ordered = sorted(ratios)
+    few = len(ordered) // 10
+    return f"{ordered[few]:.2f}-{ordered[-1 - few]:.2f}"
+
+
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table with its first column aligned left, and the others aligned right."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     print(f"\n{title}")
     for row in [header, ["-" * width for width in widths], *rows]:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        cells = [row[0].ljust(widths[0])]
+        for cell, width in zip(row[1:], widths[1:], strict=True):
+            cells.append(cell.rjust(width))
         print("  " + "  ".join(cells).rstrip(), flush=True)

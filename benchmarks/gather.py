@@ -1,7 +1,6 @@
 """Compare the alignment gather with what PyTorch offers for the same task, forward and backward.
 
-    python benchmarks/gather.py [--device cuda|cpu] [--rounds N] [--tune] [--small]
-        [--allocator steady|default]
+    python benchmarks/gather.py [--device cuda|cpu] [--rounds N] [--small]
 
 Case 1 is 128 sequences of 128 tokens, 768 wide; case 2 is 32 of 512, 1024 wide. 30 % of the tokens are masked, with 1.3
 links each to the other half of their sequence. All implementations are first checked against fp64, then timed in turns.
@@ -9,11 +8,10 @@ links each to the other half of their sequence. All implementations are first ch
   two heads  these sums and the masked tokens' own states, in xscale's case by one gather; the two gradients arrive
              separately, as from two heads
 On a GPU, CUDA graphs are timed (*: no graph, because an operator waits for the host). A graph works in turn on as many
-buffers as fill 256 MB, so that L2 is cold, or on one buffer (warm). The bytes are a vector for each link and each sum
-(forward), each sum and each token (backward); `of copy` is their rate relative to a device copy of 1 GB.
---tune: also time the GPU kernel with other tile sizes.
+buffers as fill 256 MB, so that L2 is cold. `of copy` is the rate of the bytes that must be read and written (a vector
+for each link and each sum forward, for each sum and each token backward) relative to a device copy of 1 GB.
 --small: cases of a few short sequences, which show that the script works.
---allocator steady, the default, makes glibc's malloc keep freed memory; otherwise page faults dominate the times.
+glibc's malloc keeps freed memory here; otherwise page faults dominate the times on a CPU.
 """
 
 import argparse
@@ -31,15 +29,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import print_table, use_allocator
+from common import CUDA, print_table, spread, use_allocator
 from torch import Tensor
 
 from xscale.ops.alignment_gather import alignment_gather
 
 CASES = {"case 1": (128, 128, 768), "case 2": (32, 512, 1024)}
 SMALL = {"case 1": (8, 32, 64), "case 2": (4, 64, 96)}
-MASKED, LINKS = 0.3, 1.3
+MASKED = 0.3
+LINKS = 1.3
 OURS = "alignment_gather"
+L2_BYTES = 2**28
 
 
 class Problem:
@@ -50,8 +50,10 @@ class Problem:
 
     def __init__(self, case: str, dtype: torch.dtype, device: str, seed: int = 0):
         B, T, H = CASES[case]
-        N, (masked, row, column) = B * T, masked_and_links(B, T)
-        R, token = len(masked), masked[row]
+        N = B * T
+        masked, row, column = masked_and_links(B, T)
+        R = len(masked)
+        token = masked[row]
 
         def place(array: Any) -> Tensor:
             return torch.as_tensor(array).to(device)
@@ -59,8 +61,13 @@ class Problem:
         def index(row: np.ndarray, column: np.ndarray, rows: int) -> list[Tensor]:
             return [place(array) for array in (*csr(row, column, rows), *csr(column, row, N))]
 
-        self.links, self.sums, self.tokens, self.row_bytes = len(row), R, N, H * dtype.itemsize
-        self.masked, self.row, self.column = place(masked), place(row), place(column)
+        self.links = len(row)
+        self.sums = R
+        self.tokens = N
+        self.row_bytes = H * dtype.itemsize
+        self.masked = place(masked)
+        self.row = place(row)
+        self.column = place(column)
         self.index = index(row, column, R)
         self.both = index(np.append(np.arange(R), R + row), np.append(masked, column), 2 * R)
         self.offsets = self.index[0].long()
@@ -92,15 +99,17 @@ class Problem:
 @cache
 def masked_and_links(B: int, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The masked tokens [R]; for each link the number of its masked token [K], and the linked token [K]."""
-    r, half = np.random.default_rng(0), T // 2
+    r = np.random.default_rng(0)
+    half = T // 2
     masked = np.sort(r.permutation(B * T)[: round(MASKED * B * T)])
     R = len(masked)
     one_each = np.arange(R) * half + r.integers(0, half, R)
     others = np.setdiff1d(np.arange(R * half), one_each)
     cells = np.sort(np.append(one_each, r.choice(others, round((LINKS - 1) * R), replace=False)))
-    row, place = cells // half, cells % half
+    row = cells // half
     first = masked[row] // T * T
-    return masked, row, first + (masked[row] - first < half) * half + place
+    other_half = np.where(masked[row] - first < half, half, 0)
+    return masked, row, first + other_half + cells % half
 
 
 def csr(row: np.ndarray, column: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -201,182 +210,148 @@ def is_right(implementation: Implementation, p: Problem) -> bool:
     return True
 
 
-# CPU
+# Times
 
 
-def run_cpu(case: str, heads: int, dtype: torch.dtype, rounds: int) -> None:
-    problem = Problem(case, dtype, "cpu")
-    running = [implementation for implementation in HEADS[heads] if is_right(implementation, problem)]
-    seconds: dict[str, list[float]] = {implementation.name: [] for implementation in running}
-    turns = random.Random(0)
-    for _ in range(rounds):
-        for implementation in turns.sample(running, len(running)):
-            started = time.perf_counter()
-            backward(problem, implementation.forward(problem))
-            seconds[implementation.name].append(time.perf_counter() - started)
-    rows = []
-    for implementation in HEADS[heads]:
-        if implementation not in running:
-            rows.append([implementation.name, "unsupported", *[""] * 3])
-            continue
-        taken = seconds[implementation.name]
-        ratios = sorted(theirs / own for theirs, own in zip(taken, seconds[OURS], strict=True))
-        goal = "" if implementation.name == OURS else f">= {implementation.cpu[list(CASES).index(case)]}"
-        middle = f"{ratios[rounds // 4]:.2f}-{ratios[-1 - rounds // 4]:.2f}"
-        times = f"{1e3 * median(taken):.2f}", f"{median(taken) / median(seconds[OURS]):.2f}"
-        rows.append([implementation.name, *times, middle, goal])
-    print_table(title(case, heads, dtype, problem), ["", "ms", "of ours", "quartiles", "goal"], rows)
+@dataclass
+class Times:
+    """The seconds of each round."""
 
+    forward: list[float]
+    backward: list[float]
 
-def title(case: str, heads: int, dtype: torch.dtype, p: Problem) -> str:
-    shape = "{} x {} x {}".format(*CASES[case])
-    name = {1: "one head", 2: "two heads"}[heads]
-    return f"{case}, {name}, {str(dtype).removeprefix('torch.')}: {shape}, {p.sums:,} rows, {p.links:,} links"
-
-
-# GPU
+    @property
+    def both(self) -> list[float]:
+        return [forward + backward for forward, backward in zip(self.forward, self.backward, strict=True)]
 
 
 class Runner:
-    """Times an implementation over several problems in turn; `us` has the microseconds of forward and of backward."""
+    """Times an implementation over several problems in turn."""
 
     def __init__(self, implementation: Implementation, problems: list[Problem]):
-        self.implementation, self.problems, self.graph = implementation, problems, implementation.graph
-        self.us: tuple[list[float], list[float]] = ([], [])
-        self.sweep_forward()
-        self.sweep_backward()
-        torch.cuda.synchronize()
-        self.works: list[Callable[[], Any]] = [self.sweep_forward, self.sweep_backward]
-        if self.graph:
-            graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[0], stream=torch.cuda.current_stream()):
-                self.sweep_forward()
-            with torch.cuda.graph(graphs[1], stream=torch.cuda.current_stream()):
-                self.sweep_backward()
-            self.works = [graph.replay for graph in graphs]
+        self.implementation = implementation
+        self.problems = problems
+        self.times = Times([], [])
+        self.outputs: list[list[Tensor]] = []
+        self.forward: Callable[[], Any] = self.sweep_forward
+        self.backward: Callable[[], Any] = self.sweep_backward
+        self.forward()
+        self.backward()
+        if problems[0].hidden.is_cuda and implementation.graph:
+            torch.cuda.synchronize()
+            self.forward = captured(self.forward)
+            self.backward = captured(self.backward)
 
     def sweep_forward(self) -> None:
-        self.outputs = [self.implementation.forward(p) for p in self.problems]
+        self.outputs = [self.implementation.forward(problem) for problem in self.problems]
 
     def sweep_backward(self) -> None:
-        self.gradients = [backward(p, outputs) for p, outputs in zip(self.problems, self.outputs, strict=True)]
+        self.gradients = [backward(problem, out) for problem, out in zip(self.problems, self.outputs, strict=True)]
 
     def round(self) -> None:
-        for work, us in zip(self.works, self.us, strict=True):
-            us.append(gpu_us(work, 1_000_000 if self.graph else 10_000_000) / len(self.problems))
-
-    def medians(self) -> list[float]:
-        return [median(us) for us in self.us]
+        busy = 1_000_000 if self.implementation.graph else 10_000_000
+        for work, seconds in ((self.forward, self.times.forward), (self.backward, self.times.backward)):
+            seconds.append(seconds_of(work, self.problems[0].hidden.is_cuda, busy) / len(self.problems))
 
 
-def gpu_us(work: Callable[[], Any], busy: int = 1_000_000) -> float:
-    """The microseconds of `work` on the GPU, which is kept busy for `busy` cycles while the host launches the work."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def captured(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the replay of a CUDA graph of `work`."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        work()
+    return graph.replay
+
+
+def seconds_of(work: Callable[[], Any], on_gpu: bool, busy: int = 1_000_000) -> float:
+    """The seconds of `work`. A GPU is kept busy for `busy` cycles while the host launches the work."""
+    if not on_gpu:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(busy)
     start.record()
     work()
     end.record()
     end.synchronize()
-    return 1e3 * start.elapsed_time(end)
+    return start.elapsed_time(end) / 1e3
 
 
-def copy_us(size: int, buffers: int, rounds: int) -> float:
-    """The microseconds of a device copy that reads and writes `size` bytes in all, from cold memory."""
-    pairs = [torch.empty(2, size // 2, dtype=torch.uint8, device="cuda") for _ in range(buffers)]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        for source, target in pairs:
-            target.copy_(source)
-    graph.replay()
-    return median(gpu_us(graph.replay) for _ in range(rounds)) / buffers
+def copy_rate(rounds: int) -> float:
+    """The bytes per second that a device copy of 1 GB reads and writes."""
+    source, target = torch.empty(2, 2**29, dtype=torch.uint8, device="cuda")
+    copy = captured(lambda: target.copy_(source))
+    copy()
+    return 2**30 / median(seconds_of(copy, True) for _ in range(rounds))
 
 
-def run_gpu(case: str, heads: int, dtype: torch.dtype, rounds: int) -> None:
-    first = Problem(case, dtype, "cuda")
-    buffers = enough_buffers(first)
-    problems = [first, *(Problem(case, dtype, "cuda", seed) for seed in range(1, buffers))]
-    right = [implementation for implementation in HEADS[heads] if is_right(implementation, first)]
-    cold = {implementation.name: Runner(implementation, problems) for implementation in right}
-    warm = {implementation.name: Runner(implementation, [first] * buffers) for implementation in right}
-    turns, runners = random.Random(0), [*cold.values(), *warm.values()]
+def run(case: str, heads: int, dtype: torch.dtype, device: str, rounds: int) -> None:
+    problems = [Problem(case, dtype, device)]
+    if device == "cuda":
+        for seed in range(1, -(-L2_BYTES // problems[0].hidden.nbytes)):
+            problems.append(Problem(case, dtype, device, seed))
+    runners: dict[str, Runner] = {}
+    for implementation in HEADS[heads]:
+        if is_right(implementation, problems[0]):
+            runners[implementation.name] = Runner(implementation, problems)
+    turns = random.Random(0)
     for _ in range(rounds):
-        for runner in turns.sample(runners, len(runners)):
+        for runner in turns.sample([*runners.values()], len(runners)):
             runner.round()
-    moved, peak = traffic(first, heads), 2**30 / copy_us(2**30, 1, rounds)
-
-    def cells(us: list[float], *more: str) -> list[str]:
-        rates = [size / t for size, t in zip(moved, us, strict=True)]
-        times = [f"{t:.1f}" for t in (*us, sum(us))]
-        return [*times, *more, *(f"{rate / 1e3:,.0f}" for rate in rates), *(f"{rate / peak:.0%}" for rate in rates)]
-
-    header = ["us, L2 cold", "fwd", "bwd", "both", "warm", "of ours", "goal", "GB/s fwd", "bwd", "of copy fwd", "bwd"]
+    rate = copy_rate(rounds) if device == "cuda" else None
     rows = []
     for implementation in HEADS[heads]:
-        if implementation not in right:
-            rows.append([implementation.name, "unsupported", *[""] * (len(header) - 2)])
+        name = implementation.name if implementation.graph else f"{implementation.name} *"
+        if implementation.name not in runners:
+            rows.append([name, "unsupported", *[""] * (len(HEADER) - 2)])
             continue
-        goal = "85 %, 90 %" if implementation.name == OURS else f">= {implementation.cuda[list(CASES).index(case)]}"
-        us, ours_us = cold[implementation.name].medians(), cold[OURS].medians()
-        more = f"{sum(warm[implementation.name].medians()):.1f}", f"{sum(us) / sum(ours_us):.2f}", goal
-        rows.append([implementation.name + ("" if implementation.graph else " *"), *cells(us, *more)])
-    rows.append(["copy of as many bytes", *cells([copy_us(size, buffers, rounds) for size in moved], "", "", "")])
-    print_table(title(case, heads, dtype, first), header, rows)
+        times = runners[implementation.name].times
+        ratios = [theirs / own for theirs, own in zip(times.both, runners[OURS].times.both, strict=True)]
+        goals = implementation.cuda if device == "cuda" else implementation.cpu
+        goal = "" if implementation.name == OURS else f">= {goals[[*CASES].index(case)]}"
+        cells = [f"{1e6 * median(seconds):,.1f}" for seconds in (times.forward, times.backward, times.both)]
+        cells += [f"{median(ratios):.2f}", spread(ratios), goal]
+        rows.append([name, *cells, *rate_cells(problems[0], heads, times, rate)])
+    shape = " x ".join(map(str, CASES[case]))
+    title = f"{case}, {heads} head(s), {str(dtype).removeprefix('torch.')}: {shape}"
+    print_table(f"{title}, {problems[0].sums:,} rows, {problems[0].links:,} links", HEADER, rows)
 
 
-def enough_buffers(p: Problem) -> int:
-    """The number of problems whose hidden states fill 256 MB."""
-    return -(-(2**28) // p.hidden.nbytes)
+HEADER = ["us", "forward", "backward", "both", "of ours", "middle 80 %", "goal", "of copy, forward", "backward"]
 
 
-def traffic(p: Problem, heads: int) -> tuple[int, int]:
-    """The bytes that must be read and written in the forward pass, and in the backward pass."""
+def rate_cells(p: Problem, heads: int, times: Times, rate: float | None) -> list[str]:
+    """The rates of the bytes that must be read and written, relative to a copy's. The goals of ours: 85 %, 90 %."""
+    if rate is None:
+        return ["", ""]
     own = (heads - 1) * p.sums
-    return (p.links + p.sums + 2 * own) * p.row_bytes, (p.sums + own + p.tokens) * p.row_bytes
-
-
-def tune(case: str, dtype: torch.dtype, rounds: int) -> None:
-    from xscale.ops import alignment_gather_triton as kernel
-
-    first = Problem(case, dtype, "cuda")
-    problems = [first, *(Problem(case, dtype, "cuda", seed) for seed in range(1, enough_buffers(first)))]
-    tiles = [tile for tile in product((1, 2, 4, 8), (1, 2, 4)) if 2 <= tile[0] * tile[1] <= 16]
-    runners = []
-    for kernel.ROWS, kernel.AHEAD in tiles:
-        runners.append(Runner(HEADS[2][0], problems))
-    for _ in range(rounds):
-        for runner in runners:
-            runner.round()
-    rows = [
-        [f"{tile[0]} rows, {tile[1]} links ahead", *(f"{us:.1f}" for us in runner.medians())]
-        for tile, runner in zip(tiles, runners, strict=True)
-    ]
-    print_table(title(case, 2, dtype, first), ["us, L2 cold", "fwd", "bwd"], rows)
+    forward_bytes = (p.links + p.sums + 2 * own) * p.row_bytes
+    backward_bytes = (p.sums + own + p.tokens) * p.row_bytes
+    cells = []
+    for size, seconds in ((forward_bytes, times.forward), (backward_bytes, times.backward)):
+        cells.append(f"{size / median(seconds) / rate:.0%}")
+    return cells
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if CUDA else "cpu")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--allocator", choices=("steady", "default"), default="steady")
     args = parser.parse_args()
-    use_allocator(args.allocator)
+    use_allocator("steady")
     torch.set_num_threads(args.threads)
     CASES.update(SMALL if args.small else {})
     warnings.filterwarnings("ignore", message="Sparse")
     on_gpu = args.device == "cuda"
-    print(torch.cuda.get_device_name() if on_gpu else f"{args.threads} threads; malloc: {args.allocator}")
-    dtypes = (torch.float16, torch.bfloat16) if on_gpu else (torch.float32, torch.bfloat16)
+    print(torch.cuda.get_device_name() if on_gpu else f"{args.threads} threads")
     # Autograd works on the stream of the forward pass, and the default stream cannot be captured.
     with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
-        for case, dtype in product(CASES, dtypes):
-            if args.tune:
-                tune(case, dtype, args.rounds)
-                continue
+        for case, dtype in product(CASES, (torch.float16 if on_gpu else torch.float32, torch.bfloat16)):
             for heads in HEADS:
-                (run_gpu if on_gpu else run_cpu)(case, heads, dtype, args.rounds)
+                run(case, heads, dtype, args.device, args.rounds)
 
 
 if __name__ == "__main__":

@@ -66,10 +66,10 @@ part() { # NAME SECONDS COMMAND...
 
 if [ "${1:-}" = --cpu ]; then
     LIMIT=1800
-    part check 300 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py -k "not flat_encoder and not repeats"
+    part check 300 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py -k "not repeats"
     small=(--vocab_size 0 --workers 0 --pairs 600 --rows_per_step 1)
-    part rows 400 python3 benchmarks/rows.py --preset tiny "${small[@]}" --rows 1024 --first 1024 --mixed_rows 1024
-    part modern 300 python3 benchmarks/rows.py --preset tiny "${small[@]}" --recipe mlm --rows 128 --first 128 --mixed_rows 0 \
+    part rows 400 python3 benchmarks/rows.py --preset tiny "${small[@]}" --rows 1024 --mixed_rows 1024
+    part modern 300 python3 benchmarks/rows.py --preset tiny "${small[@]}" --recipe mlm --rows 128 --mixed_rows 0 \
         --set streams.mlm.mask_prob=0.3 --goal 216000
     part train 300 python3 benchmarks/train_fp16.py --small --steps 8 --recipes tlm
     part head 300 python3 benchmarks/head.py --device cpu --rounds 1 --tokens 32 --vocabulary 1500 --threads 1

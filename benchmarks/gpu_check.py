@@ -1,11 +1,11 @@
-"""Compare kernels, encoder and packed rows with wider types, on a GPU if possible: `pytest benchmarks/gpu_check.py`.
+"""Compare kernels and packed rows with wider types, on a GPU if possible: `pytest benchmarks/gpu_check.py`.
 
 Unless a test says otherwise, errors are ||out - reference|| / ||reference||; the reference is computed in fp64 on the
 CPU from the same (rounded) inputs.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate, islice
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import text_pairs, write_world
+from common import CUDA, DEVICE, text_pairs, write_world
 from torch import Tensor
 
 from xscale import ranks
@@ -23,8 +23,6 @@ from xscale.data.mixture import initial_state
 from xscale.data.packed_row import PackedRow, Tokens, gather_index
 from xscale.data.stream_batch import StateIndices
 from xscale.models.attention import attention, runs_flash
-from xscale.models.build import build_encoder
-from xscale.models.encoder import Encoder
 from xscale.ops import masked_ce
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.ops.dropout_add_norm import dropout_add_norm
@@ -34,9 +32,7 @@ from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass, encode_auxiliary, step_weights
 
-CUDA = torch.cuda.is_available()
 CPU = torch.device("cpu")
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 NARROW = [torch.bfloat16, torch.float16] if CUDA else [torch.bfloat16]
 DTYPES = [torch.float32, *NARROW]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-9, torch.float16: 2**-12}
@@ -64,10 +60,6 @@ def wide(tensor: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-def test_device() -> None:
-    print(torch.cuda.get_device_name() if CUDA else "CPU", torch.__version__)
 
 
 # Operators
@@ -205,9 +197,6 @@ def test_dropout_add_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
         assert ours.dtype == dtype and error(ours, reference) < LIMIT[dtype]
 
 
-# Encoder
-
-
 def tokens_of(lengths: list[int]) -> Tokens:
     """Random tokens of sequences of these lengths, on the CPU. A length of 0 is an empty sequence."""
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
@@ -216,63 +205,12 @@ def tokens_of(lengths: list[int]) -> Tokens:
     return Tokens(ids, positions, None, starts, torch.tensor(lengths, dtype=torch.int32), max(lengths))
 
 
-def on(row: Tokens, device: torch.device) -> Tokens:
-    return row._replace(**{name: getattr(row, name).to(device) for name in ("input_ids", "positions", "starts")})
-
-
-def small_encoder(preset: str = "mini") -> Encoder:
-    """An encoder with random weights in fp32 on the CPU, without dropout."""
-    fields = {"max_length": 128, "vocab_size": 3000, "pad_id": 0, "languages": ["en"], "seed": 0}
-    encoder = build_encoder(
-        init=None, preset=preset, dropout=0.0, language_embeddings=False, reset_positions=False, **fields
-    )
-    return encoder.train()
-
-
-def flat(encoder: Encoder, row: Tokens) -> Tensor:
-    return encoder(row)
-
-
-def padded(encoder: Encoder, row: Tokens) -> Tensor:
-    """The last hidden states by transformers' own forward pass, with padding."""
-    lengths = row.lengths.tolist()
-    ids = torch.nn.utils.rnn.pad_sequence(row.input_ids.split(lengths), batch_first=True)
-    mask = torch.arange(max(lengths), device=ids.device) < row.lengths.to(ids.device)[:, None]
-    return encoder.lm.base_model(ids, attention_mask=mask.long()).last_hidden_state[mask]
-
-
-def states_and_gradients(
-    forward: Callable[[Encoder, Tokens], Tensor], encoder: Encoder, row: Tokens, incoming: Tensor
-) -> list[Tensor]:
-    """The last hidden states, and the gradients of all weights in one vector."""
-    device = next(encoder.parameters()).device
-    hidden = forward(encoder, on(row, device))
-    weights = [p for name, p in encoder.lm.base_model.named_parameters() if "pooler" not in name]
-    gradients = torch.autograd.grad(hidden, weights, incoming.to(device, hidden.dtype), materialize_grads=True)
-    return [hidden.detach(), torch.cat([gradient.flatten() for gradient in gradients])]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("preset", "sequences"), [("mini", 1), ("mini", 32), ("modern-small", 4)])
-def test_flat_encoder(preset: str, sequences: int, dtype: torch.dtype) -> None:
-    """States and gradients of a packed row are as near to fp64 as those of transformers' padded sequences."""
-    lengths = torch.randint(3, 129, (sequences,)).sort(descending=True).values.tolist()
-    encoder, row = small_encoder(preset).to(dtype), tokens_of(lengths)
-    incoming = torch.randn(sum(lengths), encoder.width)
-    exact = states_and_gradients(flat, encoder.double(), row, incoming)
-    encoder.to(DEVICE, dtype)
-    both = [states_and_gradients(forward, encoder, row, incoming) for forward in (flat, padded)]
-    for ours, theirs, reference in zip(*both, exact, strict=True):
-        assert error(ours, reference) < 1.5 * error(theirs, reference) + 1e-6
-
-
 # Rows
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    _, pairs = text_pairs(None)
-    return write_world(list(islice(pairs, 1000)), 3000, tmp_path_factory.mktemp("world") / "data")
+    return write_world([*islice(text_pairs(None), 1000)], 3000, tmp_path_factory.mktemp("world") / "data")
 
 
 @pytest.fixture

@@ -6,268 +6,167 @@ The script writes a corpus of pairs with 15 words on each side and a 16k tokeniz
 parallel files, plain, .gz or .xz, or else from the demo world), and prints
   1. pairs, tokens and packed rows per second of TLM, and of AlignLM if there are links (the demo world): read from
      shards, tokenised, masked, packed into rows of --max_tokens (512 pairs per step), by the process itself and by
-     DataLoader with 1 and 2 workers; then the parts of a pair's time
+     DataLoader with 1 and 2 workers; and the us of a pair of which reading and the tokenizer are parts
   2. seconds from opening the source to the first step, at record 0 (a new run, which measures the tokens per byte) and
-     at 90 % of the source (a resume, which knows them), with files cached and not cached
-  3. memory of the order of 10^5, 10^7 and 10^9 records, and the time to select the records of one step
-  4. how often a shard is opened in an epoch, and the distance between its first and its last read
+     at 90 % of the source (a resume, which knows them)
+  3. memory of the order of 10^5, 10^7 and 10^9 records
+  4. how often a worker opens a shard in an epoch
 """
 
 import argparse
 import os
-import pickle
-import sys
 import tempfile
 import tracemalloc
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from common import median_time, print_table, text_pairs, timed, with_words, write_pairs, write_tokenizer
+from common import (
+    ALONE,
+    make_run,
+    median_time,
+    print_table,
+    text_pairs,
+    timed,
+    with_words,
+    write_pairs,
+    write_tokenizer,
+)
 
-from data_tools.steps import CHUNK_UNITS as SHARD_LINES
-from xscale.data import shards as shards_of
 from xscale.data.calibration import Calibration
-from xscale.data.loader import StepDataset
-from xscale.data.mixture import Mixture, StepPlan, StreamSpec, initial_state
-from xscale.data.order import WINDOW_RECORDS, WINDOW_SHARDS, EpochOrder
-from xscale.data.shards import OPEN_FILES, Source
-from xscale.ranks import Process
+from xscale.data.mixture import StepPlan, initial_state
+from xscale.data.order import EpochOrder
 from xscale.run_spec import RunSpec, resolve_run
 
-WORDS, SAMPLES, MAX_LENGTH, VOCAB_SIZE = 15, 512, 128, 16_000
+WORDS = 15
+SAMPLES = 512
 UNIQUE_PAIRS = 20_000
-SPECS = [StreamSpec("tlm", (0,), SAMPLES, packed=False)]
-ALONE, DEVICE = Process(0, 1, 0, 1), "cpu"
-SMALL_SHARD = 1024
-"""The number of records in a shard of the small size that other tools may write."""
+SHARD_RECORDS = 8192
 REPEATS = 5
 
 
-def open_job(directory: Path, max_tokens: int | None, recipe: str = "tlm") -> RunSpec:
-    """A run of a recipe on a directory of pairs, with the tokenizer beside it; lengths are not measured yet."""
-    fields = {
-        f"streams.{recipe}.samples": SAMPLES,
-        "data.max_length": MAX_LENGTH,
-        "train.max_tokens": "null" if max_tokens is None else max_tokens,
-    }
-    return resolve_run(recipe, [f"{name}={value}" for name, value in fields.items()], [directory])
+def step_plans(run_spec: RunSpec, steps: int) -> list[StepPlan]:
+    mixture = run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs))
+    return [mixture.next_step() for _ in range(steps)]
 
 
-def with_workers(run_spec: RunSpec, workers: int) -> RunSpec:
-    return replace(run_spec, recipe=replace(run_spec.recipe, data=replace(run_spec.recipe.data, workers=workers)))
-
-
-def first_mixture(run_spec: RunSpec) -> Mixture:
-    return run_spec.mixture(ALONE, DEVICE, run_spec.specs, initial_state(run_spec.specs))
+def places_of(plans: list[StepPlan], stream: str) -> list[tuple[int, int]]:
+    """The shard and the record of each pair, in the order in which they are read."""
+    places: list[tuple[int, int]] = []
+    for row in chain.from_iterable(plan.rows for plan in plans):
+        places += zip(row[stream].shard.tolist(), row[stream].record.tolist(), strict=True)
+    return places
 
 
 def speed(run_spec: RunSpec, steps: int) -> None:
-    dataset, draws = run_spec.dataset(run_spec.specs), first_mixture(run_spec)
-    plans = [draws.next_step() for _ in range(steps)]
-    dataset[plans[0]]
+    dataset = run_spec.dataset(run_spec.specs)
+    plans = step_plans(run_spec, steps)
+    batches = [dataset[plan] for plan in plans]
+    pairs = steps * SAMPLES
+    tokens = sum(batch.work().tokens for batch in batches)
+    rows = sum(len(batch.rows) for batch in batches)
 
     def through_loader(workers: int) -> float:
-        batches = with_workers(run_spec, workers).batches(ALONE, DEVICE, initial_state(run_spec.specs), steps + 8)
-        for _ in islice(batches, 8):  # workers have started and their queues are full
+        data = replace(run_spec.recipe.data, workers=workers)
+        run = replace(run_spec, recipe=replace(run_spec.recipe, data=data))
+        loaded = run.batches(ALONE, "cpu", initial_state(run.specs), steps + 8)
+        for _ in islice(loaded, 8):  # workers have started and their queues are full
             pass
-        return timed(lambda: list(batches))[0]
+        return timed(lambda: [*loaded])[0]
 
     seconds = {"one process, plans given": median_time(lambda: [dataset[plan] for plan in plans], REPEATS)}
     for workers in (0, 1, 2):
-        name = f"DataLoader, {workers} worker{'s' * (workers != 1)}"
-        seconds[name] = median(through_loader(workers) for _ in range(REPEATS))
-    batches = [dataset[plan] for plan in plans]
-    pairs, rows = steps * SAMPLES, sum(len(batch.rows) for batch in batches)
-    tokens = sum(batch.work().tokens for batch in batches)
-    title = (
-        f"1. {run_spec.specs[0].name}: pairs of {WORDS} words a side, {tokens / pairs:.1f} tokens (vocabulary "
-        f"{run_spec.tokenizer.vocab_size:,}); "
-        f"{rows / steps:.1f} rows a step, of {tokens / rows:,.0f} tokens (max_tokens {run_spec.max_tokens(DEVICE):,})"
-    )
-    table = [[name, *(f"{n / s:,.0f}" for n in (pairs, tokens)), f"{rows / s:,.1f}"] for name, s in seconds.items()]
+        times = [through_loader(workers) for _ in range(REPEATS)]
+        seconds[f"DataLoader, {workers} worker(s)"] = median(times)
+    table = []
+    for name, value in seconds.items():
+        table.append([name, f"{pairs / value:,.0f}", f"{tokens / value:,.0f}", f"{rows / value:,.1f}"])
+    name = run_spec.specs[0].name
+    title = f"1. {name}: pairs of {WORDS} words a side, {tokens / pairs:.1f} tokens; {rows / steps:.1f} rows a step"
     print_table(title, ["", "pairs/s", "tokens/s", "rows/s"], table)
-    parts(run_spec, dataset, plans)
+    parts(run_spec, plans, seconds["one process, plans given"])
 
 
-def parts(run_spec: RunSpec, dataset: StepDataset, plans: list[StepPlan]) -> None:
-    """Print the time of each stage of loading by itself, over the same records."""
-    (source,), (spec,) = run_spec.sources, run_spec.specs
-    encode = run_spec.tokenizer.encode if spec.name == "tlm" else run_spec.tokenizer.encode_words
-    places = [
-        place
-        for plan in plans
-        for row in plan.rows
-        for place in zip(row[spec.name].shard.tolist(), row[spec.name].record.tolist(), strict=True)
-    ]
-    texts = [t for shard, record in places for t in source.read(shard, record).texts]
-    steps = [texts[i : i + 2 * SAMPLES] for i in range(0, len(texts), 2 * SAMPLES)]
-    draws = first_mixture(run_spec)
-    batch = dataset[plans[0]]
-    seconds = {
-        "draw the step, cut it into rows (main process)": median_time(
-            lambda: [draws.next_step() for _ in plans], REPEATS
-        ),
-        "read records": median_time(lambda: [source.read(*place) for place in places], REPEATS),
-        "tokenise": median_time(lambda: [encode(step) for step in steps], REPEATS),
-    }
-    whole = median_time(lambda: [dataset[plan] for plan in plans], REPEATS)
-    seconds["mask, collate, lay out, the rest"] = whole - seconds["read records"] - seconds["tokenise"]
-    seconds["to the main process and back (pickle)"] = len(plans) * median_time(
-        lambda: pickle.loads(pickle.dumps(batch)), REPEATS
-    )
-    rows = [[name, f"{1e6 * value / len(places):.1f}"] for name, value in seconds.items()]
+def parts(run_spec: RunSpec, plans: list[StepPlan], whole: float) -> None:
+    """Print the time of reading and of the tokenizer, over the same records, of the `whole` time."""
+    (source,) = run_spec.sources
+    name = run_spec.specs[0].name
+    encode = run_spec.tokenizer.encode if name == "tlm" else run_spec.tokenizer.encode_words
+    places = places_of(plans, name)
+    texts = [*chain.from_iterable(source.read(*place).texts for place in places)]
+    steps = [texts[start : start + 2 * SAMPLES] for start in range(0, len(texts), 2 * SAMPLES)]
+    read = median_time(lambda: [source.read(*place) for place in places], REPEATS)
+    tokenise = median_time(lambda: [encode(step) for step in steps], REPEATS)
+    seconds = {"whole": whole, "read records": read, "tokenise": tokenise, "the rest": whole - read - tokenise}
+    rows = [[part, f"{1e6 * value / len(places):.1f}"] for part, value in seconds.items()]
     print_table("   where a pair's time goes", ["", "us/pair"], rows)
 
 
-def resume(directory: Path, max_tokens: int | None, found: Calibration) -> None:
-    """Print the seconds to the first step. found: the measured lengths, which a checkpoint keeps."""
-
-    def first_batch(position: int) -> tuple[float, ...]:
-        opened, run_spec = timed(lambda: with_workers(open_job(directory, max_tokens), 0))
-        measured, run_spec = timed(lambda: run_spec.calibrated(found if position else None))
-        state = initial_state(run_spec.specs)
-        state["positions"]["tlm"] = [[0, position]]
-        state["step"] = position // SAMPLES
-        made, batch = timed(lambda: next(run_spec.batches(ALONE, DEVICE, state, steps=1)))
-        assert batch.state["positions"]["tlm"] == [[0, position + SAMPLES]]
-        return opened, measured, made, opened + measured + made
-
-    records = Source(directory).records
+def resume(open_run: Any, records: int, known: Calibration) -> None:
+    """Print the seconds to the first step. known: the measured lengths, which a checkpoint keeps."""
     rows = []
-    for cached in (True, False):
-        for share in (0.0, 0.9):
-            times = []
-            for _ in range(REPEATS):
-                if not cached:
-                    forget(directory)
-                times.append(first_batch(int(records * share)))
-            where = f"record {int(records * share):,}, files {'in' if cached else 'not in'} the page cache"
-            rows.append([where, *(f"{median(column):.3f}" for column in zip(*times, strict=True))])
-    title = f"2. Seconds to the first step of a source of {records:,} pairs"
-    print_table(title, ["", "open, check", "measure lengths", "first batch", "sum"], rows)
+    for position in (0, int(0.9 * records)):
+        seconds = []
+        for _ in range(REPEATS):
+            seconds.append(timed(lambda position=position: first_step(open_run(), position, known))[0])
+        rows.append([f"record {position:,}", f"{median(seconds):.3f}"])
+    print_table(f"2. Seconds to the first step of a source of {records:,} pairs", ["", "s"], rows)
 
 
-def forget(directory: Path) -> None:
-    """Drop a directory's files from the page cache."""
-    for path in directory.iterdir():
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+def first_step(run_spec: RunSpec, position: int, known: Calibration) -> None:
+    run_spec = run_spec.calibrated(known if position else None)
+    state = initial_state(run_spec.specs)
+    state["positions"]["tlm"] = [[0, position]]
+    state["step"] = position // SAMPLES
+    batch = next(run_spec.batches(ALONE, "cpu", state, steps=1))
+    assert batch.state["positions"]["tlm"] == [[0, position + SAMPLES]]
 
 
-@dataclass
-class Sizes:
-    """A source without records, which has the sizes that the order of an epoch needs."""
-
-    counts: np.ndarray
-    name: str = "en-xx"
-    fingerprint: str = "none"
-
-    @property
-    def records(self) -> int:
-        return int(self.counts.sum())
-
-    def lengths(self, shard: int, records: np.ndarray) -> np.ndarray:
-        return np.full(len(records), 200)
-
-
-def memory(max_tokens: int) -> None:
+def memory() -> None:
     rows = []
     for records in (10**5, 10**7, 10**9):
-        source = Sizes(np.diff(np.arange(0, records + SHARD_LINES, SHARD_LINES).clip(max=records)))
+        shards = -(-records // SHARD_RECORDS)
+        counts = np.full(shards, SHARD_RECORDS)
         tracemalloc.start()
-        seconds, order = timed(lambda source=source: EpochOrder(source.counts, np.uint64(1), 0))
-        alone = tracemalloc.get_traced_memory()[0]
+        order = EpochOrder(counts, np.uint64(1), 0)
         order.take(0, SAMPLES)
         kept, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        draws = Mixture(
-            SPECS, [source], Calibration([(0.25, 0.0)], {}), seed=0, alpha=0.7, max_length=MAX_LENGTH,
-            max_tokens=max_tokens, rank=0, world=1,
-        )  # fmt: skip
-        first, _ = timed(draws.next_step)
-        steps = sorted(timed(draws.next_step)[0] for _ in range(2 * WINDOW_RECORDS // SAMPLES))
-        megabytes = [f"{size / 1e6:.2f}" for size in (alone, kept, peak)]
-        milliseconds = [f"{1e3 * value:.2f}" for value in (seconds, first, median(steps), steps[-1])]
-        rows.append([f"{records:,}", f"{len(source.counts):,}", *megabytes, *milliseconds])
-    header = ["records", "shards", "order, MB", "+ window", "peak", "made in, ms", "first step", "median", "longest"]
-    print_table(f"3. The order of an epoch, and drawing steps of {SAMPLES}", header, rows)
+        rows.append([f"{records:,}", f"{shards:,}", f"{kept / 1e6:.2f}", f"{peak / 1e6:.2f}"])
+    print_table("3. The order of an epoch", ["records", "shards", "MB with a window", "peak"], rows)
 
 
 @contextmanager
-def counted_opens() -> Iterator[Counter]:
-    """Count how often each .tar file is opened in this process, by file name."""
-    counts: Counter = Counter()
+def counted_opens() -> Iterator[list[str]]:
+    """In `with counted_opens() as names`, `names` has the name of each .tar file that this process opens."""
+    names: list[str] = []
     original = os.open
 
     def counting(path: Any, *args: Any, **kwargs: Any) -> int:
         if str(path).endswith(".tar"):
-            counts[Path(path).name] += 1
+            names.append(str(path))
         return original(path, *args, **kwargs)
 
     os.open = counting
     try:
-        yield counts
+        yield names
     finally:
         os.open = original
 
 
 def opens(run_spec: RunSpec) -> None:
-    """Print how often shards are opened in an epoch: by the main process, which plans, and by a worker, which reads."""
-    main, worker = (Source(run_spec.sources[0].directory) for _ in range(2))
-    draws = first_mixture(replace(run_spec, sources=[main]))
-    steps = main.records // SAMPLES
-    plans = []
-    with counted_opens() as of_main:
-        plans = [draws.next_step() for _ in range(steps)]
-    shards = np.concatenate([row["tlm"].shard for plan in plans for row in plan.rows])
-    records = np.concatenate([row["tlm"].record for plan in plans for row in plan.rows])
-    most = 0
-    with counted_opens() as of_worker:
-        for shard, record in zip(shards.tolist(), records.tolist(), strict=True):
-            worker.read(shard, record)
-            most = max(most, len(shards_of._open))
-    spans = [np.ptp(np.flatnonzero(shards == shard)) + 1 for shard in range(len(main.shards))]
-    full = np.random.default_rng(0).permutation(np.repeat(np.arange(len(main.shards)), main.counts))
-    small = np.full(main.records // SMALL_SHARD, SMALL_SHARD)
-    _, of_small, _, _ = EpochOrder(small, np.uint64(1), 0).take(0, int(small.sum()))
-    order = EpochOrder(main.counts, np.uint64(1), 0)
-    rows = [
-        ["windows of the order", f"{len(order.window_ends)}"],
-        ["opens of a shard by a worker, mean", f"{of_worker.total() / len(main.shards):.2f}"],
-        ["opens of a shard by a worker, most", f"{max(of_worker.values())}"],
-        ["opens of a shard by the main process, mean", f"{of_main.total() / len(main.shards):.2f}"],
-        [f"shards open at the same time, most (limit {OPEN_FILES // 2})", f"{most}"],
-        ["a shard's first to last read, share of the epoch", f"{max(spans) / steps / SAMPLES:.3f}"],
-        [f"in shards of {SMALL_SHARD:,}: opens of a shard, mean", f"{cache_misses(of_small) / len(small):,.2f}"],
-        ["in a full shuffle: opens of a shard, mean", f"{cache_misses(full) / len(main.shards):,.1f}"],
-        ["in a full shuffle: a shard's first to last read", "1.000"],
-    ]
-    title = f"4. One epoch of {main.records:,} pairs in {len(main.shards)} shards of {SHARD_LINES:,}"
-    print_table(title, ["", ""], rows)
-
-
-def cache_misses(shards: np.ndarray) -> int:
-    """The number of opens of shards, if the WINDOW_SHARDS shards that were used last stay open."""
-    held: dict[int, None] = {}
-    misses = 0
-    for shard in shards.tolist():
-        if shard in held:
-            del held[shard]
-        else:
-            misses += 1
-            if len(held) == WINDOW_SHARDS:
-                del held[next(iter(held))]
-        held[shard] = None
-    return misses
+    (source,) = run_spec.sources
+    places = places_of(step_plans(run_spec, source.records // SAMPLES), "tlm")
+    with counted_opens() as names:
+        for place in places:
+            source.read(*place)
+    mean = len(names) / len(source.shards)
+    print(f"\n4. Opens of a shard by a worker in an epoch of {len(source.shards)} shards: {mean:.2f}")
 
 
 def main() -> None:
@@ -277,21 +176,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="steps of 512 pairs in each repetition of part 1")
     parser.add_argument("--max_tokens", type=int, help="of a row (default: a run's on a CPU)")
     args = parser.parse_args()
-    if args.records < 2 * SAMPLES * 10:
-        sys.exit(f"error: --records {args.records} must be at least {2 * SAMPLES * 10}")
-    with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
-        langs, pairs = text_pairs(args.text)
-        pool = list(islice(with_words(pairs, WORDS), UNIQUE_PAIRS))
-        write_tokenizer(pool, VOCAB_SIZE, Path(folder) / "tokenizer")
-        seconds, source = timed(lambda: write_pairs(pool, langs, Path(folder) / "pairs", args.records))
-        shards, size = len(source.shards), source.bytes / 1e6
-        print(f"corpus: {source.records:,} pairs, {shards} shards, {size:,.0f} MB, written in {seconds:.0f} s")
-        run_spec = open_job(source.directory, args.max_tokens).calibrated()
+    with tempfile.TemporaryDirectory(prefix="xscale-bench-") as name:
+        folder = Path(name)
+        pool = [*islice(with_words(text_pairs(args.text), WORDS), UNIQUE_PAIRS)]
+        write_tokenizer(pool, 16_000, folder / "tokenizer")
+        repeated = islice(chain.from_iterable([pool] * (args.records // len(pool) + 1)), args.records)
+        write_pairs(repeated, folder / "pairs")
+
+        def fields(recipe: str) -> dict[str, object]:
+            rows = {"train.max_tokens": args.max_tokens} if args.max_tokens else {}
+            return {f"streams.{recipe}.samples": SAMPLES, "data.max_length": 128, "data.workers": 0, **rows}
+
+        run_spec = make_run("tlm", fields("tlm"), [folder / "pairs"])
         speed(run_spec, args.steps)
         if not args.text:
-            speed(open_job(source.directory, args.max_tokens, "alignlm").calibrated(), args.steps)
-        resume(source.directory, args.max_tokens, run_spec.calibration)
-        memory(run_spec.max_tokens(DEVICE))
+            speed(make_run("alignlm", fields("alignlm"), [folder / "pairs"]), args.steps)
+        sets = [f"{key}={value}" for key, value in fields("tlm").items()]
+        resume(lambda: resolve_run("tlm", sets, [folder / "pairs"]), args.records, run_spec.calibration)
+        memory()
         opens(run_spec)
 
 

@@ -1,7 +1,7 @@
 """Measure what a step of a thousand ranks on a large corpus costs besides GPU work, without a thousand ranks.
 
     python benchmarks/scale.py [--records 1000000000] [--shards 100000] [--ranks 1024] [--steps 24]
-                               [--sources 1 100] [--planning]
+                               [--sources 1 100]
 
 The records are divided evenly among 1 and 100 sources, which exist in memory only (.idx data without text). Prints
   1. planning with a run's own code, for the ranks of a node: CPU time of the first step (which includes the order of an
@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -39,14 +40,17 @@ from xscale.data.mixture import Mixture, StepPlan, StreamSpec
 from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 from xscale.step.cost import bytes_sent
 
-MAX_LENGTH, MAX_TOKENS = 128, 16384
-BATCH, PER_RANK = 8192, {"pair": 234, "mono": 128}
+MAX_LENGTH = 128
+MAX_TOKENS = 16384
+BATCH = 8192
+PER_RANK = {"pair": 234, "mono": 128}
 """The samples of a step; the samples of each rank, by kind of record, that fill a packed row of MAX_TOKENS tokens."""
 NODE = 8
 """The number of ranks for which one process plans."""
 BYTES = {"pair": 250, "mono": 120}
 """The mean number of bytes of a record; a token has 4 bytes."""
-STEP_SECONDS, ENGINE_SECONDS = 0.1, 3.0
+STEP_SECONDS = 0.1
+ENGINE_SECONDS = 3.0
 """The seconds of a step, and of building an engine. During both, plans are made ahead."""
 DOCUMENT = 10
 """The mean number of sentences of a document."""
@@ -57,9 +61,12 @@ class InMemory(Source):
 
     def __init__(self, number: int, kind: str, counts: np.ndarray):
         self.langs = (f"l{number:02}",) if kind == "mono" else ("en", f"l{number:02}")
-        self.counts, self.records, self.fingerprint = counts, int(counts.sum()), f"{number}"
+        self.counts = counts
+        self.records = int(counts.sum())
+        self.fingerprint = f"{number}"
         self.remote = None
-        random, most = np.random.default_rng(number), int(counts.max())
+        random = np.random.default_rng(number)
+        most = int(counts.max())
         self.index_of_all = np.zeros(2 * most, dtype=IDX_DTYPE)
         lengths = random.gamma(4, BYTES[kind] / 4, 2 * most).clip(20, 1000).astype(np.uint32)
         self.index_of_all["length"] = lengths | np.where(random.random(2 * most) < 1 - 1 / DOCUMENT, FOLLOWS, 0)
@@ -92,7 +99,8 @@ def memory(field: str) -> float:
 
 def planning(kind: str, number: int, batch: int, args: argparse.Namespace) -> list[str]:
     sources = sources_of(kind, number, args.records, args.shards)
-    before, started = memory("VmRSS"), time.process_time()
+    before = memory("VmRSS")
+    started = time.process_time()
     mixture = mixture_of(kind, sources, batch, args.ranks)
     times = [started]
     for _ in range(args.steps + 1):
@@ -100,10 +108,9 @@ def planning(kind: str, number: int, batch: int, args: argparse.Namespace) -> li
             pickle.dumps(plan)  # as it is sent
         times.append(time.process_time())
     first, *steps = np.diff(times).tolist()
-    kept, peak = (memory(field) - before for field in ("VmRSS", "VmHWM"))
-    found = (median(steps), mean(steps), mean(steps) / min(NODE, args.ranks), max(steps))
-    milliseconds = [f"{1e3 * value:,.1f}" for value in found]
-    return [f"{first:.2f}", *milliseconds, f"{kept:,.0f}", f"{peak:,.0f}"]
+    values = (median(steps), mean(steps), mean(steps) / min(NODE, args.ranks), max(steps))
+    cells = [f"{first:.2f}", *(f"{1e3 * value:,.1f}" for value in values)]
+    return cells + [f"{memory(field) - before:,.0f}" for field in ("VmRSS", "VmHWM")]
 
 
 class EmptySteps(Dataset):
@@ -119,45 +126,46 @@ def waiting(kind: str, number: int, batch: int, args: argparse.Namespace) -> lis
     started = time.perf_counter()
     batches = batches_of(step_plans(mixture, 2, args.steps + 1), dataset, 2, mixture.rank)
     next(batches)
-    first, waits = time.perf_counter() - started, []
+    first = time.perf_counter() - started
+    waits = []
     time.sleep(ENGINE_SECONDS)
     for _ in range(args.steps):
         time.sleep(STEP_SECONDS)
         waits.append(timed(lambda: next(batches))[0])
-    milliseconds = [f"{1e3 * value:,.2f}" for value in (median(waits), max(waits))]
-    return [f"{first:.2f}", *milliseconds]
+    return [f"{first:.2f}", f"{1e3 * median(waits):,.2f}", f"{1e3 * max(waits):,.2f}"]
 
 
-def toy_runs(folder: Path, world: int) -> dict[str, list[str]]:
-    """The arguments of train.py for each ZeRO stage and row size; stage 3 does not support a momentum encoder."""
-    runs = {}
-    for stage in range(4):
-        config = folder / f"stage{stage}.json"
-        config.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-        recipe, sets = ("tlm", []) if stage == 3 else ("ppa", ["streams.ppa.queue_size=64"])
-        for tokens in (8192, 512):
-            name = f"{world} ranks, ZeRO {stage}, rows of {tokens:,}"
-            head = ["--ds_config", str(config), "--recipe", recipe, "--data", str(folder / "demo"), "--steps", "3"]
-            sets = [*sets, f"streams.{recipe}.samples=64", f"train.max_tokens={tokens}", "model.preset=mini"]
-            runs[name] = [*head, "--out", str(folder / name.replace(" ", "")), "--set", "data.workers=0", *sets]
-    return runs
+def toy_run(folder: Path, name: str, world: int, stage: int, tokens: int) -> list[str]:
+    """The arguments of train.py with packed rows of `tokens` tokens; stage 3 does not support a momentum encoder."""
+    config = folder / f"stage{stage}.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    recipe = "tlm" if stage == 3 else "ppa"
+    fields = ["data.workers=0", "model.preset=mini", f"streams.{recipe}.samples=64", f"train.max_tokens={tokens}"]
+    if recipe == "ppa":
+        fields.append("streams.ppa.queue_size=64")
+    words = ["--ds_config", str(config), "--recipe", recipe, "--data", str(folder / "demo"), "--steps", "3"]
+    return [*words, "--out", str(folder / name.replace(" ", "")), "--set", *fields]
 
 
 def sending(folder: Path, ranks: int) -> list[list[str]]:
     demo_shards.build(folder / "demo", pairs=600, mono=600)
     rows = []
     for world in (2, 4):
-        runs = toy_runs(folder, world)
+        runs = {}
+        for stage, tokens in product(range(4), (8192, 512)):
+            name = f"{world} ranks, ZeRO {stage}, rows of {tokens:,}"
+            runs[name] = toy_run(folder, name, world, stage, tokens)
         (folder / "list.json").write_text(json.dumps([*runs.values()]))
         launch.run(world, [str(folder / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"), timeout=900)
         for name, arguments in runs.items():
-            found: dict[str, list[tuple[float, float]]] = defaultdict(list)
-            for kind, foretold, given in launch.sent(arguments, world):
-                found[kind].append((foretold, given))
-            for kind, pairs in found.items():
-                foretold, given = (mean(column) for column in zip(*pairs, strict=True))
-                sizes = [f"{size / 1e6:,.2f}" for size in (foretold, given, bytes_sent(kind, foretold, ranks))]
-                rows += [[f"{name}: {kind}", *sizes]] if given > 1e3 else []
+            sizes: dict[str, list[tuple[float, float]]] = defaultdict(list)
+            for kind, predicted, measured in launch.sent(arguments, world):
+                sizes[kind].append((predicted, measured))
+            for kind, steps in sizes.items():
+                predicted, measured = map(mean, zip(*steps, strict=True))
+                if measured > 1e3:
+                    cells = [predicted, measured, bytes_sent(kind, predicted, ranks)]
+                    rows.append([f"{name}: {kind}", *(f"{size / 1e6:,.2f}" for size in cells)])
     return rows
 
 
@@ -174,20 +182,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=24, help="planned in each case, after the first")
     parser.add_argument("--sources", type=int, nargs="+", default=[1, 100])
-    parser.add_argument("--planning", action="store_true", help="that part alone")
     args = parser.parse_args()
-    cases = [(kind, n, batch) for kind in BYTES for n in args.sources for batch in (BATCH, PER_RANK[kind] * args.ranks)]
-    names = [f"{kind}, {number} source{'s' * (number > 1)}, {batch // 1024}k" for kind, number, batch in cases]
-    rows = [[name, *alone(planning, *case, args)] for name, case in zip(names, cases, strict=True)]
+    cases = {}
+    for kind, number in product(BYTES, args.sources):
+        for batch in (BATCH, PER_RANK[kind] * args.ranks):
+            cases[f"{kind}, sources: {number}, {batch // 1024}k"] = (kind, number, batch)
+    rows = [[name, *alone(planning, *case, args)] for name, case in cases.items()]
     title = f"1. Planning: {args.records:,} records in {args.shards:,} shards, {args.ranks:,} ranks"
     print_table(title, ["", "first, s", "median, ms", "mean", "of a rank", "longest", "kept, MB", "peak, MB"], rows)
-    if args.planning:
-        return
-    rows = [[name, *waiting(*case, args)] for name, case in zip(names, cases, strict=True)]
+    rows = [[name, *waiting(*case, args)] for name, case in cases.items()]
     print_table("2. Waiting for a plan in steps of 100 ms", ["", "first, s", "median, ms", "longest, ms"], rows)
     with tempfile.TemporaryDirectory() as folder:
         rows = sending(Path(folder), args.ranks)
-    columns = ["", "foretold", "given", f"a rank of {args.ranks:,} sends"]
+    columns = ["", "predicted", "measured", f"a rank of {args.ranks:,} sends"]
     print_table("3. Bytes of a step's collectives, MB", columns, rows)
 
 

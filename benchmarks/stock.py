@@ -10,8 +10,8 @@ the queue.
 
 import copy
 import random
-from collections import defaultdict
-from itertools import groupby
+from collections import Counter, defaultdict
+from itertools import chain, groupby, product
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class Mlm(nn.Module):
         ).torch_mask_tokens
 
     def examples(self, records: list[Record]) -> list[Example]:
-        cls, sep, room = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id, self.max_length - 2
+        room = self.max_length - 2
         sequences: list[list[int]] = []
         for _, document in groupby(records, key=lambda record: record.key if record.doc is None else record.doc):
             inside: list[list[int]] = []
@@ -53,7 +53,7 @@ class Mlm(nn.Module):
                 if not inside or len(inside[-1]) + len(ids["input_ids"]) > room:
                     inside.append([])
                 inside[-1] += ids["input_ids"]
-            sequences += [[cls, *ids, sep] for ids in inside]
+            sequences += [[self.tokenizer.cls_token_id, *ids, self.tokenizer.sep_token_id] for ids in inside]
         language = self.languages[records[0].langs[0]]
         return [{"input_ids": ids, "token_type_ids": [language] * len(ids)} for ids in sequences]
 
@@ -85,30 +85,12 @@ class Tlm(Mlm):
         ids = self.tokenizer(*record.texts, truncation=True, max_length=self.max_length)["input_ids"]
         first = ids.index(self.tokenizer.sep_token_id) + 1
         sizes = (first, len(ids) - first)
-        languages = [self.languages[lang] for lang, n in zip(record.langs, sizes, strict=True) for _ in range(n)]
-        return [{"input_ids": ids, "token_type_ids": languages, "position_ids": [i for n in sizes for i in range(n)]}]
-
-
-class DictMlm(Mlm):
-    """DICT-MLM: a share `dict_share` of the selected tokens is replaced by a translation in the model's input."""
-
-    def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
-        super().__init__(lm, run_spec, options)
-        self.synonyms: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for lexicon in run_spec.dictionaries["dict_mlm"]:
-            languages = [self.languages[language] for language in lexicon.langs]
-            for a, b in lexicon.single().tolist():
-                self.synonyms[languages[0], a].append(b)
-                self.synonyms[languages[1], b].append(a)
-
-    def collate(self, examples: list[Example]) -> Batch:
-        batch = super().collate(examples)
-        ids, labels = batch["input_ids"], batch["labels"]
-        for b, i in (labels != -100).nonzero().tolist():
-            found = self.synonyms.get((examples[b]["token_type_ids"][i], int(labels[b, i])))
-            if found and random.random() < self.options.dict_share:
-                ids[b, i] = random.choice(found)
-        return batch
+        languages: list[int] = []
+        positions: list[int] = []
+        for language, size in zip(record.langs, sizes, strict=True):
+            languages += [self.languages[language]] * size
+            positions += range(size)
+        return [{"input_ids": ids, "token_type_ids": languages, "position_ids": positions}]
 
 
 class AlignMlm(Mlm):
@@ -116,9 +98,14 @@ class AlignMlm(Mlm):
 
     def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
         super().__init__(lm, run_spec, options)
-        entries = [entry for lexicon in run_spec.dictionaries["align_mlm"] for entry in zip(*lexicon.ids, strict=True)]
-        differing = [entry for entry in entries if list(entry[0]) != list(entry[1])]
-        self.sides = [pad(list(side), -1) for side in zip(*differing, strict=True)]
+        words: list[list[int]] = []
+        translations: list[list[int]] = []
+        for lexicon in run_spec.dictionaries["align_mlm"]:
+            for word, translation in zip(*lexicon.ids, strict=True):
+                if list(word) != list(translation):
+                    words.append(word)
+                    translations.append(translation)
+        self.sides = [pad(words, -1), pad(translations, -1)]
 
     def loss(self, lm: Any, batch: Batch) -> Tensor:
         wanted = self.options.pairs_per_step
@@ -152,8 +139,9 @@ class AlignLm(Mlm):
         tokens_of = defaultdict(list)
         for token, word in enumerate(zip(encoding.sequence_ids(0), encoding.word_ids(0), strict=True)):
             tokens_of[word].append(token)
-        links = [map(int, link.split("-")) for link in (record.links or "").split()]
-        pairs = [(i, j) for a, b in links for i in tokens_of[0, a] for j in tokens_of[1, b]]
+        pairs: list[tuple[int, int]] = []
+        for a, b in links_of(record):
+            pairs += product(tokens_of[0, a], tokens_of[1, b])
         return [{"input_ids": encoding["input_ids"], "links": pairs}]
 
     def collate(self, examples: list[Example]) -> Batch:
@@ -166,7 +154,8 @@ class AlignLm(Mlm):
         return batch
 
     def loss(self, lm: Any, batch: Batch) -> Tensor:
-        A, labels = batch["A"], batch["labels"]
+        A = batch["A"]
+        labels = batch["labels"]
         W1, GELU, LN = self.head(lm)
         W = lm.get_output_embeddings()
         H = lm.base_model(batch["input_ids"], batch["attention_mask"]).last_hidden_state
@@ -197,12 +186,12 @@ class Ppa(Tlm):
     def examples(self, records: list[Record]) -> list[Example]:
         (record,) = records
         room = (self.max_length - 3) // 2
-        return [
-            {"sides": [self.tokenizer(text, add_special_tokens=False)["input_ids"][:room] for text in record.texts]}
-        ]
+        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in record.texts]
+        return [{"sides": [side[:room] for side in ids]}]
 
     def collate(self, examples: list[Example]) -> Batch:
-        cls, sep = [self.tokenizer.cls_token_id], [self.tokenizer.sep_token_id]
+        cls = [self.tokenizer.cls_token_id]
+        sep = [self.tokenizer.sep_token_id]
         pairs = [example["sides"][:: -1 if self.swap() else 1] for example in examples]
         batch = {}
         if self.options.tlm_weight:
@@ -278,10 +267,17 @@ class Contextual(Mlm):
             )
             last = {word: token for token, word in enumerate(encoding.word_ids(0)) if word is not None}
             sides.append((encoding["input_ids"], last))
-        links = [tuple(map(int, link.split("-"))) for link in (record.links or "").split()]
-        places = [(sides[0][1][i], sides[1][1][j]) for i, j in links if i in sides[0][1] and j in sides[1][1]]
-        example = {"input_ids": sides[anchor][0], "other": sides[1 - anchor][0]}
-        return [example | {"links": [place[:: -1 if anchor else 1] for place in places]}]
+        (_, source_ends), (_, target_ends) = sides
+        links = links_of(record)
+        uses = Counter(chain.from_iterable((("source", i), ("target", j)) for i, j in links))
+        source, target = (text.split() for text in record.texts)
+        places = []
+        for i, j in links:
+            single = uses["source", i] == uses["target", j] == 1
+            if single and i in source_ends and j in target_ends and is_word(source[i]) and is_word(target[j]):
+                place = (source_ends[i], target_ends[j])
+                places.append(place[::-1] if anchor else place)
+        return [{"input_ids": sides[anchor][0], "other": sides[1 - anchor][0], "links": places}]
 
     def collate(self, examples: list[Example]) -> Batch:
         inputs, special = self.inputs(examples)
@@ -313,7 +309,6 @@ class Contextual(Mlm):
 STOCK: dict[str, type[Mlm]] = {
     "mlm": Mlm,
     "tlm": Tlm,
-    "dict_mlm": DictMlm,
     "align_mlm": AlignMlm,
     "alignlm": AlignLm,
     "ppa": Ppa,
@@ -321,8 +316,7 @@ STOCK: dict[str, type[Mlm]] = {
 }
 
 
-FIXED = {"normalize": "sum", "expand": "all", "shuffle_sides": False, "replace_tlm_with_mlm": False}
-FIXED |= {"subwords": "mean", "synonym": "input"}
+FIXED = {"normalize": "sum", "expand": "all", "shuffle_sides": False, "replace_tlm_with_mlm": False, "subwords": "mean"}
 """The options for which the stock objectives support only this value."""
 
 
@@ -331,18 +325,15 @@ class StockModule(nn.Module):
 
     def __init__(self, lm: Any, run_spec: RunSpec):
         super().__init__()
-        options = [stream.options for stream in run_spec.recipe.streams.values()]
-        other = [name for name, value in FIXED.items() if any(getattr(o, name, value) != value for o in options)]
-        other += [name for name in ("label_smoothing", "z_loss") if getattr(run_spec.recipe.train, name)]
-        if other:
-            raise UserError(f"the stock loop supports only the default value of {', '.join(other)}")
         self.lm = lm
-        self.streams = nn.ModuleDict(
-            {
-                name: STOCK[stream.objective](lm, run_spec, stream.options)
-                for name, stream in run_spec.recipe.streams.items()
-            }
-        )
+        self.streams = nn.ModuleDict()
+        for name, stream in run_spec.recipe.streams.items():
+            if stream.objective not in STOCK:
+                raise UserError(f"the stock loop has no {stream.objective}; choose recipes of {', '.join(STOCK)}")
+            for option, value in FIXED.items():
+                if getattr(stream.options, option, value) != value:
+                    raise UserError(f"streams.{name}.{option}: the stock loop supports only {value}")
+            self.streams[name] = STOCK[stream.objective](lm, run_spec, stream.options)
         self.train()
 
     def forward(self, stream: str, batch: Batch) -> Tensor:
@@ -352,3 +343,16 @@ class StockModule(nn.Module):
 
 def pad(rows: list[list[int]], fill: int) -> Tensor:
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=fill)
+
+
+def links_of(record: Record) -> list[tuple[int, int]]:
+    """The record's word links as pairs of word numbers."""
+    links = []
+    for link in (record.links or "").split():
+        i, j = map(int, link.split("-"))
+        links.append((i, j))
+    return links
+
+
+def is_word(text: str) -> bool:
+    return any(character.isalnum() for character in text)

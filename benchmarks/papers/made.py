@@ -6,7 +6,15 @@ from pathlib import Path
 from data_tools.demo_world import World
 from xscale.data.words import split
 
-PAIRS, TAGGED = 500, 150
+PAIRS = 500
+HELDOUT = 60
+TAGGED = 150
+PARALLEL = {"parallel/tatoeba/en-de": "de", "parallel/tatoeba/en-zh": "zh", "parallel/multi30k/train": "de"}
+TESTS = {
+    "eval/tatoeba/tatoeba.deu-eng.": ("eng", "deu"),
+    "eval/tatoeba/tatoeba.cmn-eng.": ("eng", "cmn"),
+    "parallel/multi30k/val.": ("en", "de"),
+}
 _TAGS = {"the": "DET", "a": "DET", "an": "DET", ".": "PUNCT", ",": "PUNCT", "?": "PUNCT", "!": "PUNCT"}
 
 
@@ -14,54 +22,48 @@ def make_data(folder: Path) -> Path:
     if (folder / "done").exists():
         return folder
     world = World(0)
-    pairs = [spaced(*world.pair(number)) for number in range(PAIRS)]
-    english = [pair[0] for pair in pairs]
-    write(folder / "parallel/bible/bible.en.xz", english)
+    pairs = [world.pair(number) for number in range(PAIRS + HELDOUT)]
+    texts = [[spaced(pair[side]) for pair in pairs] for side in (0, 1)]
+    train = [side[:PAIRS] for side in texts]
+    held = [side[PAIRS:] for side in texts]
+    write(folder / "parallel/bible/bible.en.xz", train[0])
     dictionary = [f"{a}\t{b}" for a, b in world.dictionary()]
-    for stem, other in (
-        ("parallel/tatoeba/en-de", "de"),
-        ("parallel/tatoeba/en-zh", "zh"),
-        ("parallel/multi30k/train", "de"),
-    ):
-        write(folder / f"{stem}.en.xz", english)
-        write(folder / f"{stem}.{other}.xz", [pair[1] for pair in pairs])
-        write(folder / f"{stem}.links.xz", [pair[2] for pair in pairs])
+    for stem, other in PARALLEL.items():
+        write(folder / f"{stem}.en.xz", train[0])
+        write(folder / f"{stem}.{other}.xz", train[1])
+        write(folder / f"{stem}.links.xz", [pair[2] for pair in pairs[:PAIRS]])
         write(folder / f"lexicon/muse/en-{other}.txt.xz", dictionary)
-        write(folder / f"mono/wiki_{other}/aa.xz", [pair[1] for pair in pairs])
-    write(folder / "mono/wiki_en/aa.xz", english)
-    tests = [spaced(*world.pair(PAIRS + number)) for number in range(60)]
-    for first, second in (("eval/tatoeba/tatoeba.deu-eng.eng", "eval/tatoeba/tatoeba.deu-eng.deu"),
-                          ("eval/tatoeba/tatoeba.cmn-eng.eng", "eval/tatoeba/tatoeba.cmn-eng.cmn"),
-                          ("parallel/multi30k/val.en", "parallel/multi30k/val.de")):  # fmt: skip
-        write(folder / f"{first}.xz", [pair[0] for pair in tests])
-        write(folder / f"{second}.xz", [pair[1] for pair in tests])
-    for name, side in (("en_ewt-ud-train", 0), ("en_ewt-ud-test", 0), ("de_pud-ud-test", 1), ("zh_pud-ud-test", 1)):
-        write(folder / f"eval/pos/{name}.conllu.xz", [tagged(pair[side]) for pair in pairs])
-    for part in ("train", "dev"):
-        for lang, side in (("en", 0), ("de", 1), ("zh", 1)):
-            write(folder / f"eval/ner/{part}-{lang}.tsv.xz", [named(pair[side]) for pair in pairs[:TAGGED]])
+    for stem, ends in TESTS.items():
+        for end, side in zip(ends, held, strict=True):
+            write(folder / f"{stem}{end}.xz", side)
+    for lang, side in (("en", 0), ("de", 1), ("zh", 1)):
+        write(folder / f"mono/wiki_{lang}/aa.xz", train[side])
+        for name in ("en_ewt-ud-train", "en_ewt-ud-test") if lang == "en" else (f"{lang}_pud-ud-test",):
+            write(folder / f"eval/pos/{name}.conllu.xz", [tagged(text) for text in train[side]])
+        for part in ("train", "dev"):
+            write(folder / f"eval/ner/{part}-{lang}.tsv.xz", [named(text) for text in train[side][:TAGGED]])
     (folder / "done").touch()
     return folder
 
 
-def spaced(first: str, second: str, links: str) -> tuple[str, str, str]:
-    """A pair with spaces between all words that its links count."""
-    a, b = (" ".join(words) for words, _ in split([first, second]))
-    return a, b, links
+def spaced(text: str) -> str:
+    """The text with spaces between all words that its links count."""
+    return " ".join(split([text])[0][0])
 
 
 def tagged(text: str) -> str:
     """A sentence as CoNLL-U. Its tags are made up from the words' form; each word's head is the word before it."""
-    words = text.split()
-    rows = [
-        f"{n + 1}\t{word}\t_\t{tag(word)}\t_\t_\t{n}\t{'obj' if n else 'root'}\t_\t_" for n, word in enumerate(words)
-    ]
-    return "\n".join([f"# text = {text}", *rows, ""])
+    lines = [f"# text = {text}"]
+    for number, word in enumerate(text.split()):
+        relation = "obj" if number else "root"
+        lines.append(f"{number + 1}\t{word}\t_\t{tag(word)}\t_\t_\t{number}\t{relation}\t_\t_")
+    return "\n".join([*lines, ""])
 
 
 def tag(word: str) -> str:
-    by_look = "PROPN" if word.istitle() else "VERB" if len(word) % 3 == 0 else "NOUN"
-    return _TAGS.get(word.lower(), by_look)
+    if word.istitle():
+        return _TAGS.get(word.lower(), "PROPN")
+    return _TAGS.get(word.lower(), "NOUN" if len(word) % 3 else "VERB")
 
 
 def named(text: str) -> str:

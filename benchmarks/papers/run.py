@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,32 +57,31 @@ class Grid:
 
     def __init__(self, args: argparse.Namespace):
         self.out: Path = args.out.resolve()
-        path = HERE / f"{args.grid}.yaml" if args.grid in GRIDS else Path(args.grid)
-        if not path.is_file():
-            raise UserError(f"--grid {args.grid} is neither a file nor one of {', '.join(GRIDS)}")
-        self.grid: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-        for arm in filter(None, [*self.grid["arms"].values(), self.grid.get("pretrain")]):
-            if not (RECIPES / f"{arm['recipe']}.yaml").exists():
-                raise UserError(f"{path}: recipe {arm['recipe']} does not exist; choose one of {RECIPES}")
+        self.grid = read_grid(args.grid)
         scales = yaml.safe_load((HERE / "scales.yaml").read_text(encoding="utf-8"))
         self.scale: dict[str, Any] = scales[args.scale] | self.grid.get("scales", {}).get(args.scale, {})
-        self.scale |= read_settings(args.set, {key: value for scale in scales.values() for key, value in scale.items()})
-        self.data = make_data(self.out / "made") if args.scale == "smoke" else args.data and args.data.resolve()
-        if not self.data:
+        self.scale |= read_settings(args.set, self.scale | scales["smoke"] | scales["h100"])
+        if args.scale == "smoke":
+            self.data = make_data(self.out / "made")
+        elif args.data:
+            self.data = args.data.resolve()
+        else:
             raise UserError(f"--scale {args.scale} needs --data, the folder with parallel/, mono/, lexicon/ and eval/")
-        cells = [
-            Cell(world, arm, seed)
-            for seed in self.scale["seeds"]
-            for product in self.grid["cells"]
-            for world in product["worlds"]
-            for arm in product["arms"]
-        ]
+        cells = self.all_cells()
         names = dict.fromkeys(f"{cell.world}/{cell.arm}" for cell in cells)
-        if unknown := set(args.only) - names.keys():
-            raise UserError(f"--only {unknown.pop()}: there is no such cell; the grid has {', '.join(names)}")
-        wanted = set(args.only or names)
-        self.cells = [cell for cell in cells if f"{cell.world}/{cell.arm}" in wanted][: self.scale.get("cells")]
+        for name in args.only:
+            if name not in names:
+                raise UserError(f"--only {name}: there is no such cell; the grid has {', '.join(names)}")
+        chosen = args.only or names
+        self.cells = [cell for cell in cells if f"{cell.world}/{cell.arm}" in chosen][: self.scale.get("cells")]
         self.check_settings({"grid": args.grid} | self.scale)
+
+    def all_cells(self) -> list[Cell]:
+        cells = []
+        for seed, part in product(self.scale["seeds"], self.grid["cells"]):
+            for world, arm in product(part["worlds"], part["arms"]):
+                cells.append(Cell(world, arm, seed))
+        return cells
 
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Raise UserError if the folder has cells with other settings. The number of seeds may grow."""
@@ -123,7 +123,6 @@ class Grid:
     def recipe(self, arm: dict[str, Any], steps: int, world: Path, init: Path | None) -> dict[str, Any]:
         """The arm's shipped recipe with fields of the scale, the grid and the arm; without streams that are null."""
         recipe = yaml.safe_load((RECIPES / f"{arm['recipe']}.yaml").read_text(encoding="utf-8"))
-        length_ratio = self.scale["max_length"] / recipe.get("data", {}).get("max_length", 128)
         fields = {
             "model.preset": self.scale["preset"],
             "model.tokenizer": str(world / "tokenizer"),
@@ -142,29 +141,29 @@ class Grid:
         fields |= self.grid.get("fields", {})
         fields |= {key: value for key, value in arm.items() if "." in key}
         for key, value in fields.items():
-            section = recipe
             *parts, last = key.split(".")
+            section = recipe
             for part in parts:
                 section = section.setdefault(part, {})
             section[last] = value
         recipe["streams"] = {name: stream for name, stream in recipe["streams"].items() if stream}
         for stream in recipe["streams"].values():
-            if stream.get("samples"):
-                stream["samples"] = max(round(stream["samples"] * self.scale["samples"]), 1)
-            elif stream.get("tokens"):
-                stream["tokens"] = round(stream["tokens"] * self.scale["samples"] * length_ratio)
+            stream["samples"] = max(round(stream["samples"] * self.scale["samples"]), 1)
         return recipe
 
     def train(self, cell: Cell, arm: dict[str, Any], steps: int, init: Path | None) -> Path:
         """Train a cell and export it, unless the export exists. Returns the export's folder."""
-        hf, run, world = self.out / "hf" / cell.path, self.out / "runs" / cell.path, self.world(cell.world)
+        hf = self.out / "hf" / cell.path
+        run = self.out / "runs" / cell.path
+        world = self.world(cell.world)
         if (hf / "config.json").exists():
             return hf
         file = self.out / "recipes" / f"{cell.path}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(yaml.safe_dump(self.recipe(arm, steps, world, init), sort_keys=False), encoding="utf-8")
-        text = ["mono" if (world / "shards/mono").exists() else "sides"]
-        data = [folder for kind in arm.get("reads", text) for folder in sorted((world / "shards" / kind).iterdir())]
+        data: list[Path] = []
+        for kind in arm.get("reads", ["mono" if (world / "shards/mono").exists() else "sides"]):
+            data += sorted((world / "shards" / kind).iterdir())
         ranks = self.scale.get("ranks", 1)
         launcher = ("-m", "deepspeed.launcher.runner", "--num_gpus", ranks) if ranks > 1 else ()
         self.run(*launcher, ROOT / "xscale/train.py", "--ds_config", ROOT / "ds_configs" / self.scale["ds_config"],
@@ -177,10 +176,13 @@ class Grid:
         path = self.out / "scores" / f"{cell.path}.json"
         if path.exists():
             return json.loads(path.read_text(encoding="utf-8"))
-        started, arm, init = time.time(), self.grid["arms"][cell.arm], None
+        started = time.time()
+        arm = self.grid["arms"][cell.arm]
+        init = None
         if "pretrain" in self.grid:
             init = self.train(Cell(cell.world, "pretrained", 0), self.grid["pretrain"], self.scale["pretrain"], None)
-        scores, problem = {}, ""
+        scores: dict[str, float] = {}
+        problem = ""
         try:
             hf = self.train(cell, arm, self.scale["steps"], init) if arm else init
             assert hf is not None
@@ -196,61 +198,70 @@ class Grid:
 
     def measure(self, cell: Cell, hf: Path) -> dict[str, float]:
         """Measure an export. Returns scores by name: losses in nats, all others in per cent."""
-        world, parts = self.world(cell.world), self.out / "parts" / cell.path
+        world = self.world(cell.world)
         (heldout,) = (world / "heldout").iterdir()
         pair = heldout.name
-        texts = [path for kind in ("mono", "sides") for path in sorted((world / "shards" / kind).glob("*"))]
+        texts = [*sorted((world / "shards").glob("mono/*")), *sorted((world / "shards").glob("sides/*"))]
         evaluate = ("-m", "xscale.eval.run", "--model", hf, "--data", heldout, *texts, "--lexicon_heldout", 1)
-        files = {kind: parts.with_name(f"{parts.name}.{kind}.json") for kind in ("withheld", "all")}
-        words = {kind: ("--lexicons", world / kind / f"{pair}.txt", "--task", "alignment") for kind in files}
-        if not (world / "withheld" / f"{pair}.txt").stat().st_size:  # training has all words
-            words["withheld"] = ("--task",)
-        more = ("retrieval", "heldout", "--pooling", "mean", "cls", "--layer", "all", "--limit", 3000)
-        self.once(files["withheld"], *evaluate, *words["withheld"], *more)
-        self.once(files["all"], *evaluate, *words["all"])
-        found = read_results(files["withheld"])
-        rows = {row: 100 * values["accuracy"] for row, values in found["retrieval"].items()}
-        of_pool = {pool: [value for row, value in rows.items() if pool in row.split()] for pool in ("mean", "cls")}
-        scores = {f"retrieval {pool}": max(values) for pool, values in of_pool.items()}
-        for kind, file in files.items():
-            for of_words in read_results(file).get("alignment", {}).values():
-                scores[f"aligned {kind}"] = 100 * of_words.get(pair.replace("-", "->", 1), math.nan)
-        (of_text,) = found["heldout"].values()
-        scores |= {"TLM loss": of_text["tlm_loss"], "unigram entropy": of_text["unigram_entropy"]}
-        tasks = world / "tasks.json"
-        for task, texts in json.loads(tasks.read_text(encoding="utf-8")).items() if tasks.exists() else ():
-            scores |= self.tune(task, texts, world, hf, parts)
+        results = {}
+        for kind in ("withheld", "all"):
+            dictionary = world / kind / f"{pair}.txt"
+            tasks = ["alignment"] if dictionary.stat().st_size else []  # training may have all words
+            more: tuple[object, ...] = ()
+            if kind == "withheld":
+                tasks += ["retrieval", "heldout"]
+                more = ("--pooling", "mean", "cls", "--layer", "all", "--limit", 3000)
+            file = self.out / f"parts/{cell.path}.{kind}.json"
+            self.once(file, *evaluate, "--lexicons", dictionary, "--task", *tasks, *more)
+            results[kind] = read_results(file)
+        scores: dict[str, float] = {}
+        for pooling in ("mean", "cls"):
+            rows = [row for name, row in results["withheld"]["retrieval"].items() if pooling in name.split()]
+            scores[f"retrieval {pooling}"] = 100 * max(row["accuracy"] for row in rows)
+        for kind, found in results.items():
+            for row in found.get("alignment", {}).values():
+                scores[f"aligned {kind}"] = 100 * row.get(pair.replace("-", "->", 1), math.nan)
+        (text,) = results["withheld"]["heldout"].values()
+        scores |= {"TLM loss": text["tlm_loss"], "unigram entropy": text["unigram_entropy"]}
+        if (world / "tasks.json").exists():
+            for task, parts in json.loads((world / "tasks.json").read_text(encoding="utf-8")).items():
+                scores |= self.tune(cell, task, parts, hf)
         return scores
 
-    def tune(self, task: str, texts: dict[str, dict[str, str]], world: Path, hf: Path, parts: Path) -> dict[str, float]:
+    def tune(self, cell: Cell, task: str, parts: dict[str, dict[str, str]], hf: Path) -> dict[str, float]:
         """Fine-tune an export. Returns zero-shot and supervised scores, their difference, and the majority class's."""
         tune = self.scale["tune"]
-        given = {part: [f"{lang}={world / file}" for lang, file in files.items()] for part, files in texts.items()}
-        limit = ("--limit", tune["limit"], "--test_limit", tune["limit"]) if tune["limit"] else ()
-        file = parts.with_name(f"{parts.name}.{task}.json")
-        self.once(file, "-m", "xscale.eval.finetune", "--model", hf, "--task", task, "--train", *given["train"],
-                  "--test", *given["test"], "--epochs", tune["epochs"], "--lr", tune["lr"], *limit,
-                  "--seeds", *tune["seeds"])  # fmt: skip
-        numbers = read_results(file)[task][next(iter(texts["test"]))]
+        words: list[object] = ["--model", hf, "--task", task, "--epochs", tune["epochs"], "--lr", tune["lr"]]
+        words += ["--seeds", *tune["seeds"]]
+        for part, texts in parts.items():
+            words += [f"--{part}", *(f"{lang}={self.world(cell.world) / file}" for lang, file in texts.items())]
+        if tune["limit"]:
+            words += ["--limit", tune["limit"], "--test_limit", tune["limit"]]
+        file = self.out / f"parts/{cell.path}.{task}.json"
+        self.once(file, "-m", "xscale.eval.finetune", *words)
+        row = read_results(file)[task][next(iter(parts["test"]))]
         names = {"zs": "ZS", "sup": "SUP", "delta": "Δ", "majority": "majority"}
-        return {f"{task} {names[key]}": 100 * numbers[key] for key in names if key in numbers}
+        return {f"{task} {name}": 100 * row[key] for key, name in names.items() if key in row}
 
     def training(self, cell: Cell, started: float) -> dict[str, Any]:
         """Whether the loss fell, and the cost: steps, tokens, minutes since the cell was begun or resumed, minutes of
         training, and the commit."""
         metrics = self.out / "runs" / cell.path / "metrics.jsonl"
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-        tenth = max(len(lines) // 10, 1)
-        first, last = (sum(line["loss"] for line in part) for part in (lines[:tenth], lines[-tenth:]))
+        steps: list[dict[str, Any]] = []
+        if metrics.exists():
+            steps = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        tenth = max(len(steps) // 10, 1)
+        first = sum(step["loss"] for step in steps[:tenth])
+        last = sum(step["loss"] for step in steps[-tenth:])
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         cost = {
-            "steps": len(lines),
-            "tokens": sum(line["tokens"] for line in lines),
+            "steps": len(steps),
+            "tokens": sum(step["tokens"] for step in steps),
             "minutes": round((time.time() - started) / 60, 1),
-            "training minutes": round(sum(line["step_s"] for line in lines) / 60, 1),
+            "training minutes": round(sum(step["step_s"] for step in steps) / 60, 1),
             "commit": commit.stdout.strip(),
         }
-        return {"loss fell": last < first or not lines, "cost": cost}
+        return {"loss fell": last < first or not steps, "cost": cost}
 
 
 class CommandError(Exception):
@@ -261,37 +272,51 @@ class CommandError(Exception):
         self.code = code
 
 
+def read_grid(name: str) -> dict[str, Any]:
+    """Read a grid of this folder or a file. Raises UserError."""
+    path = HERE / f"{name}.yaml" if name in GRIDS else Path(name)
+    if not path.is_file():
+        raise UserError(f"--grid {name} is neither a file nor one of {', '.join(GRIDS)}")
+    grid: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for arm in filter(None, [*grid["arms"].values(), grid.get("pretrain")]):
+        if not (RECIPES / f"{arm['recipe']}.yaml").exists():
+            raise UserError(f"{path}: recipe {arm['recipe']} does not exist; choose one of {RECIPES}")
+    return grid
+
+
+def read_settings(words: list[str], fields: dict[str, Any]) -> dict[str, Any]:
+    """The values of --set. Raises UserError."""
+    settings = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or key not in fields:
+            raise UserError(f"--set {word}: needs the form KEY=VALUE, KEY one of {', '.join(fields)}")
+        settings[key] = read_yaml(text)
+        if isinstance(settings[key], str) != isinstance(fields[key], str):
+            raise UserError(f"--set {word}: {key} needs a value such as {fields[key]}")
+    return settings
+
+
 def read_results(path: Path) -> dict[str, dict[str, dict[str, float]]]:
     return json.loads(path.read_text(encoding="utf-8"))["results"]
 
 
-def problems(done: list[dict[str, Any]]) -> list[str]:
+def problems(cells: list[dict[str, Any]]) -> list[str]:
     """The signs in finished cells that cells of this scale do not learn; [] if there are none."""
-    found = []
-    for one in done:
-        name, scores = "/".join(map(str, one["cell"].values())), one["scores"]
-        if not converged(one):
-            found.append(f"{name}: TLM loss {scores.get('TLM loss')} is not below the unigram entropy, or did not fall")
+    signs = []
+    aligned = {}
+    for finished in cells:
+        name = "/".join(map(str, finished["cell"].values()))
+        scores = finished["scores"]
+        aligned[finished["cell"]["arm"]] = scores.get("aligned all", 0)
+        if not converged(finished):
+            signs.append(f"{name}: TLM loss {scores.get('TLM loss')} is not below the unigram entropy, or did not fall")
         for task in ("pos", "ner"):
             if scores.get(f"{task} SUP", math.inf) < scores.get(f"{task} majority", 0) + 5:
-                found.append(f"{name}: {task} SUP {scores[f'{task} SUP']:.1f} is the majority class")
-    of_arm = {one["cell"]["arm"]: one["scores"].get("aligned all", 0) for one in done}
-    if {"mlm", "align_mlm"} <= of_arm.keys() and of_arm["align_mlm"] <= of_arm["mlm"]:
-        found.append(f"ALIGN-MLM aligns {of_arm['align_mlm']:.1f} % of the words, MLM {of_arm['mlm']:.1f}")
-    return found
-
-
-def read_settings(given: list[str], fields: dict[str, Any]) -> dict[str, Any]:
-    """The values of --set. Raises UserError."""
-    found = {}
-    for one in given:
-        key, equals, text = one.partition("=")
-        if not equals or key not in fields:
-            raise UserError(f"--set {one}: needs the form KEY=VALUE, KEY one of {', '.join(fields)}")
-        found[key] = read_yaml(text)
-        if isinstance(found[key], str) != isinstance(fields[key], str):
-            raise UserError(f"--set {one}: {key} needs a value such as {fields[key]}")
-    return found
+                signs.append(f"{name}: {task} SUP {scores[f'{task} SUP']:.1f} is the majority class")
+    if aligned.get("align_mlm", math.inf) <= aligned.get("mlm", 0):
+        signs.append(f"ALIGN-MLM aligns {aligned['align_mlm']:.1f} % of the words, MLM {aligned['mlm']:.1f}")
+    return signs
 
 
 def run_grid(grid: Grid) -> None:
