@@ -112,7 +112,9 @@ def write_lines(path: Path, lines: Iterable[str]) -> Path:
 
 def write_shards(*words: str | Path) -> None:
     command = [sys.executable, "-m", "data_tools.write_shards", *map(str, words)]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
 
 
 def write_world(

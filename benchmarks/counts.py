@@ -5,7 +5,7 @@
 The operators that compute something (no views, no allocations) in a whole step, forward and backward, as torch's
 dispatch mode counts them. One rank trains a model of 12 layers of tiny widths, with attention as one operator, as on a
 GPU, in packed rows of 16,384 tokens. `no DeepSpeed`: the passes alone, which neither reduce nor apply
-gradients. The exit code is 1 if a goal is missed. scale.py measures the collectives of a step.
+gradients. The exit code is 1 if a goal is missed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Measure the loading of data: speed of a worker, time to resume, memory of the order, opens of shard files.
+"""Measure the loading of data: speed of a worker, time to resume, memory of the order.
 
     python benchmarks/loader.py [--text SRC TGT] [--records 1000000] [--steps 60] [--max_tokens 4096]
 
@@ -10,15 +10,11 @@ parallel files, plain, .gz or .xz, or else from the demo world), and prints
   2. seconds from opening the source to the first step, at record 0 (a new run, which measures the tokens per byte) and
      at 90 % of the source (a resume, which knows them)
   3. memory of the order of 10^5, 10^7 and 10^9 records
-  4. how often a worker opens a shard in an epoch
 """
 
 import argparse
-import os
 import tempfile
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -141,34 +137,6 @@ def memory() -> None:
     print_table("3. The order of an epoch", ["records", "shards", "MB with a window", "peak"], rows)
 
 
-@contextmanager
-def counted_opens() -> Iterator[list[str]]:
-    """In `with counted_opens() as names`, `names` has the name of each .tar file that this process opens."""
-    names: list[str] = []
-    original = os.open
-
-    def counting(path: Any, *args: Any, **kwargs: Any) -> int:
-        if str(path).endswith(".tar"):
-            names.append(str(path))
-        return original(path, *args, **kwargs)
-
-    os.open = counting
-    try:
-        yield names
-    finally:
-        os.open = original
-
-
-def opens(run_spec: RunSpec) -> None:
-    (source,) = run_spec.sources
-    places = places_of(step_plans(run_spec, source.records // SAMPLES), "tlm")
-    with counted_opens() as names:
-        for place in places:
-            source.read(*place)
-    mean = len(names) / len(source.shards)
-    print(f"\n4. Opens of a shard by a worker in an epoch of {len(source.shards)} shards: {mean:.2f}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, nargs=2, metavar=("SRC", "TGT"), help="parallel files to take words from")
@@ -194,7 +162,6 @@ def main() -> None:
         sets = [f"{key}={value}" for key, value in fields("tlm").items()]
         resume(lambda: resolve_run("tlm", sets, [folder / "pairs"]), args.records, run_spec.calibration)
         memory()
-        opens(run_spec)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,12 @@ The records are divided evenly among 1 and 100 sources, which exist in memory on
      peak. Steps have 8k samples, or as many as fill a packed row of 16k tokens on each rank
   2. how long the main process waits for a step's plan, with steps of 100 ms and a run's loader with two workers that
      read nothing: for the first plan (a run builds its engine meanwhile), the median, the longest
-  3. bytes of a step's collectives, as a dry run predicts them and as measured on 2 and 4 ranks, by ZeRO stage, with one
-     and with several packed rows per step; then what each of --ranks would send in a ring"""
+"""
 
 import argparse
-import json
 import multiprocessing
 import pickle
-import sys
-import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -27,18 +22,13 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from common import print_table, timed
 from torch.utils.data import Dataset
 
-from tests import demo_shards, launch
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepBatch, batches_of, step_plans
 from xscale.data.mixture import Mixture, StepPlan, StreamSpec
 from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
-from xscale.step.cost import bytes_sent
 
 MAX_LENGTH = 128
 MAX_TOKENS = 16384
@@ -135,40 +125,6 @@ def waiting(kind: str, number: int, batch: int, args: argparse.Namespace) -> lis
     return [f"{first:.2f}", f"{1e3 * median(waits):,.2f}", f"{1e3 * max(waits):,.2f}"]
 
 
-def toy_run(folder: Path, name: str, world: int, stage: int, tokens: int) -> list[str]:
-    """The arguments of train.py with packed rows of `tokens` tokens; stage 3 does not support a momentum encoder."""
-    config = folder / f"stage{stage}.json"
-    config.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    recipe = "tlm" if stage == 3 else "ppa"
-    fields = ["data.workers=0", "model.preset=mini", f"streams.{recipe}.samples=64", f"train.max_tokens={tokens}"]
-    if recipe == "ppa":
-        fields.append("streams.ppa.queue_size=64")
-    words = ["--ds_config", str(config), "--recipe", recipe, "--data", str(folder / "demo"), "--steps", "3"]
-    return [*words, "--out", str(folder / name.replace(" ", "")), "--set", *fields]
-
-
-def sending(folder: Path, ranks: int) -> list[list[str]]:
-    demo_shards.build(folder / "demo", pairs=600, mono=600)
-    rows = []
-    for world in (2, 4):
-        runs = {}
-        for stage, tokens in product(range(4), (8192, 512)):
-            name = f"{world} ranks, ZeRO {stage}, rows of {tokens:,}"
-            runs[name] = toy_run(folder, name, world, stage, tokens)
-        (folder / "list.json").write_text(json.dumps([*runs.values()]))
-        launch.run(world, [str(folder / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"), timeout=900)
-        for name, arguments in runs.items():
-            sizes: dict[str, list[tuple[float, float]]] = defaultdict(list)
-            for kind, predicted, measured in launch.sent(arguments, world):
-                sizes[kind].append((predicted, measured))
-            for kind, steps in sizes.items():
-                predicted, measured = map(mean, zip(*steps, strict=True))
-                if measured > 1e3:
-                    cells = [predicted, measured, bytes_sent(kind, predicted, ranks)]
-                    rows.append([f"{name}: {kind}", *(f"{size / 1e6:,.2f}" for size in cells)])
-    return rows
-
-
 def alone(work: Callable[..., Any], *args: Any) -> Any:
     """Run `work` in a process of its own, so that the process's memory is that of `work`. Returns its result."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -192,10 +148,6 @@ def main() -> None:
     print_table(title, ["", "first, s", "median, ms", "mean", "of a rank", "longest", "kept, MB", "peak, MB"], rows)
     rows = [[name, *waiting(*case, args)] for name, case in cases.items()]
     print_table("2. Waiting for a plan in steps of 100 ms", ["", "first, s", "median, ms", "longest, ms"], rows)
-    with tempfile.TemporaryDirectory() as folder:
-        rows = sending(Path(folder), args.ranks)
-    columns = ["", "predicted", "measured", f"a rank of {args.ranks:,} sends"]
-    print_table("3. Bytes of a step's collectives, MB", columns, rows)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from sklearn.manifold import TSNE
 from tables import Done, folder_name, measures, points_of
 
 MARKERS = "osD^vPX*"
-WORDS, FEWEST_WORDS = 40, 5
+WORDS = 40
+FEWEST_WORDS = 5
 """The most and the fewest word pairs in the picture of words."""
 
 
@@ -35,10 +36,10 @@ def draw_alignment(path: Path, done: list[Done], name: str) -> None:
     figure, axes = plt.subplots(figsize=(5, 4))
     colours: dict[str, str] = {}
     markers: dict[str, str] = {}
-    for aligned, delta, world, arm in points_of(done, name):
-        colour = colours.setdefault(arm, f"C{len(colours)}")
-        marker = markers.setdefault(world, MARKERS[len(markers) % len(MARKERS)])
-        axes.scatter(aligned, delta, color=colour, marker=marker)
+    for point in points_of(done, name):
+        colour = colours.setdefault(point.arm, f"C{len(colours)}")
+        marker = markers.setdefault(point.world, MARKERS[len(markers) % len(MARKERS)])
+        axes.scatter(point.aligned, point.delta, color=colour, marker=marker)
     for arm, colour in colours.items():
         axes.scatter([], [], color=colour, label=arm)
     for world, marker in markers.items():

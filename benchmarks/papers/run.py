@@ -121,8 +121,10 @@ class Grid:
         return folder
 
     def recipe(self, arm: dict[str, Any], steps: int, world: Path, init: Path | None) -> dict[str, Any]:
-        """The arm's shipped recipe with fields of the scale, the grid and the arm; without streams that are null."""
+        """The arm's shipped recipe with fields of the scale, the grid and the arm; without streams that are null.
+        The samples of the arm's `short` streams are shorter than max_length, so fewer of them go with a smaller one."""
         recipe = yaml.safe_load((RECIPES / f"{arm['recipe']}.yaml").read_text(encoding="utf-8"))
+        length_ratio = self.scale["max_length"] / recipe.get("data", {}).get("max_length", 128)
         fields = {
             "model.preset": self.scale["preset"],
             "model.tokenizer": str(world / "tokenizer"),
@@ -147,8 +149,11 @@ class Grid:
                 section = section.setdefault(part, {})
             section[last] = value
         recipe["streams"] = {name: stream for name, stream in recipe["streams"].items() if stream}
-        for stream in recipe["streams"].values():
-            stream["samples"] = max(round(stream["samples"] * self.scale["samples"]), 1)
+        for name, stream in recipe["streams"].items():
+            factor = self.scale["samples"]
+            if name in arm.get("short", []):
+                factor *= length_ratio
+            stream["samples"] = max(round(stream["samples"] * factor), 1)
         return recipe
 
     def train(self, cell: Cell, arm: dict[str, Any], steps: int, init: Path | None) -> Path:

@@ -2,8 +2,9 @@
 
 import math
 import statistics
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -12,6 +13,18 @@ from xscale import files
 
 Done = dict[str, Any]
 """A finished cell: its world, arm and seed, scores by name, and cost."""
+
+
+class Name(NamedTuple):
+    world: str
+    arm: str
+
+
+class Point(NamedTuple):
+    aligned: float
+    delta: float
+    world: str
+    arm: str
 
 
 def write_tables(out: Path, grid: dict[str, Any], scale: dict[str, Any], done: list[Done]) -> None:
@@ -38,9 +51,12 @@ def measures(done: list[Done]) -> list[str]:
 
 def values_of(done: list[Done], world: str, arm: str, name: str) -> dict[int, float]:
     """Seed -> score, of the cells that converged."""
-    cells = [one for one in done if (one["cell"]["world"], one["cell"]["arm"]) == (world, arm) and converged(one)]
-    found = {one["cell"]["seed"]: one["scores"].get(name, math.nan) for one in cells}
-    return {seed: value for seed, value in found.items() if math.isfinite(value)}
+    values = {}
+    for one in filter(converged, done):
+        value = one["scores"].get(name, math.nan)
+        if one["cell"]["world"] == world and one["cell"]["arm"] == arm and math.isfinite(value):
+            values[one["cell"]["seed"]] = value
+    return values
 
 
 def shown_p(p: float) -> str:
@@ -55,13 +71,13 @@ def map_worlds(done: list[Done]) -> list[str]:
         names = measures(of_world)
         rows = []
         for arm in dict.fromkeys(one["cell"]["arm"] for one in of_world):
+            means = [spread([*values_of(done, world, arm, name).values()], name) for name in names]
             cells = [one for one in of_world if one["cell"]["arm"] == arm]
-            spreads = [spread([*values_of(done, world, arm, name).values()], name) for name in names]
-            rows.append([arm, str(sum(map(converged, cells))), *spreads])
-            for one in cells:
-                if not converged(one):  # its values are shown, and no part of a mean
-                    values = [spread([one["scores"][name]] if name in one["scores"] else [], name) for name in names]
-                    rows.append([f"{arm}, seed {one['cell']['seed']}: did not converge", "", *values])
+            failed = [one for one in cells if not converged(one)]
+            rows.append([arm, str(len(cells) - len(failed)), *means])
+            for one in failed:  # its values are shown, and no part of a mean
+                values = [spread([one["scores"][name]] if name in one["scores"] else [], name) for name in names]
+                rows.append([f"{arm}, seed {one['cell']['seed']}: did not converge", "", *values])
         tables.append(f"## {world}\n\n" + markdown(["arm", "seeds", *names], rows))
     return tables
 
@@ -70,30 +86,40 @@ def spread(values: list[float], name: str) -> str:
     digits = 2 if name in ("TLM loss", "unigram entropy") else 1
     if not values:
         return "-"
-    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{deviation}"
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+def compared_cells(grid: dict[str, Any], done: list[Done]) -> list[tuple[Name, Name]]:
+    """The cells that `compare` names: two arms in each world, or two cells."""
+    pairs: list[tuple[Name, Name]] = []
+    for first, second in grid.get("compare", []):
+        if "/" in first:
+            pairs.append((Name(*first.split("/", 1)), Name(*second.split("/", 1))))
+            continue
+        for world in dict.fromkeys(one["cell"]["world"] for one in done):
+            pairs.append((Name(world, first), Name(world, second)))
+    return pairs
 
 
 def comparisons(grid: dict[str, Any], done: list[Done]) -> list[str]:
-    """Two-sided paired t-tests over the seeds that both sides have: two arms in each world, or two cells."""
+    """Two-sided paired t-tests over the seeds that both sides have."""
     rows = []
-    worlds = dict.fromkeys(one["cell"]["world"] for one in done)
-    for pair in grid.get("compare", []):
-        cells = [tuple(one.split("/", 1)) for one in pair]
-        for first, second in [cells] if "/" in pair[0] else [[(world, arm) for arm in pair] for world in worlds]:
-            for name in measures(done):
-                a, b = (values_of(done, *cell, name) for cell in (first, second))
-                differences = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
-                if not differences or name == "unigram entropy" or name.endswith("majority"):
-                    continue
-                p = stats.ttest_1samp(differences, 0.0).pvalue if np.ptp(differences) else math.nan
-                sides = f"{'/'.join(first)} - {'/'.join(second)}"
-                rows.append([sides, name, spread(differences, name), str(len(differences)), shown_p(p)])
-    if not rows:
-        return ["No comparison has a seed with which both sides converged."] if grid.get("compare") else []
-    head = ["cells", "measure", "difference", "seeds", "p"]
-    return ["## Comparisons\n\nPaired t-tests over seeds, two-sided, without a correction for their number; a "
-            "single seed has no p.\n\n" + markdown(head, rows)]  # fmt: skip
+    names = [name for name in measures(done) if name != "unigram entropy" and not name.endswith("majority")]
+    for (first, second), name in product(compared_cells(grid, done), names):
+        ours = values_of(done, first.world, first.arm, name)
+        theirs = values_of(done, second.world, second.arm, name)
+        differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+        if differences:
+            p = stats.ttest_1samp(differences, 0.0).pvalue if np.ptp(differences) else math.nan
+            sides = f"{first.world}/{first.arm} - {second.world}/{second.arm}"
+            rows.append([sides, name, spread(differences, name), str(len(differences)), shown_p(p)])
+    if rows:
+        table = markdown(["cells", "measure", "difference", "seeds", "p"], rows)
+        note = "Paired t-tests over seeds, two-sided, without a correction for their number; a single seed has no p."
+        return [f"## Comparisons\n\n{note}\n\n{table}"]
+    return ["No comparison has a seed with which both sides converged."] if grid.get("compare") else []
 
 
 def correlations(done: list[Done]) -> list[str]:
@@ -102,28 +128,36 @@ def correlations(done: list[Done]) -> list[str]:
     for name in measures(done):
         points = points_of(done, name)
         if name.endswith("Δ") and len(points) >= 3:
-            found = stats.spearmanr([p[0] for p in points], [p[1] for p in points])
-            rho, p = found.statistic, found.pvalue
-            how = f"rho {rho:.3f} (Spearman), p {shown_p(p)}, {len(points)} cells"
+            test = stats.spearmanr([point.aligned for point in points], [point.delta for point in points])
+            how = f"rho {test.statistic:.3f} (Spearman), p {shown_p(test.pvalue)}, {len(points)} cells"
             lines.append(f"Alignment (all words) and {name}: {how}.")
     return lines
 
 
-def points_of(done: list[Done], name: str) -> list[tuple[float, float, str, str]]:
-    found = [(one["scores"].get("aligned all", math.nan), one["scores"].get(name, math.nan), one["cell"]["world"],
-              one["cell"]["arm"]) for one in done if converged(one)]  # fmt: skip
-    return [point for point in found if math.isfinite(point[0]) and math.isfinite(point[1])]
+def points_of(done: list[Done], name: str) -> list[Point]:
+    """The cells that converged and have both an alignment score and this Delta."""
+    points = []
+    for one in filter(converged, done):
+        aligned = one["scores"].get("aligned all", math.nan)
+        delta = one["scores"].get(name, math.nan)
+        if math.isfinite(aligned) and math.isfinite(delta):
+            points.append(Point(aligned, delta, one["cell"]["world"], one["cell"]["arm"]))
+    return points
 
 
 def costs(scale: dict[str, Any], done: list[Done]) -> str:
     names = ["steps", "tokens", "training minutes", "minutes", "commit"]
-    rows = [
-        [*map(str, one["cell"].values()), *(str(one.get("cost", {}).get(name, "-")) for name in names)] for one in done
-    ]
-    told = ", ".join(f"{name} {value}" for name, value in scale.items())
-    return markdown(["world", "arm", "seed", *names], rows) + f"\nScale: {told}.\n"
+    rows = []
+    for one in done:
+        cost = one.get("cost", {})
+        rows.append([*map(str, one["cell"].values()), *(str(cost.get(name, "-")) for name in names)])
+    settings = ", ".join(f"{name} {value}" for name, value in scale.items())
+    return markdown(["world", "arm", "seed", *names], rows) + f"\nScale: {settings}.\n"
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    lines = []
+    for line in [head, ["---"] * len(head), *rows]:
+        cells = [cell.replace("|", "\\|") for cell in line]
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return "".join(lines)

@@ -8,6 +8,7 @@ import json
 import lzma
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ Run = Callable[..., None]
 """Runs `python` with its arguments as the command line."""
 DERIVE = Path(__file__).parent / "derive.py"
 WRITE = ("-m", "data_tools.write_shards")
-DICTIONARY, PARALLEL = 0.25, 0.25
+DICTIONARY = 0.25
+PARALLEL = 0.25
 """The shares of the vocabulary that the dictionary has, and of the lines that become pairs (Tang et al., G.3, G.4)."""
 
 
@@ -28,96 +30,135 @@ def make_world(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: Pat
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    (make_derived if "how" in spec else make_real)(spec, scale, data, partial, run)
+    world = World(spec, scale, data, partial, run)
+    if "how" in spec:
+        world.derive()
+    else:
+        world.read_languages()
     partial.rename(out)
 
 
-def make_derived(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: Path, run: Run) -> None:
-    """Make a world of English and a language derived from it. Every n-th line is held out from all cells."""
-    source, syn = data / spec["text"], spec["how"].endswith("syn")
-    parses = read_blocks(source) if syn else []
-    lines = [text_of(block) for block in parses] if syn else read(source)
-    chosen = [number for number, line in enumerate(lines) if line.strip()][: scale["lines"]]
-    held = set(chosen[:: max(len(chosen) // scale["heldout"], 1)][: scale["heldout"]])
-    parts = {"train": [n for n in chosen if n not in held], "heldout": sorted(held)}
-    for name, numbers in parts.items():
-        write(out / f"text/{name}.en.txt", [lines[number] for number in numbers])
-    if syn:  # in the order in which derive reads the texts
-        write(out / "text/parses.conllu", [parses[n] + "\n" for numbers in parts.values() for n in numbers])
-    run("-m", "data_tools.tokenizer", "--text", out / "text/train.en.txt", "--lowercase", "--vocab_size",
-        scale["vocab"], "--out", out / "english")  # fmt: skip
-    derive = ("--how", spec["how"], "--tokenizer", out / "english", "--overlap", spec.get("overlap", 0.0))
-    sides = [[out / f"text/{name}.{lang}.txt" for name in parts] for lang in ("en", "xx")]
-    run(DERIVE, "text", *derive, "--in", *sides[0], "--out", *sides[1], "--tokenizer_out",
-        out / "tokenizer", "--dictionary_out", out / "ids.txt",
-        *(("--conllu", out / "text/parses.conllu") if syn else ()))  # fmt: skip
-    for lang, (train, _) in zip(("en", "xx"), sides, strict=True):
-        run(*WRITE, "mono", "--text", train, "--lang", lang, "--whole_lines", "--out", out / f"shards/mono/{lang}")
-    parallel = round(spec.get("parallel", PARALLEL) * len(parts["train"]))
-    for lang, (train, _) in zip(("en", "xx"), sides, strict=True):
-        write(out / f"text/parallel.{lang}.txt", read(train)[:parallel])
-    for name, place in (("parallel", "shards/pairs/en-xx"), ("heldout", "heldout/en-xx")):
-        texts = ("--src", out / f"text/{name}.en.txt", "--tgt", out / f"text/{name}.xx.txt")
-        run(*WRITE, "pairs", *texts, "--langs", "en", "xx", "--out", out / place)
-    write_words(out)
-    split_dictionary(out, "en-xx", spec.get("dictionary", DICTIONARY), run)
-    if "pos" in spec:
-        files = {part: data / f"{spec['pos']}-{part}.conllu.xz" for part in ("train", "test")}
-        moved = [out / f"pos/{part}.xx.conllu" for part in files]
-        run(DERIVE, "conllu", *derive, "--in", *files.values(), "--out", *moved)
-        tune = {"train": {"en": str(files["train"]), "xx": "pos/train.xx.conllu"}, "test": {"xx": "pos/test.xx.conllu"}}
-        write(out / "tasks.json", [json.dumps({"pos": tune})])
+@dataclass
+class World:
+    """A world that is being made."""
+
+    spec: dict[str, Any]
+    scale: dict[str, Any]
+    data: Path
+    out: Path
+    run: Run
+
+    def derive(self) -> None:
+        """Make a world of English and a language derived from it. Every n-th line is held out from all cells."""
+        train_count = self.write_english()
+        text = self.out / "text"
+        self.run("-m", "data_tools.tokenizer", "--text", text / "train.en.txt", "--lowercase",
+                 "--vocab_size", self.scale["vocab"], "--out", self.out / "english")  # fmt: skip
+        how = ("--how", self.spec["how"], "--tokenizer", self.out / "english", "--overlap", self.spec.get("overlap", 0))
+        parses = ("--conllu", text / "parses.conllu") if (text / "parses.conllu").exists() else ()
+        self.run(DERIVE, "text", *how, *parses, "--in", text / "train.en.txt", text / "heldout.en.txt",
+                 "--out", text / "train.xx.txt", text / "heldout.xx.txt",
+                 "--tokenizer_out", self.out / "tokenizer", "--dictionary_out", self.out / "ids.txt")  # fmt: skip
+        parallel = round(self.spec.get("parallel", PARALLEL) * train_count)
+        for lang in ("en", "xx"):
+            self.write_mono(lang, [text / f"train.{lang}.txt"], f"mono/{lang}", "--whole_lines")
+            write(text / f"parallel.{lang}.txt", read(text / f"train.{lang}.txt")[:parallel])
+        for name, place in (("parallel", "shards/pairs/en-xx"), ("heldout", "heldout/en-xx")):
+            self.write_pairs(text / f"{name}.en.txt", text / f"{name}.xx.txt", ["en", "xx"], place)
+        write_words(self.out)
+        self.split_dictionary("en-xx", self.spec.get("dictionary", DICTIONARY))
+        if "pos" in self.spec:
+            train = self.data / f"{self.spec['pos']}-train.conllu.xz"
+            test = self.data / f"{self.spec['pos']}-test.conllu.xz"
+            moved = [self.out / "pos/train.xx.conllu", self.out / "pos/test.xx.conllu"]
+            self.run(DERIVE, "conllu", *how, "--in", train, test, "--out", *moved)
+            texts = {"en": str(train), "xx": "pos/train.xx.conllu"}
+            self.write_tasks({"pos": {"train": texts, "test": {"xx": "pos/test.xx.conllu"}}})
+
+    def write_english(self) -> int:
+        """Write text/{train,heldout}.en.txt and, if the text is CoNLL-U, the parses in the order in which derive reads
+        these. Returns the number of lines for training."""
+        source = self.data / self.spec["text"]
+        syn = self.spec["how"].endswith("syn")
+        parses = read_blocks(source) if syn else []
+        lines = [text_of(block) for block in parses] if syn else read(source)
+        chosen = [number for number, line in enumerate(lines) if line.strip()][: self.scale["lines"]]
+        every = max(len(chosen) // self.scale["heldout"], 1)
+        heldout = chosen[::every][: self.scale["heldout"]]
+        train = sorted({*chosen} - {*heldout})
+        write(self.out / "text/train.en.txt", [lines[number] for number in train])
+        write(self.out / "text/heldout.en.txt", [lines[number] for number in heldout])
+        if syn:
+            write(self.out / "text/parses.conllu", [parses[number] + "\n" for number in [*train, *heldout]])
+        return len(train)
+
+    def read_languages(self) -> None:
+        """Make a world of two languages: pairs with word links, the sides of the pairs as text, running text if
+        given."""
+        spec = self.spec
+        langs = spec["langs"]
+        pair = "-".join(langs)
+        texts = []
+        for lang in langs:
+            texts.append(self.out / f"text/{lang}.txt")
+            write(texts[-1], read(self.data / f"{spec['pairs']}.{lang}.xz")[: self.scale["lines"]])
+            self.write_mono(lang, [texts[-1]], f"sides/{lang}", "--whole_lines")
+            if "mono" in spec:
+                articles = sorted((self.data / f"{spec['mono']}_{lang}").glob("*.xz"))
+                self.write_mono(lang, articles[: 1 if self.scale["lines"] else 10], f"mono/{lang}")
+        self.run("-m", "data_tools.tokenizer", "--data", *sorted((self.out / "shards").iterdir()),
+                 "--vocab_size", 3 * self.scale["vocab"], "--out", self.out / "tokenizer")  # fmt: skip
+        file = self.data / f"{spec['pairs']}.links.xz"
+        links = ["--links", file] if file.exists() else ["--align"]
+        self.write_pairs(*texts, langs, f"shards/pairs/{pair}", *links, "--tokenizer", self.out / "tokenizer",
+                         "--min_tokens", self.scale.get("min_tokens", 10), "--max_tokens", 128)  # fmt: skip
+        stem, _, ends = spec["test"].removesuffix("}.xz").partition("{")
+        first, second = ends.split(",")
+        self.write_pairs(self.data / f"{stem}{first}.xz", self.data / f"{stem}{second}.xz", langs, f"heldout/{pair}")
+        self.run("-m", "data_tools.lexicon", "--dict", self.data / spec["lexicon"], "--drop_identical",
+                 "--out", self.out / f"all/{pair}.txt")  # fmt: skip
+        self.split_dictionary(pair, spec.get("dictionary", 0.8))
+        tasks: dict[str, Any] = {}
+        if "pos" in spec:
+            tasks["pos"] = {"train": {langs[0]: str(self.data / spec["pos"]["train"])}}
+            tasks["pos"]["test"] = {langs[1]: str(self.data / spec["pos"]["test"])}
+        if "ner" in spec:
+            ner = self.data / spec["ner"]  # of dev files: XTREME's tests have no labels
+            tasks["ner"] = {"train": {lang: f"{ner}/train-{lang}.tsv.xz" for lang in langs}}
+            tasks["ner"]["test"] = {langs[1]: f"{ner}/dev-{langs[1]}.tsv.xz"}
+        self.write_tasks(tasks)
+
+    def write_mono(self, lang: str, files: list[Path], place: str, *more: object) -> None:
+        self.run(*WRITE, "mono", "--text", *files, "--lang", lang, *more, "--out", self.out / "shards" / place)
+
+    def write_pairs(self, source: Path, target: Path, langs: list[str], place: str, *more: object) -> None:
+        texts = ("--src", source, "--tgt", target, "--langs", *langs)
+        self.run(*WRITE, "pairs", *texts, *more, "--out", self.out / place)
+
+    def split_dictionary(self, pair: str, share: float) -> None:
+        """Write a dictionary with a share of the words for training, and one of the entries without any of these."""
+        name = f"{pair}.txt"
+        self.run("-m", "data_tools.lexicon", "--dict", self.out / "all" / name, "--share", share,
+                 "--out", self.out / "lexicon" / name)  # fmt: skip
+        seen = set(" ".join(read(self.out / "lexicon" / name)).split())
+        withheld = [line for line in read(self.out / "all" / name) if not seen & set(line.split())]
+        write(self.out / "withheld" / name, withheld)
+
+    def write_tasks(self, tasks: dict[str, Any]) -> None:
+        if tasks:
+            write(self.out / "tasks.json", [json.dumps(tasks)])
 
 
 def write_words(out: Path) -> None:
     """Write the dictionary all/en-xx.txt: those entries of the id dictionary whose tokens are whole words."""
     vocabulary = json.loads((out / "tokenizer/tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     tokens = {number: token for token, number in vocabulary.items()}
-    entries = [[tokens[int(number)] for number in line.split()] for line in read(out / "ids.txt")]
-    write(out / "all/en-xx.txt", [f"{a}\t{b}" for a, b in entries if not a.startswith("##") and a.isalpha()])
-
-
-def split_dictionary(out: Path, pair: str, share: float, run: Run) -> None:
-    """Write a dictionary with a share of the words for training, and one of the entries without any of these words."""
-    name = f"{pair}.txt"
-    run("-m", "data_tools.lexicon", "--dict", out / "all" / name, "--share", share, "--out", out / "lexicon" / name)
-    seen = {word for line in read(out / "lexicon" / name) for word in line.split()}
-    write(out / "withheld" / name, [line for line in read(out / "all" / name) if not seen & set(line.split())])
-
-
-def make_real(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: Path, run: Run) -> None:
-    """Make a world of two languages: pairs with word links, the sides of the pairs as text, running text if given."""
-    langs, pair = spec["langs"], "-".join(spec["langs"])
-    for lang in langs:
-        write(out / f"text/{lang}.txt", read(data / f"{spec['pairs']}.{lang}.xz")[: scale["lines"]])
-        run(*WRITE, "mono", "--text", out / f"text/{lang}.txt", "--lang", lang, "--whole_lines",
-            "--out", out / f"shards/sides/{lang}")  # fmt: skip
-        if "mono" in spec:
-            articles = sorted((data / f"{spec['mono']}_{lang}").glob("*.xz"))[: 1 if scale["lines"] else 10]
-            run(*WRITE, "mono", "--text", *articles, "--lang", lang, "--out", out / f"shards/mono/{lang}")
-    run("-m", "data_tools.tokenizer", "--data", *sorted((out / "shards").iterdir()), "--vocab_size", 3 * scale["vocab"],
-        "--out", out / "tokenizer")  # fmt: skip
-    texts = ("--src", out / f"text/{langs[0]}.txt", "--tgt", out / f"text/{langs[1]}.txt", "--langs", *langs)
-    lengths = ("--tokenizer", out / "tokenizer", "--min_tokens", scale.get("min_tokens", 10), "--max_tokens", 128)
-    given = data / f"{spec['pairs']}.links.xz"
-    links = ("--links", given) if given.exists() else ("--align",)
-    run(*WRITE, "pairs", *texts, *lengths, *links, "--out", out / f"shards/pairs/{pair}")
-    stem, _, ends = spec["test"].partition("{")
-    first, second = (data / f"{stem}{end}.xz" for end in ends.partition("}")[0].split(","))
-    run(*WRITE, "pairs", "--src", first, "--tgt", second, "--langs", *langs, "--out", out / f"heldout/{pair}")
-    run("-m", "data_tools.lexicon", "--dict", data / spec["lexicon"], "--drop_identical",
-        "--out", out / f"all/{pair}.txt")  # fmt: skip
-    split_dictionary(out, pair, spec.get("dictionary", 0.8), run)
-    tasks: dict[str, Any] = {}
-    if "pos" in spec:
-        train, test = (str(data / spec["pos"][part]) for part in ("train", "test"))
-        tasks["pos"] = {"train": {langs[0]: train}, "test": {langs[1]: test}}
-    if "ner" in spec:
-        ner, dev = (data / f"{spec['ner']}/{part}" for part in ("train", "dev"))  # XTREME's tests have no labels
-        tasks["ner"] = {"train": {lang: f"{ner}-{lang}.tsv.xz" for lang in langs},
-                        "test": {langs[1]: f"{dev}-{langs[1]}.tsv.xz"}}  # fmt: skip
-    if tasks:
-        write(out / "tasks.json", [json.dumps(tasks)])
+    words = []
+    for line in read(out / "ids.txt"):
+        a, b = (tokens[int(number)] for number in line.split())
+        if not a.startswith("##") and a.isalpha():
+            words.append(f"{a}\t{b}")
+    write(out / "all/en-xx.txt", words)
 
 
 def read(path: Path) -> list[str]:
