@@ -89,8 +89,8 @@ def test_records_of_all_shards_tell_a_source_s_line(tokenizer) -> None:
 def read(estimated_tokens: np.ndarray, true: np.ndarray, max_length: int = MAX_LENGTH) -> Estimate:
     """What `calibrate` makes of samples that have `true` tokens, in one sequence each unless they have none."""
     groups = similar_samples(estimated_tokens, max_length)
-    lengths = [true[group][true[group] > 0] for group in groups]
-    return estimate(estimated_tokens, groups, lengths, max_length)
+    tokens = np.array([true[group].sum() for group in groups])
+    return estimate(estimated_tokens, groups, tokens, max_length)
 
 
 def test_an_estimate_of_known_samples() -> None:

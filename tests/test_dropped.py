@@ -1,16 +1,13 @@
 """Pairs over data.max_length: the share of them is known before step 1, and a run that drops many says so, once."""
 
-import json
 import lzma
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from data_tools import tokenizer as tokenizers
 from tests import launch
-from xscale.data.calibration import Calibration
 from xscale.data.shards import find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.dry_run import dry_run
@@ -73,18 +70,6 @@ def test_the_warning_names_stream_share_and_remedy(demo: Path) -> None:
         "one, or data.overlong=truncate, or leave them out when shards are written: --max_tokens 28"
     )
     assert run_spec_of(demo, "xlm", *sets, "data.overlong=truncate").dropped() == []
-
-
-def test_calibrations_of_earlier_versions_load(demo: Path) -> None:
-    """Without the share: they warn of nothing before a step is done."""
-    run_spec = run_spec_of(demo, "tlm", "data.max_length=28")
-    tree = json.loads(json.dumps(run_spec.calibration.to_dict()))
-    same = Calibration.from_dict(tree, len(run_spec.sources), ["tlm"])
-    assert asdict(same) == asdict(run_spec.calibration) and same.estimate_for("tlm").too_long > 0.1
-    del tree["streams"]["tlm"]["too_long"]
-    old = Calibration.from_dict(tree, len(run_spec.sources), ["tlm"])
-    assert old.estimate_for("tlm").too_long == 0 and old.estimate_for("tlm").ratio == same.estimate_for("tlm").ratio
-    assert run_spec.calibrated(old).dropped() == []
 
 
 @pytest.mark.parametrize("max_length", [28, 128])

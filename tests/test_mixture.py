@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from xscale import rng
 from xscale.data.calibration import Calibration, Estimate
-from xscale.data.mixture import Mixture, StepPlan, StreamSpec, choose, initial_state, source_weights
+from xscale.data.mixture import (
+    Mixture,
+    StepPlan,
+    StreamSpec,
+    choose,
+    initial_state,
+    plain_ranked_choice,
+    ranked_choice,
+    source_weights,
+)
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
 
@@ -356,17 +365,19 @@ def test_an_epoch_of_the_demo_corpus(demo: Path, shard_records) -> None:
         assert first == expected
 
 
-@pytest.mark.parametrize("draws", [1 << 53, 20])
-def test_sources_are_chosen_by_the_order_of_draws(draws: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lowest go to the first source, of equal ones the earlier; as few values as 20 are drawn several times."""
-    plain, random = rng.uniform, np.random.default_rng(0)
-    monkeypatch.setattr(rng, "uniform", lambda *key: np.floor(plain(*key) * draws) / draws)
+@pytest.mark.parametrize("values", [1 << 53, 20])
+def test_sources_are_chosen_by_the_order_of_random_numbers(values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowest go to the first source, of equal ones the earlier; 20 values make many equal ones."""
+    uniform, random = rng.uniform, np.random.default_rng(0)
+    monkeypatch.setattr(rng, "uniform", lambda *key: np.floor(uniform(*key) * values) / values)
     for number in range(200):
         samples, weights = int(random.integers(1, 300)), random.random(int(random.integers(1, 40))) ** 4
         weights /= weights.sum()
         drawn = rng.uniform(np.uint64(number), np.arange(samples + 1, dtype=np.uint64))
         points = (np.arange(samples) + drawn[-1]) / samples
+        source = np.minimum(np.searchsorted(np.cumsum(weights), points, side="right"), len(weights) - 1)
         expected = np.empty(samples, dtype=np.int64)
-        expected[np.argsort(drawn[:-1], kind="stable")] = np.searchsorted(np.cumsum(weights), points, side="right")
-        expected = np.minimum(expected, len(weights) - 1)
+        expected[np.argsort(drawn[:-1], kind="stable")] = source
         assert (choose(weights, samples, np.uint64(number)) == expected).all()
+        ends = np.searchsorted(source, np.arange(len(weights)), side="right")
+        assert (plain_ranked_choice(drawn[:-1], ends) == ranked_choice(drawn[:-1], ends)).all()

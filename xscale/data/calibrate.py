@@ -12,21 +12,27 @@ import numpy as np
 
 from xscale.data.calibration import Calibration, Estimate
 from xscale.data.loader import StepDataset
-from xscale.data.mixture import Mixture, StepPlan, StreamSpec
+from xscale.data.mixture import Mixture, SampledRecords, StepPlan, StreamSpec
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 
-DRAWN, READ, BEYOND, GROUP = 2048, 512, 64, 8
-"""The tokens of each stream's first DRAWN samples are estimated. Of the samples within data.max_length, at most
-READ are tokenised, in groups of GROUP; of the longer ones, at most BEYOND, one by one."""
+DRAWN = 2048
+"""The number of samples of each stream whose tokens are estimated."""
+READ = 512
+"""The maximum number of samples within data.max_length that are tokenised, in groups of GROUP."""
+GROUP = 8
+BEYOND = 64
+"""The maximum number of samples beyond data.max_length that are tokenised, one by one."""
 DRAWN_TOKENS = 1 << 22
 """The approximate limit of the tokens of running text that are estimated. Of long samples, fewer are drawn."""
-SHARDS, SHARDS_OF_SOURCE = 256, 4
+SHARDS = 256
 """The number of shards of all sources together that are sampled, but at least SHARDS_OF_SOURCE of each source."""
-LINE_RECORDS, LINE_SHARDS = 1024, 8
-"""The fit of tokens to bytes reads at most LINE_SHARDS shards of each source, and of each shard LINE_RECORDS / (number
-of sources) records, but at least 8 and at most 32."""
+SHARDS_OF_SOURCE = 4
+LINE_SHARDS = 8
+"""The maximum number of shards of each source that the fit of tokens to bytes reads."""
+LINE_RECORDS = 1024
+"""The fit reads LINE_RECORDS / (number of sources) records of each shard, but at least 8 and at most 32."""
 
 Work = Callable[[], Any]
 
@@ -55,84 +61,108 @@ def calibrate(
     dataset = copy.copy(dataset)
     dataset.sources = [source.with_shards(shards) for source in sources]
     tokenizer = dataset.context.tokenizer
-    lines = lines or divide_work(
-        [partial(bytes_to_tokens, source, tokenizer, min(shards, LINE_SHARDS), sample) for source in dataset.sources]
-    )
-    found = Calibration(lines, {})
+    if lines is None:
+        fit_shards = min(shards, LINE_SHARDS)
+        fits = [partial(bytes_to_tokens, source, tokenizer, fit_shards, sample) for source in dataset.sources]
+        lines = divide_work(fits)
+    fitted = Calibration(lines, {})
     settings = {"seed": seed, "alpha": alpha, "alpha_by": alpha_by, "max_length": max_length}
-    estimates = divide_work([partial(estimate_stream, spec, dataset, found, settings) for spec in specs])
-    return replace(found, streams={spec.name: of for spec, of in zip(specs, estimates, strict=True)})
+    estimates = divide_work([partial(estimate_stream, spec, dataset, fitted, settings) for spec in specs])
+    names = [spec.name for spec in specs]
+    return replace(fitted, streams=dict(zip(names, estimates, strict=True)))
 
 
 def estimate_stream(
     spec: StreamSpec, dataset: StepDataset, calibration: Calibration, settings: dict[str, Any]
 ) -> Estimate:
     """Return the stream's estimate, from a tokenised sample. calibration: one that has the sources' `lines`."""
-    samples = min(DRAWN, max(DRAWN_TOKENS // settings["max_length"], GROUP)) if spec.packed else DRAWN
+    samples = DRAWN
+    longest: float = settings["max_length"]
+    if spec.packed:
+        samples = min(DRAWN, max(DRAWN_TOKENS // settings["max_length"], GROUP))
+        longest = math.inf  # running text is neither dropped nor truncated
     spec = replace(spec, samples=samples)
     mixture = Mixture([spec], dataset.sources, calibration, **settings, max_tokens=1 << 40, rank=0, world=1)
     records = mixture.next_batch().records[spec.name]
     estimated_tokens = np.bincount(records.sample, weights=records.tokens)
-    longest = math.inf if spec.packed else settings["max_length"]  # running text is neither dropped nor truncated
     groups = similar_samples(estimated_tokens, longest)
-    rows = [{spec.name: records.select(np.flatnonzero(np.isin(records.sample, group)))} for group in groups]
+    rows = list[dict[str, SampledRecords]]()
+    for group in groups:
+        rows.append({spec.name: records.select(np.flatnonzero(np.isin(records.sample, group)))})
     batches = dataset.stream_batches(spec.name, StepPlan(0, rows, {}, rank=0, world=1))
-    too_long = np.array([batch.too_long for batch in batches])
-    found = estimate(estimated_tokens, groups, [batch.sequences.lengths for batch in batches], longest, too_long)
-    return replace(found, counts=dict(sum((Counter(batch.targets) for batch in batches), Counter())))
+    targets = Counter[str]()
+    for batch in batches:
+        targets.update(batch.targets)
+    measured = estimate(
+        estimated_tokens,
+        groups,
+        tokens=np.array([batch.sequences.lengths.sum() for batch in batches]),
+        max_length=longest,
+        too_long=np.array([batch.too_long for batch in batches]),
+    )
+    return replace(measured, counts=dict(targets))
 
 
 def similar_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
     """Return the indices of the samples to tokenise, in groups of similar estimates; one over max_length is alone."""
     shortest_first = np.argsort(estimated_tokens, kind="stable")
-    within, beyond = np.split(shortest_first, [int((estimated_tokens <= max_length).sum())])
-    some, single = within[:: DRAWN // READ], beyond[:: -(-len(beyond) // BEYOND) or 1]
-    groups = np.split(some, range(GROUP, len(some), GROUP)) if len(some) else []
-    return [*groups, *np.split(single, len(single))] if len(single) else groups
+    count_within = int((estimated_tokens <= max_length).sum())
+    within = shortest_first[:count_within]
+    beyond = shortest_first[count_within:]
+    groups = list[np.ndarray]()
+    read = within[:: DRAWN // READ]
+    for start in range(0, len(read), GROUP):
+        groups.append(read[start : start + GROUP])
+    if len(beyond):
+        step = -(-len(beyond) // BEYOND)
+        groups.extend(beyond[::step, None])
+    return groups
 
 
 def estimate(
     estimated_tokens: np.ndarray,
     groups: list[np.ndarray],
-    lengths: list[np.ndarray],
+    tokens: np.ndarray,
     max_length: float,
     too_long: np.ndarray | int = 0,
 ) -> Estimate:
     """Return a stream's estimate, computed from groups of samples that were tokenised.
 
     estimated_tokens: estimates of many samples [samples]. groups: the indices of each group's samples, of which either
-    all or none are estimated over max_length. lengths: lengths of each group's sequences in a packed row. too_long:
-    number of each group's samples that are longer than max_length [groups].
+    all or none are estimated over max_length. tokens: tokens of each group's sequences in a packed row [groups].
+    too_long: number of each group's samples that are longer than max_length [groups].
     """
     expected = np.array([estimated_tokens[group].sum() for group in groups])
     samples = np.array([len(group) for group in groups])
-    tokens = np.array([of_group.sum() for of_group in lengths])
     over = expected > max_length * samples
-    read = np.bincount(over, weights=samples, minlength=2)
-    drawn = np.bincount(estimated_tokens > max_length, minlength=2)
-    within, beyond = np.bincount(over, weights=tokens, minlength=2)
-    stands_for = (drawn / np.maximum(read, 1))[over.astype(int)]
-    share = (stands_for * too_long).sum() / len(estimated_tokens)
-    return Estimate(
-        ratio=round(float(within / expected[~over].sum()), 4) if read[0] else 1.0,
-        beyond=round(float(beyond / read[1]), 1) if read[1] else None,
-        too_long=round(float(share), 4),
-    )
+    read_within = int(samples[~over].sum())
+    read_beyond = int(samples[over].sum())
+    drawn_beyond = int((estimated_tokens > max_length).sum())
+    drawn_within = len(estimated_tokens) - drawn_beyond
+    drawn_per_read = np.where(over, drawn_beyond / max(read_beyond, 1), drawn_within / max(read_within, 1))
+    ratio = 1.0
+    if read_within:
+        ratio = round(float(tokens[~over].sum() / expected[~over].sum()), 4)
+    beyond = None
+    if read_beyond:
+        beyond = round(float(tokens[over].sum() / read_beyond), 1)
+    too_long_share = float((drawn_per_read * too_long).sum() / len(estimated_tokens))
+    return Estimate(ratio, beyond, round(too_long_share, 4))
 
 
 def bytes_to_tokens(
     source: Source, tokenizer: Tokenizer, shards: int = LINE_SHARDS, sample: int = 32
 ) -> tuple[float, float]:
     """Return (a, b): a record has about a * bytes + b tokens, fitted to `sample` records of each of `shards` shards."""
-    places = [
-        (shard, evenly_spaced(int(source.counts[shard]), sample))
-        for shard in evenly_spaced(len(source.counts), shards).tolist()
-    ]
-    texts = [source.read(shard, record).texts for shard, records in places for record in records.tolist()]
-    ids = iter(tokenizer.encode([text for of_record in texts for text in of_record]))
-    tokens = np.array([sum(len(next(ids)) + 1 for _ in of_record) for of_record in texts], dtype=float)
-    lengths = np.concatenate([source.lengths(*place) for place in places]).astype(float)
-    return fit_line(lengths, tokens)
+    tokens = list[float]()
+    lengths = list[np.ndarray]()
+    for shard in evenly_spaced(len(source.counts), shards).tolist():
+        records = evenly_spaced(int(source.counts[shard]), sample)
+        lengths.append(source.lengths(shard, records))
+        for record in records.tolist():
+            ids = tokenizer.encode(list(source.read(shard, record).texts))
+            tokens.append(sum(map(len, ids)) + len(ids))
+    return fit_line(np.concatenate(lengths).astype(float), np.array(tokens, dtype=float))
 
 
 def fit_line(lengths: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:

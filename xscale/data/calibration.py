@@ -61,18 +61,14 @@ class Calibration:
     @classmethod
     def from_dict(cls, tree: dict[str, Any], sources: int, streams: list[str]) -> "Calibration":
         """Invert `to_dict`. Raises ValueError, KeyError or TypeError if `tree` has other sources or streams."""
-        known = Estimate.__dataclass_fields__  # checkpoints of xscale 0.1 have more
         estimates = list[dict[str, Estimate]]()
-        for streams_of_phase in (tree["streams"], *tree.get("phases", [])):
-            of_phase = dict[str, Estimate]()
-            for name, fields in streams_of_phase.items():
-                of_phase[name] = Estimate(**{field: value for field, value in fields.items() if field in known})
-            estimates.append(of_phase)
-        found, *phases = estimates
+        for fields_of_streams in (tree["streams"], *tree["phases"]):
+            estimates.append({name: Estimate(**fields) for name, fields in fields_of_streams.items()})
         lines = [(a, b) for a, b in tree["lines"]]
-        if len(lines) != sources or set(found) != set(streams):
-            raise ValueError(f"it has {len(lines)} sources and streams {', '.join(found)}, not those of the run")
-        wrong = [f"streams.{n}.ratio = {e.ratio}" for n, e in found.items() if not 0 < e.ratio < math.inf]
-        if wrong:
-            raise ValueError(wrong[0])
-        return cls(lines, found, phases)
+        if len(lines) != sources or set(estimates[0]) != set(streams):
+            names = ", ".join(estimates[0])
+            raise ValueError(f"it has {len(lines)} sources and streams {names}, not those of the run")
+        for name, stream_estimate in estimates[0].items():
+            if not 0 < stream_estimate.ratio < math.inf:
+                raise ValueError(f"streams.{name}.ratio = {stream_estimate.ratio}")
+        return cls(lines, estimates[0], estimates[1:])
