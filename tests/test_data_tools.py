@@ -20,6 +20,7 @@ from tests import launch
 from xscale.data.shards import Source, find_sources
 from xscale.data.text import read_lines
 from xscale.errors import UserError
+from xscale.run.describe import start_notes
 from xscale.run_spec import resolve_run
 
 
@@ -401,7 +402,7 @@ def test_the_recipe_mixed_reads_the_demo_corpus(made: Path) -> None:
     run_spec = resolve_run("mixed", [], [made])
     read = {spec.name: [run_spec.sources[s].directory.name for s in spec.sources] for spec in run_spec.specs}
     assert read["alignlm"] == read["contextual"] == ["pairs"] and read["tlm"] == read["ppa"] == ["pairs", "pairs_yy"]
-    (note,) = [line for line in run_spec.notes() if "alignlm" in line]
+    (note,) = [line for line in start_notes(run_spec) if "alignlm" in line]
     assert "pairs_yy" in note and "no word links" in note
 
 

@@ -16,6 +16,7 @@ from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.dry_run import dry_run
 from xscale.ranks import Process
+from xscale.run.describe import share_lines
 from xscale.run_spec import RunSpec
 from xscale.step import cost
 
@@ -39,7 +40,7 @@ def test_shares_and_epochs(demo: Path) -> None:
         for stream, keys in batch.keys().items():
             found.update(f"{stream} {key.split('-0')[0].rpartition('.')[2]}" for key in keys)
     shown = {}
-    for line in run_spec.share_lines():
+    for line in share_lines(run_spec):
         stream, _, sources = line.partition("of stream ")[2].partition(": ")
         shown |= {f"{stream} {pair}": float(n) for pair, n in re.findall(r"(\S+) \S+% \((\S+) epochs\)", sources)}
     records = {source.name: source.records for source in run_spec.sources}

@@ -17,7 +17,8 @@ from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.recipe import load_recipe
-from xscale.run_spec import RunSpec
+from xscale.run.describe import start_notes
+from xscale.run_spec import RunSpec, records_of
 from xscale.run_spec import resolve_run as prepare_job
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
@@ -98,7 +99,7 @@ def test_an_epoch_is_the_first_records_once(texts: Path, demo: Path, shard_recor
 def test_first_belongs_to_a_run_s_identity(texts: Path, demo: Path) -> None:
     whole, cut = (resolve_run(texts, demo, "tlm", *sets) for sets in ([], ["data.first=150"]))
     assert whole.identity() != cut.identity() != resolve_run(texts, demo, "tlm", "data.first=151").identity()
-    assert cut.records(cut.specs[0]) == 190 and whole.records(whole.specs[0]) == 260
+    assert records_of(cut.specs[0], cut.sources) == 190 and records_of(whole.specs[0], whole.sources) == 260
 
 
 def test_packed_streams_read_the_first_records_alone(texts: Path, demo: Path, shard_records: Callable) -> None:
@@ -123,7 +124,7 @@ def test_steps_of_epochs(texts: Path, demo: Path, epochs: float, first: int, sam
     steps = next(n for n in range(1, 10**6) if n * samples >= Fraction(str(epochs)) * pairs)
     assert run_spec.recipe.train.steps == steps and run_spec.recipe.train.epochs == epochs
     assert run_spec.recipe.train.whole_steps(0.3) == round(0.3 * steps)
-    (note,) = [line for line in run_spec.notes() if line.startswith("train.epochs")]
+    (note,) = [line for line in start_notes(run_spec) if line.startswith("train.epochs")]
     assert f"{epochs:g}: {steps:,} steps, since stream tlm reads {samples:,} of its {pairs:,} pairs" in note
 
 

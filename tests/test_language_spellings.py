@@ -19,6 +19,7 @@ from xscale.data.streams import matches_languages, share_names
 from xscale.errors import UserError
 from xscale.models.build import _resize_language_rows
 from xscale.objectives.contextual import _anchor_side
+from xscale.run.describe import start_notes
 from xscale.run_spec import resolve_run
 
 SPELLINGS = {
@@ -139,7 +140,7 @@ def test_sources_in_several_spellings_are_one_language(demo: Path, tmp_path: Pat
     assert streams == {"mlm": {"de"}, "tlm": {"en-de"}}
     assert [lexicon.name for lexicon in run_spec.measured] == ["en-de"]
     assert {run_spec.sources[s].read(0, 3).langs for s in range(3)} == {("de",), ("en",), ("en", "de")}
-    notes = [line for line in run_spec.notes() if "deu_Latn" in line]
+    notes = [line for line in start_notes(run_spec) if "deu_Latn" in line]
     assert notes == ["de, deu_Latn of --data are one language, which is called de here"]
 
 

@@ -27,6 +27,7 @@ from xscale.data import sample, truecase
 from xscale.data.lexicon import (
     Lexicon,
     Ragged,
+    Synonym,
     check_column_order,
     find_lexicon_paths,
     is_withheld,
@@ -39,6 +40,7 @@ from xscale.data.lexicon import (
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
+from xscale.run.describe import start_notes
 
 
 @pytest.fixture
@@ -189,7 +191,7 @@ def test_a_bad_dictionary_that_nobody_reads(demo: Path, tmp_path: Path) -> None:
     bad.write_text("one two three\n")
     run_spec = jobs.resolve_run("tlm", [], [shards])
     assert run_spec.measured == () and any(
-        "no alignment score by" in line and f"{bad}" in line for line in run_spec.notes()
+        "no alignment score by" in line and f"{bad}" in line for line in start_notes(run_spec)
     )
     for recipe, sets in (("align_mlm", []), ("tlm", [f"data.lexicons=[{bad}]"])):
         with pytest.raises(UserError, match="line 1"):
@@ -343,14 +345,14 @@ PAIRS = st.sampled_from([("en", "xx"), ("xx", "en"), ("en", "fr"), ("fr", "de")]
 @given(st.lists(st.tuples(PAIRS, ENTRIES), max_size=3), st.sampled_from(["en", "xx", "fr", "zz"]))
 def test_synonyms_by_loops(dictionaries: list, language: str) -> None:
     lexicons = tuple(made(*entries, langs=langs) for langs, entries in dictionaries)
-    expected: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    expected: dict[tuple[int, ...], set[Synonym]] = {}
     for (first, second), entries in dictionaries:
         for a, b in entries:
             if len(a) == len(b) and all(a[i] != b[i] for i in range(len(a))):
                 if first == language:
-                    expected.setdefault(tuple(a), set()).add(tuple(b))
+                    expected.setdefault(tuple(a), set()).add(Synonym(tuple(b), second))
                 if second == language:
-                    expected.setdefault(tuple(b), set()).add(tuple(a))
+                    expected.setdefault(tuple(b), set()).add(Synonym(tuple(a), first))
     assert synonyms(lexicons, language) == {word: sorted(found) for word, found in expected.items()}
 
 

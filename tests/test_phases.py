@@ -29,6 +29,7 @@ from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import load_recipe
+from xscale.run.describe import share_lines, start_notes
 from xscale.run.going_on import resume_calibration
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.ds_config import Hardware, resolve_ds_config
@@ -274,7 +275,7 @@ def test_phases_are_in_order_and_of_steps(demo: Path, tmp_path: Path) -> None:
 
 def test_a_phase_without_steps_is_told(demo: Path, tmp_path: Path) -> None:
     phases = [{"until": 4}, {"until": 4}, {"until": 9}, {"until": 12}]
-    notes = resolve_run(write(tmp_path, phases), ["train.steps=6"], [demo]).notes()
+    notes = start_notes(resolve_run(write(tmp_path, phases), ["train.steps=6"], [demo]))
     found = [line.partition(", changes")[0] for line in notes if line.startswith("phase ")]
     none = "no step of this run"
     assert found == ["phase 1, steps 1 to 4", f"phase 2, {none}", "phase 3, steps 5 to 6", f"phase 4, {none}"]
@@ -299,7 +300,7 @@ def test_a_step_has_the_rate_and_the_dropout_of_its_phase(demo: Path, tmp_path: 
 
 def test_the_shares_are_told(plan: RunSpec) -> None:
     """For each phase and stream, with the shares by which it draws."""
-    lines = [line for line in plan.share_lines() if "stream tlm" in line]
+    lines = [line for line in share_lines(plan) if "stream tlm" in line]
     assert [line.split(": ")[0] for line in lines] == ["steps 5 to 7", "steps 8 to 14", "steps 15 to 20"]
     pairs = {source.pair: source.records for source in plan.sources if len(source.langs) == 2}
     for line, alpha, read in zip(lines, (0.7, 0.5, 0.3), (["en-xx"], pairs, pairs), strict=True):

@@ -36,6 +36,7 @@ from xscale.objectives import OBJECTIVES, HasQueue, Parts, ppa, tlm
 from xscale.ranks import Process
 from xscale.recipe import load_recipe
 from xscale.run import start as prefilling
+from xscale.run.describe import start_notes
 from xscale.run_spec import RunSpec
 from xscale.step.engine import build_engine
 from xscale.step.module import StepModule
@@ -671,8 +672,8 @@ def test_contrast_learns_from_random_weights(demo: Path, tmp_path: Path) -> None
 
 def test_advice(demo: Path) -> None:
     notes = "\n".join(
-        make_job(demo, "train.steps=400", "streams.ppa.momentum=0.999", "streams.ppa.queue_size=9999").notes()
+        start_notes(make_job(demo, "train.steps=400", "streams.ppa.momentum=0.999", "streams.ppa.queue_size=9999"))
     )
     assert "streams.ppa.momentum 0.999" in notes and "1,000 steps" in notes and "streams.ppa.queue_size 9,999" in notes
-    advised = make_job(demo, "train.steps=400", "streams.ppa.momentum=0.99", "streams.ppa.queue_size=99").notes()
+    advised = start_notes(make_job(demo, "train.steps=400", "streams.ppa.momentum=0.99", "streams.ppa.queue_size=99"))
     assert not any("streams.ppa" in line for line in advised)

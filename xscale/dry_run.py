@@ -21,6 +21,7 @@ from xscale.eval.in_training import review_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
+from xscale.run.describe import dropped_pairs_warnings, share_lines, start_notes
 from xscale.run.going_on import check_engine, find_checkpoint, resume_calibration, with_other_data
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import cost
@@ -50,14 +51,14 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
     check_engine(checkpoint, config)
     task_notes = review_tasks(run_spec, config.stage, HostGroup())
-    print(*config.notes, *run_spec.notes(), *task_notes, sep="\n")
+    print(*config.notes, *start_notes(run_spec), *task_notes, sep="\n")
     run_spec = run_spec.calibrated(resume_calibration(run_spec, checkpoint, HostGroup()))
     module = run_spec.module()
     check_module(module, config.stage)
     print(redact(yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True)))
     print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
-    print(*data_lines(run_spec), *unknown_tokens(run_spec), *run_spec.share_lines(), sep="\n")
-    for line in [*run_spec.warnings(), *(f"heads: {note}" for note in module.notes)]:
+    print(*data_lines(run_spec), *unknown_tokens(run_spec), *share_lines(run_spec), sep="\n")
+    for line in [*dropped_pairs_warnings(run_spec), *(f"heads: {note}" for note in module.notes)]:
         print(line)
     print(*cost_lines(run_spec, module, config, process, hardware.device), sep="\n")
     size, of_main = cost.checkpoint_bytes(module, config.resolved, config.precision, process.world)

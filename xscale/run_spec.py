@@ -1,7 +1,6 @@
 """The run spec holds recipe, data, tokenizer and dictionaries, resolved and checked before any weight exists."""
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,22 +19,18 @@ from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, check_column_order, find_lexicon_paths, load_lexicon
 from xscale.data.loader import StepBatch, StepDataset, StreamObjective
 from xscale.data.mixture import (
-    PACK_FILL,
     Mixture,
     StreamSpec,
     remote_window_bytes,
-    source_sizes,
-    stream_weights,
 )
 from xscale.data.planner import Plans, find_node
 from xscale.data.remote import Cache
-from xscale.data.shards import Source, find_sources, take_first
+from xscale.data.shards import Shard, Source, find_sources, take_first
 from xscale.data.stream_batch import Context
 from xscale.data.streams import (
     check_languages,
     matches_languages,
     names_some,
-    other_names,
     select_sources,
     share_names,
 )
@@ -54,8 +49,6 @@ MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
 """The default of train.max_tokens: a row that takes a GPU longer than its host, or that fits into a CPU's caches."""
 SWEPT = 0.25
 """A node whose ranks read at least this share of each step asks the operating system to read whole shards ahead."""
-DROPPED = 0.03
-"""A run warns if more than this share of a stream's pairs is longer than data.max_length."""
 LINKED_SAMPLE = 16
 """The number of records of a source that are checked for word links."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
@@ -101,32 +94,33 @@ class RunSpec:
         """Return the run spec with a calibration. Without one, this process measures it."""
         measured = calibration or self.measure_calibration(HostGroup(alone=True))
         phases = list[RunSpec]()
-        for phase, of_phase in zip(self.phases, measured.phase_calibrations(), strict=True):
-            phases.append(replace(phase, calibration=of_phase))
+        for phase, phase_calibration in zip(self.phases, measured.phase_calibrations(), strict=True):
+            phases.append(replace(phase, calibration=phase_calibration))
         return replace(self, calibration=measured, phases=tuple(phases))
 
     def measure_calibration(self, host_group: HostGroup, calibration: Calibration | None = None) -> Calibration:
         """Return the calibration of the run with its phases, which all ranks of `host_group` measure together.
         calibration: one of which only the phases are measured anew."""
+        measured = calibration or self._measure_alone(host_group, None)
+        phases = [phase._measure_alone(host_group, measured.lines).streams for phase in self.phases]
+        return replace(measured, phases=phases)
 
-        def measure(spec: RunSpec, lines: list[tuple[float, float]] | None) -> Calibration:
-            dataset = spec.dataset(spec.specs)
-            return calibrate(
-                spec.specs, spec.sources, dataset, **spec.sampling, divide_work=host_group.divide_work, lines=lines
-            )
-
-        measured = calibration or measure(self, None)
-        return replace(measured, phases=[measure(phase, measured.lines).streams for phase in self.phases])
+    def _measure_alone(self, host_group: HostGroup, lines: list[tuple[float, float]] | None) -> Calibration:
+        """Return the calibration without that of phases. lines: Calibration.lines, if they are known."""
+        dataset = self.dataset(self.specs)
+        divide_work = host_group.divide_work
+        return calibrate(self.specs, self.sources, dataset, **self.sampling, divide_work=divide_work, lines=lines)
 
     @property
     def sampling(self) -> dict[str, Any]:
         """The settings on which the samples of all streams depend."""
         data = self.recipe.data
-        settings = {"alpha": data.alpha, "alpha_by": data.alpha_by, "max_length": data.max_length}
-        return settings | {"seed": self.recipe.train.seed}
-
-    def sizes(self) -> dict[str, list[float]]:
-        return {by: source_sizes(self.sources, self.calibration, by) for by in ("records", "tokens", "bytes")}
+        return {
+            "alpha": data.alpha,
+            "alpha_by": data.alpha_by,
+            "max_length": data.max_length,
+            "seed": self.recipe.train.seed,
+        }
 
     def max_tokens(self, device: str) -> int:
         default = MAX_TOKENS.get(device, MAX_TOKENS["cpu"])
@@ -134,52 +128,20 @@ class RunSpec:
 
     def identity(self) -> dict[str, Any]:
         """Return the values of data, tokenizer and recipe that a resume must not change."""
-        heldout = self.recipe.data.lexicon_heldout
+        sources = list[dict[str, Any]]()
+        for source in self.sources:
+            sources.append({"source": source.name, "fingerprint": source.fingerprint})
+        lexicons = list[dict[str, Any]]()
+        for lexicon in self.lexicons:
+            entry = {"lexicon": lexicon.name, "fingerprint": lexicon.fingerprint}
+            lexicons.append(entry | {"heldout": self.recipe.data.lexicon_heldout})
         return {
             "recipe": self.recipe.identity(),
-            "data": [{"source": source.name, "fingerprint": source.fingerprint} for source in self.sources],
+            "data": sources,
             "tokenizer": self.tokenizer.fingerprint,
             "special_tokens": self.tokenizer.special,
-            "lexicons": [
-                {"lexicon": of.name, "fingerprint": of.fingerprint, "heldout": heldout} for of in self.lexicons
-            ],
+            "lexicons": lexicons,
         }
-
-    def notes(self) -> list[str]:
-        """Return the lines to print before the first step."""
-        heldout = self.recipe.data.lexicon_heldout
-        model = self.recipe.model
-        gain = "" if model.init or model.attention_gain is None else f", attention gain {model.attention_gain:g}"
-        lines = [
-            f"peak learning rate {self.recipe.train.lr:g}, dropout {model.dropout:g}{gain}, starting from "
-            f"{model.init or 'random weights'}"
-        ]
-        lines += [f"{lexicon.summary()}; {heldout:.0%} of its words are withheld" for lexicon in self.lexicons]
-        lines += self.left_out
-        lines += other_names(self.sources)
-        for spec in self.specs:
-            stream = self.recipe.streams[spec.name]
-            advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec), self.recipe.train.steps)
-            lines += [f"streams.{spec.name}.{line}" for line in advice]
-            reads = OBJECTIVES[stream.objective].reads
-            fitting = select_sources(spec.name, reads, stream.languages, self.sources, self.recipe.data.languages)
-            unlinked = sorted(self.sources[s].directory.name for s in {*fitting} - {*spec.sources})
-            if unlinked:
-                lines.append(f"streams.{spec.name} does not read {', '.join(unlinked)}, which has no word links")
-        begin = 0
-        for number, phase in enumerate(self.recipe.phases, start=1):
-            fields = ", ".join(f"{name} {value}" for name, value in phase.fields.items()) or "no field"
-            last = min(phase.end, self.recipe.train.steps)
-            steps = f"steps {begin + 1:,} to {last:,}" if begin < last else "no step of this run"
-            lines.append(f"phase {number}, {steps}, changes {fields}")
-            begin = phase.end
-        train, counted = self.recipe.train, epoch_stream(self.specs)
-        if train.epochs and counted:
-            lines.append(
-                f"train.epochs {train.epochs:g}: {train.steps:,} steps, since stream {counted.name} reads "
-                f"{counted.samples:,} of its {self.records(counted):,} pairs in each"
-            )
-        return lines
 
     def copy_of_stream(self, stream: str, name: str) -> "RunSpec":
         """Return a run spec with one stream `name`, which reads the data of `stream` in a different order."""
@@ -191,26 +153,6 @@ class RunSpec:
             dictionaries={name: self.dictionaries.get(stream, ())},
             calibration=replace(self.calibration, streams={name: self.calibration.estimate_for(stream)}),
         )
-
-    def records(self, spec: StreamSpec) -> int:
-        return records_of(spec, self.sources)
-
-    def warnings(self) -> list[str]:
-        """Return a warning for each stream that drops more than a few per cent of its pairs."""
-        phases = [f"in a phase of the run: {line}" for phase in self.phases for line in phase.dropped()]
-        return phases + self.dropped()
-
-    def dropped(self) -> list[str]:
-        """Return a warning for each stream that drops more than the share DROPPED of its pairs."""
-        data, pairs = self.recipe.data, [spec.name for spec in self.specs if not spec.packed]
-        share = {name: self.calibration.estimate_for(name).too_long for name in pairs if data.overlong == "drop"}
-        return [
-            f"warning: streams.{stream} drops {dropped:.1%} of its pairs, those longer than data.max_length: "
-            f"{data.max_length}; take a larger one, or data.overlong=truncate, or leave them out when shards are "
-            f"written: --max_tokens {data.max_length}"
-            for stream, dropped in share.items()
-            if dropped > DROPPED
-        ]
 
     def module(self) -> StepModule:
         """Build the module of step 0. A stream takes over heads of model.init that the same objective trained."""
@@ -236,8 +178,8 @@ class RunSpec:
             vocab_size=self.tokenizer.vocab_size,
             pad_id=self.tokenizer.pad_id,
             languages=self.languages,
-            language_embeddings=self.any_stream("language_embeddings"),
-            reset_positions=self.any_stream("reset_positions"),
+            language_embeddings=any_stream(self.recipe, "language_embeddings"),
+            reset_positions=any_stream(self.recipe, "reset_positions"),
             segments=self.segments,
             neutral_trained=shows_neutral(self.recipe),
             seed=self.recipe.train.seed,
@@ -249,39 +191,6 @@ class RunSpec:
         if theta := self.recipe.at(0).model.rope_theta:
             encoder.set_rope_theta(theta)
         return encoder
-
-    def phase_ends(self) -> list[int]:
-        return [phase.end for phase in self.recipe.phases]
-
-    def step_ranges(self) -> list[tuple[str, int, "RunSpec"]]:
-        """Return (title, number of steps, run spec) of each range of steps with the same recipe: of each phase that has
-        steps, and of the steps after the last phase."""
-        ends, steps = [min(end, self.recipe.train.steps) for end in self.phase_ends()], self.recipe.train.steps
-        spans = zip([0, *ends], [*ends, steps], (*self.phases, self), strict=True)
-        return [(f"steps {first + 1:,} to {end:,}", end - first, spec) for first, end, spec in spans if end > first]
-
-    def share_lines(self) -> Iterator[str]:
-        """Yield lines with the languages' shares of each stream's samples, and their epochs, by range of steps."""
-        sizes = self.sizes()
-        for title, steps, phase in self.step_ranges():
-            data = phase.recipe.data
-            for spec in (spec for spec in phase.specs if spec.samples):
-                shares, whole = defaultdict[str, float](float), defaultdict[str, float](float)
-                weights = stream_weights(spec, self.sources, data.alpha, sizes[data.alpha_by])
-                in_epoch = samples_in_epoch(spec, sizes, data.max_length)
-                for source, weight, samples in zip(spec.sources, weights.tolist(), in_epoch.tolist(), strict=True):
-                    shares[self.sources[source].pair] += weight
-                    whole[self.sources[source].pair] += samples * (weight > 0)
-                in_order = sorted(shares.items(), key=lambda item: -item[1])
-                found = ", ".join(
-                    f"{pair} {share:.2%} ({steps * spec.samples * share / whole[pair]:,.2f} epochs)"
-                    for pair, share in in_order
-                    if share
-                )
-                yield f"{title}: {spec.samples:,} samples a step of stream {spec.name}: {found}"
-
-    def any_stream(self, option: str) -> bool:
-        return any_stream(self.recipe, option)
 
     def mixture(self, process: Process, device: str, specs: list[StreamSpec], state: dict[str, Any]) -> Mixture:
         return Mixture(
@@ -296,16 +205,23 @@ class RunSpec:
         )
 
     def dataset(self, specs: list[StreamSpec]) -> StepDataset:
-        recipe = self.recipe
-        ids = {language: number for number, language in enumerate(self.languages, start=1)}
-        limits, seed = (recipe.data.max_length, recipe.data.overlong), recipe.train.seed
-        context = Context(self.tokenizer, *limits, ids, seed, segments=self.segments)
-        streams = {}
+        data = self.recipe.data
+        seed = self.recipe.train.seed
+        language_ids = {language: number for number, language in enumerate(self.languages, start=1)}
+        context = Context(self.tokenizer, data.max_length, data.overlong, language_ids, seed, segments=self.segments)
+        streams = dict[str, StreamObjective]()
         for spec in specs:
-            stream, lexicons = recipe.streams[spec.name], self.dictionaries.get(spec.name, ())
-            names = tuple(sorted({of for s in spec.sources for of in (self.sources[s].pair, *self.sources[s].langs)}))
-            objective = OBJECTIVES[stream.objective]
-            streams[spec.name] = StreamObjective(objective, stream.options, stream.objective, lexicons, names)
+            stream = self.recipe.streams[spec.name]
+            names = set[str]()
+            for source in spec.sources:
+                names.update((self.sources[source].pair, *self.sources[source].langs))
+            streams[spec.name] = StreamObjective(
+                OBJECTIVES[stream.objective],
+                stream.options,
+                stream.objective,
+                self.dictionaries.get(spec.name, ()),
+                tuple(sorted(names)),
+            )
         return StepDataset(self.sources, streams, context, seed)
 
     def plans(
@@ -316,8 +232,9 @@ class RunSpec:
         for source in self.sources:
             source.close()  # the next read opens the files again
             source.readahead = process.local_world / process.world >= SWEPT
-        mixture, *of_phases = [spec.mixture(process, device, spec.specs, state) for spec in (self, *self.phases)]
-        mixture.phases = list(zip(self.phase_ends(), of_phases, strict=True))
+        mixture = self.mixture(process, device, self.specs, state)
+        for config, phase in zip(self.recipe.phases, self.phases, strict=True):
+            mixture.phases.append((config.end, phase.mixture(process, device, phase.specs, state)))
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         node = find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
         return loading.step_plans(mixture, workers, steps, node)
@@ -328,8 +245,9 @@ class RunSpec:
         """Return an iterator of this rank's share of each step. state: the positions of the streams in their data.
         plans: the result of `plans`, if it was called before."""
         plans = plans or self.plans(process, device, state, steps)
-        dataset, *of_phases = [spec.dataset(spec.specs) for spec in (self, *self.phases)]
-        dataset.phases = list(zip(self.phase_ends(), of_phases, strict=True))
+        dataset = self.dataset(self.specs)
+        for config, phase in zip(self.recipe.phases, self.phases, strict=True):
+            dataset.phases.append((config.end, phase.dataset(phase.specs)))
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         return loading.batches_of(plans, dataset, workers, process.rank)
 
@@ -350,36 +268,45 @@ def resolve_run(
     sources = take_first(every, recipe.data.first)
     check_file_sizes(sources, host_group)
     samples = sample_links(languages_of_links(recipe), sources, host_group)
-    specs, *specs_of_phases = phase_specs(recipe, sources, samples)
-    check_cache_size(recipe, specs, sources)
+    resolved = [recipe, *(phase.recipe for phase in recipe.phases)]
+    specs = stream_specs_by_recipe(resolved, sources, samples)
+    check_cache_size(recipe, specs[0], sources)
     near = next((path for path in data if isinstance(path, Path)), None)
-    recipe = with_steps(recipe, specs, sources)
+    recipe = with_steps(recipe, specs[0], sources)
     tokenizer = Tokenizer(find_tokenizer(recipe, near))
     check_tokenizer_of_init(recipe.model.init, tokenizer)
-    languages = sorted({language for source in sources for language in source.langs})
-    found, left_out = load_lexicons(recipe, tokenizer, sources, near)
-    dictionaries, *of_phases = [stream_lexicons(of, found) for of in (recipe, *(p.recipe for p in recipe.phases))]
-    check_links(recipe, specs, sources, samples)
-    paths = {lexicon.path for of in (dictionaries, *of_phases) for read in of.values() for lexicon in read}
+    lexicons = load_lexicons(recipe, tokenizer, sources, near)
+    dictionaries = [stream_lexicons(phase, lexicons.loaded) for phase in resolved]
+    check_links(recipe, specs[0], sources, samples)
+    trained_paths = set[Path]()
+    for by_stream in dictionaries:
+        for stream_dictionaries in by_stream.values():
+            trained_paths.update(lexicon.path for lexicon in stream_dictionaries)
     before = run_fields_of(initial_directory(recipe)).get("lexicon_heldout", 1.0)
     run_spec = RunSpec(
         recipe,
         sources,
         tokenizer,
-        specs,
-        languages,
-        lexicons=tuple(lexicon for lexicon in found if lexicon.path in paths),
-        measured=tuple(lexicon for lexicon in found if lexicon.path not in paths),
-        dictionaries=dictionaries,
+        specs[0],
+        sorted(languages_of(sources)),
+        lexicons=tuple(lexicon for lexicon in lexicons.loaded if lexicon.path in trained_paths),
+        measured=tuple(lexicon for lexicon in lexicons.loaded if lexicon.path not in trained_paths),
+        dictionaries=dictionaries[0],
         segments=uses_segments(recipe, tokenizer),
         unseen=min(before, recipe.data.lexicon_heldout),
-        left_out=left_out,
+        left_out=lexicons.left_out,
     )
-    phases = [
-        replace(run_spec, recipe=phase.recipe, specs=specs, dictionaries=dictionaries)
-        for phase, specs, dictionaries in zip(recipe.phases, specs_of_phases, of_phases, strict=True)
-    ]
+    phases = list[RunSpec]()
+    for number, phase in enumerate(recipe.phases, start=1):
+        phases.append(replace(run_spec, recipe=phase.recipe, specs=specs[number], dictionaries=dictionaries[number]))
     return replace(run_spec, phases=tuple(phases))
+
+
+def languages_of(sources: list[Source]) -> set[str]:
+    languages = set[str]()
+    for source in sources:
+        languages.update(source.langs)
+    return languages
 
 
 PAPER_RECIPES = {"ppa": "paper/pan_250k", "alignlm": "paper/yang_alignlm", "tlm": "paper/yang_tlm"}
@@ -410,20 +337,22 @@ def check_start(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
     )
 
 
-def phase_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample]) -> list[list[StreamSpec]]:
-    """Return the stream specs of the recipe, then those of each phase. A stream has the same sources in all these
-    specs; in the spec of a phase, the sources that it does not read are idle."""
-    drawn = [stream_specs(of, sources, samples) for of in (recipe, *(phase.recipe for phase in recipe.phases))]
-    every: dict[str, set[int]] = {}
-    for spec in chain(*drawn):
-        every.setdefault(spec.name, set()).update(spec.sources)
-    return [
-        [
-            replace(spec, sources=tuple(sorted(every[spec.name])), idle=frozenset(every[spec.name] - {*spec.sources}))
-            for spec in specs
-        ]
-        for specs in drawn
-    ]
+def stream_specs_by_recipe(
+    recipes: list[Recipe], sources: list[Source], samples: list[LinkSample]
+) -> list[list[StreamSpec]]:
+    """Return the stream specs of each recipe: of the run, then of its phases. A stream has the same sources in all
+    these specs; in the spec of a phase, the sources that it does not read are idle."""
+    specs = [stream_specs(recipe, sources, samples) for recipe in recipes]
+    read: dict[str, set[int]] = {}
+    for spec in chain(*specs):
+        read.setdefault(spec.name, set()).update(spec.sources)
+    completed = list[list[StreamSpec]]()
+    for recipe_specs in specs:
+        completed.append([])
+        for spec in recipe_specs:
+            idle = frozenset(read[spec.name].difference(spec.sources))
+            completed[-1].append(replace(spec, sources=tuple(sorted(read[spec.name])), idle=idle))
+    return completed
 
 
 def stream_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample]) -> list[StreamSpec]:
@@ -443,15 +372,17 @@ def stream_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample
 
 def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
     """Raise UserError if a file of the sources has a wrong size. Each file is checked by one rank."""
-    size = host_group.size
     # Two lists replace a list of pairs, of which the garbage collector would have to visit up to 10^5.
-    owners = [source for source in sources for _ in source.shards]
-    shards = [shard for source in sources for shard in source.shards]
+    owners = list[Source]()
+    shards = list[Shard]()
+    for source in sources:
+        owners += [source] * len(source.shards)
+        shards += source.shards
 
     def check(number: int) -> None:
-        parallel_map(Source.check_size, owners[number::size], shards[number::size])
+        parallel_map(Source.check_size, owners[number :: host_group.size], shards[number :: host_group.size])
 
-    host_group.divide_work([partial(check, number) for number in range(size)])
+    host_group.divide_work([partial(check, number) for number in range(host_group.size)])
 
 
 def check_cache_size(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
@@ -480,12 +411,6 @@ def epoch_stream(specs: list[StreamSpec]) -> StreamSpec | None:
     return next((spec for spec in specs if not spec.packed), None)
 
 
-def samples_in_epoch(spec: StreamSpec, sizes: dict[str, list[float]], max_length: int) -> np.ndarray:
-    """Return the number of samples in each of the stream's sources [sources]. sizes: see RunSpec.sizes."""
-    found = np.array([sizes["tokens" if spec.packed else "records"][s] for s in spec.sources])
-    return found / (PACK_FILL * max_length) if spec.packed else found
-
-
 def records_of(spec: StreamSpec, sources: list[Source]) -> int:
     """Return the number of records in the sources that a stream reads."""
     return sum(sources[source].records for source in spec.sources if source not in spec.idle)
@@ -499,8 +424,11 @@ def any_stream(recipe: Recipe, option: str) -> bool:
 def shows_neutral(recipe: Recipe) -> bool:
     """Return whether any sequence has the neutral token type 0, because its stream has no language embeddings or hides
     some sequences' languages (language_dropout)."""
-    options = [stream.options for stream in recipe.streams.values()]
-    return any(not getattr(o, "language_embeddings", False) or getattr(o, "language_dropout", 0) > 0 for o in options)
+    for stream in recipe.streams.values():
+        named = getattr(stream.options, "language_embeddings", False)
+        if not named or getattr(stream.options, "language_dropout", 0) > 0:
+            return True
+    return False
 
 
 def uses_segments(recipe: Recipe, tokenizer: Tokenizer) -> bool:
@@ -516,48 +444,54 @@ def initial_directory(recipe: Recipe) -> str | Path | None:
     return init and (tokenizer_directory(init) or init)
 
 
-def load_lexicons(
-    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None
-) -> tuple[tuple[Lexicon, ...], tuple[str, ...]]:
-    """Return the dictionaries, sorted by name, and warnings about those left out: missing or malformed ones, or with
-    swapped columns. Raises UserError instead if the recipe names dictionaries or an objective needs them."""
-    paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicon_paths(sources, data) if data else [])
-    must = bool(recipe.data.lexicons) or any(
-        OBJECTIVES[s.objective].needs == "lexicon" for s in recipe.streams.values()
-    )
-    lexicons, left_out, languages = [], [], {language for source in sources for language in source.langs}
+class LoadedLexicons(NamedTuple):
+    """The dictionaries of a run, sorted by name, and warnings about those that cannot be read."""
+
+    loaded: tuple[Lexicon, ...]
+    left_out: tuple[str, ...]
+
+
+def load_lexicons(recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None) -> LoadedLexicons:
+    """Read the dictionaries. Missing or malformed ones, or those with swapped columns, are left out. Raises UserError
+    instead if the recipe names dictionaries or an objective needs them."""
+    paths = [Path(path) for path in recipe.data.lexicons]
+    needed = bool(paths) or any(OBJECTIVES[stream.objective].needs == "lexicon" for stream in recipe.streams.values())
+    if not paths and data:
+        paths = find_lexicon_paths(sources, data)
+    loaded = list[Lexicon]()
+    left_out = list[str]()
     for path in paths:
         try:
-            lexicon = load_lexicon(path, tokenizer, languages)
+            lexicon = load_lexicon(path, tokenizer, languages_of(sources))
             check_column_order(lexicon, path, sources)
-            lexicons.append(lexicon)
+            loaded.append(lexicon)
         except UserError as error:
-            if must:
+            if needed:
                 raise
             left_out.append(f"warning: no alignment score by {path}: {error}")
-    return tuple(sorted(lexicons, key=lambda lexicon: (lexicon.name, lexicon.fingerprint))), tuple(left_out)
+    loaded.sort(key=lambda lexicon: (lexicon.name, lexicon.fingerprint))
+    return LoadedLexicons(tuple(loaded), tuple(left_out))
 
 
 def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, tuple[Lexicon, ...]]:
     """Return the dictionaries of each stream whose objective reads them, without the withheld words. Raises UserError
     if a stream's dictionaries have no word."""
-    found: dict[str, tuple[Lexicon, ...]] = {}
-    kept: dict[Lexicon, Lexicon] = {}  # one object for all streams, so that a process builds its tables once
+    by_stream: dict[str, tuple[Lexicon, ...]] = {}
     for name, stream in recipe.streams.items():
         if OBJECTIVES[stream.objective].needs != "lexicon":
             continue
         languages = recipe.data.languages if stream.languages is None else stream.languages
-        own = [lexicon for lexicon in lexicons if reads_lexicon(languages, lexicon)]
-        kept |= {of: of.without_withheld(recipe.data.lexicon_heldout) for of in own if of not in kept}
-        found[name] = tuple(kept[lexicon] for lexicon in own)
-        if not any(lexicon.words for lexicon in found[name]):
+        readable = [lexicon for lexicon in lexicons if reads_lexicon(languages, lexicon)]
+        # `without_withheld` returns one object for all streams, so that a process builds its tables once.
+        by_stream[name] = tuple(lexicon.without_withheld(recipe.data.lexicon_heldout) for lexicon in readable)
+        if not any(lexicon.words for lexicon in by_stream[name]):
             there = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
-            of = f" of its languages, {', '.join(languages)} (there are: {there})" if languages else ""
+            wanted = f" of its languages, {', '.join(languages)} (there are: {there})" if languages else ""
             raise UserError(
-                f"streams.{name} needs a dictionary{of}: set data.lexicons=[PATH/en-de.txt], or put it into "
+                f"streams.{name} needs a dictionary{wanted}: set data.lexicons=[PATH/en-de.txt], or put it into "
                 f"lexicon/ beside the shards"
             )
-    return found
+    return by_stream
 
 
 def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
@@ -572,17 +506,19 @@ def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
 
 def languages_of_links(recipe: Recipe) -> list[list[str] | None]:
     """Return the languages of each stream that needs word links, also those of phases. None: all languages."""
-    recipes = (recipe, *(phase.recipe for phase in recipe.phases))
-    streams = [(of, stream) for of in recipes for stream in of.streams.values()]
-    needing = [(of, stream) for of, stream in streams if OBJECTIVES[stream.objective].needs == "links"]
-    return [of.data.languages if stream.languages is None else stream.languages for of, stream in needing]
+    languages = list[list[str] | None]()
+    for phase in (recipe, *(phase.recipe for phase in recipe.phases)):
+        for stream in phase.streams.values():
+            if OBJECTIVES[stream.objective].needs == "links":
+                languages.append(phase.data.languages if stream.languages is None else stream.languages)
+    return languages
 
 
 def sample_links(languages: list[list[str] | None], sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
     """Return the word links of some records of each source that may be read for links, each read by one rank."""
 
     def look(source: Source) -> LinkSample:
-        fits = any(of is None or matches_languages(of, source.langs) for of in languages)
+        fits = any(listed is None or matches_languages(listed, source.langs) for listed in languages)
         return sample_links_of(source) if fits and source.kind == "pair" else LinkSample(False, "")
 
     return host_group.divide_work([partial(look, source) for source in sources])
@@ -591,14 +527,16 @@ def sample_links(languages: list[list[str] | None], sources: list[Source], host_
 def sample_links_of(source: Source) -> LinkSample:
     """Read some records of a source, and return which of them have word links."""
     numbers = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
-    found, without_readahead = LinkSample(False, ""), source.without_readahead()
+    some = False
+    bare = ""
+    without_readahead = source.without_readahead()
     for shard, number in source.places(numbers):
         record = without_readahead.read(shard, number)
         if record.links is not None:
-            found = found._replace(some=True)
-        elif not found.bare:
-            found = found._replace(bare=f"{source.directory / source.shards[shard].name}, record {record.key!r}")
-    return found
+            some = True
+        elif not bare:
+            bare = f"{source.directory / source.shards[shard].name}, record {record.key!r}"
+    return LinkSample(some, bare)
 
 
 def linked_sources(objective: str, chosen: tuple[int, ...], samples: list[LinkSample]) -> tuple[int, ...]:
@@ -612,11 +550,14 @@ def linked_sources(objective: str, chosen: tuple[int, ...], samples: list[LinkSa
 def check_links(recipe: Recipe, specs: list[StreamSpec], sources: list[Source], samples: list[LinkSample]) -> None:
     """Raise UserError if an objective that needs word links reads a source without them."""
     for spec in specs:
-        for s in spec.sources if OBJECTIVES[recipe.streams[spec.name].objective].needs == "links" else ():
-            sources[s].check_links()
-            if samples[s].bare:
+        if OBJECTIVES[recipe.streams[spec.name].objective].needs != "links":
+            continue
+        for source in spec.sources:
+            sources[source].check_links()
+            if samples[source].bare:
                 raise UserError(
-                    f"streams.{spec.name} needs word links; {samples[s].bare}, has none. Write {sources[s].name} again "
+                    f"streams.{spec.name} needs word links; {samples[source].bare}, has none. Write "
+                    f"{sources[source].name} again "
                     f"with `python -m data_tools.write_shards pairs ... --links F` or `--align`, or name the pairs "
                     f"that have links: streams.{spec.name}.languages=[...]"
                 )

@@ -20,9 +20,9 @@ import unicodedata
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
-from operator import eq
+from operator import eq, ne
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,9 +38,10 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.data.truecase import Forms, count_words, respelled
 from xscale.errors import UserError
 
-_ONE, _WITH_PARTS = r"[A-Za-z]{2,8}(_\w+)?", r"[a-z]{2,3}(_\w+|-[A-Z][a-z]{3}|-[A-Z]{2}|-\d{3})*"
-"""Patterns of a language in the name of a pair. _ONE: the name has one "-", between the languages. _WITH_PARTS:
-languages may contain "-" too, as in zh-CN, zh-Hans and es-419."""
+_LANGUAGE = re.compile(r"[A-Za-z]{2,8}(_\w+)?")
+"""Matches a language in the name of a pair whose only "-" stands between the languages."""
+_LANGUAGE_WITH_PARTS = re.compile(r"[a-z]{2,3}(_\w+|-[A-Z][a-z]{3}|-[A-Z]{2}|-\d{3})*")
+"""Matches a language in the name of a pair with more "-", as in zh-CN, zh-Hans and es-419."""
 _ORDER_SAMPLE = 3000
 """The number of records of each language whose words decide whether the columns are swapped."""
 _BATCH = 10_000
@@ -70,30 +71,40 @@ class Lexicon:
 
     def summary(self) -> str:
         unknown = len(self.entries) - len(self.words)
-        return (
+        summary = (
             f"dictionary: {self.path}, {len(self.words):,} entries, {len(self.single()):,} of one token on either "
             f"side; {self.identical:,} have the same tokens on both and no gradient"
-            + (f"; {unknown:,} others have unknown tokens and are left out" if unknown else "")
         )
+        return summary + (f"; {unknown:,} others have unknown tokens and are left out" if unknown else "")
 
     @property
     def identical(self) -> int:
         """Number of entries with the same tokens on both sides; their cosine is 1, and they have no gradient."""
-        return sum(a == b for a, b in zip(*self.ids, strict=True))
+        return sum(map(eq, *self.ids))
 
     def single(self) -> np.ndarray:
         """Return the token ids of the entries that have one token on each side [n, 2]."""
-        pairs = [(a[0], b[0]) for a, b in zip(*self.ids, strict=True) if len(a) == len(b) == 1]
+        pairs = list[tuple[int, int]]()
+        for source, target in zip(*self.ids, strict=True):
+            if len(source) == len(target) == 1:
+                pairs.append((source[0], target[0]))
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
-@lru_cache(maxsize=64)
+@cache  # one object for all streams
 def _without_withheld(lexicon: Lexicon, heldout: float) -> Lexicon:
-    of_words = 1 - (1 - heldout) ** 0.5
-    out = {word for word in set(chain.from_iterable(lexicon.words)) if is_withheld(word, of_words)}
-    entries = [i for i, (a, b) in enumerate(lexicon.words) if a not in out and b not in out]
-    first, second = ([ids[i] for i in entries] for ids in lexicon.ids)
-    return replace(lexicon, words=[lexicon.words[i] for i in entries], ids=(first, second))
+    word_share = 1 - (1 - heldout) ** 0.5
+    distinct = set(chain.from_iterable(lexicon.words))
+    withheld = {word for word in distinct if is_withheld(word, word_share)}
+    words = list[tuple[str, str]]()
+    source_ids = list[list[int]]()
+    target_ids = list[list[int]]()
+    for entry, source, target in zip(lexicon.words, *lexicon.ids, strict=True):
+        if withheld.isdisjoint(entry):
+            words.append(entry)
+            source_ids.append(source)
+            target_ids.append(target)
+    return replace(lexicon, words=words, ids=(source_ids, target_ids))
 
 
 def same_word(word: str) -> str:
@@ -120,17 +131,17 @@ class Synonym(NamedTuple):
 def synonyms(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Synonym]]:
     """Return the translations of each word of a language that have as many tokens as the word, and no token equal to
     the word's token at the same position. They come from all dictionaries of that language, sorted by token ids."""
-    found: dict[Word, set[Synonym]] = {}
+    synonyms_of: dict[Word, set[Synonym]] = {}
     for lexicon in lexicons:
         for side in (0, 1):
             if lexicon.langs[side] != language:
                 continue
             other_language = lexicon.langs[1 - side]
-            for own, other in zip(lexicon.ids[side], lexicon.ids[1 - side], strict=True):
+            for word, translation in zip(lexicon.ids[side], lexicon.ids[1 - side], strict=True):
                 # A token that replaces itself would reveal the token to be predicted.
-                if len(own) == len(other) and not any(map(eq, own, other)):
-                    found.setdefault(tuple(own), set()).add(Synonym(tuple(other), other_language))
-    return {word: sorted(translations) for word, translations in found.items()}
+                if len(word) == len(translation) and not any(map(eq, word, translation)):
+                    synonyms_of.setdefault(tuple(word), set()).add(Synonym(tuple(translation), other_language))
+    return {word: sorted(translations) for word, translations in synonyms_of.items()}
 
 
 class Ragged:
@@ -138,7 +149,7 @@ class Ragged:
 
     def __init__(self, lists: list[list[int]]):
         self.lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
-        self.values = np.array([token for ids in lists for token in ids], dtype=np.int64)
+        self.values = np.array(list(chain.from_iterable(lists)), dtype=np.int64)
 
     def take(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the lists at the indices `which`, laid end to end, and the index at which each of them starts."""
@@ -151,32 +162,38 @@ class Ragged:
 def entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged]:
     """Return the token ids of both sides of every entry whose sides differ, as two Ragged of N lists. single: only
     entries that have one token on each side."""
-    pairs = [(a, b) for lexicon in lexicons for a, b in zip(*lexicon.ids, strict=True) if a != b]
-    if single:
-        pairs = [(a, b) for a, b in pairs if len(a) == len(b) == 1]
-    return Ragged([a for a, _ in pairs]), Ragged([b for _, b in pairs])
+    sources = list[list[int]]()
+    targets = list[list[int]]()
+    for lexicon in lexicons:
+        for source, target in zip(*lexicon.ids, strict=True):
+            if source != target and (not single or len(source) == len(target) == 1):
+                sources.append(source)
+                targets.append(target)
+    return Ragged(sources), Ragged(targets)
 
 
 def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = ()) -> Lexicon:
     """Read a dictionary. languages: see pair_of. Raises UserError naming file and line."""
     langs = pair_of(path, languages)
-    read = list(dict.fromkeys(read_entries(path)))
+    file_entries = read_entries(path)
     unknown = tokenizer.hf.unk_token_id
-    first = _encoded([source for source, _ in read], tokenizer, path)
-    second = _encoded([target for _, target in read], tokenizer, path)
-    words, first_ids, second_ids = list[tuple[str, str]](), list[list[int]](), list[list[int]]()
-    for entry, a, b in zip(read, first, second, strict=True):
-        if a and b and unknown not in (*a, *b):
-            words.append((_spelled(entry[0], a, tokenizer), _spelled(entry[1], b, tokenizer)))
-            first_ids.append(a)
-            second_ids.append(b)
+    sources = _encoded([source for source, _ in file_entries], tokenizer, path)
+    targets = _encoded([target for _, target in file_entries], tokenizer, path)
+    words = list[tuple[str, str]]()
+    source_ids = list[list[int]]()
+    target_ids = list[list[int]]()
+    for entry, source, target in zip(file_entries, sources, targets, strict=True):
+        if source and target and unknown not in (*source, *target):
+            words.append((_spelled(entry[0], source, tokenizer), _spelled(entry[1], target, tokenizer)))
+            source_ids.append(source)
+            target_ids.append(target)
     if not words:
         raise UserError(
             f"{path}: the tokenizer knows no entry of the dictionary; check that both are for the same languages"
         )
-    content = "\n".join(f"{a}\t{b}" for a, b in read).encode()
+    content = "\n".join("\t".join(entry) for entry in file_entries).encode()
     fingerprint = hashlib.sha256(content).hexdigest()[:16]
-    return Lexicon(langs, words, (first_ids, second_ids), fingerprint, path, tuple(read))
+    return Lexicon(langs, words, (source_ids, target_ids), fingerprint, path, tuple(file_entries))
 
 
 def _spelled(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
@@ -189,14 +206,12 @@ def truecased(
     entries: list[tuple[str, str]], langs: tuple[str, str], forms: Mapping[str, Forms]
 ) -> tuple[list[tuple[str, str]], int]:
     """Return the entries as the training text spells them, without repeats, and how many were changed."""
-    first, second = [a for a, _ in entries], [b for _, b in entries]
-    if langs[0] in forms:
-        first = respelled(first, forms[langs[0]])
-    if langs[1] in forms:
-        second = respelled(second, forms[langs[1]])
-    spelled = list(zip(first, second, strict=True))
-    changed = sum(before != after for before, after in zip(entries, spelled, strict=True))
-    return list(dict.fromkeys(spelled)), changed
+    columns = list[list[str]]()
+    for side in (0, 1):
+        words = [entry[side] for entry in entries]
+        columns.append(respelled(words, forms[langs[side]]) if langs[side] in forms else words)
+    spelled = list(zip(*columns, strict=True))
+    return list(dict.fromkeys(spelled)), sum(map(ne, entries, spelled))
 
 
 def _encoded(words: list[str], tokenizer: Tokenizer, path: Path) -> list[list[int]]:
@@ -243,11 +258,19 @@ def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | No
     """Return the two languages in a name, ("en", "zh-CN") for "en-zh-CN"; None if it has no such split, or several. A
     split into two of `languages` is preferred to splits whose halves only look like languages."""
     parts = name.split("-")
-    cuts = [("-".join(parts[:i]), "-".join(parts[i:])) for i in range(1, len(parts))]
-    form = re.compile(_ONE if len(cuts) == 1 else _WITH_PARTS)
-    listed = [cut for cut in cuts if set(cut) <= set(languages)]
-    formed = [cut for cut in cuts if all(map(form.fullmatch, cut))]
-    spelled = [cut for cut in cuts if names_of(cut[0], languages) and names_of(cut[1], languages)]
+    pattern = _LANGUAGE if len(parts) == 2 else _LANGUAGE_WITH_PARTS
+    listed = list[tuple[str, str]]()
+    formed = list[tuple[str, str]]()
+    spelled = list[tuple[str, str]]()
+    for number in range(1, len(parts)):
+        first = "-".join(parts[:number])
+        second = "-".join(parts[number:])
+        if first in languages and second in languages:
+            listed.append((first, second))
+        if pattern.fullmatch(first) and pattern.fullmatch(second):
+            formed.append((first, second))
+        if names_of(first, languages) and names_of(second, languages):
+            spelled.append((first, second))
     fitting = listed or (formed if len(formed) == 1 else spelled)
     return fitting[0] if len(fitting) == 1 else None
 
@@ -269,36 +292,37 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
 
 def check_column_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> None:
     """Raise UserError if the columns are, judged by the training text, in the opposite order to the file's name."""
-    seen = {
-        language: {word.lower() for word in count_words(texts_of(language, sources, _ORDER_SAMPLE))}
-        for language in lexicon.langs
-    }
-    absent = [language for language, found in seen.items() if not found]
+    seen: dict[str, set[str]] = {}
+    for language in lexicon.langs:
+        seen[language] = {word.lower() for word in count_words(texts_of(language, sources, _ORDER_SAMPLE))}
+    absent = [language for language in lexicon.langs if not seen[language]]
     if absent:
         raise UserError(f"{path}: --data has no text in {', '.join(absent)}; add shards, or leave the dictionary out")
-    first, second = (seen[language] for language in lexicon.langs)
-    words = [(a.lower(), b.lower()) for a, b in lexicon.words]
-    straight = sum((a in first) + (b in second) for a, b in words)
-    swapped = sum((a in second) + (b in first) for a, b in words)
+    first, second = lexicon.langs
+    straight = 0
+    swapped = 0
+    for source, target in lexicon.words:
+        straight += (source.lower() in seen[first]) + (target.lower() in seen[second])
+        swapped += (source.lower() in seen[second]) + (target.lower() in seen[first])
     if swapped > straight:
-        a, b = lexicon.langs
         raise UserError(
-            f"{path}: its columns look like {b} {a}, its name says {a} {b} ({swapped:,} words fit the text as {b} {a}, "
-            f"{straight:,} as {a} {b}). Rename it to {b}-{a}.txt or swap the columns"
+            f"{path}: its columns look like {second} {first}, its name says {first} {second} ({swapped:,} words fit "
+            f"the text as {second} {first}, {straight:,} as {first} {second}). Rename it to {second}-{first}.txt or "
+            f"swap the columns"
         )
 
 
 def find_lexicon_paths(sources: list[Source], data: Path) -> list[Path]:
     """Return the paths of the dictionaries in `lexicon/` of `data`, or else of its parent, whose languages the sources
     have. Of two files of one pair, such as de-en and en-de, only the first by name."""
-    languages = {language for source in sources for language in source.langs}
+    languages = set(chain.from_iterable(source.langs for source in sources))
     for folder in (data, data.resolve().parent):
-        found: dict[frozenset[str], Path] = {}
+        path_of_pair: dict[frozenset[str], Path] = {}
         for path in sorted((folder / "lexicon").glob("*.txt")):
             with suppress(UserError):  # a name that is no pair
                 pair = frozenset(pair_of(path, languages))
                 if pair <= languages:
-                    found.setdefault(pair, path)
-        if found:
-            return list(found.values())
+                    path_of_pair.setdefault(pair, path)
+        if path_of_pair:
+            return list(path_of_pair.values())
     return []

@@ -35,6 +35,7 @@ from xscale.recipe import EvalTask, StreamConfig
 from xscale.run_spec import (
     LinkSample,
     RunSpec,
+    any_stream,
     check_file_sizes,
     check_links,
     languages_of_links,
@@ -84,7 +85,7 @@ def review_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup) -> list[s
             known = ", ".join(f"{task.name}/{row}" for row in rows)
             raise UserError(f"checkpoint.best: {best} is not measured; choose a number of one of these rows: {known}")
         new = sorted({language for source in sources for language in source.langs} - {*run_spec.languages})
-        if new and run_spec.any_stream("language_embeddings"):
+        if new and any_stream(run_spec.recipe, "language_embeddings"):
             names = ", ".join(new)
             notes.append(f"eval.{task.name} reads {names} with the neutral language embedding, since --data lacks it")
     return notes
@@ -265,7 +266,7 @@ class ModelInTraining(ExportedModel):
     def __init__(self, run_spec: RunSpec, engine: Any):
         self.device, self.encoder, self.tokenizer = engine.device, engine.module.encoder, run_spec.tokenizer
         self.languages = [NEUTRAL, *run_spec.languages]
-        self.language_embeddings = run_spec.any_stream("language_embeddings")
+        self.language_embeddings = any_stream(run_spec.recipe, "language_embeddings")
         self.pooling = trained_pooling(run_spec.recipe.identity()["streams"])
 
 

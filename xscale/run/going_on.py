@@ -23,7 +23,7 @@ from xscale.models.build import run_fields_of
 from xscale.ranks import HostGroup
 from xscale.run import folder
 from xscale.run.metrics import LOG, last_entries
-from xscale.run_spec import RunSpec
+from xscale.run_spec import RunSpec, any_stream
 from xscale.step.ds_config import EngineConfig
 
 ANCESTRY = "ancestry.json"
@@ -268,7 +268,7 @@ def check_other_data(checkpoint: Checkpoint, run_spec: RunSpec) -> None:
             "would change which of the old records are read; give the same --data, or start a new run from the "
             f"weights: model.init={checkpoint.path}"
         )
-    if not run_spec.any_stream("language_embeddings"):
+    if not any_stream(run_spec.recipe, "language_embeddings"):
         return
     _, *trained = run_fields_of(checkpoint.path / checkpoints.HF)["languages"]
     if trained != run_spec.languages:

@@ -22,6 +22,7 @@ from xscale.eval.in_training import review_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder, going_on
+from xscale.run.describe import dropped_pairs_warnings, share_lines, start_notes
 from xscale.run.folder import DONE, STOPPED, Status, dump, indented
 from xscale.run.loop import Trainer
 from xscale.run.metrics import LINE_SECONDS, LOG, start_logging
@@ -71,7 +72,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
     with closing(watch):
         for problem in (lock.problem for lock in locks if lock.problem):
             LOG.warning(problem)
-        for note in [*config.notes, *run_spec.notes(), *task_notes]:
+        for note in [*config.notes, *start_notes(run_spec), *task_notes]:
             LOG.info(note)
         checkpoint = going_on.find_checkpoint(args, run_spec.identity(), host_group)
         checkpoint = checkpoint and going_on.with_other_data(checkpoint, run_spec)
@@ -91,7 +92,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             write_config(args.out, run_spec, config)
             if checkpoint and not going_on.is_own(checkpoint, args.out):
                 going_on.write_ancestry(args.out, checkpoint, run_spec.identity())
-            for line in run_spec.warnings():
+            for line in dropped_pairs_warnings(run_spec):
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
         state, left = checkpoint.state if checkpoint else initial_state(run_spec.specs), recipe.train.steps - first
@@ -109,8 +110,9 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
 
 def log_start(run_spec: RunSpec, engine: Any, config: EngineConfig, process: Process, first: int) -> None:
     train = run_spec.recipe.train
-    for line in run_spec.share_lines() if process.is_main else ():  # it reads entries of many shards
-        LOG.info(line)
+    if process.is_main:
+        for line in share_lines(run_spec):
+            LOG.info(line)
     LOG.info(
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "
         f"{process.world} rank(s) of {engine.device.type}, ZeRO stage {config.stage}, steps {first} to {train.steps}"
