@@ -10,11 +10,10 @@ import dataclasses
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-import yaml
 from pydantic import ConfigDict, Field, PlainValidator, PositiveFloat, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
@@ -182,26 +181,30 @@ class TrainConfig:
     After a loss spike, resume from a checkpoint before the spike and exclude the spike's steps."""
 
     @model_validator(mode="after")
-    def can_skip(self) -> Self:
-        ranges = list[tuple[int, int]]()
-        for entry in self.skip_steps:
-            if not re.fullmatch(r"\d{1,15}(-\d{1,15})?", str(entry)):
-                raise ValueError(f"skip_steps: {entry!r} is neither a step nor a range; write [500, 81200-81260]")
-            first, *last = (int(number) for number in str(entry).split("-"))
-            if first < 1 or [first] > last > []:
-                raise ValueError(f"skip_steps: {entry!r}: steps count from 1, and a range goes upwards")
-            ranges.append((first, last[0] if last else first))
+    def leaves_a_step(self) -> Self:
         first_kept = 1
-        for first, end in sorted(ranges):
-            first_kept = max(first_kept, end + 1) if first <= first_kept else first_kept
+        for first, last in sorted(self.skip_ranges()):
+            if first < 1 or last < first:
+                raise ValueError(f"skip_steps: {self.skip_steps}: steps count from 1, and a range goes upwards")
+            if first <= first_kept:
+                first_kept = max(first_kept, last + 1)
         if first_kept > self.steps:
             raise ValueError(f"skip_steps: {self.skip_steps} excludes all {self.steps} steps; name fewer")
         return self
 
+    def skip_ranges(self) -> list[tuple[int, int]]:
+        """Return the first and the last step of each entry of skip_steps. Raises ValueError."""
+        ranges = list[tuple[int, int]]()
+        for entry in self.skip_steps:
+            if not re.fullmatch(r"\d{1,15}(-\d{1,15})?", str(entry)):
+                raise ValueError(f"skip_steps: {entry!r} is neither a step nor a range; write [500, 81200-81260]")
+            first, _, last = str(entry).partition("-")
+            ranges.append((int(first), int(last or first)))
+        return ranges
+
     def skips(self, step: int) -> bool:
         """Return whether a step, counted from 1, is excluded."""
-        ranges = [[int(number) for number in str(entry).split("-")] for entry in self.skip_steps]
-        return any(steps[0] <= step <= steps[-1] for steps in ranges)
+        return any(first <= step <= last for first, last in self.skip_ranges())
 
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
@@ -285,6 +288,15 @@ class EvalConfig:
     tasks: list[EvalTask] = dataclasses.field(default_factory=list)
     """The tasks that are measured."""
 
+    @model_validator(mode="after")
+    def names_each_task_once(self) -> Self:
+        names = set[str]()
+        for task in self.tasks:
+            if task.name in names:
+                raise ValueError(f"tasks: two tasks have the name {task.name}; write {task.name}.one, {task.name}.two")
+            names.add(task.name)
+        return self
+
 
 IN_PHASES = {
     "model": frozenset({"rope_theta", "dropout"}),
@@ -348,8 +360,9 @@ class Recipe:
 
     @property
     def schedule(self) -> Schedule["Recipe"]:
+        ends = tuple(phase.end for phase in self.phases)
         recipes = [phase.recipe for phase in self.phases]
-        return Schedule(tuple(phase.end for phase in self.phases), (*recipes, self))
+        return Schedule(ends, (*recipes, self))
 
     def stream_weight(self, name: str, step: int) -> float:
         """Return the factor of a stream's loss in a step, counted from 0."""
@@ -358,36 +371,50 @@ class Recipe:
         return stream.weight * min(1.0, (step + 1) / max(steps, 1.0))
 
     def to_dict(self) -> dict[str, Any]:
-        resolved = dataclasses.asdict(self)
-        for stream in resolved["streams"].values():
+        fields = dataclasses.asdict(self)
+        for stream in fields["streams"].values():
             stream.update(stream.pop("options"))
-        del resolved["phases"]
+        del fields["phases"]
         if self.phases:
-            resolved["phases"] = [{"until": phase.until} | phase.fields for phase in self.phases]
-        return resolved
+            fields["phases"] = [{"until": phase.until} | phase.fields for phase in self.phases]
+        return fields
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that determine the result, which a resume must not change."""
         fields = self.to_dict()
-        for section, names in NOT_IDENTITY.items():
-            fields[section] = {k: v for k, v in fields[section].items() if k not in names}
         del fields["checkpoint"], fields["eval"]
-        if self.data.alpha_by == "records":
-            del fields["data"]["alpha_by"]  # as in runs of earlier versions
-        for stream in fields["streams"].values():
-            if not stream.get("language_embeddings"):
-                stream.pop("language_dropout", None)
+        for section, names in NOT_IDENTITY.items():
+            for name in names:
+                del fields[section][name]
         return fields
 
 
+NOT_IDENTITY = {
+    "model": ("starts_from", "tokenizer"),
+    "data": ("workers", "cache", "cache_gb", "lexicons", "lexicon_heldout"),
+    "train": (
+        *("steps", "epochs", "max_tokens", "activation_checkpointing", "deterministic", "measure_every"),
+        *("time_limit", "stall_limit", "stop_limit", "skip_steps"),
+    ),
+}
+"""The fields that a resumed run may change. The tokenizer and the dictionaries are compared by content, not by path."""
+SECTIONS = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "checkpoint": CheckpointConfig,
+    "eval": EvalConfig,
+}
 BY_EPOCHS = MOST
 """The value of train.steps in a recipe with `epochs`, until the number of pairs is known."""
+EITHER = {"train.steps": "epochs", "train.epochs": "steps"}
+"""Fields that exclude each other: `--set` of the first removes the second."""
 
 
 def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
     """Return the recipe with train.steps computed from train.epochs. pairs: the number of pairs of an epoch; samples:
     the number of pairs of a step. Raises UserError."""
-    train, problems = recipe.train, list[str]()
+    train = recipe.train
     assert train.epochs
     steps = math.ceil(round(train.epochs * pairs / samples, 6))
     if train.steps not in (BY_EPOCHS, steps):
@@ -395,24 +422,15 @@ def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
             f"train.steps: {train.steps:,}, but train.epochs: {train.epochs:g} are {steps:,} steps of {samples:,} of "
             f"{pairs:,} pairs; leave one of the two out"
         )
-    built = _build(TrainConfig, dataclasses.asdict(train) | {"steps": steps}, "train", problems)
-    if problems:
-        raise UserError("\n".join(problems))
-    return dataclasses.replace(recipe, train=built)
+    try:
+        return dataclasses.replace(recipe, train=dataclasses.replace(train, steps=steps))
+    except ValidationError as error:
+        raise UserError("\n".join(describe(details, "train", []) for details in error.errors())) from None
 
 
-NOT_IDENTITY = {
-    "model": {"starts_from", "tokenizer"},
-    "data": {"workers", "cache", "cache_gb", "lexicons", "lexicon_heldout"},
-    "train": {
-        *("steps", "epochs", "max_tokens", "activation_checkpointing", "deterministic", "measure_every"),
-        *("time_limit", "stall_limit", "stop_limit", "skip_steps"),
-    },
-}
-"""The fields that a resumed run may change. The tokenizer and the dictionaries are compared by content, not by path."""
-
-EITHER = {"train.steps": "epochs", "train.epochs": "steps"}
-"""Fields that exclude each other: `--set` of the first removes the second."""
+def defaults(cls: Any) -> dict[str, Any]:
+    """Return the defaults of a section, or of the options of an objective. Fields without a default are left out."""
+    return {field.name: field.default for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
 
 
 def shipped_recipes() -> list[str]:
@@ -435,41 +453,165 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
         ) from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: a recipe is a mapping with keys such as model, streams, data, train")
-    problems: list[str] = []
+    reader = Reader(objectives)
     for assignment in sets:
-        _assign(tree, assignment, problems)
+        reader.assign(tree, assignment)
     phases = tree.pop("phases", None) or []
-    base = copy.deepcopy(tree)
-    recipe = _build_recipe(tree, objectives, problems)
-    if recipe and not problems:
-        recipe = _build_phases(recipe, phases, base, objectives, problems)
-    if problems or recipe is None:
-        raise UserError(
-            f"recipe {path}{' with --set' if sets else ''}:\n" + "\n".join(f"  {problem}" for problem in problems)
-        )
+    recipe = reader.build_recipe(tree)
+    if recipe and not reader.problems:
+        recipe = reader.add_phases(recipe, phases, tree)
+    if reader.problems or recipe is None:
+        source = f"{path} with --set" if sets else f"{path}"
+        raise UserError(f"recipe {source}:\n" + "\n".join(f"  {problem}" for problem in reader.problems))
     return recipe
 
 
-def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
-    dotted, equals, text = assignment.partition("=")
-    if not equals:
-        problems.append(f"--set {assignment}: needs the form key.sub=value")
-        return
-    try:
-        value = read_yaml(text)
-    except ValueError as error:
-        twice, occurs, _ = str(error).partition(" occurs twice")
-        problems.append(f"--set {assignment[:80]}: {twice + occurs if occurs else f'{text[:80]!r} is not YAML'}")
-        return
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = float(value)  # YAML 1.1 reads 3e-4 as text; on a command line it can only be a number
-    if problem := _put(tree, dotted, value):
-        problems.append(f"--set {assignment}: {problem}")
+class Reader:
+    """Builds a recipe from the fields of a YAML file, and collects every problem."""
+
+    def __init__(self, objectives: dict[str, type]):
+        self.objectives = objectives
+        self.problems = list[str]()
+
+    def assign(self, tree: dict[str, Any], assignment: str) -> None:
+        """Set a field of the tree as `--set` says, such as "train.lr=3e-4"."""
+        dotted, equals, text = assignment.partition("=")
+        if not equals:
+            self.problems.append(f"--set {assignment}: needs the form key.sub=value")
+            return
+        try:
+            value = read_yaml(text)
+        except ValueError as error:
+            self.problems.append(f"--set {assignment[:80]} is not YAML: {str(error).splitlines()[0]}")
+            return
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = float(value)  # YAML 1.1 reads 3e-4 as text; on a command line it can only be a number
+        try:
+            put(tree, dotted, value)
+        except ValueError as error:
+            self.problems.append(f"--set {assignment}: {error}")
+
+    def build_recipe(self, tree: dict[str, Any], is_phase: bool = False) -> Recipe | None:
+        """Return the recipe with these fields, without phases, or None if there is a problem."""
+        for name in tree:
+            if name not in SECTIONS and name != "streams":
+                there = ", ".join(["streams", *SECTIONS])
+                self.problems.append(f"{name}: unknown section; the sections are {there}, phases")
+        sections = {}
+        for name, cls in SECTIONS.items():
+            fields = tree.get(name)
+            if name == "train" and isinstance(fields, dict) and fields.get("epochs") is not None:
+                fields = {"steps": BY_EPOCHS} | fields
+            if name == "eval" and isinstance(fields, dict) and isinstance(fields.get("tasks"), list):
+                fields = fields | {"tasks": self.build_tasks(fields["tasks"])}
+            if fields is None:
+                fields = {}
+            sections[name] = self.build(cls, fields, name)
+        streams = {}
+        if isinstance(tree.get("streams"), dict):
+            for name, fields in tree["streams"].items():
+                streams[str(name)] = self.build_stream(str(name), fields, is_phase)
+        if not streams:
+            self.problems.append("streams: needs at least one, such as {mlm: {objective: mlm, samples: 64}}")
+        if self.problems:
+            return None
+        recipe = Recipe(streams=streams, **sections)
+        self.problems += contradictions(recipe)
+        return recipe
+
+    def build(self, cls: Any, fields: Any, where: str, also: Sequence[str] = ()) -> Any:
+        """Return an instance of `cls` with these fields, or None if there is a problem. where: the fields' place in the
+        recipe. also: further field names that errors list."""
+        if not isinstance(fields, dict):
+            self.problems.append(f"{where}: needs fields, got {fields!r}")
+            return None
+        try:
+            return cls(**{str(name): value for name, value in fields.items()})
+        except ValidationError as error:
+            there = [*also, *names_of(cls)]
+            self.problems += [describe(details, where, there) for details in error.errors()]
+            return None
+
+    def build_tasks(self, fields: list[Any]) -> list[EvalTask]:
+        tasks = list[EvalTask]()
+        for i, task_fields in enumerate(fields):
+            task = self.build(EvalTask, task_fields, f"eval.tasks[{i}]")
+            if task:
+                tasks.append(task)
+        return tasks
+
+    def build_stream(self, name: str, fields: Any, is_phase: bool) -> StreamConfig | None:
+        where = f"streams.{name}"
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            self.problems.append(f"{where}: a stream's name may have only letters, digits, _ and -")
+            return None
+        if not isinstance(fields, dict):
+            self.problems.append(f"{where}: needs fields, such as {{objective: mlm, samples: 64}}")
+            return None
+        try:
+            options_class = find_options(str(fields.get("objective")), self.objectives)
+        except UserError as error:
+            self.problems.append(f"{where}.objective: {error}")
+            return None
+        shared = names_of(StreamConfig)
+        stream_fields = dict[str, Any]()
+        options = dict[str, Any]()
+        for key, value in fields.items():
+            part = stream_fields if key in shared else options
+            part[key] = value
+        stream_fields["options"] = self.build(options_class, options, where, also=shared)
+        stream: StreamConfig | None = self.build(StreamConfig, stream_fields, where)
+        if stream and stream.samples == 0 and not is_phase:
+            self.problems.append(f"{where}.samples: 0 is for a phase with other streams; write 1 or more")
+        return stream
+
+    def add_phases(self, recipe: Recipe, phases: Any, tree: dict[str, Any]) -> Recipe:
+        """Return the recipe with its phases. tree: the recipe's fields without the phases."""
+        if not isinstance(phases, list):
+            self.problems.append(f"phases: {phases!r} is not a list; write [{{until: 0.5, data.alpha: 0.3}}]")
+            return recipe
+        if phases and recipe.train.epochs:
+            self.problems.append("phases: need train.steps in the place of train.epochs")
+        built = list[Phase]()
+        for number, fields in enumerate(phases):
+            reader = Reader(self.objectives)
+            first = built[-1].end if built else 0
+            phase = reader.build_phase(fields if isinstance(fields, dict) else {}, recipe, tree, first)
+            self.problems += [f"phases[{number}].{problem}" for problem in reader.problems]
+            if phase:
+                built.append(phase)
+        return dataclasses.replace(recipe, phases=tuple(built))
+
+    def build_phase(self, fields: dict[str, Any], recipe: Recipe, tree: dict[str, Any], first: int) -> Phase | None:
+        """Return a phase that begins at the step `first`, or None if its end is wrong."""
+        until: Any = fields.get("until")
+        end = until if type(until) is int else -1
+        if type(until) is float and 0 < until <= 1:
+            end = round(until * recipe.train.steps)
+        if end < first:
+            self.problems.append(
+                f"until: {until!r} is neither a step (an integer, at least {first}) nor a share of the run (a float, "
+                f"such as 0.8, and 1.0 for its end)"
+            )
+            return None
+        changes = {str(name): value for name, value in fields.items()}
+        del changes["until"]
+        changed = copy.deepcopy(tree)
+        allowed = phase_fields(recipe, self.objectives)
+        for name, value in changes.items():
+            if problem := phase_problem(name, value, changes, recipe, allowed):
+                self.problems.append(f"{name}: {problem}")
+            elif name == "data.languages_add":
+                put(changed, "data.languages", [*(recipe.data.languages or ()), *value])
+            else:
+                put(changed, name, value)
+        phase_recipe = None if self.problems else self.build_recipe(changed, is_phase=True)
+        return Phase(until, changes, end, phase_recipe)
 
 
-def _put(tree: dict[str, Any], dotted: str, value: Any) -> str:
-    """Set a field of the tree by its dotted name. Return a problem, or "" if there is none."""
+def put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set a field of the tree by its dotted name. Raises ValueError."""
     *parents, last = dotted.split(".")
     node: Any = tree
     for parent in parents:
@@ -477,152 +619,58 @@ def _put(tree: dict[str, Any], dotted: str, value: Any) -> str:
             node[parent] = {}
         node = node[parent]
         if not isinstance(node, dict):
-            return f"{parent} has no fields"
+            raise ValueError(f"{parent} has no fields")
     node[last] = value
     if dotted in EITHER and value is not None:
         node.pop(EITHER[dotted], None)
+
+
+def phase_fields(recipe: Recipe, objectives: dict[str, type]) -> list[str]:
+    """Return the dotted names of the fields that a phase of the recipe may change."""
+    names = list[str]()
+    for section in ("model", "data", "train"):
+        names += [f"{section}.{field}" for field in IN_PHASES[section]]
+    for name, stream in recipe.streams.items():
+        options = getattr(find_options(stream.objective, objectives), "in_phases", frozenset[str]())
+        names += [f"streams.{name}.{field}" for field in IN_PHASES["streams"] | options]
+    return sorted(names)
+
+
+def phase_problem(name: str, value: Any, changes: dict[str, Any], recipe: Recipe, allowed: list[str]) -> str:
+    """Return why a phase with these changes cannot set a field, or an empty string."""
+    if name not in allowed:
+        return removed_field(name) or f"a phase cannot change this field; a phase may change {', '.join(allowed)}"
+    if name == "model.rope_theta" and recipe.model.rope_theta is None:
+        return "also set it for the whole recipe, because the steps after the phase use that value"
+    if name == "data.languages_add":
+        if "data.languages" in changes:
+            return "the phase also has data.languages; list all languages in data.languages"
+        if recipe.data.languages is None or not isinstance(value, list):
+            return "needs a list, and a recipe with data.languages, to which the list is added"
     return ""
 
 
-def _build_phases(
-    recipe: Recipe, phases: Any, tree: dict[str, Any], objectives: dict[str, type], problems: list[str]
-) -> Recipe:
-    """Return the recipe with its phases, or add to `problems`. tree: the recipe's fields without the phases."""
-    if not isinstance(phases, list):
-        problems.append(f"phases: {phases!r} is not a list; write [{{until: 0.5, data.alpha: 0.3}}]")
-        return recipe
-    if phases and recipe.train.epochs:
-        problems.append("phases: need train.steps in the place of train.epochs")
-    found = list[Phase]()
-    for number, fields in enumerate(phases):
-        wrong = list[str]()
-        until: Any = fields.get("until") if isinstance(fields, dict) else None
-        share = type(until) is float and 0 < until <= 1
-        end: int = round(until * recipe.train.steps) if share else until if type(until) is int else -1
-        first = found[-1].end if found else 0
-        if end < first:
-            wrong.append(
-                f"until: {until!r} is neither a step (an integer, at least {first}) nor a share of the run (a float, "
-                f"such as 0.8, and 1.0 for its end)"
-            )
-        else:
-            changes = {str(name): value for name, value in fields.items() if name != "until"}
-            of_phase = _build_phase(changes, copy.deepcopy(tree), recipe, objectives, wrong)
-            found.append(Phase(until, changes, end, of_phase))
-        problems += [f"phases[{number}].{line}" for line in wrong]
-    return dataclasses.replace(recipe, phases=tuple(found))
-
-
-def _build_phase(
-    changes: dict[str, Any], tree: dict[str, Any], recipe: Recipe, objectives: dict[str, type], problems: list[str]
-) -> Recipe | None:
-    """Return the recipe of a phase's steps, or None after adding to `problems`. tree: the recipe's fields, which are
-    changed to those of the phase."""
-    allowed = {f"{section}.{name}" for section in ("model", "data", "train") for name in IN_PHASES[section]}
-    for name, stream in recipe.streams.items():
-        own = getattr(_options_class(stream.objective, objectives), "in_phases", frozenset[str]())
-        allowed |= {f"streams.{name}.{field}" for field in IN_PHASES["streams"] | own}
-    for name, value in changes.items():
-        if name not in allowed:
-            problems.append(
-                removed_field(name)
-                or f"{name}: a phase cannot change this field; a phase may change {', '.join(sorted(allowed))}"
-            )
-            continue
-        if name == "model.rope_theta" and recipe.model.rope_theta is None:
-            problems.append(
-                f"{name}: also set it for the whole recipe, because the steps after the phase use that value"
-            )
-            continue
-        if name == "data.languages_add":
-            if "data.languages" in changes:
-                problems.append(f"{name}: the phase also has data.languages; list all languages in data.languages")
-            before = recipe.data.languages
-            if before is None or not isinstance(value, list):
-                problems.append(f"{name}: needs a list, and a recipe with data.languages, to which the list is added")
-                continue
-            name, value = "data.languages", [*before, *value]
-        _put(tree, name, value)
-    return None if problems else _build_recipe(tree, objectives, problems, is_phase=True)
-
-
-def _build_recipe(
-    tree: dict[str, Any], objectives: dict[str, type], problems: list[str], is_phase: bool = False
-) -> Recipe | None:
-    sections = {field.name: field.type for field in dataclasses.fields(Recipe)}
-    for unknown in [name for name in tree if name not in sections]:
-        problems.append(f"{unknown}: unknown section; the sections are {', '.join(sections)}")
-    del sections["streams"], sections["phases"]
-    train = tree.get("train")
-    if isinstance(train, dict) and train.get("epochs") is not None:
-        train.setdefault("steps", BY_EPOCHS)
-    _build_tasks(tree.get("eval"), problems)
-    built = {
-        name: _build(cls, {} if tree.get(name) is None else tree[name], name, problems)
-        for name, cls in sections.items()
-    }
-    streams = {}
-    if not isinstance(tree.get("streams"), dict) or not tree["streams"]:
-        problems.append("streams: needs at least one, such as {mlm: {objective: mlm, samples: 64}}")
-    else:
-        for name, fields in tree["streams"].items():
-            streams[str(name)] = _build_stream(str(name), fields, objectives, problems)
-    resting = [name for name, stream in streams.items() if stream and stream.samples == 0]
-    if len(resting) == len(streams) or not is_phase:
-        problems += [
-            f"streams.{name}.samples: 0 is for a phase with other streams; write 1 or more" for name in resting
-        ]
-    if problems:
-        return None
-    recipe = Recipe(streams=streams, **built)
+def contradictions(recipe: Recipe) -> list[str]:
+    """Return a line for each value that does not fit a value of another section."""
+    problems = list[str]()
+    if not any(stream.samples for stream in recipe.streams.values()):
+        for name in recipe.streams:
+            problems.append(f"streams.{name}.samples: 0 is for a phase with other streams; write 1 or more")
     tasks = [task.name for task in recipe.eval.tasks]
-    if recipe.checkpoint.best and recipe.checkpoint.best.partition("/")[0] not in tasks:
+    best = recipe.checkpoint.best
+    if best and best.partition("/")[0] not in tasks:
         there = ", ".join(tasks) or "none"
-        problems.append(f"checkpoint.best: {recipe.checkpoint.best} names no task of eval.tasks, which has: {there}")
-    problems += [
-        f"streams.{name}.warm_in: {stream.warm_in:g} exceeds the steps: {recipe.train.steps}"
-        for name, stream in streams.items()
-        if stream and stream.warm_in > recipe.train.steps
-    ]
-    rows, longest = recipe.train.max_tokens, recipe.data.max_length
-    if rows is not None and rows < longest:
-        problems.append(f"train.max_tokens: {rows} must be at least data.max_length: {longest}")
-    return recipe
+        problems.append(f"checkpoint.best: {best} names no task of eval.tasks, which has: {there}")
+    for name, stream in recipe.streams.items():
+        if stream.warm_in > recipe.train.steps:
+            problems.append(f"streams.{name}.warm_in: {stream.warm_in:g} exceeds the steps: {recipe.train.steps}")
+    row, longest = recipe.train.max_tokens, recipe.data.max_length
+    if row is not None and row < longest:
+        problems.append(f"train.max_tokens: {row} must be at least data.max_length: {longest}")
+    return problems
 
 
-def _build_tasks(fields: Any, problems: list[str]) -> None:
-    """Replace the fields of each task in `eval` by an EvalTask, and add problems to `problems`."""
-    if not isinstance(fields, dict) or not isinstance(fields.get("tasks"), list):
-        return
-    tasks = [_build(EvalTask, task, f"eval.tasks[{i}]", problems) for i, task in enumerate(fields["tasks"])]
-    names = [task.name for task in tasks if task]
-    twice = {name for name in names if names.count(name) > 1}
-    problems += [f"eval.tasks: two tasks have the name {name}; write {name}.one, {name}.two" for name in sorted(twice)]
-    fields["tasks"] = [task for task in tasks if task]
-
-
-def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems: list[str]) -> Any:
-    where = f"streams.{name}"
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        problems.append(f"{where}: a stream's name may have only letters, digits, _ and -")
-        return None
-    if not isinstance(fields, dict):
-        problems.append(f"{where}: needs fields, such as {{objective: mlm, samples: 64}}")
-        return None
-    objective = str(fields.get("objective"))
-    own = _names(StreamConfig)
-    try:
-        options_class = _options_class(objective, objectives)
-    except UserError as error:
-        problems.append(f"{where}.objective: {error}")
-        return None
-    options = {key: value for key, value in fields.items() if key not in own}
-    made = _build(options_class, options, where, problems, also=own)
-    common = {key: value for key, value in fields.items() if key in own}
-    return _build(StreamConfig, common | {"options": made}, where, problems)
-
-
-def _options_class(objective: str, objectives: dict[str, type]) -> Any:
+def find_options(objective: str, objectives: dict[str, type]) -> Any:
     """Return the options class of an objective. Raises UserError."""
     if objective in objectives:
         return objectives[objective]
@@ -630,56 +678,41 @@ def _options_class(objective: str, objectives: dict[str, type]) -> Any:
         there = ", ".join(sorted(objectives))
         raise UserError(f"{objective!r} is unknown; use one of {there}, or MODULE:NAME for an objective of your own")
     options_class: Any = import_objective(objective).options
-    taken = sorted({*_names(StreamConfig)} & {*_names(options_class)})
-    if taken:
-        raise UserError(f"all streams already have fields named {', '.join(taken)}; rename these options")
+    shared = [name for name in names_of(options_class) if name in names_of(StreamConfig)]
+    if shared:
+        raise UserError(f"all streams already have fields named {', '.join(shared)}; rename these options")
     return options_class
 
 
-def _names(cls: Any) -> list[str]:
+def names_of(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if field.name != "options"]
 
 
-def _build(cls: Any, fields: Any, where: str, problems: list[str], also: list[str] | None = None) -> Any:
-    """Return an instance of `cls` with these fields, or add to `problems` and return None. where: the fields' place in
-    the recipe. also: further field names that errors list."""
-    if not isinstance(fields, dict):
-        problems.append(f"{where}: needs fields, got {fields!r}")
-        return None
-    try:
-        return cls(**{str(name): value for name, value in fields.items()})
-    except ValidationError as error:
-        there = ", ".join([*(also or ()), *_names(cls)])
-        problems += [_problem(details, where, there) for details in error.errors()]
-        return None
-
-
-_NEEDED = {"int_type": int, "float_type": float, "string_type": str, "bool_type": bool}
-
-
-def _problem(details: Any, where: str, there: str) -> str:
+def describe(details: Any, where: str, there: list[str]) -> str:
     """Return a line about one of pydantic's errors. there: the names of the fields that exist."""
-    kind, value, context = details["type"], details["input"], details.get("ctx", {})
-    name = where + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"])
+    kind = details["type"]
+    value = details["input"]
+    name = where
+    for part in details["loc"]:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}"
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return removed_field(name) or f"{name}: unknown key; the keys are {there}"
+        return removed_field(name) or f"{name}: unknown key; the keys are {', '.join(there)}"
     if kind in ("missing", "missing_argument"):
         return f"{name}: is required"
     if kind == "value_error":
-        return f"{where}.{context['error']}"
+        return f"{where}.{details['ctx']['error']}"
     if kind == "list_type":
         return f"{name}: {value!r} is not a list; write [{value}]"
     message = details["msg"].replace("Input should", "the value must")
-    return f"{name}: {value!r}: {message}{_remedy(value, _NEEDED.get(kind))}"
+    return f"{name}: {value!r}: {message}{remedy(value, kind)}"
 
 
-def _remedy(value: Any, needed: type | None) -> str:
-    if needed is float and isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            written = yaml.safe_dump(float(value)).split()[0]
-            return f"; YAML reads a number with an exponent only with a dot and a sign: write {written}"
-    if needed is int and isinstance(value, float) and value.is_integer():
+def remedy(value: Any, kind: str) -> str:
+    """Return what to write in the place of a value that YAML reads as another type. kind: pydantic's error."""
+    if kind == "float_type" and re.fullmatch(r"[-+.\d]+[eE][-+]?\d+", str(value)):
+        return "; YAML reads a number with an exponent only with a dot and a sign: write it as 3.0e-4"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"; write {value:.0f}"
-    if needed is str and isinstance(value, bool):
+    if kind == "string_type" and isinstance(value, bool):
         return "; YAML reads yes, no, on, off as truth values: quote it"
     return ""

@@ -27,7 +27,9 @@ import torch.distributed as dist
 from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.errors import ENVIRONMENT_ERRNOS, DirectoryTaken, MachineError, NotFinite, UserError, redact
+from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
+from xscale.recipe import SECTIONS, StreamConfig, defaults
 from xscale.run.metrics import LOG, log_to_files
 
 IDENTITY, STARTS, STATUS = "identity.json", "starts.jsonl", "status.json"
@@ -49,10 +51,9 @@ def check_out(out: Path, identity: dict[str, Any], resume: str) -> None:
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
     if resume == "never" and begun and (saved or path.exists()):
         raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
-    if saved and (differences := compare(saved, identity)):
+    if saved and (differences := compare_identities(saved, identity)):
         raise UserError(
-            f"{out} belongs to another run. Start with that run's settings (its version of xscale, "
-            f"which {STARTS} names, may lack a field that was None), or choose another --out: there, --set "
+            f"{out} belongs to another run. Start with that run's settings, or choose another --out: there, --set "
             f"model.init={out} starts from that run's weights:\n" + indented(differences)
         )
 
@@ -117,6 +118,26 @@ def code_revision() -> dict[str, Any]:
     except (OSError, subprocess.CalledProcessError):
         return {"revision": None, "changed": None}
     return {"revision": commit.strip(), "changed": [line[3:] for line in changes.splitlines()]}
+
+
+def compare_identities(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Return a line for every difference between two identities of runs. A field of the recipe that one of them lacks,
+    since another version of xscale wrote it, has its default there."""
+    return compare(with_defaults(saved), with_defaults(current))
+
+
+def with_defaults(identity: dict[str, Any]) -> dict[str, Any]:
+    if "recipe" not in identity:
+        return identity
+    recipe = dict(identity["recipe"])
+    for section, cls in SECTIONS.items():
+        recipe[section] = defaults(cls) | recipe.get(section, {})
+    streams = dict[str, Any]()
+    for name, stream in recipe.get("streams", {}).items():
+        streams[name] = defaults(StreamConfig) | stream
+        if stream.get("objective") in OBJECTIVES:
+            streams[name] = defaults(OBJECTIVES[stream["objective"]].options) | streams[name]
+    return identity | {"recipe": recipe | {"streams": streams}}
 
 
 def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:

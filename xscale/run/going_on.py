@@ -47,7 +47,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
     if args.resume == "never":
         return None
     if found := find_own(args.out, args.resume, host_group):
-        if differences := folder.compare(found.identity, identity):
+        if differences := folder.compare_identities(found.identity, identity):
             raise UserError(
                 f"checkpoint {found.path} was made with other settings. Start with the old ones, or begin a new run "
                 f"with model.init={found.path} instead of --resume:\n" + folder.indented(differences)
@@ -59,7 +59,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
             )
     elif args.fork:
         found = verified(find_parent(args.fork), "--fork", host_group)
-        if differences := folder.compare(with_new_values(found.identity, identity), identity):
+        if differences := folder.compare_identities(with_new_values(found.identity, identity), identity):
             raise UserError(
                 f"--fork {args.fork} cannot change these fields. Give that run's values, or start from its weights "
                 f"alone: --set model.init={found.path} instead of --fork:\n" + folder.indented(differences)
@@ -221,7 +221,7 @@ def read_ancestry(out: Path) -> list[dict[str, Any]]:
 def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> None:
     """Write ancestry.json for a new fork in `out`. parent: the checkpoint at which the fork begins. Rank 0 only."""
     run = parent.path.resolve().parent.parent
-    entry = {"run": str(run), "step": parent.step, "changed": folder.compare(parent.identity, identity)}
+    entry = {"run": str(run), "step": parent.step, "changed": folder.compare_identities(parent.identity, identity)}
     text = json.dumps([entry, *read_ancestry(run)], indent=1, ensure_ascii=False)
     files.write_text(out / ANCESTRY, text + "\n")
 
