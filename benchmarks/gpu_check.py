@@ -16,8 +16,8 @@ from common import ALONE, CUDA, DEVICE, text_pairs, write_world
 from torch import Tensor
 
 from xscale.data.mixture import initial_state
-from xscale.data.packed_row import PackedRow, Tokens, gather_index
-from xscale.data.stream_batch import StateIndices
+from xscale.data.packed_row import Row, Tokens
+from xscale.data.stream_batch import Gather
 from xscale.models.attention import attention, runs_flash
 from xscale.ops import masked_ce
 from xscale.ops.alignment_gather import alignment_gather
@@ -25,7 +25,7 @@ from xscale.ops.dropout_add_norm import dropout_add_norm
 from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, encode_auxiliary, step_weights
+from xscale.step.step import encode_auxiliary, run_row, step_weights
 
 CPU = torch.device("cpu")
 NARROW = [torch.bfloat16, torch.float16] if CUDA else [torch.bfloat16]
@@ -73,8 +73,8 @@ def test_gather(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     counts = np.array([len(row) for row in linked])
     columns = np.concatenate([alone, *linked])
     row_of = np.concatenate([np.arange(masked), np.repeat(np.arange(masked, 2 * masked), counts)])
-    index = gather_index([StateIndices(alone), StateIndices(columns[masked:], counts)], places)
-    on_device = [torch.from_numpy(array).to(DEVICE) for array in index]
+    gather = Gather.concat([Gather.single(alone), Gather.sums(columns[masked:], counts)], [0, 0])
+    on_device = [torch.from_numpy(array).to(DEVICE) for array in (*gather, *gather.transpose(places))]
     hidden = torch.randn(places, width, device=DEVICE).to(dtype).requires_grad_()
     incoming = torch.randn(2 * masked, width, device=DEVICE).to(dtype)
     runs = []
@@ -217,7 +217,7 @@ def run_spec(world: list[Path]) -> RunSpec:
     return resolve_run("mixed", sets, world).calibrated()
 
 
-def first_row(run_spec: RunSpec) -> PackedRow:
+def first_row(run_spec: RunSpec) -> Row:
     (row,) = next(run_spec.batches(ALONE, DEVICE.type, initial_state(run_spec.specs), 1)).rows
     return row
 
@@ -231,14 +231,14 @@ def ready_module(run_spec: RunSpec) -> StepModule:
     return module
 
 
-def row_results(run_spec: RunSpec, row: PackedRow, module: StepModule) -> Iterator[Tensor]:
+def row_results(run_spec: RunSpec, row: Row, module: StepModule) -> Iterator[Tensor]:
     """The loss, all reported numbers, and the gradients in one vector, computed with a loss scale as in fp16."""
     scale = 2.0**10
     device = next(module.parameters()).device
-    weights = step_weights(run_spec.recipe, row.targets, 0)
-    row_pass = RowPass(row, device, (0,))
-    encode_auxiliary(module, [row_pass])
-    loss, reported = row_pass(module, weights)
+    weights = step_weights(run_spec.recipe, row.target_counts, 0)
+    on_device = row.to(device)
+    (shared,) = encode_auxiliary(module, [on_device], [(0,)])
+    loss, reported = run_row(module, on_device, shared, weights, (0,))
     gradients = torch.autograd.grad(loss * scale, list(module.parameters()), materialize_grads=True)
     yield loss.detach()
     yield reported

@@ -115,8 +115,8 @@ class Bench:
         *batches, last = run_spec.batches(ALONE, DEVICE.type, initial_state(run_spec.specs), WARM + STEPS + 1)
         self.train(run_spec, batches[:WARM])
         seconds = self.train(run_spec, batches[WARM:]) / STEPS
-        works = [batch.work() for batch in batches[WARM:]]
-        tokens = sum(work.tokens for work in works) / STEPS
+        works = [batch.cost() for batch in batches[WARM:]]
+        tokens = sum(work["tokens"] for work in works) / STEPS
         flops = 0.0
         for work in works:
             flops += sum(self.formula.flops(work).values()) / STEPS

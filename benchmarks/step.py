@@ -60,7 +60,7 @@ from transformers.utils import logging as transformers_logging
 
 from xscale import ranks
 from xscale.data.mixture import Mixture, SampledRecords, initial_state
-from xscale.data.packed_row import PackedRow, pack_row
+from xscale.data.packed_row import Row, pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.models.encoder import Encoder
 from xscale.run_spec import RunSpec
@@ -68,7 +68,7 @@ from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, StepSums, encode_auxiliary, optimizer_step, step_weights
+from xscale.step.step import StepSums, encode_auxiliary, optimizer_step, run_row, step_weights
 
 PAIRS = 4000
 DEMO_IDS = 32_768
@@ -103,7 +103,7 @@ class XscaleLoop:
         place: dict[str, int] = {"step": batch.step, "rank": ALONE.rank, "world": ALONE.world}
         self.sums, _ = optimizer_step(self.engine, self.run_spec.recipe, batch.rows, self.targets, **place)
         self.seconds.append(now() - started)
-        self.flops = sum(self.formula.flops(batch.work()).values())
+        self.flops = sum(self.formula.flops(batch.cost()).values())
 
     def loss(self) -> float:
         """The loss of the last step."""
@@ -329,11 +329,11 @@ def first_stream_batches(run_spec: RunSpec) -> dict[str, StreamBatch]:
 
 
 @torch.no_grad()
-def losses_of(run_spec: RunSpec, module: StepModule, row: PackedRow) -> dict[str, float]:
-    row_pass = RowPass(row, torch.device("cpu"), (0,))
-    encode_auxiliary(module, [row_pass])
-    _, values_K = row_pass(module, step_weights(run_spec.recipe, row.targets, 0))
-    return stream_losses(run_spec, StepSums(module.reported, values_K), row.targets)
+def losses_of(run_spec: RunSpec, module: StepModule, row: Row) -> dict[str, float]:
+    on_device = row.to(torch.device("cpu"))
+    (shared,) = encode_auxiliary(module, [on_device], [(0,)])
+    _, values_K = run_row(module, on_device, shared, step_weights(run_spec.recipe, row.target_counts, 0), (0,))
+    return stream_losses(run_spec, StepSums(module.reported, values_K), row.target_counts)
 
 
 def give_draws(part: Any, examples: list[Example], stream_batch: StreamBatch, heads: Any) -> None:
@@ -342,8 +342,8 @@ def give_draws(part: Any, examples: list[Example], stream_batch: StreamBatch, he
     masked = torch.from_numpy(stream_batch.sequences.ids)
     original = masked.clone()
     labels = torch.full_like(masked, -100)
-    if "masked" in stream_batch.reads:
-        places = stream_batch.reads["masked"].places
+    if "masked" in stream_batch.states:
+        places = stream_batch.states["masked"].columns
         original[places] = torch.from_numpy(next(iter(stream_batch.labels.values())))
         labels[places] = original[places]
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from xscale.data.mixture import initial_state
-from xscale.data.packed_row import PackedRow, pack_row
+from xscale.data.packed_row import Row, pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, StepSums, add_shared_states, step_weights
+from xscale.step.step import StepSums, run_row, shared_states, step_weights
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
@@ -57,7 +57,7 @@ class FirstStep(NamedTuple):
     metrics: dict[str, float]
 
 
-def first_rows(run_spec: RunSpec, world: int = 1, max_tokens: int = WHOLE) -> list[list[PackedRow]]:
+def first_rows(run_spec: RunSpec, world: int = 1, max_tokens: int = WHOLE) -> list[list[Row]]:
     """Return the packed rows of the first step on `world` ranks: a list for each rank."""
     train = replace(run_spec.recipe.train, max_tokens=max(max_tokens, run_spec.recipe.data.max_length))
     run_spec = replace(run_spec, recipe=replace(run_spec.recipe, train=train))
@@ -72,17 +72,16 @@ def first_rows(run_spec: RunSpec, world: int = 1, max_tokens: int = WHOLE) -> li
     return found
 
 
-def compute_step(module: StepModule, run_spec: RunSpec, ranks: list[list[PackedRow]]) -> FirstStep:
+def compute_step(module: StepModule, run_spec: RunSpec, ranks: list[list[Row]]) -> FirstStep:
     """Return the results of a step. This process computes all ranks' rows, and updates the auxiliary states."""
     module.zero_grad()
-    rows = [row for rows in ranks for row in rows]
-    totals = {key: sum(row.targets[key] for row in rows) for key in rows[0].targets}
+    rows = [row.to(CPU) for rows in ranks for row in rows]
+    totals = {key: sum(row.target_counts[key] for row in rows) for key in rows[0].target_counts}
     weights = step_weights(run_spec.recipe, totals, 0)
-    passes = [RowPass(row, CPU, (0, number)) for number, row in enumerate(rows)]
-    add_shared_states(module, passes)
+    seeds = [(0, number) for number in range(len(rows))]
     loss, reported = 0.0, torch.zeros(())
-    for row_pass in passes:
-        of_row, numbers_K = row_pass(module, weights)
+    for row, shared, seed in zip(rows, shared_states(module, rows, seeds), seeds, strict=True):
+        of_row, numbers_K = run_row(module, row, shared, weights, seed)
         of_row.backward()
         loss, reported = loss + of_row.item(), reported + numbers_K
     for auxiliary_state in module.auxiliary_states.values():
@@ -140,22 +139,21 @@ def empty_row_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
     for name in run_spec.recipe.streams:
         full, how = dataset.stream_batches(name, plan)[0], dataset.streams[name]
         empty: StreamBatch = how.objective.collate([], how.options, dataset.context_of(name))
-        for field in (field for field in fields(StreamBatch) if field.name != "pairs"):  # the loader fills in pairs
+        for field in (field for field in fields(StreamBatch) if field.name != "pair_counts"):  # set by the loader
             there, here = getattr(full, field.name), getattr(empty, field.name)
             if isinstance(there, dict) and there.keys() != here.keys():
                 yield f"streams.{name}: without samples {field.name} has {[*here]}, with some {[*there]}"
-        if full.reads.keys() != empty.reads.keys():
+        if full.states.keys() != empty.states.keys():
             continue
         separator = run_spec.tokenizer.sep_id
-        rows = [pack_row({name: stream_batch}, separator) for stream_batch in (full, empty)]
+        rows = [pack_row({name: stream_batch}, separator).to(CPU) for stream_batch in (full, empty)]
         one = copy.deepcopy(module)
         one.streams = {name: module.streams[name]}
-        passes = [RowPass(row, CPU, (0, number)) for number, row in enumerate(rows)]
-        add_shared_states(one, passes)
-        weights = dict.fromkeys(rows[1].targets, 1.0)
-        passes[0](one, weights)
+        shared = shared_states(one, rows, [(0, 0), (0, 1)])
+        weights = dict.fromkeys(rows[1].target_counts, 1.0)
+        run_row(one, rows[0], shared[0], weights, (0, 0))
         reported = one.reported
-        loss, _ = passes[1](one, weights)
+        loss, _ = run_row(one, rows[1], shared[1], weights, (0, 1))
         if one.reported != reported:
             yield f"streams.{name}: without samples it reports {one.reported}, with some {reported}"
         loss.backward()
@@ -163,9 +161,14 @@ def empty_row_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
             yield f"streams.{name}: without samples the loss ({loss.item()}) or its gradient is not finite"
 
 
+def row_leaves(row: Row) -> list:
+    """Return the arrays and numbers of a row and of its auxiliary rows."""
+    return tree_leaves(vars(row) | {"auxiliary": [vars(auxiliary) for auxiliary in row.auxiliary.values()]})
+
+
 def collate_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
     """Yield a line if the same records give other arrays when they are read again."""
-    first, second = (tree_leaves(first_rows(run_spec)[0][0].inputs) for _ in range(2))
+    first, second = (row_leaves(first_rows(run_spec)[0][0]) for _ in range(2))
     if not all(map(np.array_equal, first, second)):
         yield "the same records were collated in two ways; draw by the records' identities (xscale/rng.py)"
 

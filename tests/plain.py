@@ -56,11 +56,11 @@ def sequences_of(stream_batch: StreamBatch) -> tuple[list[list[int]], list[dict[
     """Ids of each sequence as the model sees them, and its labels by place: those of the piece's first term."""
     inputs = ids_of(stream_batch.sequences)
     labels: list[dict[int, int]] = [{} for _ in inputs]
-    if "masked" not in stream_batch.reads:
+    if "masked" not in stream_batch.states:
         return inputs, labels
     where = [(s, place) for s, ids in enumerate(inputs) for place in range(len(ids))]
     first = next(iter(stream_batch.labels.values()))
-    for place, label in zip(stream_batch.reads["masked"].places.tolist(), first.tolist(), strict=True):
+    for place, label in zip(stream_batch.states["masked"].columns.tolist(), first.tolist(), strict=True):
         sequence, at = where[place]
         labels[sequence][at] = label
     return inputs, labels

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xscale.data.mixture import initial_state
-from xscale.data.packed_row import PackedRow, pack_row
+from xscale.data.packed_row import Row, pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.objectives import OBJECTIVES, Parts
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec
-from xscale.step.module import StepModule
-from xscale.step.step import RowPass, encode_auxiliary
+from xscale.step.module import StepModule, Weights
+from xscale.step.step import Seed, encode_auxiliary, run_row
 
 CPU, FILLER, LONGEST = torch.device("cpu"), 3, 128
 
@@ -52,21 +52,23 @@ class Sums:
     """Sum of each metric, and the term by whose targets it is divided."""
 
 
-def read_row(module: StepModule, row: PackedRow, seed: tuple[str | int, ...] = (0,)) -> RowPass:
-    """Return the row on the CPU, with the states of the auxiliary encoders."""
-    row_pass = RowPass(row, CPU, seed)
-    encode_auxiliary(module, [row_pass])
-    return row_pass
+def pass_row(module: StepModule, row: Row, weights: Weights, seed: Seed = (0,)) -> tuple[Tensor, Tensor]:
+    """Return the loss and the reported numbers of a row, with the states of the auxiliary encoders."""
+    on_device = row.to(next(module.parameters()).device)
+    (shared,) = encode_auxiliary(module, [on_device], [seed])
+    return run_row(module, on_device, shared, weights, seed)
 
 
 def sums(objective: str, parts: Parts, stream_batch: StreamBatch, options: Any, seed: int = 0) -> Sums:
-    """The companion reads once, and a row runs once for each term, with all other weights at 0."""
+    """The auxiliary encoder runs once, and a row runs once for each term, with all other weights at 0."""
     module = OneStream(objective, parts, options)
-    row_pass = read_row(module, pack_row({"s": stream_batch}, FILLER), (seed,))
+    row = pack_row({"s": stream_batch}, FILLER).to(CPU)
+    (shared,) = encode_auxiliary(module, [row], [(seed,)])
     names = list(OBJECTIVES[objective].terms(options))
     terms, reported = {}, torch.empty(0)
     for name in names:
-        terms[name], reported = row_pass(module, {("s", n): float(n == name) for n in names})
+        weights = {("s", n): float(n == name) for n in names}
+        terms[name], reported = run_row(module, row, shared, weights, (seed,))
     assert not reported.requires_grad
     numbers = dict(zip(module.reported, reported.tolist(), strict=True))
     for name, total in terms.items():
@@ -100,7 +102,7 @@ def assert_same_gradients(
 
 def rows_of_step(
     run_spec: RunSpec, world: int = 1, max_tokens: int | None = None, steps: int = 1
-) -> Iterator[list[list[PackedRow]]]:
+) -> Iterator[list[list[Row]]]:
     """Rows of each of the first steps, by rank."""
     run_spec = replace(
         run_spec, recipe=replace(run_spec.recipe, train=replace(run_spec.recipe.train, max_tokens=max_tokens))
@@ -113,8 +115,8 @@ def rows_of_step(
         yield [batch.rows for batch in batches]
 
 
-def totals_of(rows: list[PackedRow]) -> dict[tuple[str, str], int]:
-    return {key: sum(row.targets[key] for row in rows) for key in rows[0].targets}
+def totals_of(rows: list[Row]) -> dict[tuple[str, str], int]:
+    return {key: sum(row.target_counts[key] for row in rows) for key in rows[0].target_counts}
 
 
 class PlainEngine:

@@ -21,7 +21,7 @@ from xscale.data.loader import StepDataset, StreamObjective
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
-from xscale.data.stream_batch import Context, StreamBatch
+from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
@@ -59,12 +59,12 @@ def entries(tokenizer: Tokenizer) -> list[Entry]:
 
 
 @pytest.fixture(scope="module")
-def context(entries: list[Entry], tokenizer: Tokenizer) -> Callable[..., Context]:
+def context(entries: list[Entry], tokenizer: Tokenizer) -> Callable[..., CollateContext]:
     """context(step, part, parts): with two dictionaries of these entries."""
     lexicons = (made(entries[:20], ("en", "de")), made(entries[20:], ("fr", "en")))
 
-    def make(step: int = 0, part: int = 0, parts: int = 1, seed: int = 0, stream: str = "align_mlm") -> Context:
-        return Context(tokenizer, 64, "drop", LANGUAGES, seed, lexicons, stream, step, part, parts)
+    def make(step: int = 0, part: int = 0, parts: int = 1, seed: int = 0, stream: str = "align_mlm") -> CollateContext:
+        return CollateContext(tokenizer, 64, "drop", LANGUAGES, seed, lexicons, stream, step, part, parts)
 
     return make
 
@@ -117,7 +117,10 @@ def test_the_rest_is_mlm(context, tokenizer: Tokenizer) -> None:
     samples = random_samples(context(), 9, 2)
     plain = mlm.collate(samples, mlm.MaskedOptions(0.2), context())
     stream_batch = align_mlm.collate(samples, align_mlm.AlignMlmOptions(0.2), context())
-    assert sequences_of(stream_batch) == sequences_of(plain) and stream_batch.targets["mlm"] == plain.targets["mlm"]
+    assert (
+        sequences_of(stream_batch) == sequences_of(plain)
+        and stream_batch.target_counts["mlm"] == plain.target_counts["mlm"]
+    )
     assert stream_batch.samples == plain.samples and not plain.arrays
 
 
@@ -132,8 +135,8 @@ def test_every_entry_once_a_step(wanted: int | None, parts: int, entries: list[E
     batches = [align_mlm.collate([], options, context(5, part, parts)) for part in range(parts)]
     found = [entry for batch in batches for entry in dictionary_of(batch)]
     assert len(found) == min(wanted or ENTRIES, ENTRIES)
-    assert [batch.targets["align"] for batch in batches] == [len(dictionary_of(batch)) for batch in batches]
-    sizes = [batch.targets["align"] for batch in batches]
+    assert [batch.target_counts["align"] for batch in batches] == [len(dictionary_of(batch)) for batch in batches]
+    sizes = [batch.target_counts["align"] for batch in batches]
     assert max(sizes) - min(sizes) <= 1, "a part has more than its share"
     assert len({tuple(a) for a, _ in found}) == len(found) and all(entry in entries for entry in found)
     whole = dictionary_of(align_mlm.collate([], options, context(5)))
@@ -171,7 +174,7 @@ def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted:
     calibration = Calibration([bytes_to_tokens(source, tokenizer) for source in sources], {})
     options = align_mlm.AlignMlmOptions(pairs_per_step=wanted)
     streams = {spec.name: StreamObjective(align_mlm.OBJECTIVE, options, lexicons=(lexicon,)) for spec in specs}
-    context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1}, 3)
+    context = CollateContext(tokenizer, 64, "drop", {"en": 0, "xx": 1}, 3)
     dataset = StepDataset(sources, streams, context, 3)
 
     def entries_of(world: int, max_tokens: int) -> list[dict[str, list[Entry]]]:
@@ -204,9 +207,9 @@ def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted:
 
 def test_only_longer_words(tokenizer: Tokenizer) -> None:
     lexicon = made([([50, 51], [60])], ("en", "de"))
-    poor = Context(tokenizer, 64, "drop", LANGUAGES, lexicons=(lexicon,), stream="s")
+    poor = CollateContext(tokenizer, 64, "drop", LANGUAGES, lexicons=(lexicon,), stream="s")
     sample = [[Example(("en",), ([50],), None, np.uint64(0))]]
-    assert align_mlm.collate(sample, align_mlm.AlignMlmOptions(), poor).targets["align"] == 1
+    assert align_mlm.collate(sample, align_mlm.AlignMlmOptions(), poor).target_counts["align"] == 1
     with pytest.raises(UserError, match=r"streams\.s: .* set subwords: mean"):
         align_mlm.collate(sample, align_mlm.AlignMlmOptions(subwords="single"), poor)
 
@@ -230,10 +233,10 @@ def test_entries_of_the_same_tokens_are_left_out(tmp_path: Path, tokenizer: Toke
     assert lexicon.identical == len(words) and "5 have the same tokens on both" in lexicon.summary()
     source, target = lexicons.entries((lexicon,), False)
     assert len(source.lengths) == len(target.lengths) == 2
-    context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1}, lexicons=(lexicon,))
+    context = CollateContext(tokenizer, 64, "drop", {"en": 0, "xx": 1}, lexicons=(lexicon,))
     stream_batch = align_mlm.collate(
         [[Example(("en",), ([50],), None, np.uint64(0))]], align_mlm.AlignMlmOptions(), context
     )
-    assert stream_batch.targets["align"] == 2
+    assert stream_batch.target_counts["align"] == 2
     ids = np.split(stream_batch.arrays["ids"], stream_batch.arrays["starts"][1:])
     assert [tokenizer.hf.decode(word) for word in ids] == ["Peter", "will", "shaka", "doj"]

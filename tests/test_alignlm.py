@@ -26,7 +26,7 @@ from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.ragged import indices_within
 from xscale.data.sequences import Example, Sequences
 from xscale.data.shards import Source
-from xscale.data.stream_batch import Context, StateIndices, StreamBatch
+from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split
 from xscale.errors import UserError
@@ -67,8 +67,8 @@ def examples_of(tokenizer: Tokenizer, pairs: list[Pair], langs: tuple[str, str] 
     return samples
 
 
-def context(tokenizer: Tokenizer, max_length: int = 128, overlong: str = "truncate") -> Context:
-    return Context(tokenizer, max_length, overlong, {"en": 0, "xx": 1, "de": 2})
+def context(tokenizer: Tokenizer, max_length: int = 128, overlong: str = "truncate") -> CollateContext:
+    return CollateContext(tokenizer, max_length, overlong, {"en": 0, "xx": 1, "de": 2})
 
 
 def noise(module: nn.Module, scale: float = 0.05) -> None:
@@ -131,8 +131,8 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
         ids.flatten().numpy(), lengths, indices_within(lengths), zeros, zeros, None, identities, zeros[:2]
     )
     named = {"mono": labels.numpy(), "bi": labels.numpy()[linked]}
-    reads = {"masked": StateIndices(places), "linked": partners}
-    stream_batch = StreamBatch(sequences, reads, {"mono": 3, "bi": 2}, 2, named)
+    states = {"masked": Gather.single(places), "linked": partners}
+    stream_batch = StreamBatch(sequences, states, {"mono": 3, "bi": 2}, 2, named)
     found = sums("alignlm", Parts(Encoder(lm), heads), stream_batch, alignlm.AlignLMOptions())
     logits = lm(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.flatten(0, 1)
     fp32_rotations = 1e-6 if kind == "modernbert" else 1e-12  # Hugging Face turns queries and keys in fp32
@@ -160,12 +160,10 @@ def test_linked_states_are_rows_of_A(data: st.DataObject) -> None:
     A = np.zeros((places, places), dtype=int)
     for i, j in links.tolist():
         A[i, j] = A[j, i] = 1
-    linked, reads = word_links.linked_states(links, masked, places)
+    linked, partners = word_links.linked_states(links, masked, places)
     assert linked.tolist() == [k for k, i in enumerate(masked) if A[i].any()]
-    ends = np.cumsum([0, *reads.counts]).tolist()
-    rows = [reads.places[a:b].tolist() for a, b in pairwise(ends)]
-    assert rows == [np.flatnonzero(A[i]).tolist() for i in masked if A[i].any()] and len(reads) == len(linked)
-    assert ends[-1] == len(reads.places)
+    rows = [partners.columns[a:b].tolist() for a, b in pairwise(partners.offsets)]
+    assert rows == [np.flatnonzero(A[i]).tolist() for i in masked if A[i].any()] and partners.size == len(linked)
 
 
 def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
@@ -210,14 +208,14 @@ def test_sub_words_that_a_link_expands_to(tokenizer: Tokenizer, expand: Any) -> 
     stream_batch = alignlm.collate([sample], options, context(tokenizer))
     expected = [*first, *second] if expand == "all" else [first[0], second[0]]
     states = 2 * len(first) * len(second) if expand == "all" else 2
-    assert stream_batch.labels["bi"].tolist() == expected and stream_batch.targets["links"] == states
+    assert stream_batch.labels["bi"].tolist() == expected and stream_batch.target_counts["links"] == states
 
 
 def test_links_between_words_that_were_cut_are_no_error(tokenizer: Tokenizer) -> None:
     long = " ".join(ROOT_WORDS[:12])
     (sample,) = examples_of(tokenizer, [(long, long, "11-11 0-0")])
     stream_batch = alignlm.collate([sample], alignlm.AlignLMOptions(mask_prob=0.99), context(tokenizer, 16))
-    assert stream_batch.targets["bi"] == 2 * len(tokenizer.encode(["Peter"])[0])
+    assert stream_batch.target_counts["bi"] == 2 * len(tokenizer.encode(["Peter"])[0])
 
 
 def test_options_are_checked() -> None:
@@ -241,28 +239,28 @@ def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None
         keys = stream_batch.keys
         original = stream_batch.sequences.ids.copy()
         masked, partners, of_token = (
-            stream_batch.reads["masked"].places,
-            stream_batch.reads["linked"],
+            stream_batch.states["masked"].columns,
+            stream_batch.states["linked"],
             stream_batch.sequences.numbers,
         )
         original[masked] = stream_batch.labels["mono"]
         linked = [place for place in masked.tolist() if original[place] in stream_batch.labels["bi"]]
-        ends = np.cumsum([0, *partners.counts]).tolist()
+        ends = partners.offsets.tolist()
         at = iter(linked)
         for label, (a, b) in zip(stream_batch.labels["bi"].tolist(), pairwise(ends), strict=True):
-            sequence = of_token[partners.places[a]]
+            sequence = of_token[partners.columns[a]]
             place = next(p for p in at if original[p] == label and of_token[p] == sequence)
             record = records[keys[sequence]]
             texts = [found for found, _ in split(list(record.texts))]
             token = tokenizer.backend.id_to_token(int(original[place])).removeprefix("##")
-            theirs = [tokenizer.backend.id_to_token(int(original[c])) for c in partners.places[a:b]]
+            theirs = [tokenizer.backend.id_to_token(int(original[c])) for c in partners.columns[a:b]]
             links = links_of(record.links)
             translations = [(texts[0][i], texts[1][j]) for i, j in links]
             fits = [y for x, y in translations if token in x] + [x for x, y in translations if token in y]
             assert all(any(partner.removeprefix("##") in word for word in fits) for partner in theirs)
-            assert set(of_token[partners.places[a:b]]) == {sequence}
+            assert set(of_token[partners.columns[a:b]]) == {sequence}
             seen += 1
-        assert stream_batch.targets["bi"] > 0.8 * stream_batch.targets["mono"] > 0
+        assert stream_batch.target_counts["bi"] > 0.8 * stream_batch.target_counts["mono"] > 0
     assert seen > 100 and len(found) > 1
 
 

@@ -150,7 +150,7 @@ def test_rows_have_as_many_tokens_as_estimated(run_spec, recipe: str) -> None:
         start = mixture.state
         estimated += mixture.next_batch().tokens_of_bins().sum()
         mixture.state = start
-        tokens += sum(row.work.tokens for row in dataset[mixture.next_step()].rows)
+        tokens += sum(row.cost["tokens"] for row in dataset[mixture.next_step()].rows)
     assert tokens == pytest.approx(estimated, rel=0.015)
 
 
@@ -167,7 +167,7 @@ def test_long_pairs_are_estimated_as_what_becomes_of_them(run_spec) -> None:
             estimated = sum(int(tokens.sum()) for tokens in mixture.next_batch().tokens.values())
             mixture.state = start
             batch = dataset[mixture.next_step()]
-            found.append([batch.too_long()["tlm"] / 128, batch.work().tokens / estimated])
+            found.append([batch.too_long()["tlm"] / 128, batch.cost().tokens / estimated])
         too_long, ratio = np.mean(found, axis=0)
         assert 0.1 < too_long < 0.6 and ratio == pytest.approx(1, abs=0.05)
 
@@ -185,4 +185,4 @@ def test_rows_have_no_filling(run_spec) -> None:
     for batch in made.batches(place(), "cpu", initial_state(made.specs), 2):
         assert len(batch.rows) > 3
         for row in batch.rows:
-            assert len(row.inputs.tokens.input_ids) == row.work.tokens and (row.inputs.tokens.lengths > 0).all()
+            assert len(row.tokens.input_ids) == row.cost["tokens"] and (row.tokens.lengths > 0).all()

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from tests.rows import CPU, FILLER, LONGEST, assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from tests.test_alignlm import context, examples_of, noise, random_pairs, tiny
-from xscale.data.packed_row import Index, Tokens, pack_row
+from xscale.data.packed_row import Row, pack_row
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.objectives import contextual
 from xscale.objectives.base import Parts
-from xscale.step.step import to_device
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def test_pairs_may_have_either_order_of_languages(tokenizer: Tokenizer, parts: P
         samples = examples_of(tokenizer, made, langs)
         stream_batch = contextual.collate(samples, contextual.ContextualOptions(), context(tokenizer))
         terms = sums("contextual", parts, stream_batch, contextual.ContextualOptions()).terms
-        values.append({term: value.item() / stream_batch.targets[term] for term, value in terms.items()})
+        values.append({term: value.item() / stream_batch.target_counts[term] for term, value in terms.items()})
     assert values[0] == pytest.approx(values[1], rel=1e-9)
 
 
@@ -68,13 +67,13 @@ def fresh(tokenizer: Tokenizer, dropout: float) -> Encoder:
     )  # fmt: skip
 
 
-def auxiliary(tokenizer: Tokenizer) -> tuple[Tokens, Index, dict[str, Tensor]]:
-    """What the copy reads of three pairs."""
+def auxiliary(tokenizer: Tokenizer) -> tuple[Row, list[dict[str, Tensor]]]:
+    """What the copy encodes of three pairs."""
     stream_batch = contextual.collate(
         examples_of(tokenizer, random_pairs(3)), contextual.ContextualOptions(), context(tokenizer)
     )
-    inputs = to_device(pack_row({"s": stream_batch}, FILLER).inputs, CPU)
-    return *inputs.auxiliary["s"], [inputs.arrays["s"]]
+    row = pack_row({"s": stream_batch}, FILLER)
+    return row.auxiliary["s"].to(CPU), [row.to(CPU).arrays["s"]]
 
 
 def test_before_the_first_step_nothing_has_moved(tokenizer: Tokenizer) -> None:
@@ -104,9 +103,9 @@ def test_before_the_first_step_nothing_has_moved(tokenizer: Tokenizer) -> None:
 def test_the_copy_has_no_dropout_no_gradients_and_no_place_among_modules(tokenizer: Tokenizer) -> None:
     encoder = fresh(tokenizer, 0.5).train()
     auxiliary_state = contextual.Frozen(encoder)
-    read = auxiliary(tokenizer)
+    given = auxiliary(tokenizer)
     state = torch.get_rng_state()
-    first, again = (auxiliary_state.read(encoder, *read) for _ in range(2))
+    first, again = (auxiliary_state.encode(encoder, *given) for _ in range(2))
     assert torch.equal(first, again) and torch.equal(state, torch.get_rng_state())
     assert not first.requires_grad and not any(p.requires_grad for p in auxiliary_state.initial.parameters())
     assert not isinstance(auxiliary_state, torch.nn.Module), "DeepSpeed would cast it"
@@ -115,12 +114,13 @@ def test_the_copy_has_no_dropout_no_gradients_and_no_place_among_modules(tokeniz
 def test_the_copy_computes_in_the_encoders_type_and_stays_fp32(tokenizer: Tokenizer) -> None:
     encoder = fresh(tokenizer, 0.0)
     auxiliary_state = contextual.Frozen(encoder)
-    read = tokens, index, _ = auxiliary(tokenizer)
-    exact = auxiliary_state.read(encoder, *read)
+    given = auxiliary(tokenizer)
+    row = given[0]
+    exact = auxiliary_state.encode(encoder, *given)
     encoder.bfloat16()
-    rounded = auxiliary_state.read(encoder, *read)
-    assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, encoder(tokens)[index[1]])
-    assert torch.equal(auxiliary_state.read(encoder.float(), *read), exact), "the fp32 weights were rounded"
+    rounded = auxiliary_state.encode(encoder, *given)
+    assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, encoder(row.tokens)[row.gather.columns])
+    assert torch.equal(auxiliary_state.encode(encoder.float(), *given), exact), "the fp32 weights were rounded"
     assert {w.dtype for w in auxiliary_state.state_dict().values() if w.is_floating_point()} == {torch.float32}
 
 
@@ -132,11 +132,11 @@ def test_the_copy_survives_a_checkpoint(tokenizer: Tokenizer) -> None:
     noise(encoder)
     file.seek(0)
     resumed = contextual.Frozen(encoder)
-    read = auxiliary(tokenizer)
-    resumed.read(encoder.bfloat16(), *read)
+    given = auxiliary(tokenizer)
+    resumed.encode(encoder.bfloat16(), *given)
     resumed.load_state_dict(torch.load(file, weights_only=True)["contextual"])
     encoder.float()
-    assert torch.equal(resumed.read(encoder, *read), saved.read(encoder, *read))
+    assert torch.equal(resumed.encode(encoder, *given), saved.encode(encoder, *given))
 
 
 def test_options_are_checked() -> None:

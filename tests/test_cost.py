@@ -9,9 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForMaskedLM, BertConfig
 
-from tests.rows import read_row
+from tests.rows import CPU, pass_row
 from xscale.data.mixture import initial_state
-from xscale.data.packed_row import PackedRow, RowCost, Tokens
+from xscale.data.packed_row import Row, Tokens
 from xscale.models.attention import attention_blocks, attention_blocks_backward
 from xscale.models.build import preset_config
 from xscale.models.encoder import Encoder
@@ -22,6 +22,7 @@ from xscale.recipe import Recipe, load_recipe
 from xscale.run_spec import resolve_run
 from xscale.step import cost
 from xscale.step.module import StepModule
+from xscale.step.step import encode_auxiliary, run_row
 
 
 def recipe_of(*sets: str) -> Recipe:
@@ -148,14 +149,15 @@ def test_peak_of_a_row(demo: Path, recipe: str, preset: str) -> None:
     """Activations, head and gradients: what a row allocates at most, on a CPU; its sequences are shorter than they
     might be."""
     module, row = first_row(demo, recipe, f"model.preset={preset}", "model.dropout=0.1")
-    row_pass = read_row(module, row)
-    weights = {key: 1e-3 for key in row.targets}
+    on_device = row.to(CPU)
+    (shared,) = encode_auxiliary(module, [on_device], [(0,)])
+    weights = {key: 1e-3 for key in row.target_counts}
     with torch.profiler.profile(profile_memory=True) as profile:
-        row_pass(module, weights)[0].backward()
+        run_row(module, on_device, shared, weights, (0,))[0].backward()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
     recipe_here = recipe_of("data.max_length=128")
-    expected = cost.activation_bytes(module.encoder, recipe_here, 4, "cpu", row.work.tokens)
+    expected = cost.activation_bytes(module.encoder, recipe_here, 4, "cpu", row.cost["tokens"])
     expected += cost.vocabulary_head_bytes(module.encoder, 4, "cpu") + 4 * sum(p.numel() for p in module.parameters())
     assert 0.85 * peak < expected < 1.3 * peak
 
@@ -190,7 +192,7 @@ def counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=IN_PLACE | ATTENTION)
 
 
-def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, PackedRow]:
+def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, Row]:
     run_spec = resolve_run(recipe, ["data.workers=0", *sets], [demo]).calibrated()
     (batch,) = run_spec.batches(Process(0, 1, 0, 1), "cpu", initial_state(run_spec.specs), 1)
     return StepModule(run_spec.encoder(), run_spec.recipe), batch.rows[0]
@@ -200,8 +202,9 @@ def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, PackedRo
 def test_flops_by_term(preset: str) -> None:
     """Against torch's own count of each part, forward and backward: exact where sequences are equally long."""
     encoder = Encoder(AutoModelForMaskedLM.from_config(preset_config(preset, 900, 0, 64, 0.0)).train())
-    work = RowCost(tokens=512, squares=8 * 64**2, predictions=30, auxiliary_tokens=128, auxiliary_squares=2 * 64**2)
-    found = cost.StepFlops(encoder).flops(work)
+    row_cost = {"tokens": 512, "squares": 8 * 64**2, "predictions": 30}
+    row_cost |= {"auxiliary_tokens": 128, "auxiliary_squares": 2 * 64**2}
+    found = cost.StepFlops(encoder).flops(row_cost)
     with counter() as counted:
         encoder(row_of(8, 64)).sum().backward()
     in_attention = sum(counted.get_flop_counts()["Global"][operator] for operator in ATTENTION)
@@ -234,10 +237,10 @@ def test_flops_of_a_whole_row(demo: Path, recipe: str) -> None:
     """Forward and backward, auxiliary states included, within 5 %: what is left out are AlignLM's and PPA's own small
     heads, and the padding of attention's blocks."""
     module, row = first_row(demo, recipe)
-    weights = {key: 1e-3 for key in row.targets}
+    weights = {key: 1e-3 for key in row.target_counts}
     with counter() as counted:
-        read_row(module, row)(module, weights)[0].backward()
-    found = cost.StepFlops(module.encoder).flops(row.work)
+        pass_row(module, row, weights)[0].backward()
+    found = cost.StepFlops(module.encoder).flops(row.cost)
     assert set(found) == {"encoder", "attention", "head", "auxiliary"}
     assert sum(found.values()) == pytest.approx(counted.get_total_flops(), rel=0.05)
     assert sum(found.values()) <= counted.get_total_flops() * 1.001

@@ -10,14 +10,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import launch
-from tests.rows import CPU, read_row, rows_of_step, totals_of
+from tests.rows import CPU, pass_row, rows_of_step, totals_of
 from xscale.checkpoint import store
-from xscale.data.packed_row import PackedRow
+from xscale.data.packed_row import Row
 from xscale.files import sha256_file
 from xscale.ranks import HostGroup
 from xscale.run_spec import RunSpec
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, encode_auxiliary, step_weights, to_device
+from xscale.step.step import encode_auxiliary, run_row, step_weights
 
 SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "contextual=4", "align_mlm=3"]
 
@@ -30,7 +30,7 @@ def run_spec(demo: Path) -> RunSpec:
 
 
 @pytest.fixture(scope="module")
-def row(run_spec: RunSpec) -> PackedRow:
+def row(run_spec: RunSpec) -> Row:
     ((row,),) = next(rows_of_step(run_spec))
     return row
 
@@ -53,18 +53,18 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_host_does_not_wait_for_the_device(run_spec: RunSpec, row: PackedRow) -> None:
+def test_the_host_does_not_wait_for_the_device(run_spec: RunSpec, row: Row) -> None:
     """Forward, backward and the companions' update of a row of all objectives. But for the weights of the predictions,
     which come from the host, and on a CPU the head, which looks whether the incoming gradient is 1."""
     module = StepModule(run_spec.encoder(), run_spec.recipe)
     weights = step_weights(run_spec.recipe, totals_of([row]), 0)
-    row_pass = RowPass(row, CPU, (0,))
+    on_device = row.to(CPU)
     with Waits() as copies:
-        for auxiliary in row.inputs.auxiliary.values():
-            to_device(auxiliary, CPU)
+        for auxiliary in row.auxiliary.values():
+            auxiliary.to(CPU)
     with Waits() as waits:
-        encode_auxiliary(module, [row_pass])
-        loss, _ = row_pass(module, weights)
+        (shared,) = encode_auxiliary(module, [on_device], [(0,)])
+        loss, _ = run_row(module, on_device, shared, weights, (0,))
     assert waits.found == copies.found + Counter(lift_fresh=1)
     with Waits() as waits:
         loss.backward()
@@ -94,7 +94,7 @@ def saved_bytes(module: nn.Module, call: Any) -> int:
     return sum(kept.values())
 
 
-def test_checkpointed_activations_give_the_same_step(demo: Path, row: PackedRow) -> None:
+def test_checkpointed_activations_give_the_same_step(demo: Path, row: Row) -> None:
     """Bit for bit, with dropout; half as much is kept. The momentum encoder, without backward pass, stays as it is."""
     found = []
     for on in ("false", "true"):
@@ -102,10 +102,10 @@ def test_checkpointed_activations_give_the_same_step(demo: Path, row: PackedRow)
         sets += [f"train.activation_checkpointing={on}", "streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=8"]
         run_spec = launch.run_spec_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
         module = StepModule(run_spec.encoder(), run_spec.recipe)
-        loss, _ = read_row(module, row)(module, step_weights(run_spec.recipe, totals_of([row]), 0))
+        loss, _ = pass_row(module, row, step_weights(run_spec.recipe, totals_of([row]), 0))
         loss.backward()
-        inputs = to_device(row.inputs, CPU)
-        kept = saved_bytes(module, lambda m=module, i=inputs: m.encoder(i.tokens))
+        tokens = row.to(CPU).tokens
+        kept = saved_bytes(module, lambda m=module, t=tokens: m.encoder(t))
         found.append((loss.detach(), {name: p.grad for name, p in module.named_parameters()}, kept))
     (loss, gradients, kept), (other, others, less) = found
     assert torch.equal(loss, other) and gradients.keys() == others.keys()

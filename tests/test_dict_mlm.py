@@ -14,7 +14,7 @@ from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noq
 from xscale import rng
 from xscale.data.lexicon import Lexicon
 from xscale.data.sequences import Example
-from xscale.data.stream_batch import Context
+from xscale.data.stream_batch import CollateContext
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
 from xscale.errors import UserError
@@ -58,7 +58,7 @@ def sentence(language: str, words: list[Word], identity: int, follows: bool = Fa
     return Example((language,), (ids,), (found,), np.uint64(identity), follows=follows)
 
 
-def random_samples(context: Context, count: int, seed: int) -> list[list[Example]]:
+def random_samples(context: CollateContext, count: int, seed: int) -> list[list[Example]]:
     """Samples of a few sentences each, of random words, lengths, languages and documents; half of the words are in a
     dictionary of their language."""
     generator = np.random.default_rng(seed)
@@ -87,7 +87,7 @@ def random_samples(context: Context, count: int, seed: int) -> list[list[Example
     return samples
 
 
-def laid_out(samples: list[list[Example]], context: Context) -> list[tuple[Example, dict[int, Word]]]:
+def laid_out(samples: list[list[Example]], context: CollateContext) -> list[tuple[Example, dict[int, Word]]]:
     """By loops: of each sequence its first sentence, which gives its identity and, here, its language, and its words by
     the place of their first token."""
     found: list[tuple[Example, dict[int, Word]]] = []
@@ -107,13 +107,13 @@ def laid_out(samples: list[list[Example]], context: Context) -> list[tuple[Examp
 
 
 @pytest.fixture(scope="module")
-def context(tokenizer: Tokenizer) -> Context:
+def context(tokenizer: Tokenizer) -> CollateContext:
     lexicons = random_lexicons(tokenizer, np.random.default_rng(0))
-    return Context(tokenizer, 64, "drop", LANGUAGES, lexicons=lexicons, stream="dict_mlm")
+    return CollateContext(tokenizer, 64, "drop", LANGUAGES, lexicons=lexicons, stream="dict_mlm")
 
 
 def expected_sequences(
-    samples: list[list[Example]], options: dict_mlm.DictMlmOptions, context: Context
+    samples: list[list[Example]], options: dict_mlm.DictMlmOptions, context: CollateContext
 ) -> tuple[list[list[int]], list[dict[int, int]], int]:
     """By loops: each sequence's inputs, its labels by place, and how many targets use a dictionary.
 
@@ -154,19 +154,19 @@ CASES = [
 
 
 @pytest.mark.parametrize("options", CASES)
-def test_sequences_by_loops(options: dict_mlm.DictMlmOptions, context: Context, tokenizer: Tokenizer) -> None:
+def test_sequences_by_loops(options: dict_mlm.DictMlmOptions, context: CollateContext, tokenizer: Tokenizer) -> None:
     samples = random_samples(context, 60, 1)
     inputs, labels, used = expected_sequences(samples, options, context)
     stream_batch = dict_mlm.collate(samples, options, context)
     assert sequences_of(stream_batch) == (inputs, labels) and used > 30
-    assert stream_batch.targets == {"mlm": sum(map(len, labels)), "translated": used}
+    assert stream_batch.target_counts == {"mlm": sum(map(len, labels)), "translated": used}
     assert dict_mlm.OBJECTIVE.ratios == {"dictionary_share": ("translated", "mlm")}
     assert not stream_batch.arrays and not stream_batch.types and stream_batch.auxiliary is None
 
 
 @pytest.mark.parametrize("synonym", ["input", "label"])
 @pytest.mark.parametrize("share", [0.25, 1.0])
-def test_the_rules(share: float, synonym: str, context: Context, tokenizer: Tokenizer) -> None:
+def test_the_rules(share: float, synonym: str, context: CollateContext, tokenizer: Tokenizer) -> None:
     """The share of the selected words that have a translation use it: whole words, of one token or two, no token in
     its own place; all others are as in MLM. A shown translation has its own language's number."""
     table = translations(context.lexicons)
@@ -176,10 +176,10 @@ def test_the_rules(share: float, synonym: str, context: Context, tokenizer: Toke
         0.3, language_embeddings=True, language_dropout=0.0, synonym=synonym, dict_share=share
     )
     stream_batch = dict_mlm.collate(samples, options, context)
-    assert stream_batch.reads["masked"].places.tolist() == plain.reads["masked"].places.tolist()
+    assert stream_batch.states["masked"].columns.tolist() == plain.states["masked"].columns.tolist()
     moved = np.flatnonzero(stream_batch.sequences.languages != plain.sequences.languages)
-    assert stream_batch.types and plain.types and set(moved) <= set(plain.reads["masked"].places)
-    assert (len(moved) > 0.9 * stream_batch.targets["translated"]) if synonym == "input" else len(moved) == 0
+    assert stream_batch.types and plain.types and set(moved) <= set(plain.states["masked"].columns)
+    assert (len(moved) > 0.9 * stream_batch.target_counts["translated"]) if synonym == "input" else len(moved) == 0
     (before, originals), (inputs, labels) = sequences_of(plain), sequences_of(stream_batch)
     selected = with_entry = used = 0
     sizes = set()
@@ -206,11 +206,13 @@ def test_the_rules(share: float, synonym: str, context: Context, tokenizer: Toke
                 assert share < 1 or word not in known
     assert sizes == {1, 2} and with_entry < 0.7 * selected
     # MLM's random token may be a translation by chance.
-    assert stream_batch.targets["translated"] <= used < stream_batch.targets["translated"] + 0.01 * with_entry
+    assert (
+        stream_batch.target_counts["translated"] <= used < stream_batch.target_counts["translated"] + 0.01 * with_entry
+    )
     assert abs(used - share * with_entry) < 0.03 * share * with_entry
 
 
-def test_translations_are_equally_likely(context: Context, tokenizer: Tokenizer) -> None:
+def test_translations_are_equally_likely(context: CollateContext, tokenizer: Tokenizer) -> None:
     table = translations(context.lexicons)["en"]
     word = max(table, key=lambda word: len(table[word]))
     samples = [[sentence("en", [word] * 40, i * 7919)] for i in range(400)]
@@ -221,18 +223,18 @@ def test_translations_are_equally_likely(context: Context, tokenizer: Tokenizer)
     assert all(abs(count - mean) < 5 * mean**0.5 for count in counts.values())
 
 
-def test_other_languages_words_are_not_translated(context: Context, tokenizer: Tokenizer) -> None:
+def test_other_languages_words_are_not_translated(context: CollateContext, tokenizer: Tokenizer) -> None:
     """A German word has no French translation here, though the same tokens are in fr-en."""
     table = translations(context.lexicons)
     word = next(word for word in table["fr"] if word not in table["de"])
     targets = dict_mlm.collate(
         [[sentence("de", [word] * 30, 3)]], dict_mlm.DictMlmOptions(0.5, dict_share=1.0), context
-    ).targets
+    ).target_counts
     assert targets["mlm"] > 5 and targets["translated"] == 0
 
 
 @pytest.mark.parametrize("options", CASES[::2])
-def test_a_record_is_the_same_in_any_company(options: Any, context: Context, tokenizer: Tokenizer) -> None:
+def test_a_record_is_the_same_in_any_company(options: Any, context: CollateContext, tokenizer: Tokenizer) -> None:
     samples = random_samples(context, 40, 3)
     inputs, labels = sequences_of(dict_mlm.collate(samples, options, context))
     alone = [sequences_of(dict_mlm.collate([sample], options, context)) for sample in reversed(samples)]
@@ -243,20 +245,22 @@ def test_a_record_is_the_same_in_any_company(options: Any, context: Context, tok
     assert sequences_of(dict_mlm.collate(moved, options, context)) != (inputs, labels)
 
 
-def test_no_share_is_mlm(context: Context, tokenizer: Tokenizer) -> None:
+def test_no_share_is_mlm(context: CollateContext, tokenizer: Tokenizer) -> None:
     samples = random_samples(context, 20, 4)
     plain = mlm.collate(samples, mlm.MaskedOptions(whole_word=True), context)
     stream_batch = dict_mlm.collate(samples, dict_mlm.DictMlmOptions(dict_share=0.0), context)
     assert sequences_of(stream_batch) == sequences_of(plain)
-    assert stream_batch.targets == plain.targets | {"translated": 0} and stream_batch.samples == plain.samples
+    assert (
+        stream_batch.target_counts == plain.target_counts | {"translated": 0} and stream_batch.samples == plain.samples
+    )
 
 
 # 2. Trouble
 
 
-def test_a_dictionary_without_entries_of_as_many_tokens(context: Context, tokenizer: Tokenizer) -> None:
+def test_a_dictionary_without_entries_of_as_many_tokens(context: CollateContext, tokenizer: Tokenizer) -> None:
     lexicon = Lexicon(("en", "de"), [("a", "b")], ([[50, 51]], [[60]]), "", Path("x"))
-    poor = Context(tokenizer, 64, "drop", LANGUAGES, lexicons=(lexicon,), stream="s")
+    poor = CollateContext(tokenizer, 64, "drop", LANGUAGES, lexicons=(lexicon,), stream="s")
     with pytest.raises(UserError, match=r"streams\.s: data\.lexicons.*larger dictionary"):
         dict_mlm.collate(random_samples(context, 2, 0), dict_mlm.DictMlmOptions(), poor)
 

@@ -11,7 +11,6 @@ from tests import launch
 from xscale import dry_run as planning
 from xscale.data import calibrate
 from xscale.data.mixture import initial_state
-from xscale.data.packed_row import RowCost
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.dry_run import dry_run
@@ -79,16 +78,15 @@ def test_work_of_a_step(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_spec = run_spec_of(demo, "ppa", "streams.ppa.samples=64", "streams.ppa.queue_size=256")
     module = run_spec.module()
     (batch,) = run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 1)
-    flops = cost.StepFlops(module.encoder).flops(batch.work())
+    flops = cost.StepFlops(module.encoder).flops(batch.cost())
     step, before = planning.work_lines(run_spec, module, world=8)
     tokens, total, *_, on_each = numbers(step)
-    assert tokens == batch.work().tokens
+    assert tokens == batch.cost()["tokens"]
     assert (total, on_each) == pytest.approx((sum(flops.values()), sum(flops.values()) / 8), rel=6e-3)
     assert "the text of 4 steps" in before
     monkeypatch.setattr(planning, "READ", 16)
     (spec,) = run_spec.specs
-    assert planning.stream_work(run_spec, spec).tokens == pytest.approx(batch.work().tokens, rel=0.2)
-    assert isinstance(planning.stream_work(run_spec, spec), RowCost)
+    assert planning.stream_cost(run_spec, spec)["tokens"] == pytest.approx(batch.cost()["tokens"], rel=0.2)
 
 
 @pytest.mark.parametrize(("ds_config", "device"), [("zero3_fp16_nodes", "cuda"), ("zero2_cpu", "")])

@@ -25,7 +25,7 @@ from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.ragged import indices_within
 from xscale.data.sequences import Example, Sequences, fit_pairs, join_segments, pack_sentences
 from xscale.data.shards import find_sources
-from xscale.data.stream_batch import Context, StreamBatch, mask_tokens
+from xscale.data.stream_batch import CollateContext, StreamBatch, mask_tokens
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
 from xscale.objectives import mlm, tlm
@@ -66,8 +66,8 @@ def fake(*lengths: int, identity: int = 0) -> Example:
     return Example(("en", "xx")[: len(lengths)], ids, words, np.uint64(identity))
 
 
-def context(tokenizer: Tokenizer, max_length: int = 128, overlong: str = "drop") -> Context:
-    return Context(tokenizer, max_length, overlong, LANGUAGES)
+def context(tokenizer: Tokenizer, max_length: int = 128, overlong: str = "drop") -> CollateContext:
+    return CollateContext(tokenizer, max_length, overlong, LANGUAGES)
 
 
 def found_in(stream_batch: StreamBatch) -> list[dict[str, Any]]:
@@ -157,13 +157,13 @@ def test_positions_languages_and_words_by_loops(tokenizer, pairs, reset: bool) -
 def test_pairs_that_do_not_fit(sizes: list[tuple[int, int]], max_length: int) -> None:
     examples = [fake(*size, identity=i) for i, size in enumerate(sizes)]
     fitting = [e for e in examples if sum(map(len, e.ids)) + 3 <= max_length]
-    kept, long = fit_pairs(examples, max_length, "drop")
-    assert list(map(id, kept)) == list(map(id, fitting)) and long == len(examples) - len(fitting)
-    assert len(fit_pairs(examples, max_length, "drop", special=4)[0]) == sum(
+    kept = fit_pairs(examples, max_length, "drop")
+    assert list(map(id, kept)) == list(map(id, fitting))
+    assert len(fit_pairs(examples, max_length, "drop", special=4)) == sum(
         sum(map(len, e.ids)) + 4 <= max_length for e in examples
     )
-    cut, long = fit_pairs(examples, max_length, "truncate")
-    assert long == len(examples) - len(fitting) and len(cut) == len(examples)
+    cut = fit_pairs(examples, max_length, "truncate")
+    assert len(cut) == len(examples)
     for original, kept in zip(examples, cut, strict=True):
         if any(original is one for one in fitting):
             assert kept is original
@@ -392,17 +392,17 @@ def step_rows(demo: Path, tokenizer: Tokenizer, world: int, max_tokens: int, ste
                     rows = found_in(stream_batch)
                     found[stream] += [(row["original"], row["ids"], sorted(row["targets"])) for row in rows]
                     found["keys"] += stream_batch.keys
-                    assert stream_batch.targets == {"mlm": sum(len(row["targets"]) for row in rows)}
+                    assert stream_batch.target_counts == {"mlm": sum(len(row["targets"]) for row in rows)}
             batch = dataset[plan]
             for number, row in enumerate(batch.rows):  # what a step gets is these pieces
                 expected = sorted(
                     seq["ids"] for of_rows in stream_batches.values() for seq in found_in(of_rows[number])
                 )
-                starts = row.inputs.tokens.starts.tolist()
-                ids = [row.inputs.tokens.input_ids[a:b].tolist() for a, b in itertools.pairwise(starts)]
+                starts = row.tokens.starts.tolist()
+                ids = [row.tokens.input_ids[a:b].tolist() for a, b in itertools.pairwise(starts)]
                 assert sorted(ids) == expected or not expected
                 assert row.keys == {stream: of_rows[number].keys for stream, of_rows in stream_batches.items()}
-                assert row.work.tokens == sum(map(len, expected)) and row.samples >= 0
+                assert row.cost["tokens"] == sum(map(len, expected)) and row.samples >= 0
         result.append({name: sorted(values) for name, values in found.items()})
     return result
 
@@ -462,8 +462,8 @@ def test_pieces_of_tlm(tokenizer, hugging_face, pairs, options: dict[str, bool])
     assert within(swaps, len(pairs), 0.5) if "shuffle_sides" in options else swaps == 0
     assert stream_batch.types == ("languages" if "language_embeddings" in options else None)
     labels = stream_batch.labels["mlm"]
-    assert stream_batch.targets == {"mlm": len(labels)} and stream_batch.samples == len(pairs)
-    assert stream_batch.reads.keys() == {"masked"} and not stream_batch.arrays and stream_batch.auxiliary is None
+    assert stream_batch.target_counts == {"mlm": len(labels)} and stream_batch.samples == len(pairs)
+    assert stream_batch.states.keys() == {"masked"} and not stream_batch.arrays and stream_batch.auxiliary is None
     assert not np.isin(labels, hugging_face.all_special_ids).any()
 
 
@@ -471,7 +471,7 @@ def test_hidden_languages(tokenizer, pairs) -> None:
     """A share of the sequences, chosen by their identities and whole, has the neutral token type; losses are told apart
     by language all the same, and nothing else differs."""
     examples = examples_of(tokenizer, pairs)
-    of = replace(context(tokenizer), names=("en-xx",))
+    of = replace(context(tokenizer), language_groups=("en-xx",))
 
     def stream_batch(share: float, order: slice = slice(None)) -> StreamBatch:
         options = tlm.TlmOptions(language_embeddings=True, language_dropout=share)
@@ -486,7 +486,7 @@ def test_hidden_languages(tokenizer, pairs) -> None:
     some, none, every = stream_batch(0.3), stream_batch(0.0), stream_batch(1.0)
     assert within(len(hidden(some)), len(pairs), 0.3) and not hidden(none) and len(hidden(every)) == len(pairs)
     assert hidden(stream_batch(0.3, slice(None, None, -1))) == hidden(some) < hidden(stream_batch(0.5))
-    assert (some.sequences.ids == none.sequences.ids).all() and (every.names["mlm"] == 0).all()
+    assert (some.sequences.ids == none.sequences.ids).all() and (every.group_of_label["mlm"] == 0).all()
 
 
 FORKS = """

@@ -30,7 +30,7 @@ from xscale.checkpoint.restore import full_weights, load_run
 from xscale.data.packed_row import Tokens
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
-from xscale.data.stream_batch import Context, StreamBatch
+from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval import bootstrap as intervals
@@ -468,7 +468,7 @@ def test_held_out_losses_of_alignlm_are_of_its_heads(
     model, (source,) = ExportedModel(hf), find_sources([demo / "heldout"])
     stream_batches: list[tuple[StreamBatch, list[Example]]] = []
 
-    def collate(samples: list[list[Example]], options: Any, context: Context) -> StreamBatch:
+    def collate(samples: list[list[Example]], options: Any, context: CollateContext) -> StreamBatch:
         stream_batches.append((alignlm.collate(samples, options, context), [pair for (pair,) in samples]))
         return stream_batches[-1][0]
 

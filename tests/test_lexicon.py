@@ -288,7 +288,7 @@ def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> 
         assert {words[::flip] for words in lexicon.words} == {words for words, *_ in trained}
         assert {tuple(p[::flip]) for p in lexicon.single().tolist()} == pairs
         piece = next(launch.pieces_of(run_spec, 1))["dict_mlm"]
-        places = piece.reads["masked"].places
+        places = piece.states["masked"].columns
         shown = set(zip(piece.labels["mlm"].tolist(), piece.sequences.ids[places].tolist(), strict=True))
         withheld_pairs = {pair for pair in every - pairs if pair[0] != pair[1]}  # a name may stay as it is
         assert len(shown & both_ways(pairs)) > 50 and not shown & both_ways(withheld_pairs)
@@ -661,7 +661,7 @@ def test_real_dictionaries_meet_their_text(real: Path, tmp_path: Path) -> None:
     for entries, least, most in ((read_entries(muse), 0.1, 0.25), (run_spec.lexicons[0].words, 0.5, 0.56)):
         meet = sum(a in seen["en"] and b in seen["de"] for a, b in entries)
         assert least <= meet / len(entries) <= most
-    targets = next(launch.pieces_of(run_spec, 1))["dict_mlm"].targets
+    targets = next(launch.pieces_of(run_spec, 1))["dict_mlm"].target_counts
     assert 0.15 < targets["translated"] / targets["mlm"] < 0.25
 
 

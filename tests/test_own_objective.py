@@ -77,7 +77,7 @@ def test_the_page_s_objective_keeps_the_rules(
         ("scores.to(", "(scores + scores.detach()).to(", "the loss changes by"),
         ("return StreamBatch(", "import random; first.ids[:] = [random.randrange(5, 90) for _ in first.ids]"
          "\n    return StreamBatch(", "collated in two ways"),
-        ("reads = {", "reads = {} if not pairs else {", "without samples reads has"),
+        ("states = {", "states = {} if not pairs else {", "without samples states has"),
     ],
 )  # fmt: skip
 def test_a_broken_rule_is_found(
@@ -97,12 +97,12 @@ WRONG = [
     ("return StreamBatch(", "return (lambda *_, **fields: fields)(", "collate", "returned dict"),
     ("return StreamBatch(", "return 1 / 0 and StreamBatch(", "collate", "division by zero"),
     (
-        "StateIndices(first.starts)",
-        "StateIndices(first.starts + 10**6)",
+        "Gather.single(first.starts)",
+        "Gather.single(first.starts + 10**6)",
         "collate",
-        "reads.'source'. has places from 1000000 ",
+        "states.'source'. has columns from 1000000 ",
     ),
-    ('targets={"rank": len(pairs)}', 'targets={"rnak": len(pairs)}', "collate", "targets have rnak, but not rank"),
+    ('{"rank": len(pairs)}', '{"rnak": len(pairs)}', "collate", "target_counts have rnak, but not rank"),
     ("samples=len(pairs)", 'samples=len(pairs), labels={"odd": first.ids}', "collate", "labels has odd; the terms"),
     ("    scores = ", "    import sys; sys.exit(0)\n    scores = ", "loss", r"called sys.exit\(0\)"),
     ('return Losses(sums={"rank"', 'return Losses(sums={"rnak"', "loss", "sums has 'rnak', which is none of"),
@@ -132,7 +132,7 @@ BROKEN = [
     ("import not_there_at_all", "No module named 'not_there_at_all'"),
     ("", "is not an Objective"),
     ("OBJECTIVE = {'odd': 5}", "is not an Objective"),
-    (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, reads='pairs')", "has reads = 'pairs'; it must be"),
+    (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, record_kind='pairs')", "has record_kind = 'pairs'; it must be"),
     (
         f"{HEAD}@dataclass\nclass O:\n    weight: float = 7.0\nOBJECTIVE = replace(tlm.OBJECTIVE, options=O)",
         "named weight",

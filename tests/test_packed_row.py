@@ -8,13 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._pytree import tree_leaves
 
-from xscale.data.packed_row import Index, RowCost, Tokens, gather_index, lay_out, pack_row
+from xscale.data.packed_row import Row, Tokens, copy_at_once, copy_one_by_one, lay_out, pack_row
 from xscale.data.ragged import indices_within
 from xscale.data.sequences import Sequences
-from xscale.data.stream_batch import AuxiliaryInputs, StateIndices, StreamBatch
-from xscale.step.step import to_device
+from xscale.data.stream_batch import Gather, StreamBatch
 
 LONGEST, FILLER = 9, 77
 LENGTHS = st.lists(st.integers(1, LONGEST), max_size=6)
@@ -51,10 +49,9 @@ def split(part: Sequences) -> list[list[int]]:
 @settings(deadline=None)
 @given(PARTS, st.data())
 def test_every_token_once_longest_first(parts: list[Sequences], data: st.DataObject) -> None:
-    types = data.draw(
-        st.lists(st.sampled_from([None, "languages", "segments"]), min_size=len(parts), max_size=len(parts))
-    )
-    tokens, places = lay_out(parts, types, FILLER)
+    some_types = st.sampled_from([None, "languages", "segments"])
+    types = data.draw(st.lists(some_types, min_size=len(parts), max_size=len(parts)))
+    tokens, places = lay_out([StreamBatch(p, {}, {}, 0, types=t) for p, t in zip(parts, types, strict=True)], FILLER)
     expected = [sequence for part in parts for sequence in split(part)]
     expected.sort(key=len, reverse=True)  # stable: equally long ones stay in order
     assert sequences_in(tokens) == (expected or [[FILLER] * 2]), "a row is never quite empty"
@@ -71,54 +68,58 @@ def test_every_token_once_longest_first(parts: list[Sequences], data: st.DataObj
     assert sorted(every.tolist()) == list(range(len(every)))
 
 
-# 2. The index
+# 2. Gathers
 
-READS = st.lists(
-    st.tuples(st.booleans(), st.lists(st.lists(st.integers(0, 11), max_size=4, unique=True), max_size=5)), max_size=4
-)
-
-
-def reads_of(drawn: list[tuple[bool, list[list[int]]]]) -> tuple[list[StateIndices], list[list[int]]]:
-    """Reads of one place each, without counts, or of several; and the places of every state."""
-    reads, states = [], []
-    for several, places in drawn:
-        if several:
-            flat = [place for of_state in places for place in of_state]
-            counts = np.array([len(of_state) for of_state in places], dtype=np.int64)
-            reads.append(StateIndices(np.array(flat, dtype=np.int64), counts))
-            states += places
-        else:
-            singles = [of_state[0] for of_state in places if of_state]
-            reads.append(StateIndices(np.array(singles, dtype=np.int64)))
-            states += [[place] for place in singles]
-        assert len(reads[-1]) == (len(places) if several else len(singles))
-    return reads, states
+STATES = st.lists(st.lists(st.integers(0, 11), max_size=4), max_size=6)
+"""The tokens that each state sums, of 12 tokens; also one token twice."""
 
 
-def lists(starts: Any, values: Any) -> list[list[int]]:
-    return [values[a:b].tolist() for a, b in pairwise(starts.tolist())]
+def gather_of(states: list[list[int]]) -> Gather:
+    tokens = np.array([token for state in states for token in state], dtype=np.int64)
+    return Gather.sums(tokens, np.array([len(state) for state in states], dtype=np.int64))
+
+
+def lists(gather: Gather) -> list[list[int]]:
+    assert len(gather.offsets) == gather.size + 1 and gather.offsets.dtype == gather.columns.dtype == np.int32
+    return [gather.columns[a:b].tolist() for a, b in pairwise(gather.offsets.tolist())]
+
+
+def transposed(states: list[list[int]], tokens: int) -> list[list[int]]:
+    return [[s for s, state in enumerate(states) for t in state if t == token] for token in range(tokens)]
 
 
 @settings(deadline=None)
-@given(READS)
-def test_the_index_and_its_transpose(drawn: list[tuple[bool, list[list[int]]]]) -> None:
-    reads, states = reads_of(drawn)
-    index: Index = gather_index(reads, 12)
-    assert lists(*index[:2]) == states
-    assert lists(*index[2:]) == [[s for s, places in enumerate(states) if place in places] for place in range(12)]
-    assert all(array.dtype == np.int32 for array in index)
+@given(STATES)
+def test_a_gather_and_its_transpose(states: list[list[int]]) -> None:
+    gather = gather_of(states)
+    assert lists(gather) == states
+    assert lists(gather.transpose(12)) == transposed(states, 12)
+    assert lists(gather.transpose(12).transpose(len(states))) == [sorted(state) for state in states]
 
 
-def test_a_place_that_a_state_sums_twice() -> None:
-    index = gather_index([StateIndices(np.array([3, 1, 3]), np.array([3]))], 4)
-    assert lists(*index[:2]) == [[3, 1, 3]] and lists(*index[2:]) == [[], [0], [], [0, 0]]
+@settings(deadline=None)
+@given(st.lists(STATES, max_size=3))
+def test_gathers_of_several_parts(parts: list[list[list[int]]]) -> None:
+    """The states of all parts, whose tokens stand one after the other."""
+    gathers = [gather_of(states) for states in parts]
+    first_token = [12 * number for number in range(len(parts))]
+    first_state = np.cumsum([0, *map(len, parts)])[:-1].tolist()
+    whole = Gather.concat(gathers, first_token)
+    expected = [[12 * n + token for token in state] for n, states in enumerate(parts) for state in states]
+    assert lists(whole) == expected
+    backward = Gather.concat([gather.transpose(12) for gather in gathers], first_state)
+    assert lists(backward) == lists(whole.transpose(12 * len(parts)))
+
+
+def test_a_gather_of_single_tokens() -> None:
+    assert lists(Gather.single(np.array([3, 1, 3]))) == [[3], [1], [3]]
 
 
 # 3. Rows
 
 
-def random_pieces(seed: int, empty: bool = False) -> dict[str, StreamBatch]:
-    """Three streams: with types; with a companion and several kinds of reads; without predictions."""
+def random_stream_batches(seed: int, empty: bool = False) -> dict[str, StreamBatch]:
+    """Three streams: with types; with an auxiliary encoder and several kinds of states; without predictions."""
     draw = np.random.default_rng(seed)
 
     def some(first: int) -> Sequences:
@@ -128,90 +129,94 @@ def random_pieces(seed: int, empty: bool = False) -> dict[str, StreamBatch]:
         return draw.integers(0, max(len(part.ids), 1), 0 if empty else count)
 
     a, b, c, d = (some(first) for first in (1000, 2000, 3000, 4000))
-    counts = np.array([] if empty else [2, 0, 3])
-    reads_d = StateIndices(places(d, 2), counts[:2].astype(np.int64))
-    reads_b = {"one": StateIndices(places(b, 4)), "sums": StateIndices(places(b, 5), counts.astype(np.int64))}
+    counts = np.array([] if empty else [2, 0, 3], dtype=np.int64)
+    states_d = Gather.sums(places(d, 2), counts[:2])
+    states_b = {"one": Gather.single(places(b, 4)), "sums": Gather.sums(places(b, 5), counts)}
+    masked = Gather.single(places(a, 3))
     return {
-        "a": StreamBatch(
-            a,
-            {"masked": StateIndices(places(a, 3))},
-            {"mlm": 3, "extra": 1},
-            2,
-            {"mlm": places(a, 3)},
-            types="languages",
-        ),
+        "a": StreamBatch(a, {"masked": masked}, {"mlm": 3, "extra": 1}, 2, {"mlm": places(a, 3)}, types="languages"),
         "b": StreamBatch(
-            b, reads_b, {"x": 4, "y": 2}, 3, {"x": places(b, 4), "y": places(b, 2)},
-            arrays={"number": np.arange(3)}, auxiliary=AuxiliaryInputs(d, reads_d), too_long=1,
+            b, states_b, {"x": 4, "y": 2}, 3, {"x": places(b, 4), "y": places(b, 2)},
+            arrays={"number": np.arange(3)}, auxiliary=StreamBatch(d, {"key": states_d}, {}, 3), too_long=1,
         ),
-        "c": StreamBatch(c, {"first": StateIndices(places(c, 1))}, {"z": 1}, 1, too_long=2),
+        "c": StreamBatch(c, {"first": Gather.single(places(c, 1))}, {"z": 1}, 1, too_long=2),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("empty", [False, True])
-def test_a_row_is_its_pieces(empty: bool) -> None:
-    for seed in range(20):
-        stream_batches = random_pieces(seed, empty)
+def test_a_row_has_the_sequences_and_states_of_its_streams() -> None:
+    for seed, empty in [*((seed, False) for seed in range(20)), (20, True)]:
+        stream_batches = random_stream_batches(seed, empty)
         row = pack_row(stream_batches, FILLER)
-        ids = row.inputs.tokens.input_ids
+        ids = row.tokens.input_ids
         real = [sequence for stream_batch in stream_batches.values() for sequence in split(stream_batch.sequences)]
-        assert sequences_in(row.inputs.tokens)[: len(real)] == sorted(real, key=len, reverse=True)
+        assert sequences_in(row.tokens)[: len(real)] == sorted(real, key=len, reverse=True)
         assert len(ids) == max(sum(map(len, real)), 2 * empty)
 
-        # What the states sum, by the tokens' ids.
-        expected, names = [], {}
-        for name, stream_batch in stream_batches.items():
-            for read, (where, counts) in stream_batch.reads.items():
-                sizes = [1] * len(where) if counts is None else counts.tolist()
-                ends = np.cumsum([0, *sizes]).tolist()
-                expected += [stream_batch.sequences.ids[where[x:y]].tolist() for x, y in pairwise(ends)]
-                names[name, read] = len(sizes)
-        index = row.inputs.gather
-        assert [ids[places].tolist() for places in lists(*index[:2])] == expected
-        assert len(index[2]) == len(ids) + 1
-        assert {(name, read): n for name, of in row.states.items() for read, n in of.items()} == names
-        assert list(row.states) == list(stream_batches)
+        summed, counts = [], {}
+        for stream, stream_batch in stream_batches.items():
+            counts[stream] = {name: states.size for name, states in stream_batch.states.items()}
+            for states in stream_batch.states.values():
+                summed += [stream_batch.sequences.ids[tokens].tolist() for tokens in lists(states)]
+        assert [ids[tokens].tolist() for tokens in lists(row.gather)] == summed and row.state_counts == counts
+        assert lists(row.transposed) == lists(row.gather.transpose(len(ids)))
 
-        labels = [
-            (name, term, ids)
-            for name, stream_batch in stream_batches.items()
-            for term, ids in stream_batch.labels.items()
-        ]
-        assert row.inputs.labels.tolist() == [label for *_, ids in labels for label in ids.tolist()]
-        assert row.inputs.labels.dtype == np.int64
-        assert list(row.predictions.items()) == [((name, term), len(ids)) for name, term, ids in labels]
-        targets = {("a", "mlm"): 3, ("a", "extra"): 1, ("b", "x"): 4, ("b", "y"): 2, ("c", "z"): 1}
-        assert row.targets == targets and (row.samples, row.too_long) == (6, {"a": 0, "b": 1, "c": 2})
-        assert {name: set(arrays) for name, arrays in row.inputs.arrays.items()} == {
-            "a": set(),
-            "b": {"number"},
-            "c": set(),
-        }
-        (tokens, index) = row.inputs.auxiliary["b"]
-        assert list(row.inputs.auxiliary) == ["b"] and tokens.types is None, "of a stream without types"
         auxiliary = stream_batches["b"].auxiliary
-        assert auxiliary is not None
-        summed = [tokens.input_ids[places].tolist() for places in lists(*index[:2])]
-        assert summed == ([] if empty else [auxiliary.sequences.ids[auxiliary.reads.places].tolist(), []])
-        assert len(index[2]) == len(tokens.input_ids) + 1
-        own = sorted(split(auxiliary.sequences), key=len, reverse=True)
-        assert sequences_in(tokens) == (own or [[FILLER] * 2])
+        assert list(row.auxiliary) == ["b"] and auxiliary is not None
+        alone = pack_row({"b": auxiliary}, FILLER)
+        assert sequences_in(row.auxiliary["b"].tokens) == sequences_in(alone.tokens)
+        assert lists(row.auxiliary["b"].gather) == lists(alone.gather)
+        assert row.auxiliary["b"].tokens.types is None, "of a stream without types"
 
-        work = RowCost()
-        for stream_batch in stream_batches.values():
-            for sequence in split(stream_batch.sequences):
-                work = work._replace(tokens=work.tokens + len(sequence), squares=work.squares + len(sequence) ** 2)
-        for sequence in split(auxiliary.sequences):
-            square = work.auxiliary_squares + len(sequence) ** 2
-            work = work._replace(auxiliary_tokens=work.auxiliary_tokens + len(sequence), auxiliary_squares=square)
-        assert row.work == work._replace(predictions=0 if empty else 9)
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_row_counts_labels_targets_and_cost(empty: bool) -> None:
+    stream_batches = random_stream_batches(1, empty)
+    row = pack_row(stream_batches, FILLER)
+    labels = [(s, t, ids.tolist()) for s, batch in stream_batches.items() for t, ids in batch.labels.items()]
+    assert row.labels.tolist() == [label for *_, ids in labels for label in ids] and row.labels.dtype == np.int64
+    assert list(row.label_counts.items()) == [((stream, term), len(ids)) for stream, term, ids in labels]
+    targets = {("a", "mlm"): 3, ("a", "extra"): 1, ("b", "x"): 4, ("b", "y"): 2, ("c", "z"): 1}
+    assert row.target_counts == targets and (row.samples, row.too_long) == (6, {"a": 0, "b": 1, "c": 2})
+    assert {stream: list(arrays) for stream, arrays in row.arrays.items()} == {"a": [], "b": ["number"], "c": []}
+    lengths = [n for batch in stream_batches.values() for n in batch.sequences.lengths.tolist()]
+    auxiliary = stream_batches["b"].auxiliary
+    assert auxiliary is not None
+    assert row.cost == {
+        "tokens": sum(lengths),
+        "squares": sum(n**2 for n in lengths),
+        "predictions": 0 if empty else 9,
+        "auxiliary_tokens": int(auxiliary.sequences.lengths.sum()),
+        "auxiliary_squares": sum(n**2 for n in auxiliary.sequences.lengths.tolist()),
+    }
+
+
+def test_labels_by_language() -> None:
+    """Groups of two streams, one of which reports a term by language; 2 is no language of the stream."""
+    stream_batches = random_stream_batches(1)
+    del stream_batches["c"]
+    object.__setattr__(stream_batches["b"], "group_of_label", {"x": np.array([1, 2, 0, 1])})
+    row = pack_row(stream_batches, FILLER, language_groups={"a": ("en",), "b": ("de", "en")})
+    assert row.language_groups == [("b", "x", "de"), ("b", "x", "en")]
+    assert row.group_of_label.tolist() == [2, 2, 2, 1, 2, 0, 1, 2, 2]
+    assert row.language_counts == {("b", "x", "de"): 1, ("b", "x", "en"): 2}
 
 
 def test_types_of_streams_without_them_are_0() -> None:
-    row = pack_row(random_pieces(1), FILLER)
-    tokens = row.inputs.tokens
+    tokens = pack_row(random_stream_batches(1), FILLER).tokens
     for token, kind in zip(tokens.input_ids.tolist(), tokens.types.tolist(), strict=True):
         assert kind == (1 + token % 3 if token < 2000 else 0)
+
+
+def test_auxiliary_rows_as_one_row() -> None:
+    rows = [pack_row(random_stream_batches(seed, seed == 2), FILLER).auxiliary["b"] for seed in range(4)]
+    whole = Row.concat(rows)
+    assert sequences_in(whole.tokens) == [sequence for row in rows for sequence in sequences_in(row.tokens)]
+    assert whole.tokens.positions.tolist() == [n for row in rows for n in row.tokens.positions.tolist()]
+    assert whole.tokens.longest == max(row.tokens.longest for row in rows)
+    ids = whole.tokens.input_ids
+    summed = [row.tokens.input_ids[tokens].tolist() for row in rows for tokens in lists(row.gather)]
+    assert [ids[tokens].tolist() for tokens in lists(whole.gather)] == summed
+    assert lists(whole.transposed) == lists(whole.gather.transpose(len(ids)))
 
 
 # 4. To the device
@@ -224,8 +229,8 @@ class OtherDevice:
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), OtherDevice()], ids=["cpu", "one copy"])
-def test_to_device_keeps_values(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes, types and values of arrays of any size, all moved at once; lengths stay on the host."""
+def test_copying_at_once_is_copying_one_by_one(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of any size, shape and type. Another device than the CPU gets them in one copy."""
     copies = []
     real = torch.Tensor.to
 
@@ -235,25 +240,32 @@ def test_to_device_keeps_values(device: Any, monkeypatch: pytest.MonkeyPatch) ->
         copies.append(tensor)
         return tensor.clone()
 
+    arrays = {
+        "odd": np.arange(15, dtype=np.int32).reshape(5, 3),
+        "bits": np.array([True, False, True]),
+        "none": np.empty(0, dtype=np.int64),
+        "reals": np.linspace(0, 1, 7).reshape(7, 1),
+    }
+    plain = copy_one_by_one(arrays, torch.device("cpu"))
     if device.type != "cpu":
         monkeypatch.setattr(torch.Tensor, "to", to)
-    for seed, empty in ((0, False), (1, False), (2, True)):
-        inputs = pack_row(random_pieces(seed, empty), FILLER).inputs
-        inputs.arrays["a"]["odd"] = np.arange(15, dtype=np.int32).reshape(5, 3)
-        inputs.arrays["c"]["bits"] = np.array([True, False, True])
-        inputs.arrays["c"]["reals"] = np.linspace(0, 1, 7).reshape(7, 1)
-        moved = to_device(inputs, device)
-        for there, here in zip(tree_leaves(moved), tree_leaves(inputs), strict=True):
-            if isinstance(here, np.ndarray):
-                assert isinstance(there, torch.Tensor) and there.dtype == torch.from_numpy(here[:0].copy()).dtype
-                assert tuple(there.shape) == here.shape and np.array_equal(there.numpy(), here)
-            else:
-                assert there == here and not isinstance(there, torch.Tensor)
-        on_host = [(moved.tokens, inputs.tokens), (moved.auxiliary["b"][0], inputs.auxiliary["b"][0])]
-        for there, here in on_host:
-            assert there.lengths.data_ptr() == here.lengths.ctypes.data, "the lengths were moved"
-            if device.type != "cpu":
-                assert there.starts.data_ptr() != here.starts.ctypes.data
-        assert type(moved) is type(inputs) and type(moved.tokens) is Tokens
-        assert moved.tokens.longest == inputs.tokens.longest
-    assert len(copies) == (0 if device.type == "cpu" else 3), "one copy a row"
+    moved = copy_at_once(arrays, device)
+    assert list(moved) == list(arrays) and len(copies) == (0 if device.type == "cpu" else 1)
+    for name, array in arrays.items():
+        assert moved[name].dtype == plain[name].dtype and moved[name].shape == array.shape
+        assert torch.equal(moved[name], plain[name]) and np.array_equal(moved[name].numpy(), array)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_row_on_the_device_has_the_same_numbers(empty: bool) -> None:
+    row = pack_row(random_stream_batches(0, empty), FILLER)
+    moved = row.to(torch.device("cpu"))
+    on_device = [*moved.tokens[:5], *moved.gather, *moved.transposed, moved.labels, moved.group_of_label]
+    on_host = [*row.tokens[:5], *row.gather, *row.transposed, row.labels, row.group_of_label]
+    for there, here in zip(
+        [*on_device, moved.arrays["b"]["number"]], [*on_host, row.arrays["b"]["number"]], strict=True
+    ):
+        assert isinstance(there, torch.Tensor) and np.array_equal(there.numpy(), here)
+    assert moved.tokens.lengths.data_ptr() == row.tokens.lengths.ctypes.data, "the lengths were moved"
+    assert moved.auxiliary is row.auxiliary and moved.tokens.longest == row.tokens.longest
+    assert (moved.state_counts, moved.label_counts, moved.cost) == (row.state_counts, row.label_counts, row.cost)

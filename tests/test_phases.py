@@ -91,11 +91,11 @@ def test_each_step_is_that_of_its_phase(plan: RunSpec) -> None:
         phase = next(number for number, end in enumerate(ENDS) if batch.step < end)
         assert batch.samples() == wanted["mlm"][batch.step] + wanted["tlm"][batch.step]
         assert bool(batch.keys()["tlm"]) == (phase > 0)
-        lengths = np.concatenate([row.inputs.tokens.lengths for row in batch.rows])
+        lengths = np.concatenate([row.tokens.lengths for row in batch.rows])
         assert lengths.max() <= (longest := [64, 64, 128, 96][phase]) and (lengths > 0.7 * longest).any()
         assert ("yy" in str(batch.keys())) == (phase >= 2) or phase == 3
         if phase in (1, 2):
-            masked[phase] += batch.targets()["mlm", "mlm"], batch.work().tokens
+            masked[phase] += batch.targets()["mlm", "mlm"], batch.cost()["tokens"]
         assert plan.recipe.at(batch.step) is plan.recipe.phases[phase].recipe
     assert (masked[1, 0] / masked[1, 1]) / (masked[2, 0] / masked[2, 1]) > 1.5
 

@@ -24,7 +24,7 @@ from xscale.data.mixture import initial_state
 from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
-from xscale.data.stream_batch import Context, StreamBatch
+from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.model import ExportedModel, read_texts
@@ -40,7 +40,7 @@ from xscale.run.describe import start_notes
 from xscale.run_spec import RunSpec
 from xscale.step.engine import build_engine
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, add_shared_states, optimizer_step, to_device
+from xscale.step.step import optimizer_step, run_row, shared_states
 
 MAX_LENGTH = 32
 
@@ -66,14 +66,14 @@ def make_pairs(tokenizer: Tokenizer, n: int, seed: int = 0) -> list[Example]:
 
 
 def collate(tokenizer: Tokenizer, pairs: list[Example], options: Any, objective: str = "ppa") -> StreamBatch:
-    context = Context(tokenizer, MAX_LENGTH, "drop", {"en": 0, "xx": 1})
+    context = CollateContext(tokenizer, MAX_LENGTH, "drop", {"en": 0, "xx": 1})
     return OBJECTIVES[objective].collate([[pair] for pair in pairs], options, context)
 
 
 def read(moco: ppa.Moco, encoder: Encoder, stream_batch: StreamBatch) -> Tensor:
     """z of the key view of each pair."""
-    inputs = to_device(pack_row({"s": stream_batch}, FILLER).inputs, CPU)
-    return moco.read(encoder, *inputs.auxiliary["s"], [inputs.arrays["s"]])
+    row = pack_row({"s": stream_batch}, FILLER)
+    return moco.encode(encoder, row.auxiliary["s"].to(CPU), [row.to(CPU).arrays["s"]])
 
 
 def make_parts(
@@ -134,7 +134,7 @@ def plain_moco(
 def queries_of(stream_batch: StreamBatch) -> list[list[int]]:
     """The query views, which stand behind the sequences of words."""
     n = len(stream_batch.sequences.lengths)
-    return ids_of(part_of(stream_batch.sequences, n - len(stream_batch.reads["query"]), n))
+    return ids_of(part_of(stream_batch.sequences, n - stream_batch.states["query"].size, n))
 
 
 def test_accuracy_and_age_of_known_keys(tokenizer: Tokenizer) -> None:
@@ -142,9 +142,9 @@ def test_accuracy_and_age_of_known_keys(tokenizer: Tokenizer) -> None:
     options = ppa.PpaOptions(queue_size=9, projection=300, prefill=False)
     parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 4)
     stream_batch = collate(tokenizer, pairs, options)
-    inputs = to_device(pack_row({"s": stream_batch}, FILLER).inputs, CPU)
-    places = inputs.gather[1][-4:].long()
-    zq = parts.heads(parts.encoder(inputs.tokens)[places]).detach()
+    row = pack_row({"s": stream_batch}, FILLER).to(CPU)
+    places = row.gather.columns[-4:].long()
+    zq = parts.heads(parts.encoder(row.tokens)[places]).detach()
     parts.auxiliary_state.step = 6
     for keys, born, accuracy, age in [(-zq, 1, 0, 6.0), (zq, 5, 4, (6 + 2) / 2)]:
         if born == 1:
@@ -160,7 +160,7 @@ def test_overlong_pairs_are_dropped_from_both_terms(tokenizer: Tokenizer) -> Non
     pairs = make_pairs(tokenizer, 3)
     pairs[1] = replace(pairs[1], ids=([7] * 20, [8] * 20))
     stream_batch = collate(tokenizer, pairs, options)
-    assert stream_batch.targets["moco"] == 2 and stream_batch.samples == 2
+    assert stream_batch.target_counts["moco"] == 2 and stream_batch.samples == 2
     assert stream_batch.arrays["number"].tolist() == [0, 2] and len(stream_batch.sequences.lengths) == 4
     assert stream_batch.auxiliary is not None and len(stream_batch.auxiliary.sequences.lengths) == 2
 
@@ -175,10 +175,10 @@ def test_without_moco_is_tlm_in_shuffled_order(tokenizer: Tokenizer) -> None:
     assert parts.heads is None and ppa.OBJECTIVE.auxiliary_state(parts.encoder, None, options) is None
     ours, theirs = collate(tokenizer, pairs, options), collate(tokenizer, pairs, like, "tlm")
     assert sequences_of(ours) == sequences_of(theirs) and ours.auxiliary is None and not ours.arrays
-    assert (ours.reads.keys(), ours.types) == (theirs.reads.keys(), theirs.types)
+    assert (ours.states.keys(), ours.types) == (theirs.states.keys(), theirs.types)
     for name in ("positions", "languages", "identities"):
         assert np.array_equal(getattr(ours.sequences, name), getattr(theirs.sequences, name))
-    assert ours.targets == {"tlm": theirs.targets["mlm"]} and ppa.terms(options) == {"tlm": 1.0}
+    assert ours.target_counts == {"tlm": theirs.target_counts["mlm"]} and ppa.terms(options) == {"tlm": 1.0}
     found = sums("ppa", parts, ours, options)
     assert found.terms.keys() == {"tlm"} and found.metrics.keys() == {"accuracy"}
     assert torch.equal(found.terms["tlm"], sums("tlm", Parts(parts.encoder), theirs, like).terms["mlm"])
@@ -244,10 +244,11 @@ def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
     assert 0 < strict < right < 9, "the case tells them apart"
     for cuts in ([pairs], [pairs[5:6], pairs[:5], pairs[6:]]):
         module = OneStream("ppa", parts, options)
-        rows = [pack_row({"s": collate(tokenizer, cut, options)}, FILLER) for cut in cuts]
-        passes = [RowPass(row, CPU, (0,)) for row in rows]
-        add_shared_states(module, passes)
-        reported = sum(row_pass(module, {("s", "moco"): 1.0})[1] for row_pass in passes)
+        rows = [pack_row({"s": collate(tokenizer, cut, options)}, FILLER).to(CPU) for cut in cuts]
+        reported = torch.zeros(())
+        for row, shared in zip(rows, shared_states(module, rows, [(0,)] * len(rows)), strict=True):
+            _, numbers_K = run_row(module, row, shared, {("s", "moco"): 1.0}, (0,))
+            reported = reported + numbers_K
         found = {of.name: value for of, value in zip(module.reported, reported.tolist(), strict=True)}
         assert found["contrastive_accuracy_step"] == right
         assert found["sentence_cosine"] / 9 == pytest.approx(cosine, rel=1e-9)
@@ -276,11 +277,11 @@ def test_without_tlm_nothing_is_masked(tokenizer: Tokenizer) -> None:
     parts, pairs = make_parts(tokenizer, both), make_pairs(tokenizer, 9)
     stream_batch = collate(tokenizer, pairs, options)
     assert (
-        stream_batch.reads.keys() == {"query"}
+        stream_batch.states.keys() == {"query"}
         and stream_batch.arrays.keys() == {"number", "texts"}
         and not stream_batch.labels
     )
-    assert stream_batch.targets == {"moco": 9} and ppa.terms(options) == {"moco": 1.0}
+    assert stream_batch.target_counts == {"moco": 9} and ppa.terms(options) == {"moco": 1.0}
     assert ids_of(stream_batch.sequences) == queries_of(collate(tokenizer, pairs, both)), "only the views are read"
     found = sums("ppa", parts, stream_batch, options).terms
     whole = sums("ppa", parts, collate(tokenizer, pairs, both), both).terms
@@ -294,7 +295,7 @@ def test_mlm_in_place_of_tlm_masks_sides_independently(tokenizer: Tokenizer) -> 
     """Two equal sides of a pair are masked at different places; the order of sides is that of TLM."""
     options = ppa.PpaOptions(replace_tlm_with_mlm=True, mask_prob=0.5, moco_weight=0.0)
     same = [replace(pair, ids=([*range(10, 30)], [*range(10, 30)])) for pair in make_pairs(tokenizer, 4)]
-    context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1})
+    context = CollateContext(tokenizer, 64, "drop", {"en": 0, "xx": 1})
     _, targets = sequences_of(ppa.collate([[pair] for pair in same], options, context))
     assert len(targets) == 8
     assert all(targets[2 * i].keys() != targets[2 * i + 1].keys() for i in range(4))
@@ -588,9 +589,9 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
     key = key_encoder.lm, projection.w1.weight, projection.w2.weight
     for batch in warm_up.batches(place, "cpu", initial_state(warm_up.specs), 3):
         for row in batch.rows:
-            inputs = to_device(row.inputs, CPU)
-            tokens, index = inputs.auxiliary["ppa.prefill"]
-            moco.read(engine.module.encoder, tokens, index, [inputs.arrays["ppa.prefill"]])
+            keys = row.auxiliary["ppa.prefill"].to(CPU)
+            tokens = keys.tokens
+            moco.encode(engine.module.encoder, keys, [row.to(CPU).arrays["ppa.prefill"]])
             for ids in tokens.input_ids.split(tokens.lengths.tolist()):
                 plain.append(plain_z(*key, run_spec.tokenizer, ids[1:-1].tolist(), moco.options).tolist())
         expected += moco._batch.start_exchange()()[0].tolist()

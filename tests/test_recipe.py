@@ -8,7 +8,6 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 
-from xscale.data.packed_row import RowCost
 from xscale.errors import UserError
 from xscale.models.build import PRESETS
 from xscale.objectives import OBJECTIVES
@@ -394,8 +393,8 @@ def test_a_field_that_an_identity_lacks_has_its_default() -> None:
 
 def test_a_step_without_targets_is_an_error() -> None:
     """Documents of 2,600 words a line gave steps with a loss of 0 and exit code 0."""
-    recipe, work = load("mlm", "data.max_length=16"), RowCost(0, 0, 0, 0, 0)
-    nothing = GlobalCounts({("mlm", "mlm"): 0}, work, samples=0, too_long={"mlm": 64}, flush=0)
+    recipe = load("mlm", "data.max_length=16")
+    nothing = GlobalCounts({("mlm", "mlm"): 0}, {}, samples=0, too_long={"mlm": 64}, flush=0)
     with pytest.raises(
         UserError, match=r"step 7 has no targets: of its pairs 64 were longer than data.max_length 16.*truncate"
     ):

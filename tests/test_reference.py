@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, DistilBertConfig, ModernBertConfig, XLMRobertaConfig
 
 from tests import launch, plain
-from tests.rows import PlainEngine, assert_same_gradients, one_thread, read_row, rows_of_step, totals_of  # noqa: F401
+from tests.rows import PlainEngine, assert_same_gradients, one_thread, pass_row, rows_of_step, totals_of  # noqa: F401
 from xscale.data.mixture import initial_state
-from xscale.data.packed_row import PackedRow, pack_row
+from xscale.data.packed_row import Row, pack_row
 from xscale.data.sequences import Example
 from xscale.data.stream_batch import StreamBatch
 from xscale.objectives import OBJECTIVES
@@ -165,7 +165,7 @@ def case(demo: Path, request: pytest.FixtureRequest) -> Case:
 # 1. A step
 
 
-def through_rows(case: Case, ranks: list[list[PackedRow]]) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
+def through_rows(case: Case, ranks: list[list[Row]]) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
     """Loss, gradients and metrics of the first step: rows of all ranks, by the targets of all."""
     module, recipe = case.module, case.run_spec.recipe
     totals = totals_of([row for rows in ranks for row in rows])
@@ -174,17 +174,17 @@ def through_rows(case: Case, ranks: list[list[PackedRow]]) -> tuple[Tensor, dict
     loss, numbers = torch.zeros(()).double(), torch.zeros(()).double()
     for rank, rows in enumerate(ranks):
         for number, row in enumerate(rows):
-            row_loss, reported_K = read_row(module, row, (0, number, rank))(module, weights)
+            row_loss, reported_K = pass_row(module, row, weights, (0, number, rank))
             row_loss.backward()
             loss, numbers = loss + row_loss.detach(), numbers + reported_K
     shares = StepSums(module.reported, numbers).averages(numbers.tolist(), recipe, totals)
     return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}, shares
 
 
-def assert_equal_the_reference(case: Case, ranks: list[list[PackedRow]], rtol: float = 1e-9) -> None:
+def assert_equal_the_reference(case: Case, ranks: list[list[Row]], rtol: float = 1e-9) -> None:
     loss, gradients, shares = through_rows(case, ranks)
     torch.testing.assert_close(loss, case.loss, rtol=rtol, atol=0)
-    predicts = any(row.predictions for rows in ranks for row in rows)
+    predicts = any(row.label_counts for rows in ranks for row in rows)
     every = dict(case.module.named_parameters()).keys()
     if not case.module.encoder.lm.config.tie_word_embeddings:
         every -= {"encoder.lm.lm_head.bias"}  # Hugging Face's, used by nothing
@@ -288,7 +288,7 @@ def piece_of_nothing(run_spec: RunSpec, stream: str) -> StreamBatch:
 def row_gradients(case: Case, stream_batches: dict[str, StreamBatch]) -> tuple[Tensor, dict[str, Tensor | None]]:
     row = pack_row(stream_batches, case.run_spec.tokenizer.sep_id)
     weights = step_weights(case.run_spec.recipe, totals_of([row]), 0)
-    loss, _ = read_row(case.module, row)(case.module, weights)
+    loss, _ = pass_row(case.module, row, weights)
     names, parameters = zip(*case.module.named_parameters(), strict=True)
     return loss.detach(), dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
 
@@ -375,7 +375,7 @@ def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatc
     engine = PlainEngine(case.module)
     case.module.zero_grad()
     others: list[Tensor] = []
-    passes = [[read_row(case.module, row) for row in rows] for rows in ranks]
+    passes = [[pass_row(case.module, row) for row in rows] for rows in ranks]
     monkeypatch.setattr(step.dist, "all_reduce", lambda total: others.append(total.clone()))
     step.gradient_norms(engine, passes[1], weights)
     monkeypatch.setattr(step.dist, "all_reduce", lambda total: total.add_(others.pop(0)))

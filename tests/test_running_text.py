@@ -23,7 +23,7 @@ from xscale.data.calibrate import calibrate
 from xscale.data.loader import StepDataset, StreamObjective
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.shards import PART_BYTES, Source
-from xscale.data.stream_batch import Context
+from xscale.data.stream_batch import CollateContext
 from xscale.data.text import piece_of_text
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -114,7 +114,7 @@ class Run:
 
     def __init__(self, source: Source, tokenizer: Tokenizer, world: int = 1, max_tokens: int = 4096, samples: int = 8):
         self.tokenizer, self.spec = tokenizer, StreamSpec("mlm", (0,), samples, packed=True)
-        context = Context(tokenizer, LENGTH, "drop", {"en": 0}, stream="mlm")
+        context = CollateContext(tokenizer, LENGTH, "drop", {"en": 0}, stream="mlm")
         self.dataset = StepDataset([source], {"mlm": StreamObjective(mlm.OBJECTIVE, mlm.MaskedOptions())}, context, 0)
         arguments: Any = {"seed": 0, "alpha": 0.7, "max_length": LENGTH}
         found = calibrate([self.spec], [source], self.dataset, **arguments)
@@ -128,7 +128,7 @@ class Run:
         found = []
         for mixture in self.ranks:
             for stream_batch in self.dataset.stream_batches("mlm", mixture.next_step()):
-                targets = set(stream_batch.reads["masked"].places.tolist())
+                targets = set(stream_batch.states["masked"].columns.tolist())
                 for ids, start in zip(originals(stream_batch), stream_batch.sequences.starts.tolist(), strict=True):
                     assert len(ids) <= LENGTH and (ids[0], ids[-1]) == (1, 2)
                     numbers = [token - SPECIAL for token in ids[1:-1]]
@@ -341,7 +341,7 @@ def test_long_lines_train(tmp_path: Path, words: Tokenizer) -> None:
     assert sorted(itertools.chain(*Run(source, words, samples=1).epoch())) == list(range(12 * 2600))
     for _ in range(5):
         rows = run.dataset[run.ranks[0].next_step()].rows
-        assert max(row.work.tokens for row in rows) <= 1000 and sum(row.samples for row in rows) == 8
+        assert max(row.cost["tokens"] for row in rows) <= 1000 and sum(row.samples for row in rows) == 8
 
 
 def test_a_sample_is_estimated_as_it_is(shards, words: Tokenizer) -> None:

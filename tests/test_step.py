@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from tests import launch
-from tests.rows import read_row
+from tests.rows import pass_row
 from xscale import export
 from xscale.checkpoint.restore import full_weights
 from xscale.data.packed_row import pack_row
@@ -105,13 +105,13 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
             objective = OBJECTIVES[run_spec.recipe.streams[name].objective]
             terms = objective.terms(run_spec.recipe.streams[name].options)
             shared = {"alignlm": "mono", "contextual": "tokens"}  # what divides all terms of a stream
-            counts = {term: stream_batch.targets[shared.get(name, term)] for term in terms}
+            counts = {term: stream_batch.target_counts[shared.get(name, term)] for term in terms}
             warm = {"tlm": min((step + 1) / 4, 1), "alignlm": min((step + 1) / 9, 1)}.get(name, 1)
             weights = {
                 (name, term): warm * run_spec.recipe.streams[name].weight * factor / counts[term]
                 for term, factor in terms.items()
             }
-            loss, _ = read_row(module, row, (name, step))(module, weights)
+            loss, _ = pass_row(module, row, weights, (name, step))
             # In fp64: torch adds up an fp32 norm of a million numbers to 1.3e-4 only.
             found = torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True, retain_graph=True)
             norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in found]), dtype=torch.float64).item()
@@ -165,7 +165,7 @@ def dense_loss(model: torch.nn.Module, stream_batch: StreamBatch) -> Tensor:
     """Padded sequences, logits at every position, labels -100 where nothing is predicted; a mean over targets."""
     sequences = stream_batch.sequences
     labels = np.full(len(sequences.ids), -100)
-    labels[stream_batch.reads["masked"].places] = stream_batch.labels["mlm"]
+    labels[stream_batch.states["masked"].columns] = stream_batch.labels["mlm"]
     types = getattr(sequences, stream_batch.types) if stream_batch.types else np.zeros_like(labels)
     columns = (sequences.ids, np.ones_like(labels), sequences.positions, types, labels)
     cuts = np.cumsum(sequences.lengths)[:-1]

@@ -31,19 +31,20 @@ def test_a_step_has_its_own_weights_and_dropout(monkeypatch: pytest.MonkeyPatch)
     class Stop(Exception):
         pass
 
-    def stop(*arguments: Any) -> None:
+    def stop(module: Any, rows: Any, seeds_of_step: list[Any], *arguments: Any) -> None:
+        seeds.extend(seeds_of_step)
         raise Stop
 
     monkeypatch.setattr(stepping, "step_weights", lambda recipe, totals, step: asked.append(step))
     monkeypatch.setattr(stepping, "set_learning_rate", lambda engine, recipe, step: 0.1)
-    monkeypatch.setattr(stepping, "RowPass", lambda row, device, seed: seeds.append(seed))
-    monkeypatch.setattr(stepping, "add_shared_states", stop)
+    monkeypatch.setattr(stepping, "shared_states", stop)
     encoder = SimpleNamespace(set_dropout=lambda p: None)
     module = SimpleNamespace(set_options=lambda recipe: None, encoder=encoder)
     engine: Any = SimpleNamespace(module=module, device="cpu")
     train, model = SimpleNamespace(seed=7), SimpleNamespace(rope_theta=None, dropout=0.1)
     recipe: Any = SimpleNamespace(at=lambda step: recipe, model=model, train=train)
+    row: Any = SimpleNamespace(to=lambda device: row)
     for step, rank in ((4, 0), (5, 0), (5, 1)):
         with pytest.raises(Stop):
-            stepping.optimizer_step(engine, recipe, [None, None], {}, step=step, rank=rank, world=2)  # type: ignore
+            stepping.optimizer_step(engine, recipe, [row, row], {}, step=step, rank=rank, world=2)
     assert asked == [4, 5, 5] and len(set(seeds)) == len(seeds) == 6

@@ -42,7 +42,7 @@ from xscale.report.read import read_runs
 from xscale.run.metrics import LOG, JsonLines, Reporter, entries_from_end, start_logging
 from xscale.run.validation import Validation
 from xscale.run_spec import RunSpec, resolve_run
-from xscale.step.step import RowPass, StepSums, measure_rows, step_weights
+from xscale.step.step import StepSums, measure_rows, run_row, step_weights
 
 ALONE = Process(0, 1, 0, 1)
 
@@ -91,8 +91,8 @@ def test_losses_by_language(demo: Path) -> None:
     (batch,) = run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 1)
     (row,) = batch.rows
     (stream_batches,) = launch.pieces_of(run_spec, 1)
-    row_pass = RowPass(row, engine.device, (0,))
-    _, values_K = row_pass(engine.module, step_weights(run_spec.recipe, batch.targets(), 0))
+    weights = step_weights(run_spec.recipe, batch.targets(), 0)
+    _, values_K = run_row(engine.module, row.to(engine.device), {}, weights, (0,))
     sums = StepSums(engine.module.reported, values_K)
     found = sums.by_language(values_K.tolist(), run_spec.recipe, batch.counts())
     expected = mean_losses(engine.module.encoder.lm, run_spec, stream_batches)
@@ -151,7 +151,7 @@ def test_no_language_is_hidden_from_what_is_held_out(demo: Path, heldout: Path) 
         EvalTask(name="heldout", data=[str(heldout)], limit=20), run_spec, engine_of(run_spec), ALONE, print
     )
     (batch,) = run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 1)
-    types = [{int(n) for row in of.rows for n in row.inputs.tokens.types} for of in (batch, held.batch)]
+    types = [{int(n) for row in of.rows for n in row.tokens.types} for of in (batch, held.batch)]
     assert types == [{0}, {1 + run_spec.languages.index(language) for language in ("en", "xx")}]
 
 

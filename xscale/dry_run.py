@@ -3,6 +3,7 @@
 import argparse
 import math
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from xscale import files
 from xscale.checkpoint.store import complete_steps
 from xscale.data.loader import batches_of
 from xscale.data.mixture import StreamSpec, initial_state
-from xscale.data.packed_row import RowCost
 from xscale.data.sample import texts_of
 from xscale.data.tokenizer import unknown_lines
 from xscale.errors import UserError, redact
@@ -127,12 +127,13 @@ def cost_lines(
 
 def work_lines(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[str]:
     """Yield lines about the FLOPs and tokens of a step, and of the queue warm-up before the first step."""
-    flops, works = cost.StepFlops(module.encoder), {spec.name: stream_work(run_spec, spec) for spec in run_spec.specs}
-    parts = flops.flops(RowCost(*map(sum, zip(*works.values(), strict=True))))
+    step_cost = Counter[str]()
+    for spec in run_spec.specs:
+        step_cost.update(stream_cost(run_spec, spec))
+    parts = cost.StepFlops(module.encoder).flops(step_cost)
     total = max(sum(parts.values()), 1.0)
     shares = ", ".join(f"{name} {part / total:.0%}" for name, part in parts.items() if part)
-    tokens = sum(work.tokens for work in works.values())
-    yield f"a step: {tokens:,} tokens, {total:.3g} FLOPs ({shares}); on each rank {total / world:.3g}"
+    yield f"a step: {step_cost['tokens']:,} tokens, {total:.3g} FLOPs ({shares}); on each rank {total / world:.3g}"
     for spec in run_spec.specs:
         state = module.auxiliary_states.get(spec.name)
         if not isinstance(state, HasQueue) or not state.prefill_samples:
@@ -143,13 +144,13 @@ def work_lines(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[st
         )
 
 
-def stream_work(run_spec: RunSpec, spec: StreamSpec) -> RowCost:
-    """Return a stream's work in a step, summed over all ranks, estimated from some samples of the first step."""
+def stream_cost(run_spec: RunSpec, spec: StreamSpec) -> dict[str, int]:
+    """Return a stream's Row.cost in a step, summed over all ranks, estimated from some samples of the first step."""
     most = min(READ, max(READ_TOKENS // run_spec.recipe.data.max_length, 1)) if spec.packed else READ
     few = replace(spec, samples=min(spec.samples, most))
     mixture = run_spec.mixture(ALONE, "cpu", [few], initial_state([few]))
     (batch,) = batches_of(iter([mixture.next_step()]), run_spec.dataset([few]), workers=0, rank=0)
-    return RowCost(*(round(number * spec.samples / few.samples) for number in batch.work()))
+    return {name: round(number * spec.samples / few.samples) for name, number in batch.cost().items()}
 
 
 def disk_warnings(size: float, keep: int, out: Path) -> Iterator[str]:

@@ -21,9 +21,9 @@ def import_objective(name: str) -> Any:
     except (Exception, SystemExit) as error:  # whatever a module does when it is imported
         raise UserError(f"{name} cannot be imported: {type(error).__name__}: {error}") from None
     objective = getattr(module, attribute, None)
-    reads = getattr(objective, "reads", None)
+    record_kind = getattr(objective, "record_kind", None)
     if not is_dataclass(getattr(objective, "options", None)):
         raise UserError(f"{name} is not an Objective (xscale/objectives/base.py)")
-    if reads not in ("mono", "pair"):
-        raise UserError(f'{name} has reads = {reads!r}; it must be "mono" or "pair"')
+    if record_kind not in ("mono", "pair"):
+        raise UserError(f'{name} has record_kind = {record_kind!r}; it must be "mono" or "pair"')
     return objective

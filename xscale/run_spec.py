@@ -26,7 +26,7 @@ from xscale.data.mixture import (
 from xscale.data.planner import Plans, find_node
 from xscale.data.remote import Cache
 from xscale.data.shards import Shard, Source, find_sources, take_first
-from xscale.data.stream_batch import Context
+from xscale.data.stream_batch import CollateContext
 from xscale.data.streams import (
     check_languages,
     matches_languages,
@@ -208,7 +208,7 @@ class RunSpec:
         data = self.recipe.data
         seed = self.recipe.train.seed
         language_ids = {language: number for number, language in enumerate(self.languages, start=1)}
-        context = Context(self.tokenizer, data.max_length, data.overlong, language_ids, seed, segments=self.segments)
+        context = CollateContext(self.tokenizer, data.max_length, data.overlong, language_ids, seed, segments=self.segments)
         streams = dict[str, StreamObjective]()
         for spec in specs:
             stream = self.recipe.streams[spec.name]
@@ -360,10 +360,10 @@ def stream_specs(recipe: Recipe, sources: list[Source], samples: list[LinkSample
     specs = []
     check_languages(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
-        reads = OBJECTIVES[stream.objective].reads
-        chosen = select_sources(name, reads, stream.languages, sources, recipe.data.languages)
+        record_kind = OBJECTIVES[stream.objective].record_kind
+        chosen = select_sources(name, record_kind, stream.languages, sources, recipe.data.languages)
         chosen = linked_sources(stream.objective, chosen, samples)
-        specs.append(StreamSpec(name, chosen, stream.samples, packed=reads == "mono"))
+        specs.append(StreamSpec(name, chosen, stream.samples, packed=record_kind == "mono"))
         problem = OBJECTIVES[stream.objective].check(stream.options, stream.samples)
         if problem:
             raise UserError(f"streams.{name}.{problem}")

@@ -92,7 +92,7 @@ def estimate_stream(
     batches = dataset.stream_batches(spec.name, StepPlan(0, rows, {}, rank=0, world=1))
     targets = Counter[str]()
     for batch in batches:
-        targets.update(batch.targets)
+        targets.update(batch.target_counts)
     measured = estimate(
         estimated_tokens,
         groups,

@@ -22,7 +22,7 @@ class Estimate:
     too_long: float = 0.0
     """Share of the pairs that are longer than data.max_length."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Sum of StreamBatch.targets over the samples that the calibration has tokenised."""
+    """Sum of StreamBatch.target_counts over the samples that the calibration has tokenised."""
 
     def row_tokens(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
         """Return the estimated tokens of each sample in a packed row [samples]; whole, so that sums are exact."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from xscale.data.ragged import indices_within
 from xscale.data.sequences import Example, Sequences
-from xscale.data.stream_batch import StateIndices
+from xscale.data.stream_batch import Gather
 from xscale.errors import UserError
 
 Layout = list[list[int]]
@@ -141,7 +141,7 @@ def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
     return _distinct(pairs, int(pairs.max(initial=0)) + 1)
 
 
-def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, StateIndices]:
+def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, Gather]:
     """Return which of the `masked` tokens [M] have a link [R], and for each the sum of the states that it links to.
 
     The sums are rows of A^T H: H are the hidden states, and A[i, j] = 1 if (i, j) or (j, i) is a link. tokens: N.
@@ -152,4 +152,4 @@ def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[n
     cells = np.sort((row_of[i] * tokens + j)[row_of[i] >= 0])
     counts = np.bincount(cells // max(tokens, 1), minlength=len(masked))
     linked = np.flatnonzero(counts)
-    return linked, StateIndices(cells % max(tokens, 1), counts[linked])
+    return linked, Gather.sums(cells % max(tokens, 1), counts[linked])

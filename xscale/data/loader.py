@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, Dataset
 from xscale import rng
 from xscale.data.forks import children_that_begin
 from xscale.data.mixture import Mixture, SampledRecords, StepPlan
-from xscale.data.packed_row import PackedRow, RowCost, pack_row
+from xscale.data.packed_row import Row, pack_row
 from xscale.data.planner import Failure, Node, Plans, failure_of, leave_signals_to_parent, start_planner
 from xscale.data.sequences import Example
 from xscale.data.shards import Source, pair_name
-from xscale.data.stream_batch import Context, StreamBatch, check_stream_batch
+from xscale.data.stream_batch import CollateContext, StreamBatch, check_stream_batch
 from xscale.data.words import TokenWords, stands_alone
 from xscale.errors import UserError, adding_note
 from xscale.ranks import Process, name_process
@@ -43,8 +43,8 @@ class StreamObjective:
     """Name of the objective in error messages."""
     lexicons: tuple[Any, ...] = ()
     """The stream's dictionaries (data/lexicon.py), without the withheld words."""
-    names: tuple[str, ...] = ()
-    """Languages and pairs whose losses are reported separately (Context.names)."""
+    language_groups: tuple[str, ...] = ()
+    """Languages and pairs whose losses are reported separately."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class StepBatch:
     """The data of one rank for one optimizer step."""
 
     step: int
-    rows: list[PackedRow]
+    rows: list[Row]
     state: dict[str, Any]
 
     def samples(self) -> int:
@@ -64,10 +64,10 @@ class StepBatch:
 
     def targets(self) -> dict[tuple[str, str], int]:
         """Return the number of targets on this rank, by (stream, term)."""
-        return self._sums("targets")
+        return self._sums("target_counts")
 
     def counts(self) -> dict[tuple[str, str, str], int]:
-        return self._sums("counts")
+        return self._sums("language_counts")
 
     def _sums(self, name: str) -> dict[Any, int]:
         return {key: sum(getattr(row, name)[key] for row in self.rows) for key in getattr(self.rows[0], name)}
@@ -75,12 +75,11 @@ class StepBatch:
     def auxiliary_vector_counts(self) -> dict[str, int]:
         """Return the number of vectors that the auxiliary encoder of each stream computes, by stream."""
         return {
-            stream: sum(len(row.inputs.auxiliary[stream][1][0]) - 1 for row in self.rows)
-            for stream in self.rows[0].inputs.auxiliary
+            stream: sum(row.auxiliary[stream].gather.size for row in self.rows) for stream in self.rows[0].auxiliary
         }
 
-    def work(self) -> RowCost:
-        return RowCost(*map(sum, zip(*(row.work for row in self.rows), strict=True)))
+    def cost(self) -> dict[str, int]:
+        return self._sums("cost")
 
     def keys(self) -> dict[str, list[str]]:
         """Return the keys of the records of each stream, in the order of consumption."""
@@ -94,7 +93,7 @@ class StepDataset(Dataset):
         self,
         sources: list[Source],
         streams: dict[str, StreamObjective],
-        context: Context,
+        context: CollateContext,
         seed: int,
     ):
         self.sources, self.streams, self.context, self.seed = sources, streams, context, seed
@@ -110,11 +109,11 @@ class StepDataset(Dataset):
             stream_batches = {name: phase.stream_batches(name, plan) for name in plan.rows[0]}
         except (UserError, OSError) as error:  # not raised: DataLoader would wrap it and lose errno and file
             return failure_of(error, f"step {plan.step}: ")
-        names = {name: stream.names for name, stream in phase.streams.items()}
+        groups = {name: stream.language_groups for name, stream in phase.streams.items()}
         rows = []
         for row in range(len(plan.rows)):
             of_row = {name: of_rows[row] for name, of_rows in stream_batches.items()}
-            rows.append(pack_row(of_row, phase.context.tokenizer.sep_id, names=names))
+            rows.append(pack_row(of_row, phase.context.tokenizer.sep_id, language_groups=groups))
         return StepBatch(plan.step, rows, plan.state)
 
     def stream_batches(self, stream: str, plan: StepPlan) -> list[StreamBatch]:
@@ -133,18 +132,18 @@ class StepDataset(Dataset):
                 replace(
                     stream_batch,
                     too_long=sum(map(self.is_too_long, of_row)),
-                    pairs=self.count_pairs(stream, of_row),
+                    pair_counts=self.count_pairs(stream, of_row),
                     keys=[example.key for example in of_row],
                 )
             )
         return found
 
-    def context_of(self, stream: str, **place: Any) -> Context:
+    def context_of(self, stream: str, **place: Any) -> CollateContext:
         how = self.streams[stream]
-        return replace(self.context, stream=stream, **place, lexicons=how.lexicons, names=how.names)
+        return replace(self.context, stream=stream, **place, lexicons=how.lexicons, language_groups=how.language_groups)
 
     def count_pairs(self, stream: str, examples: list[Example]) -> dict[tuple[str, str], int]:
-        pairs = [name for name in self.streams[stream].names if name not in self.context.language_ids]
+        pairs = [name for name in self.streams[stream].language_groups if name not in self.context.language_ids]
         counts = {(what, name): 0 for name in pairs for what in ("drawn", "too_long")}
         for example in examples if pairs else ():
             name = pair_name(example.langs)

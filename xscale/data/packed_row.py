@@ -1,26 +1,25 @@
-"""A packed row: the sequences of all streams, laid end to end without padding, with what their losses read.
+"""The packed row: the sequences of all streams, laid end to end without padding, with what their losses read.
 
-One row is one forward and backward pass of a rank.
+One row is one forward and backward pass of a rank. Its arrays are numpy arrays in a worker, and tensors after
+`Row.to(device)`.
 
-Shape letters: N tokens of a row, B sequences, S states that a loss reads, K places summed into them, M predictions.
+Shape letters: N tokens of a row, B sequences, S states that a loss reads, M predictions.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from xscale.data.ragged import indices_within
-from xscale.data.sequences import Sequences
-from xscale.data.stream_batch import StateIndices, StreamBatch, Types
-
-Index = tuple[Any, Any, Any, Any]
-"""For ops.alignment_gather, int32: offsets [S + 1], places [K] of states; offsets [N + 1], states [K] of places."""
+from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_of
+from xscale.data.stream_batch import Gather, StreamBatch
 
 
 class Tokens(NamedTuple):
-    """Sequences laid end to end: numpy arrays in a worker, tensors in a step."""
+    """Sequences laid end to end."""
 
     input_ids: Any
     """Token ids [N], int64."""
@@ -36,236 +35,317 @@ class Tokens(NamedTuple):
     """Length of the longest sequence."""
 
 
-class Inputs(NamedTuple):
-    """The part of a row that goes to the device."""
-
-    tokens: Tokens
-    gather: Index
-    """Index of all states that any loss reads."""
-    labels: Any
-    """Labels of all predictions [M], int64."""
-    names: Any
-    """Index in PackedRow.names of each prediction's group [M], int64; len(names) if it is in no group."""
-    arrays: dict[str, dict[str, Any]]
-    """Further arrays that each stream's loss reads, by stream."""
-    auxiliary: dict[str, tuple[Tokens, Index]]
-    """Inputs of each stream's auxiliary encoder, and the index of the states that it computes, by stream."""
-
-
-class RowCost(NamedTuple):
-    """What the cost of a row depends on: tokens, the sum of squared sequence lengths (attention), and predictions."""
-
-    tokens: int = 0
-    squares: int = 0
-    predictions: int = 0
-    auxiliary_tokens: int = 0
-    auxiliary_squares: int = 0
+def no_numbers() -> np.ndarray:
+    return NO_NUMBERS
 
 
 @dataclass(frozen=True)
-class PackedRow:
-    inputs: Inputs
-    states: dict[str, dict[str, int]]
-    """Number of states by stream and name, in the order of `inputs.gather`."""
-    predictions: dict[tuple[str, str], int]
-    """Number of predictions by (stream, term), in the order of `inputs.labels`."""
-    targets: dict[tuple[str, str], int]
-    """Number of targets by (stream, term), and other counts of a stream by (stream, name)."""
-    work: RowCost
-    samples: int
-    too_long: dict[str, int]
-    """Number of each stream's pairs that were longer than data.max_length."""
-    names: list[tuple[str, str, str]] = field(default_factory=list)
+class Row:
+    tokens: Tokens
+    gather: Gather
+    """All states that any loss reads."""
+    transposed: Gather
+    """`gather.transpose(N)`, by which the backward pass gathers."""
+    state_counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Number of states by stream and name, in the order of `gather`."""
+    labels: Any = field(default_factory=no_numbers)
+    """Labels of all predictions [M], int64."""
+    label_counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Number of predictions by (stream, term), in the order of `labels`."""
+    group_of_label: Any = field(default_factory=no_numbers)
+    """Index in `language_groups` of each prediction's group [M], int64; len(language_groups) if it is in no group."""
+    language_groups: list[tuple[str, str, str]] = field(default_factory=list)
     """(stream, term, language or pair) of each group of predictions whose losses are summed separately."""
-    counts: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Further arrays that each stream's loss reads, by stream and name."""
+    auxiliary: dict[str, "Row"] = field(default_factory=dict)
+    """The row of each stream's auxiliary encoder, by stream: tokens and states, without labels."""
+    target_counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Number of targets by (stream, term), and other counts of a stream by (stream, name)."""
+    language_counts: dict[tuple[str, str, str], int] = field(default_factory=dict)
     """Number of predictions by (stream, term, language or pair), of pairs by (stream, "drawn" or "too_long", pair)."""
+    samples: int = 0
+    """Number of samples."""
+    too_long: dict[str, int] = field(default_factory=dict)
+    """Number of each stream's pairs that were longer than data.max_length."""
+    cost: dict[str, int] = field(default_factory=dict)
+    """What the cost of the row depends on: the numbers of "tokens", of "predictions" and of "auxiliary_tokens"; and
+    "squares" and "auxiliary_squares", sums of squared sequence lengths (attention)."""
     keys: dict[str, list[str]] = field(default_factory=dict)
     """Keys of each stream's records, in the order in which they were sampled."""
 
+    @staticmethod
+    def concat(rows: Sequence["Row"]) -> "Row":
+        """Return the sequences and states of several auxiliary rows as one row, in the order of the rows."""
+        if len(rows) == 1:
+            return rows[0]
+        first_token = [0]
+        first_state = [0]
+        for row in rows[:-1]:
+            first_token.append(first_token[-1] + len(row.tokens.input_ids))
+            first_state.append(first_state[-1] + row.gather.size)
+        return Row(
+            tokens=concat_tokens([row.tokens for row in rows]),
+            gather=Gather.concat((row.gather for row in rows), first_token),
+            transposed=Gather.concat((row.transposed for row in rows), first_state),
+        )
+
+    def to(self, device: torch.device) -> "Row":
+        """Return the row with its arrays as tensors on the device, copied at once. Tokens.lengths stays on the host,
+        and auxiliary rows stay as they are."""
+        on_host = {
+            "input_ids": self.tokens.input_ids,
+            "positions": self.tokens.positions,
+            "starts": self.tokens.starts,
+            "offsets": self.gather.offsets,
+            "columns": self.gather.columns,
+            "transposed offsets": self.transposed.offsets,
+            "transposed columns": self.transposed.columns,
+            "labels": self.labels,
+            "group_of_label": self.group_of_label,
+        }
+        if self.tokens.types is not None:
+            on_host["types"] = self.tokens.types
+        for stream, arrays in self.arrays.items():
+            for name, array in arrays.items():
+                on_host[f"arrays {stream} {name}"] = array
+
+        moved = copy_at_once(on_host, device)
+        tokens = Tokens(
+            input_ids=moved["input_ids"],
+            positions=moved["positions"],
+            types=moved.get("types"),
+            starts=moved["starts"],
+            lengths=torch.from_numpy(self.tokens.lengths),
+            longest=self.tokens.longest,
+        )
+        moved_arrays = {}
+        for stream, arrays in self.arrays.items():
+            moved_arrays[stream] = {name: moved[f"arrays {stream} {name}"] for name in arrays}
+        return replace(
+            self,
+            tokens=tokens,
+            gather=Gather(moved["offsets"], moved["columns"]),
+            transposed=Gather(moved["transposed offsets"], moved["transposed columns"]),
+            labels=moved["labels"],
+            group_of_label=moved["group_of_label"],
+            arrays=moved_arrays,
+        )
+
+
+def copy_at_once(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Return `copy_one_by_one(arrays, device)`. A GPU gets all arrays in one pinned buffer, in which each begins at a
+    multiple of 16 bytes, and the host does not wait."""
+    if device.type == "cpu":
+        return copy_one_by_one(arrays, device)
+    sizes = [-(-array.nbytes // 16) * 16 for array in arrays.values()]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for array, part in zip(arrays.values(), buffer.split(sizes), strict=True):
+        part.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
+    on_device = buffer.to(device, non_blocking=True)
+    tensors = {}
+    for (name, array), part in zip(arrays.items(), on_device.split(sizes), strict=True):
+        dtype = torch.from_numpy(array).dtype
+        tensors[name] = part[: array.nbytes].view(dtype).view(array.shape)
+    return tensors
+
+
+def copy_one_by_one(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Return the arrays as tensors on the device."""
+    tensors = {}
+    for name, array in arrays.items():
+        tensors[name] = torch.from_numpy(array).to(device)
+    return tensors
+
 
 def pack_row(
-    stream_batches: dict[str, StreamBatch], filler: int, *, names: dict[str, tuple[str, ...]] | None = None
-) -> PackedRow:
+    stream_batches: Mapping[str, StreamBatch],
+    filler: int,
+    *,
+    language_groups: Mapping[str, tuple[str, ...]] | None = None,
+) -> Row:
     """Return the packed row of these stream batches.
 
-    filler: the id of the two tokens that a row without any token gets; names: Context.names of each stream.
+    filler: the id of the two tokens that a row without any token gets; language_groups:
+    CollateContext.language_groups of each stream.
     """
     parts = list(stream_batches.values())
-    tokens, places = lay_out([part.sequences for part in parts], [part.types for part in parts], filler)
-    reads = list[StateIndices]()
-    states = dict[str, dict[str, int]]()
+    tokens, places = lay_out(parts, filler)
+    gathers = list[Gather]()
+    state_counts = dict[str, dict[str, int]]()
     labels = [NO_NUMBERS]
-    predictions = dict[tuple[str, str], int]()
-    targets = dict[tuple[str, str], int]()
-    auxiliary = dict[str, tuple[Tokens, Index]]()
-    pairs = dict[tuple[str, str, str], int]()
+    label_counts = dict[tuple[str, str], int]()
+    target_counts = dict[tuple[str, str], int]()
+    pair_counts = dict[tuple[str, str, str], int]()
+    auxiliary = dict[str, Row]()
     for (stream, part), place in zip(stream_batches.items(), places, strict=True):
-        states[stream] = {}
-        for name, read in part.reads.items():
-            reads.append(StateIndices(place[read.places], read.counts))
-            states[stream][name] = len(read)
+        state_counts[stream] = {}
+        for name, states in part.states.items():
+            gathers.append(Gather(states.offsets, place[states.columns]))
+            state_counts[stream][name] = states.size
         for term, ids in part.labels.items():
             labels.append(ids)
-            predictions[stream, term] = len(ids)
-        for term, count in part.targets.items():
-            targets[stream, term] = count
+            label_counts[stream, term] = len(ids)
+        for name, count in part.target_counts.items():
+            target_counts[stream, name] = count
+        for (what, pair), count in part.pair_counts.items():
+            pair_counts[stream, what, pair] = count
         if part.auxiliary is not None:
-            auxiliary[stream] = _auxiliary_inputs(part, filler)
-        for (what, pair), count in part.pairs.items():
-            pairs[stream, what, pair] = count
-    groups, group_of = group_by_language(stream_batches, names or {})
-    counts_of_groups = np.bincount(group_of, minlength=len(groups)).tolist()
-    inputs = Inputs(
-        tokens,
-        gather_index(reads, len(tokens.input_ids)),
-        np.concatenate(labels),
-        group_of,
-        {stream: part.arrays for stream, part in stream_batches.items()},
-        auxiliary,
-    )
-    return PackedRow(
-        inputs,
-        states=states,
-        predictions=predictions,
-        targets=targets,
-        work=_cost(parts),
+            auxiliary[stream] = pack_row({stream: part.auxiliary}, filler)
+    gather = Gather.concat(gathers, [0] * len(gathers))
+    groups = group_by_language(stream_batches, language_groups or {})
+    return Row(
+        tokens=tokens,
+        gather=gather,
+        transposed=gather.transpose(len(tokens.input_ids)),
+        state_counts=state_counts,
+        labels=np.concatenate(labels),
+        label_counts=label_counts,
+        group_of_label=groups.group_of_label,
+        language_groups=groups.names,
+        arrays={stream: part.arrays for stream, part in stream_batches.items()},
+        auxiliary=auxiliary,
+        target_counts=target_counts,
+        language_counts=groups.counts() | pair_counts,
         samples=sum(part.samples for part in parts),
         too_long={stream: part.too_long for stream, part in stream_batches.items()},
-        names=groups,
-        counts=dict(zip(groups, counts_of_groups, strict=False)) | pairs,
+        cost=cost_of(parts),
         keys={stream: part.keys for stream, part in stream_batches.items()},
     )
 
 
-NO_NUMBERS = np.empty(0, dtype=np.int64)
+def lay_out(stream_batches: Sequence[StreamBatch], filler: int) -> tuple[Tokens, list[np.ndarray]]:
+    """Return the tokens of all sequences, longest sequence first, and for each stream batch its tokens' indices in the
+    row. A row without any token gets a filler sequence of two."""
+    ids = list[np.ndarray]()
+    positions = list[np.ndarray]()
+    types = list[np.ndarray]()
+    sequence_lengths = list[np.ndarray]()
+    for stream_batch in stream_batches:
+        sequences = stream_batch.sequences
+        ids.append(sequences.ids)
+        positions.append(sequences.positions)
+        types.append(token_types(stream_batch))
+        sequence_lengths.append(sequences.lengths)
+    has_types = any(stream_batch.types for stream_batch in stream_batches)
+
+    lengths = np.concatenate(sequence_lengths)
+    longest_first = np.argsort(-lengths, kind="stable")
+    ends = np.cumsum(lengths[longest_first])
+    starts = np.empty_like(lengths)
+    starts[longest_first] = ends - lengths[longest_first]
+    place = np.repeat(starts, lengths) + indices_within(lengths)
+    if not len(place):
+        return filler_tokens(filler, has_types), [place] * len(ids)
+
+    sorted_lengths = lengths[longest_first].astype(np.int32)
+    tokens = Tokens(
+        input_ids=put(ids, place),
+        positions=put(positions, place),
+        types=put(types, place) if has_types else None,
+        starts=offsets_of(sorted_lengths),
+        lengths=sorted_lengths,
+        longest=int(sorted_lengths[0]),
+    )
+    ends_of_parts = np.cumsum([len(part) for part in ids])
+    return tokens, np.split(place, ends_of_parts[:-1])
+
+
+def token_types(stream_batch: StreamBatch) -> np.ndarray:
+    """Return the token type of each token of a stream batch [N]."""
+    sequences = stream_batch.sequences
+    if stream_batch.types == "languages":
+        return sequences.languages
+    if stream_batch.types == "segments":
+        return sequences.segments
+    return np.zeros_like(sequences.ids)
+
+
+def put(parts: list[np.ndarray], place: np.ndarray) -> np.ndarray:
+    """Return an array that has the elements of the parts at these places, int64 [N]. place: a permutation [N]."""
+    row = np.empty(len(place), dtype=np.int64)
+    row[place] = np.concatenate(parts)
+    return row
+
+
+def filler_tokens(filler: int, has_types: bool) -> Tokens:
+    """Return a sequence of two tokens `filler`."""
+    zeros = np.zeros(2, dtype=np.int64)
+    lengths = np.array([2], dtype=np.int32)
+    return Tokens(
+        input_ids=np.full(2, filler, dtype=np.int64),
+        positions=np.arange(2),
+        types=zeros if has_types else None,
+        starts=offsets_of(lengths),
+        lengths=lengths,
+        longest=2,
+    )
+
+
+def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
+    """Return the sequences of all parts, in their order."""
+    lengths = np.concatenate([part.lengths for part in parts])
+    types = None
+    if parts[0].types is not None:
+        types = np.concatenate([part.types for part in parts])
+    return Tokens(
+        input_ids=np.concatenate([part.input_ids for part in parts]),
+        positions=np.concatenate([part.positions for part in parts]),
+        types=types,
+        starts=offsets_of(lengths),
+        lengths=lengths,
+        longest=int(lengths.max()),
+    )
+
+
+class LanguageGroups(NamedTuple):
+    """The predictions of a row by language or pair: Row.language_groups and Row.group_of_label."""
+
+    names: list[tuple[str, str, str]]
+    group_of_label: np.ndarray
+
+    def counts(self) -> dict[tuple[str, str, str], int]:
+        """Return the number of predictions of each group."""
+        counts = np.bincount(self.group_of_label, minlength=len(self.names))
+        return dict(zip(self.names, counts.tolist(), strict=False))  # the last count is that of labels in no group
 
 
 def group_by_language(
-    stream_batches: dict[str, StreamBatch], names: dict[str, tuple[str, ...]]
-) -> tuple[list[tuple[str, str, str]], np.ndarray]:
-    """Return the values of PackedRow.names and Inputs.names, which group the predictions by language or pair."""
-    groups: list[tuple[str, str, str]] = []
-    numbers: list[np.ndarray] = [NO_NUMBERS]
+    stream_batches: Mapping[str, StreamBatch], language_groups: Mapping[str, tuple[str, ...]]
+) -> LanguageGroups:
+    """Return the groups of the predictions by language or pair. language_groups: see `pack_row`."""
+    no_group = -1
+    names = list[tuple[str, str, str]]()
+    numbers = [NO_NUMBERS]
     for stream, stream_batch in stream_batches.items():
         for term, labels in stream_batch.labels.items():
-            known = names.get(stream, ()) if term in stream_batch.names else ()
-            of_term = stream_batch.names[term] if known else np.zeros(len(labels), dtype=np.int64)
-            assert len(of_term) == len(labels), (
-                f"streams.{stream}: {len(labels)} labels of {term}, {len(of_term)} names"
+            group_of_label = stream_batch.group_of_label.get(term)
+            groups = language_groups.get(stream, ())
+            if group_of_label is None or not groups:
+                numbers.append(np.full(len(labels), no_group))
+                continue
+            assert len(group_of_label) == len(labels), (
+                f"streams.{stream}: {len(labels)} labels of {term}, groups of {len(group_of_label)}"
             )
-            numbers.append(np.where(of_term < len(known), of_term + len(groups), -1))
-            groups += [(stream, term, name) for name in known]
+            numbers.append(np.where(group_of_label < len(groups), group_of_label + len(names), no_group))
+            for group in groups:
+                names.append((stream, term, group))
     joined = np.concatenate(numbers)
-    return groups, np.where(joined < 0, len(groups), joined)
+    return LanguageGroups(names, np.where(joined == no_group, len(names), joined))
 
 
-def lay_out(parts: list[Sequences], types: list[Types | None], filler: int) -> tuple[Tokens, list[np.ndarray]]:
-    """Return the tokens of all sequences, longest sequence first, and for each of `parts` its tokens' indices in the
-    row.
-
-    types: what the token types of each of `parts` mean. A row without any token gets a filler sequence.
-    """
-    lengths = np.concatenate([part.lengths for part in parts])
-    order = np.argsort(-lengths, kind="stable")
-    ends = np.cumsum(lengths[order])
-    starts = np.empty_like(lengths)
-    starts[order] = ends - lengths[order]
-    place = np.repeat(starts, lengths) + indices_within(lengths)
-    fill = NO_NUMBERS if len(place) else np.array([2])
-    size = len(place) + int(fill.sum())
-
-    def column(values: list[np.ndarray], rest: np.ndarray | int) -> np.ndarray:
-        filled = np.empty(size, dtype=np.int64)
-        filled[place] = np.concatenate(values)
-        filled[len(place) :] = rest
-        return filled
-
-    numbers = [getattr(part, of) if of else np.zeros_like(part.ids) for part, of in zip(parts, types, strict=True)]
-    lengths = np.concatenate([lengths[order], fill]).astype(np.int32)
-    tokens = Tokens(
-        column([part.ids for part in parts], filler),
-        column([part.positions for part in parts], indices_within(fill)),
-        column(numbers, 0) if any(types) else None,
-        _ends_from_0(lengths),
-        lengths,
-        int(lengths.max()),
-    )
-    return tokens, np.split(place, np.cumsum([len(part.ids) for part in parts])[:-1])
-
-
-def gather_index(reads: list[StateIndices], tokens: int) -> Index:
-    """Return the index of all states: the places that each state sums, and the states that read each place."""
-    places = np.concatenate([NO_NUMBERS, *(read.places for read in reads)])
-    counts = np.concatenate([NO_NUMBERS, *(read.place_counts for read in reads)])
-    by_place = np.argsort(places, kind="stable")
-    states = np.repeat(np.arange(len(counts)), counts)[by_place]
-    of_place = np.bincount(places, minlength=tokens)
-    return _ends_from_0(counts), places.astype(np.int32), _ends_from_0(of_place), states.astype(np.int32)
-
-
-def _ends_from_0(counts: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-
-
-def _auxiliary_inputs(stream_batch: StreamBatch, filler: int) -> tuple[Tokens, Index]:
-    assert stream_batch.auxiliary is not None
-    sequences, reads = stream_batch.auxiliary
-    tokens, (place,) = lay_out([sequences], [stream_batch.types], filler)
-    return tokens, gather_index([StateIndices(place[reads.places], reads.counts)], len(tokens.input_ids))
-
-
-def join_auxiliary(parts: list[tuple[Tokens, Index]]) -> tuple[Tokens, Index]:
-    """Return the auxiliary inputs of several rows as those of one row, with the states in the order of the rows."""
-    if len(parts) == 1:
-        return parts[0]
-    tokens = [part for part, _ in parts]
-    indices = [index for _, index in parts]
-    first_token = _starts([len(part.input_ids) for part in tokens])
-    first_state = _starts([len(offsets) - 1 for offsets, *_ in indices])
-    first_pair = _starts([len(places) for _, places, *_ in indices])
-    offsets, places, place_offsets, states = zip(*indices, strict=True)
-    row = Tokens(
-        np.concatenate([part.input_ids for part in tokens]),
-        np.concatenate([part.positions for part in tokens]),
-        None if tokens[0].types is None else np.concatenate([part.types for part in tokens]),
-        _joined_offsets([part.starts for part in tokens], first_token),
-        np.concatenate([part.lengths for part in tokens]),
-        max(part.longest for part in tokens),
-    )
-    index = (
-        _joined_offsets(offsets, first_pair),
-        _joined(places, first_token),
-        _joined_offsets(place_offsets, first_pair),
-        _joined(states, first_state),
-    )
-    return row, index
-
-
-def _starts(sizes: list[int]) -> np.ndarray:
-    """Return the index at which each of the joined arrays begins [len(sizes)]."""
-    return np.cumsum([0, *sizes])[:-1]
-
-
-def _joined(arrays: Sequence[np.ndarray], firsts: np.ndarray) -> np.ndarray:
-    """Return the arrays, joined, each with its first number added to all of its elements."""
-    return np.concatenate([array + first for array, first in zip(arrays, firsts, strict=True)]).astype(np.int32)
-
-
-def _joined_offsets(arrays: Sequence[np.ndarray], firsts: np.ndarray) -> np.ndarray:
-    """Return arrays of offsets, of which each begins with 0, as one such array."""
-    return np.concatenate([[0], _joined([array[1:] for array in arrays], firsts)]).astype(np.int32)
-
-
-def _cost(parts: list[StreamBatch]) -> RowCost:
-    tokens, squares = _tokens_and_squares([part.sequences for part in parts])
-    auxiliary = [part.auxiliary.sequences for part in parts if part.auxiliary is not None]
-    auxiliary_tokens, auxiliary_squares = _tokens_and_squares(auxiliary)
-    predictions = 0
-    for part in parts:
-        predictions += sum(len(ids) for ids in part.labels.values())
-    return RowCost(tokens, squares, predictions, auxiliary_tokens, auxiliary_squares)
-
-
-def _tokens_and_squares(parts: list[Sequences]) -> tuple[int, int]:
-    lengths = np.concatenate([NO_NUMBERS, *(part.lengths for part in parts)])
-    return int(lengths.sum()), int((lengths**2).sum())
+def cost_of(stream_batches: Sequence[StreamBatch]) -> dict[str, int]:
+    """Return Row.cost of the row of these stream batches."""
+    names = ("tokens", "squares", "predictions", "auxiliary_tokens", "auxiliary_squares")
+    cost = dict.fromkeys(names, 0)
+    for stream_batch in stream_batches:
+        lengths = stream_batch.sequences.lengths
+        cost["tokens"] += int(lengths.sum())
+        cost["squares"] += int((lengths**2).sum())
+        for ids in stream_batch.labels.values():
+            cost["predictions"] += len(ids)
+        if stream_batch.auxiliary is not None:
+            lengths = stream_batch.auxiliary.sequences.lengths
+            cost["auxiliary_tokens"] += int(lengths.sum())
+            cost["auxiliary_squares"] += int((lengths**2).sum())
+    return cost

@@ -2,11 +2,20 @@
 
 import numpy as np
 
+NO_NUMBERS = np.empty(0, dtype=np.int64)
+
 
 def indices_within(lengths: np.ndarray) -> np.ndarray:
     """Return the numbers 0, 1, ..., n - 1 for each n in `lengths`, concatenated."""
-    ends = np.cumsum(lengths)
-    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+    starts = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
+
+
+def offsets_of(counts: np.ndarray) -> np.ndarray:
+    """Return where each of the parts that have these sizes begins, and where the last one ends, int32 [parts + 1]."""
+    offsets = np.zeros(len(counts) + 1, dtype=np.int32)
+    offsets[1:] = np.cumsum(counts)
+    return offsets
 
 
 def evenly_spaced(n: int, most: int) -> np.ndarray:

@@ -6,17 +6,13 @@ Shape letters: B sequences, N tokens of all of them, laid end to end.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
 from xscale import rng
-from xscale.data import words as words_of
-from xscale.data.ragged import indices_within
-from xscale.data.tokenizer import Tokenizer
-from xscale.data.words import TokenWords
-
-_NO_WORD = np.full(8, -1)
+from xscale.data.ragged import NO_NUMBERS, indices_within
+from xscale.data.tokenizer import PairTemplate, Tokenizer
+from xscale.data.words import TokenWords, join_words
 
 
 @dataclass(frozen=True)
@@ -78,90 +74,127 @@ class Sequences:
         return indices_within(self.lengths)
 
 
+Segment = tuple[Example, int]
+"""An example, and the number of its text."""
+
+
 def join_segments(
     tokenizer: Tokenizer,
-    sequences: list[list[tuple[Example, int]]],
+    sequences: list[list[Segment]],
     language_ids: dict[str, int],
     reset_positions: bool = False,
 ) -> Sequences:
-    """Lay out each sequence as [CLS] segment [SEP] segment [SEP] ...; a segment is (example, number of its text).
+    """Lay out each sequence as [CLS] segment [SEP] segment [SEP] and so on.
 
     Two texts of one record get the tokenizer's own template for a pair. [CLS] belongs to the first segment, and special
     tokens between two segments belong to the first of them. A sequence has the identity of its first example.
     """
-    flat: list[int] = []
-    words: list[np.ndarray] | None = [] if any(s and s[0][0].words is not None for s in sequences) else None
-    segment_starts, segment_lengths, segment_languages, segments, first_words = [], [], [], [], []
-    sep = [tokenizer.sep_id]
+    ids = list[int]()
+    segment_starts = list[int]()
+    segment_lengths = list[int]()
+    segment_languages = list[int]()
+    segment_counts = list[int]()
+    sequence_lengths = list[int]()
+    identities = list[np.uint64]()
     for sequence in sequences:
-        start, first_word = len(flat), 0
-        pair = len(sequence) == 2 and sequence[0][0] is sequence[1][0]
-        opening, between, closing = tokenizer.pair[:3] if pair else ([tokenizer.cls_id], sep, sep)
-        before = opening
-        for number, (example, side) in enumerate(sequence):
-            flat += before
-            segment_starts.append(len(flat))
-            flat += example.ids[side]
-            after = closing if number == len(sequence) - 1 else between
-            flat += after
-            if words is not None:
-                assert example.words is not None
-                words += [_NO_WORD[: len(before)], example.words[side].of_token, _NO_WORD[: len(after)]]
-                first_words.append(first_word)
-                first_word += len(example.words[side].is_word)
-            segment_lengths.append(len(flat) - start)
+        template = template_of(tokenizer, sequence)
+        start = segment_start = len(ids)
+        ids += template.first
+        for number, (example, side) in enumerate(sequence, start=1):
+            segment_starts.append(len(ids))
+            ids += example.ids[side]
+            ids += template.last if number == len(sequence) else template.between
+            segment_lengths.append(len(ids) - segment_start)
             segment_languages.append(language_ids[example.langs[side]])
-            start, before = len(flat), []
-        segments.append(len(sequence))
-    per_segment = np.array(segment_lengths, dtype=np.int64)
-    of_sequence = np.array(segments, dtype=np.int64)
-    starts = np.cumsum(of_sequence) - of_sequence
-    lengths = np.add.reduceat(per_segment, starts) if segments else np.empty(0, dtype=np.int64)
-    numbers = None
-    if words is not None:
-        within_segments = np.concatenate([_NO_WORD[:0], *words])
-        numbers = np.where(within_segments < 0, -1, within_segments + np.repeat(first_words, per_segment))
+            segment_start = len(ids)
+        segment_counts.append(len(sequence))
+        sequence_lengths.append(len(ids) - start)
+        identities.append(sequence[0][0].identity)
+
+    starts = np.array(segment_starts, dtype=np.int64)
+    tokens_of_segment = np.array(segment_lengths, dtype=np.int64)
+    lengths = np.array(sequence_lengths, dtype=np.int64)
+    segment_numbers = indices_within(np.array(segment_counts, dtype=np.int64))
+    words = None
+    if sequences and sequences[0][0][0].words is not None:
+        words = word_numbers(sequences, starts, len(ids))
     return Sequences(
-        ids=np.array(flat, dtype=np.int64),
+        ids=np.array(ids, dtype=np.int64),
         lengths=lengths,
-        positions=indices_within(per_segment if reset_positions else lengths),
-        languages=np.repeat(np.array(segment_languages, dtype=np.int64), per_segment),
-        segments=np.repeat(indices_within(of_sequence), per_segment),
-        words=numbers,
-        identities=np.array([sequence[0][0].identity for sequence in sequences], dtype=np.uint64),
-        segment_starts=np.array(segment_starts, dtype=np.int64),
+        positions=indices_within(tokens_of_segment if reset_positions else lengths),
+        languages=np.repeat(np.array(segment_languages, dtype=np.int64), tokens_of_segment),
+        segments=np.repeat(segment_numbers, tokens_of_segment),
+        words=words,
+        identities=np.array(identities, dtype=np.uint64),
+        segment_starts=starts,
     )
+
+
+def template_of(tokenizer: Tokenizer, sequence: list[Segment]) -> PairTemplate:
+    """Return the special tokens of a sequence: the tokenizer's own for the two texts of one record."""
+    if len(sequence) == 2 and sequence[0][0] is sequence[1][0]:
+        return tokenizer.pair
+    return PairTemplate([tokenizer.cls_id], [tokenizer.sep_id], [tokenizer.sep_id], segments=False)
+
+
+def word_numbers(sequences: list[list[Segment]], segment_starts: np.ndarray, tokens: int) -> np.ndarray:
+    """Return Sequences.words of these sequences [N]. segment_starts: see Sequences; tokens: N."""
+    numbers = [NO_NUMBERS]
+    lengths = list[int]()
+    for sequence in sequences:
+        first_word = 0
+        for example, side in sequence:
+            assert example.words is not None, "either all examples have words, or none"
+            words = example.words[side]
+            numbers.append(np.where(words.of_token < 0, -1, words.of_token + first_word))
+            lengths.append(len(words.of_token))
+            first_word += len(words.is_word)
+    word_of_token = np.full(tokens, -1)
+    place = np.repeat(segment_starts, lengths) + indices_within(np.array(lengths, dtype=np.int64))
+    word_of_token[place] = np.concatenate(numbers)
+    return word_of_token
 
 
 def concatenated(first: Sequences, second: Sequences) -> Sequences:
     """Return the sequences of `first` followed by those of `second`, without word numbers."""
-    joined = {
-        name: np.concatenate([getattr(first, name), getattr(second, name)])
-        for name in ("ids", "lengths", "positions", "languages", "segments", "identities")
-    }
-    segment_starts = np.concatenate([first.segment_starts, second.segment_starts + len(first.ids)])
-    return Sequences(**joined, words=None, segment_starts=segment_starts)
+    return Sequences(
+        ids=np.concatenate([first.ids, second.ids]),
+        lengths=np.concatenate([first.lengths, second.lengths]),
+        positions=np.concatenate([first.positions, second.positions]),
+        languages=np.concatenate([first.languages, second.languages]),
+        segments=np.concatenate([first.segments, second.segments]),
+        words=None,
+        identities=np.concatenate([first.identities, second.identities]),
+        segment_starts=np.concatenate([first.segment_starts, second.segment_starts + len(first.ids)]),
+    )
 
 
-def fit_pairs(examples: list[Example], max_length: int, overlong: str, special: int = 3) -> tuple[list[Example], int]:
-    """Return the pairs of at most `max_length` tokens, including `special` special ones, and the number of longer
-    pairs. overlong: "drop" drops longer pairs, "truncate" cuts both of their sides in proportion."""
-    room, kept, long = max_length - special, [], 0
-    for example in examples:
-        first, second = example.ids
-        excess = len(first) + len(second) - room
-        if excess > 0:
-            long += 1
-            if overlong == "drop":
-                continue
-            cut_first = min(len(first) - 1, round(excess * len(first) / (len(first) + len(second))))
-            cut_first = max(cut_first, excess - len(second) + 1)  # each side keeps at least one token
-            keep = (len(first) - cut_first, len(second) - (excess - cut_first))
-            ids = tuple(side[:n] for side, n in zip(example.ids, keep, strict=True))
-            words = example.words and tuple(side.cut(n) for side, n in zip(example.words, keep, strict=True))
-            example = replace(example, ids=ids, words=words)
-        kept.append(example)
-    return kept, long
+def fit_pairs(pairs: list[Example], max_length: int, overlong: str, special: int = 3) -> list[Example]:
+    """Return the pairs of at most `max_length` tokens, including `special` special ones. overlong: "drop" drops longer
+    pairs, "truncate" cuts both of their sides in proportion."""
+    fitting = []
+    for pair in pairs:
+        first, second = pair.ids
+        excess = len(first) + len(second) - (max_length - special)
+        if excess <= 0:
+            fitting.append(pair)
+        elif overlong == "truncate":
+            fitting.append(truncated_pair(pair, excess))
+    return fitting
+
+
+def truncated_pair(pair: Example, excess: int) -> Example:
+    """Return the pair without `excess` tokens at the ends of its texts. Each text keeps at least one token."""
+    first, second = pair.ids
+    cut_first = round(excess * len(first) / (len(first) + len(second)))
+    cut_first = min(cut_first, len(first) - 1)
+    cut_first = max(cut_first, excess - (len(second) - 1))
+    keep_first = len(first) - cut_first
+    keep_second = len(second) - (excess - cut_first)
+    words = pair.words
+    if words is not None:
+        words = (words[0].cut(keep_first), words[1].cut(keep_second))
+    return replace(pair, ids=(first[:keep_first], second[:keep_second]), words=words)
 
 
 def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:
@@ -170,44 +203,62 @@ def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:
     A text has as many whole sentences as fit into max_length. A longer sentence is split into several texts, between
     words. Every token is in one text.
     """
+    room = max_length - 2
     texts: list[list[Example]] = []
-    size, room = 0, max_length - 2
+    size = room
     for example in sample:
         if not example.follows:
             size = room
         for part in split_to_fit(example, room):
-            if size + len(part.ids[0]) > room:
+            length = len(part.ids[0])
+            if size + length > room:
                 texts.append([])
                 size = 0
             texts[-1].append(part)
-            size += len(part.ids[0])
+            size += length
     return [join_texts(text) for text in texts]
 
 
 def split_to_fit(example: Example, room: int) -> list[Example]:
     """Return the text in pieces of at most `room` tokens, cut between words unless a single word is longer."""
-    ids, starts = example.ids[0], [0]
-    while len(ids) - starts[-1] > room:
-        most = starts[-1] + room
-        at = bisect_right(example.borders, most)
-        border = example.borders[at - 1] if at else 0
-        starts.append(border if border > starts[-1] else most)
-    if len(starts) == 1:
-        return [example] if ids else []
-    words = example.words
-    return [
-        replace(
-            example,
-            ids=(ids[start:end],),
-            words=words and (words[0].cut(end, start),),
-            identity=example.identity if start == 0 else np.uint64(rng.hash64(example.identity, np.uint64(start))),
-        )
-        for start, end in pairwise([*starts, len(ids)])
-    ]
+    length = len(example.ids[0])
+    if length == 0:
+        return []
+    if length <= room:
+        return [example]
+    pieces = []
+    start = 0
+    while start < length:
+        end = cut_before(example.borders, start, room) if length - start > room else length
+        words = example.words
+        if words is not None:
+            words = (words[0].cut(end, start),)
+        identity = example.identity
+        if start > 0:
+            identity = np.uint64(rng.hash64(example.identity, np.uint64(start)))
+        pieces.append(replace(example, ids=(example.ids[0][start:end],), words=words, identity=identity))
+        start = end
+    return pieces
+
+
+def cut_before(borders: Sequence[int], start: int, room: int) -> int:
+    """Return the token before which a text is cut whose piece begins at token `start`. borders: see Example."""
+    furthest = start + room
+    borders_before = bisect_right(borders, furthest)
+    if borders_before == 0 or borders[borders_before - 1] <= start:
+        return furthest
+    return borders[borders_before - 1]
 
 
 def join_texts(examples: list[Example]) -> Example:
     """Return several texts as one, with the identity of the first text."""
-    ids = [token for example in examples for token in example.ids[0]]
-    words = [example.words[0] for example in examples if example.words is not None]
-    return replace(examples[0], ids=(ids,), words=(words_of.join_words(words),) if words else None)
+    if len(examples) == 1:
+        return examples[0]
+    ids = list[int]()
+    words = list[TokenWords]()
+    for example in examples:
+        ids += example.ids[0]
+        if example.words is not None:
+            words.append(example.words[0])
+    joined_words = (join_words(words),) if words else None
+    return replace(examples[0], ids=(ids,), words=joined_words)

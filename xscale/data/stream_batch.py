@@ -2,17 +2,18 @@
 
 `masked_lm` makes the stream batch of a loss that predicts masked tokens.
 
-Shape letters: N tokens of its sequences, B sequences, M predicted tokens, S states that a loss reads, K places.
+Shape letters: N tokens of its sequences, B sequences, M predicted tokens, S states that a loss reads, K terms of all
+their sums.
 """
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from xscale import rng
-from xscale.data.ragged import indices_within
+from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_of
 from xscale.data.sequences import Example, Sequences, fit_pairs
 from xscale.data.shards import pair_name
 from xscale.data.tokenizer import Tokenizer
@@ -23,7 +24,7 @@ _NEUTRAL = rng.key("language", "neutral")
 
 
 @dataclass(frozen=True)
-class Context:
+class CollateContext:
     """The values that a collate function gets besides its samples and options."""
 
     tokenizer: Tokenizer
@@ -42,44 +43,81 @@ class Context:
     rows: int = 1
     segments: bool = False
     """True if the two sentences of a pair have token types 0 and 1."""
-    names: tuple[str, ...] = ()
+    language_groups: tuple[str, ...] = ()
     """Languages ("en") and pairs ("de-en") whose losses are reported separately."""
 
     def fit_pairs(self, samples: list[list[Example]]) -> list[Example]:
         """Return the pairs; those over max_length are dropped or truncated. samples: one pair each."""
-        special = self.tokenizer.pair.special
-        return fit_pairs([sample[0] for sample in samples], self.max_length, self.overlong, special)[0]
+        pairs = [sample[0] for sample in samples]
+        return fit_pairs(pairs, self.max_length, self.overlong, self.tokenizer.pair.special)
 
-    def name_numbers(self, sequences: Sequences) -> np.ndarray:
-        """Return each sequence's index in `names` of its language or pair, found from its first and last token [B];
-        len(names) if `names` lacks the language or pair."""
+    def group_numbers(self, sequences: Sequences) -> np.ndarray:
+        """Return each sequence's index in `language_groups` [B], or len(language_groups) if its language or pair is
+        none of them. The first and the last token of a sequence tell its languages."""
         ends = np.cumsum(sequences.lengths)
-        first, last = sequences.languages[ends - sequences.lengths], sequences.languages[ends - 1]
-        codes, which = np.unique(np.stack([first, last], 1), axis=0, return_inverse=True)
-        language = {number: name for name, number in self.language_ids.items()}
-        of_codes = [pair_name({language[n] for n in code}) for code in codes.tolist()]
-        numbers = [self.names.index(name) if name in self.names else len(self.names) for name in of_codes]
-        return np.array(numbers, dtype=np.int64)[which]
+        first = sequences.languages[ends - sequences.lengths]
+        last = sequences.languages[ends - 1]
+        distinct, which = np.unique(np.stack([first, last], 1), axis=0, return_inverse=True)
+        language_of = {number: language for language, number in self.language_ids.items()}
+        groups = np.empty(len(distinct), dtype=np.int64)
+        for i, (first_number, last_number) in enumerate(distinct.tolist()):
+            name = pair_name({language_of[first_number], language_of[last_number]})
+            groups[i] = len(self.language_groups)
+            if name in self.language_groups:
+                groups[i] = self.language_groups.index(name)
+        return groups[which]
 
-    def types(self, language_embeddings: bool) -> "Types | None":
+    def types(self, language_embeddings: bool) -> Types | None:
         """Return the meaning of the token type ids of a pair; None: all are 0."""
-        return "languages" if language_embeddings else "segments" if self.segments else None
+        if language_embeddings:
+            return "languages"
+        return "segments" if self.segments else None
 
 
-class StateIndices(NamedTuple):
-    """The states that a loss reads; each is the sum of the last hidden states of its tokens."""
+class Gather(NamedTuple):
+    """States that losses read. State i is the sum of the hidden states of tokens columns[offsets[i]:offsets[i + 1]].
 
-    places: np.ndarray
-    """Indices of tokens in the stream batch [K]."""
-    counts: np.ndarray | None = None
-    """Number of places that each state sums [S]; None: each has one place."""
+    It is a 0/1 matrix with a row for each state and a column for each token, in the form of compressed sparse rows:
+    numpy arrays in a worker, tensors in a step.
+    """
 
-    def __len__(self) -> int:  # type: ignore[override]
-        return len(self.place_counts)
+    offsets: Any
+    """[S + 1], int32."""
+    columns: Any
+    """Indices of tokens [K], int32."""
 
     @property
-    def place_counts(self) -> np.ndarray:
-        return np.ones_like(self.places) if self.counts is None else self.counts
+    def size(self) -> int:
+        """Number of states S."""
+        return len(self.offsets) - 1
+
+    @staticmethod
+    def single(tokens: np.ndarray) -> "Gather":
+        """Return the gather whose states are the hidden states of these tokens [S]."""
+        return Gather.sums(tokens, np.ones_like(tokens))
+
+    @staticmethod
+    def sums(tokens: np.ndarray, counts: np.ndarray) -> "Gather":
+        """Return the gather whose states are sums. tokens: the tokens of each sum, one sum after the other [K]; counts:
+        the number of tokens of each sum [S]."""
+        return Gather(offsets_of(counts), tokens.astype(np.int32))
+
+    @staticmethod
+    def concat(gathers: Iterable["Gather"], first_columns: Iterable[int]) -> "Gather":
+        """Return the states of all `gathers`. first_columns: the number that is added to the columns of each gather."""
+        counts = [NO_NUMBERS]
+        columns = [NO_NUMBERS]
+        for gather, first_column in zip(gathers, first_columns, strict=True):
+            counts.append(np.diff(gather.offsets))
+            columns.append(gather.columns + first_column)
+        return Gather.sums(np.concatenate(columns), np.concatenate(counts))
+
+    def transpose(self, tokens: int) -> "Gather":
+        """Return the transposed matrix, by which the gradient of the states becomes that of the hidden states: for each
+        of `tokens` tokens, the states whose sums contain it."""
+        by_column = np.argsort(self.columns, kind="stable")
+        states = np.repeat(np.arange(self.size), np.diff(self.offsets))
+        return Gather.sums(states[by_column], np.bincount(self.columns, minlength=tokens))
 
 
 @dataclass(frozen=True)
@@ -88,34 +126,28 @@ class StreamBatch:
 
     sequences: Sequences
     """The sequences as the model sees them, with masked tokens."""
-    reads: dict[str, StateIndices]
-    """The states that the loss reads, by name."""
-    targets: dict[str, int]
+    states: dict[str, Gather]
+    """The states that the loss reads, by name; columns are indices of tokens in `sequences`."""
+    target_counts: dict[str, int]
     """Number of targets by term of the loss, and other counts of the stream by name."""
     samples: int
+    """Number of samples."""
     labels: dict[str, np.ndarray] = field(default_factory=dict)
     """Term -> the token ids that it predicts [M]; terms are in the order of Losses.predictions."""
-    names: dict[str, np.ndarray] = field(default_factory=dict)
-    """Term -> the index in Context.names of each label's language or pair [M]."""
+    group_of_label: dict[str, np.ndarray] = field(default_factory=dict)
+    """Term -> the index in CollateContext.language_groups of each label's language or pair [M]."""
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     """Further arrays that the loss reads on the device."""
     types: Types | None = None
     """What the token types mean; None: they are 0 everywhere."""
-    auxiliary: "AuxiliaryInputs | None" = None
+    auxiliary: "StreamBatch | None" = None
+    """The sequences and states of the stream's auxiliary encoder, which has no gradient."""
     too_long: int = 0
     """Number of sampled pairs that are longer than max_length. The loader sets it, whatever collate has set."""
-    pairs: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Number of sampled pairs ("drawn") and of overlong ones ("too_long"), by pair of languages in Context.names."""
+    pair_counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Number of sampled pairs ("drawn") and of overlong ones ("too_long"), by pair of languages. Set by the loader."""
     keys: list[str] = field(default_factory=list)
-    """Keys of the records, in the order in which they were sampled."""
-
-
-class AuxiliaryInputs(NamedTuple):
-    """The inputs of a stream's auxiliary encoder, which has no gradient."""
-
-    sequences: Sequences
-    reads: StateIndices
-    """The states that the auxiliary encoder computes."""
+    """Keys of the records, in the order in which they were sampled. Set by the loader."""
 
 
 def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
@@ -123,58 +155,71 @@ def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
     if not isinstance(stream_batch, StreamBatch):
         raise ValueError(f"returned {type(stream_batch).__name__}, not a StreamBatch (xscale/data/stream_batch.py)")
     tokens = len(stream_batch.sequences.ids)
-    if int(stream_batch.sequences.lengths.sum()) != tokens:
-        raise ValueError(
-            f"its sequences have lengths that add up to {stream_batch.sequences.lengths.sum()}, but {tokens} ids"
-        )
-    for name, (places, counts) in stream_batch.reads.items():
-        if len(places) and not 0 <= places.min() <= places.max() < tokens:
-            raise ValueError(f"reads[{name!r}] has places from {places.min()} to {places.max()}, of {tokens} tokens")
-        if counts is not None and int(counts.sum()) != len(places):
-            raise ValueError(f"reads[{name!r}] has counts that add up to {counts.sum()}, but {len(places)} places")
-    if unknown := stream_batch.labels.keys() - terms:
+    total = int(stream_batch.sequences.lengths.sum())
+    if total != tokens:
+        raise ValueError(f"its sequences have lengths that add up to {total}, but {tokens} ids")
+    for name, (offsets, columns) in stream_batch.states.items():
+        if len(columns) and not 0 <= columns.min() <= columns.max() < tokens:
+            raise ValueError(
+                f"states[{name!r}] has columns from {columns.min()} to {columns.max()}, of {tokens} tokens"
+            )
+        if offsets[-1] != len(columns):
+            raise ValueError(f"states[{name!r}] has offsets up to {offsets[-1]}, but {len(columns)} columns")
+    unknown = stream_batch.labels.keys() - terms
+    if unknown:
         raise ValueError(
             f"labels has {', '.join(sorted(unknown))}; the terms of the loss are {', '.join(sorted(terms))}"
         )
 
 
-KEEP, RANDOM = 0.9, 0.8
-"""Bounds of a random number from [0, 1) for each chosen token: from KEEP on the token stays, from RANDOM to KEEP it
-becomes a random token, and below RANDOM it becomes [MASK]."""
-_CHOOSE, _ACTION, _RANDOM_ID = (rng.key("masking", purpose) for purpose in ("choose", "action", "random id"))
+KEEP_FROM = 0.9
+RANDOM_FROM = 0.8
+"""Bounds of a random number from [0, 1) for each chosen token: from KEEP_FROM on the token stays, from RANDOM_FROM to
+KEEP_FROM it becomes a random token, and below RANDOM_FROM it becomes [MASK]."""
+_CHOOSE = rng.key("masking", "choose")
+_ACTION = rng.key("masking", "action")
+_RANDOM_ID = rng.key("masking", "random id")
 
 
-def mask_tokens(
-    sequences: Sequences, tokenizer: Tokenizer, mask_prob: float, whole_word: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids after masking [N], and the sorted indices of the tokens to predict [M] (Devlin et al. 2019).
+class MaskedTokens(NamedTuple):
+    ids: np.ndarray
+    """Token ids after masking [N]."""
+    targets: np.ndarray
+    """The sorted indices of the tokens to predict [M]."""
+
+
+def mask_tokens(sequences: Sequences, tokenizer: Tokenizer, mask_prob: float, whole_word: bool = False) -> MaskedTokens:
+    """Mask tokens and choose those to predict (Devlin et al. 2019).
 
     Each token that is not a special one is chosen with probability `mask_prob`. A chosen token becomes [MASK] in 80 %
     of the cases, a random ordinary token in 10 %, and stays in 10 %. Every choice is a function of the sequence's
-    identity and of the place of the token, or the number of the word, in the sequence.
+    identity and of the index of the token, or the number of the word, in the sequence.
     """
-    per_token = sequences.identities[sequences.numbers]
-    place = sequences.offsets.astype(np.uint64)
-    maskable = ~tokenizer.is_special[sequences.ids]
-    unit = place
+    identities_N = sequences.identities[sequences.numbers]
+    offsets_N = sequences.offsets.astype(np.uint64)
+    units_N = offsets_N
     if whole_word:
         assert sequences.words is not None, "whole-word masking needs Tokenizer.encode_words"
-        alone = place + np.uint64(1 << 32)  # a token that belongs to no word
-        unit = np.where(sequences.words < 0, alone, sequences.words.astype(np.uint64))
-    chosen = maskable & (rng.uniform(per_token ^ _CHOOSE, unit) < mask_prob)
+        alone = offsets_N + np.uint64(1 << 32)  # a token that belongs to no word
+        units_N = np.where(sequences.words < 0, alone, sequences.words.astype(np.uint64))
+    is_special = tokenizer.is_special[sequences.ids]
+    chosen = ~is_special & (rng.uniform(identities_N ^ _CHOOSE, units_N) < mask_prob)
+
     targets = np.flatnonzero(chosen)
-    per_token, place = per_token[targets], place[targets]
-    action = rng.uniform(per_token ^ _ACTION, place)
-    pick = rng.uniform(per_token ^ _RANDOM_ID, place) * len(tokenizer.ordinary_ids)
+    identities_M = identities_N[targets]
+    offsets_M = offsets_N[targets]
+    action = rng.uniform(identities_M ^ _ACTION, offsets_M)
+    pick = rng.uniform(identities_M ^ _RANDOM_ID, offsets_M) * len(tokenizer.ordinary_ids)
+    random_ids = tokenizer.ordinary_ids[pick.astype(np.int64)]
+    replaced = np.where(action < RANDOM_FROM, tokenizer.mask_id, random_ids)
     ids = sequences.ids.copy()
-    replaced = np.where(action < RANDOM, tokenizer.mask_id, tokenizer.ordinary_ids[pick.astype(np.int64)])
-    ids[targets] = np.where(action < KEEP, replaced, ids[targets])
-    return ids, targets
+    ids[targets] = np.where(action < KEEP_FROM, replaced, ids[targets])
+    return MaskedTokens(ids, targets)
 
 
 def masked_lm(
     sequences: Sequences,
-    context: Context,
+    context: CollateContext,
     *,
     mask_prob: float,
     whole_word: bool = False,
@@ -189,19 +234,23 @@ def masked_lm(
     transformers reads a pair by default; samples: number of samples, by default that of sequences.
     """
     whole_word = whole_word and len(sequences.ids) > 0  # without sequences there are no word numbers
-    ids, targets = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
-    names = {term: context.name_numbers(sequences)[sequences.numbers[targets]]} if context.names else {}
-    languages, positions = sequences.languages, sequences.positions
+    masked = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
+    group_of_label = {}
+    if context.language_groups:
+        group_of_label[term] = context.group_numbers(sequences)[sequences.numbers[masked.targets]]
+    languages = sequences.languages
+    positions = sequences.positions
     if types == "languages":
-        hidden = rng.uniform(sequences.identities ^ _NEUTRAL, np.zeros(len(sequences.lengths))) < neutral
-        languages = np.where(hidden[sequences.numbers], 0, languages)
-        positions = np.where(hidden[sequences.numbers], indices_within(sequences.lengths), positions)
+        is_neutral = rng.uniform(sequences.identities ^ _NEUTRAL, np.zeros(len(sequences.lengths))) < neutral
+        is_neutral_N = is_neutral[sequences.numbers]
+        languages = np.where(is_neutral_N, 0, languages)
+        positions = np.where(is_neutral_N, indices_within(sequences.lengths), positions)
     return StreamBatch(
-        sequences=replace(sequences, ids=ids, languages=languages, positions=positions),
-        reads={"masked": StateIndices(targets)},
-        targets={term: len(targets)},
+        sequences=replace(sequences, ids=masked.ids, languages=languages, positions=positions),
+        states={"masked": Gather.single(masked.targets)},
+        target_counts={term: len(masked.targets)},
         samples=len(sequences.lengths) if samples is None else samples,
-        labels={term: sequences.ids[targets]},
-        names=names,
+        labels={term: sequences.ids[masked.targets]},
+        group_of_label=group_of_label,
         types=types,
     )

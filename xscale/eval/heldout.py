@@ -23,13 +23,12 @@ from xscale.data.mixture import SampledRecords, StepPlan
 from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example
 from xscale.data.shards import Source
-from xscale.data.stream_batch import Context, StreamBatch
+from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import ExportedModel, Scores, read_texts
 from xscale.objectives import OBJECTIVES, Parts, Prediction, alignlm, tlm
 from xscale.step.module import encoder_states
-from xscale.step.step import to_device
 
 BATCH = 32
 
@@ -85,7 +84,7 @@ def read_batches(
 ) -> Iterator[StreamBatch]:
     """Yield stream batches of the first `limit` records, read as in training."""
 
-    def collate(samples: list[list[Example]], options: Any, context: Context) -> StreamBatch:
+    def collate(samples: list[list[Example]], options: Any, context: CollateContext) -> StreamBatch:
         linked = [[replace(pair, links=pair.links or "")] for (pair,) in samples]  # a record may have no links
         return OBJECTIVES[objective].collate(linked, options, context)
 
@@ -101,8 +100,8 @@ def read_batches(
         yield stream_batch
 
 
-def make_context(model: ExportedModel, langs: Sequence[str]) -> Context:
-    return Context(model.tokenizer, model.max_length, "drop", model.language_ids(langs), segments=model.segments)
+def make_context(model: ExportedModel, langs: Sequence[str]) -> CollateContext:
+    return CollateContext(model.tokenizer, model.max_length, "drop", model.language_ids(langs), segments=model.segments)
 
 
 @torch.inference_mode()
@@ -121,10 +120,9 @@ def masked_sums(
         sizes = [len(prediction.features_MH) for prediction in predictions]
         sequences = stream_batch.sequences
         for prediction, of_term_M3 in zip(predictions, numbers_M3.split(sizes), strict=True):
-            read = stream_batch.reads["linked" if prediction.term == "bi" else "masked"]
-            sequence_M = torch.from_numpy(
-                sequences.numbers[read.places[np.cumsum(read.place_counts) - read.place_counts]]
-            )
+            states = stream_batch.states["linked" if prediction.term == "bi" else "masked"]
+            first_tokens = states.columns[states.offsets[:-1]]
+            sequence_M = torch.from_numpy(sequences.numbers[first_tokens])
             of_sequences_S3 = torch.zeros(len(sequences.lengths), 3, dtype=torch.float64)
             of_sequences_S3.index_add_(0, sequence_M, of_term_M3)
             sums.setdefault(prediction.term, []).append(of_sequences_S3.numpy())
@@ -136,10 +134,9 @@ def predict(
     parts: Parts, objective: str, stream_batch: StreamBatch, options: Any, pad_id: int
 ) -> tuple[list[Prediction], Tensor]:
     """Return the objective's predictions, and their labels [M] one after the other. pad_id: the token id that pads."""
-    row = pack_row({objective: stream_batch}, pad_id)
-    inputs = to_device(row.inputs, parts.encoder.embeddings.device)
-    states = encoder_states(parts.encoder, row, inputs)[objective]
-    return OBJECTIVES[objective].loss(parts, states, inputs.arrays[objective], options).predictions, inputs.labels
+    row = pack_row({objective: stream_batch}, pad_id).to(parts.encoder.embeddings.device)
+    states = encoder_states(parts.encoder, row)[objective]
+    return OBJECTIVES[objective].loss(parts, states, row.arrays[objective], options).predictions, row.labels
 
 
 def loss_scores(sums_S3: np.ndarray, loss_name: str, accuracy_name: str) -> Scores:

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example, join_segments
-from xscale.data.stream_batch import StateIndices, StreamBatch, Types
+from xscale.data.stream_batch import Gather, StreamBatch, Types
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import ExportedModel, Scores
 from xscale.ops.alignment_gather import alignment_gather
-from xscale.step.step import gather_rows, to_device
+from xscale.step.step import gather_rows
 
 BATCH, CHUNK = 64, 1024
 NEIGHBOURS, XSIM_NEIGHBOURS = 10, 4
@@ -236,25 +236,25 @@ def embed(model: ExportedModel, texts: list[str], language_id: int, keys: Sequen
 
 @torch.no_grad()  # not inference_mode: masks are kept for later passes, of training too
 def layer_states(model: ExportedModel, stream_batch: StreamBatch, layers: Sequence[int]) -> list[Tensor]:
-    """Return for each layer the hidden states [S, H] that the stream batch names in its `reads`."""
-    inputs = to_device(pack_row({"": stream_batch}, model.tokenizer.sep_id).inputs, model.device)
-    hidden = model.encoder.hidden_states(inputs.tokens)
-    return [alignment_gather(hidden[layer], *inputs.gather) for layer in layers]
+    """Return for each layer the hidden states [S, H] of the stream batch."""
+    row = pack_row({"": stream_batch}, model.tokenizer.sep_id).to(model.device)
+    hidden = model.encoder.hidden_states(row.tokens)
+    return [alignment_gather(hidden[layer], *row.gather, *row.transposed) for layer in layers]
 
 
 def make_stream_batch(
     model: ExportedModel, sentences: list[list[int]], language_id: int, poolings: Sequence[str]
 ) -> StreamBatch:
-    """Return a stream batch of sequences `[CLS] sentence [SEP]`. For each pooling it names the states to read: for
+    """Return a stream batch of sequences `[CLS] sentence [SEP]`. For each pooling it has states: for
     "mean" and "cls" one per sentence, for "tokens" one per token."""
     examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in sentences]
     sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language_id})
     is_last = sequences.offsets == sequences.lengths[sequences.numbers] - 1
     tokens = np.flatnonzero((sequences.offsets > 0) & ~is_last)
-    reads = {
-        "mean": StateIndices(tokens, sequences.lengths - 2),
-        "cls": StateIndices(sequences.starts),
-        "tokens": StateIndices(tokens),
+    states = {
+        "mean": Gather.sums(tokens, sequences.lengths - 2),
+        "cls": Gather.single(sequences.starts),
+        "tokens": Gather.single(tokens),
     }
     types: Types | None = "languages" if model.language_embeddings else None
-    return StreamBatch(sequences, {pooling: reads[pooling] for pooling in poolings}, {}, len(sentences), types=types)
+    return StreamBatch(sequences, {pooling: states[pooling] for pooling in poolings}, {}, len(sentences), types=types)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from xscale import rng
 from xscale.data.lexicon import entries
 from xscale.data.sequences import Example
-from xscale.data.stream_batch import Context, StreamBatch
+from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.errors import UserError
 from xscale.objectives import mlm
 from xscale.objectives.base import Losses, Objective, Parts
@@ -47,7 +47,7 @@ class AlignMlmOptions(mlm.MaskedOptions):
     """Number of dictionary entries sampled for each step, without replacement; null: all entries."""
 
 
-def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Context) -> StreamBatch:
+def collate(samples: list[list[Example]], options: AlignMlmOptions, context: CollateContext) -> StreamBatch:
     """Return MLM's batch and the dictionary entries that this row's loss reads.
 
     `ids` holds the tokens of all source words, then of all target words; `starts` [2 N] says where each word starts.
@@ -60,13 +60,18 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Con
             f"and differ; set subwords: mean, which also takes words of several tokens"
         )
     picked = entries_of_row(len(source.lengths), options.pairs_per_step, context)
-    (source_ids, source_starts), (target_ids, target_starts) = source.take(picked), target.take(picked)
+    source_ids, source_starts = source.take(picked)
+    target_ids, target_starts = target.take(picked)
+    ids = np.concatenate([source_ids, target_ids])
     starts = np.concatenate([source_starts, target_starts + len(source_ids)])
-    words = {"ids": np.concatenate([source_ids, target_ids]), "starts": starts}
-    return replace(stream_batch, arrays=words, targets=stream_batch.targets | {"align": len(picked)})
+    return replace(
+        stream_batch,
+        arrays={"ids": ids, "starts": starts},
+        target_counts=stream_batch.target_counts | {"align": len(picked)},
+    )
 
 
-def entries_of_row(total: int, wanted: int | None, context: Context) -> np.ndarray:
+def entries_of_row(total: int, wanted: int | None, context: CollateContext) -> np.ndarray:
     """Return the indices of the dictionary entries that this row uses: its share of the step's entries."""
     if wanted is None or wanted >= total:
         return np.arange(context.row, total, context.rows)
@@ -76,12 +81,13 @@ def entries_of_row(total: int, wanted: int | None, context: Context) -> np.ndarr
 
 
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: AlignMlmOptions) -> Losses:
-    table = parts.encoder.lm.get_input_embeddings()
+    E = parts.encoder.lm.get_input_embeddings()
     # One lookup of both sides, because each lookup makes a gradient as large as the table.
-    source_NH, target_NH = word_vectors(table, arrays["ids"], arrays["starts"]).chunk(2)
-    cosine = F.cosine_similarity(source_NH, target_NH, dim=-1).sum()
-    metrics = {"dictionary_cosine": (cosine.detach(), "align")}
-    return replace(mlm.loss(parts, states, arrays, options), sums={"align": -cosine}, metrics=metrics)
+    b1_NH, b2_NH = word_vectors(E, arrays["ids"], arrays["starts"]).chunk(2)
+    cosine = F.cosine_similarity(b1_NH, b2_NH, dim=-1).sum()
+    L_ALIGN = -cosine
+    L_MLM = mlm.loss(parts, states, arrays, options)
+    return replace(L_MLM, sums={"align": L_ALIGN}, metrics={"dictionary_cosine": (cosine.detach(), "align")})
 
 
 def word_vectors(table: nn.Module, ids: Tensor, starts_N: Tensor) -> Tensor:
@@ -93,7 +99,7 @@ def word_vectors(table: nn.Module, ids: Tensor, starts_N: Tensor) -> Tensor:
 
 
 OBJECTIVE = Objective(
-    reads="mono",
+    record_kind="mono",
     options=AlignMlmOptions,
     collate=collate,
     loss=loss,

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from xscale.data import links
 from xscale.data.sequences import Example, join_segments
-from xscale.data.stream_batch import Context, StreamBatch, masked_lm
+from xscale.data.stream_batch import CollateContext, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.objectives.tlm import first_sides
@@ -70,46 +70,62 @@ def _identity(width: int) -> nn.Linear:
     return layer
 
 
-def collate(samples: list[list[Example]], options: AlignLMOptions, context: Context) -> StreamBatch:
+def collate(samples: list[list[Example]], options: AlignLMOptions, context: CollateContext) -> StreamBatch:
     """Return the batch of samples, each of which is a single pair.
 
     Its states are "masked" [M], hidden states of the masked tokens, and "linked" [R], for each masked token with links
     the combined hidden states of the tokens that it is linked to (H* of the paper).
     """
     pairs = context.fit_pairs(samples)
-    sides = first_sides(pairs, options.shuffle_sides)
-    layout = [[2 * p + side, 2 * p + 1 - side] for p, side in enumerate(sides)]
+    layout = []
+    for p, side in enumerate(first_sides(pairs, options.shuffle_sides)):
+        layout.append([2 * p + side, 2 * p + 1 - side])
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
     stream_batch = masked_lm(sequences, context, mask_prob=options.mask_prob, types=context.types(False))
-    masked, labels = stream_batch.reads["masked"].places, stream_batch.labels["mlm"]
+    masked = stream_batch.states["masked"]
     words = links.parse_links(pairs)
     tokens = links.word_tokens(pairs, layout, sequences, words.first, options.expand)
-    linked, partners = links.linked_states(links.token_links(words.links, tokens), masked, len(sequences.ids))
-    arrays = {"links": np.asarray(partners.counts)} if options.normalize == "mean" else {}
+    A = links.token_links(words.links, tokens)
+    linked, partners = links.linked_states(A, masked.columns, len(sequences.ids))
+    labels = stream_batch.labels["mlm"]
+    group_of_label = {}
+    if context.language_groups:
+        groups = stream_batch.group_of_label["mlm"]
+        group_of_label = {"mono": groups, "bi": groups[linked]}
+    arrays = {}
+    if options.normalize == "mean":
+        arrays["links"] = np.diff(partners.offsets)
     return replace(
         stream_batch,
-        reads=stream_batch.reads | {"linked": partners},
+        states={"masked": masked, "linked": partners},
         labels={"mono": labels, "bi": labels[linked]},
-        names={"mono": stream_batch.names["mlm"], "bi": stream_batch.names["mlm"][linked]} if context.names else {},
-        targets={"mono": len(masked), "bi": len(linked), "links": len(partners.places)},
+        group_of_label=group_of_label,
+        target_counts={"mono": masked.size, "bi": partners.size, "links": len(partners.columns)},
         arrays=arrays,
     )
 
 
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: AlignLMOptions) -> Losses:
-    heads, (W1, GELU, LN) = parts.heads, parts.encoder.head
-    H, H_star = states["masked"], states["linked"]
-    mono = LN(heads.linear(GELU(W1(H))))
+    W1 = parts.encoder.head.dense
+    GELU = parts.encoder.head.activation
+    LN = parts.encoder.head.norm
+    W2 = parts.heads.W2
+    W3 = parts.heads.W3
+    linear = parts.heads.linear
 
+    H = states["masked"]
+    mono = LN(linear(GELU(W1(H))))
+
+    H_star = states["linked"]
     if options.normalize == "mean":
         H_star = H_star / arrays["links"][:, None]
-    H_tilde = heads.W2(H_star)
-    bi = LN(heads.linear(GELU(heads.W3(H_tilde))))
+    H_tilde = W2(H_star)
+    bi = LN(linear(GELU(W3(H_tilde))))
     return Losses([Prediction("mono", mono), Prediction("bi", bi, "bilingual_accuracy")])
 
 
 OBJECTIVE = Objective(
-    reads="pair",
+    record_kind="pair",
     options=AlignLMOptions,
     collate=collate,
     loss=loss,

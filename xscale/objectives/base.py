@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from xscale.data.packed_row import Index, Tokens
+from xscale.data.packed_row import Row
 from xscale.data.sequences import Example
-from xscale.data.stream_batch import Context, StreamBatch
+from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.models.encoder import Encoder
 
 
@@ -47,12 +47,11 @@ class Losses:
 class AuxiliaryState(Protocol):
     """A stream's state without an optimizer, such as a momentum encoder. It is fp32 and the same on every rank."""
 
-    def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: list[dict[str, Tensor]]) -> Tensor:
-        """Return the loss's states["auxiliary"], computed from the stream's auxiliary sequences without gradient.
+    def encode(self, trained: Encoder, row: Row, arrays: list[dict[str, Tensor]]) -> Tensor:
+        """Return the loss's states["auxiliary"], computed without gradient, one for each state that `row` gathers.
 
-        It runs on the device and in the data type of `trained`, for one or more rows of a step at a time. tokens: the
-        sequences of all these rows. index: the arguments of alignment_gather, which gives one state for each state that
-        is returned. arrays: the arrays of each row.
+        It runs on the device and in the data type of `trained`. row: the auxiliary rows (StreamBatch.auxiliary) of one
+        or more packed rows of a step, as one row. arrays: the arrays of each of these packed rows.
         """
 
     def update(self, weights_changed: bool) -> None:
@@ -75,12 +74,12 @@ class HasQueue(AuxiliaryState, Protocol):
     """Number of samples that the warm-up reads; 0 for no warm-up."""
 
     def gather(self, counts: list[int] | None) -> None:
-        """Exchange the vectors. All ranks call it after the last row of a step is read, before the first loss. counts:
-        number of vectors that each rank has read; None: the ranks must first exchange these numbers."""
+        """Exchange the vectors. All ranks call it after `encode` of the last row of a step, before the first loss.
+        counts: number of vectors that each rank has computed; None: the ranks must first exchange these numbers."""
 
     def finish_warmup(self) -> int:
-        """Add the vectors that were read to the queue. During the warm-up, all ranks call it after `read` of all rows
-        of a global batch. Returns the number of samples in the queue."""
+        """Add the vectors that were computed to the queue. During the warm-up, all ranks call it after `encode` of all
+        rows of a global batch. Returns the number of samples in the queue."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +104,13 @@ def step_loss_share(losses_V: Tensor, own_S: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    reads: Literal["mono", "pair"]
-    """Kind of the records; samples of "mono" are packed to max_length."""
+    record_kind: Literal["mono", "pair"]
+    """The kind of records that a sample consists of; samples of "mono" are packed to max_length."""
     options: type
     """Frozen dataclass of the objective's own fields of a stream. Its class variable `in_phases` names the fields that
     a phase may change: only collate, loss and terms may read them, and `terms` must have the same keys for all their
     values."""
-    collate: Callable[[list[list[Example]], Any, Context], StreamBatch]
+    collate: Callable[[list[list[Example]], Any, CollateContext], StreamBatch]
     """(samples, options, context) -> stream batch. It runs in a worker. A sample is a list of one or more examples."""
     loss: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Losses]
     """(parts, states [S, H] by name, arrays, options) -> losses. It runs on the device."""

@@ -25,10 +25,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from xscale.data import links
-from xscale.data.packed_row import Index, Tokens
+from xscale.data.packed_row import Row
 from xscale.data.scripts import same_language
 from xscale.data.sequences import Example, join_segments
-from xscale.data.stream_batch import AuxiliaryInputs, Context, StateIndices, StreamBatch
+from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts
@@ -54,12 +54,13 @@ class Frozen:
         """Copy of `initial` on the device and in the data type of the trained encoder."""
 
     @torch.no_grad()
-    def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: list[dict[str, Tensor]]) -> Tensor:
+    def encode(self, trained: Encoder, row: Row, arrays: list[dict[str, Tensor]]) -> Tensor:
         """Return the states of f0 at the tokens of the anchor language [T, H]."""
-        ours, theirs = next(self.running.parameters()), next(trained.parameters())
+        ours = next(self.running.parameters())
+        theirs = next(trained.parameters())
         if (ours.device, ours.dtype) != (theirs.device, theirs.dtype):
             self.running = copy.deepcopy(self.initial).to(theirs.device, theirs.dtype)
-        return alignment_gather(self.running(tokens), *index)
+        return alignment_gather(self.running(row.tokens), *row.gather, *row.transposed)
 
     def update(self, weights_changed: bool) -> None:
         pass
@@ -72,17 +73,21 @@ class Frozen:
         self.running = self.initial
 
 
-def collate(samples: list[list[Example]], options: ContextualOptions, context: Context) -> StreamBatch:
+def collate(samples: list[list[Example]], options: ContextualOptions, context: CollateContext) -> StreamBatch:
     """Return the batch of samples, each of which is a single pair. Its sequences are the sentences in the anchor
     language, then the others.
 
-    The objective reads the states at the positions "first" and "second" [K], the two words of each link, and "anchors"
-    [T], the tokens of the anchor language, which the frozen encoder reads, too.
+    Its states are "first" and "second" [K], the two words of each link, and "anchors" [T], the tokens of the anchor
+    language. The frozen encoder computes "anchors", too.
     """
     pairs = context.fit_pairs(samples)
-    sides = [_anchor_side(pair, options.anchor) for pair in pairs]
-    anchors = [[2 * p + side] for p, side in enumerate(sides)]
-    layout = anchors + [[2 * p + 1 - side] for p, side in enumerate(sides)]
+    anchors = []
+    others = []
+    for p, pair in enumerate(pairs):
+        side = _anchor_side(pair, options.anchor)
+        anchors.append([2 * p + side])
+        others.append([2 * p + 1 - side])
+    layout = anchors + others
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
     words = links.parse_links(pairs, across=True)
     last = links.word_tokens(pairs, layout, sequences, words.first, "last")
@@ -90,21 +95,22 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
     connects_words = words.is_word[single_links].all(axis=1)
     first, second = links.token_links(single_links[connects_words], last).T
     alone = join_segments(context.tokenizer, links.segments(pairs, anchors), context.language_ids)
-    places = np.flatnonzero(~context.tokenizer.is_special[alone.ids])
-    special = context.tokenizer.is_special[sequences.ids]
+    anchor_tokens = Gather.single(np.flatnonzero(~context.tokenizer.is_special[alone.ids]))
+    is_special = context.tokenizer.is_special[sequences.ids]
     return StreamBatch(
         sequences=sequences,
-        reads={"first": StateIndices(first), "second": StateIndices(second), "anchors": StateIndices(places)},
-        targets={"align": len(first), "anchor": len(places), "tokens": int((~special).sum())},
+        states={"first": Gather.single(first), "second": Gather.single(second), "anchors": anchor_tokens},
+        target_counts={"align": len(first), "anchor": anchor_tokens.size, "tokens": int((~is_special).sum())},
         samples=len(pairs),
-        auxiliary=AuxiliaryInputs(alone, StateIndices(places)),
+        auxiliary=StreamBatch(alone, {"anchors": anchor_tokens}, {}, len(pairs)),
     )
 
 
 def one_to_one(links_K2: np.ndarray) -> np.ndarray:
     """Return the links whose two words have no other link."""
-    alone = [np.bincount(ends_K)[ends_K] == 1 for ends_K in links_K2.T]
-    return links_K2[np.logical_and(*alone)]
+    first_K, second_K = links_K2.T
+    is_single = (np.bincount(first_K)[first_K] == 1) & (np.bincount(second_K)[second_K] == 1)
+    return links_K2[is_single]
 
 
 def _anchor_side(pair: Example, anchor: str | None) -> int:
@@ -133,7 +139,7 @@ def squared_distances(a: Tensor, b: Tensor) -> Tensor:
 
 
 OBJECTIVE = Objective(
-    reads="pair",
+    record_kind="pair",
     options=ContextualOptions,
     collate=collate,
     loss=loss,

@@ -30,7 +30,7 @@ from pydantic.dataclasses import dataclass
 from xscale import rng
 from xscale.data.lexicon import synonyms
 from xscale.data.sequences import Example, Sequences
-from xscale.data.stream_batch import Context, StreamBatch
+from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.errors import UserError
 from xscale.objectives import mlm
 from xscale.objectives.base import Objective
@@ -48,7 +48,8 @@ class DictMlmOptions(mlm.MaskedOptions):
     """Share of the selected words with a translation that use it, as `synonym` says."""
 
 
-_USE, _DRAW = rng.key("dict_mlm", "use"), rng.key("dict_mlm", "draw")
+_USE = rng.key("dict_mlm", "use")
+_DRAW = rng.key("dict_mlm", "draw")
 
 
 class Translations(NamedTuple):
@@ -62,11 +63,11 @@ class Translations(NamedTuple):
     """Number of the translation's language [M]; meaningless where `used` is False."""
 
 
-def collate(samples: list[list[Example]], options: DictMlmOptions, context: Context) -> StreamBatch:
+def collate(samples: list[list[Example]], options: DictMlmOptions, context: CollateContext) -> StreamBatch:
     """Return MLM's batch with translations; its count "translated" is the number of targets that use a dictionary."""
     sequences = mlm.pack(samples, context)
     stream_batch = mlm.mask(sequences, len(samples), options, context)
-    masked = stream_batch.reads["masked"].places
+    masked = stream_batch.states["masked"].columns
     labels = stream_batch.labels["mlm"]
     translations = translate(sequences, masked, options, context)
     replaced = masked[translations.used]
@@ -83,12 +84,14 @@ def collate(samples: list[list[Example]], options: DictMlmOptions, context: Cont
         stream_batch,
         sequences=replace(stream_batch.sequences, ids=shown_ids, languages=shown_languages),
         labels={"mlm": labels},
-        targets=stream_batch.targets | {"translated": int(translations.used.sum())},
+        target_counts=stream_batch.target_counts | {"translated": int(translations.used.sum())},
     )
 
 
-def translate(sequences: Sequences, targets: np.ndarray, options: DictMlmOptions, context: Context) -> Translations:
-    """Return the translations that the target tokens use. targets: their places [M]."""
+def translate(
+    sequences: Sequences, targets: np.ndarray, options: DictMlmOptions, context: CollateContext
+) -> Translations:
+    """Return the translations that the target tokens use. targets: their indices [M]."""
     tables = {number: synonyms(context.lexicons, language) for language, number in context.language_ids.items()}
     if not any(tables.values()):
         raise UserError(
@@ -121,17 +124,20 @@ def whole_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, 
     if sequences.words is None:
         assert not len(targets)
         return targets, targets
-    words, numbers = sequences.words, sequences.numbers
+    words = sequences.words
+    numbers = sequences.numbers
     continues_word = (words[1:] == words[:-1]) & (numbers[1:] == numbers[:-1]) & (words[1:] >= 0)
     starts = np.concatenate([[True], ~continues_word])
-    word_of, firsts = np.cumsum(starts) - 1, np.flatnonzero(starts)
-    sizes, chosen = np.bincount(word_of), np.bincount(word_of[targets], minlength=len(firsts))
+    firsts = np.flatnonzero(starts)
+    word_of = np.cumsum(starts) - 1
+    sizes = np.bincount(word_of)
+    chosen = np.bincount(word_of[targets], minlength=len(firsts))
     whole = (chosen == sizes) & (words[firsts] >= 0)
     return firsts[whole], sizes[whole]
 
 
 OBJECTIVE = Objective(
-    reads="mono",
+    record_kind="mono",
     options=DictMlmOptions,
     collate=collate,
     loss=mlm.loss,

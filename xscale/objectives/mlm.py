@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from xscale.data.sequences import Example, Sequences, join_segments, pack_sentences
-from xscale.data.stream_batch import Context, StreamBatch, masked_lm
+from xscale.data.stream_batch import CollateContext, StreamBatch, masked_lm
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.recipe import STRICT, Fraction
 
@@ -35,18 +35,21 @@ class MaskedOptions:
     model also learns to read text without token types and in other languages."""
 
 
-def collate(samples: list[list[Example]], options: MaskedOptions, context: Context) -> StreamBatch:
+def collate(samples: list[list[Example]], options: MaskedOptions, context: CollateContext) -> StreamBatch:
     """Return the masked sequences of samples, each of which is a list of sentences that fill about one sequence."""
     return mask(pack(samples, context), len(samples), options, context)
 
 
-def pack(samples: list[list[Example]], context: Context) -> Sequences:
+def pack(samples: list[list[Example]], context: CollateContext) -> Sequences:
     """Join the samples into sequences of running text. No token is lost."""
-    texts = [text for sample in samples for text in pack_sentences(sample, context.max_length)]
-    return join_segments(context.tokenizer, [[(text, 0)] for text in texts], context.language_ids)
+    segments = []
+    for sample in samples:
+        for text in pack_sentences(sample, context.max_length):
+            segments.append([(text, 0)])
+    return join_segments(context.tokenizer, segments, context.language_ids)
 
 
-def mask(sequences: Sequences, samples: int, options: MaskedOptions, context: Context) -> StreamBatch:
+def mask(sequences: Sequences, samples: int, options: MaskedOptions, context: CollateContext) -> StreamBatch:
     return masked_lm(
         sequences,
         context,
@@ -67,5 +70,10 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 
 
 OBJECTIVE = Objective(
-    reads="mono", options=MaskedOptions, collate=collate, loss=loss, terms=lambda options: {"mlm": 1.0}, words=words
+    record_kind="mono",
+    options=MaskedOptions,
+    collate=collate,
+    loss=loss,
+    terms=lambda options: {"mlm": 1.0},
+    words=words,
 )

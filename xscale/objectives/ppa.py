@@ -43,9 +43,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from xscale import rng
-from xscale.data.packed_row import Index, Tokens
+from xscale.data.packed_row import Row
 from xscale.data.sequences import Example, Sequences, concatenated, join_segments
-from xscale.data.stream_batch import AuxiliaryInputs, Context, StateIndices, StreamBatch, masked_lm
+from xscale.data.stream_batch import CollateContext, Gather, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GatheredVectors, MomentumEncoder, Queue
 from xscale.objectives import tlm
@@ -120,7 +120,8 @@ def check(options: PpaOptions, samples: int) -> str | None:
 def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
     if not options.moco_weight:
         return []
-    lines, follows = [], 1 / max(1 - options.momentum, 1e-9)
+    lines = []
+    follows = 1 / max(1 - options.momentum, 1e-9)
     if steps < 3 * follows:
         lines.append(
             f"momentum {options.momentum}: the key encoder needs about {follows:,.0f} steps to follow the trained one, "
@@ -135,69 +136,83 @@ def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
     return lines
 
 
-def collate(samples: list[list[Example]], options: PpaOptions, context: Context) -> StreamBatch:
+def collate(samples: list[list[Example]], options: PpaOptions, context: CollateContext) -> StreamBatch:
     """Return the batch of samples, each of which is a single pair. Its sequences are TLM's, then the query views.
 
-    A query view is a pair's first side alone; a key view, the second. The auxiliary inputs are key views. The states
-    are "masked" [M] and "query" [B], one for each query view. `number` [B] is the pair's index in the global batch.
+    A query view is a pair's first side alone; a key view, the second. The auxiliary sequences are the key views. The
+    states are "masked" [M] and "query" [B], one for each query view. `number` [B] is the pair's index in the global
+    batch.
     """
     pairs = context.fit_pairs(samples)
-    sides = list(zip(pairs, tlm.first_sides(pairs), strict=True))
-    words = word_level(sides, options, context) if options.tlm_weight else StreamBatch(view([], context), {}, {}, 0)
+    first_sides = tlm.first_sides(pairs)
+    words = no_words(context)
+    if options.tlm_weight:
+        words = word_level(pairs, first_sides, options, context)
     stream_batch = replace(words, samples=len(pairs))
     if not options.moco_weight:
         return stream_batch
-    query, key = view(sides, context), view([(pair, 1 - side) for pair, side in sides], context)
+    query = views(pairs, first_sides, context)
+    key = views(pairs, [1 - side for side in first_sides], context)
+    query_states = Gather.concat([pooled(query, options)], [len(words.sequences.ids)])
     return replace(
         stream_batch,
         sequences=concatenated(words.sequences, query),
-        reads=words.reads | {"query": pooled(query, options, len(words.sequences.ids))},
-        targets=words.targets | {"moco": len(pairs)},
+        states=words.states | {"query": query_states},
+        target_counts=words.target_counts | {"moco": len(pairs)},
         arrays={
             "number": np.array([pair.number for pair in pairs], dtype=np.int64),
             "texts": np.stack([text_numbers(query), text_numbers(key)], 1),
         },
-        auxiliary=AuxiliaryInputs(key, pooled(key, options)),
+        auxiliary=StreamBatch(key, {"key": pooled(key, options)}, {}, len(pairs), types=words.types),
     )
 
 
-def word_level(sides: list[tuple[Example, int]], options: PpaOptions, context: Context) -> StreamBatch:
+def no_words(context: CollateContext) -> StreamBatch:
+    return StreamBatch(views([], [], context), {}, {}, 0)
+
+
+def word_level(
+    pairs: list[Example], first_sides: list[int], options: PpaOptions, context: CollateContext
+) -> StreamBatch:
     """Return the batch of the term `word_term`: TLM, or MLM with `replace_tlm_with_mlm`."""
-    if options.replace_tlm_with_mlm:
-        both = [(pair, s) for pair, side in sides for s in (side, 1 - side)]
-        # The masked places depend on a sequence's identity, so the two sequences of a pair need different ones.
-        sequences = [[(replace(pair, identity=pair.identity ^ _SIDE[s]), s)] for pair, s in both]
-    else:
-        sequences = [[(pair, side), (pair, 1 - side)] for pair, side in sides]
-    joined = join_segments(context.tokenizer, sequences, context.language_ids)
+    segments = []
+    for pair, first in zip(pairs, first_sides, strict=True):
+        second = 1 - first
+        if options.replace_tlm_with_mlm:
+            # The masked tokens depend on a sequence's identity, so the two sequences of a pair need different ones.
+            segments.append([(replace(pair, identity=pair.identity ^ _SIDE[first]), first)])
+            segments.append([(replace(pair, identity=pair.identity ^ _SIDE[second]), second)])
+        else:
+            segments.append([(pair, first), (pair, second)])
+    sequences = join_segments(context.tokenizer, segments, context.language_ids)
     types = None if options.replace_tlm_with_mlm else context.types(False)
-    return masked_lm(joined, context, mask_prob=options.mask_prob, types=types, term=options.word_term)
+    return masked_lm(sequences, context, mask_prob=options.mask_prob, types=types, term=options.word_term)
 
 
-_SIDE = rng.key("ppa", "side 0"), rng.key("ppa", "side 1")
+_SIDE = (rng.key("ppa", "side 0"), rng.key("ppa", "side 1"))
 
 
-def view(sides: list[tuple[Example, int]], context: Context) -> Sequences:
-    """Return the sequence `[CLS] s [SEP]` of each (pair, index of its text)."""
-    return join_segments(context.tokenizer, [[side] for side in sides], context.language_ids)
+def views(pairs: list[Example], sides: list[int], context: CollateContext) -> Sequences:
+    """Return the sequence `[CLS] s [SEP]` of each pair, where s is the pair's text on its side."""
+    segments = [[segment] for segment in zip(pairs, sides, strict=True)]
+    return join_segments(context.tokenizer, segments, context.language_ids)
 
 
-def pooled(views: Sequences, options: PpaOptions, before: int = 0) -> StateIndices:
+def pooled(views: Sequences, options: PpaOptions) -> Gather:
     """Return the tokens whose states are summed for each view's vector. A sum may replace the mean, as only the
-    vector's direction matters.
-
-    before: number of tokens of the stream batch that precede the views.
-    """
+    vector's direction matters."""
     if options.pooling == "cls":
-        return StateIndices(views.starts + before)
-    special = (views.offsets == 0) | (views.offsets == np.repeat(views.lengths, views.lengths) - 1)
-    return StateIndices(np.flatnonzero(~special) + before, views.lengths - 2)
+        return Gather.single(views.starts)
+    is_special = (views.offsets == 0) | (views.offsets == np.repeat(views.lengths, views.lengths) - 1)
+    return Gather.sums(np.flatnonzero(~is_special), views.lengths - 2)
 
 
 def text_numbers(views: Sequences) -> np.ndarray:
     """Return a hash of each view's tokens, int64 [B]."""
-    of_tokens = rng.hash64(rng.hash64(rng.key("text"), views.offsets), views.ids)
-    return np.add.reduceat(of_tokens, views.starts).view(np.int64) if len(views.starts) else views.starts
+    if not len(views.starts):
+        return views.starts
+    token_hashes = rng.hash64(rng.hash64(rng.key("text"), views.offsets), views.ids)
+    return np.add.reduceat(token_hashes, views.starts).view(np.int64)
 
 
 class Projection(nn.Module):
@@ -235,13 +250,14 @@ class Moco:
         self._batch = GatheredVectors()
 
     @torch.no_grad()
-    def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: list[dict[str, Tensor]]) -> Tensor:
+    def encode(self, trained: Encoder, row: Row, arrays: list[dict[str, Tensor]]) -> Tensor:
         """Return z_k of each pair's key view [B, D]. In training, the z_k enter the queue after the optimizer step."""
-        self.queue.move_to(tokens.input_ids.device)
+        self.queue.move_to(row.tokens.input_ids.device)
         key_encoder, projection = self.momentum.key_modules(trained.training and not self.options.momentum_eval)
-        z_BD = projection(alignment_gather(key_encoder(tokens), *index))
+        z_BD = projection(alignment_gather(key_encoder(row.tokens), *row.gather, *row.transposed))
         if trained.training:
-            numbers_B, texts_B2 = (torch.cat([of_row[name] for of_row in arrays]) for name in ("number", "texts"))
+            numbers_B = torch.cat([of_row["number"] for of_row in arrays])
+            texts_B2 = torch.cat([of_row["texts"] for of_row in arrays])
             self._batch.add(z_BD, numbers_B, texts_B2)
         return z_BD
 
@@ -295,7 +311,8 @@ def contrast(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return L_MoCo and its metrics, summed over pairs; metrics among the step's keys only after `Moco.gather`."""
     moco: Moco = parts.auxiliary_state
-    zq_BD, zk_BD = parts.heads(states["query"]), states["auxiliary"]
+    zq_BD = parts.heads(states["query"])
+    zk_BD = states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
     own_BK = share_text(texts_B2, moco.queue.texts)
     negative_BK = (zq_BD @ moco.queue.keys.to(zq_BD.dtype).T).masked_fill(own_BK, -torch.inf)
@@ -306,7 +323,9 @@ def contrast(
         right = nearer(positive_B1, negative_BK).sum()
         age = moco.queue.mean_age(moco.step + 1) * len(logits)
         metrics = {"contrastive_accuracy": right, "queue_age": age, "own_keys": own_BK.sum()}
-        return total, metrics | (step_metrics(zq_BD, zk_BD, texts_B2, *moco.step_keys()) if moco.step_keys else {})
+        if moco.step_keys:
+            metrics |= step_metrics(zq_BD, zk_BD, texts_B2, *moco.step_keys())
+        return total, metrics
 
 
 TIE = 1e-6
@@ -321,8 +340,9 @@ def nearer(positive_B1: Tensor, negative_BK: Tensor) -> Tensor:
 
 def share_text(texts_B2: Tensor, texts_K2: Tensor) -> Tensor:
     """Return whether each pair and each key have a text in common [B, K]."""
-    both = [a_B[:, None] == b_K for a_B in texts_B2.T for b_K in texts_K2.T]
-    return both[0] | both[1] | both[2] | both[3]
+    a1_B1, a2_B1 = texts_B2[:, :, None].unbind(1)
+    b1_K, b2_K = texts_K2.unbind(1)
+    return (a1_B1 == b1_K) | (a1_B1 == b2_K) | (a2_B1 == b1_K) | (a2_B1 == b2_K)
 
 
 def step_metrics(
@@ -338,18 +358,34 @@ def step_metrics(
 
 
 def terms(options: PpaOptions) -> dict[str, float]:
-    weights = {"moco": options.moco_weight, options.word_term: options.tlm_weight}
-    return {term: weight for term, weight in weights.items() if weight}
+    weights = {}
+    if options.moco_weight:
+        weights["moco"] = options.moco_weight
+    if options.tlm_weight:
+        weights[options.word_term] = options.tlm_weight
+    return weights
+
+
+def heads(encoder: Encoder, options: PpaOptions) -> Projection | None:
+    if not options.moco_weight:
+        return None
+    return Projection(encoder.width, options.projection, options.normalize_z)
+
+
+def auxiliary_state(encoder: Encoder, projection: Any, options: PpaOptions) -> Moco | None:
+    if not options.moco_weight:
+        return None
+    return Moco(encoder, projection, options)
 
 
 OBJECTIVE = Objective(
-    reads="pair",
+    record_kind="pair",
     options=PpaOptions,
     collate=collate,
     loss=loss,
     terms=terms,
-    heads=lambda encoder, o: Projection(encoder.width, o.projection, o.normalize_z) if o.moco_weight else None,
-    auxiliary_state=lambda encoder, heads, o: Moco(encoder, heads, o) if o.moco_weight else None,
+    heads=heads,
+    auxiliary_state=auxiliary_state,
     check=check,
     advise=advise,
 )

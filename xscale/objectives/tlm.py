@@ -7,7 +7,7 @@ from pydantic.dataclasses import dataclass
 
 from xscale import rng
 from xscale.data.sequences import Example, join_segments
-from xscale.data.stream_batch import Context, StreamBatch, masked_lm
+from xscale.data.stream_batch import CollateContext, StreamBatch, masked_lm
 from xscale.objectives import mlm
 from xscale.objectives.base import Objective
 from xscale.recipe import STRICT
@@ -25,13 +25,14 @@ class TlmOptions(mlm.MaskedOptions):
 _SWAP = rng.key("tlm", "swap")
 
 
-def collate(samples: list[list[Example]], options: TlmOptions, context: Context) -> StreamBatch:
+def collate(samples: list[list[Example]], options: TlmOptions, context: CollateContext) -> StreamBatch:
     """Return the masked sequences of samples, each of which is a single pair."""
     pairs = context.fit_pairs(samples)
-    first = first_sides(pairs, options.shuffle_sides)
-    sequences = [[(pair, side), (pair, 1 - side)] for pair, side in zip(pairs, first, strict=True)]
+    segments = []
+    for pair, side in zip(pairs, first_sides(pairs, options.shuffle_sides), strict=True):
+        segments.append([(pair, side), (pair, 1 - side)])
     return masked_lm(
-        join_segments(context.tokenizer, sequences, context.language_ids, options.reset_positions),
+        join_segments(context.tokenizer, segments, context.language_ids, options.reset_positions),
         context,
         mask_prob=options.mask_prob,
         whole_word=options.whole_word,
@@ -42,13 +43,15 @@ def collate(samples: list[list[Example]], options: TlmOptions, context: Context)
 
 def first_sides(pairs: list[Example], shuffled: bool = True) -> list[int]:
     """Return the number of the sentence with which each pair starts: 0, or if shuffled 1 with probability 1/2."""
+    if not shuffled:
+        return [0] * len(pairs)
     identities = np.array([pair.identity for pair in pairs], dtype=np.uint64)
     swapped_B = rng.uniform(identities ^ _SWAP, np.zeros(len(pairs))) < 0.5
-    return (swapped_B & shuffled).astype(int).tolist()
+    return swapped_B.astype(int).tolist()
 
 
 OBJECTIVE = Objective(
-    reads="pair",
+    record_kind="pair",
     options=TlmOptions,
     collate=collate,
     loss=mlm.loss,

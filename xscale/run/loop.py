@@ -145,7 +145,7 @@ class Trainer:
         self.flush()
         count_skipped_step(self.engine)
         if self.reporter:
-            numbers = {"samples": counts.samples, "tokens": counts.work.tokens}
+            numbers = {"samples": counts.samples, "tokens": counts.cost["tokens"]}
             self.reporter.metrics.write({"step": self.step + 1, "loss": None, "skipped": 1, "excluded": True} | numbers)
 
     def end_step(self, batch: StepBatch, counts: GlobalCounts) -> None:
@@ -218,7 +218,7 @@ class Trainer:
             "grad_norm": engine.get_global_grad_norm(),
             "lr": sums.lr,
             "skipped": engine.skipped_steps - skipped,
-            "tokens": counts.work.tokens,
+            "tokens": counts.cost["tokens"],
             "samples": counts.samples,
             "too_long": sum(counts.too_long.values()),
             "data_wait_s": self.synchronizer.take_wait(),
@@ -229,10 +229,10 @@ class Trainer:
         if measure:
             numbers |= self.alignment_metrics()
         seconds = max(time.monotonic() - started, 1e-9)
-        numbers |= self.flops.metrics(counts.work, seconds, self.process.world)
+        numbers |= self.flops.metrics(counts.cost, seconds, self.process.world)
         numbers |= self.checkpoint_manager.pop_times()
         numbers["step_s"] = seconds
-        numbers["tokens_per_s"] = counts.work.tokens / seconds
+        numbers["tokens_per_s"] = counts.cost["tokens"] / seconds
         numbers["samples_per_s"] = counts.samples / seconds
         return UnreportedStep(self.step + 1, batch, sums, counts.targets, numbers)
 

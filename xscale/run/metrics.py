@@ -225,7 +225,7 @@ class StepTotals(NamedTuple):
     values_K: list[float]
     """The sums of losses and metrics over targets, in the order of StepSums.reported."""
     counts: dict[tuple[str, str, str], int]
-    """See PackedRow.counts."""
+    """See Row.language_counts."""
 
 
 class FlushedSums(NamedTuple):

@@ -32,7 +32,6 @@ from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
-from xscale.step.step import to_device
 
 DEMO = Path("data/demo")
 """The directory of the generated demo corpus."""
@@ -202,9 +201,9 @@ def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, devi
             for number, row in enumerate(batch.rows):
                 place = (batch.step, number, process.rank)
                 torch.manual_seed(rng.torch_seed(run_spec.recipe.train.seed, "prefill", name, *place))
-                inputs = to_device(row.inputs, device)
-                ((tokens, index),), (arrays,) = inputs.auxiliary.values(), inputs.arrays.values()
-                auxiliary_state.read(module.encoder, tokens, index, [arrays])
+                (auxiliary,) = row.auxiliary.values()
+                (arrays,) = row.to(device).arrays.values()
+                auxiliary_state.encode(module.encoder, auxiliary.to(device), [arrays])
             have = auxiliary_state.finish_warmup()
             if time.monotonic() - logged > LINE_SECONDS:
                 logged = time.monotonic()

@@ -19,7 +19,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from xscale.checkpoint.manager import CheckpointManager
 from xscale.data.loader import StepBatch
-from xscale.data.packed_row import RowCost
 from xscale.errors import UserError
 from xscale.files import Lock
 from xscale.objectives import HasQueue
@@ -57,7 +56,8 @@ class GlobalCounts(NamedTuple):
     """The numbers of a step: those of one rank in its message, later their sums over ranks."""
 
     targets: dict[tuple[str, str], int]
-    work: RowCost
+    cost: dict[str, int]
+    """Row.cost of the step's rows."""
     too_long: dict[str, int]
     """The number of pairs longer than data.max_length, by stream."""
     samples: int
@@ -170,7 +170,7 @@ class StepSynchronizer:
             self.last_flush = time.monotonic()
         own = GlobalCounts(
             targets=batch.targets(),
-            work=batch.work(),
+            cost=batch.cost(),
             too_long=batch.too_long(),
             samples=batch.samples(),
             flush=int(flush),

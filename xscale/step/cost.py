@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from xscale.data.packed_row import RowCost
 from xscale.models.encoder import Encoder
 from xscale.ops.masked_ce import chunk_rows
 from xscale.recipe import Recipe
@@ -174,14 +173,14 @@ class StepFlops:
             name = torch.cuda.get_device_name()
             self.peak = next((flops for device, flops in PEAK_FLOPS.items() if device in name), None)
 
-    def flops(self, work: RowCost) -> dict[str, float]:
-        """Return the model FLOPs of a step by purpose. work: the sum over all packed rows."""
-        auxiliary = float(self.per_token * work.auxiliary_tokens)
-        auxiliary += self.attention(work.auxiliary_tokens, work.auxiliary_squares)
+    def flops(self, cost: Mapping[str, int]) -> dict[str, float]:
+        """Return the model FLOPs of a step by purpose. cost: the sum of Row.cost over all packed rows."""
+        auxiliary = float(self.per_token * cost["auxiliary_tokens"])
+        auxiliary += self.attention(cost["auxiliary_tokens"], cost["auxiliary_squares"])
         return {
-            "encoder": self.per_token * work.tokens,
-            "attention": self.attention(work.tokens, work.squares),
-            "head": self.per_prediction * work.predictions,
+            "encoder": self.per_token * cost["tokens"],
+            "attention": self.attention(cost["tokens"], cost["squares"]),
+            "head": self.per_prediction * cost["predictions"],
             "auxiliary": auxiliary / 3,
         }
 
@@ -192,11 +191,11 @@ class StepFlops:
         within = length if length <= w + 1 else 2 * w + 1 - w * (w + 1) / length
         return self.per_pair * (self.whole * squares + self.local * tokens * within)
 
-    def metrics(self, work: RowCost, seconds: float, world: int) -> dict[str, float]:
-        """Return the metrics mfu and mem_gb of a step, if there is a GPU. work: the sum over all ranks."""
+    def metrics(self, cost: Mapping[str, int], seconds: float, world: int) -> dict[str, float]:
+        """Return the metrics mfu and mem_gb of a step, if there is a GPU. cost: the sum of Row.cost over all ranks."""
         if not torch.cuda.is_available():
             return {}
         found = {"mem_gb": torch.cuda.max_memory_allocated() / 1e9}
         if self.peak:
-            found["mfu"] = sum(self.flops(work).values()) / (max(seconds, 1e-9) * self.peak * world)
+            found["mfu"] = sum(self.flops(cost).values()) / (max(seconds, 1e-9) * self.peak * world)
         return found

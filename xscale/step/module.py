@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from xscale import rng
-from xscale.data.packed_row import Inputs, PackedRow
+from xscale.data.packed_row import Row
 from xscale.errors import adding_note
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, copy_saved_heads
@@ -95,34 +95,35 @@ class StepModule(nn.Module):
         leaves = tree_leaves([auxiliary_state.state_dict() for auxiliary_state in self.auxiliary_states.values()])
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
-    def vectors(self, row: PackedRow, inputs: Inputs) -> dict[str, Tensor]:
+    def vectors(self, row: Row) -> dict[str, Tensor]:
         """Return the vectors of this row that other rows of the step read, by stream [n, D]."""
-        states, found = encoder_states(self.encoder, row, inputs), dict[str, Tensor]()
+        vectors = dict[str, Tensor]()
+        states = encoder_states(self.encoder, row)
         for stream, (objective, options) in self.streams.items():
             if objective.vectors:
-                arguments = self.objective_parts(stream), states[stream], inputs.arrays[stream], options
+                parts = self.objective_parts(stream)
                 with self.blaming(stream, "vectors"):
-                    found[stream] = objective.vectors(*arguments)
-        return found
+                    vectors[stream] = objective.vectors(parts, states[stream], row.arrays[stream], options)
+        return vectors
 
     def forward(
-        self, row: PackedRow, inputs: Inputs, more: States, weights: Weights, weights_M: Tensor, largest: float
+        self, row: Row, shared: States, weights: Weights, weights_M: Tensor, largest: float
     ) -> tuple[Tensor, Tensor]:
         """Return the row's loss, and the numbers [K] whose keys are then in `reported`, without gradient.
 
-        inputs: row.inputs on the device. more: further states that losses read, such as those of auxiliary encoders.
+        row: a row on the device. shared: further states that losses read, such as those of auxiliary encoders.
         weights_M: weight of each prediction, divided by `largest`.
         """
-        states = encoder_states(self.encoder, row, inputs)
+        states = encoder_states(self.encoder, row)
         predictions: list[tuple[str, Prediction]] = []
         wide = torch.promote_types(next(self.encoder.parameters()).dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=weights_M.device)
         numbers: dict[Reported, Tensor] = {}
         for stream, (objective, options) in self.streams.items():
-            if stream not in row.states:
+            if stream not in row.state_counts:
                 continue
-            named = states[stream] | more.get(stream, {})
-            arguments = self.objective_parts(stream), named, inputs.arrays[stream], options
+            named = states[stream] | shared.get(stream, {})
+            arguments = self.objective_parts(stream), named, row.arrays[stream], options
             with self.blaming(stream, "loss"):
                 if objective.vectors:
                     named["step"] = named["step"].index_copy(0, named["own"], objective.vectors(*arguments))
@@ -134,48 +135,54 @@ class StepModule(nn.Module):
                 if weights[stream, term]:
                     loss = loss + weights[stream, term] * value
             numbers |= {Reported(name, stream, term): value for name, (value, term) in losses.metrics.items()}
-        predicted, of_predictions, of_names = self.predict(row, predictions, inputs, weights_M, largest)
-        self.reported = [*of_predictions, *numbers, *(Reported("loss", *name) for name in row.names)]
+        predicted, of_predictions, of_names = self.predict(row, predictions, weights_M, largest)
+        self.reported = [*of_predictions, *numbers, *(Reported("loss", *name) for name in row.language_groups)]
         others = [value.reshape(1).to(loss.dtype) for value in numbers.values()]
         return loss + predicted, torch.cat([*of_predictions.values(), *others, of_names])
 
     def predict(
         self,
-        row: PackedRow,
+        row: Row,
         predictions: list[tuple[str, Prediction]],
-        inputs: Inputs,
         weights_M: Tensor,
         largest: float,
     ) -> tuple[Tensor, dict[Reported, Tensor], Tensor]:
         """Call the vocabulary head once for all predictions of the row, even if there are 0 predicted tokens, since all
-        ranks must use the head. Returns the loss, sums by key, and the sum of losses for each of row.names."""
+        ranks must use the head. Returns the loss, sums by key, and the sum of losses for each of
+        row.language_groups."""
         if not predictions:
             return weights_M.new_zeros(()), {}, weights_M.new_zeros(0)
         features_MH = torch.cat([p.features_MH for _, p in predictions])
         options = {"weights_M": weights_M, "largest": largest} | (self.smoothing if self.training else {})
-        loss, losses_M, right_M = self.encoder.vocabulary_loss(features_MH, inputs.labels, **options)
-        sizes = [row.predictions[stream, p.term] for stream, p in predictions]
+        loss, losses_M, right_M = self.encoder.vocabulary_loss(features_MH, row.labels, **options)
+        sizes = [row.label_counts[stream, p.term] for stream, p in predictions]
         found = dict[Reported, Tensor]()
         both_2M = torch.stack([losses_M, right_M.to(losses_M.dtype)])
         for (stream, p), of_term in zip(predictions, both_2M.split(sizes, dim=1), strict=True):
             loss_1, right_1 = of_term.sum(1).split(1)
             found |= {Reported("loss", stream, p.term): loss_1, Reported(p.accuracy, stream, p.term): right_1}
-        sums = losses_M.new_zeros(len(row.names) + 1).index_add_(0, inputs.names, losses_M)
+        sums = losses_M.new_zeros(len(row.language_groups) + 1).index_add_(0, row.group_of_label, losses_M)
         return loss, found, sums[:-1]
 
 
-def encoder_states(encoder: Encoder, row: PackedRow, inputs: Inputs) -> States:
-    """Return the encoder's states that losses read, by stream and name [S, H]. inputs: row.inputs on the device."""
-    sizes = [n for reads in row.states.values() for n in reads.values()]
-    states = iter(alignment_gather(encoder(inputs.tokens), *inputs.gather).split(sizes))
-    return {stream: {name: next(states) for name in reads} for stream, reads in row.states.items()}
+def encoder_states(encoder: Encoder, row: Row) -> States:
+    """Return the encoder's states that losses read, by stream and name [S, H]. row: a row on the device."""
+    states_SH = alignment_gather(encoder(row.tokens), *row.gather, *row.transposed)
+    sizes = list[int]()
+    for counts in row.state_counts.values():
+        sizes += counts.values()
+    parts = iter(states_SH.split(sizes))
+    states: States = {}
+    for stream, counts in row.state_counts.items():
+        states[stream] = {name: next(parts) for name in counts}
+    return states
 
 
-def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) -> None:
+def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> None:
     """Raise ValueError if an objective's result does not fit its stream batch."""
     if not isinstance(losses, Losses):
         raise ValueError(f"returned {type(losses).__name__}, not Losses (xscale/objectives/base.py)")
-    labels = {term: n for (of, term), n in row.predictions.items() if of == stream}
+    labels = {term: n for (of, term), n in row.label_counts.items() if of == stream}
     predicted = {prediction.term: len(prediction.features_MH) for prediction in losses.predictions}
     if list(predicted.items()) != list(labels.items()):
         raise ValueError(
@@ -187,8 +194,8 @@ def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) 
     for name, (_, term) in losses.metrics.items():
         if name == "loss":
             raise ValueError("a metric cannot be called loss")
-        if (stream, term) not in row.targets:
-            raise ValueError(f"metric {name} names the term {term!r}, which is not in collate's targets")
+        if (stream, term) not in row.target_counts:
+            raise ValueError(f"metric {name} names the term {term!r}, which is not in collate's target_counts")
     values = {f"sums[{term!r}]": value for term, value in losses.sums.items()}
     values |= {f"metric {name}": value for name, (value, _) in losses.metrics.items()}
     for name, value in values.items():

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from xscale import rng
-from xscale.data.packed_row import PackedRow, Tokens, join_auxiliary
+from xscale.data.packed_row import Row, copy_at_once
 from xscale.objectives import OBJECTIVES, HasQueue
 from xscale.recipe import Recipe
 from xscale.step.module import Reported, States, StepModule, Weights
@@ -79,35 +78,28 @@ class StepSums:
         return found
 
 
-class RowPass:
-    """A row on the device. Each forward pass draws the same dropout masks."""
+Seed = tuple[str | int, ...]
+"""The seed of everything random about a row."""
 
-    def __init__(self, row: PackedRow, device: torch.device, seed: tuple[str | int, ...]):
-        """Copy the row to the device. seed: the seed of everything random about the row."""
-        self.row, self.seed = row, seed
-        self.inputs = to_device(row.inputs._replace(auxiliary={}), device)
-        self.more: States = {}
-        """Further states that losses read, by stream and name, which `add_shared_states` sets."""
 
-    def vectors(self, module: StepModule) -> dict[str, Tensor]:
-        """Return the vectors of this row that other rows of the step read, by stream [n, D]."""
-        torch.manual_seed(rng.torch_seed("dropout", *self.seed))
-        return {stream: vectors_ND.detach() for stream, vectors_ND in module.vectors(self.row, self.inputs).items()}
+def run_row(module: Any, row: Row, shared: States, weights: Weights, seed: Seed) -> tuple[Tensor, Tensor]:
+    """Make the forward pass of a StepModule, or of the engine around it. Returns the loss and the numbers [K].
 
-    def __call__(self, module: Any, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Make the forward pass of a StepModule, or of the engine around it. Returns the loss and the numbers [K]."""
-        of_term = np.array([weights[term] for term in self.row.predictions], dtype=np.float64)
-        largest = float(of_term.max(initial=0)) or 1.0
-        weights_M = np.repeat(of_term / largest, list(self.row.predictions.values()))
-        torch.manual_seed(rng.torch_seed("dropout", *self.seed))
-        (on_device,) = copy_at_once([weights_M], self.inputs.labels.device)
-        return module(self.row, self.inputs, self.more, weights, on_device, largest)
+    row: a row on the device. shared: its states that `shared_states` returns. Every pass with the same seed draws the
+    same dropout masks.
+    """
+    weight_of_term = np.array([weights[term] for term in row.label_counts], dtype=np.float64)
+    largest = float(weight_of_term.max(initial=0)) or 1.0
+    weights_M = np.repeat(weight_of_term / largest, list(row.label_counts.values()))
+    torch.manual_seed(rng.torch_seed("dropout", *seed))
+    moved = copy_at_once({"weights": weights_M}, row.labels.device)
+    return module(row, shared, weights, moved["weights"], largest)
 
 
 def optimizer_step(
     engine: Any,
     recipe: Recipe,
-    rows: list[PackedRow],
+    rows: list[Row],
     totals: dict[tuple[str, str], int],
     *,
     step: int,
@@ -131,17 +123,19 @@ def optimizer_step(
     if recipe.model.rope_theta:
         engine.module.encoder.set_rope_theta(recipe.model.rope_theta)
     weights, lr = step_weights(recipe, totals, step), set_learning_rate(engine, recipe, step)
-    seed = recipe.train.seed
-    passes = [RowPass(row, engine.device, (seed, step, number, rank)) for number, row in enumerate(rows)]
-    add_shared_states(engine.module, passes, vector_counts)
-    norms = gradient_norms(engine, passes, weights) if measure else {}
+    rows = [row.to(engine.device) for row in rows]
+    seeds: list[Seed] = [(recipe.train.seed, step, number, rank) for number in range(len(rows))]
+    shared = shared_states(engine.module, rows, seeds, vector_counts)
+    norms = dict[str, Tensor]()
+    if measure:
+        norms = gradient_norms(engine, rows, shared, weights, seeds)
     undo_mean = {term: world * weight for term, weight in weights.items()}
     of_rows: list[Tensor] = []
     reported: list[Reported] = []
     first = time_on(engine.device)
     with one_reduction(engine):
-        for row_pass in passes:
-            loss, reported_K = row_pass(engine, undo_mean)
+        for row, states, seed in zip(rows, shared, seeds, strict=True):
+            loss, reported_K = run_row(engine, row, states, undo_mean, seed)
             reported = reported or engine.module.reported
             assert engine.module.reported == reported, "an objective reports other numbers for one row than for another"
             of_rows.append(reported_K.double() if reported_K.device.type == "cpu" else reported_K)
@@ -155,7 +149,7 @@ def optimizer_step(
 
 @torch.no_grad()
 def measure_rows(
-    engine: Any, recipe: Recipe, rows: list[PackedRow], *, rank: int, note: Callable[[], None] = lambda: None
+    engine: Any, recipe: Recipe, rows: list[Row], *, rank: int, note: Callable[[], None] = lambda: None
 ) -> StepSums:
     """Return this rank's sums over evaluation rows, without dropout and smoothing. The training state does not change.
 
@@ -171,12 +165,13 @@ def measure_rows(
             for name, stream in recipe.streams.items()
             for term in OBJECTIVES[stream.objective].terms(stream.options)
         }
-        passes = [RowPass(row, engine.device, ("eval", number, rank)) for number, row in enumerate(rows)]
-        add_shared_states(module, passes)
+        rows = [row.to(engine.device) for row in rows]
+        seeds: list[Seed] = [("eval", number, rank) for number in range(len(rows))]
         of_rows = []
-        for row_pass in passes:
+        for row, states, seed in zip(rows, shared_states(module, rows, seeds), seeds, strict=True):
             note()
-            of_rows.append(row_pass(module, nothing)[1].double())
+            _, reported_K = run_row(module, row, states, nothing, seed)
+            of_rows.append(reported_K.double())
         return StepSums(module.reported, reduce(torch.add, of_rows))
     finally:
         module.train()
@@ -191,32 +186,45 @@ def time_on(device: torch.device) -> Any:
     return event
 
 
-def encode_auxiliary(module: StepModule, passes: list[RowPass]) -> None:
-    """Set each row's states of auxiliary encoders, which read as many rows at a time as together have no more tokens
-    than the largest row. A pass over few tokens costs a GPU's host as much as one over many."""
-    most = max(len(row_pass.row.inputs.tokens.input_ids) for row_pass in passes)
-    groups: list[list[RowPass]] = [[]]
-    held = 0
-    for row_pass in passes:
-        held += row_pass.row.work.auxiliary_tokens
-        if groups[-1] and held > most:
+def encode_auxiliary(module: StepModule, rows: list[Row], seeds: list[Seed]) -> list[States]:
+    """Return each row's states of auxiliary encoders, by stream and name.
+
+    The encoders get as many rows at a time as together have no more tokens than the largest row. A pass over few tokens
+    costs a GPU's host as much as one over many.
+    """
+    shared: list[States] = [{} for _ in rows]
+    most = max(len(row.tokens.input_ids) for row in rows)
+    for group in group_rows([row.cost["auxiliary_tokens"] for row in rows], most):
+        torch.manual_seed(rng.torch_seed("beside", *seeds[group[0]]))  # this string is part of the seed and must stay
+        for stream in rows[0].auxiliary:
+            joined = Row.concat([rows[number].auxiliary[stream] for number in group])
+            arrays = [rows[number].arrays[stream] for number in group]
+            on_device = joined.to(rows[0].labels.device)
+            states = module.auxiliary_states[stream].encode(module.encoder, on_device, arrays)
+            sizes = [rows[number].auxiliary[stream].gather.size for number in group]
+            for number, states_of_row in zip(group, states.split(sizes), strict=True):
+                shared[number][stream] = {"auxiliary": states_of_row}
+    return shared
+
+
+def group_rows(tokens: list[int], most: int) -> list[list[int]]:
+    """Return groups of consecutive rows, by number, that have at most `most` tokens together; a longer row is alone.
+    tokens: the number of tokens of each row, at least one."""
+    groups: list[list[int]] = [[0]]
+    held = tokens[0]
+    for number in range(1, len(tokens)):
+        held += tokens[number]
+        if held > most:
             groups.append([])
-            held = row_pass.row.work.auxiliary_tokens
-        groups[-1].append(row_pass)
-    for group in groups:
-        torch.manual_seed(rng.torch_seed("beside", *group[0].seed))  # this string is part of the seed and must stay
-        for stream in group[0].row.inputs.auxiliary:
-            parts = [row_pass.row.inputs.auxiliary[stream] for row_pass in group]
-            arrays = [row_pass.inputs.arrays[stream] for row_pass in group]
-            tokens, index = to_device(join_auxiliary(parts), group[0].inputs.labels.device)
-            states = module.auxiliary_states[stream].read(module.encoder, tokens, index, arrays)
-            sizes = [len(offsets) - 1 for _, (offsets, *_) in parts]
-            for row_pass, of_row in zip(group, states.split(sizes), strict=True):
-                row_pass.more[stream] = {"auxiliary": of_row}
+            held = tokens[number]
+        groups[-1].append(number)
+    return groups
 
 
-def add_shared_states(module: StepModule, passes: list[RowPass], vector_counts: Mapping[str, list[int]] = {}) -> None:
-    """Add to each row the states of the auxiliary encoders and, for objectives that compare the samples of a whole
+def shared_states(
+    module: StepModule, rows: list[Row], seeds: list[Seed], vector_counts: Mapping[str, list[int]] = {}
+) -> list[States]:
+    """Return for each row the states of the auxiliary encoders and, for objectives that compare the samples of a whole
     step, the vectors of all rows and ranks. Also let the auxiliary states gather their vectors from all ranks.
     vector_counts: see `optimizer_step`.
 
@@ -224,20 +232,24 @@ def add_shared_states(module: StepModule, passes: list[RowPass], vector_counts: 
     (module.py). The sum of the rows' gradients is then the gradient of the whole step (as in GradCache, Gao et al.
     2021).
     """
-    encode_auxiliary(module, passes)
+    shared = encode_auxiliary(module, rows, seeds)
     for stream, auxiliary_state in module.auxiliary_states.items():
         if isinstance(auxiliary_state, HasQueue):
             auxiliary_state.gather(vector_counts.get(stream))
     if not any(objective.vectors for objective, _ in module.streams.values()):
-        return
-    found = [row_pass.vectors(module) for row_pass in passes]
-    for stream in found[0]:
-        rows = [of_row[stream] for of_row in found]
-        step_VD, start = gather_rows(torch.cat(rows))
-        for row_pass, own_ND in zip(passes, rows, strict=True):
-            own_S = torch.arange(start, start + len(own_ND), device=own_ND.device)
-            row_pass.more[stream] = row_pass.more.get(stream, {}) | {"step": step_VD, "own": own_S}
-            start += len(own_ND)
+        return shared
+    vectors = list[dict[str, Tensor]]()
+    for row, seed in zip(rows, seeds, strict=True):
+        torch.manual_seed(rng.torch_seed("dropout", *seed))
+        vectors.append(module.vectors(row))
+    for stream in vectors[0]:
+        vectors_of_rows = [row_vectors[stream].detach() for row_vectors in vectors]
+        step_VD, start = gather_rows(torch.cat(vectors_of_rows))
+        for states, row_ND in zip(shared, vectors_of_rows, strict=True):
+            own_S = torch.arange(start, start + len(row_ND), device=row_ND.device)
+            states[stream] = states.get(stream, {}) | {"step": step_VD, "own": own_S}
+            start += len(row_ND)
+    return shared
 
 
 def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
@@ -261,7 +273,9 @@ def targets_of(totals: dict[tuple[str, str], int], stream: str, recipe: Recipe, 
     counted = OBJECTIVES[objective].divisors.get(term, term)
     if (stream, counted) not in totals:
         there = ", ".join(name for of, name in totals if of == stream)
-        raise ValueError(f"streams.{stream}, objective {objective}: collate's targets have {there}, but not {counted}")
+        raise ValueError(
+            f"streams.{stream}, objective {objective}: collate's target_counts have {there}, but not {counted}"
+        )
     return max(totals[stream, counted], 1)
 
 
@@ -281,7 +295,9 @@ def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
     return float(engine.get_lr()[0])
 
 
-def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict[str, Tensor]:
+def gradient_norms(
+    engine: Any, rows: list[Row], shared: list[States], weights: Weights, seeds: list[Seed]
+) -> dict[str, Tensor]:
     """Return the L2 norm of each stream's part of the gradient, before clipping, by metric name. In the passes that
     measure a stream, the other streams' weights are 0."""
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
@@ -290,35 +306,11 @@ def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict
     for stream in engine.module.streams:
         alone = {key: weight if key[0] == stream else 0.0 for key, weight in weights.items()}
         total = torch.zeros(sum(p.numel() for p in parameters), device=engine.device)
-        for row_pass in passes:
-            loss, _ = row_pass(engine.module, alone)
+        for row, states, seed in zip(rows, shared, seeds, strict=True):
+            loss, _ = run_row(engine.module, row, states, alone, seed)
             gradients = torch.autograd.grad(loss * scale, parameters, materialize_grads=True)
             total += torch.cat([gradient.flatten() for gradient in gradients])
             del gradients
         dist.all_reduce(total)
         norms[f"grad_norm/{stream}"] = torch.linalg.vector_norm(total, dtype=torch.float64) / scale
     return norms
-
-
-def to_device(inputs: Any, device: torch.device) -> Any:
-    """Return Inputs, or Tokens and an Index, with arrays as tensors on the device; Tokens.lengths stays on the host."""
-    parts = tree_leaves(inputs, is_leaf=lambda part: isinstance(part, Tokens))
-    on_host = {id(part.lengths) for part in parts if isinstance(part, Tokens)}
-    leaves, spec = tree_flatten(inputs)
-    moving = [isinstance(leaf, np.ndarray) and id(leaf) not in on_host for leaf in leaves]
-    moved = iter(copy_at_once([leaf for leaf, moves in zip(leaves, moving, strict=True) if moves], device))
-    stays = (torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves)
-    return tree_unflatten([next(moved) if moves else leaf for leaf, moves in zip(stays, moving, strict=True)], spec)
-
-
-def copy_at_once(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return the arrays as tensors on the device. A GPU gets them in one pinned buffer, in which each begins at a
-    multiple of 16 bytes, and the host does not wait."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for part, array in zip(buffer.split(sizes), arrays, strict=True):
-        part.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
-    moved = zip(buffer.to(device, non_blocking=True).split(sizes), arrays, strict=True)
-    return [part[: of.nbytes].view(torch.from_numpy(of).dtype).view(of.shape) for part, of in moved]
