@@ -30,7 +30,8 @@ def links_move(links: str, texts: tuple[str, ...]) -> bool:
     """Return whether a link would join other words if all white space divided words, as Python's str.split does. Then
     the links of a program that counts in this way join wrong words."""
     for side, text in enumerate(texts):
-        words, others = link_words(text), text.split()
+        words = link_words(text)
+        others = text.split()
         if words == others:
             continue
         equal = 0
@@ -66,16 +67,18 @@ def project_links(
     words of data/words.py already. Raises ValueError.
     """
     segmented = segment(list(texts))
-    is_word = [segmented.is_word[segmented.words[side] : segmented.words[side + 1]] for side in range(len(texts))]
+    is_word: list[np.ndarray] = []
     words: list[list[list[int]]] = []
     """For each side and each word that `links` counts, the numbers of the text's words that it overlaps."""
     for side, text in enumerate(texts):
+        first_word = segmented.words[side]
+        is_word.append(segmented.is_word[first_word : segmented.words[side + 1]])
         if by_words:
             words.append([[number] for number in range(len(is_word[side]))])
         else:
-            of_char = segmented.word_of[segmented.chars[side] : segmented.chars[side + 1]] - segmented.words[side]
+            word_of_char = segmented.word_of[segmented.chars[side] : segmented.chars[side + 1]] - first_word
             counted = tokenised[side] if tokenised else text
-            words.append([_numbers(of_char[characters]) for characters in places(text, counted)])
+            words.append([_numbers(word_of_char[characters]) for characters in places(text, counted)])
     kept: set[Link] = set()
     dropped = 0
     for i, j in parse(links, (len(words[0]), len(words[1]))):
@@ -99,10 +102,10 @@ def places(text: str, tokenised: str) -> list[list[int]]:
     visible = [place for place, character in enumerate(text) if not character.isspace()]
     ours = [_folded(text[place]) for place in visible]
     tokens = link_words(tokenised)
-    theirs = [_folded(character) for character in "".join(tokens) if not character.isspace()]
+    theirs = _folded_characters(tokens)
     if ours != theirs:
-        tokens = [html.unescape(token) for token in tokens]  # Moses escapes characters for HTML
-        theirs = [_folded(character) for character in "".join(tokens) if not character.isspace()]
+        tokens = list(map(html.unescape, tokens))  # Moses escapes characters for HTML
+        theirs = _folded_characters(tokens)
     place_of = dict(enumerate(visible))
     if ours != theirs:
         blocks = difflib.SequenceMatcher(None, ours, theirs, False).get_matching_blocks()
@@ -112,12 +115,18 @@ def places(text: str, tokenised: str) -> list[list[int]]:
         for block in blocks:
             for k in range(block.size):
                 place_of[block.b + k] = visible[block.a + k]
-    places_of_tokens, start = [], 0
+    places_of_tokens = []
+    start = 0
     for token in tokens:
         end = start + sum(not character.isspace() for character in token)
         places_of_tokens.append([place_of[k] for k in range(start, end) if k in place_of])
         start = end
     return places_of_tokens
+
+
+def _folded_characters(tokens: list[str]) -> list[str]:
+    """Return the characters of all tokens without white space, folded."""
+    return [_folded(character) for character in "".join(tokens) if not character.isspace()]
 
 
 def _folded(character: str) -> str:

@@ -1,8 +1,8 @@
 """Word links of sentence pairs, converted to links between tokens.
 
 The words of a stream batch (data/words.py) are numbered consecutively: first those of the first pair's first text, then
-those of its second text, of the next pair's first text, and so on. Text 2p + s is side s of pair p. A place is a
-token's index in the stream batch.
+those of its second text, of the next pair's first text, and so on. Text 2p + s is side s of pair p. A token is named by
+its index in the stream batch.
 
 Shape letters: P pairs, W words, T tokens that belong to a word, K links of words, Z links of tokens, N tokens,
 M masked tokens, R masked tokens with a link.
@@ -15,8 +15,8 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
-from xscale.data.ragged import indices_within
-from xscale.data.sequences import Example, Sequences
+from xscale.data.ragged import NO_NUMBERS, distinct_pairs, indices_within
+from xscale.data.sequences import Example, Segment, Sequences
 from xscale.data.stream_batch import Gather
 from xscale.errors import UserError
 
@@ -39,15 +39,15 @@ class WordLinks:
 
 @dataclass(frozen=True)
 class WordTokens:
-    places: np.ndarray
-    """The places of all words' tokens, word by word, in the order of the text [T]."""
+    tokens: np.ndarray
+    """The tokens of all words, word by word, in the order of the text [T]."""
     starts: np.ndarray
-    """The index in `places` at which each word begins [W + 1]."""
+    """The index in `tokens` at which each word begins [W + 1]."""
 
-    def runs(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places of these words' tokens, word by word, and the number of tokens of each word."""
+    def tokens_of(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return these words' tokens, concatenated, and each word's number of tokens."""
         counts = self.starts[words + 1] - self.starts[words]
-        return self.places[np.repeat(self.starts[words], counts) + indices_within(counts)], counts
+        return self.tokens[np.repeat(self.starts[words], counts) + indices_within(counts)], counts
 
 
 def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
@@ -55,38 +55,34 @@ def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
 
     Raises UserError for a link that is malformed or outside its sentences.
     """
-    numbers: list[int] = []
-    counts: list[int] = []
+    numbers = list[int]()
+    link_counts = list[int]()
+    word_counts = list[int]()
+    is_word_of_texts = [np.empty(0, dtype=bool)]
     for pair in pairs:
         if pair.links is None or not _PHARAOH.fullmatch(pair.links):
             _refuse(pair)
-        ends = pair.links.replace("-", " ").split()
-        numbers += map(int, ends)
-        counts.append(len(ends) // 2)
-    texts = [text for pair in pairs for text in pair.words or ()]
-    sizes = np.array([len(text.is_word) for text in texts], dtype=np.int64).reshape(-1, 2)
+        numbers_of_pair = pair.links.replace("-", " ").split()
+        numbers += map(int, numbers_of_pair)
+        link_counts.append(len(numbers_of_pair) // 2)
+        for text in pair.words or ():
+            word_counts.append(len(text.is_word))
+            is_word_of_texts.append(text.is_word)
+
     links = np.array(numbers, dtype=np.int64).reshape(-1, 2)
-    pair_of = np.repeat(np.arange(len(pairs)), np.array(counts, dtype=np.int64))
-    outside = (links >= sizes[pair_of]).any(axis=1)
-    if outside.any():
-        _refuse(pairs[pair_of[outside.argmax()]])
+    pair_of_link = np.repeat(np.arange(len(pairs)), np.array(link_counts, dtype=np.int64))
+    sizes = np.array(word_counts, dtype=np.int64).reshape(-1, 2)
+    is_outside = (links >= sizes[pair_of_link]).any(axis=1)
+    if is_outside.any():
+        _refuse(pairs[pair_of_link[is_outside.argmax()]])
+
     first = np.concatenate([[0], np.cumsum(sizes)])
-    links += first[:-1].reshape(-1, 2)[pair_of]
-    is_word = np.concatenate([_NOTHING, *(text.is_word for text in texts)])
+    links += first[:-1].reshape(-1, 2)[pair_of_link]
+    is_word = np.concatenate(is_word_of_texts)
     if not across:
-        ends_are_words = is_word[links].reshape(-1, 2)
-        links = links[ends_are_words[:, 0] == ends_are_words[:, 1]]
-    return WordLinks(first, _distinct(links, first[-1]), is_word)
-
-
-def _distinct(links: np.ndarray, width: int) -> np.ndarray:
-    """Return each row once, in order, like np.unique(links, axis=0), but ten times as fast. width: a number above all
-    second columns."""
-    cells = np.unique(links[:, 0] * width + links[:, 1])
-    return np.stack(np.divmod(cells, max(width, 1)), axis=1)
-
-
-_NOTHING = np.empty(0, dtype=bool)
+        connects_one_kind = is_word[links[:, 0]] == is_word[links[:, 1]]
+        links = links[connects_one_kind]
+    return WordLinks(first, distinct_pairs(links[:, 0], links[:, 1]), is_word)
 
 
 def _refuse(pair: Example) -> NoReturn:
@@ -94,51 +90,62 @@ def _refuse(pair: Example) -> NoReturn:
     if pair.links is None:
         raise UserError(f'record {pair.key!r} has no word links (links "" would mean that no word is linked). {remedy}')
     n, m = (len(text.is_word) for text in pair.words or ())
-    wrong = next(
-        link
-        for link in pair.links.split()
-        if not re.fullmatch(_LINK, link) or int(link.split("-")[0]) >= n or int(link.split("-")[1]) >= m
-    )
-    raise UserError(
-        f"record {pair.key!r}: link {wrong!r} does not fit texts of {n} and {m} words; links are 0-based "
-        f"`first-second` numbers of the words that xscale/data/words.py defines. {remedy}"
-    )
+    for link in pair.links.split():
+        i, _, j = link.partition("-")
+        if not re.fullmatch(_LINK, link) or int(i) >= n or int(j) >= m:
+            raise UserError(
+                f"record {pair.key!r}: link {link!r} does not fit texts of {n} and {m} words; links are 0-based "
+                f"`first-second` numbers of the words that xscale/data/words.py defines. {remedy}"
+            )
+    raise AssertionError(f"the links of record {pair.key!r} fit")
 
 
-def segments(pairs: list[Example], layout: Layout) -> list[list[tuple[Example, int]]]:
-    """Return the (pair, side) of each sequence's texts, as `join_segments` reads them."""
-    return [[(pairs[text // 2], text % 2) for text in sequence] for sequence in layout]
+def segments(pairs: list[Example], layout: Layout) -> list[list[Segment]]:
+    """Return the segments of each sequence, as `join_segments` takes them."""
+    sequences = []
+    for texts in layout:
+        sequences.append([(pairs[text // 2], text % 2) for text in texts])
+    return sequences
 
 
 def word_tokens(
     pairs: list[Example], layout: Layout, sequences: Sequences, first: np.ndarray, keep: Literal["all", "first", "last"]
 ) -> WordTokens:
-    """Return the places of each word's tokens; a word that was cut off has none. keep: which tokens of a word to
-    return. first: the number of each text's first word, as in WordLinks."""
+    """Return each word's tokens; a word that was cut off has none. keep: which tokens of a word to return. first: the
+    number of each text's first word, as in WordLinks."""
     texts = list(chain.from_iterable(layout))
-    if not texts:
-        return WordTokens(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
-    of_texts = [(pairs[text // 2].words or ())[text % 2] for text in texts]
-    counts = [len(text.words) for text in of_texts]
-    words = np.concatenate([text.words for text in of_texts]) + np.repeat(first[texts], counts)
-    places = np.concatenate([text.tokens for text in of_texts]) + np.repeat(sequences.segment_starts, counts)
-    order = np.lexsort((places, words))
-    words, places = words[order], places[order]
+    words_of_texts = [NO_NUMBERS]
+    tokens_of_texts = [NO_NUMBERS]
+    counts = np.zeros(len(texts), dtype=np.int64)
+    for i, text in enumerate(texts):
+        pair_words = pairs[text // 2].words
+        assert pair_words is not None, "links need the words of texts"
+        text_words = pair_words[text % 2]
+        words_of_texts.append(text_words.words)
+        tokens_of_texts.append(text_words.tokens)
+        counts[i] = len(text_words.words)
+    first_words = first[np.array(texts, dtype=np.int64)]
+    words = np.concatenate(words_of_texts) + np.repeat(first_words, counts)
+    tokens = np.concatenate(tokens_of_texts) + np.repeat(sequences.segment_starts, counts)
+
+    in_order = np.lexsort((tokens, words))
+    words = words[in_order]
+    tokens = tokens[in_order]
     if keep != "all":
-        side = {"prepend": -1} if keep == "first" else {"append": -1}
-        at = np.flatnonzero(np.diff(words, **side))
-        words, places = words[at], places[at]
-    return WordTokens(places, np.searchsorted(words, np.arange(first[-1] + 1)))
+        before_or_after = {"prepend": -1} if keep == "first" else {"append": -1}
+        kept = np.flatnonzero(np.diff(words, **before_or_after))
+        words = words[kept]
+        tokens = tokens[kept]
+    return WordTokens(tokens, np.searchsorted(words, np.arange(first[-1] + 1)))
 
 
 def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
     """Return all pairs of a token of a link's first word and a token of its second word; no pair twice [Z, 2]."""
-    ours, n_ours = tokens.runs(links[:, 0])
-    partner = np.repeat(links[:, 1], n_ours)
-    theirs, n_theirs = tokens.runs(partner)
+    first_tokens, first_counts = tokens.tokens_of(links[:, 0])
+    second_words = np.repeat(links[:, 1], first_counts)
+    second_tokens, second_counts = tokens.tokens_of(second_words)
     # Two tokens may overlap several pairs of linked words, as in Chinese; they are one link.
-    pairs = np.stack([np.repeat(ours, n_theirs), theirs], axis=1)
-    return _distinct(pairs, int(pairs.max(initial=0)) + 1)
+    return distinct_pairs(np.repeat(first_tokens, second_counts), second_tokens)
 
 
 def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, Gather]:
@@ -146,10 +153,12 @@ def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[n
 
     The sums are rows of A^T H: H are the hidden states, and A[i, j] = 1 if (i, j) or (j, i) is a link. tokens: N.
     """
-    row_of = np.full(tokens, -1, dtype=np.int64)
-    row_of[masked] = np.arange(len(masked))
-    i, j = np.concatenate([links, links[:, ::-1]]).T
-    cells = np.sort((row_of[i] * tokens + j)[row_of[i] >= 0])
-    counts = np.bincount(cells // max(tokens, 1), minlength=len(masked))
+    row_of_token = np.full(tokens, -1, dtype=np.int64)
+    row_of_token[masked] = np.arange(len(masked))
+    i = np.concatenate([links[:, 0], links[:, 1]])
+    j = np.concatenate([links[:, 1], links[:, 0]])
+    is_masked = row_of_token[i] >= 0
+    ones = distinct_pairs(row_of_token[i[is_masked]], j[is_masked])
+    counts = np.bincount(ones[:, 0], minlength=len(masked))
     linked = np.flatnonzero(counts)
-    return linked, Gather.sums(cells % max(tokens, 1), counts[linked])
+    return linked, Gather.sums(ones[:, 1], counts[linked])

@@ -177,7 +177,10 @@ def pack_row(
     label_counts = dict[tuple[str, str], int]()
     target_counts = dict[tuple[str, str], int]()
     pair_counts = dict[tuple[str, str, str], int]()
+    arrays = dict[str, dict[str, np.ndarray]]()
     auxiliary = dict[str, Row]()
+    too_long = dict[str, int]()
+    keys = dict[str, list[str]]()
     for (stream, part), place in zip(stream_batches.items(), places, strict=True):
         state_counts[stream] = {}
         for name, states in part.states.items():
@@ -192,6 +195,9 @@ def pack_row(
             pair_counts[stream, what, pair] = count
         if part.auxiliary is not None:
             auxiliary[stream] = pack_row({stream: part.auxiliary}, filler)
+        arrays[stream] = part.arrays
+        too_long[stream] = part.too_long
+        keys[stream] = part.keys
     gather = Gather.concat(gathers, [0] * len(gathers))
     groups = group_by_language(stream_batches, language_groups or {})
     return Row(
@@ -203,14 +209,14 @@ def pack_row(
         label_counts=label_counts,
         group_of_label=groups.group_of_label,
         language_groups=groups.names,
-        arrays={stream: part.arrays for stream, part in stream_batches.items()},
+        arrays=arrays,
         auxiliary=auxiliary,
         target_counts=target_counts,
         language_counts=groups.counts() | pair_counts,
         samples=sum(part.samples for part in parts),
-        too_long={stream: part.too_long for stream, part in stream_batches.items()},
+        too_long=too_long,
         cost=cost_of(parts),
-        keys={stream: part.keys for stream, part in stream_batches.items()},
+        keys=keys,
     )
 
 
@@ -284,14 +290,21 @@ def filler_tokens(filler: int, has_types: bool) -> Tokens:
 
 def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
     """Return the sequences of all parts, in their order."""
-    lengths = np.concatenate([part.lengths for part in parts])
-    types = None
-    if parts[0].types is not None:
-        types = np.concatenate([part.types for part in parts])
+    ids = list[np.ndarray]()
+    positions = list[np.ndarray]()
+    types = list[np.ndarray]()
+    sequence_lengths = list[np.ndarray]()
+    for part in parts:
+        ids.append(part.input_ids)
+        positions.append(part.positions)
+        sequence_lengths.append(part.lengths)
+        if part.types is not None:
+            types.append(part.types)
+    lengths = np.concatenate(sequence_lengths)
     return Tokens(
-        input_ids=np.concatenate([part.input_ids for part in parts]),
-        positions=np.concatenate([part.positions for part in parts]),
-        types=types,
+        input_ids=np.concatenate(ids),
+        positions=np.concatenate(positions),
+        types=np.concatenate(types) if types else None,
         starts=offsets_of(lengths),
         lengths=lengths,
         longest=int(lengths.max()),

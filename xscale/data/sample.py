@@ -7,8 +7,10 @@ import numpy as np
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 
-SAMPLE, RUN = 100_000, 64
-"""SAMPLE: maximum number of records read of a language. RUN: if there are more, runs of this many are read."""
+SAMPLE = 100_000
+"""The maximum number of records read of a language."""
+RUN = 64
+"""If a language has more than SAMPLE records, runs of this many are read."""
 _CHUNK = 1024
 
 
@@ -17,14 +19,19 @@ def texts_of(
 ) -> Iterator[list[str]]:
     """Yield lists of the language's texts, from at most `most` (default: SAMPLE) records. parts: number of callers that
     share the work; part: number of this caller, from 0, which gets every `parts`-th list of each source."""
-    having = [source for source in sources if language in source.langs]
-    ends = np.cumsum([source.records for source in having])
-    chosen = sample_records(int(ends[-1]) if having else 0, SAMPLE if most is None else most)
-    for source, end in zip(having, ends, strict=True):
-        here = chosen[(chosen >= end - source.records) & (chosen < end)] - (end - source.records)
-        quiet, side = source.without_readahead(), source.langs.index(language)
-        for start in range(0, len(here), _CHUNK)[part::parts]:
-            yield [quiet.read(*place).texts[side] for place in source.places(here[start : start + _CHUNK])]
+    with_language = [source for source in sources if language in source.langs]
+    records = sum(source.records for source in with_language)
+    chosen = sample_records(records, SAMPLE if most is None else most)
+    first = 0
+    for source in with_language:
+        end = first + source.records
+        numbers = chosen[(chosen >= first) & (chosen < end)] - first
+        first = end
+        source_once = source.without_readahead()
+        side = source.langs.index(language)
+        for start in range(0, len(numbers), _CHUNK)[part::parts]:
+            places = source.places(numbers[start : start + _CHUNK])
+            yield [source_once.read(*place).texts[side] for place in places]
 
 
 def sample_records(records: int, most: int) -> np.ndarray:

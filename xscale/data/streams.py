@@ -33,7 +33,8 @@ def names_all(name: str, langs: tuple[str, ...]) -> bool:
         return names_language(name, langs[0])
     parts = name.split("-")
     for end in range(1, len(parts)):
-        first, second = "-".join(parts[:end]), "-".join(parts[end:])
+        first = "-".join(parts[:end])
+        second = "-".join(parts[end:])
         for a, b in (langs, langs[::-1]):
             if names_language(first, a) and names_language(second, b):
                 return True
@@ -48,7 +49,10 @@ def names_some(name: str, langs: tuple[str, ...]) -> bool:
 def share_names(sources: list[Source], preferred: Collection[str] = ()) -> None:
     """Call each language by one name in all sources, so that en, eng and eng_Latn are one language. preferred: names
     that are used for their languages. Raises UserError for a pair of one language with itself."""
-    names = one_name_each([lang for source in sources for lang in source.written_langs], preferred)
+    written = list[str]()
+    for source in sources:
+        written += source.written_langs
+    names = one_name_each(written, preferred)
     for source in sources:
         source.rename_languages(names)
 
@@ -59,50 +63,62 @@ def other_names(sources: list[Source]) -> list[str]:
     for source in sources:
         for name, lang in zip(source.langs, source.written_langs, strict=True):
             written.setdefault(name, set()).add(lang)
-    return [
-        f"{', '.join(sorted(names))} of --data are one language, which is called {name} here"
-        for name, names in sorted(written.items())
-        if len(names) > 1
-    ]
+    lines = []
+    for name, names in sorted(written.items()):
+        if len(names) > 1:
+            lines.append(f"{', '.join(sorted(names))} of --data are one language, which is called {name} here")
+    return lines
 
 
-def check_languages(languages: list[str] | None, sources: list[Source]) -> None:
-    """Raise UserError unless the sources have data for each of `languages`, the value of data.languages."""
+def absent_languages(languages: list[str] | None, sources: list[Source]) -> list[str]:
+    """Return those of `languages` in which no source has text."""
     absent = []
     for language in languages or []:
         if not any(names_some(language, source.langs) for source in sources):
             absent.append(language)
+    return absent
+
+
+def check_languages(languages: list[str] | None, sources: list[Source]) -> None:
+    """Raise UserError unless the sources have data for each of `languages`, the value of data.languages."""
+    absent = absent_languages(languages, sources)
     if absent:
-        there = {name for source in sources for name in (source.pair, *source.langs)}
-        raise UserError(f"data.languages: --data has no text in {', '.join(absent)}, only {', '.join(sorted(there))}")
+        available = set[str]()
+        for source in sources:
+            available |= {source.pair, *source.langs}
+        raise UserError(
+            f"data.languages: --data has no text in {', '.join(absent)}, only {', '.join(sorted(available))}"
+        )
 
 
 def select_sources(
-    stream: str, reads: str, languages: list[str] | None, sources: list[Source], of_all: list[str] | None = None
+    stream: str,
+    record_kind: str,
+    languages: list[str] | None,
+    sources: list[Source],
+    data_languages: list[str] | None = None,
 ) -> tuple[int, ...]:
-    """Return the indices of the sources that a stream samples from. of_all: data.languages, which is used if the stream
-    has no languages of its own. Raises UserError if there is no source for the stream, or for one of its languages."""
-    fitting = [i for i, source in enumerate(sources) if source.kind == reads]
-    if languages is None and of_all is not None:
-        fitting = [i for i in fitting if matches_languages(of_all, sources[i].langs)]
-    available = sorted({sources[i].pair for i in fitting})
-    if languages is not None:
-        chosen = [i for i in fitting if matches_languages(languages, sources[i].langs)]
-        absent = []
-        for language in languages:
-            if not any(names_some(language, sources[i].langs) for i in chosen):
-                absent.append(language)
-        if absent:
-            raise UserError(
-                f"streams.{stream}.languages: no {reads} data for {', '.join(absent)}; --data has "
-                f"{', '.join(available) or 'none'}. Add a shard directory or take the language out"
-            )
-        fitting = chosen
-    if not fitting:
-        kinds = ", ".join(f"{source.pair} ({source.kind})" for source in sources)
-        only = f" in {', '.join(of_all)}" if of_all and languages is None else ""
+    """Return the indices of the sources that a stream samples from. data_languages: data.languages, which is used if
+    the stream has no languages of its own. Raises UserError if there is no source for the stream, or for one of its
+    languages."""
+    wanted = data_languages if languages is None else languages
+    chosen = []
+    for number, source in enumerate(sources):
+        if source.kind == record_kind and (wanted is None or matches_languages(wanted, source.langs)):
+            chosen.append(number)
+    absent = absent_languages(languages, [sources[number] for number in chosen])
+    if absent:
+        available = sorted({source.pair for source in sources if source.kind == record_kind})
         raise UserError(
-            f"streams.{stream} reads {reads} records{only}, --data has only: {kinds}. Add a directory written by "
-            f"`python -m data_tools.write_shards {'pairs' if reads == 'pair' else 'mono'}`"
+            f"streams.{stream}.languages: no {record_kind} data for {', '.join(absent)}; --data has "
+            f"{', '.join(available) or 'none'}. Add a shard directory or take the language out"
         )
-    return tuple(fitting)
+    if not chosen:
+        kinds = ", ".join(f"{source.pair} ({source.kind})" for source in sources)
+        only = f" in {', '.join(data_languages)}" if data_languages and languages is None else ""
+        written_by = {"pair": "pairs", "mono": "mono"}[record_kind]
+        raise UserError(
+            f"streams.{stream} reads {record_kind} records{only}, --data has only: {kinds}. Add a directory written by "
+            f"`python -m data_tools.write_shards {written_by}`"
+        )
+    return tuple(chosen)
