@@ -79,15 +79,21 @@ class Row:
         """Return the sequences and states of several auxiliary rows as one row, in the order of the rows."""
         if len(rows) == 1:
             return rows[0]
+        tokens = list[Tokens]()
+        gathers = list[Gather]()
+        transposed = list[Gather]()
         first_token = [0]
         first_state = [0]
-        for row in rows[:-1]:
+        for row in rows:
+            tokens.append(row.tokens)
+            gathers.append(row.gather)
+            transposed.append(row.transposed)
             first_token.append(first_token[-1] + len(row.tokens.input_ids))
             first_state.append(first_state[-1] + row.gather.size)
         return Row(
-            tokens=concat_tokens([row.tokens for row in rows]),
-            gather=Gather.concat((row.gather for row in rows), first_token),
-            transposed=Gather.concat((row.transposed for row in rows), first_state),
+            tokens=concat_tokens(tokens),
+            gather=Gather.concat(gathers, first_token[:-1]),
+            transposed=Gather.concat(transposed, first_state[:-1]),
         )
 
     def to(self, device: torch.device) -> "Row":
@@ -171,7 +177,7 @@ def pack_row(
     """
     parts = list(stream_batches.values())
     tokens, places = lay_out(parts, filler)
-    gathers = list[Gather]()
+    gather = gather_of_row(parts, places)
     state_counts = dict[str, dict[str, int]]()
     labels = [NO_NUMBERS]
     label_counts = dict[tuple[str, str], int]()
@@ -181,11 +187,8 @@ def pack_row(
     auxiliary = dict[str, Row]()
     too_long = dict[str, int]()
     keys = dict[str, list[str]]()
-    for (stream, part), place in zip(stream_batches.items(), places, strict=True):
-        state_counts[stream] = {}
-        for name, states in part.states.items():
-            gathers.append(Gather(states.offsets, place[states.columns]))
-            state_counts[stream][name] = states.size
+    for stream, part in stream_batches.items():
+        state_counts[stream] = {name: states.size for name, states in part.states.items()}
         for term, ids in part.labels.items():
             labels.append(ids)
             label_counts[stream, term] = len(ids)
@@ -198,7 +201,6 @@ def pack_row(
         arrays[stream] = part.arrays
         too_long[stream] = part.too_long
         keys[stream] = part.keys
-    gather = Gather.concat(gathers, [0] * len(gathers))
     groups = group_by_language(stream_batches, language_groups or {})
     return Row(
         tokens=tokens,
@@ -218,6 +220,15 @@ def pack_row(
         cost=cost_of(parts),
         keys=keys,
     )
+
+
+def gather_of_row(stream_batches: Sequence[StreamBatch], places: Sequence[np.ndarray]) -> Gather:
+    """Return all states of the stream batches. places: the index in the row of each stream batch's tokens."""
+    gathers = list[Gather]()
+    for stream_batch, place in zip(stream_batches, places, strict=True):
+        for states in stream_batch.states.values():
+            gathers.append(Gather(states.offsets, place[states.columns]))
+    return Gather.concat(gathers, [0] * len(gathers))
 
 
 def lay_out(stream_batches: Sequence[StreamBatch], filler: int) -> tuple[Tokens, list[np.ndarray]]:

@@ -17,7 +17,10 @@ def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
     """Return True if `languages` lists the language or pair `langs`: "en-de", "de-en", or both "en" and "de"."""
     if any(names_all(name, langs) for name in languages):
         return True
-    return all(any(names_language(name, lang) for name in languages) for lang in langs)
+    for lang in langs:
+        if not any(names_language(name, lang) for name in languages):
+            return False
+    return True
 
 
 def names_language(name: str, lang: str) -> bool:
