@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, DistilBertConfig, ModernBertConfig, XLMRobertaConfig
 
 from tests import launch, plain
-from tests.rows import PlainEngine, assert_same_gradients, one_thread, pass_row, rows_of_step, totals_of  # noqa: F401
+from tests.rows import CPU, PlainEngine, assert_same_gradients, one_thread, pass_row, rows_of_step, totals_of  # noqa: F401
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.sequences import Example
@@ -375,11 +375,17 @@ def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatc
     engine = PlainEngine(case.module)
     case.module.zero_grad()
     others: list[Tensor] = []
-    passes = [[pass_row(case.module, row) for row in rows] for rows in ranks]
+
+    def norms_of(rank: int) -> dict[str, Tensor]:
+        rows = [row.to(CPU) for row in ranks[rank]]
+        seeds: list[step.Seed] = [(0, rank, number) for number in range(len(rows))]
+        shared = step.encode_auxiliary(case.module, rows, seeds)
+        return step.gradient_norms(engine, rows, shared, weights, seeds)
+
     monkeypatch.setattr(step.dist, "all_reduce", lambda total: others.append(total.clone()))
-    step.gradient_norms(engine, passes[1], weights)
+    norms_of(1)
     monkeypatch.setattr(step.dist, "all_reduce", lambda total: total.add_(others.pop(0)))
-    norms = step.gradient_norms(engine, passes[0], weights)
+    norms = norms_of(0)
     assert all(p.grad is None for p in case.module.parameters()) and not others
     assert list(norms) == [f"grad_norm/{stream}" for stream in case.stream_batches]
     parameters = list(case.module.parameters())
