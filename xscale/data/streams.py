@@ -17,10 +17,12 @@ def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
     """Return True if `languages` lists the language or pair `langs`: "en-de", "de-en", or both "en" and "de"."""
     if any(names_all(name, langs) for name in languages):
         return True
-    for lang in langs:
-        if not any(names_language(name, lang) for name in languages):
-            return False
-    return True
+    return all(is_named(lang, languages) for lang in langs)
+
+
+def is_named(lang: str, languages: list[str]) -> bool:
+    """Return whether one of `languages` means the language."""
+    return any(names_language(name, lang) for name in languages)
 
 
 def names_language(name: str, lang: str) -> bool:

@@ -19,10 +19,11 @@ def alignment_gather(
 ) -> Tensor:
     """Return `torch.stack([hidden[columns[a:b]].sum(0) for a, b in pairwise(offsets)])`, [R, H].
 
-    The index is a Gather of data/stream_batch.py and its transpose: `*gather, *gather.transpose(N)`. A sum over no
-    token is 0. The transpose lists, for each token, the states whose sums contain the token. The backward pass is the
-    same gather with the transpose, and writes each row of the gradient once. Sums are computed in fp32 (fp64 for fp64), without atomics, in an order that depends on the index
-    alone, so that the result has the same bits every time. The index is int32, on the device of `hidden`.
+    The index is a Gather of data/stream_batch.py and its transpose: `*gather, *gather.transpose(N)`, int32, on the
+    device of `hidden`. A sum over no token is 0. The transpose lists, for each token, the states whose sums contain the
+    token. The backward pass is the same gather with the transpose, and writes each row of the gradient once. Sums are
+    computed in fp32 (fp64 for fp64), without atomics, in an order that depends on the index alone, so that the result
+    has the same bits every time.
     """
     return F.embedding_bag(columns_K, hidden_NH.detach(), offsets_R1, mode="sum", include_last_offset=True)
 
