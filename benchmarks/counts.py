@@ -32,7 +32,7 @@ from xscale.run_spec import RunSpec
 from xscale.step import engine
 from xscale.step.ds_config import Hardware, load_ds_config
 from xscale.step.module import StepModule
-from xscale.step.step import RowPass, add_shared_states, optimizer_step, step_weights
+from xscale.step.step import optimizer_step, run_row, shared_states, step_weights
 
 SHAPE = {"num_hidden_layers": 12, "hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 96}
 RECIPES = {"mixed": {"streams.ppa.prefill": "false"}, "tlm": {"streams.tlm.samples": 256}}
@@ -92,12 +92,10 @@ def without_engine(run_spec: RunSpec) -> int:
         module.zero_grad()
         with operator_counter() as counts:
             weights = step_weights(run_spec.recipe, batch.targets(), batch.step)
-            passes = []
-            for number, row in enumerate(batch.rows):
-                passes.append(RowPass(row, torch.device("cpu"), (batch.step, number)))
-            add_shared_states(module, passes)
-            for row_pass in passes:
-                loss, _ = row_pass(module, weights)
+            rows = [row.to(torch.device("cpu")) for row in batch.rows]
+            seeds = [(batch.step, number) for number in range(len(rows))]
+            for row, shared, seed in zip(rows, shared_states(module, rows, seeds), seeds, strict=True):
+                loss, _ = run_row(module, row, shared, weights, seed)
                 loss.backward()
             for auxiliary_state in module.auxiliary_states.values():
                 auxiliary_state.update(True)

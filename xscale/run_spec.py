@@ -208,7 +208,9 @@ class RunSpec:
         data = self.recipe.data
         seed = self.recipe.train.seed
         language_ids = {language: number for number, language in enumerate(self.languages, start=1)}
-        context = CollateContext(self.tokenizer, data.max_length, data.overlong, language_ids, seed, segments=self.segments)
+        context = CollateContext(
+            self.tokenizer, data.max_length, data.overlong, language_ids, seed, segments=self.segments
+        )
         streams = dict[str, StreamObjective]()
         for spec in specs:
             stream = self.recipe.streams[spec.name]

@@ -49,7 +49,9 @@ def stream_notes(run_spec: RunSpec, spec: StreamSpec) -> list[str]:
     objective = OBJECTIVES[stream.objective]
     records = records_of(spec, run_spec.sources)
     lines = [f"streams.{spec.name}.{line}" for line in objective.advise(stream.options, records, recipe.train.steps)]
-    readable = select_sources(spec.name, objective.reads, stream.languages, run_spec.sources, recipe.data.languages)
+    readable = select_sources(
+        spec.name, objective.record_kind, stream.languages, run_spec.sources, recipe.data.languages
+    )
     unlinked = sorted(run_spec.sources[s].directory.name for s in readable if s not in spec.sources)
     if unlinked:
         lines.append(f"streams.{spec.name} does not read {', '.join(unlinked)}, which has no word links")
