@@ -61,7 +61,7 @@ def test_long_samples_are_planned_by_few_of_them(demo: Path, monkeypatch: pytest
     def estimates() -> tuple[int, float, float]:
         read.clear()
         run_spec = run_spec_of(demo, "mlm", "data.max_length=256", "streams.mlm.samples=512")
-        tokens = planning.stream_work(run_spec, run_spec.specs[0]).tokens
+        tokens = planning.stream_cost(run_spec, run_spec.specs[0])["tokens"]
         assert run_spec.calibration
         return read["tokens"], run_spec.calibration.estimate_for("mlm").ratio, tokens
 
