@@ -66,24 +66,24 @@ part() { # NAME SECONDS COMMAND...
 
 if [ "${1:-}" = --cpu ]; then
     LIMIT=1800
-    part check 300 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py
+    part check 300 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py -k "not training"
     small=(--vocab_size 0 --workers 0 --pairs 600 --rows_per_step 1)
     part rows 400 python3 benchmarks/rows.py --preset tiny "${small[@]}" --rows 1024 --mixed_rows 1024
     part modern 300 python3 benchmarks/rows.py --preset tiny "${small[@]}" --recipe mlm --rows 128 --mixed_rows 0 \
         --set streams.mlm.mask_prob=0.3 --goal 216000
-    part train 300 python3 benchmarks/train_fp16.py --small --steps 8 --recipes tlm
+    part train 300 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py -k training
     part head 300 python3 benchmarks/head.py --device cpu --rounds 1 --tokens 32 --vocabulary 1500 --threads 1
     part gather 200 python3 benchmarks/gather.py --device cpu --rounds 1 --small --threads 1
     part step 300 python3 benchmarks/step.py --recipes ppa --preset tiny --words 20 --samples 16 --rounds 1 --warm 1
 else
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
     python3 -c "import torch, triton, transformers as t; print('torch', torch.__version__, 'triton', triton.__version__, 'transformers', t.__version__)"
-    part check 150 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py
+    part check 150 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py -k "not training"
     part rows 370 python3 benchmarks/rows.py --seconds 290
     # mmBERT-base's shape, length and share of masked tokens; its authors' 108k tokens/s on an H100, twice.
     part modern 260 python3 benchmarks/rows.py --preset modern-base --vocab_size 256000 --recipe mlm --max_length 1024 \
         --rows 16384 32768 8192 4096 --mixed_rows 0 --set streams.mlm.mask_prob=0.3 --goal 216000 --seconds 190
-    part train 200 python3 benchmarks/train_fp16.py --steps 30 --recipes align_mlm alignlm contextual dict_mlm mixed ppa xlm
+    part train 200 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py -k training
     part head 100 python3 benchmarks/head.py
     part gather 80 python3 benchmarks/gather.py
     # Pairs of 127 tokens: the stock loop pads nothing.

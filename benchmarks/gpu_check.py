@@ -1,18 +1,26 @@
-"""Compare kernels and packed rows with wider types, on a GPU if possible: `pytest benchmarks/gpu_check.py`.
+"""Compare kernels and packed rows with wider types, and train in fp16: `pytest benchmarks/gpu_check.py`, on a GPU.
 
 Unless a test says otherwise, errors are ||out - reference|| / ||reference||; the reference is computed in fp64 on the
 CPU from the same (rounded) inputs.
 """
 
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import accumulate, islice
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import ALONE, CUDA, DEVICE, text_pairs, write_world
+from common import ALONE, CUDA, DEVICE, ROOT, free_port, text_pairs, write_world
 from torch import Tensor
 
 from xscale.data.mixture import initial_state
@@ -37,6 +45,10 @@ LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 OF_A_ROW = {torch.bfloat16: 6e-2, torch.float16: 6e-3}
 """The largest allowed error of a whole model, whose weights are rounded too. The gradient of the contextual objective,
 which is the largest at random weights, differs by 5 % in bf16."""
+FP16 = ROOT / "ds_configs/zero2_fp16.json"
+STEPS = 30 if CUDA else 8
+SHIPPED = ["align_mlm", "alignlm", "contextual", "dict_mlm", "mixed", "ppa", "xlm"]
+Entries = list[dict[str, Any]]
 FEW_SAMPLES = {"mlm": 4, "tlm": 16, "alignlm": 16, "ppa": 16, "contextual": 16, "align_mlm": 4}
 
 
@@ -257,3 +269,66 @@ def test_row(run_spec: RunSpec, dtype: torch.dtype) -> None:
     losses = [number for number, key in enumerate(reference.reported) if key.name == "loss"]
     for ours, other in zip([loss, reported[losses], gradients], [exact[0], exact[1][losses], exact[2]], strict=True):
         assert error(ours, other) < OF_A_ROW[dtype]
+
+
+# Training by train.py, in fp16 on a GPU
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+def train(world: list[Path], out: Path, recipe: str, *sets: str, ds_config: Path = FP16, steps: int = STEPS) -> Entries:
+    """Train to the last step. Returns the lines of metrics.jsonl; their losses are finite, and the last are lower."""
+    fields = [*sets, "train.lr=0.002", "train.measure_every=20", f"checkpoint.every={STEPS // 2}"]
+    if recipe in ("ppa", "mixed"):
+        fields.append("streams.ppa.queue_size=64")
+    if not CUDA:
+        fields.append("model.preset=tiny")
+        fields += [f"streams.{stream}.samples=4" for stream in (FEW_SAMPLES if recipe == "mixed" else [recipe])]
+    command = [sys.executable, ROOT / "xscale/train.py", "--ds_config", ds_config, "--recipe", recipe]
+    command += ["--data", *world, "--out", out, "--steps", steps, "--set", *fields]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port())}
+    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    entries = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [entry["loss"] for entry in entries]
+    assert [entry["step"] for entry in entries] == [*range(1, steps + 1)]
+    assert all(map(math.isfinite, losses)) and mean(losses[-5:]) < mean(losses[:5])
+    assert all(("loss_scale" in entry) == CUDA for entry in entries)
+    return entries
+
+
+@pytest.mark.parametrize("recipe", SHIPPED if CUDA else ["tlm"])
+def test_training(recipe: str, world: list[Path], folder: Path) -> None:
+    train(world, folder / recipe, recipe)
+
+
+@pytest.mark.skipif(not CUDA, reason="time")
+def test_training_with_checkpointing(world: list[Path], folder: Path) -> None:
+    train(world, folder / "checkpointing", "mixed", "train.activation_checkpointing=true")
+
+
+@pytest.mark.skipif(not CUDA, reason="fp32 does not overflow")
+def test_training_heals_overflow(world: list[Path], folder: Path) -> None:
+    """A loss scale of 2^32 overflows: the first steps are skipped, and the scale falls until they are not."""
+    fields = json.loads(FP16.read_text(encoding="utf-8"))
+    fields["fp16"]["initial_scale_power"] = 32
+    ds_config = folder / "overflow.json"
+    ds_config.write_text(json.dumps(fields), encoding="utf-8")
+    entries = train(world, folder / "overflow", "mixed", ds_config=ds_config, steps=STEPS + 25)
+    assert entries[0]["skipped"] and not entries[-1]["skipped"]
+    assert entries[-1]["loss_scale"] < entries[0]["loss_scale"]
+
+
+def test_training_resumes_bit_for_bit(world: list[Path], folder: Path) -> None:
+    """With deterministic algorithms, a resume from the middle repeats all losses, gradient norms and accuracies."""
+    exact = ("train.deterministic=true", "train.max_tokens=1024")
+    whole = train(world, folder / "exact", "mixed", *exact)
+    shutil.copytree(folder / "exact", folder / "resumed")
+    shutil.rmtree(folder / f"resumed/checkpoints/step_{STEPS:08d}")
+    for before, after in zip(whole, train(world, folder / "resumed", "mixed", *exact), strict=True):
+        for key, value in before.items():
+            if key.startswith(("loss", "grad_norm", "accuracy")):
+                assert after[key] == value, f"{key} of step {before['step']}"

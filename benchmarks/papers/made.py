@@ -36,12 +36,12 @@ def make_data(folder: Path) -> Path:
     for stem, ends in TESTS.items():
         for end, side in zip(ends, held, strict=True):
             write(folder / f"{stem}{end}.xz", side)
-    for lang, side in (("en", 0), ("de", 1), ("zh", 1)):
-        write(folder / f"mono/wiki_{lang}/aa.xz", train[side])
+    for lang, sentences in (("en", train[0]), ("de", train[1]), ("zh", train[1])):
+        write(folder / f"mono/wiki_{lang}/aa.xz", sentences)
         for name in ("en_ewt-ud-train", "en_ewt-ud-test") if lang == "en" else (f"{lang}_pud-ud-test",):
-            write(folder / f"eval/pos/{name}.conllu.xz", [tagged(text) for text in train[side]])
+            write(folder / f"eval/pos/{name}.conllu.xz", [tagged(text) for text in sentences])
         for part in ("train", "dev"):
-            write(folder / f"eval/ner/{part}-{lang}.tsv.xz", [named(text) for text in train[side][:TAGGED]])
+            write(folder / f"eval/ner/{part}-{lang}.tsv.xz", [named(text) for text in sentences[:TAGGED]])
     (folder / "done").touch()
     return folder
 

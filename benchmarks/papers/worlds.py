@@ -98,11 +98,10 @@ class World:
         spec = self.spec
         langs = spec["langs"]
         pair = "-".join(langs)
-        texts = []
         for lang in langs:
-            texts.append(self.out / f"text/{lang}.txt")
-            write(texts[-1], read(self.data / f"{spec['pairs']}.{lang}.xz")[: self.scale["lines"]])
-            self.write_mono(lang, [texts[-1]], f"sides/{lang}", "--whole_lines")
+            text = self.out / f"text/{lang}.txt"
+            write(text, read(self.data / f"{spec['pairs']}.{lang}.xz")[: self.scale["lines"]])
+            self.write_mono(lang, [text], f"sides/{lang}", "--whole_lines")
             if "mono" in spec:
                 articles = sorted((self.data / f"{spec['mono']}_{lang}").glob("*.xz"))
                 self.write_mono(lang, articles[: 1 if self.scale["lines"] else 10], f"mono/{lang}")
@@ -110,7 +109,8 @@ class World:
                  "--vocab_size", 3 * self.scale["vocab"], "--out", self.out / "tokenizer")  # fmt: skip
         file = self.data / f"{spec['pairs']}.links.xz"
         links = ["--links", file] if file.exists() else ["--align"]
-        self.write_pairs(*texts, langs, f"shards/pairs/{pair}", *links, "--tokenizer", self.out / "tokenizer",
+        source, target = (self.out / f"text/{lang}.txt" for lang in langs)
+        self.write_pairs(source, target, langs, f"shards/pairs/{pair}", *links, "--tokenizer", self.out / "tokenizer",
                          "--min_tokens", self.scale.get("min_tokens", 10), "--max_tokens", 128)  # fmt: skip
         stem, _, ends = spec["test"].removesuffix("}.xz").partition("{")
         first, second = ends.split(",")
