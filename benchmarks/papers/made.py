@@ -23,7 +23,7 @@ def make_data(folder: Path) -> Path:
         return folder
     world = World(0)
     pairs = [world.pair(number) for number in range(PAIRS + HELDOUT)]
-    texts = [[spaced(pair[side]) for pair in pairs] for side in (0, 1)]
+    texts = [[spaced(pair[0]) for pair in pairs], [spaced(pair[1]) for pair in pairs]]
     train = [side[:PAIRS] for side in texts]
     held = [side[PAIRS:] for side in texts]
     write(folder / "parallel/bible/bible.en.xz", train[0])

@@ -54,7 +54,14 @@ class World:
         text = self.out / "text"
         self.run("-m", "data_tools.tokenizer", "--text", text / "train.en.txt", "--lowercase",
                  "--vocab_size", self.scale["vocab"], "--out", self.out / "english")  # fmt: skip
-        how = ("--how", self.spec["how"], "--tokenizer", self.out / "english", "--overlap", self.spec.get("overlap", 0))
+        how = (
+            "--how",
+            self.spec["how"],
+            "--tokenizer",
+            self.out / "english",
+            "--overlap",
+            self.spec.get("overlap", 0.0),
+        )
         parses = ("--conllu", text / "parses.conllu") if (text / "parses.conllu").exists() else ()
         self.run(DERIVE, "text", *how, *parses, "--in", text / "train.en.txt", text / "heldout.en.txt",
                  "--out", text / "train.xx.txt", text / "heldout.xx.txt",
