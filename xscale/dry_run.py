@@ -61,8 +61,8 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     for line in [*dropped_pairs_warnings(run_spec), *(f"heads: {note}" for note in module.notes)]:
         print(line)
     print(*cost_lines(run_spec, module, config, process, hardware.device), sep="\n")
-    size, of_main = cost.checkpoint_bytes(module, config.resolved, config.precision, process.world)
-    print(f"checkpoint: {size / 1e9:,.2f} GB, of which rank 0 writes {of_main / 1e9:,.2f}")
+    size = cost.checkpoint_bytes(module, config.resolved, config.precision)
+    print(f"checkpoint: {size / 1e9:,.2f} GB")
     if not args.ranks:
         for warning in disk_warnings(size, run_spec.recipe.checkpoint.keep, args.out):
             print(warning)
@@ -71,8 +71,10 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
 
 def planned_hardware(ds_config: Path) -> Hardware:
     """Return the hardware to plan for: this machine's, or GPUs if it has none but the ds_config needs 16 bits."""
-    here, asked = Hardware.here(), read_ds_config(ds_config)
-    return here if here.device == "cuda" or not {"fp16", "bf16"} & asked.keys() else Hardware("cuda", True, True)
+    here = Hardware.here()
+    if here.device == "cuda" or not {"fp16", "bf16"} & read_ds_config(ds_config).keys():
+        return here
+    return Hardware("cuda", True, True)
 
 
 def data_lines(run_spec: RunSpec) -> Iterator[str]:
@@ -105,7 +107,8 @@ def cost_lines(
     batch = run_spec.mixture(process, device, run_spec.specs, initial_state(run_spec.specs)).next_batch()
     rows = batch.rows
     row_tokens = int(batch.tokens_of_bins().max())
-    world, samples = process.world, {spec.name: spec.samples for spec in run_spec.specs}
+    world = process.world
+    samples = {spec.name: spec.samples for spec in run_spec.specs}
     yield (
         f"ranks: {world} of {device}; a step is {rows} row(s) of about {row_tokens:,} tokens on each, "
         f"train.max_tokens {run_spec.max_tokens(device):,}; precision: {config.precision}"
@@ -114,10 +117,11 @@ def cost_lines(
     if total < world:
         yield f"warning: a step has {total:,} samples: {world - total:,} ranks have nothing to do"
     yield f"parameters: {cost.parameter_count(module):,} (vocabulary {run_spec.tokenizer.vocab_size:,})"
-    phases = cost.memory_by_phase(module, run_spec.recipe, config.resolved, config.precision, world, device, row_tokens)
-    yield f"memory per rank, ZeRO stage {stage_of(config.resolved)}: about {cost.peak_bytes(phases) / 1e9:.2f} GB"
-    for title, parts in phases.items():
-        yield f"  {title}: " + ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts.items())
+    memory = cost.memory(module, run_spec.recipe, config.resolved, config.precision, world, device, row_tokens)
+    purposes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in memory.items())
+    yield (
+        f"memory per rank, ZeRO stage {stage_of(config.resolved)}: about {sum(memory.values()) / 1e9:.2f} GB: {purposes}"
+    )
     yield from work_lines(run_spec, module, world)
     found = cost.communication(module, run_spec.recipe, samples, config.resolved, config.precision, rows)
     sizes = {name: cost.bytes_sent(operation, size, world) for name, (operation, size) in found.items()}

@@ -601,7 +601,7 @@ class Reader:
         allowed = phase_fields(recipe, self.objectives)
         for name, value in changes.items():
             if problem := phase_problem(name, value, changes, recipe, allowed):
-                self.problems.append(f"{name}: {problem}")
+                self.problems.append(problem)
             elif name == "data.languages_add":
                 put(changed, "data.languages", [*(recipe.data.languages or ()), *value])
             else:
@@ -637,16 +637,18 @@ def phase_fields(recipe: Recipe, objectives: dict[str, type]) -> list[str]:
 
 
 def phase_problem(name: str, value: Any, changes: dict[str, Any], recipe: Recipe, allowed: list[str]) -> str:
-    """Return why a phase with these changes cannot set a field, or an empty string."""
+    """Return a line about a field that a phase with these changes cannot set, or an empty string."""
     if name not in allowed:
-        return removed_field(name) or f"a phase cannot change this field; a phase may change {', '.join(allowed)}"
+        return (
+            removed_field(name) or f"{name}: a phase cannot change this field; a phase may change {', '.join(allowed)}"
+        )
     if name == "model.rope_theta" and recipe.model.rope_theta is None:
-        return "also set it for the whole recipe, because the steps after the phase use that value"
+        return f"{name}: also set it for the whole recipe, because the steps after the phase use that value"
     if name == "data.languages_add":
         if "data.languages" in changes:
-            return "the phase also has data.languages; list all languages in data.languages"
+            return f"{name}: the phase also has data.languages; list all languages in data.languages"
         if recipe.data.languages is None or not isinstance(value, list):
-            return "needs a list, and a recipe with data.languages, to which the list is added"
+            return f"{name}: needs a list, and a recipe with data.languages, to which the list is added"
     return ""
 
 

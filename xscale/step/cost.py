@@ -16,10 +16,9 @@ WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Precision -> the bytes of one number."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "V100": 125e12, "L40S": 362e12, "B200": 2250e12}
 """Part of a GPU's name -> its dense 16-bit matrix FLOP/s by its data sheet, for MFU (model FLOPs utilization)."""
-KEPT = "throughout"
 
 
-def memory_by_phase(
+def memory(
     module: StepModule,
     recipe: Recipe,
     ds_config: dict[str, Any],
@@ -27,61 +26,44 @@ def memory_by_phase(
     world: int,
     device: str,
     row_tokens: int,
-) -> dict[str, dict[str, float]]:
-    """Return the bytes that one rank keeps throughout, and those that each phase of a step takes in addition: phase ->
-    purpose -> bytes.
+) -> dict[str, float]:
+    """Return the bytes that one rank needs at the peak, the backward pass of a packed row: purpose -> bytes.
 
     Weights, gradients and optimizer states follow Rajbhandari et al. 2020. row_tokens: the tokens of one packed row.
     """
     zero = ds_config.get("zero_optimization", {})
-    stage, offload = stage_of(ds_config), offloads(ds_config)
+    stage = stage_of(ds_config)
     n = parameter_count(module)
     width = WIDTH[precision]
-    owned = n / world if stage >= 1 else n
-    gradients = n / world if stage >= 2 else n
-    master = 0 if precision == "fp32" and stage == 0 else 4
-    kept = {"weights": n * width / (world if stage >= 3 else 1)}
-    if not offload:
-        kept["optimizer"] = (master + 8) * owned
-        kept["gradients"] = width * gradients
+    parts = {"weights": width * n / (world if stage >= 3 else 1)}
+    if not offloads(ds_config):
+        master = 0 if precision == "fp32" and stage == 0 else 4
+        parts["optimizer"] = (master + 8) * n / (world if stage >= 1 else 1)
+        parts["gradients"] = width * n / (world if stage >= 2 else 1)
     if stage in (1, 2):
         bucket = zero.get("reduce_bucket_size", 5e8)
         if device == "cpu":  # pages that are never touched take no memory
             bucket = min(bucket, n)
-        kept["gradient buckets"] = width * bucket * (2 if zero.get("overlap_comm") else 1)
+        parts["gradient buckets"] = width * bucket * (2 if zero.get("overlap_comm") else 1)
     if module.auxiliary_states:  # the momentum encoder has a second copy in the precision of the weights
-        kept["momentum encoder, queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
-    backward = {
-        "activations": activation_bytes(module.encoder, recipe, width, device, row_tokens),
-        "vocabulary head": vocabulary_head_bytes(module.encoder, width, device),
-    }
+        parts["momentum encoder, queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
+    parts["activations"] = activation_bytes(module.encoder, recipe, width, device, row_tokens)
+    parts["vocabulary head"] = vocabulary_head_bytes(module.encoder, width, device)
     if stage >= 2:  # until the one reduction of a step, each rank holds all of its gradients
-        backward["gradients before they are reduced"] = width * n
-    update = {"fp32 gradients": 0 if offload else 4 * owned + width * gradients}
-    phases = {KEPT: kept, f"in a row of {row_tokens:,} tokens": backward, "in the update": update}
+        parts["gradients before they are reduced"] = width * n
     if recipe.train.measure_every and stage < 3:
-        phases["in gradient norms"] = backward | {"a stream's gradient": (4 + 2 * width) * n}
-    return phases
-
-
-def peak_bytes(phases: dict[str, dict[str, float]]) -> float:
-    """Return the greatest number of bytes at one time, from the result of `memory_by_phase`."""
-    sums = {title: sum(parts.values()) for title, parts in phases.items()}
-    return sums.pop(KEPT) + max(sums.values())
+        parts["gradient norm of a stream"] = (4 + 2 * width) * n
+    return parts
 
 
 def parameter_count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: str, world: int) -> tuple[float, float]:
-    """Return the size of a checkpoint, and the size of the part that rank 0 writes, which is the largest part."""
-    n, stage = parameter_count(module), stage_of(ds_config)
-    weights = WIDTH[precision] * n
-    optimizer = 8 * n if stage == 0 else 12 * n  # at stage 0, there is no fp32 copy of the weights
-    shared = optimizer + (weights if stage >= 3 else 0)
-    alone = module.auxiliary_bytes() + (0 if stage >= 3 else weights)
-    return alone + shared, alone + shared / (world if stage >= 1 else 1)
+def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: str) -> float:
+    n = parameter_count(module)
+    optimizer = 12 * n if stage_of(ds_config) else 8 * n  # at stage 0, there is no fp32 copy of the weights
+    return WIDTH[precision] * n + optimizer + module.auxiliary_bytes()
 
 
 def communication(
