@@ -119,9 +119,8 @@ def cost_lines(
     yield f"parameters: {cost.parameter_count(module):,} (vocabulary {run_spec.tokenizer.vocab_size:,})"
     memory = cost.memory(module, run_spec.recipe, config.resolved, config.precision, world, device, row_tokens)
     purposes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in memory.items())
-    yield (
-        f"memory per rank, ZeRO stage {stage_of(config.resolved)}: about {sum(memory.values()) / 1e9:.2f} GB: {purposes}"
-    )
+    total_gb = sum(memory.values()) / 1e9
+    yield f"memory per rank, ZeRO stage {stage_of(config.resolved)}: about {total_gb:.2f} GB: {purposes}"
     yield from work_lines(run_spec, module, world)
     found = cost.communication(module, run_spec.recipe, samples, config.resolved, config.precision, rows)
     sizes = {name: cost.bytes_sent(operation, size, world) for name, (operation, size) in found.items()}
