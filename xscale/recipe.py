@@ -541,7 +541,7 @@ class Reader:
                 tasks.append(task)
         return tasks
 
-    def build_stream(self, name: str, fields: Any, is_phase: bool) -> StreamConfig | None:
+    def build_stream(self, name: str, fields: Any, is_phase: bool) -> Any:
         where = f"streams.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             self.problems.append(f"{where}: a stream's name may have only letters, digits, _ and -")
@@ -561,7 +561,7 @@ class Reader:
             part = stream_fields if key in shared else options
             part[key] = value
         stream_fields["options"] = self.build(options_class, options, where, also=shared)
-        stream: StreamConfig | None = self.build(StreamConfig, stream_fields, where)
+        stream = self.build(StreamConfig, stream_fields, where)
         if stream and stream.samples == 0 and not is_phase:
             self.problems.append(f"{where}.samples: 0 is for a phase with other streams; write 1 or more")
         return stream
