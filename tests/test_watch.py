@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from tests import launch
 from xscale.checkpoint import store as checkpoints
@@ -125,19 +126,24 @@ def test_no_progress_is_told_at_twice_the_time(tmp_path: Path, monkeypatch: pyte
     assert len(said) == 1 and "in step 2" in said[0]
 
 
-def test_a_loader_that_is_stopped_is_named(tmp_path: Path) -> None:
-    found = watch.Watch(Process(0, 1, 0, 1), ["rank 0"], tmp_path / "log", print, Told(""))  # type: ignore
-    found.note("reading the records of step 3")
-    loader = subprocess.Popen(["sleep", "30"])
-    try:
-        loader.send_signal(signal.SIGSTOP)
-        found.since -= 60
-        time.sleep(0.2)
-        assert found._doing() == f"reading the records of step 3; sleep (process {loader.pid}) is stopped"
-    finally:
-        loader.kill()
-        loader.wait()
-    assert found._doing() == "reading the records of step 3"
+def test_the_ranks_that_are_waited_for_are_named() -> None:
+    """Those that have sent nothing or are silent; or else those that have made the least progress."""
+    names = ["rank 0", "rank 1", "rank 2"]
+    watched = watch.Watch(Process(0, 3, 0, 3), names, Path("log"), print, Told(""))  # type: ignore
+    watched.limit = 40.0
+    store = dist.HashStore()
+
+    def told(*beats: tuple[int, str]) -> str:
+        for rank, (marks, doing) in enumerate(beats):
+            store.set(watch.KEY.format(rank), json.dumps(watch.Beat(int(watched.clock), marks, doing)))
+        watched.clock += 1
+        return watched._listen(store)
+
+    assert told((3, "in step 3"), (3, "in step 3")) == "waiting for others: rank 2 has sent nothing"
+    assert told(*[(3, "in step 3")] * 3) == "all ranks have made the same progress"
+    assert told((4, "saving"), (4, "saving"), (3, "in step 3")) == "waiting for others: rank 2 is behind, in step 3"
+    watched.clock += 20
+    assert "rank 1 has not answered for 22 s (stopped, or its machine is gone)" in told((4, "saving"))
 
 
 @pytest.mark.parametrize(("doing", "ends"), [("in a step", True), ("saving", False), ("not told", False)])

@@ -26,26 +26,21 @@ class UserError(ValueError):
         return redact(super().__str__()).replace("python -m data_tools.", f"python -m {TOOLS}.")
 
 
-URL_PARTS = re.compile(r"""([a-zA-Z][\w+.-]*://)([^\s/@"'<>]*@)?([^\s?#"'<>]*)([?][^\s"'<>]*)?""")
+URL_SECRETS = re.compile(r"""(?<=://)[^\s/@"'<>]*(?=@)|(?<=[?])[^\s"'<>]*""")
+URL = re.compile(r"""[a-zA-Z][\w+.-]*://[^\s"'<>]*""")
 
 
 def redact(text: str) -> str:
     """Return the text without the user names, passwords and query strings of the URLs in it, which may be secrets."""
-
-    def without_secrets(url: re.Match[str]) -> str:
-        user = "***@" if url[2] else ""
-        query = "?***" if url[4] else ""
-        return url[1] + user + url[3] + query
-
-    return URL_PARTS.sub(without_secrets, text)
+    return URL.sub(lambda url: URL_SECRETS.sub("***", url[0]), text)
 
 
-_ERRNO_NAMES = (
-    *("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EMFILE", "ENFILE", "EADDRINUSE"),
-    *("ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP", "EEXIST"),  # a folder that is gone, a wrong path
-    *("ETIMEDOUT", "ENODEV", "ENXIO", "ENOTCONN", "EHOSTDOWN", "EREMOTEIO", "EBUSY"),  # a server, or a device
-)
-ENVIRONMENT_ERRNOS = {getattr(errno, name) for name in _ERRNO_NAMES}
+ENVIRONMENT_ERRNOS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EACCES, errno.EPERM),  # a disk
+    *(errno.EMFILE, errno.ENFILE, errno.EADDRINUSE),  # limits
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST),  # a wrong path
+    *(errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.EREMOTEIO, errno.EBUSY),
+}
 """The error numbers that a failing file system, network or device causes, and not a bug."""
 
 
@@ -96,16 +91,15 @@ def report_error(error: UserError | OSError) -> int:
 def report_environment_error(error: OSError) -> int:
     if error.errno not in ENVIRONMENT_ERRNOS:
         raise error
-    print(
-        f"error: {redact(str(error.filename or 'a file'))}: {error.strerror}; fix that and start again", file=sys.stderr
-    )
+    place = redact(str(error.filename or "a file"))
+    print(f"error: {place}: {error.strerror}; fix that and start again", file=sys.stderr)
     return 4
 
 
 def escape_controls(text: str) -> str:
     """Return the text as people may see it: without the secrets of URLs, and with control characters escaped, except
     line ends and tabs, since a terminal would obey them."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", redact(text))
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: f"\\x{ord(control[0]):02x}", redact(text))
 
 
 def check_arguments(words: list[str]) -> None:

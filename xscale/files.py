@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
 from xscale.errors import DirectoryTaken, UserError
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 PARTIAL = ".incomplete"
 """The suffix of a file or folder while it is being written or removed."""
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
@@ -25,20 +26,17 @@ LOCK_SECONDS = 20
 """The seconds for which a start waits for a previous run's lock, since ranks may outlive a killed launcher."""
 FIRST, FAR_SECONDS, THREADS = 8, 3e-4, 32
 """parallel_map uses THREADS threads if its FIRST calls take FAR_SECONDS or more on average, as on a network."""
-
-
-POINTERS: tuple[tuple[bytes, str], ...] = (
-    (
-        b"version https://git-lfs",
-        "is a pointer of Git LFS, not the file itself; run `git lfs pull` where it was cloned",
-    ),
-    (b"/annex/objects/", "is a pointer of git-annex, not the file itself; run `git annex get` where it was cloned"),
-    (b"<!doctype html", "is a web page, as a server sends it with an error; download the file again"),
-    (b"<html", "is a web page, as a server sends it with an error; download the file again"),
-    (b"<error><code>", "is an object store's error, not the file itself; download the file again"),
-    (b"404: not found", "is a server's error, not the file itself; download the file again"),
-    (b"entry not found", "is a server's error, not the file itself; download the file again"),
-)
+WEB_PAGE = "is a web page, as a server sends it with an error; download the file again"
+SERVER_ERROR = "is a server's error, not the file itself; download the file again"
+POINTERS = {
+    b"version https://git-lfs": "is a pointer of Git LFS, not the file itself; run `git lfs pull` where it was cloned",
+    b"/annex/objects/": "is a pointer of git-annex, not the file itself; run `git annex get` where it was cloned",
+    b"<!doctype html": WEB_PAGE,
+    b"<html": WEB_PAGE,
+    b"<error><code>": "is an object store's error, not the file itself; download the file again",
+    b"404: not found": SERVER_ERROR,
+    b"entry not found": SERVER_ERROR,
+}
 """The first bytes, in lower case, of what downloads and clones leave in the place of a file, and the remedy."""
 HEAD_BYTES = 512
 """The number of bytes of a file in which `pointer_in` looks."""
@@ -50,7 +48,7 @@ def pointer_in(head: bytes) -> str | None:
     start = head[:HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     if start.startswith(b"<?xml"):
         start = start.partition(b"?>")[2].lstrip()
-    for beginning, problem in POINTERS:
+    for beginning, problem in POINTERS.items():
         if start.startswith(beginning):
             return problem
     return None
@@ -63,11 +61,9 @@ def pointer_problem(path: Path, *names: str) -> str | None:
     names: patterns of names in the folder `path`, which are looked at in this order. Without them, `path` is the file.
     Pipes and devices are not read.
     """
-    paths = [path]
-    if names:
-        paths = []
-        for name in names:
-            paths += sorted(path.glob(name))
+    paths = [] if names else [path]
+    for name in names:
+        paths += sorted(path.glob(name))
     for file in paths:
         if file.is_file():
             with suppress(OSError), file.open("rb") as opened:
@@ -78,15 +74,15 @@ def pointer_problem(path: Path, *names: str) -> str | None:
     return None
 
 
-def parallel_map(function: Callable[..., Found], *items: Sequence[Any]) -> list[Found]:
+def parallel_map(function: Callable[..., Value], *items: Sequence[Any]) -> list[Value]:
     """Return list(map(function, *items)). Slow calls run in threads; on a local disk, threads would take longer."""
-    begun = time.perf_counter()
-    found = [*map(function, *(of[:FIRST] for of in items))]
-    others = [of[FIRST:] for of in items]
-    if time.perf_counter() - begun < FIRST * FAR_SECONDS or not others[0]:
-        return [*found, *map(function, *others)]
+    calls = list(zip(*items, strict=True))
+    started = time.perf_counter()
+    values = list(starmap(function, calls[:FIRST]))
+    if time.perf_counter() - started < FIRST * FAR_SECONDS:
+        return values + list(starmap(function, calls[FIRST:]))
     with ThreadPoolExecutor(THREADS) as pool:
-        return [*found, *pool.map(function, *others)]
+        return values + list(pool.map(lambda call: function(*call), calls[FIRST:]))
 
 
 @contextmanager
@@ -163,28 +159,32 @@ class Lock:
     """A lock on a directory, until `close` or the process's end. Raises UserError if another process holds the lock."""
 
     def __init__(self, folder: Path):
-        self.path, self.problem = folder / LOCK, ""
-        """Why the lock does not work, or an empty string."""
+        self.path = folder / LOCK
         self.file = self.path.open("a+")
-        for _ in range(LOCK_SECONDS):
-            try:
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(1)
-            except OSError as error:
-                self.problem = (
-                    f"{folder} is on a file system without locks ({error.strerror}): start no run twice there"
-                )
-                break
-        else:
+        self.problem = ""
+        """Why the lock does not work, or an empty string."""
+        try:
+            self._wait()
+        except BlockingIOError:
             self.file.seek(0)
             owner = self.file.readline().strip()
-            raise UserError(f"another process ({owner}) trains the run in {folder}; stop that process first")
+            raise UserError(f"another process ({owner}) trains the run in {folder}; stop that process first") from None
+        except OSError as error:
+            self.problem = f"{folder} is on a file system without locks ({error.strerror}): start no run twice there"
         self.text = f"host {os.uname().nodename}, process {os.getpid()}\n{os.urandom(8).hex()}\n"
         self.file.truncate(0)
         self.file.write(self.text)
         self.file.flush()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                return fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(1)
 
     def check(self) -> None:
         """Raise DirectoryTaken if another process has the directory, which was removed and made again, or has no
@@ -230,17 +230,6 @@ def sync(path: Path) -> None:
 def sha256_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def measure_write_speed(folder: Path, size: int) -> float:
-    """Return the bytes per second at which a temporary file of `size` bytes in the folder is written to disk."""
-    data = os.urandom(1 << 20)  # a file system may compress
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        started = time.perf_counter()
-        for _ in range(size >> 20):
-            file.write(data)
-        os.fsync(file.fileno())
-        return size / (time.perf_counter() - started)
 
 
 def nearest_existing(path: Path) -> Path:

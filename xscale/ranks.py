@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,24 +23,15 @@ from xscale.errors import UserError, env_number
 
 TIMEOUT = timedelta(minutes=30)
 """The time limit of a collective. It is long, since one rank may hash a large checkpoint while others wait."""
-SOCKETS, LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
-"""The variables that name the network interfaces on which ranks listen, and the interface of a run of one rank."""
-NAME_SECONDS = 30
-"""The maximum number of seconds that a rank waits until its host can resolve the name in MASTER_ADDR."""
-
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun and deepspeed
-    # SLURM's variables of a job step: a batch script has SLURM_PROCID and SLURM_NTASKS too, but is not a rank.
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-)
-"""For each launcher, its environment variables of rank, world size, local rank and local world size."""
-_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
-"""The variables by which a process knows that Open MPI's or MPICH's mpirun has started it (and srun has not)."""
-_DEFAULT_PORT = 29500
-_stores: list[Any] = []
-"""The store that `open_loopback_store` has opened in this process. It must live as long as the process."""
+SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The variables that name the network interfaces on which ranks listen."""
+LOOPBACK = "lo"
+"""The network interface of a run on one host."""
 PORTS = range(20000, 32768)
 """The ports at which the ranks of a SLURM job connect. They are below those of outgoing connections."""
+DEFAULT_PORT = 29500
+_stores: list[Any] = []
+"""The store that `open_loopback_store` has opened in this process. It must live as long as the process."""
 
 
 @dataclass(frozen=True)
@@ -60,43 +50,34 @@ def read_launcher() -> Process:
     """Return this process's rank from the environment of its launcher (deepspeed, torchrun, mpirun, srun), and set
     torch's environment variables accordingly. Raises UserError."""
     env = os.environ
-    process = Process(0, 1, 0, 1)
     if is_started_by_mpirun():
         process = discover_mpi()
-    elif names := _launcher_variables():
-        rank, world, local_rank, local_world = names
-        process = Process(
-            env_number(rank, 0),
-            env_number(world, 1),
-            env_number(local_rank, 0),
-            _local_world(local_world),
-        )
-        if process.rank >= process.world:
-            raise UserError(f"{rank}={env[rank]} is not below {world}={env[world]}; unset both, or correct them")
-        if local_world in env and not process.local_rank < process.local_world <= process.world:
-            raise UserError(
-                f"{local_rank}={process.local_rank}, {local_world}={env[local_world]} and {world}={env[world]} "
-                f"contradict each other; unset them, or correct the launcher's settings"
-            )
+    elif env.get("RANK") and env.get("WORLD_SIZE"):
+        local_world = env_number("LOCAL_WORLD_SIZE", env_number("LOCAL_SIZE", 1))  # deepspeed sets LOCAL_SIZE
+        process = Process(env_number("RANK", 0), env_number("WORLD_SIZE", 1), env_number("LOCAL_RANK", 0), local_world)
+    elif env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS"):
+        world = env_number("SLURM_STEP_NUM_TASKS", 1)  # of a job step: a batch script is not a rank
+        process = Process(env_number("SLURM_PROCID", 0), world, env_number("SLURM_LOCALID", 0), slurm_local_world())
+    else:
+        process = Process(0, 1, 0, 1)
+    if process.rank >= process.world:
+        raise UserError(f"rank {process.rank} is not below the number of ranks, {process.world}; correct the launcher")
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)
     if process.world == process.local_world and not is_store_open():
         env["MASTER_ADDR"] = "127.0.0.1"
     if "MASTER_ADDR" not in env:
-        env["MASTER_ADDR"] = _first_host(process)
-    if "MASTER_PORT" not in env:
-        env["MASTER_PORT"] = str(_port(process))
-    if not 0 < env_number("MASTER_PORT", 0) < 1 << 16:
-        raise UserError(
-            f"MASTER_PORT={env['MASTER_PORT']} is not a port; unset it, or choose a port from 1024 to 65535"
-        )
+        env["MASTER_ADDR"] = slurm_first_host()
+    if not env_number("MASTER_PORT", 0):
+        env["MASTER_PORT"] = str(choose_port(process))
     return process
 
 
 def is_started_by_mpirun() -> bool:
-    """Return whether mpirun has started this process, and nothing has told it its rank yet."""
+    """Return whether Open MPI's or MPICH's mpirun has started this process, and nothing has told it its rank yet."""
     env = os.environ
-    return not (env.get("RANK") and env.get("WORLD_SIZE")) and any(env.get(name) for name in _MPIRUN)
+    is_rank = env.get("RANK") and env.get("WORLD_SIZE")
+    return not is_rank and bool(env.get("OMPI_COMM_WORLD_SIZE") or env.get("MPI_LOCALNRANKS"))
 
 
 def discover_mpi() -> Process:
@@ -119,11 +100,68 @@ def discover_mpi() -> Process:
             f"mpirun has started {expected} processes, but mpi4py sees {communicator.Get_size()}; install mpi4py for "
             f"the MPI of this mpirun: pip install --no-binary mpi4py mpi4py"
         )
-    mpi_discovery(distributed_port=_DEFAULT_PORT, verbose=False)
+    mpi_discovery(distributed_port=DEFAULT_PORT, verbose=False)
     local_world = communicator.Split_type(MPI.COMM_TYPE_SHARED).Get_size()
     MPI.Finalize()  # the ranks talk by NCCL or gloo, and mpirun must not miss this when a rank fails
     env.update(chosen)
     return Process(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), local_world)
+
+
+def check_launch() -> None:
+    """Raise UserError if a SLURM job of several tasks was started without srun or another launcher, or if only one of
+    RANK and WORLD_SIZE is set."""
+    env = os.environ
+    if env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS"):
+        return
+    if bool(env.get("RANK")) != bool(env.get("WORLD_SIZE")):
+        raise UserError("only one of RANK and WORLD_SIZE is set in the environment; set both, or unset it")
+    tasks = env_number("SLURM_NTASKS", env_number("SLURM_NNODES", 1))
+    if tasks > 1 and not env.get("RANK") and not is_started_by_mpirun():
+        raise UserError(
+            f"this SLURM job has {tasks} tasks, but this process was started without srun; start it with srun, so that "
+            f"every task is a rank (srun --ntasks=1 for a single rank)"
+        )
+
+
+def choose_port(process: Process) -> int:
+    """Return the port at which the ranks connect. A run of one rank uses any free port, so that two runs differ."""
+    if process.world == 1:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return server.getsockname()[1]
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if not job.isdigit():
+        return DEFAULT_PORT
+    step = env_number("SLURM_STEP_ID", 0)
+    return PORTS[(int(job) + 1009 * step) % len(PORTS)]  # jobs have consecutive numbers, and so have steps
+
+
+def slurm_local_world() -> int:
+    """Return the number of ranks on this node. SLURM lists those of all nodes: "2(x3),1" means 2, 2, 2, 1."""
+    counts = []
+    for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        count, _, nodes = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(nodes or 1)
+    return counts[env_number("SLURM_NODEID", 0)]
+
+
+def slurm_first_host() -> str:
+    """Return the name of the SLURM job's first host, or its address if the network does not know the name."""
+
+    def scontrol(*words: str) -> str:
+        return subprocess.run(["scontrol", "show", *words], capture_output=True, text=True, check=True).stdout
+
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
+    try:
+        host = scontrol("hostnames", nodes).split()[0]
+        try:
+            socket.getaddrinfo(host, None)
+            return host
+        except OSError:
+            return scontrol("node", host).split("NodeAddr=")[1].split()[0]
+    except (OSError, LookupError, subprocess.CalledProcessError):
+        raise UserError(
+            "MASTER_ADDR is not set and this launcher does not name the first host; export MASTER_ADDR"
+        ) from None
 
 
 def name_process(name: str) -> None:
@@ -133,102 +171,6 @@ def name_process(name: str) -> None:
     with contextlib.suppress(OSError, AttributeError):  # only Linux has prctl
         set_name = 15
         ctypes.CDLL(None).prctl(set_name, name.encode()[:15], 0, 0, 0)
-
-
-def check_launch() -> None:
-    """Raise UserError if a SLURM job of several tasks was started without srun or another launcher, or if only one of
-    RANK and WORLD_SIZE is set."""
-    tasks = env_number("SLURM_NTASKS", env_number("SLURM_NNODES", 1))
-    if tasks > 1 and not _launcher_variables() and not is_started_by_mpirun():
-        raise UserError(
-            f"this SLURM job has {tasks} tasks, but this process was started without srun; start it with srun, so that "
-            f"every task is a rank (srun --ntasks=1 for a single rank)"
-        )
-    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-        if os.environ.get(name) and not os.environ.get(other) and not _launcher_variables():
-            raise UserError(
-                f"the environment has {name}={os.environ[name]} but no {other}, so this process would train alone; "
-                f"set {other} too, or unset {name}"
-            )
-
-
-def _port(process: Process) -> int:
-    """Return the port at which the ranks connect. A run of one rank uses any free port, so that two runs differ."""
-    if process.world == 1:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return server.getsockname()[1]
-    job, step = os.environ.get("SLURM_JOB_ID", ""), env_number("SLURM_STEP_ID", 0)
-    if not job.isdigit():
-        return _DEFAULT_PORT
-    return PORTS[(int(job) + 1009 * step) % len(PORTS)]  # jobs have consecutive numbers, and so have steps
-
-
-def _launcher_variables() -> tuple[str, str, str, str] | None:
-    """Return the names of the environment variables of this process's launcher; None without a launcher."""
-    for names in _LAUNCHERS:
-        if os.environ.get(names[0]) and os.environ.get(names[1]):
-            return names
-    return None
-
-
-def environment_without_launcher(env: dict[str, str]) -> dict[str, str]:
-    """Return `env` without the variables that a launcher sets, for a process that is not a rank of this run."""
-    said = {name for names in _LAUNCHERS for name in names} | {"MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"}
-    of_launchers = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "MPI_LOCAL", "PMI_", "PMIX_", "SLURM_STEP_")
-    said |= {name for name in SOCKETS if env.get(name) == LOOPBACK}
-    return {name: value for name, value in env.items() if name not in said and not name.startswith(of_launchers)}
-
-
-def _local_world(variable: str) -> int:
-    """Return the number of ranks on this node. SLURM lists the numbers of all nodes: "2(x3),1" means 2, 2, 2, 1."""
-    text = os.environ.get(variable) or os.environ.get("LOCAL_SIZE") or "1"
-    counts = []
-    try:
-        for part in text.split(","):
-            count, _, times = part.rstrip(")").partition("(x")
-            counts += [int(count)] * int(times or 1)
-        return counts[env_number("SLURM_NODEID", 0) if variable.startswith("SLURM") else 0]
-    except (ValueError, IndexError):
-        raise UserError(
-            f"{variable}={text!r} in the environment does not say how many ranks this node has; unset it, or let the "
-            f"launcher set it"
-        ) from None
-
-
-def _first_host(process: Process) -> str:
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
-    if process.world <= process.local_world:
-        return "127.0.0.1"
-    try:
-        host = _scontrol("hostnames", nodes or "").split()[0]
-        return host if _resolves(host) else _scontrol("node", host).split("NodeAddr=")[1].split()[0]
-    except (OSError, LookupError, subprocess.CalledProcessError):
-        raise UserError(
-            "MASTER_ADDR is not set and this launcher does not name the first host; export MASTER_ADDR"
-        ) from None
-
-
-def _scontrol(*words: str) -> str:
-    return subprocess.run(["scontrol", "show", *words], capture_output=True, text=True, check=True).stdout
-
-
-def _resolves(host: str) -> bool:
-    """Return whether the network knows the name of a host. SLURM may have another name for a node than the network."""
-    try:
-        return bool(socket.getaddrinfo(host, None))
-    except OSError:
-        return False
-
-
-def _wait_for_name(host: str) -> None:
-    """Wait until a host's name can be resolved, which takes a while on some clusters. Raises DistNetworkError."""
-    deadline = time.monotonic() + NAME_SECONDS
-    while not _resolves(host):
-        if time.monotonic() > deadline:
-            raise dist.DistNetworkError(
-                f"MASTER_ADDR={host} cannot be resolved by {socket.gethostname()}; set it to the host's IP address"
-            )
-        time.sleep(1)
 
 
 def is_store_open() -> bool:
@@ -246,20 +188,17 @@ def open_loopback_store(process: Process) -> None:
     port = int(os.environ["MASTER_PORT"])
     try:
         listener = socket.create_server(("127.0.0.1", port)).detach()
-    except OSError as error:
-        raise dist.DistNetworkError(f"port {port} of 127.0.0.1: {error.strerror}") from None
+    except (OSError, OverflowError) as error:
+        raise dist.DistNetworkError(f"port {port} of 127.0.0.1: {error}") from None
     _stores.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener))
 
 
 def check_interfaces() -> None:
     """Raise UserError if GLOO_SOCKET_IFNAME names a network interface that this host does not have."""
-    there = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name not in there:
-            raise UserError(
-                f"GLOO_SOCKET_IFNAME={name} is not a network interface of {socket.gethostname()}, which has "
-                f"{', '.join(there)}; name one of these, or unset it"
-            )
+    known = [name for _, name in socket.if_nameindex()]
+    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+        if name and name not in known:
+            raise UserError(f"GLOO_SOCKET_IFNAME={name} is not a network interface of this host: {', '.join(known)}")
 
 
 def join_process_group(process: Process) -> torch.device:
@@ -284,23 +223,19 @@ def join_process_group(process: Process) -> torch.device:
     # memory instead, by glibc's MALLOC_MMAP_MAX_=0, let a process grow to 10 GB of fragments.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     check_interfaces()
-    if process.world == 1:
-        for name in SOCKETS:
-            os.environ.setdefault(name, LOOPBACK)
-    elif process.world == process.local_world and not is_store_open():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-        open_loopback_store(process)
-    else:
-        _wait_for_name(os.environ["MASTER_ADDR"])
     if cuda:
         torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
     backend = "nccl" if cuda else "gloo"
     if process.world == 1:  # no other ranks: do not listen to other hosts
+        for name in SOCKETS:
+            os.environ.setdefault(name, LOOPBACK)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    waiting = threading.Timer(20, print, [
-        f"rank {process.rank} waits for the other ranks, {process.world} in all, at {os.environ.get('MASTER_ADDR')}, "
-        f"port {os.environ.get('MASTER_PORT')}; to train on one rank, unset WORLD_SIZE and RANK"
-    ], {"file": sys.stderr, "flush": True})  # fmt: skip
+    elif process.world == process.local_world and not is_store_open():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        open_loopback_store(process)
+    place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+    line = f"rank {process.rank} waits for the other ranks, {process.world} in all, at {place}"
+    waiting = threading.Timer(20, print, [line], {"file": sys.stderr, "flush": True})
     waiting.daemon = True
     if process.world > 1 and process.local_rank == 0:  # one line a host
         waiting.start()
@@ -344,13 +279,14 @@ class HostGroup:
         """alone: the group is this process only. Otherwise all ranks must make the group together."""
         together = dist.is_initialized() and not alone
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if together else None
-        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+        self.rank = dist.get_rank() if together else 0
+        self.size = dist.get_world_size() if together else 1
         self.is_main = self.rank == 0
 
     def sum(self, numbers: list[int]) -> list[int]:
         return self.begin_sum(numbers).wait()
 
-    def begin_sum(self, numbers: list[int]) -> "PendingSum":
+    def begin_sum(self, numbers: list[int]) -> PendingSum:
         """Begin a sum of the numbers over all ranks. Sums that begin later may be complete earlier."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         return PendingSum(tensor, self.group and dist.all_reduce(tensor, group=self.group, async_op=True))
@@ -369,28 +305,19 @@ class HostGroup:
 
     def from_main(self, make: Callable[[], Any]) -> Any:
         """Return on every rank what `make` returns on rank 0. A UserError of rank 0 is raised on all ranks."""
-        made: tuple[Any, str] = (None, "")
-        if self.is_main:
-            try:
-                made = make(), ""
-            except UserError as error:
-                made = None, str(error)
-        value, problem = self.broadcast(made, 0)
-        if problem:
-            raise UserError(problem)
-        return value
+        outcome = outcome_of(make) if self.is_main else None
+        return self.broadcast(outcome, 0).value_or_error()
 
     def divide_work(self, works: list[Callable[[], Any]]) -> list[Any]:
         """Return all functions' values on every rank. One rank calls each; its UserError is raised on all ranks."""
-        made: tuple[list[Any], str] = ([], "")
-        try:
-            made = [work() for work in works[self.rank :: self.size]], ""
-        except UserError as error:
-            made = [], str(error)
-        of_ranks = self.gather(made)
-        for problem in (problem for _, problem in of_ranks if problem):
-            raise UserError(problem)
-        return [of_ranks[i % self.size][0][i // self.size] for i in range(len(works))]
+
+        def own_values() -> list[Any]:
+            return [work() for work in works[self.rank :: self.size]]
+
+        of_ranks = []
+        for outcome in self.gather(outcome_of(own_values)):
+            of_ranks.append(outcome.value_or_error())
+        return [of_ranks[i % self.size][i // self.size] for i in range(len(works))]
 
     def broadcast(self, value: Any, source: int) -> Any:
         """Return on every rank the `value` of rank `source`. It suits large values: `gather` holds one per rank."""
@@ -402,3 +329,23 @@ class HostGroup:
 
     def barrier(self) -> None:
         self.sum([0])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function returned on one rank, or the message of its UserError."""
+
+    value: Any
+    problem: str | None
+
+    def value_or_error(self) -> Any:
+        if self.problem is not None:
+            raise UserError(self.problem)
+        return self.value
+
+
+def outcome_of(make: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(make(), None)
+    except UserError as error:
+        return Outcome(None, str(error))

@@ -1,4 +1,4 @@
-"""Sources at a URL. Whole shards are fetched into a cache on this machine, which all of its processes share.
+"""Sources at a URL. fsspec copies whole shards into a cache on this machine, which all of its processes share.
 
 Each source has a folder in the cache, whose name contains a hash of the source's index.json. The folder is like the
 source's own directory, but has no .idx files, and only the most recently used shards. A file is downloaded under
@@ -11,7 +11,6 @@ import errno
 import fcntl
 import logging
 import os
-import random
 import tempfile
 import threading
 import time
@@ -29,21 +28,17 @@ from xscale.files import PARTIAL, sha256_file
 TRIES = 7
 """The number of attempts to download a file."""
 FIRST_WAIT = 0.5
-"""The approximate seconds of waiting before the second attempt. They double before each further attempt."""
+"""The seconds of waiting before the second attempt. They double before each further attempt."""
 STALL = 60.0
 """An attempt over HTTP has failed after this many seconds without a new byte. Other protocols have limits of theirs."""
-LARGEST = 1 << 40
-"""The maximum number of bytes of a file, unless index.json or the server declares its size."""
 LARGEST_INDEX = 1 << 30
 TOUCHED = 10.0
 """A read sets the modification time of a shard's file to now if it is more than this many seconds ago."""
 FETCHERS = 4
 """The number of threads that fetch shards ahead of their use."""
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-"""Errors of this machine's disk, which another attempt would not fix."""
-REFUSED = {401, 403}
-"""HTTP's status codes for a request without the right credentials."""
 LOG = logging.getLogger("xscale")
+IsWhole = Callable[[Path], bool]
+"""A function that returns whether a file has the content that index.json says."""
 
 
 def location(text: str) -> Path | str:
@@ -68,19 +63,18 @@ class Cache:
     def make_room(self, size: int) -> None:
         """Delete the least recently used shards until `size` more bytes fit into the cache."""
         with locked(self.folder / "lock"):
-            used, shards = 0, []
+            used = size
+            shards = []
             for path in self.folder.glob("*/*.tar*"):
-                try:
+                with suppress(FileNotFoundError):  # it was completed under another name, or removed
                     status = path.lstat()
-                except FileNotFoundError:  # it was completed under another name, or removed
-                    continue
-                if path.suffix != ".lock":
-                    shards.append((status.st_mtime_ns, status.st_size, path))
-                    used += status.st_size
-            for _, of_shard, path in sorted(shards):
-                if used + size > self.size:
+                    if path.suffix != ".lock":
+                        shards.append((status.st_mtime_ns, status.st_size, path))
+                        used += status.st_size
+            for _, shard_size, path in sorted(shards):
+                if used > self.size:
                     path.unlink(missing_ok=True)
-                    used -= of_shard
+                    used -= shard_size
 
 
 @dataclass(frozen=True)
@@ -96,12 +90,13 @@ class Remote:
     def read(self, shard: tuple[str, int, str], length: int, offset: int, again: bool) -> bytes:
         """Return bytes of a shard, fetched if the cache lacks it. shard: name, size and SHA-256. again: the bytes were
         damaged; fetch the shard anew. The file is not kept open, so that deleting a shard frees the disk."""
-        name, path = shard[0], f"{self.folder}/{shard[0]}"  # a Path would take longer than the read
+        name, size, sha256 = shard
+        path = f"{self.folder}/{name}"  # a Path would take longer than the read
         if again:
             Path(path).unlink(missing_ok=True)
         while True:
             if name not in self.verified:
-                self.fetch(*shard)
+                self.fetch(name, size, sha256)
             try:
                 fd = os.open(path, os.O_RDONLY)
             except FileNotFoundError:
@@ -117,23 +112,16 @@ class Remote:
     def fetch(self, name: str, size: int, sha256: str) -> None:
         """Fetch a shard unless the cache has it. Other processes that need it wait. Raises OSError."""
 
-        def check(path: Path) -> None:
-            if path.stat().st_size != size:
-                raise ValueError(f"{path.stat().st_size:,} bytes instead of {size:,}")
-            if sha256_file(path) != sha256:
-                raise ValueError("the SHA-256 is not that of index.json")
+        def is_whole(path: Path) -> bool:
+            return path.stat().st_size == size and sha256_file(path) == sha256
 
         path = self.folder / name
         with locked(self.folder / f"{name}.lock"):
-            if path.exists() and name not in self.verified:
-                try:
-                    check(path)
-                except ValueError as error:
-                    LOG.warning(f"{path} has changed in the cache ({error}); it is fetched again")
-                    path.unlink()
-            if not path.exists():
+            if name in self.verified and path.exists():
+                return
+            if not path.exists() or not is_whole(path):  # others may have changed it in the cache
                 self.cache.make_room(size)
-                fetch_file(f"{self.url}/{name}", path, check, most=size)
+                download(f"{self.url}/{name}", path, size, is_whole)
                 self.cache.make_room(0)  # other processes may have fetched others meanwhile
             self.verified.add(name)
 
@@ -141,20 +129,21 @@ class Remote:
         """Fetch the file with the index entries of all shards unless the cache has it. sizes, checksums: bytes and
         CRC-32 of each shard's part of the file. Raises OSError, or UserError if the source has no such file."""
 
-        def check(path: Path) -> None:
+        def is_whole(path: Path) -> bool:
             with path.open("rb") as file:
-                found = [zlib.crc32(file.read(size)) for size in sizes]
-                if found != [*checksums] or file.read(1):
-                    raise ValueError("the checksums are not those of index.json")
+                return [zlib.crc32(file.read(size)) for size in sizes] == [*checksums] and not file.read(1)
 
         path = self.folder / name
         with locked(self.folder / f"{name}.lock"):
-            complete = path.exists() and path.stat().st_size == sum(sizes)
-            if not complete and not fetch_file(f"{self.url}/{name}", path, check, optional=True, most=sum(sizes)):
+            if path.exists() and path.stat().st_size == sum(sizes):
+                return
+            try:
+                download(f"{self.url}/{name}", path, sum(sizes), is_whole)
+            except FileNotFoundError:
                 raise UserError(
                     f"{self.url} has no file {name!r}; run `python -m data_tools.index` where the shards are, and "
                     f"copy every file that it writes to the URL too"
-                )
+                ) from None
 
 
 def start_fetchers() -> "SimpleQueue[Callable[[], None]]":
@@ -176,84 +165,67 @@ def start_fetchers() -> "SimpleQueue[Callable[[], None]]":
 def find_remote(url: str, cache: Cache) -> list[Remote]:
     """Return the source at a URL, or the sources one level below it, sorted by name. Raises OSError or UserError."""
     cache.folder.mkdir(parents=True, exist_ok=True)
-    source = find_one(url, cache)
-    if source:
-        return [source]
+    with suppress(FileNotFoundError):
+        return [open_remote(url, cache)]
     file_system, path = open_file_system(url)
     try:
         entries = file_system.ls(path, detail=True, refresh=True)
     except (FileNotFoundError, NotADirectoryError, NotImplementedError):
         return []
     names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
-    sources = [find_one(f"{url}/{name}", cache) for name in sorted(names)]
-    return [source for source in sources if source]
+    sources = []
+    for name in sorted(names):
+        with suppress(FileNotFoundError):
+            sources.append(open_remote(f"{url}/{name}", cache))
+    return sources
 
 
-def find_one(url: str, cache: Cache) -> Remote | None:
-    """Return the source at a URL, after its index.json is cached; None if it has no index.json. Raises OSError."""
+def open_remote(url: str, cache: Cache) -> Remote:
+    """Return the source at a URL, after its index.json is cached. Raises OSError, of which FileNotFoundError without an
+    index.json."""
     with tempfile.TemporaryDirectory(dir=cache.folder) as folder:
         index = Path(folder) / "index.json"
-        if not fetch_file(f"{url}/index.json", index, check=lambda path: None, optional=True, most=LARGEST_INDEX):
-            return None
+        download(f"{url}/index.json", index, LARGEST_INDEX, is_whole=lambda path: True)
         place = cache.folder / f"{url.rpartition('/')[2]}-{sha256_file(index)[:16]}"
         place.mkdir(exist_ok=True)
         os.replace(index, place / "index.json")  # an existing one has the same bytes
     return Remote(url, place, cache)
 
 
-def fetch_file(
-    url: str,
-    path: Path,
-    check: Callable[[Path], None],
-    optional: bool = False,
-    field: str = "data.cache",
-    most: int = LARGEST,
-) -> bool:
-    """Fetch a file. Return False if it is `optional` and the server has no such file.
-
-    check: raises an error if the downloaded file is damaged. field: the recipe field of the local folder, for messages.
-    most: the maximum number of bytes. Raises OSError if all attempts fail, and UserError if the server refuses access.
-    """
-    for number in range(1, TRIES + 1):
+def download(url: str, path: Path, most: int, is_whole: IsWhole) -> None:
+    """Download a file of at most `most` bytes. Raises FileNotFoundError if the server has no such file, and OSError if
+    all attempts fail."""
+    for number in range(TRIES):
         try:
-            download(url, path, check, most)
-            return True
+            return download_once(url, path, most, is_whole)
         except UserError:
             raise
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "the server has no such file", redact(url)) from None
         except Exception as error:  # each file system has errors of its own
-            if isinstance(error, FileNotFoundError) and optional:
-                return False
-            if isinstance(error, OSError) and error.errno in NO_ROOM:
-                raise OSError(error.errno, error.strerror, f"{path.parent} ({field})") from None
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
-            if isinstance(error, PermissionError) or getattr(error, "status", None) in REFUSED:
-                remedy = "give credentials in fsspec's configuration"
-                raise UserError(f"{url}: the server refuses access ({problem}); {remedy}") from None
-        if number < TRIES:
-            wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.5)
-            LOG.warning(f"{redact(url)}: try {number} of {TRIES} failed ({problem}); the next try is in {wait:.1f} s")
-            time.sleep(wait)
-    raise OSError(errno.EREMOTEIO, f"it could not be fetched in {TRIES} tries ({redact(problem)})", redact(url))
+            problem = redact(f"{type(error).__name__}: {error}".splitlines()[0])
+        LOG.warning(f"{redact(url)}: try {number + 1} of {TRIES} failed ({problem})")
+        if number + 1 < TRIES:
+            time.sleep(FIRST_WAIT * 2**number)
+    raise OSError(errno.EREMOTEIO, f"it could not be fetched in {TRIES} tries ({problem})", redact(url))
 
 
-def download(url: str, path: Path, check: Callable[[Path], None], most: int) -> None:
+def download_once(url: str, path: Path, most: int, is_whole: IsWhole) -> None:
     """Download a file of at most `most` bytes to another name, check it, and move it to its path."""
     from fsspec.callbacks import Callback
 
     class Bound(Callback):
         def call(self, *_: Any, **__: Any) -> None:
-            limit = min(most, self.size or most)  # size: what the server has declared
-            if max(self.value, self.size or 0) > limit:
-                raise ValueError(f"the server sends more than {limit:,} bytes")
+            if max(self.value, self.size or 0) > most:
+                raise ValueError(f"the server sends more than {most:,} bytes")
 
     file_system, remote_path = open_file_system(url)
     fd, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=PARTIAL, dir=path.parent)  # nobody's link
     os.close(fd)
     try:
         file_system.get_file(remote_path, name, callback=Bound())
-        if os.path.getsize(name) > most:
-            raise ValueError(f"the server has sent more than {most:,} bytes")
-        check(Path(name))
+        if not is_whole(Path(name)):
+            raise ValueError("its size or checksum is not that of index.json")
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
@@ -268,14 +240,12 @@ def open_file_system(url: str) -> tuple[Any, str]:
     if protocol in ("http", "https"):
         import aiohttp
 
-        given = fsspec.config.conf.get(protocol, {}).get("client_kwargs", {})
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=STALL, sock_read=STALL)  # total: by default 5 minutes
         tracing = aiohttp.TraceConfig()
         tracing.on_request_redirect.append(refuse_other_host)
         options["client_kwargs"] = {
-            "timeout": limits,
+            "timeout": aiohttp.ClientTimeout(total=None, sock_connect=STALL, sock_read=STALL),
             "auto_decompress": False,  # the files are counted and hashed as they are stored
-            **given,
+            **fsspec.config.conf.get(protocol, {}).get("client_kwargs", {}),
             "trace_configs": [tracing],
         }
     try:

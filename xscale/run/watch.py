@@ -3,8 +3,8 @@
 A thread of every rank tells the other ranks what its own rank is doing, through torch's TCPStore, by which the ranks
 found each other. A rank that makes no progress for `train.stall_limit` minutes writes its stacks into logs/rankN.log,
 logs which ranks it waits for, and ends with exit code 5. The watch notices processes that are suspended or gone, and
-hangs in a file system, a collective or a lock. A rank that was asked to stop and has not begun its last
-save after `train.stop_limit` minutes ends with exit code 75.
+hangs in a file system, a collective or a lock. A rank that was asked to stop and has not begun its last save after
+`train.stop_limit` minutes ends with exit code 75.
 """
 
 import faulthandler
@@ -54,7 +54,7 @@ class StopRequest:
     def __init__(self, minutes: float | None):
         """Begin to listen to signals. minutes: train.time_limit."""
         self.reason = ""
-        self.deadline = time.monotonic() + 60 * minutes if minutes is not None else None
+        self.deadline = time.monotonic() + 60 * minutes if minutes is not None else math.inf
         self.launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
         """The launchers of this rank. Some launchers leave their ranks running when they are killed."""
         self.has_stepped = False
@@ -66,8 +66,8 @@ class StopRequest:
                 signal.signal(number, self._note)  # threads older than `hold_signals` may get SIGUSR2
         # Python runs handlers between its own instructions, and so never while a collective hangs. Each signal is
         # therefore also written into a pipe at once.
-        self.woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self.pipe, end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         hold_signals()
 
     def _note(self, number: int, frame: Any) -> None:
@@ -85,19 +85,25 @@ class StopRequest:
     @property
     def late(self) -> bool:
         """Whether the time limit has passed."""
-        return self.deadline is not None and time.monotonic() >= self.deadline
+        return time.monotonic() >= self.deadline
 
     def __bool__(self) -> bool:
-        with suppress(BlockingIOError):
-            for number in os.read(self.woken, 64):
-                self.reason = self.reason or (signal.Signals(number).name if number in SIGNALS else "")
-        if not self.reason and signal.SIGUSR2 in signal.sigpending():
-            self.reason = signal.SIGUSR2.name
-        if not self.reason and self.has_stepped and self.late:
-            self.reason = "time limit"
-        if not self.reason and not all(map(_lives, self.launchers)):
-            self.reason = "its launcher is gone"
+        if not self.reason:
+            self.reason = self._find_reason()
         return bool(self.reason)
+
+    def _find_reason(self) -> str:
+        with suppress(BlockingIOError):
+            for number in os.read(self.pipe, 64):
+                if number in SIGNALS:
+                    return signal.Signals(number).name
+        if signal.SIGUSR2 in signal.sigpending():
+            return signal.SIGUSR2.name
+        if self.has_stepped and self.late:
+            return "time limit"
+        if not all(map(_lives, self.launchers)):
+            return "its launcher is gone"
+        return ""
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -108,7 +114,7 @@ def _lives(process: psutil.Process) -> bool:
 
 def _is_launcher(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        program, *words = (Path(word).name for word in process.cmdline()[:4])
+        program, *words = [Path(word).name for word in process.cmdline()[:4]]
         return program in PROGRAMS or (program.startswith("python") and not SCRIPTS.isdisjoint(words))
     return False
 
@@ -131,91 +137,87 @@ class Watch:
     ):
         """Prepare a watch, which `begin` starts. stacks: the file to which stacks are written. ended: a function that
         is called with the exit code and the reason before the process ends."""
-        self.process, self.names, self.stacks, self.ended, self.stop = process, names, stacks, ended, stop
-        self.doing, self.marks, self.since = "starting", 0, time.monotonic()
+        self.process = process
+        self.names = names
+        self.stacks = stacks
+        self.ended = ended
+        self.stop = stop
+        self.doing = "starting"
+        self.marks = 0
         self.limit = self.stop_limit = math.inf
         """train.stall_limit and train.stop_limit in seconds."""
         self.stopping = False
         """True once the run makes no further step and only saves, so that `stop_limit` no longer applies."""
-        self.heard: dict[int, tuple[Beat, float]] = {}
-        """The last beat of each rank and the time when it came."""
+        self.clock = 0.0
+        """The seconds since `begin`, without those in which this process was suspended, as by SIGSTOP or SLURM."""
+        self.beats: dict[int, Beat] = {}
+        self.came: dict[int, float] = {}
+        """The last beat of each rank, and the time of `clock` when it came."""
         self.closed = threading.Event()
         self.asking: threading.Thread | None = None
 
     def note(self, doing: str) -> None:
         """Record that the rank makes progress, and what it does next. The main thread calls this many times a step."""
-        self.doing, self.marks, self.since = doing, self.marks + 1, time.monotonic()
+        self.doing = doing
+        self.marks += 1
 
     def begin(self, minutes: float | None, stop_minutes: float | None) -> None:
         """Begin to watch, in a thread. minutes: train.stall_limit. stop_minutes: train.stop_limit."""
-        self.note("starting")
-        self.limit, self.stop_limit = (math.inf if limit is None else 60 * limit for limit in (minutes, stop_minutes))
+        self.limit = math.inf if minutes is None else 60 * minutes
+        self.stop_limit = math.inf if stop_minutes is None else 60 * stop_minutes
         if min(self.limit, self.stop_limit) < math.inf:
             threading.Thread(target=self._look, name="xscale-watch", daemon=True).start()
 
     def close(self) -> None:
         self.closed.set()
 
+    @property
+    def pause(self) -> float:
+        """The seconds between two checks by the watch thread."""
+        return min(LOOK_SECONDS, self.limit / 8, self.stop_limit / 8)
+
     def _look(self) -> None:
-        ticked = time.monotonic()
-        store = self._within(self._join)
-        pause = min(LOOK_SECONDS, self.limit / 8, self.stop_limit / 8)
-        warned, number, told, marks = FIRST_WARNING_SECONDS, 0, math.inf, self.marks
-        while True:
+        """Check this rank until `close`."""
+        store = self._ask(self._join) if self.process.world > 1 else None
+        number = 0
+        marks = self.marks
+        progress = asked_to_stop = 0.0
+        warning = FIRST_WARNING_SECONDS
+        checked = time.monotonic()
+        while not self.closed.wait(self.pause):
+            now = time.monotonic()
+            self.clock += min(now - checked, 2 * self.pause)  # a suspended process has checked nothing
+            checked = now
             number += 1
             if store:
-                beat = json.dumps(Beat(number, self.marks, self._doing()))
-                self._within(partial(store.set, KEY.format(self.process.rank), beat))
-            asked = time.monotonic()
-            if self.closed.wait(pause):
-                return
-            now = time.monotonic()
-            late = now - asked - pause + max(asked - ticked - (2 * ANSWER_SECONDS if store else 0.0), 0.0)
-            ticked = now
-            if late > pause:
-                self._wake(late, now)
-                told += late
-            told = min(told, now if self.stop else math.inf)
-            if time.monotonic() - told >= self.stop_limit and not self.stopping:
-                why = f"{self.stop.why}, but the last save has not begun after {self.stop_limit:.0f} s, {self.doing}"
-                self._end(f"{why}; {self._listen(store)}", STOPPED)
-            still = time.monotonic() - self.since
+                beat = json.dumps(Beat(number, self.marks, self.doing))
+                self._ask(partial(store.set, KEY.format(self.process.rank), beat))
+            if not self.stop:
+                asked_to_stop = self.clock
+            elif self.clock - asked_to_stop >= self.stop_limit and not self.stopping:
+                late = f"but the last save has not begun after {self.stop_limit:.0f} s, {self.doing}"
+                self._end(f"{self.stop.why}, {late}; {self._listen(store)}", STOPPED)
             if self.marks != marks:
-                warned, marks = FIRST_WARNING_SECONDS, self.marks
-            if still < min(self.limit / 2, warned):
+                marks = self.marks
+                progress = self.clock
+                warning = FIRST_WARNING_SECONDS
+            idle = self.clock - progress
+            if idle < min(self.limit / 2, warning):
                 continue
-            others = self._listen(store)
-            if still >= self.limit:
-                self._end(f"no progress for {still:.0f} s, {self._doing()}; {others}", STUCK)
-            if still >= warned and self.limit < math.inf and self.process.is_main:
-                LOG.warning(f"no progress for {still:.0f} s, {self._doing()}; {others}")
-                warned = 2 * still
+            line = f"no progress for {idle:.0f} s, {self.doing}; {self._listen(store)}"
+            if idle >= self.limit:
+                self._end(line, STUCK)
+            if idle >= warning and self.process.is_main:
+                LOG.warning(line)
+                warning = 2 * idle
 
-    def _wake(self, late: float, now: float) -> None:
-        """Leave out of all times the `late` seconds in which this process was suspended, as by SIGSTOP or SLURM."""
-        self.since = min(self.since + late, now)
-        self.heard = {rank: (beat, at + late) for rank, (beat, at) in self.heard.items()}
-
-    def _doing(self) -> str:
-        """Return what the rank is doing, and which of its child processes are stopped."""
-        if time.monotonic() - self.since < LOOK_SECONDS:
-            return self.doing
-        stopped = []
-        for child in psutil.Process().children():
-            with suppress(psutil.Error):  # the child has ended
-                if child.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                    stopped.append(f"{child.name()} (process {child.pid}) is stopped")
-        return "; ".join([self.doing, *stopped])
-
-    def _join(self) -> dist.Store | None:
+    def _join(self) -> dist.Store:
         """Connect this thread to the store, since the main thread's connection may be waiting for an answer."""
-        if self.process.world == 1:
-            return None
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         timeout = timedelta(seconds=ANSWER_SECONDS)
-        return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        port = int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout, wait_for_workers=False)
 
-    def _within(self, ask: Callable[[], Any]) -> Any:
+    def _ask(self, ask: Callable[[], Any]) -> Any:
         """Return the store's answer to `ask`; None if it does not answer this or an earlier question in time."""
         answers: list[Any] = []
 
@@ -237,45 +239,51 @@ class Watch:
             return "logs/rank0.log may say for which rank it waits"
         if store is None:
             return "the other ranks cannot be asked"
-        beats = self._within(partial(self._beats, store))
+        beats = self._ask(partial(self._read_beats, store))
         if beats is None:
             return f"{self.names[0]} does not answer"
-        now = time.monotonic()
         for rank, beat in beats.items():
-            if rank not in self.heard or self.heard[rank][0].number != beat.number:
-                self.heard[rank] = beat, now
-        return self._missing(now)
+            if rank not in self.beats or self.beats[rank].number != beat.number:
+                self.beats[rank] = beat
+                self.came[rank] = self.clock
+        return self._missing()
 
-    def _beats(self, store: dist.Store) -> dict[int, Beat]:
-        keys = {rank: KEY.format(rank) for rank in range(self.process.world)}
-        return {rank: Beat(*json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
+    def _read_beats(self, store: dist.Store) -> dict[int, Beat]:
+        beats = {}
+        for rank in range(self.process.world):
+            key = KEY.format(rank)
+            if store.check([key]):
+                beats[rank] = Beat(*json.loads(store.get(key)))
+        return beats
 
-    def _missing(self, now: float) -> str:
-        absent = [name for rank, name in enumerate(self.names) if rank not in self.heard]
-        silent = 3 * min(LOOK_SECONDS, self.limit / 8, self.stop_limit / 8)
-        stopped = [
-            f"{self.names[rank]} has not answered for {now - at:.0f} s (stopped, or its machine is gone)"
-            for rank, (_, at) in sorted(self.heard.items())
-            if now - at > silent
-        ]
-        found = [f"{name} has sent nothing" for name in absent] + stopped
-        if not found:
-            least = min(beat.marks for beat, _ in self.heard.values())
-            behind = [rank for rank, (beat, _) in sorted(self.heard.items()) if beat.marks == least]
-            if len(behind) == self.process.world:
-                return "all ranks have made the same progress"
-            found = [f"{self.names[rank]} is behind, {self.heard[rank][0].doing}" for rank in behind]
-        return "waiting for others: " + "; ".join(found[:8])
+    def _missing(self) -> str:
+        """Return which ranks do not answer, or else which have made the least progress."""
+        lines = []
+        behind = []
+        least = min((beat.marks for beat in self.beats.values()), default=0)
+        for rank, name in enumerate(self.names):
+            if rank not in self.beats:
+                lines.append(f"{name} has sent nothing")
+            elif self.clock - self.came[rank] > 3 * self.pause:
+                silence = self.clock - self.came[rank]
+                lines.append(f"{name} has not answered for {silence:.0f} s (stopped, or its machine is gone)")
+            elif self.beats[rank].marks == least:
+                behind.append(f"{name} is behind, {self.beats[rank].doing}")
+        if not lines and len(behind) == self.process.world:
+            return "all ranks have made the same progress"
+        return "waiting for others: " + "; ".join((lines or behind)[:8])
 
     def _end(self, why: str, code: int) -> None:
+        """Write the stacks of this rank and of its processes, and end with the exit code."""
         threading.Timer(END_SECONDS, os._exit, [code]).start()
         with suppress(OSError), self.stacks.open("a") as file:
             file.write("stacks of this rank, which makes no progress:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        for pid in [child.pid for child in multiprocessing.active_children() if child.pid]:
+        for child in multiprocessing.active_children():
             with suppress(ProcessLookupError):  # the loader's processes write their stacks into the same file
-                os.kill(pid, signal.SIGUSR1)
+                if child.pid:
+                    os.kill(child.pid, signal.SIGUSR1)
             time.sleep(0.2)
         LOG.error(f"rank {self.process.rank}: {why}. Its stacks are in {self.stacks}; start again: the run goes on")
         self.ended(code, why)
