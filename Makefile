@@ -49,7 +49,7 @@ test-slow: $(VENV)/installed
 	python -m pytest -n 2 --dist loadfile -m slow
 
 # A second Python, where the machine has one that works (pyenv's commands answer for chosen versions only): an install with
-# the constraints, and the tests of files and shards.
+# the constraints, and the tests of files and shards. It is no part of CI, since the install takes minutes.
 OTHER ?= $(shell for v in 3.13 3.12 3.11; do $(PYTHON) --version | grep -q " $$v" && continue; \
     for p in python$$v $(HOME)/.pyenv/versions/$$v*/bin/python; do \
     $$p -c "import venv, ensurepip" 2>/dev/null && echo $$p && exit; done; done)
