@@ -143,7 +143,7 @@ def test_the_ranks_that_are_waited_for_are_named() -> None:
     assert told(*[(3, "in step 3")] * 3) == "all ranks have made the same progress"
     assert told((4, "saving"), (4, "saving"), (3, "in step 3")) == "waiting for others: rank 2 is behind, in step 3"
     watched.clock += 20
-    assert "rank 1 has not answered for 22 s (stopped, or its machine is gone)" in told((4, "saving"))
+    assert "rank 1 has not answered for 21 s (stopped, or its machine is gone)" in told((4, "saving"))
 
 
 @pytest.mark.parametrize(("doing", "ends"), [("in a step", True), ("saving", False), ("not told", False)])
