@@ -23,7 +23,7 @@ from xscale.data import links as word_links
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepDataset, StreamObjective
 from xscale.data.mixture import Mixture, StreamSpec
-from xscale.data.ragged import indices_within
+from xscale.data.ragged import distinct_pairs, indices_within
 from xscale.data.sequences import Example, Sequences
 from xscale.data.shards import Source
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
@@ -147,6 +147,13 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
 
 
 # 3. The index
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12))))
+def test_distinct_pairs_are_distinct_rows(pairs: list[tuple[int, int]]) -> None:
+    rows = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    assert np.array_equal(distinct_pairs(rows[:, 0], rows[:, 1]), np.unique(rows, axis=0))
 
 
 @settings(deadline=None, max_examples=60)

@@ -23,6 +23,15 @@ def test_a_weight_that_no_pass_used_has_a_gradient_of_zeros() -> None:
     assert module[0].weight.grad.any() and not module[1].weight.grad.any()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "groups"),
+    [([0], [[0]]), ([3, 4, 5], [[0, 1], [2]]), ([9, 1, 8], [[0], [1], [2]]), ([0, 0, 0], [[0, 1, 2]])],
+)
+def test_auxiliary_rows_are_encoded_in_groups(tokens: list[int], groups: list[list[int]]) -> None:
+    """Of at most 8 tokens, in order; a longer row is alone."""
+    assert stepping.group_rows(tokens, 8) == groups
+
+
 def test_a_step_has_its_own_weights_and_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its number decides how it weighs its streams, and with seed, row and rank the dropout of a row."""
     asked: list[int] = []
