@@ -117,7 +117,7 @@ def test_any_splitting_gives_the_same_order(counts: list[int], window: int, data
 def test_a_shard_lies_in_one_window(counts: list[int], window: int, epoch: int) -> None:
     order = EpochOrder(np.array(counts), SEED, epoch, window)
     whole = places(counts, epoch=epoch, window=window)
-    bounds = [order.bounds(position) for position in range(len(whole))]
+    bounds = [order.window_at(position) for position in range(len(whole))]
     windows_of = {shard: {bounds[i][0] for i, (s, _) in enumerate(whole) if s == shard} for shard in range(len(counts))}
     assert all(len(found) == 1 for found in windows_of.values())
     # Windows tile the epoch in order; as many as the records fill, and their numbers of shards differ by one at most.
@@ -135,7 +135,7 @@ def test_a_window_has_no_more_shards_than_stay_open() -> None:
     order = EpochOrder(np.full(5000, 10), SEED, 0)
     shards, _ = locate(order, 0, 50_000)
     for window in range(5000 // 256 + 1):
-        _, first, end = order.bounds(window * 50_000 // 20 + 1)
+        _, first, end = order.window_at(window * 50_000 // 20 + 1)
         assert len(set(shards[first:end].tolist())) <= 256 <= OPEN_FILES / 4
 
 
@@ -233,8 +233,8 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
     }
     found = [pieces[place] for place in whole if place in pieces]
     assert [place for piece in found for place in piece] == whole, "a piece is torn"
-    assert [order.bounds(p) for p in range(order.size)] == [
-        EpochOrder(np.array(counts), SEED, epoch, window).bounds(p) for p in range(order.size)
+    assert [order.window_at(p) for p in range(order.size)] == [
+        EpochOrder(np.array(counts), SEED, epoch, window).window_at(p) for p in range(order.size)
     ]
     ends = [0]
     while ends[-1] < order.size:
@@ -242,10 +242,10 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
     size = {piece[0]: sum(int(tokens[s][r]) for s, r in piece) for piece in pieces.values()}
     light = Counter[int]()
     for start, end in pairwise(ends):
-        assert whole[start] in pieces and order.bounds(start) == order.bounds(end - 1), "a sample is whole pieces"
+        assert whole[start] in pieces and order.window_at(start) == order.window_at(end - 1), "a sample is whole pieces"
         of_sample = [size[place] for place in whole[start:end] if place in pieces]
         assert sum(of_sample) <= room or len(of_sample) == 1, "a sample holds more than fits"
-        light[order.bounds(start)[0]] += 2 * sum(of_sample) <= room
+        light[order.window_at(start).number] += 2 * sum(of_sample) <= room
     assert max(light.values()) <= 1, "two samples of a window would fit into one"
     for i, start in enumerate(ends[:-1]):
         got = EpochOrder(np.array(counts), SEED, epoch, window, **sizes).take(start, 3)[0].tolist()
@@ -343,7 +343,7 @@ def test_running_text_in_parts(small_parts: None, counts: list[int], sources: in
     while at < order.size:
         part = order.part(at)
         assert part.first == at, "parts tile the epoch"
-        n, of_window = len(part.ordinals), order.bounds(at)
+        n, of_window = len(part.ordinals), order.window_at(at)
         held = whole[at : at + n]
         for shard in {shard for shard, _ in held}:
             records = sorted(record for s, record in held if s == shard)

@@ -284,6 +284,8 @@ def resolve_run(
     for by_stream in dictionaries:
         for stream_dictionaries in by_stream.values():
             trained_paths.update(lexicon.path for lexicon in stream_dictionaries)
+    trained = [lexicon for lexicon in lexicons.loaded if lexicon.path in trained_paths]
+    measured = [lexicon for lexicon in lexicons.loaded if lexicon.path not in trained_paths]
     before = run_fields_of(initial_directory(recipe)).get("lexicon_heldout", 1.0)
     run_spec = RunSpec(
         recipe,
@@ -291,8 +293,8 @@ def resolve_run(
         tokenizer,
         specs[0],
         sorted(languages_of(sources)),
-        lexicons=tuple(lexicon for lexicon in lexicons.loaded if lexicon.path in trained_paths),
-        measured=tuple(lexicon for lexicon in lexicons.loaded if lexicon.path not in trained_paths),
+        lexicons=tuple(trained),
+        measured=tuple(measured),
         dictionaries=dictionaries[0],
         segments=uses_segments(recipe, tokenizer),
         unseen=min(before, recipe.data.lexicon_heldout),
@@ -460,11 +462,12 @@ def load_lexicons(recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], d
     needed = bool(paths) or any(OBJECTIVES[stream.objective].needs == "lexicon" for stream in recipe.streams.values())
     if not paths and data:
         paths = find_lexicon_paths(sources, data)
+    languages = languages_of(sources)
     loaded = list[Lexicon]()
     left_out = list[str]()
     for path in paths:
         try:
-            lexicon = load_lexicon(path, tokenizer, languages_of(sources))
+            lexicon = load_lexicon(path, tokenizer, languages)
             check_column_order(lexicon, path, sources)
             loaded.append(lexicon)
         except UserError as error:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,26 @@ SPARE_BYTES = 1 << 28
 """The number of bytes that must stay free on the disk after a save."""
 WriteMore = Callable[[Path], None]
 """A function that writes the model's config and the tokenizer into a checkpoint's directory. Rank 0 calls it."""
+
+
+class RankFiles(NamedTuple):
+    """What one rank has written of a checkpoint."""
+
+    problem: Exception | None
+    """The error that kept the rank from writing its files."""
+    sealed: dict[str, Any]
+    """The size and hash of each file."""
+    seconds: float
+
+
+class Publication(NamedTuple):
+    """The result of publishing a checkpoint."""
+
+    path: Path
+    problem: str
+    """An error message; "" if all ranks succeeded."""
+    seconds: float
+    """The longest writing time of a rank."""
 
 
 class CheckpointManager:
@@ -50,8 +70,13 @@ class CheckpointManager:
         """keep: how many of the newest checkpoints are kept. saved: the step of the run's checkpoint from which the
         engine was loaded, or None. note: a function that is called with a description of what the rank is doing.
         published: a function that rank 0 calls with each new checkpoint; it returns the steps to keep."""
-        self.engine, self.folder, self.host_group, self.write_more = engine, folder, host_group, write_more
-        self.keep, self.note, self.published = keep, note, published
+        self.engine = engine
+        self.folder = folder
+        self.host_group = host_group
+        self.write_more = write_more
+        self.keep = keep
+        self.note = note
+        self.published = published
         self.saved = saved
         """The step of the newest checkpoint."""
         self.good = saved
@@ -89,10 +114,15 @@ class CheckpointManager:
         self.finish_save()
         if step == self.saved:
             return
-        started, background = time.monotonic(), background and not must_succeed
+        started = time.monotonic()
+        background = background and not must_succeed
         self.note(f"saving step {step}")
-        self.under_way, self.manifest, self.good_under_way = step, manifest, good
-        self.thread, self.sealed, self.seconds = None, {}, 0.0
+        self.under_way = step
+        self.manifest = manifest
+        self.good_under_way = good
+        self.thread = None
+        self.sealed = {}
+        self.seconds = 0.0
         states = self._snapshot(background)
         if background:
             self.thread = threading.Thread(target=self._write, args=(states,), name="checkpoint", daemon=True)
@@ -107,9 +137,11 @@ class CheckpointManager:
         """Wait until all ranks have written the checkpoint under way, then publish it and remove old ones."""
         if self.under_way is None:
             return
-        started, step = time.monotonic(), self.under_way
+        started = time.monotonic()
+        step = self.under_way
         self.note(f"waiting for the checkpoint of step {step}")
-        path, problem, seconds = self._publish()
+        publication = self._publish()
+        problem = publication.problem
         if problem and must_succeed:
             then = "begin" if self.saved is None else f"go on from step {self.saved}"
             text = f"step {step} is not saved ({problem}); free some disk space to {then}"
@@ -120,14 +152,18 @@ class CheckpointManager:
                 f"untouched, and the next save tries again"
             )
         if not problem:
-            self.saved, self.good = step, step if self.good_under_way else self.good
+            self.saved = step
+            if self.good_under_way:
+                self.good = step
             if self.host_group.is_main:
-                good = {self.good} if self.good is not None else set()
-                store.remove_old(self.folder, self.keep, self.published(step, path) | good)
+                needed_steps = set(self.published(step, publication.path))
+                if self.good is not None:
+                    needed_steps.add(self.good)
+                store.remove_old(self.folder, self.keep, needed_steps)
         self._add_wait(started)
-        self.pending_times["save_write_s"] = seconds
+        self.pending_times["save_write_s"] = publication.seconds
         if not problem:
-            LOG.info(f"saved {path} in {seconds:.2f} s")
+            LOG.info(f"saved {publication.path} in {publication.seconds:.2f} s")
 
     def _add_wait(self, started: float) -> None:
         self.pending_times["save_blocked_s"] = (
@@ -136,7 +172,8 @@ class CheckpointManager:
 
     def pop_times(self) -> dict[str, float]:
         """Return {metric: seconds} of saving since the last call."""
-        times, self.pending_times = self.pending_times, {}
+        times = self.pending_times
+        self.pending_times = {}
         return times
 
     def _snapshot(self, copies: bool) -> dict[str, Any]:
@@ -144,14 +181,15 @@ class CheckpointManager:
         self.problem = self._make_room() if self.host_group.is_main else None
         if not self.host_group.agree(self.problem is None):
             return {}
-        taken = take_snapshot(self.engine, self.partial, copies)
+        snapshot = take_snapshot(self.engine, self.partial, copies)
         auxiliary = {name: state.state_dict() for name, state in self.engine.module.auxiliary_states.items()}
         if self.host_group.is_main and auxiliary:
-            taken.save(auxiliary, store.AUXILIARY_STATES)
-        if taken.problem:
-            text = f"{taken.problem}; checkpoint.background=false makes no copy in memory"
+            snapshot.save(auxiliary, store.AUXILIARY_STATES)
+        if snapshot.problem:
+            text = f"{snapshot.problem}; checkpoint.background=false makes no copy in memory"
             self.problem = OSError(errno.ENOMEM, text)
-        return {} if taken.problem else taken.contents
+            return {}
+        return snapshot.contents
 
     def _make_room(self) -> OSError | None:
         """Make the checkpoint's empty directory, on rank 0. Return an OSError if that fails or the disk is too full."""
@@ -172,7 +210,8 @@ class CheckpointManager:
         """Write, check and hash this rank's files. An error becomes `problem`, which `_publish` reports."""
         if not states:
             return
-        started, partial = time.monotonic(), self.partial
+        started = time.monotonic()
+        partial = self.partial
         try:
             names = list(states)
             for name in names:
@@ -187,31 +226,38 @@ class CheckpointManager:
             self.problem = unwrap_os_error(error)
         self.seconds = time.monotonic() - started
 
-    def _publish(self) -> tuple[Path, str, float]:
-        """Publish the checkpoint. Return its path, an error message ("" if all ranks succeeded) and the longest writing
-        time of a rank in seconds. If a rank has failed, the new files are removed, and older checkpoints stay."""
+    def _publish(self) -> Publication:
+        """Publish the checkpoint. If a rank has failed, the new files are removed, and older checkpoints stay."""
         if self.thread:
             self.thread.join()
         if self.problem and not isinstance(self.problem, OSError | UserError):
             raise self.problem
-        parts = self.host_group.gather((self.problem, self.sealed, self.seconds))
-        problem = "; ".join(f"rank {rank}: {part[0]}" for rank, part in enumerate(parts) if part[0])
+        ranks = self.host_group.gather(RankFiles(self.problem, self.sealed, self.seconds))
+        problems = [f"rank {rank}: {written.problem}" for rank, written in enumerate(ranks) if written.problem]
         path = self.folder / f"step_{self.under_way:08d}"
         if self.host_group.is_main:
-            sealed = dict(sorted((name, entry) for part in parts for name, entry in part[1].items()))
-            manifest = {"step": self.under_way, "world_size": self.host_group.size, **self.manifest, "files": sealed}
-            try:
-                if not problem:
-                    store.publish(self.partial, path, manifest)
-            except OSError as error:
-                problem = f"rank 0: {error}"
-            if problem:
+            if not problems:
+                try:
+                    store.publish(self.partial, path, self._whole_manifest(ranks))
+                except OSError as error:
+                    problems.append(f"rank 0: {error}")
+            if problems:
                 files.remove(self.partial)
-        problem = self.host_group.gather(problem)[0]
-        self.under_way, self.thread = None, None
-        if refused := next((part[0] for part in parts if isinstance(part[0], UserError)), None):
-            raise refused
-        return path, problem, max(part[2] for part in parts)
+        problem = self.host_group.gather("; ".join(problems))[0]
+        self.under_way = None
+        self.thread = None
+        for written in ranks:
+            if isinstance(written.problem, UserError):
+                raise written.problem
+        return Publication(path, problem, max(written.seconds for written in ranks))
+
+    def _whole_manifest(self, ranks: list[RankFiles]) -> dict[str, Any]:
+        """Return the manifest with the files of all ranks, in the order of their names."""
+        sealed: dict[str, Any] = {}
+        for written in ranks:
+            sealed |= written.sealed
+        manifest = {"step": self.under_way, "world_size": self.host_group.size, **self.manifest}
+        return manifest | {"files": dict(sorted(sealed.items()))}
 
 
 def write_state(state: Any, path: Path) -> None:

@@ -38,9 +38,10 @@ def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> N
     The checkpoint may have been saved by another number of ranks, at another ZeRO stage, or with its weights in another
     order.
     """
-    path, stage = checkpoint.path, engine.zero_optimization_stage()
-    same = (checkpoint.world_size, checkpoint.engine["stage"]) == (host_group.size, stage)
-    if not same or not has_weights_in_order(engine, path):
+    path = checkpoint.path
+    same_ranks = checkpoint.world_size == host_group.size
+    same_stage = checkpoint.engine["stage"] == engine.zero_optimization_stage()
+    if not same_ranks or not same_stage or not has_weights_in_order(engine, path):
         load_rescaled(engine, path)
     else:
         with known_types_only():
@@ -69,9 +70,11 @@ def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
     """Return `full_weights` on every rank. Rank 0 reads and sends them. All ranks call it together."""
     weights = full_weights(path) if host_group.is_main else {}
     shapes = host_group.gather({name: (weight.shape, weight.dtype) for name, weight in weights.items()})[0]
-    weights = weights or {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-    for weight in weights.values() if host_group.group else ():
-        dist.broadcast(weight.contiguous(), 0, host_group.group)
+    if not host_group.is_main:
+        weights = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    if host_group.group:
+        for weight in weights.values():
+            dist.broadcast(weight.contiguous(), 0, host_group.group)
     return weights
 
 
@@ -86,7 +89,8 @@ def load_initial(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dic
 def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, dict[str, SavedHeads]]:
     """Return the Hugging Face model of a checkpoint or run in fp32, and its heads by stream. dropout: a probability
     that replaces the trained model's. All ranks call it together. Raises UserError."""
-    path, host_group = store.resolve_checkpoint(Path(path)), HostGroup()
+    path = store.resolve_checkpoint(Path(path))
+    host_group = HostGroup()
     problem = store.find_damage(path, host_group)
     if problem:
         raise UserError(f"checkpoint {path} is not usable: {problem}")
@@ -95,10 +99,14 @@ def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrained
         config.update(dropout_fields(config.model_type, dropout))
     lm = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
     trained = broadcast_weights(path, host_group)
-    weights = {name.removeprefix(PREFIX): w for name, w in trained.items() if name.startswith(PREFIX)}
+    weights: dict[str, Tensor] = {}
+    for name, weight in trained.items():
+        if name.startswith(PREFIX):
+            weights[name.removeprefix(PREFIX)] = weight
     missing, unexpected = lm.load_state_dict(weights, strict=False)
+    computed = ("position_ids", "token_type_ids")
     tied = set(getattr(lm, "_tied_weights_keys", None) or ())
-    lost = [name for name in missing if name not in tied and not name.endswith(("position_ids", "token_type_ids"))]
+    lost = [name for name in missing if name not in tied and not name.endswith(computed)]
     assert not lost and not unexpected, (lost, unexpected)
     lm.tie_weights()
     fill_neutral_row(lm)
@@ -106,9 +114,9 @@ def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrained
 
 
 def _heads(weights: dict[str, Tensor], streams: dict[str, Any]) -> dict[str, SavedHeads]:
-    kept: dict[str, SavedHeads] = {}
+    heads: dict[str, SavedHeads] = {}
     for name, weight in weights.items():
         if name.startswith(HEADS):
             stream, _, part = name.removeprefix(HEADS).partition(".")
-            kept.setdefault(stream, SavedHeads(streams[stream], {})).weights[part] = weight
-    return kept
+            heads.setdefault(stream, SavedHeads(streams[stream], {})).weights[part] = weight
+    return heads

@@ -279,7 +279,8 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
     """Return the distinct entries in the order of the file, which is plain, .gz, .xz or .zst. Raises UserError."""
     entries: dict[tuple[str, str], None] = {}
     for number, line in read_lines(path):
-        columns = [column.strip() for column in line.split("\t")] if "\t" in line else line.split()
+        columns = line.split("\t") if "\t" in line else line.split()
+        columns = [column.strip() for column in columns]
         if not any(columns):
             continue
         if len(columns) != 2 or not all(columns):

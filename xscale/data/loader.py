@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from xscale import rng
 from xscale.data.forks import children_that_begin
-from xscale.data.mixture import Mixture, SampledRecords, StepPlan
+from xscale.data.mixture import Mixture, SampledRecords, StepPlan, join_records
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.planner import Failure, Node, Plans, failure_of, leave_signals_to_parent, start_planner
 from xscale.data.sequences import Example
@@ -70,7 +70,11 @@ class StepBatch:
         return self._sums("language_counts")
 
     def _sums(self, name: str) -> dict[Any, int]:
-        return {key: sum(getattr(row, name)[key] for row in self.rows) for key in getattr(self.rows[0], name)}
+        sums: dict[Any, int] = {}
+        for row in self.rows:
+            for key, count in getattr(row, name).items():
+                sums[key] = sums.get(key, 0) + count
+        return sums
 
     def auxiliary_vector_counts(self) -> dict[str, int]:
         """Return the number of vectors that the auxiliary encoder of each stream computes, by stream."""
@@ -83,7 +87,11 @@ class StepBatch:
 
     def keys(self) -> dict[str, list[str]]:
         """Return the keys of the records of each stream, in the order of consumption."""
-        return {stream: [key for row in self.rows for key in row.keys[stream]] for stream in self.rows[0].keys}
+        keys: dict[str, list[str]] = {}
+        for row in self.rows:
+            for stream, row_keys in row.keys.items():
+                keys.setdefault(stream, []).extend(row_keys)
+        return keys
 
 
 class StepDataset(Dataset):
@@ -96,15 +104,19 @@ class StepDataset(Dataset):
         context: CollateContext,
         seed: int,
     ):
-        self.sources, self.streams, self.context, self.seed = sources, streams, context, seed
+        self.sources = sources
+        self.streams = streams
+        self.context = context
+        self.seed = seed
         self.phases: list[tuple[int, StepDataset]] = []
         """The data sets of earlier phases. Each number is that of the first step (from 0) after the phase."""
-        self.source_keys = np.array([rng.key(s.name, s.fingerprint) for s in sources], dtype=np.uint64)
+        source_keys = [rng.key(source.name, source.fingerprint) for source in sources]
+        self.source_keys = np.array(source_keys, dtype=np.uint64)
 
     def __getitem__(self, plan: StepPlan | Failure) -> StepBatch | Failure:
         if isinstance(plan, Failure):
             return plan
-        phase = next((of_phase for end, of_phase in self.phases if plan.step < end), self)
+        phase = next((phase for end, phase in self.phases if plan.step < end), self)
         try:
             stream_batches = {name: phase.stream_batches(name, plan) for name in plan.rows[0]}
         except (UserError, OSError) as error:  # not raised: DataLoader would wrap it and lose errno and file
@@ -118,9 +130,10 @@ class StepDataset(Dataset):
 
     def stream_batches(self, stream: str, plan: StepPlan) -> list[StreamBatch]:
         """Return the stream batch of each row. The records of all rows are tokenised together."""
-        how, rows = self.streams[stream], [row[stream] for row in plan.rows]
+        how = self.streams[stream]
+        rows = [row[stream] for row in plan.rows]
         examples = self._examples(stream, rows)
-        found = []
+        stream_batches = list[StreamBatch]()
         for row, records in enumerate(rows):
             of_row = list(islice(examples, len(records.sample)))
             samples = [list(group) for _, group in groupby(of_row, key=lambda example: example.number)]
@@ -128,7 +141,7 @@ class StepDataset(Dataset):
             with adding_note(f"streams.{stream}, objective {how.name}: collate"):
                 stream_batch = how.objective.collate(samples, how.options, self.context_of(stream, **place))
                 check_stream_batch(stream_batch, how.objective.terms(how.options).keys())
-            found.append(
+            stream_batches.append(
                 replace(
                     stream_batch,
                     too_long=sum(map(self.is_too_long, of_row)),
@@ -136,7 +149,7 @@ class StepDataset(Dataset):
                     keys=[example.key for example in of_row],
                 )
             )
-        return found
+        return stream_batches
 
     def context_of(self, stream: str, **place: Any) -> CollateContext:
         how = self.streams[stream]
@@ -157,51 +170,53 @@ class StepDataset(Dataset):
         return len(example.ids) == 2 and sum(map(len, example.ids)) > room
 
     def _examples(self, stream: str, rows: list[SampledRecords]) -> Iterator[Example]:
-        sampled = SampledRecords(
-            *(np.concatenate([getattr(row, n) for row in rows]) for n in SampledRecords.__dataclass_fields__)
-        )
+        sampled = join_records(rows)
+        objective = self.streams[stream].objective
+        words_wanted = objective.words(self.streams[stream].options)
         places = list(zip(sampled.source.tolist(), sampled.shard.tolist(), sampled.record.tolist(), strict=True))
         records = [self.sources[source].read(shard, record) for source, shard, record in places]
-        how = self.streams[stream]
-        pairs, words_wanted = bool(records) and len(records[0].texts) == 2, how.objective.words(how.options)
+        pairs = bool(records) and len(records[0].texts) == 2
         if pairs:
             records = [self.shortened(record, words_wanted) for record in records]
-        texts = [text for record in records for text in record.texts]
+        texts = list(chain.from_iterable(record.texts for record in records))
         follows = self.continues_document(sampled).tolist()
         if self.context.tokenizer.keeps_space and not pairs:
-            spaced = (on and not stands_alone(text) for on, text in zip(follows, texts, strict=True))
-            texts = [" " * space + text for space, text in zip(spaced, texts, strict=True)]
+            for number, text in enumerate(texts):
+                if follows[number] and not stands_alone(text):
+                    texts[number] = " " + text
         words: list[TokenWords] | None = None
         if words_wanted:
-            records = [self.sources[s].with_words(r) for (s, _, _), r in zip(places, records, strict=True)]
+            for number, (source, _, _) in enumerate(places):
+                records[number] = self.sources[source].with_words(records[number])
             ids, words = self.context.tokenizer.encode_words(texts)
         else:
             ids = self.context.tokenizer.encode(texts)
         borders = {} if pairs else self.borders(texts, ids)
-        columns = zip(records, self.identities(stream, sampled), sampled.sample.tolist(), follows, strict=True)
-        at = 0
-        for record, identity, number, on in columns:
-            end = at + len(record.texts)
+        identities = self.identities(stream, sampled)
+        samples = sampled.sample.tolist()
+        start = 0
+        for number, record in enumerate(records):
+            end = start + len(record.texts)
             yield Example(
                 record.langs,
-                tuple(ids[at:end]),
-                tuple(words[at:end]) if words else None,
-                identity,
-                number,
+                tuple(ids[start:end]),
+                tuple(words[start:end]) if words else None,
+                identities[number],
+                samples[number],
                 record.key,
                 record.links,
-                on,
-                borders.get(at, ()),
+                follows[number],
+                borders.get(start, ()),
             )
-            at = end
+            start = end
 
     def shortened(self, pair: Record, words: bool) -> Record:
         """Return the pair, with texts cut to CHARACTERS * max_length characters to save time in tokenisation. words:
         whether the stream needs the pair's words; then it is cut only if data.overlong drops it later."""
-        most = CHARACTERS * self.context.max_length
-        if max(map(len, pair.texts)) <= most or (words and self.context.overlong != "drop"):
+        limit = CHARACTERS * self.context.max_length
+        if max(map(len, pair.texts)) <= limit or (words and self.context.overlong != "drop"):
             return pair
-        return pair._replace(texts=tuple(text[:most] for text in pair.texts), links="" if words else pair.links)
+        return pair._replace(texts=tuple(text[:limit] for text in pair.texts), links="" if words else pair.links)
 
     def borders(self, texts: list[str], ids: list[list[int]]) -> dict[int, list[int]]:
         """Return the tokens before which a text may be cut, by the text's index, for texts longer than a sequence."""
@@ -209,17 +224,18 @@ class StepDataset(Dataset):
         if not long:
             return {}
         _, words = self.context.tokenizer.encode_words([texts[i] for i in long])
-        return {i: of_text.borders() for i, of_text in zip(long, words, strict=True)}
+        return dict(zip(long, [text_words.borders() for text_words in words], strict=True))
 
     def continues_document(self, records: SampledRecords) -> np.ndarray:
         """Return True for each record that continues the document of the record before it in its sample."""
-        found = np.zeros(len(records.sample), dtype=bool)
-        same = [a[1:] == a[:-1] for a in (records.sample, records.source, records.shard)]
-        found[1:] = np.logical_and.reduce([*same, records.record[1:] == records.record[:-1] + 1])
-        for i in np.flatnonzero(found).tolist():
-            source = self.sources[records.source[i]]
-            found[i] = source.continues_document(int(records.shard[i]), int(records.record[i]))
-        return found
+        follows = np.zeros(len(records.sample), dtype=bool)
+        follows[1:] = records.record[1:] == records.record[:-1] + 1
+        for column in (records.sample, records.source, records.shard):
+            follows[1:] &= column[1:] == column[:-1]
+        for number in np.flatnonzero(follows).tolist():
+            source = self.sources[records.source[number]]
+            follows[number] = source.continues_document(int(records.shard[number]), int(records.record[number]))
+        return follows
 
     def identities(self, stream: str, records: SampledRecords) -> np.ndarray:
         """Return the key of all random choices about each record in this stream and epoch, uint64 [n_records]."""

@@ -243,7 +243,7 @@ class Mixture:
                 if not source.remote or number in stream.idle:
                     continue
                 order = mixture._order(stream, number, position)
-                window = order.bounds(position[1])[0]
+                window = order.window_at(position[1]).number
                 begun = (position[0], window)
                 if self._begun.get((stream.name, number)) == begun:
                     continue
@@ -332,15 +332,19 @@ def stream_weights(stream: StreamSpec, sources: list[Source], alpha: float, size
     """Return the probability with which each of the stream's sources is drawn; 0 for the sources in `stream.idle`.
     sizes: the size of every source of the run."""
     read = [source for source in stream.sources if source not in stream.idle]
-    weights = source_weights([sources[source] for source in read], alpha, [sizes[source] for source in read])
-    weight_of = dict(zip(read, weights.tolist(), strict=True))
-    return np.array([weight_of.get(source, 0.0) for source in stream.sources])
+    read_sources = [sources[source] for source in read]
+    read_sizes = [sizes[source] for source in read]
+    weights = np.zeros(len(stream.sources))
+    weights[np.isin(stream.sources, read)] = source_weights(read_sources, alpha, read_sizes)
+    return weights
 
 
 def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
     """Return the state before step 0: [epoch, position] of every source of every stream. If the room of a sample of
     running text has changed within the epoch, the numbers of TextPacking.before come after these two."""
-    positions = {stream.name: [[0, 0] for _ in stream.sources] for stream in streams}
+    positions: dict[str, list[list[int]]] = {}
+    for stream in streams:
+        positions[stream.name] = [[0, 0] for _ in stream.sources]
     return {"step": 0, "positions": positions, "order": ORDER}
 
 

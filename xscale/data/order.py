@@ -44,6 +44,27 @@ class TextPacking(NamedTuple):
     """(position, room) for each change of the room within the epoch: `room` was used up to `position`."""
 
 
+class Window(NamedTuple):
+    """A window of an epoch."""
+
+    number: int
+    first: int
+    """Position in the epoch of the window's first record."""
+    end: int
+
+
+class OrderedSamples(NamedTuple):
+    """Consecutive samples of an epoch, and their n records."""
+
+    ends: np.ndarray
+    """The position in the epoch after each sample [samples]."""
+    shards: np.ndarray
+    records: np.ndarray
+    """Number of each record in its shard [n]."""
+    lengths: np.ndarray
+    """Bytes of each record [n]; empty if EpochOrder has no `look`."""
+
+
 class WindowPart(NamedTuple):
     """A part of a window, or a whole window, in the order of the epoch."""
 
@@ -76,114 +97,130 @@ class EpochOrder:
     ):
         """counts: records of each shard [n_shards]; seed: key of the stream and source; text: None unless the source
         is running text; sources: number of sources of the stream."""
-        self.counts, self.look, self.text, self.sources = counts, look, text, sources
+        self.counts = counts
+        self.look = look
+        self.text = text
+        self.sources = sources
         self.key = rng.hash64(seed, np.uint64(epoch))
         # Of every `windows` consecutive shards, each window gets one, so that a window is a cross-section
         # of a source that is sorted by topic or length.
-        number, windows = np.arange(len(counts)), window_count(counts, window)
-        drawn = np.lexsort((rng.hash64(rng.hash64(self.key, np.uint64(0)), number), number // windows))
-        members = [drawn[w::windows] for w in range(windows)]
+        windows = window_count(counts, window)
+        number = np.arange(len(counts))
+        shuffled = np.lexsort((rng.hash64(rng.hash64(self.key, np.uint64(0)), number), number // windows))
+        members = [shuffled[first::windows] for first in range(windows)]
         self.shards = np.concatenate(members)
-        self.window_ends = np.cumsum([len(m) for m in members]).tolist()
+        self.window_ends = np.cumsum([len(shards) for shards in members]).tolist()
         self.ends = np.cumsum(counts[self.shards])
         self.size = int(self.ends[-1])
         self._part = EMPTY_PART
-        self._leading = -1, NO_RECORDS
+        self._leading = (-1, NO_RECORDS)
         """A window's number, and the leading bits of its records' hashes. A record's bits determine its part."""
 
-    def bounds(self, position: int) -> tuple[int, int, int]:
-        """Return (window, first position, end position) of the window that holds `position`."""
+    def window_at(self, position: int) -> Window:
+        """Return the window that holds the record at `position`."""
         shard = int(np.searchsorted(self.ends, position, side="right"))
-        window = bisect.bisect_right(self.window_ends, shard)
-        return window, self.first_of_window(window), int(self.ends[self.window_ends[window] - 1])
-
-    def first_of_window(self, window: int) -> int:
-        return int(self.ends[self.window_ends[window - 1] - 1]) if window else 0
+        number = bisect.bisect_right(self.window_ends, shard)
+        first = int(self.ends[self.window_ends[number - 1] - 1]) if number else 0
+        return Window(number, first, int(self.ends[self.window_ends[number] - 1]))
 
     def part_count(self, position: int) -> int:
         """Return the number of parts (records in memory at a time) in the window that holds `position`."""
-        _, first, end = self.bounds(position)
-        return max(min((end - first) * self.sources // WINDOW_RECORDS, (end - first) // PART_RECORDS), 1)
+        window = self.window_at(position)
+        records = window.end - window.first
+        return max(min(records * self.sources // WINDOW_RECORDS, records // PART_RECORDS), 1)
 
-    def take(self, start: int, samples: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Read the next samples from position `start` on: at least one, at most `samples`, all from one part.
-
-        Returns the position after each sample [samples], and the shard, number and bytes of each of their records [n].
-        """
+    def take(self, start: int, samples: int) -> OrderedSamples:
+        """Return the next samples from position `start` on: at least one, at most `samples`, all from one part."""
         part = self.part(start)
-        at = start - part.first
+        first = start - part.first
         if self.text:
-            number = int(np.searchsorted(part.sample_ends, at, side="right"))
-            ends = part.sample_ends[number : number + samples].astype(np.int64)
+            sample = int(np.searchsorted(part.sample_ends, first, side="right"))
+            ends = part.sample_ends[sample : sample + samples].astype(np.int64)
         else:
-            ends = np.arange(at, min(at + samples, len(part.ordinals))) + 1
-        records = slice(at, int(ends[-1]))
-        shards = self.window_shards(self.bounds(start)[0])
-        shard_ends = np.cumsum(self.counts[shards])
-        ordinals = part.ordinals[records].astype(np.int64)
-        slot = np.searchsorted(shard_ends, ordinals, side="right")
-        number_in_shard = ordinals - np.append(0, shard_ends)[slot]
-        return ends + part.first, shards[slot], number_in_shard, part.lengths[records]
+            ends = np.arange(first, min(first + samples, len(part.ordinals))) + 1
+        taken = slice(first, int(ends[-1]))
+        shards = self.window_shards(self.window_at(start).number)
+        shard_borders = np.append(0, np.cumsum(self.counts[shards]))
+        ordinals = part.ordinals[taken].astype(np.int64)
+        slot = np.searchsorted(shard_borders[1:], ordinals, side="right")
+        return OrderedSamples(ends + part.first, shards[slot], ordinals - shard_borders[slot], part.lengths[taken])
 
     def part(self, position: int) -> WindowPart:
+        """Return the part that holds the record at `position`. It is kept until another one is wanted."""
         if not 0 <= position - self._part.first < len(self._part.ordinals):
             self._part = EMPTY_PART  # frees its memory for the next part
-            window, first, _ = self.bounds(position)
-            make = self._make_text_part if self.text else self._make_permuted_part
-            before, *arrays = make(window, self.part_count(position), position - first)
-            self._part = WindowPart(first + before, *(array.astype(np.uint32) for array in arrays))
+            self._part = self._text_part(position) if self.text else self._permuted_part(position)
         return self._part
 
     def window_shards(self, window: int) -> np.ndarray:
         return self.shards[self.window_ends[window - 1] if window else 0 : self.window_ends[window]]
 
-    def _make_permuted_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """Return WindowPart's fields for the part with record `at`; `first` and `at` count from the window."""
-        shards, key = self.window_shards(window), rng.hash64(self.key, np.uint64(window + 1))
+    def _permuted_part(self, position: int) -> WindowPart:
+        """Return the part of a source of single records that holds the record at `position`."""
+        window = self.window_at(position)
+        shards = self.window_shards(window.number)
+        key = rng.hash64(self.key, np.uint64(window.number + 1))
         counts = self.counts[shards]
-        bits = min((parts - 1).bit_length(), 8)
-        if bits and self._leading[0] != window:
-            self._leading = window, rng.leading_bits(key, int(counts.sum()), bits)
-        first, ordinals, order = rng.part_of_permutation(key, int(counts.sum()), at, bits, self._leading[1])
+        records = int(counts.sum())
+        bits = min((self.part_count(position) - 1).bit_length(), 8)
+        if bits and self._leading[0] != window.number:
+            self._leading = (window.number, rng.leading_bits(key, records, bits))
+        first, ordinals, order = rng.part_of_permutation(key, records, position - window.first, bits, self._leading[1])
         lengths = NO_RECORDS
         if self.look:
             ends = np.cumsum(counts)
-            of_shards = np.split(ordinals, np.searchsorted(ordinals, ends[:-1]))
-            records = [of - start for of, start in zip(of_shards, (ends - counts).tolist(), strict=True)]
-            lengths = self.look(shards.tolist(), records)[0][order]
-        return first, ordinals[order], lengths, NO_RECORDS
+            chosen = list[slice | np.ndarray]()
+            by_shard = np.split(ordinals, np.searchsorted(ordinals, ends[:-1]))
+            for shard_ordinals, start in zip(by_shard, (ends - counts).tolist(), strict=True):
+                chosen.append(shard_ordinals - start)
+            lengths = self.look(shards.tolist(), chosen)[0][order]
+        return window_part(window.first + first, ordinals[order], lengths, NO_RECORDS)
 
-    def _make_text_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """Return WindowPart's fields for the part of running text with record `at`, counted from the window."""
+    def _text_part(self, position: int) -> WindowPart:
+        """Return the part of running text that holds the record at `position`."""
         assert self.text and self.look
-        shards, key = self.window_shards(window), rng.hash64(self.key, np.uint64(window + 1))
+        window = self.window_at(position)
+        parts = self.part_count(position)
+        shards = self.window_shards(window.number)
+        key = rng.hash64(self.key, np.uint64(window.number + 1))
         counts = self.counts[shards]
         edges = counts * np.arange(parts + 1)[:, None] // parts
         places = edges.sum(1)
-        number = int(np.searchsorted(places, at, side="right")) - 1
+        number = int(np.searchsorted(places, position - window.first, side="right")) - 1
         first, end = edges[number : number + 2]
-        records = [slice(*of) for of in zip(first.tolist(), end.tolist(), strict=True)]
-        lengths, follows = self.look(shards.tolist(), records)
+        begin = window.first + int(places[number])
+        slices = [slice(*borders) for borders in zip(first.tolist(), end.tolist(), strict=True)]
+        lengths, follows = self.look(shards.tolist(), slices)
         starts = np.cumsum(end - first) - (end - first)
         follows[starts[end > first]] = False
         if parts > 1:
             key = rng.hash64(key, np.uint64(number))
         tokens = np.rint(self.text.tokens(lengths)).astype(np.int64)
-        begin = self.first_of_window(window) + int(places[number])
-        changes = [
-            (position - begin, room) for position, room in self.text.before if 0 < position - begin < len(tokens)
-        ]
-        rooms = [*(room for _, room in changes), self.text.room]
-        order, sample_ends = arrange(tokens, follows, rooms[0], key)
-        for (done, _), room in zip(changes, rooms[1:], strict=True):
-            left = np.sort(order[done:])
-            on = follows[left] & (np.diff(left, prepend=-1) == 1)
-            on[0] = False
-            again, ends = arrange(tokens[left], on, room, rng.hash64(key, np.uint64(done)))
-            order = np.append(order[:done], left[again])
-            sample_ends = np.append(sample_ends[sample_ends <= done], ends + done)
+        order, sample_ends = arrange_by_rooms(tokens, follows, self.text, begin, key)
         skipped = np.repeat(np.cumsum(counts) - counts + first - starts, end - first)
-        return int(places[number]), order + skipped[order], lengths[order], sample_ends
+        return window_part(begin, order + skipped[order], lengths[order], sample_ends)
+
+
+def window_part(first: int, ordinals: np.ndarray, lengths: np.ndarray, sample_ends: np.ndarray) -> WindowPart:
+    """Return the part with its arrays in 32 bits."""
+    return WindowPart(first, ordinals.astype(np.uint32), lengths.astype(np.uint32), sample_ends.astype(np.uint32))
+
+
+def arrange_by_rooms(
+    tokens: np.ndarray, follows: np.ndarray, packing: TextPacking, begin: int, key: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `arrange` returns for a part, packed anew where the room has changed. begin: the part's position."""
+    changes = [(at - begin, room) for at, room in packing.before if 0 < at - begin < len(tokens)]
+    rooms = [*(room for _, room in changes), packing.room]
+    order, sample_ends = arrange(tokens, follows, rooms[0], key)
+    for (done, _), room in zip(changes, rooms[1:], strict=True):
+        left = np.sort(order[done:])
+        left_follows = follows[left] & (np.diff(left, prepend=-1) == 1)
+        left_follows[0] = False
+        left_order, left_ends = arrange(tokens[left], left_follows, room, rng.hash64(key, np.uint64(done)))
+        order = np.append(order[:done], left[left_order])
+        sample_ends = np.append(sample_ends[sample_ends <= done], left_ends + done)
+    return order, sample_ends
 
 
 def window_count(counts: np.ndarray, window: int = WINDOW_RECORDS) -> int:
@@ -197,7 +234,8 @@ def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) 
     shuffled = rng.permutation(key, len(first))
     sample = fill(np.add.reduceat(sizes, first)[shuffled], room)
     together = np.argsort(sample.astype(np.min_scalar_type(len(first))), kind="stable")  # 16 bits: linear time
-    piece, sample = shuffled[together], sample[together]
+    piece = shuffled[together]
+    sample = sample[together]
     records = np.diff(first, append=len(sizes))[piece]
     ends = np.cumsum(records)
     ordinals = np.arange(len(sizes)) + np.repeat(first[piece] - (ends - records), records)
@@ -211,20 +249,23 @@ def fill(sizes: np.ndarray, room: int) -> np.ndarray:
     half full, fullest first, with the largest other bin that fits; the remaining bins are joined in pairs.
     """
     # Sizes above the room need no exact value, and numbers of few bits are sorted in linear time.
-    bin_of, filled = np.arange(len(sizes)), np.minimum(sizes, room + 1).astype(np.min_scalar_type(room + 1))
+    bin_of = np.arange(len(sizes))
+    filled = np.minimum(sizes, room + 1).astype(np.min_scalar_type(room + 1))
     still = bin_of
     while True:
         still = still[np.argsort(filled[still], kind="stable")]
         half = np.searchsorted(filled[still], room // 2, side="right")
-        small, large = still[:half], still[half:][::-1]
+        small = still[:half]
+        large = still[half:][::-1]
         number = np.arange(len(large))
         fitting = np.searchsorted(filled[small], room - filled[large].astype(np.int64), side="right")
         # Each large bin gets the largest small bin that no later one needs: strictly increasing, and below `fitting`.
         chosen = number + np.minimum.accumulate((fitting - 1 - number)[::-1])[::-1]
-        into, joined = large[chosen >= 0], small[chosen[chosen >= 0]]
-        left = np.delete(small, chosen[chosen >= 0])
+        joins = chosen >= 0
+        left = np.delete(small, chosen[joins])
         left = left[len(left) % 2 :]
-        into, joined = np.append(into, left[1::2]), np.append(joined, left[::2])
+        into = np.append(large[joins], left[1::2])
+        joined = np.append(small[chosen[joins]], left[::2])
         if not len(into):
             break
         filled[into] += filled[joined]
@@ -254,11 +295,12 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
     while len(at := at[~starts[at]]) > FEW:  # one run after each border at a time
         starts[at] = True
         at = following[at]
-    found, after = starts.data, following.data
+    is_start = starts.data  # reads and writes single items faster than numpy
+    next_start = following.data
     for start in at.tolist():
-        while not found[start]:
-            found[start] = True
-            start = after[start]
+        while not is_start[start]:
+            is_start[start] = True
+            start = next_start[start]
     return np.flatnonzero(starts[:-1])
 
 

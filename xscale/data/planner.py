@@ -50,13 +50,17 @@ def find_node(host_group: HostGroup) -> Node | None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # Linux chooses a name
     listener.listen()
-    here = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/net").st_ino
-    found = host_group.gather((here, listener.getsockname()))
-    ranks = [rank for rank, (of, _) in enumerate(found) if of == here]
-    first = host_group.rank == ranks[0] and len(ranks) > 1
-    if not first:
-        listener.close()
-    return Node(ranks, found[ranks[0]][1], listener if first else None) if len(ranks) > 1 else None
+    host = (Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/net").st_ino)
+    ranks = list[int]()
+    addresses = list[bytes]()
+    for rank, (host_of_rank, address) in enumerate(host_group.gather((host, listener.getsockname()))):
+        if host_of_rank == host:
+            ranks.append(rank)
+            addresses.append(address)
+    if len(ranks) > 1 and host_group.rank == ranks[0]:
+        return Node(ranks, addresses[0], listener)
+    listener.close()
+    return Node(ranks, addresses[0], None) if len(ranks) > 1 else None
 
 
 def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Plans:
@@ -84,16 +88,16 @@ def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Pla
 
 def _connect_ranks(node: Node) -> dict[int, Connection]:
     """Return a connection with each rank of the node, by rank. Waits for all of them."""
-    found: dict[int, Connection] = {}
+    connections: dict[int, Connection] = {}
     assert node.listener
     with node.listener as listener:
-        while len(found) < len(node.ranks):
+        while len(connections) < len(node.ranks):
             client, _ = listener.accept()
             peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             if struct.unpack("3i", peer)[1] == os.getuid():
                 connection = Connection(client.detach())
-                found[int(connection.recv_bytes())] = connection
-    return found
+                connections[int(connection.recv_bytes())] = connection
+    return connections
 
 
 def _received_plans(planner: multiprocessing.Process | None, ours: Connection, steps: int, shared: bool) -> Plans:
@@ -130,14 +134,16 @@ def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connecti
     connections = connect()
 
     def send(items: Sequence[StepPlan | Failure]) -> None:
-        for (rank, connection), item in zip([*connections.items()], items, strict=True):
+        for rank, item in zip([*connections], items, strict=True):
             try:
-                connection.send(item)
+                connections[rank].send(item)
             except (BrokenPipeError, ConnectionResetError):  # this rank has ended
                 del connections[rank]
 
     try:
-        wanted = start_fetchers() if any(source.remote for source in mixture.sources) else None
+        wanted = None
+        if any(source.remote for source in mixture.sources):
+            wanted = start_fetchers()
         for _ in range(steps):
             if wanted:
                 for source, shard in mixture.remote_shards():

@@ -68,7 +68,8 @@ class Source:
 
     def __init__(self, directory: Path | str, remote: Remote | None = None):
         """remote: None for a local source; for a source at a URL, the directory is its folder in the cache."""
-        self.directory, self.remote = Path(directory), remote
+        self.directory = Path(directory)
+        self.remote = remote
         index, self.shards = read_index(self.directory)
         self.fingerprint = fingerprint(index)
         self.index = index | {"shards": []}
@@ -124,7 +125,8 @@ class Source:
     def _with_shards(self, chosen: Sequence[int]) -> "Source":
         source = copy.copy(self)
         source.shards = [self.shards[shard] for shard in chosen]
-        source.counts, source.starts = self.counts[chosen], self.starts[chosen]
+        source.counts = self.counts[chosen]
+        source.starts = self.starts[chosen]
         return source
 
     def with_shards(self, most: int) -> "Source":
@@ -195,8 +197,9 @@ class Source:
         idx = self.entries(shard)
         lengths = (idx["length"][records] & (FOLLOWS - 1)).astype(np.int64)
         if self.kind == "mono" and (lengths > PART_BYTES).any():
-            offsets, of = np.ascontiguousarray(idx["offset"]), idx["offset"][records]
-            lengths //= np.searchsorted(offsets, of, side="right") - np.searchsorted(offsets, of)
+            offsets = np.ascontiguousarray(idx["offset"])
+            chosen = idx["offset"][records]
+            lengths //= np.searchsorted(offsets, chosen, side="right") - np.searchsorted(offsets, chosen)
         return lengths, idx["length"][records] >= FOLLOWS
 
     def entries(self, shard: int) -> np.ndarray:
@@ -206,10 +209,12 @@ class Source:
     def _entry_bytes(self, shard: int, first: int, end: int) -> bytes:
         """Return the entries of some records of a shard, from the file `entries`, or from the shard's .idx if `entries`
         is absent or damaged. Raises UserError if the .idx does not fit the index.json that this process read."""
-        about, size = self.shards[shard], (end - first) * ENTRY.size
+        about = self.shards[shard]
+        size = (end - first) * ENTRY.size
         if self.has_entries:
             with suppress(OSError):
-                file, start = self._file(ENTRIES), int(self.starts[shard])
+                file = self._file(ENTRIES)
+                start = int(self.starts[shard])
                 if file.fits_index(shard, start, about):
                     return file.read(size, (start + first) * ENTRY.size)
         if self.remote:
@@ -276,10 +281,12 @@ class Source:
     def _text_part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
         """Return the record of one part of a long text; each part has an entry in the index. whole: the record of the
         whole text. most: how many parts the text may have before and after this one."""
-        first, end = max(record - most, 0), min(record + 1 + most, int(self.counts[shard]))
+        first = max(record - most, 0)
+        end = min(record + 1 + most, int(self.counts[shard]))
         near = np.frombuffer(self._entry_bytes(shard, first, end), dtype=IDX_DTYPE)
         same = near["offset"] == offset
-        number, parts = int(same[: record - first].sum()), int(same.sum())
+        number = int(same[: record - first].sum())
+        parts = int(same.sum())
         if parts == 1:
             return whole
         text = piece_of_text(whole.texts[0], number, parts)
@@ -339,12 +346,12 @@ class OpenFile:
         """
         changed = os.fstat(self.fd).st_ctime_ns
         if changed != self.changed:
-            self.changed, self.intact = changed, {}
-        found = self.intact.get(shard)
-        if found is None:
+            self.changed = changed
+            self.intact = {}
+        if shard not in self.intact:
             data = self.read(about.records * ENTRY.size, start * ENTRY.size)
-            found = self.intact[shard] = zlib.crc32(data) == about.idx_crc32
-        return found
+            self.intact[shard] = zlib.crc32(data) == about.idx_crc32
+        return self.intact[shard]
 
     def close(self, close: Any = os.close) -> None:  # os is gone when the interpreter ends
         close(self.fd)
@@ -461,7 +468,9 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
 
 def check_none_forgotten(directory: Path, found: list[Path]) -> None:
     """Raise UserError if a folder beside the sources has shards but no index.json, as an incomplete copy has."""
-    for path in sorted(directory.iterdir()) if found and directory not in found else ():
+    if not found or directory in found:
+        return
+    for path in sorted(directory.iterdir()):
         if path.is_symlink() and not path.exists():
             raise UserError(
                 f"{path} is a link to {path.readlink()}, which is not there; restore it, or remove the link"
@@ -480,7 +489,7 @@ def take_first(sources: list[Source], first: int | None) -> list[Source]:
         return sources
     taken: Counter[frozenset[str]] = Counter()
     for source in sources:
-        of = frozenset(source.langs)
-        source.keep_first(first - taken[of])
-        taken[of] += source.records
+        pair = frozenset(source.langs)
+        source.keep_first(first - taken[pair])
+        taken[pair] += source.records
     return [source for source in sources if source.records]

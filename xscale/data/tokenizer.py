@@ -63,13 +63,16 @@ UNKNOWN = 0.002
 
 def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
     """Return console lines about unknown tokens. shares: the share of unknown tokens in each language's text."""
-    said = ", ".join(f"{language} {share:.2%}" for language, share in shares.items())
-    much = [language for language, share in shares.items() if share > UNKNOWN]
-    return [f"unknown tokens: {said}"] * bool(shares) + [
-        f"warning: {shares[language]:.1%} of the tokens in {language} are unknown to tokenizer {path}: nothing can be "
-        f"learnt from them; train one on text in {language}, with a larger --vocab_size"
-        for language in much
-    ]
+    if not shares:
+        return []
+    lines = ["unknown tokens: " + ", ".join(f"{language} {share:.2%}" for language, share in shares.items())]
+    for language, share in shares.items():
+        if share > UNKNOWN:
+            lines.append(
+                f"warning: {share:.1%} of the tokens in {language} are unknown to tokenizer {path}: nothing can be "
+                f"learnt from them; train one on text in {language}, with a larger --vocab_size"
+            )
+    return lines
 
 
 def check_sentencepiece(path: Path) -> None:
@@ -103,7 +106,8 @@ class Tokenizer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
             fast = tokenizer.is_fast
-            special, ids = special_ids(tokenizer), [*tokenizer.get_vocab().values()]
+            special = special_ids(tokenizer)
+            ids = [*tokenizer.get_vocab().values()]
         except Exception as error:
             check_sentencepiece(Path(path))
             nowhere = "" if Path(path).exists() else f"no such folder in {Path.cwd()}; from the hub: "
@@ -115,8 +119,10 @@ class Tokenizer:
             raise UserError(f"tokenizer {path} has no fast (tokenizers) implementation; convert it to tokenizer.json")
         self.hf = tokenizer
         check_special(path, special, tokenizer.mask_token)
-        self.mask_id, self.pad_id = special["mask"], special["pad"]
-        self.cls_id, self.sep_id = special["cls"], special["sep"]
+        self.mask_id = special["mask"]
+        self.pad_id = special["pad"]
+        self.cls_id = special["cls"]
+        self.sep_id = special["sep"]
         self.vocab_size = max(ids) + 1
         """The largest token id plus 1. Some smaller ids may belong to no token."""
         if self.vocab_size > MOST_GAPS * len(ids):
@@ -162,13 +168,17 @@ class Tokenizer:
     def encode_inside(self, words: list[str]) -> list[list[int]]:
         """Return the token ids that each word has inside a sentence. The word is encoded after ", " ("，" in a script
         without spaces), because byte-level BPE and Unigram mark the space before a word."""
-        commas = ["，" if stands_alone(word) else ", " for word in words]
-        texts = [comma + word for comma, word in zip(commas, words, strict=True)]
-        encodings = self.backend.encode_batch(texts, add_special_tokens=False)
-        return [
-            [token for token, (_, end) in zip(found.ids, found.offsets, strict=True) if end > len(comma)]
-            for found, comma in zip(encodings, commas, strict=True)
-        ]
+        commas = list[str]()
+        texts = list[str]()
+        for word in words:
+            comma = "，" if stands_alone(word) else ", "
+            commas.append(comma)
+            texts.append(comma + word)
+        word_ids = list[list[int]]()
+        for comma, encoding in zip(commas, self.backend.encode_batch(texts, add_special_tokens=False), strict=True):
+            token_ends = [end for _, end in encoding.offsets]
+            word_ids.append([token for token, end in zip(encoding.ids, token_ends, strict=True) if end > len(comma)])
+        return word_ids
 
     def encode_words(self, texts: list[str]) -> tuple[list[list[int]], list[TokenWords]]:
         """Return the token ids of each text, and its words (data/words.py) with the tokens that overlap them."""
@@ -183,16 +193,21 @@ class Tokenizer:
         return ids, token_words(texts, counts, spans)
 
     def unknown_share(self, ids: list[list[int]]) -> float:
-        tokens = np.array([token for of_text in ids for token in of_text])
+        tokens = np.array(list(chain.from_iterable(ids)))
         return float((tokens == self.hf.unk_token_id).mean()) if len(tokens) else 0.0
 
     def _pair_template(self) -> PairTemplate:
         """Return the tokenizer's template for pairs, found by an example, or [CLS] A [SEP] B [SEP] if it has none."""
-        found = self.backend.encode("a", "b")
-        types, special = np.array(found.type_ids), np.array(found.special_tokens_mask, dtype=bool)
-        sides = [np.flatnonzero(~special & (np.array(found.sequence_ids) == side)) for side in (0.0, 1.0)]
-        if not all(map(len, sides)) or special.sum() < 3:
+        example = self.backend.encode("a", "b")
+        ordinary = ~np.array(example.special_tokens_mask, dtype=bool)
+        side = np.array(example.sequence_ids)
+        first = np.flatnonzero(ordinary & (side == 0.0))
+        second = np.flatnonzero(ordinary & (side == 1.0))
+        if not len(first) or not len(second) or (~ordinary).sum() < 3:
             return PairTemplate([self.cls_id], [self.sep_id], [self.sep_id], False)
-        (a, b), ids = sides, found.ids
-        first, between, last = ids[: a[0]], ids[a[-1] + 1 : b[0]], ids[b[-1] + 1 :]
-        return PairTemplate(first, between, last, bool(types[b[0]] == 1 and types[a[0]] == 0))
+        return PairTemplate(
+            example.ids[: first[0]],
+            example.ids[first[-1] + 1 : second[0]],
+            example.ids[second[-1] + 1 :],
+            example.type_ids[first[0]] == 0 and example.type_ids[second[0]] == 1,
+        )

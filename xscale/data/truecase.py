@@ -14,7 +14,11 @@ Forms = Mapping[str, str]
 
 
 def count_words(texts: Iterable[list[str]]) -> Counter[str]:
-    return Counter(word for some in texts for words, _ in split(some) for word in words)
+    counts = Counter[str]()
+    for batch in texts:
+        for words, _ in split(batch):
+            counts.update(words)
+    return counts
 
 
 def commonest(counts: Mapping[str, int]) -> Forms:
@@ -29,16 +33,21 @@ def commonest(counts: Mapping[str, int]) -> Forms:
 def respelled(texts: list[str], forms: Forms) -> list[str]:
     """Return the texts with each word in its commonest spelling. Words that `forms` lacks stay as they are."""
     spelled = [forms.get(text.lower(), "") for text in texts]  # of texts that are one word
-    others = [i for i, word in enumerate(spelled) if not word]
-    for i, (words, _) in zip(others, split([texts[i] for i in others]), strict=True):
-        spelled[i] = _replaced(texts[i], words, [forms.get(word.lower(), word) for word in words])
+    others = [number for number, word in enumerate(spelled) if not word]
+    segmented = split([texts[number] for number in others])
+    for number, (words, _) in zip(others, segmented, strict=True):
+        spelled[number] = _with_words_respelled(texts[number], words, forms)
     return spelled
 
 
-def _replaced(text: str, words: list[str], by: list[str]) -> str:
-    parts, end = [], 0
-    for word, new in zip(words, by, strict=True):
+def _with_words_respelled(text: str, words: list[str], forms: Forms) -> str:
+    """Return the text with each of `words`, which are its words in order, in its commonest spelling."""
+    parts = list[str]()
+    end = 0
+    for word in words:
         start = text.index(word, end)
-        parts += [text[end:start], new]
+        parts.append(text[end:start])
+        parts.append(forms.get(word.lower(), word))
         end = start + len(word)
-    return "".join([*parts, text[end:]])
+    parts.append(text[end:])
+    return "".join(parts)

@@ -148,14 +148,19 @@ class TokenWords(NamedTuple):
 
 def join_words(parts: list[TokenWords]) -> TokenWords:
     """Return the words of one text that consists of several texts laid end to end."""
-    joined = list[TokenWords]()
-    first_token, first_word = 0, 0
+    of_token = list[np.ndarray]()
+    tokens = list[np.ndarray]()
+    words = list[np.ndarray]()
+    first_token = 0
+    first_word = 0
     for part in parts:
-        of_token = np.where(part.of_token < 0, -1, part.of_token + first_word)
-        joined.append(TokenWords(of_token, part.tokens + first_token, part.words + first_word, part.is_word))
+        of_token.append(np.where(part.of_token < 0, -1, part.of_token + first_word))
+        tokens.append(part.tokens + first_token)
+        words.append(part.words + first_word)
         first_token += len(part.of_token)
         first_word += len(part.is_word)
-    return TokenWords(*map(np.concatenate, zip(*joined, strict=True)))
+    is_word = np.concatenate([part.is_word for part in parts])
+    return TokenWords(np.concatenate(of_token), np.concatenate(tokens), np.concatenate(words), is_word)
 
 
 def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list[TokenWords]:
@@ -172,15 +177,15 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
     of_token = np.full(len(spans), -1)
     of_token[tokens[::-1]] = words[::-1]
     token_borders = np.concatenate([[0], np.cumsum(counts)])
-    overlap_borders = np.searchsorted(tokens, token_borders).tolist()
+    overlap_borders = np.searchsorted(tokens, token_borders)
     tokens -= token_borders[text_of[tokens]]
-    token_borders, word_borders = token_borders.tolist(), segmented.words.tolist()
     result = list[TokenWords]()
+    of_tokens = np.split(of_token, token_borders[1:-1].tolist())
+    overlapping = np.split(tokens, overlap_borders[1:-1].tolist())
+    overlapped = np.split(words, overlap_borders[1:-1].tolist())
+    is_word = np.split(segmented.is_word, segmented.words[1:].tolist())
     for text in range(len(counts)):
-        here = slice(token_borders[text], token_borders[text + 1])
-        overlaps = slice(overlap_borders[text], overlap_borders[text + 1])
-        is_word = segmented.is_word[word_borders[text] : word_borders[text + 1]]
-        result.append(TokenWords(of_token[here], tokens[overlaps], words[overlaps], is_word))
+        result.append(TokenWords(of_tokens[text], overlapping[text], overlapped[text], is_word[text]))
     return result
 
 
@@ -222,10 +227,13 @@ def split(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
     word_of = segmented.word_of[inside]
     starts = inside[np.flatnonzero(np.diff(word_of, prepend=-1))].tolist()
     ends = (inside[np.flatnonzero(np.diff(word_of, append=-1))] + 1).tolist()
-    first_words, first_chars = segmented.words.tolist(), segmented.chars.tolist()
-    result = []
+    first_words = segmented.words.tolist()
+    first_chars = segmented.chars.tolist()
+    result = list[tuple[list[str], np.ndarray]]()
     for number, text in enumerate(texts):
-        first, end, char = first_words[number], first_words[number + 1], first_chars[number]
+        first = first_words[number]
+        end = first_words[number + 1]
+        char = first_chars[number]
         pieces = [text[starts[word] - char : ends[word] - char] for word in range(first, end)]
         result.append((pieces, segmented.is_word[first:end]))
     return result
