@@ -133,8 +133,6 @@ def test_the_first_stream_of_pairs_counts(texts: Path, demo: Path) -> None:
     assert resolve_run(texts, demo, "xlm", "streams.tlm.samples=13", *own).recipe.train.steps == 60  # 3 * 260 / 13
     with pytest.raises(UserError, match=r"train.epochs counts pairs, .* set train.steps"):
         resolve_run(texts, demo, "mlm", "train.epochs=3")
-    with pytest.raises(UserError, match=r"train.epochs needs streams.tlm.samples instead of tokens"):
-        resolve_run(texts, demo, "tlm", "train.epochs=3", "streams.tlm={objective: tlm, tokens: 900}")
 
 
 def test_the_command_line_says_steps_or_epochs(tmp_path: Path) -> None:
