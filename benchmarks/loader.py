@@ -64,7 +64,7 @@ def speed(run_spec: RunSpec, steps: int) -> None:
     plans = step_plans(run_spec, steps)
     batches = [dataset[plan] for plan in plans]
     pairs = steps * SAMPLES
-    tokens = sum(batch.cost().tokens for batch in batches)
+    tokens = sum(batch.cost()["tokens"] for batch in batches)
     rows = sum(len(batch.rows) for batch in batches)
 
     def through_loader(workers: int) -> float:

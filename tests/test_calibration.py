@@ -167,7 +167,7 @@ def test_long_pairs_are_estimated_as_what_becomes_of_them(run_spec) -> None:
             estimated = sum(int(tokens.sum()) for tokens in mixture.next_batch().tokens.values())
             mixture.state = start
             batch = dataset[mixture.next_step()]
-            found.append([batch.too_long()["tlm"] / 128, batch.cost().tokens / estimated])
+            found.append([batch.too_long()["tlm"] / 128, batch.cost()["tokens"] / estimated])
         too_long, ratio = np.mean(found, axis=0)
         assert 0.1 < too_long < 0.6 and ratio == pytest.approx(1, abs=0.05)
 
