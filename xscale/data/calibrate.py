@@ -63,7 +63,9 @@ def calibrate(
     tokenizer = dataset.context.tokenizer
     if lines is None:
         fit_shards = min(shards, LINE_SHARDS)
-        fits = [partial(bytes_to_tokens, source, tokenizer, fit_shards, sample) for source in dataset.sources]
+        fits: list[Work] = [
+            partial(bytes_to_tokens, source, tokenizer, fit_shards, sample) for source in dataset.sources
+        ]
         lines = divide_work(fits)
     fitted = Calibration(lines, {})
     settings = {"seed": seed, "alpha": alpha, "alpha_by": alpha_by, "max_length": max_length}

@@ -199,7 +199,11 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
 def _spelled(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
     """Return the word, or the text of the tokens if the dictionary gives their ids: one hash says of both whether they
     are withheld."""
-    return tokenizer.hf.decode(ids).strip() if _IDS.fullmatch(word) else word
+    if not _IDS.fullmatch(word):
+        return word
+    text = tokenizer.hf.decode(ids)
+    assert isinstance(text, str)
+    return text.strip()
 
 
 def truecased(

@@ -73,7 +73,9 @@ def checkpoint_card(
 
 
 def is_hub_name(init: str | None) -> bool:
-    return bool(init) and not Path(init).exists() and bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", init))
+    if not init or Path(init).exists():
+        return False
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", init) is not None
 
 
 def make_card(

@@ -209,7 +209,7 @@ class UnreportedStep(NamedTuple):
         """Return the step's line of metrics.jsonl."""
         recipe = recipe.at(self.step - 1)
         shares = self.sums.averages(totals.values_K, recipe, self.targets)
-        loss = 0
+        loss = 0.0
         for stream in recipe.streams:
             if f"loss/{stream}" in shares:
                 loss += recipe.stream_weight(stream, self.step - 1) * shares[f"loss/{stream}"]
