@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig
 
 from tests.conftest import tar_lines
@@ -59,50 +58,23 @@ def command(hf: Path, tmp_path: Path) -> Command:
     return command
 
 
-def unit(rows: int, seed: int, width: int = 6) -> Tensor:
-    return torch.nn.functional.normalize(
-        torch.from_numpy(np.random.default_rng(seed).normal(size=(rows, width))), dim=1
-    )
-
-
 # Neighbours
 
 
 def test_nearest_is_a_sort_of_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk at a time, less the penalties; of whole numbers, whose products are exact and many of them equal: the
-    only neighbour is the first of equal ones."""
+    """A chunk at a time; of whole numbers, whose products are exact and many of them equal: the only neighbour is the
+    first of equal ones."""
     draw = np.random.default_rng(0)
     x, y = (torch.from_numpy(draw.integers(-3, 4, (rows, 6))).float() for rows in (301, 230))
-    penalties = torch.from_numpy(draw.integers(0, 9, 230)).float()
-    for chunk, k, less in product((7, 4096), (1, 4, 999), (None, penalties)):
+    cells = x @ y.T
+    for chunk, k in product((7, 4096), (1, 4, 999)):
         monkeypatch.setattr(retrieval, "CHUNK", chunk)
-        cells = x @ y.T - (0 if less is None else less)
-        scores, rows = retrieval.nearest(x, y, k, less)
+        scores, rows = retrieval.nearest(x, y, k)
         assert torch.equal(scores, cells.sort(dim=1, descending=True).values[:, :k])
         assert torch.equal(cells.gather(1, rows), scores) and all(len(set(row)) == len(row) for row in rows.tolist())
         if k == 1:
             assert torch.equal(rows[:, 0], cells.argmax(1))
     assert retrieval.nearest(x[:0], y, 3)[1].shape == retrieval.nearest(y[:0], x, 1)[1].shape == (0, 0)
-
-
-def test_xsim_is_lasers() -> None:
-    """LASER's ratio margin among the 4 nearest, by loops over all pairs; another sentence with the translation's text
-    is right."""
-    x, y = unit(40, 0) + 0.8, unit(40, 1) + 0.8
-    y[:25] = x[:25] + 0.5 * unit(25, 2)
-    x, y = (torch.nn.functional.normalize(side, dim=1) for side in (x, y))
-    texts = [(f"a{n}", f"b{n % 38}") for n in range(40)]
-    cosine = (x @ y.T).tolist()
-    r_x = [np.mean(sorted(row)[-4:]) for row in cosine]
-    r_y = [np.mean(sorted(row[j] for row in cosine)[-4:]) for j in range(40)]
-    ratio = np.array([[cosine[i][j] / ((r_x[i] + r_y[j]) / 2) for j in range(40)] for i in range(40)])
-    near = np.argsort(-np.array(cosine), 1)[:, :4]
-    there = [texts[max(near[i], key=lambda j: ratio[i, j])][1] != texts[i][1] for i in range(40)]
-    near = np.argsort(-np.array(cosine).T, 1)[:, :4]
-    back = [texts[max(near[j], key=lambda i: ratio[i, j])][0] != texts[j][0] for j in range(40)]
-    found = retrieval.xsim(x, y, texts, ("en", "de"))
-    assert found["en->de xsim"] == np.mean(there) > 0 and found["de->en xsim"] == np.mean(back) > 0
-    assert found["xsim"] == pytest.approx((np.mean(there) + np.mean(back)) / 2)
 
 
 def test_plain_lines_are_read_as_shards_are(
@@ -293,12 +265,12 @@ def test_a_pair_of_languages_has_one_name_whichever_way_round(
         path.write_text("".join(f"{text}\n" for text in sentences(demo, side)[:40]))
     write_pairs(*sides, tmp_path / "there" / "a")
     write_pairs(*reversed(sides), tmp_path / "back" / "b", "--langs", "de", "en")
-    task = ("--task", "retrieval", "--margin", "csls", "--data")
+    task = ("--task", "retrieval", "--margin", "ratio", "--data")
     there, back = (command(*task, tmp_path / folder)[1]["results"] for folder in ("there", "back"))
-    assert list(there["retrieval"]) == ["de-en csls"]
+    assert list(there["retrieval"]) == ["de-en ratio"]
     assert there == back
     both = command(*task, tmp_path / "there", tmp_path / "back")[1]["results"]
-    assert list(both["retrieval"]) == [f"de-en ({tmp_path / place}) csls" for place in ("there/a", "back/b")]
+    assert list(both["retrieval"]) == [f"de-en ({tmp_path / place}) ratio" for place in ("there/a", "back/b")]
 
 
 def test_commands_of_the_page(

@@ -1,36 +1,40 @@
-"""Measures masked prediction on held-out pairs: TLM loss, and the losses of AlignLM's heads.
+"""Measures masked prediction on held-out pairs with an export: TLM loss, and the losses of AlignLM's heads.
 
     L = - sum_{i in M} log p(x_i | x with M masked);    loss = L / |M|
 
+The losses are computed as a run computes those of its own held-out task (in_training.py): by step.measure_rows. Here
+each row has one pair, so that pairs can be resampled for intervals.
+
 TLM's score comes with the text's unigram entropy, the loss of a model that knows only the frequencies of the held-out
 tokens: an encoder with a lower loss has learnt from context. TLM uses the exported masked-LM head, whatever the
-objectives were; AlignLM's losses use AlignLM's own heads, which are saved beside the model. Masks are a function of the
-record's number, the token's position and the vocabulary: the same for every model with the same tokenizer.
+objectives were; AlignLM's losses use AlignLM's own heads, which are saved beside the model. TLM's masks are a function
+of the pair's number, the token's position and the vocabulary: the same for every model with the same tokenizer.
 
-Shape letters: S sequences, M predicted tokens.
+Shape letters: S pairs.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from xscale import rng
 from xscale.data.loader import StepDataset, StreamObjective
 from xscale.data.mixture import SampledRecords, StepPlan
-from xscale.data.packed_row import pack_row
+from xscale.data.packed_row import Row, pack_row
 from xscale.data.sequences import Example
 from xscale.data.shards import Source
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import ExportedModel, Scores, read_texts
-from xscale.objectives import OBJECTIVES, Parts, Prediction, alignlm, tlm
-from xscale.step.module import encoder_states
+from xscale.objectives import OBJECTIVES, alignlm, tlm
+from xscale.recipe import CheckpointConfig, DataConfig, ModelConfig, Recipe, StreamConfig, TrainConfig
+from xscale.step.module import StepModule
+from xscale.step.step import measure_rows
 
-BATCH = 32
+_MASKS = rng.key("heldout")
 
 
 def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
@@ -48,8 +52,7 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
         language_dropout=float(not any(model.language_ids(source.langs).values())),
         reset_positions=model.reset_positions,
     )
-    batches = list(read_batches(model, source, limit, "tlm", options))
-    sums = masked_sums(model, "tlm", batches, options)
+    sums = sums_of_pairs(model, source, limit, "tlm", StreamConfig("tlm", 1, options=options))
     if "mlm" not in sums:
         raise UserError(
             f"{source.directory}: no pair of up to {model.max_length} tokens has a token to predict; give other pairs"
@@ -58,89 +61,71 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
     scores = loss_scores(sums["mlm"], "tlm_loss", "masked_accuracy")
     scores["unigram_entropy"] = unigram_entropy(model.tokenizer.encode([side for pair in texts for side in pair]))
     scores["targets"] = float(sums["mlm"][:, 2].sum())
-    scores["dropped"] = float(len(texts) - sum(batch.samples for batch in batches))
+    scores["dropped"] = float(len(texts) - len(sums["mlm"]))
     for name, saved in model.heads.items():
-        if saved.objective == "alignlm":
-            scores |= evaluate_alignlm(model, source, limit, name)
+        if saved.objective != "alignlm":
+            continue
+        stream = StreamConfig("alignlm", 1, options=saved.options(alignlm.AlignLMOptions))
+        for term, sums_S3 in sums_of_pairs(model, source, limit, name, stream).items():
+            scores |= loss_scores(sums_S3, f"{name}_{term}_loss", f"{name}_{term}_accuracy")
+            scores[f"{name}_{term}_targets"] = float(sums_S3[:, 2].sum())
     return scores
 
 
-def evaluate_alignlm(model: ExportedModel, source: Source, limit: int, stream: str) -> Scores:
-    """Return losses, accuracies and numbers of targets of a stream's saved heads."""
-    saved = model.heads[stream]
-    options = saved.options(alignlm.AlignLMOptions)
-    heads = alignlm.Heads(model.encoder, options)
-    heads.load_state_dict(saved.weights)
-    batches = read_batches(model, source, limit, "alignlm", options)
-    scores: Scores = {}
-    for term, sums_S3 in masked_sums(model, "alignlm", batches, options, heads.eval().to(model.device)).items():
-        scores |= loss_scores(sums_S3, f"{stream}_{term}_loss", f"{stream}_{term}_accuracy")
-        scores[f"{stream}_{term}_targets"] = float(sums_S3[:, 2].sum())
-    return scores
+def sums_of_pairs(
+    model: ExportedModel, source: Source, limit: int, name: str, stream: StreamConfig
+) -> dict[str, np.ndarray]:
+    """Return {term of the stream's loss: sums [S, 3]}, without terms that predict no token. The sums of a pair are loss
+    in nats, tokens predicted right, tokens. Pairs that exceed the model's positions are left out. name: the stream's
+    name, under which its heads are saved."""
+    recipe = Recipe(ModelConfig(), {name: stream}, DataConfig(), TrainConfig(), CheckpointConfig())
+    module = StepModule(model.encoder, recipe, model.heads).to(model.device)
+    engine = SimpleNamespace(module=module, device=model.device)
+    sums: dict[str, list[np.ndarray]] = {}
+    try:
+        for row in pair_rows(model, source, limit, name, stream):
+            numbers = measure_rows(engine, recipe, [row], rank=0)
+            sums_3 = {term: np.array([0.0, 0.0, count]) for (_, term), count in row.label_counts.items()}
+            for key, value in zip(numbers.reported, numbers.values_K.tolist(), strict=True):
+                sums_3[key.term][0 if key.name == "loss" else 1] = value
+            for term, sums_of_pair in sums_3.items():
+                sums.setdefault(term, []).append(sums_of_pair)
+    finally:
+        model.encoder.eval()
+    predicted = {}
+    for term, sums_of_term in sums.items():
+        sums_S3 = np.stack(sums_of_term)
+        if sums_S3[:, 2].any():
+            predicted[term] = sums_S3
+    return predicted
 
 
-def read_batches(
-    model: ExportedModel, source: Source, limit: int, objective: str, options: Any
-) -> Iterator[StreamBatch]:
-    """Yield stream batches of the first `limit` records, read as in training."""
+def pair_rows(model: ExportedModel, source: Source, limit: int, name: str, stream: StreamConfig) -> Iterator[Row]:
+    """Yield a row for each of the first `limit` pairs that fits the model's positions, read as in training."""
+    objective = OBJECTIVES[stream.objective]
 
-    def collate(samples: list[list[Example]], options: Any, context: CollateContext) -> StreamBatch:
-        linked = [[replace(pair, links=pair.links or "")] for (pair,) in samples]  # a record may have no links
-        return OBJECTIVES[objective].collate(linked, options, context)
+    def collate(samples: list[list[Example]], options: object, context: CollateContext) -> StreamBatch:
+        ((pair,),) = samples
+        pair = replace(pair, links=pair.links or "")  # a record may have no links
+        if stream.objective == "tlm":
+            pair = replace(pair, identity=rng.hash64(_MASKS, np.array([pair.number]))[0])
+        return objective.collate([[pair]], options, context)
 
-    context = make_context(model, source.langs)
-    streams = {objective: StreamObjective(replace(OBJECTIVES[objective], collate=collate), options)}
-    dataset = StepDataset([source], streams, context, seed=0)
+    ids = model.language_ids(source.langs)
+    context = CollateContext(model.tokenizer, model.max_length, "drop", ids, segments=model.segments)
+    how = StreamObjective(replace(objective, collate=collate), stream.options)
+    dataset = StepDataset([source], {name: how}, context, seed=0)
     shard, record = np.array(source.places(np.arange(min(limit, source.records)))).T
     zeros = np.zeros(len(shard), dtype=np.int64)
     records = SampledRecords(np.arange(len(shard)), zeros, zeros, shard, record, zeros.astype(float))
-    for start in range(0, len(shard), BATCH):
-        drawn = records.select(np.arange(start, min(start + BATCH, len(shard))))
-        (stream_batch,) = dataset.stream_batches(objective, StepPlan(0, [{objective: drawn}], {}, rank=0, world=1))
-        yield stream_batch
-
-
-def make_context(model: ExportedModel, langs: Sequence[str]) -> CollateContext:
-    return CollateContext(model.tokenizer, model.max_length, "drop", model.language_ids(langs), segments=model.segments)
-
-
-@torch.inference_mode()
-def masked_sums(
-    model: ExportedModel, objective: str, stream_batches: Iterable[StreamBatch], options: Any, heads: Any = None
-) -> dict[str, np.ndarray]:
-    """Return {term of the objective's loss: sums_S3}, without terms that predict no token. The sums over the tokens
-    that a sequence predicts are loss in nats, tokens predicted right, tokens."""
-    parts = Parts(model.encoder, heads)
-    sums: dict[str, list[np.ndarray]] = {}
-    for stream_batch in stream_batches:
-        predictions, labels_M = predict(parts, objective, stream_batch, options, model.tokenizer.sep_id)
-        features_MH = torch.cat([prediction.features_MH for prediction in predictions])
-        _, losses_M, right_M = model.encoder.vocabulary_loss(features_MH, labels_M)
-        numbers_M3 = torch.stack([losses_M.double(), right_M.double(), torch.ones_like(losses_M).double()], 1).cpu()
-        sizes = [len(prediction.features_MH) for prediction in predictions]
-        sequences = stream_batch.sequences
-        for prediction, of_term_M3 in zip(predictions, numbers_M3.split(sizes), strict=True):
-            states = stream_batch.states["linked" if prediction.term == "bi" else "masked"]
-            first_tokens = states.columns[states.offsets[:-1]]
-            sequence_M = torch.from_numpy(sequences.numbers[first_tokens])
-            of_sequences_S3 = torch.zeros(len(sequences.lengths), 3, dtype=torch.float64)
-            of_sequences_S3.index_add_(0, sequence_M, of_term_M3)
-            sums.setdefault(prediction.term, []).append(of_sequences_S3.numpy())
-    joined = {term: np.concatenate(of_batches) for term, of_batches in sums.items()}
-    return {term: sums_S3 for term, sums_S3 in joined.items() if sums_S3[:, 2].any()}
-
-
-def predict(
-    parts: Parts, objective: str, stream_batch: StreamBatch, options: Any, pad_id: int
-) -> tuple[list[Prediction], Tensor]:
-    """Return the objective's predictions, and their labels [M] one after the other. pad_id: the token id that pads."""
-    row = pack_row({objective: stream_batch}, pad_id).to(parts.encoder.embeddings.device)
-    states = encoder_states(parts.encoder, row)[objective]
-    return OBJECTIVES[objective].loss(parts, states, row.arrays[objective], options).predictions, row.labels
+    rows = [{name: records.select(np.array([number]))} for number in range(len(shard))]
+    for stream_batch in dataset.stream_batches(name, StepPlan(0, rows, {}, rank=0, world=1)):
+        if stream_batch.samples:
+            yield pack_row({name: stream_batch}, model.tokenizer.sep_id)
 
 
 def loss_scores(sums_S3: np.ndarray, loss_name: str, accuracy_name: str) -> Scores:
-    """Return the mean loss in nats and the accuracy under these names. sums_S3: see `masked_sums`."""
+    """Return the mean loss in nats and the accuracy under these names. sums_S3: see `sums_of_pairs`."""
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         loss, right, targets = np.moveaxis(sums, -1, 0)

@@ -1,12 +1,10 @@
 """Measures sentence retrieval (Artetxe & Schwenk 2019): is a sentence's translation its nearest neighbour?
 
-Neighbours are ranked by `cosine`, or by a margin that lowers the scores of hubs:
+Neighbours are ranked by `cosine`, or by LASER's margin `ratio`, which lowers the scores of hubs:
 
-    csls(x, y) = 2 cos(x, y) - r(x) - r(y)                  (Lample et al. 2018), k = 10
-    ratio(x, y) = cos(x, y) / ((r(x) + r(y)) / 2)           (LASER), k = 4
+    ratio(x, y) = cos(x, y) / ((r(x) + r(y)) / 2)
 
-where r(x) is the mean cosine of x with its k nearest neighbours in the other language. `xsim` is LASER's error rate by
-the ratio margin; a neighbour with the same text as the translation is right in xSIM.
+where r(x) is the mean cosine of x with its k = 4 nearest neighbours in the other language. Among these x is matched.
 
 Layers are counted like transformers' hidden_states: 0 is the output of the embeddings, 1 the first layer, -1 the last.
 
@@ -33,9 +31,10 @@ from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import gather_rows
 
 BATCH, CHUNK = 64, 1024
-NEIGHBOURS, XSIM_NEIGHBOURS = 10, 4
-"""The number of nearest neighbours k in csls, and in xSIM."""
-POOLINGS, MARGINS, XSIM = ("mean", "cls"), ("cosine", "csls"), "xsim"
+NEIGHBOURS = 4
+"""The number of nearest neighbours k of the margin."""
+POOLINGS = ("mean", "cls")
+MARGINS = ("cosine", "ratio")
 Vectors = dict[tuple[str, int], Tensor]
 """{(pooling, layer): unit vectors [sentences, H]}. Layers are counted from the end, -1 for the last."""
 ALL = "all"
@@ -113,7 +112,7 @@ def evaluate(
     langs: Sequence[str],
     variants: Sequence[Variant] | None = None,
 ) -> dict[str, Scores]:
-    """Return {variant's name: accuracies, or for xSIM error rates}, in training and after it.
+    """Return {variant's name: accuracies}, in training and after it.
 
     texts: the pairs of sentences; in training, those with the numbers rank, rank + ranks, ... of all pairs. variants:
     None stands for the default one.
@@ -125,7 +124,7 @@ def evaluate(
     for side, language in enumerate(langs):
         vectors = embed(model, [pair[side] for pair in texts], language_ids[language], keys)
         sides.append({key: gather_vectors(own) for key, own in vectors.items()})
-    return compare(sides, texts, langs, variants)
+    return compare(sides, langs, variants)
 
 
 def gather_vectors(own_NH: Tensor) -> Tensor:
@@ -138,80 +137,64 @@ def gather_vectors(own_NH: Tensor) -> Tensor:
     return vectors_NH[numbers.argsort().to(vectors_NH.device)]
 
 
-def compare(
-    sides: Sequence[Vectors], texts: Sequence[tuple[str, ...]], langs: Sequence[str], variants: Sequence[Variant]
-) -> dict[str, Scores]:
+def compare(sides: Sequence[Vectors], langs: Sequence[str], variants: Sequence[Variant]) -> dict[str, Scores]:
     """Do the same as `evaluate`, given the vectors of both languages (sides)."""
     results = {}
     for variant in variants:
         first_NH, second_NH = (side[variant.vectors] for side in sides)
-        if variant.margin == XSIM:
-            results[variant.name] = xsim(first_NH, second_NH, texts, langs)
-        else:
-            results[variant.name] = accuracies(first_NH, second_NH, variant.margin, langs)
+        results[variant.name] = accuracies(first_NH, second_NH, variant.margin, langs)
     return results
 
 
 def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: Sequence[str]) -> Scores:
-    """Return the retrieval accuracy by direction, and the mean of both: the share of rows whose nearest row of the
-    other matrix has the same index. Rows are unit vectors."""
-    right = []
-    for x_NH, y_NH in ((first_NH, second_NH), (second_NH, first_NH)):
-        hubness_N = hubness(y_NH, x_NH) if margin == "csls" else None
-        _, rows_N1 = nearest(x_NH, y_NH, 1, hubness_N)
-        right.append(rows_N1[:, 0] == torch.arange(len(x_NH), device=x_NH.device))
-    return shares_by_direction(torch.stack(right, 1).cpu().numpy(), langs, "", "accuracy")
-
-
-def hubness(y_MH: Tensor, x_NH: Tensor, k: int = NEIGHBOURS) -> Tensor:
-    """Return r(y) / 2 of csls [M]. A cosine with y minus this number has the order of csls in each row of x."""
-    cosines_Mk, _ = nearest(y_MH, x_NH, k)
-    return cosines_Mk.mean(1) / 2
-
-
-def xsim(first_NH: Tensor, second_NH: Tensor, texts: Sequence[tuple[str, ...]], langs: Sequence[str]) -> Scores:
-    """Return xSIM's error rates: shares of sentences whose best candidate is no translation, by direction, and their
-    mean."""
-    there, there_rows = nearest(first_NH, second_NH, XSIM_NEIGHBOURS)
-    back, back_rows = nearest(second_NH, first_NH, XSIM_NEIGHBOURS)
-    means = back.double().mean(1), there.double().mean(1)
-    errors_N2 = np.zeros((len(texts), 2))
-    for side, (cosines, rows) in enumerate(((there, there_rows), (back, back_rows))):
-        margins = cosines.double() / ((means[1 - side][:, None] + means[side][rows]) / 2)
-        best_N = rows.gather(1, margins.argmax(1, keepdim=True))[:, 0].tolist()
-        for n, row in enumerate(best_N):
-            errors_N2[n, side] = texts[row][1 - side] != texts[n][1 - side]
-    return shares_by_direction(errors_N2, langs, " xsim", "xsim")
-
-
-def nearest(x_NH: Tensor, y_MH: Tensor, k: int, penalties_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return `(x @ y.T - penalties).topk(k)`: scores and rows of y, best first [N, min(k, M)]. Only a chunk of the
-    rows of the N x M matrix is in memory. Among equal scores, the only neighbour (k = 1) is the first."""
-    if not len(x_NH) or not len(y_MH):
-        return x_NH.new_empty(len(x_NH), 0), torch.empty(len(x_NH), 0, dtype=torch.int64, device=x_NH.device)
-    scores, rows = [], []
-    for chunk_RH in x_NH.split(CHUNK):
-        cells_RM = chunk_RH @ y_MH.T
-        if penalties_M is not None:
-            cells_RM -= penalties_M
-        best = cells_RM.max(1, keepdim=True) if k == 1 else cells_RM.topk(min(k, len(y_MH)), 1)
-        scores.append(best.values)
-        rows.append(best.indices)
-    return torch.cat(scores), torch.cat(rows)
-
-
-def shares_by_direction(true_N2: np.ndarray, langs: Sequence[str], suffix: str, mean: str) -> Scores:
-    """Return the shares of true values in both columns, their mean, and the number of sentences N. true_N2: booleans,
-    from the first language to the second, and back. suffix: ends the names of the shares. mean: the mean's name."""
+    """Return the retrieval accuracy by direction, the mean of both, and the number of sentences: the share of rows
+    whose match in the other matrix has the same index. Rows are unit vectors."""
+    if margin == "cosine":
+        _, there_N1 = nearest(first_NH, second_NH, 1)
+        _, back_N1 = nearest(second_NH, first_NH, 1)
+        matches = [there_N1[:, 0], back_N1[:, 0]]
+    else:
+        matches = ratio_matches(first_NH, second_NH)
+    sentences = len(first_NH)
+    right_N3 = np.ones((sentences, 3))
+    for direction, match_N in enumerate(matches):
+        right_N3[:, direction] = match_N.cpu().numpy() == np.arange(sentences)
     first, second = langs
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         there, back, n = np.moveaxis(sums, -1, 0)
-        shares = {f"{first}->{second}{suffix}": there / n, f"{second}->{first}{suffix}": back / n}
-        return shares | {mean: (there + back) / n / 2}
+        return {f"{first}->{second}": there / n, f"{second}->{first}": back / n, "accuracy": (there + back) / n / 2}
 
-    counts_N3 = np.column_stack([true_N2, np.ones(len(true_N2))])
-    return bootstrap(counts_N3, scores_of) | {"sentences": len(true_N2)}
+    return bootstrap(right_N3, scores_of) | {"sentences": sentences}
+
+
+def ratio_matches(first_NH: Tensor, second_NH: Tensor) -> list[Tensor]:
+    """Return the match of each row [N] by the margin `ratio`, in the second matrix and then in the first."""
+    there, there_rows = nearest(first_NH, second_NH, NEIGHBOURS)
+    back, back_rows = nearest(second_NH, first_NH, NEIGHBOURS)
+    means_there = there.double().mean(1)
+    means_back = back.double().mean(1)
+    margins_there = there / ((means_there[:, None] + means_back[there_rows]) / 2)
+    margins_back = back / ((means_back[:, None] + means_there[back_rows]) / 2)
+    matches = []
+    for margins, rows in ((margins_there, there_rows), (margins_back, back_rows)):
+        matches.append(rows.gather(1, margins.argmax(1, keepdim=True))[:, 0])
+    return matches
+
+
+def nearest(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return `(x @ y.T).topk(k)`: scores and rows of y, best first [N, min(k, M)]. Only a chunk of the rows of the
+    matrix N x M is in memory. Among equal scores, the only neighbour (k = 1) is the first."""
+    if not len(x_NH) or not len(y_MH):
+        return x_NH.new_empty(len(x_NH), 0), torch.empty(len(x_NH), 0, dtype=torch.int64, device=x_NH.device)
+    scores = []
+    rows = []
+    for chunk_RH in x_NH.split(CHUNK):
+        cells_RM = chunk_RH @ y_MH.T
+        best = cells_RM.max(1, keepdim=True) if k == 1 else cells_RM.topk(min(k, len(y_MH)), 1)
+        scores.append(best.values)
+        rows.append(best.indices)
+    return torch.cat(scores), torch.cat(rows)
 
 
 def embed(model: ExportedModel, texts: list[str], language_id: int, keys: Sequence[tuple[str, int]]) -> Vectors:

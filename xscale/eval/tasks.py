@@ -52,8 +52,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "SentenceTransformer pools)")  # fmt: skip
     add("--layer", nargs="+", type=parse_layer, default=[], metavar="N", help="0: embeddings, -1: last, or all; for "
         "retrieval (default: -1), aer (all)")  # fmt: skip
-    add("--margin", nargs="+", choices=(*retrieval.MARGINS, retrieval.XSIM), default=["cosine"], help="for retrieval; "
-        "xsim is LASER's error rate")  # fmt: skip
+    add("--margin", nargs="+", choices=retrieval.MARGINS, default=["cosine"], help="for retrieval; ratio is LASER's")
 
 
 def parse_layer(text: str) -> str | int:
@@ -179,8 +178,7 @@ def parallel_rows(args: Namespace, name: str, files: dict[str, Path]) -> list[Ta
                     keys = [variant.vectors for variant in variants]
                     vectors[model, language] = retrieval.embed(model, lines[language], language_ids[language], keys)
             sides = [vectors[model, language] for language in langs]
-            texts = list(zip(lines[langs[0]], lines[langs[1]], strict=True))
-            return retrieval.compare(sides, texts, langs, variants)
+            return retrieval.compare(sides, langs, variants)
 
         return TaskRow(pair_name(langs), Path(name), evaluate)
 
