@@ -59,17 +59,22 @@ def measure_functions(
     alignment: the function that measures alignment scores. note: a function that is called with a description of the
     work, each time that it goes on. Raises UserError.
     """
-    types: dict[str, Any] = {"heldout": HeldoutTask, "retrieval": RetrievalTask}
-    return {
-        task.name: types[task.kind](task, run_spec, engine, process, note).measure if task.kind in types else alignment
-        for task in run_spec.recipe.eval.tasks
-    }
+    functions: dict[str, Callable[[], Results]] = {}
+    for task in run_spec.recipe.eval.tasks:
+        if task.kind == "alignment":
+            functions[task.name] = alignment
+        elif task.kind == "heldout":
+            functions[task.name] = HeldoutTask(task, run_spec, engine, process, note).measure
+        else:
+            functions[task.name] = RetrievalTask(task, run_spec, engine, process, note).measure
+    return functions
 
 
 def review_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup) -> list[str]:
     """Return lines about tasks in languages that the run lacks. Raises UserError if a task cannot be measured at this
     ZeRO stage, or if no task has the results row that checkpoint.best names."""
-    best, notes = run_spec.recipe.checkpoint.best, list[str]()
+    best = run_spec.recipe.checkpoint.best
+    notes: list[str] = []
     for task in run_spec.recipe.eval.tasks:
         if stage >= 3:
             raise UserError(
@@ -101,9 +106,17 @@ def row_names(task: EvalTask, run_spec: RunSpec, sources: list[Source], host_gro
     samples = sample_heldout_links(run_spec, sources, host_group)
     specs = heldout_stream_specs(run_spec, sources, samples)
     check_links(run_spec.recipe, specs, sources, samples)
-    languages = [(spec.name, of) for spec in specs for s in spec.sources for of in (sources[s].pair, *sources[s].langs)]
-    names = [(spec.name, ALL) for spec in specs if len({sources[s].pair for s in spec.sources}) > 1] + languages
-    return list(dict.fromkeys([*(spec.name for spec in specs), *(" ".join(of_stream) for of_stream in names)]))
+    streams = [spec.name for spec in specs]
+    means: list[str] = []
+    languages: list[str] = []
+    for spec in specs:
+        pairs = {sources[s].pair for s in spec.sources}
+        if len(pairs) > 1:
+            means.append(f"{spec.name} {ALL}")
+        for s in spec.sources:
+            for language in (sources[s].pair, *sources[s].langs):
+                languages.append(f"{spec.name} {language}")
+    return list(dict.fromkeys([*streams, *means, *languages]))
 
 
 def empty_alignment_rows(run_spec: RunSpec) -> Results:
@@ -114,24 +127,32 @@ def empty_alignment_rows(run_spec: RunSpec) -> Results:
         raise UserError("the run has no dictionary; set data.lexicons=[PATH/en-de.txt], or put it into lexicon/")
     nothing = {language: np.empty(0, dtype=np.int64) for lexicon in lexicons for language in lexicon.langs}
     probes = build_probes(lexicons, run_spec.lexicons, run_spec.unseen, nothing)
-    return {
-        name: {subset: math.nan for subset, words in probe.items() if len(words.queries) >= FEWEST}
-        for name, probe in probes.items()
-    }
+    rows: Results = {}
+    for name, probe in probes.items():
+        rows[name] = {}
+        for subset, words in probe.items():
+            if len(words.queries) >= FEWEST:
+                rows[name][subset] = math.nan
+    return rows
 
 
 def with_overall_means(task: str, rows: Results) -> Results:
     """Return rows with means over languages or pairs, followed by the task's own rows. The row of means is `all`; for
     held-out losses, it is `STREAM all` for each stream. A number is averaged if several rows have it."""
-    groups, losses = dict[str, list[dict[str, float]]](), task.partition(".")[0] == "heldout"
+    losses = task.partition(".")[0] == "heldout"
+    groups: dict[str, list[dict[str, float]]] = {}
     for row, numbers in rows.items():
         stream, _, language = row.partition(" ")
         if language or not losses:
             groups.setdefault(f"{stream} {ALL}" if losses else ALL, []).append(numbers)
     means: Results = {}
     for row, group in groups.items():
-        for name in dict.fromkeys(name for numbers in group for name in numbers if direction(name)):
-            values = [numbers[name] for numbers in group if name in numbers]
+        values_of_name: dict[str, list[float]] = {}
+        for numbers in group:
+            for name, value in numbers.items():
+                if direction(name):
+                    values_of_name.setdefault(name, []).append(value)
+        for name, values in values_of_name.items():
             if len(values) > 1:
                 are_scores = all(isinstance(value, Score) for value in values)
                 means.setdefault(row, {})[name] = mean(values) if are_scores else sum(values) / len(values)
@@ -176,14 +197,14 @@ def heldout_stream_specs(run_spec: RunSpec, sources: list[Source], samples: list
     """Return a spec for each stream that can read held-out sources, with one step of all records. Raises UserError."""
     specs = []
     for spec in run_spec.specs:
-        kind, languages = "mono" if spec.packed else "pair", run_spec.recipe.streams[spec.name].languages
-        indices = tuple(
-            s
-            for s, source in enumerate(sources)
-            if source.kind == kind and (languages is None or matches_languages(languages, source.langs))
-        )
-        if indices:
-            indices = linked_sources(run_spec.recipe.streams[spec.name].objective, indices, samples)
+        kind = "mono" if spec.packed else "pair"
+        languages = run_spec.recipe.streams[spec.name].languages
+        read: list[int] = []
+        for s, source in enumerate(sources):
+            if source.kind == kind and (languages is None or matches_languages(languages, source.langs)):
+                read.append(s)
+        if read:
+            indices = linked_sources(run_spec.recipe.streams[spec.name].objective, tuple(read), samples)
             specs.append(StreamSpec(spec.name, indices, sum(sources[s].records for s in indices), spec.packed))
     if not specs:
         kinds = ", ".join(sorted({f"{source.pair} ({source.kind})" for source in sources}))
@@ -204,7 +225,8 @@ class HeldoutTask:
     ):
         """Prepare one step of all held-out records. Raises UserError."""
         self.note = partial(note, f"measuring {task.name}")
-        recipe, sources = run_spec.recipe, find_task_sources(task, run_spec)
+        recipe = run_spec.recipe
+        sources = find_task_sources(task, run_spec)
         calibration = Calibration([bytes_to_tokens(source, run_spec.tokenizer) for source in sources], {})
         samples = sample_heldout_links(run_spec, sources, HostGroup(alone=True))
         specs = heldout_stream_specs(run_spec, sources, samples)
@@ -220,11 +242,14 @@ class HeldoutTask:
         (self.batch,) = self.run_spec.batches(process, engine.device.type, initial_state(specs), 1)
         for source in sources:
             source.close()
-        self.engine, self.process = engine, process
+        self.engine = engine
+        self.process = process
 
     def measure(self) -> Results:
         """Return a results row for each stream, and for each language of a stream. All ranks call it together."""
-        recipe, targets, counts = self.run_spec.recipe, self.batch.targets(), self.batch.counts()
+        recipe = self.run_spec.recipe
+        targets = self.batch.targets()
+        counts = self.batch.counts()
         sums = measure_rows(self.engine, recipe, self.batch.rows, rank=self.process.rank, note=self.note)
         numbers = torch.tensor([*targets.values(), *counts.values()], dtype=torch.float64)
         table = torch.cat([sums.values_K, numbers.to(sums.values_K.device)])
@@ -254,10 +279,11 @@ def without_language_dropout(stream: StreamConfig) -> StreamConfig:
 
 def estimated_token_count(calibration: Calibration, source_index: int, source: Source) -> float:
     """Return the number of tokens of a source, estimated from its bytes."""
-    return sum(
-        float(calibration.estimated_tokens(source_index, source.lengths(s, slice(0, n))).sum())
-        for s, n in enumerate(source.counts)
-    )
+    tokens = 0.0
+    for shard, records in enumerate(source.counts):
+        lengths = source.lengths(shard, slice(0, records))
+        tokens += float(calibration.estimated_tokens(source_index, lengths).sum())
+    return tokens
 
 
 class ModelInTraining(ExportedModel):

@@ -38,8 +38,12 @@ class Validation:
     ):
         """Prepare to measure. tasks: the result of in_training.measure_functions. step: the last step whose evaluation
         is kept, or -1."""
-        self.section, self.best_of = run_spec.recipe.eval, run_spec.recipe.checkpoint.best
-        self.tasks, self.out, self.host_group, self.reporter = tasks, out, host_group, reporter
+        self.section = run_spec.recipe.eval
+        self.best_of = run_spec.recipe.checkpoint.best
+        self.tasks = tasks
+        self.out = out
+        self.host_group = host_group
+        self.reporter = reporter
         self.last = run_spec.recipe.train.steps
         has = bool(self.section.tasks) and host_group.is_main
         self.lines = JsonLines(out / EVALS if has else None, step)
@@ -113,28 +117,53 @@ class Validation:
     def lines_of(self, step: int, results: dict[str, Results]) -> list[str]:
         """Return a line for each of the most important results rows: the row's main number, and the best such number so
         far with its step. ✓ means that this step is the best so far."""
-        found, numbers = [], [(task, row, of) for task, rows in results.items() for row, of in rows.items()]
+        titles: list[str] = []
+        numbers: list[str] = []
+        marks: list[str] = []
+        for task, row in self.rows_in_order(results):
+            scores = results[task][row]
+            name = next((name for name in MAIN if name in scores), next(iter(scores)))
+            titles.append(f"{task} {row}")
+            numbers.append(f"{name} {scores[name]:.4g}")
+            marks.append(self.mark_of(task, row, step, name, scores[name]))
+        title_width = max(map(len, titles), default=0)
+        number_width = max(map(len, numbers), default=0)
+        lines = []
+        for title, number, mark in list(zip(titles, numbers, marks, strict=True))[:ROWS]:
+            lines.append(f"  {title:{title_width}}  {number:{number_width}}  {mark}".rstrip())
+        if len(titles) > ROWS:
+            lines.append(f"  and {len(titles) - ROWS} more in {EVALS}")
+        return lines
+
+    def rows_in_order(self, results: dict[str, Results]) -> list[tuple[str, str]]:
+        """Return (task, results row) of the rows with numbers: first the row that chooses the best checkpoint, then
+        streams and means, then single languages."""
         best_row = (self.best_of or "").rpartition("/")[0]
+        first: list[tuple[str, str]] = []
+        whole: list[tuple[str, str]] = []
+        single: list[tuple[str, str]] = []
+        for task, rows in results.items():
+            for row, scores in rows.items():
+                is_single = " " in row if task.startswith("heldout") else row != ALL and ALL in rows
+                if not scores:
+                    continue
+                if f"{task}/{row}" == best_row:
+                    first.append((task, row))
+                elif is_single:
+                    single.append((task, row))
+                else:
+                    whole.append((task, row))
+        return first + whole + single
 
-        def order(of: tuple[str, str, Any]) -> tuple[bool, bool]:
-            """Sort the row that chooses the best checkpoint first, then streams and means, then single languages."""
-            task, row, _ = of
-            single = " " in row if task.startswith("heldout") else row != ALL and ALL in results[task]
-            return f"{task}/{row}" != best_row, single
-
-        numbers.sort(key=order)
-        for task, row, of in numbers:
-            if not of:
-                continue
-            name = next((name for name in MAIN if name in of), next(iter(of)))
-            best = self.best_numbers.get((task, row))
-            if math.isfinite(of[name]) and is_better(name, of[name], best and best[1]):
-                best = self.best_numbers[task, row] = step, of[name]
-            mark = "" if best is None else "✓ best" if best[0] == step else f"best {best[1]:.4g} at step {best[0]}"
-            found.append((f"{task} {row}", f"{name} {of[name]:.4g}", mark))
-        widths = [max(map(len, column)) for column in zip(*found, strict=True)][:2]
-        rows = [f"  {row:{widths[0]}}  {number:{widths[1]}}  {mark}".rstrip() for row, number, mark in found[:ROWS]]
-        return rows + [f"  and {len(found) - ROWS} more in {EVALS}"] * (len(found) > ROWS)
+    def mark_of(self, task: str, row: str, step: int, name: str, number: float) -> str:
+        """Return what the log says about the row's best number so far, after noting this step's number."""
+        best = self.best_numbers.get((task, row))
+        if math.isfinite(number) and is_better(name, number, best and best[1]):
+            self.best_numbers[task, row] = (step, number)
+            return "✓ best"
+        if best is None:
+            return ""
+        return f"best {best[1]:.4g} at step {best[0]}"
 
     def published(self, step: int, path: Path) -> set[int]:
         """Note a new checkpoint. Returns the steps whose checkpoints must stay. Rank 0 only."""
