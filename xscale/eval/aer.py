@@ -83,7 +83,7 @@ def evaluate(
 ) -> dict[str, Scores]:
     """Return {`METHOD layer N`: error rates, number of pairs, and number `cut` of pairs with a truncated sentence}."""
     indices = layer_indices(layers, model.num_layers)
-    predicted: dict[tuple[str, int], list[Links]] = {key: [] for key in product(METHODS, indices)}
+    predicted: dict[tuple[str, int], list[Links]] = {}
     truncated = 0
     for start in range(0, len(gold), BATCH):
         batch = gold[start : start + BATCH]
@@ -91,13 +91,12 @@ def evaluate(
         second_sides = encode_words(model, [pair.words[1] for pair in batch], langs[1], indices)
         for x, y in zip(first_sides, second_sides, strict=True):
             truncated += x.is_truncated or y.is_truncated
-            for method, layer in predicted:
+            for method, place in product(METHODS, range(len(indices))):
                 links: Links = set()
                 if x.words and y.words:
-                    place = indices.index(layer)
-                    tokens_L2 = METHODS[method](x.states_LTH[place], y.states_LTH[place]).nonzero().tolist()
-                    links = {(x.words[i], y.words[j]) for i, j in tokens_L2}
-                predicted[method, layer].append(links)
+                    is_linked_IJ = METHODS[method](x.states_LTH[place], y.states_LTH[place])
+                    links = {(x.words[i], y.words[j]) for i, j in is_linked_IJ.nonzero().tolist()}
+                predicted.setdefault((method, indices[place]), []).append(links)
     results = {}
     for (method, layer), links_of_pairs in predicted.items():
         counts = {"sentences": len(gold), "cut": truncated}
@@ -113,9 +112,13 @@ def encode_words(
     ids: list[list[int]] = []
     words: list[list[int]] = []
     for sentence in sentences:
-        tokens = model.tokenizer.encode_inside(sentence)
-        ids.append([token for tokens_of_word in tokens for token in tokens_of_word])
-        words.append(np.repeat(np.arange(len(tokens)), [len(tokens_of_word) for tokens_of_word in tokens]).tolist())
+        ids_of_sentence: list[int] = []
+        words_of_sentence: list[int] = []
+        for word, tokens in enumerate(model.tokenizer.encode_inside(sentence)):
+            ids_of_sentence += tokens
+            words_of_sentence += [word] * len(tokens)
+        ids.append(ids_of_sentence)
+        words.append(words_of_sentence)
     kept = [sentence[:longest] for sentence in ids]
     batch = make_stream_batch(model, kept, model.language_ids([language])[language], ["tokens"])
     states_LNH = torch.stack(layer_states(model, batch, layers)).cpu()
@@ -152,25 +155,32 @@ def load_hand_links(text: Path, links: Path | None = None) -> list[LinkedPair]:
         raise UserError(
             f"{links} has {len(link_lines):,} lines, {text} has {len(lines):,}; line n must have the links of line n"
         )
-    mark, columns, form = ("\t", 3, "<TAB>sentence<TAB>links") if links is None else ("|||", 2, " ||| sentence")
+    separator = "\t" if links is None else "|||"
+    columns = 3 if links is None else 2
+    form = "sentence<TAB>sentence<TAB>links" if links is None else "sentence ||| sentence"
     pairs: list[LinkedPair] = []
     for number, (line, link_line) in enumerate(zip(lines, link_lines, strict=True), start=1):
-        cells = line.split(mark)
+        cells = line.split(separator)
         sides = [split_words(cell) for cell in cells]
         if len(cells) != columns or not sides[0] or not sides[1]:
-            raise UserError(f"{text}: line {number}: {line[:60]!r} is not `sentence{form}`; fix the line")
+            raise UserError(f"{text}: line {number}: {line[:60]!r} is not `{form}`; fix the line")
         pair = LinkedPair((sides[0], sides[1]), set(), set())
-        for link in split_words(cells[2] if links is None else link_line):
-            match = _LINK.fullmatch(link)
-            if not match:
-                raise UserError(
-                    f"{links or text}: line {number}: {link!r} is no link; write i-j, or ipj for a possible link"
-                )
-            pair.possible.add((int(match[1]), int(match[3])))
-            if match[2] == "-":
-                pair.sure.add((int(match[1]), int(match[3])))
+        add_links(pair, cells[2] if links is None else link_line, f"{links or text}: line {number}")
         pairs.append(pair)
     return count_from_0(pairs, links or text)
+
+
+def add_links(pair: LinkedPair, text: str, place: str) -> None:
+    """Add the links of a text such as `0-0 1p2` to the pair. place: where the text stands, for errors. Raises
+    UserError."""
+    for link in split_words(text):
+        match = _LINK.fullmatch(link)
+        if not match:
+            raise UserError(f"{place}: {link!r} is no link; write i-j, or ipj for a possible link")
+        numbers = (int(match[1]), int(match[3]))
+        pair.possible.add(numbers)
+        if match[2] == "-":
+            pair.sure.add(numbers)
 
 
 def split_words(text: str) -> list[str]:
@@ -180,21 +190,26 @@ def split_words(text: str) -> list[str]:
 
 def count_from_0(pairs: list[LinkedPair], path: Path) -> list[LinkedPair]:
     """Return the pairs with links that count words from 0. path: the file of the links. Raises UserError."""
-    base = 0 if any(0 in link for pair in pairs for link in pair.possible) else 1
-    some_last = base == 0
+    smallest = 1
+    for pair in pairs:
+        for link in pair.possible:
+            smallest = min(smallest, *link)
+    is_clear = smallest == 0
     counted = []
     for number, pair in enumerate(pairs, start=1):
         first, second = (len(side) for side in pair.words)
-        some_last |= any(i == first or j == second for i, j in pair.possible)
         for i, j in pair.possible:
-            if i - base >= first or j - base >= second:
+            if i == first or j == second:
+                is_clear = True
+            if i - smallest >= first or j - smallest >= second:
                 raise UserError(
                     f"{path}: line {number}: link {i}-{j} does not fit sentences of {first} and {second} words, "
-                    f"counted from {base}; fix the line"
+                    f"counted from {smallest}; fix the line"
                 )
-        sure, possible = ({(i - base, j - base) for i, j in links} for links in (pair.sure, pair.possible))
+        sure = {(i - smallest, j - smallest) for i, j in pair.sure}
+        possible = {(i - smallest, j - smallest) for i, j in pair.possible}
         counted.append(LinkedPair(pair.words, sure, possible))
-    if not some_last:
+    if not is_clear:
         raise UserError(
             f"{path}: it is unclear whether words are counted from 0 or from 1, since no link has the number 0 or "
             f"the number of a sentence's words; add a pair of sentences whose first or last words are linked"
