@@ -30,6 +30,7 @@ from xscale.eval.in_training import (
     find_number,
     find_task_sources,
     heldout_stream_specs,
+    names_in_run,
     review_tasks,
     sample_heldout_links,
     with_overall_means,
@@ -213,6 +214,20 @@ def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path, t
     (copy / "index.json").write_text(index.replace('"xx"', '"YY"'))
     with pytest.raises(UserError, match=r"yy .* and in YY .*two languages"):
         find_task_sources(replace(task, data=[str(copy)]), run_spec)
+
+
+@pytest.mark.parametrize(
+    ("written", "languages", "name"),
+    [
+        ("deu_Latn", ["de", "en"], "de"),
+        ("zho_Hans", ["en", "zh-Hans", "zh-Hant"], "zh-Hans"),
+        ("zho", ["zh-Hans", "zh-Hant"], "zho"),
+        ("fra_Latn", ["de", "en"], "fra_Latn"),
+    ],
+)
+def test_a_language_of_a_task_has_the_runs_name(written: str, languages: list[str], name: str) -> None:
+    source: Any = SimpleNamespace(written_langs=(written,), langs=(written,))
+    assert names_in_run(source, languages) == {written: name}
 
 
 def test_a_rank_reads_its_share_of_the_texts(demo: Path, heldout: Path, monkeypatch: pytest.MonkeyPatch) -> None:

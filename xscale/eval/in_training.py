@@ -20,6 +20,7 @@ from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
 from xscale.data.mixture import PACK_FILL, StreamSpec, initial_state
 from xscale.data.remote import Cache, location
+from xscale.data.scripts import names_of
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.streams import matches_languages, share_names
 from xscale.errors import RankError, UserError
@@ -166,6 +167,8 @@ def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
     cache = Cache.of(data.cache, data.cache_gb)
     sources = find_sources([*map(location, task.data)], cache)
     share_names(sources, preferred=run_spec.languages)
+    for source in sources:
+        source.rename_languages(names_in_run(source, run_spec.languages))
     sources = take_first(sources, task.limit)
     trained = {source.fingerprint: source for source in run_spec.sources}
     for source in sources:
@@ -185,6 +188,16 @@ def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
                 f"set streams.NAME.language_dropout=0.1"
             )
     return sources
+
+
+def names_in_run(source: Source, languages: list[str]) -> dict[str, str]:
+    """Return {written name of a language of the source: its name}. The name is the run's if the run has one name that
+    means the language: zh-Hans for zho_Hans in a run with zh-Hans and zh-Hant."""
+    names = {}
+    for written, name in zip(source.written_langs, source.langs, strict=True):
+        known = names_of(written, languages)
+        names[written] = known[0] if len(known) == 1 else name
+    return names
 
 
 def sample_heldout_links(run_spec: RunSpec, sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
