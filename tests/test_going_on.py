@@ -502,7 +502,7 @@ def test_held_out_losses_of_alignlm_have_intervals_over_pairs(
     monkeypatch.setattr(heldout, "bootstrap", bootstrap)
     totals = [[0.0, 0.0]]
     for pairs in range(1, 13):
-        found = heldout.evaluate_alignlm(model, source, pairs, "alignlm")
+        found = heldout.evaluate(model, source, pairs)
         terms = [[found.get(f"alignlm_{term}_{what}", 0.0) for what in ("loss", "targets")] for term in ("mono", "bi")]
         totals.append([loss * targets for loss, targets in terms])
     for number, term in enumerate(("mono", "bi")):
