@@ -1,4 +1,4 @@
-"""Imports go down, nothing imports a command, and functions stay short: read from the syntax trees."""
+"""Imports go down, nothing imports a command, and statements stay plain: read from the syntax trees."""
 
 import ast
 from collections.abc import Iterator
@@ -24,8 +24,9 @@ FLOORS = (
 )
 """Of xscale/, from the ground up: modules and folders."""
 COMMANDS = FLOORS[-1] | {"eval.run", "eval.finetune.__main__", "report.__main__"}
-LONGEST = 60
-"""Lines of a function."""
+LIMITS = {"comprehensions": 52.0, "nested": 2.0, "several": 1.0, "tuple = tuple": 8.5, "ternaries": 30.0}
+"""What a reader of xscale/ has to unfold, per 1,000 statements. The limits fall with each room that is written out."""
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def modules(folder: Path) -> Iterator[tuple[str, ast.Module]]:
@@ -87,15 +88,44 @@ def test_no_import_runs_upward() -> None:
     assert circles(ROOT / "xscale") == []
 
 
-def test_functions_are_short() -> None:
-    lengths = {
-        f"{folder}/{name}.{node.name}": (node.end_lineno or 0) - node.lineno + 1
-        for folder in ("xscale", "data_tools")
-        for name, tree in modules(ROOT / folder)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert {name: lines for name, lines in lengths.items() if lines > LONGEST} == {}
+def count_packed(trees: list[ast.Module]) -> dict[str, float]:
+    """Return the number of packed expressions per 1,000 statements, by kind: comprehensions, those with another
+    inside or with two loops, statements with several of them, `a, b = x, y`, and `x if c else y`."""
+    counts = dict.fromkeys(LIMITS, 0)
+    statements = 0
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, COMPREHENSIONS):
+            inside = [inner for inner in ast.walk(node) if isinstance(inner, COMPREHENSIONS)]
+            counts["comprehensions"] += 1
+            counts["nested"] += len(inside) > 1 or len(node.generators) > 1
+        elif isinstance(node, ast.IfExp):
+            counts["ternaries"] += 1
+        if not isinstance(node, ast.stmt):
+            continue
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        statements += not is_text
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Tuple)
+            and isinstance(node.value, ast.Tuple)
+        ):
+            counts["tuple = tuple"] += 1
+        if not hasattr(node, "body"):
+            within = [inner for inner in ast.walk(node) if isinstance(inner, COMPREHENSIONS)]
+            counts["several"] += len(within) > 1
+    return {kind: 1000 * count / statements for kind, count in counts.items()}
+
+
+def test_code_is_written_out() -> None:
+    packed = count_packed([tree for _, tree in modules(ROOT / "xscale")])
+    assert {kind: number for kind, number in packed.items() if number > LIMITS[kind]} == {}
+
+
+def test_packed_code_is_counted() -> None:
+    plain = ast.parse("x = 1\n" * 999)
+    packed = ast.parse("a, b = [y for x in z for y in x], {v for v in w} if c else d\n")
+    counts = count_packed([plain, packed])
+    assert counts == {"comprehensions": 2, "nested": 1, "several": 1, "tuple = tuple": 1, "ternaries": 1}
 
 
 def test_no_class_name_stands_twice() -> None:
