@@ -42,7 +42,6 @@ from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, copy_saved_heads, load_heads, save_heads
 from xscale.objectives import OBJECTIVES, alignlm, tlm
 from xscale.recipe import Recipe, load_recipe, shipped_recipes
-from xscale.run.folder import check_out
 from xscale.run_spec import RunSpec, find_tokenizer, shows_neutral
 from xscale.step.module import StepModule
 
@@ -224,25 +223,6 @@ def test_languages_of_a_model_of_others_start_as_its_row_0(tmp_path: Path) -> No
     found = table(start(tmp_path, ["cs", "de", "en"]))
     assert torch.equal(found, rows[0].repeat(4, 1)) and not torch.equal(*rows)
     assert torch.equal(table(start(tmp_path, ["cs", "de", "en"], embeddings=False)), rows)
-
-
-@pytest.mark.parametrize("embeddings", [True, False])
-def test_a_run_from_before_the_neutral_row(demo: Path, tmp_path: Path, embeddings: bool) -> None:
-    """One with language embeddings is refused, with the way on; others are resumed as ever."""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"streams: {{tlm: {{objective: tlm, samples: 4, language_embeddings: {embeddings}}}}}")
-    run_spec, out = run_spec_of(demo, recipe), tmp_path / "run"
-    saved = json.loads(json.dumps(run_spec.identity()))
-    saved["recipe"]["streams"]["tlm"].pop("language_dropout", None)
-    out.mkdir()
-    (out / "identity.json").write_text(json.dumps(saved))
-    check_out(out, run_spec.identity(), "never")  # a start that failed before its first step claims nothing
-    (out / "metrics.jsonl").write_text('{"step": 1}\n')
-    if embeddings:
-        with pytest.raises(UserError, match=rf"{out} .*--set model.init={out}"):
-            check_out(out, run_spec.identity(), "auto")
-    else:
-        check_out(out, run_spec.identity(), "auto")
 
 
 # Heads
@@ -559,14 +539,18 @@ def test_an_export_is_for_everyone_to_read(ended: tuple[StepModule, Path, Path])
 def test_the_tokenizer_returns_the_token_types_that_were_trained(
     demo: Path, ended: tuple[StepModule, Path, Path], tmp_path: Path
 ) -> None:
-    """Those of a pair's two sentences; none where types are languages, of which it knows nothing."""
+    """Those of a pair's two sentences; none where both sentences have type 0, or types are languages."""
+    with_segments = run_spec_of(demo, "tlm", "data.segments=true")
+    save(with_segments.module(), with_segments, tmp_path / "segments")
+    export.export(tmp_path / "segments", tmp_path / "hf-segments")
     run_spec = run_spec_of(demo, "tlm", "streams.tlm.language_embeddings=true", "streams.tlm.language_dropout=0.0")
     module = run_spec.module()
     save(module, run_spec, tmp_path / "checkpoint")
     export.export(tmp_path / "checkpoint", tmp_path / "hf")
-    found = {path: AutoTokenizer.from_pretrained(path)("a cat", "a dog") for path in (ended[2], tmp_path / "hf")}
-    segments = found[ended[2]]["token_type_ids"]
-    assert sorted(segments) == segments and set(segments) == {0, 1} and "token_type_ids" not in found[tmp_path / "hf"]
+    segments = AutoTokenizer.from_pretrained(tmp_path / "hf-segments")("a cat", "a dog")["token_type_ids"]
+    assert sorted(segments) == segments and set(segments) == {0, 1}
+    for path in (ended[2], tmp_path / "hf"):
+        assert "token_type_ids" not in AutoTokenizer.from_pretrained(path)("a cat", "a dog")
     rows = load_file(tmp_path / "hf" / "model.safetensors")["bert.embeddings.token_type_embeddings.weight"]
     torch.testing.assert_close(rows[0], rows[1:].mean(0))
     assert torch.equal(rows[1:], table(module.encoder)[1:]) and not torch.equal(rows[0], table(module.encoder)[0])

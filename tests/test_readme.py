@@ -72,6 +72,7 @@ def test_every_command_has_options_that_exist(page: str, line: str, monkeypatch:
         there = words[0] != "make" or re.search(rf"^{re.escape(words[1])}:", makefile, re.MULTILINE)
         assert there and (words[0] in ("make", "pip", ".") or (launch.ROOT / words[0]).exists()), line
         return
+    monkeypatch.syspath_prepend(launch.ROOT.joinpath(*found[0].split(".")).parent)  # as of a script
     module = importlib.import_module(found[0] + (".__main__" if found[0].endswith(("finetune", "report")) else ""))
     parse, parsed = argparse.ArgumentParser.parse_args, []
 

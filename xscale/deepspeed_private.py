@@ -37,6 +37,13 @@ def import_muon_uncompiled() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
+def discover_mpi_ranks(port: int) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from MPI's communicator, by mpi4py."""
+    from deepspeed.comm.comm import mpi_discovery
+
+    mpi_discovery(distributed_port=port, verbose=False)
+
+
 # The ds_config
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xscale.deepspeed_private import disable_shared_memory_op
+from xscale.deepspeed_private import disable_shared_memory_op, discover_mpi_ranks
 from xscale.errors import UserError, env_number
 
 TIMEOUT = timedelta(minutes=30)
@@ -92,15 +92,13 @@ def discover_mpi() -> Process:
             f"mpirun has started this process, but mpi4py cannot be imported ({error}); install it: "
             f"pip install 'xscale[mpi]'"
         ) from None
-    from deepspeed.comm.comm import mpi_discovery
-
     communicator = MPI.COMM_WORLD
     if communicator.Get_size() != expected:
         raise UserError(
             f"mpirun has started {expected} processes, but mpi4py sees {communicator.Get_size()}; install mpi4py for "
             f"the MPI of this mpirun: pip install --no-binary mpi4py mpi4py"
         )
-    mpi_discovery(distributed_port=DEFAULT_PORT, verbose=False)
+    discover_mpi_ranks(DEFAULT_PORT)
     local_world = communicator.Split_type(MPI.COMM_TYPE_SHARED).Get_size()
     MPI.Finalize()  # the ranks talk by NCCL or gloo, and mpirun must not miss this when a rank fails
     env.update(chosen)

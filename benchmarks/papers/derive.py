@@ -258,8 +258,8 @@ def check_options(args: argparse.Namespace) -> None:
         raise UserError(f"{' '.join(map(str, outputs))}: two outputs are one file; choose different ones")
 
 
-def main(words: list[str]) -> None:
-    args = parse_arguments(words)
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(sys.argv[1:] if argv is None else argv)
     check_options(args)
     script = Script(args.tokenizer, args.overlap, args.seed) if args.tokenizer else None
     derivation = Derivation(args.how, script, args.conllu, args.seed)
@@ -282,4 +282,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(lambda: main(sys.argv[1:]))
+    run(main)
