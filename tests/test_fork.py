@@ -135,7 +135,7 @@ def test_a_fork_with_nothing_changed_is_the_run(demo: Path, tmp_path: Path) -> N
     run, same, decay, planned, forked = (tmp_path / name for name in ("run", "same", "decay", "planned", "forked"))
     phases = (
         "phases=[{until: 6}, {until: 8, data.alpha: 0.2, streams.mlm.samples: 5, model.dropout: 0.2}, "
-        "{until: 1.0, data.languages: [en, xx], streams.mlm.tokens: 900, streams.tlm.mask_prob: 0.3, train.lr: 0.001}]"
+        "{until: 1.0, data.languages: [en, xx], streams.mlm.samples: 9, streams.tlm.mask_prob: 0.3, train.lr: 0.001}]"
     )
     often, beside = ("checkpoint.every=3", "checkpoint.keep=9", "train.measure_every=3"), ("--fork", f"{run}@6")
     runs = [(run, (), ()), (same, beside, ()), (decay, beside, ("train.lr=0.0001",))]

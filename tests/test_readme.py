@@ -146,7 +146,7 @@ def test_examples_of_several_machines_add_gradients_up_in_fp32() -> None:
 def test_commands_of_the_pages(tmp_path: Path) -> None:
     """All but those of a cluster and of a GPU; docs/evaluation.md's are run by test_eval_tasks.py.
     tests/forked.py starts them, those of DeepSpeed's launcher as 2 ranks."""
-    for name in ("xscale", "ds_configs"):
+    for name in ("xscale", "ds_configs", "benchmarks"):
         (tmp_path / name).symlink_to(launch.ROOT / name)
     write_texts(tmp_path)
     (source,) = re.findall(r"```python\n(.*?)```", PAGES["docs/extending.md"], re.DOTALL)
