@@ -1,5 +1,4 @@
-"""Generate the demo corpus: raw files of a small world of three languages (demo_world.py), and what `prepare` makes of
-them.
+"""Generate the demo corpus: raw files of a small world of three languages, and what `prepare` makes of them.
 
     python -m data_tools.demo_corpus [--out data/demo] [--pairs 20000] [--mono 20000] [--seed 0]
 
@@ -138,7 +137,9 @@ def write_lines(path: Path, lines: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="xscale data demo_corpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("data/demo"))
     parser.add_argument("--pairs", type=int, default=20_000)
     parser.add_argument("--mono", type=int, default=20_000, help="sentences of en and of xx; yy has a fifth")

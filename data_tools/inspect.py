@@ -152,7 +152,9 @@ def inspect(source: Source, args: argparse.Namespace, tokenizer: Tokenizer | Non
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="xscale data inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path, nargs="+")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N records, spread over the source")
     parser.add_argument("--verify", action="store_true", help="compare every byte with the index")

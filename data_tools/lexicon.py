@@ -174,7 +174,9 @@ def write_entries(entries: list[Entry], out: Path) -> None:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="xscale data lexicon", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     inputs = parser.add_mutually_exclusive_group(required=True)
     inputs.add_argument("--dict", type=Path, nargs="+", metavar="F", help="dictionaries, joined in this order")
     inputs.add_argument("--from_links", type=Path, nargs="+", metavar="DIR", help="shards of pairs with word links")

@@ -245,7 +245,9 @@ def try_to_train(texts: Texts, args: argparse.Namespace) -> PreTrainedTokenizerF
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="xscale data tokenizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, nargs="+", default=[], help="shard directories")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="text files, plain, .gz or .xz")
     parser.add_argument("--out", type=Path, required=True)

@@ -29,7 +29,9 @@ STANDARD_INPUT = "/dev/stdin"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="xscale data write_shards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="kind", required=True)
     pairs = commands.add_parser("pairs", help="line n of --src and line n of --tgt are translations")
     pairs.add_argument("--src", type=text_path, required=True, help="a file; - is standard input")

@@ -1,38 +1,100 @@
-"""Functions that pip installs as the programs xscale-train, xscale-finetune and `xscale-data TOOL ...` (a tool of
-data_tools): each runs a module as a script. pyproject.toml names the `main` of the other programs."""
+"""The command `xscale`, and the names xscale-train, xscale-finetune and xscale-data of version 0.1, which go with 0.3.
 
+Each command runs a module as a script. Nothing is imported before that module, so that `xscale --help` is quick.
+"""
+
+import ast
 import runpy
 import sys
 from pathlib import Path
 
+from xscale import __version__
 from xscale.errors import TOOLS
 from xscale.removed import removed_command
 
+MODULES = {
+    "train": "xscale.train",
+    "data": TOOLS,
+    "eval": "xscale.eval.run",
+    "finetune": "xscale.eval.finetune",
+    "export": "xscale.export",
+    "report": "xscale.report",
+}
+"""Command of `xscale` -> the module that it runs; "data" has a module for each tool."""
+
+USAGE = """usage: xscale COMMAND ...
+
+commands:
+  train        train a model on a recipe, in one process; `deepspeed --module xscale.train` takes all GPUs
+  data TOOL    make corpora, shards, tokenizers and dictionaries, and inspect them
+  eval         evaluate an exported model: held-out losses, retrieval, word alignment
+  finetune     fine-tune an exported model, and measure transfer between languages
+  export       write a checkpoint as a model of transformers and sentence-transformers
+  report       write an HTML page about runs, or compare result files
+
+options:
+  --version    print the version
+  --help       print this text; `xscale COMMAND --help` lists a command's options"""
+
+
+def main() -> None:
+    word = take_word()
+    if word == "--version":
+        print(f"xscale {__version__}")
+        sys.exit(0)
+    if word == "data":
+        data()
+    if word in MODULES:
+        run_module(MODULES[word])
+    refuse(word, f"xscale.{word}", USAGE)
+
 
 def train() -> None:
-    _run("xscale.train")
+    run_module(MODULES["train"])
 
 
 def finetune() -> None:
-    _run("xscale.eval.finetune")
+    run_module(MODULES["finetune"])
 
 
 def data() -> None:
+    tools = list_tools()
+    tool = take_word()
+    if tool in tools:
+        run_module(f"{TOOLS}.{tool}")
+    lines = [f"  {name:<13}{purpose}" for name, purpose in tools.items()]
+    usage = "usage: xscale data TOOL ...; `xscale data TOOL --help` lists a tool's options\n\ntools:\n"
+    refuse(tool, f"data_tools.{tool}", usage + "\n".join(lines))
+
+
+def list_tools() -> dict[str, str]:
+    """Return the first line of each tool's docstring, by tool. No tool is imported."""
     root = Path(__file__).parent if TOOLS.startswith("xscale.") else Path(__file__).parents[1]
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted((root / "data_tools").glob("*.py"))}
-    tools = [name for name, text in texts.items() if '\nif __name__ == "__main__"' in text]
-    asked = sys.argv[1:2]
-    if asked and asked[0] in tools:
-        del sys.argv[1]
-        _run(f"{TOOLS}.{asked[0]}")
-    removed = removed_command(f"data_tools.{asked[0]}") if asked else ""
-    if removed:
-        print(f"error: {removed}", file=sys.stderr)
-        sys.exit(2)
-    print(f"usage: xscale-data TOOL ...; TOOL --help shows its arguments. Tools: {', '.join(tools)}", file=sys.stderr)
-    sys.exit(0 if asked in (["-h"], ["--help"]) else 2)
+    tools = {}
+    for path in sorted((root / "data_tools").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if '\nif __name__ == "__main__"' in text:
+            tools[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    return tools
 
 
-def _run(module: str) -> None:
+def take_word() -> str:
+    """Remove the first word of the command line, and return it, or "" if there is none."""
+    return sys.argv.pop(1) if len(sys.argv) > 1 else ""
+
+
+def run_module(module: str) -> None:
+    """Run a module as a script, with the rest of the command line. Does not return."""
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     sys.exit(0)
+
+
+def refuse(word: str, module: str, usage: str) -> None:
+    """Print the usage, or what replaces a removed command, and exit: with 0 if the word asks for help, else with 2."""
+    if word in ("-h", "--help"):
+        print(usage)
+        sys.exit(0)
+    unknown = f"error: there is no {word!r}; the names are listed above" if word else ""
+    replaced = removed_command(module)
+    print(f"error: {replaced}" if replaced else f"{usage}\n{unknown}".strip(), file=sys.stderr)
+    sys.exit(2)

@@ -43,7 +43,9 @@ MOST_RANKS = 1 << 20
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="xscale train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--ds_config", type=Path, required=True, help="DeepSpeed JSON, or a shipped one's name: zero2_fp16"
     )

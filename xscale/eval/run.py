@@ -19,7 +19,9 @@ from xscale.eval.tasks import TASKS, TaskRow, add_flags, plan_rows
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="xscale eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory, e.g. from xscale.export")
     parser.add_argument("--task", nargs="+", choices=TASKS, required=True)
     parser.add_argument("--out", type=Path, help="JSON file to write")

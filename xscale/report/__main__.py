@@ -15,7 +15,9 @@ from xscale.errors import UserError, check_arguments, escape_unprintable, report
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="xscale report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("paths", type=Path, nargs="+", metavar="RUN_DIR|FILE.json", help="runs, and result files")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.html")
     escape_unprintable()

@@ -1,6 +1,6 @@
 """Fine-tune an exported encoder, and measure transfer between languages: zero-shot, supervised, translate-train.
 
-xscale-finetune --model HF_DIR --task ner --train en=train-en.tsv de=train-de.tsv \\
+xscale finetune --model HF_DIR --task ner --train en=train-en.tsv de=train-de.tsv \\
     --test en=test-en.tsv de=test-de.tsv --seeds 0 1 2 --out ner.json
 
 On several ranks: torchrun --nproc_per_node N -m xscale.eval.finetune ...
@@ -39,7 +39,7 @@ TASKS: dict[str, Task] = {
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="xscale-finetune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="xscale finetune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face directory, e.g. from xscale.export")
