@@ -2,11 +2,9 @@
 
 import subprocess
 import sys
-import tomllib
 
 import pytest
 
-from tests import launch
 from xscale import __version__, commands
 
 TOOLS = ("align", "demo_corpus", "index", "inspect", "lexicon", "prepare", "tokenizer", "write_shards")
@@ -70,10 +68,3 @@ def test_no_library_is_imported_before_a_command_is_chosen() -> None:
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "xscale.commands" in imported
     assert set(HEAVY) & set(imported) == set()
-
-
-def test_the_package_has_one_version_and_these_programs() -> None:
-    project = tomllib.loads((launch.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["version"] == __version__
-    assert project["scripts"]["xscale"] == "xscale.commands:main"
-    assert set(project["scripts"]) == {"xscale", *(f"xscale-{name}" for name in commands.MODULES)}
