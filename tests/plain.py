@@ -164,6 +164,10 @@ def terms(
         return alignlm(model, stream, stream_batch, examples, options, tokenizer)
     if objective == "contextual":
         return contextual(model, stream, stream_batch, examples, options, tokenizer)
+    if objective == "word_contrast":
+        return {"words": word_contrast(model, stream_batch, examples, options)}
+    if objective == "translation_ranking":
+        return {"ranking": translation_ranking(model, stream_batch, options)}
     if objective == "ppa":
         return ppa(model, stream, stream_batch, examples, options, tokenizer)
     found = {"mlm": words(model, stream_batch)}
@@ -341,6 +345,64 @@ def views(model: Model, stream: str, stream_batch: StreamBatch, options: Any) ->
         views = stream_batch.auxiliary.sequences
         zk = [projected(x, w1, w2, options) for x in vectors(run(key, views).last_hidden_state, views, options)]
     return torch.stack(zq), torch.stack(zk)
+
+
+def word_contrast(model: Model, stream_batch: StreamBatch, examples: list[Example], options: Any) -> Term:
+    """A link and a negative at a time. The first half of the sequences are first sides, the second half second ones."""
+    P = len(stream_batch.sequences.lengths) // 2
+    by_identity = {int(example.identity): example for example in examples}
+    ids = ids_of(stream_batch.sequences)
+    H_BLH = run(model.lm, stream_batch.sequences).hidden_states[-1]
+    samples: list[Sample] = []
+    for p, identity in enumerate(stream_batch.sequences.identities[:P]):
+        example = by_identity[int(identity)]
+        tokens: dict[Word, list[int]] = {}
+        for side, b in ((0, p), (1, P + p)):
+            for i, (_, w) in enumerate(sides_of(example)[side][: len(ids[b]) - 2]):
+                tokens.setdefault((side, w), []).append(1 + i)
+        every = links_of(example.links)
+        for i, j in sorted(every):
+            alone = sum(i == link[0] or j == link[1] for link in every) == 1
+            are_words = [text.is_word[w] for text, w in zip(example.words or (), (i, j), strict=True)]
+            if alone and all(are_words) and (0, i) in tokens and (1, j) in tokens:
+                first, second = tokens[0, i], tokens[1, j]
+                texts = tuple(ids[p][t] for t in first), tuple(ids[P + p][t] for t in second)
+                samples.append(Sample(H_BLH[p, first].mean(0), H_BLH[P + p, second].mean(0), texts))
+    return contrast(samples, options.temperature)
+
+
+def translation_ranking(model: Model, stream_batch: StreamBatch, options: Any) -> Term:
+    """A pair and a negative at a time. The first half of the sequences are first sides, the second half second ones."""
+    P = len(stream_batch.sequences.lengths) // 2
+    ids = ids_of(stream_batch.sequences)
+    found = vectors(run(model.lm, stream_batch.sequences).hidden_states[-1], stream_batch.sequences, options)
+    samples = [Sample(found[p], found[P + p], (tuple(ids[p]), tuple(ids[P + p]))) for p in range(P)]
+    return contrast(samples, options.temperature, options.margin)
+
+
+class Sample(NamedTuple):
+    first: Tensor
+    second: Tensor
+    texts: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def contrast(samples: list[Sample], temperature: float, margin: float = 0.0) -> Term:
+    """Both directions of a softmax over the samples that have no text in common."""
+    total, right = torch.zeros(()).double(), 0
+    for i, sample in enumerate(samples):
+        others = [other for k, other in enumerate(samples) if k != i and not {*sample.texts} & {*other.texts}]
+        own = cosine(sample.first, sample.second)
+        forth = [cosine(sample.first, other.second) for other in others]
+        back = [cosine(other.first, sample.second) for other in others]
+        for negatives in (forth, back):
+            scores = torch.stack([own - margin, *negatives]) / temperature
+            total = total + (scores.exp().sum().log() - scores[0]) / 2
+        right += all(bool(own > negative) for negative in forth)
+    return Term(1.0, total, len(samples), right)
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum() / (a.square().sum() * b.square().sum()).sqrt()
 
 
 def vectors(states_PLH: Tensor, views: Sequences, options: Any) -> list[Tensor]:

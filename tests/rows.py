@@ -17,8 +17,8 @@ from xscale.data.stream_batch import StreamBatch
 from xscale.objectives import OBJECTIVES, Parts
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec
-from xscale.step.module import StepModule, Weights
-from xscale.step.step import Seed, encode_auxiliary, run_row
+from xscale.step.module import States, StepModule, Weights
+from xscale.step.step import Seed, encode_auxiliary, run_row, shared_states
 
 CPU, FILLER, LONGEST = torch.device("cpu"), 3, 128
 
@@ -55,8 +55,15 @@ class Sums:
 def pass_row(module: StepModule, row: Row, weights: Weights, seed: Seed = (0,)) -> tuple[Tensor, Tensor]:
     """Return the loss and the reported numbers of a row, with the states of the auxiliary encoders."""
     on_device = row.to(next(module.parameters()).device)
-    (shared,) = encode_auxiliary(module, [on_device], [seed])
+    (shared,) = shared_of(module, [on_device], [seed])
     return run_row(module, on_device, shared, weights, seed)
+
+
+def shared_of(module: StepModule, rows: list[Row], seeds: list[Seed]) -> list[States]:
+    """Return what the losses of rows need besides their own states. Keys of queues are not exchanged."""
+    if any(objective.vectors for objective, _ in module.streams.values()):
+        return shared_states(module, rows, seeds)
+    return encode_auxiliary(module, rows, seeds)
 
 
 def sums(objective: str, parts: Parts, stream_batch: StreamBatch, options: Any, seed: int = 0) -> Sums:

@@ -213,8 +213,11 @@ def test_each_trains_on_the_demo_corpus(demo: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "sets", "trained_by_xscale", "words"),
     [
-        ("ppa", ["model.init=DIR"], False, "recipe ppa is for random weights.*0.001.*paper/pan_250k.*train.lr=5e-5"),
-        ("mixed", ["model.init=DIR"], False, "0.002.*train.lr=5e-5"),
+        ("ppa", ["model.init=DIR"], False, "recipe ppa is for random weights.*0.001.*adapt/ppa.*train.lr=5e-5"),
+        ("mixed", ["model.init=DIR"], False, "0.002.*Use --recipe adapt/mixed, or set.*train.lr=5e-5"),
+        ("xlm", ["model.init=DIR"], False, "Use --recipe adapt/tlm, or set"),
+        ("word_contrast", ["model.init=DIR"], False, "Use --recipe adapt/word_contrast, or set"),
+        ("ranking", ["model.init=DIR"], False, "Use --recipe adapt/ranking, or set"),
         ("ppa", ["model.init=DIR", "train.lr=5e-5"], False, None),
         ("ppa", ["model.init=DIR"], True, None),
         ("align_mlm", ["model.init=DIR"], False, r"Set a learning rate.*train.lr=5e-5"),
@@ -222,6 +225,8 @@ def test_each_trains_on_the_demo_corpus(demo: Path, tmp_path: Path) -> None:
         ("alignlm", ["model.init=DIR"], False, None),
         ("paper/pan_250k", ["model.init=DIR"], False, None),
         ("paper/pan_250k", ["model.init=null"], False, None),
+        ("adapt/mixed", ["model.init=DIR"], False, None),
+        ("adapt/mixed", [], False, r"adapt/mixed goes on from a pre-trained model.*--set model\.init=DIR"),
     ],
 )
 def test_a_recipe_starts_from_the_weights_that_it_suits(

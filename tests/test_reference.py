@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, DistilBertConfig, ModernBertConfig, XLMRobertaConfig
 
 from tests import launch, plain
-from tests.rows import CPU, PlainEngine, assert_same_gradients, one_thread, pass_row, rows_of_step, totals_of  # noqa: F401
+from tests.rows import CPU, PlainEngine, assert_same_gradients, one_thread, pass_row, rows_of_step, shared_of, totals_of  # noqa: F401
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.sequences import Example
@@ -23,7 +23,7 @@ from xscale.recipe import RECIPES
 from xscale.run_spec import RunSpec
 from xscale.step import step
 from xscale.step.module import Reported, StepModule
-from xscale.step.step import StepSums, optimizer_step, step_weights
+from xscale.step.step import StepSums, optimizer_step, run_row, step_weights
 
 SMALL = ["model.dropout=0.0", "data.max_length=32", "data.workers=0"]
 """For every recipe."""
@@ -45,12 +45,14 @@ SIZES = {
     "ppa_mlm": MOCO,
     "ppa_no_moco": PPA,
     "ppa_no_tlm": [*MOCO, "streams.ppa.samples=11"],
+    "ranking": ["streams.translation_ranking.samples=7"],
     "tlm": ["streams.tlm.samples=11", "data.overlong=truncate"],
     "xlm": [
         *("streams.mlm.samples=5", "streams.tlm.samples=6", "streams.tlm.weight=0.3", "streams.tlm.whole_word=true"),
         *("streams.mlm.language_embeddings=true", "streams.tlm.language_embeddings=true"),  # as paper/tang_xlm
         *("streams.tlm.reset_positions=true", "streams.tlm.language_dropout=0.5"),
     ],
+    "word_contrast": ["streams.word_contrast.samples=7"],
 }  # fmt: skip
 """Of each shipped recipe."""
 BERT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
@@ -71,6 +73,8 @@ OTHER_OPTIONS: list[tuple[str, list[str]]] = [
     ("contextual", ["contextual.anchor=null"]),
     ("align_mlm", ["align_mlm.subwords=single", "align_mlm.alpha=7"]),
     ("ppa", ["ppa.normalize_z=false"]),
+    ("ranking", ["translation_ranking.pooling=cls", "translation_ranking.margin=0.1"]),
+    ("word_contrast", ["word_contrast.temperature=0.5"]),
     ("ppa", ["ppa.pooling=mean", "ppa.temperature=0.5", "ppa.tlm_weight=0.7"]),
 ]
 CUTS = {"one row": (1, 4096), "four ranks": (4, 64)}
@@ -172,11 +176,12 @@ def through_rows(case: Case, ranks: list[list[Row]]) -> tuple[Tensor, dict[str, 
     weights = step_weights(recipe, totals, 0)
     module.zero_grad()
     loss, numbers = torch.zeros(()).double(), torch.zeros(()).double()
-    for rank, rows in enumerate(ranks):
-        for number, row in enumerate(rows):
-            row_loss, reported_K = pass_row(module, row, weights, (0, number, rank))
-            row_loss.backward()
-            loss, numbers = loss + row_loss.detach(), numbers + reported_K
+    rows = [row.to(CPU) for rows in ranks for row in rows]
+    seeds: list[step.Seed] = [(0, number) for number in range(len(rows))]
+    for row, shared, seed in zip(rows, shared_of(module, rows, seeds), seeds, strict=True):
+        row_loss, reported_K = run_row(module, row, shared, weights, seed)
+        row_loss.backward()
+        loss, numbers = loss + row_loss.detach(), numbers + reported_K
     shares = StepSums(module.reported, numbers).averages(numbers.tolist(), recipe, totals)
     return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}, shares
 
@@ -212,7 +217,7 @@ def expected_metrics(case: Case) -> dict[str, float]:
             named[f"dictionary_cosine/{name}"] = -means["align"]
         if "bi" in found:
             named[f"bilingual_coverage/{name}"] = found["bi"].targets / found["mono"].targets
-        accuracies = {"bi": "bilingual_accuracy", "moco": "contrastive_accuracy"}
+        accuracies = {"bi": "bilingual_accuracy"} | dict.fromkeys(("moco", "ranking", "words"), "contrastive_accuracy")
         named |= {
             f"{accuracies.get(term, 'accuracy')}/{name}": t.right / t.targets
             for term, t in found.items()

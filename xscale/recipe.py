@@ -47,8 +47,8 @@ class ModelConfig:
     tokenizer: str | None = None
     """A Hugging Face tokenizer directory; null: the tokenizer of `init`, else `tokenizer/` in the first --data
     directory or its parent. If `init` has a tokenizer, it must be the same."""
-    dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.1
-    """The dropout probability of hidden states and attention."""
+    dropout: Annotated[float, Field(ge=0, le=0.9)] | None = 0.1
+    """The dropout probability of hidden states and attention; null: that of `init`, and 0.1 with random weights."""
     attention_gain: PositiveFloat | None = None
     """The gain g of attention: its value and output projections start from random weights of standard deviation g /
     sqrt(width). null: a standard deviation of 0.02 as in transformers, which is a gain of 0.23 in preset tiny and 0.55

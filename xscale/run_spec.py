@@ -37,12 +37,12 @@ from xscale.data.streams import (
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import may_exist, parallel_map
-from xscale.models.build import build_encoder, has_segments, run_fields_of
+from xscale.models.build import build_encoder, dropout_of, has_segments, run_fields_of
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
-from xscale.recipe import Recipe, load_recipe, steps_of_epochs
+from xscale.recipe import Phase, Recipe, load_recipe, steps_of_epochs
 from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
@@ -264,6 +264,7 @@ def resolve_run(
     files. Raises UserError."""
     recipe = load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
     check_start(recipe_name, recipe, sets)
+    recipe = with_own_dropout(recipe)
     host_group = host_group or HostGroup(alone=True)
     every = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
     share_names(every)
@@ -313,8 +314,26 @@ def languages_of(sources: list[Source]) -> set[str]:
     return languages
 
 
-PAPER_RECIPES = {"ppa": "paper/pan_250k", "alignlm": "paper/yang_alignlm", "tlm": "paper/yang_tlm"}
-"""A recipe that goes on from a pre-trained model, by objective."""
+ADAPT_RECIPES = {
+    "tlm": "adapt/tlm",
+    "alignlm": "adapt/alignlm",
+    "ppa": "adapt/ppa",
+    "contextual": "adapt/contextual",
+    "word_contrast": "adapt/word_contrast",
+    "translation_ranking": "adapt/ranking",
+}
+"""The recipe that goes on from a pre-trained model, by objective."""
+
+
+def adapt_recipe(recipe: Recipe) -> str | None:
+    """Return the name of the recipe with the same objectives that goes on from a pre-trained model, or None."""
+    names = set[str]()
+    for stream in recipe.streams.values():
+        if stream.objective in ADAPT_RECIPES:
+            names.add(ADAPT_RECIPES[stream.objective])
+    if len(names) > 1:
+        return "adapt/mixed"
+    return names.pop() if names else None
 
 
 def check_start(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
@@ -331,14 +350,32 @@ def check_start(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
         return
     if run_fields_of(initial_directory(recipe)):
         return  # trained by xscale
-    objectives = [stream.objective for stream in recipe.streams.values()]
-    others = [PAPER_RECIPES[objective] for objective in objectives if objective in PAPER_RECIPES]
-    remedy = f"Take --recipe {others[0]}, or set" if others else "Set"
+    suited = adapt_recipe(recipe)
+    remedy = f"Use --recipe {suited}, or set" if suited else "Set"
     raise UserError(
-        f"recipe {recipe_name} is for random weights: its train.lr {recipe.train.lr:g} and dropout "
-        f"{recipe.model.dropout:g} would harm the pre-trained model.init {init}. {remedy} a learning rate yourself, as "
-        f"in --set train.lr=5e-5 model.dropout=0.1"
+        f"recipe {recipe_name} is for random weights: its train.lr {recipe.train.lr:g} would harm the pre-trained "
+        f"model.init {init}. {remedy} a learning rate and dropout yourself, as in --set train.lr=5e-5 "
+        f"model.dropout=null"
     )
+
+
+def with_own_dropout(recipe: Recipe) -> Recipe:
+    """Return the recipe with a number in the place of `model.dropout: null`, also in its phases."""
+    recipes = [recipe, *(phase.recipe for phase in recipe.phases)]
+    if all(each.model.dropout is not None for each in recipes):
+        return recipe
+    dropout = dropout_of(initial_directory(recipe))
+    phases = list[Phase]()
+    for phase in recipe.phases:
+        phases.append(replace(phase, recipe=with_dropout(phase.recipe, dropout)))
+    return replace(with_dropout(recipe, dropout), phases=tuple(phases))
+
+
+def with_dropout(recipe: Recipe, dropout: float) -> Recipe:
+    """Return the recipe with this dropout, unless it has one."""
+    if recipe.model.dropout is not None:
+        return recipe
+    return replace(recipe, model=replace(recipe.model, dropout=dropout))
 
 
 def stream_specs_by_recipe(

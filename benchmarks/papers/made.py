@@ -3,16 +3,25 @@
 import lzma
 from pathlib import Path
 
+from transformers import BertConfig, BertForMaskedLM
+
+from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
 from xscale.data.words import split
 
 PAIRS = 500
 HELDOUT = 60
 TAGGED = 150
-PARALLEL = {"parallel/tatoeba/en-de": "de", "parallel/tatoeba/en-zh": "zh", "parallel/multi30k/train": "de"}
+PARALLEL = {
+    "parallel/tatoeba/en-de": "de",
+    "parallel/tatoeba/en-fr": "fr",
+    "parallel/tatoeba/en-zh": "zh",
+    "parallel/multi30k/train": "de",
+}
 TESTS = {
     "eval/tatoeba/tatoeba.deu-eng.": ("eng", "deu"),
     "eval/tatoeba/tatoeba.cmn-eng.": ("eng", "cmn"),
+    "eval/tatoeba/tatoeba.fra-eng.": ("eng", "fra"),
     "parallel/multi30k/val.": ("en", "de"),
 }
 _TAGS = {"the": "DET", "a": "DET", "an": "DET", ".": "PUNCT", ",": "PUNCT", "?": "PUNCT", "!": "PUNCT"}
@@ -36,13 +45,41 @@ def make_data(folder: Path) -> Path:
     for stem, ends in TESTS.items():
         for end, side in zip(ends, held, strict=True):
             write(folder / f"{stem}{end}.xz", side)
-    for lang, sentences in (("en", train[0]), ("de", train[1]), ("zh", train[1])):
+    links = [pair[2] for pair in pairs[PAIRS:]]
+    write(folder / "eval/wordalign/enfr.src-tgt.xz", [f"{a} ||| {b}" for a, b in zip(*held, strict=True)])
+    write(folder / "eval/wordalign/enfr.gold.xz", links)
+    for lang in ("es", "it"):
+        rows = [f"{a}\t{b}\t{linked}" for a, b, linked in zip(*held, links, strict=True)]
+        write(folder / f"eval/wordalign/xlwa-en-{lang}.test.tsv.xz", rows)
+    for task, labels in {"xnli": ("neutral", "entailment", "contradiction"), "pawsx": ("0", "1")}.items():
+        for lang in ("en", "de", "fr", "zh"):
+            texts = train[0 if lang == "en" else 1]
+            rows = [f"{text}\t{texts[n // 2]}\t{labels[n % len(labels)]}" for n, text in enumerate(texts[:TAGGED])]
+            for part in ("dev", "test"):
+                write(folder / f"eval/{task}/{part}-{lang}.tsv.xz", rows)
+            if task == "xnli":
+                write(folder / "eval/nli_en/train.tsv.xz", ["sentence1\tsentence2\tgold_label", *rows])
+    for lang, sentences in (("en", train[0]), ("de", train[1]), ("fr", train[1]), ("es", train[1]), ("zh", train[1])):
         write(folder / f"mono/wiki_{lang}/aa.xz", sentences)
         for name in ("en_ewt-ud-train", "en_ewt-ud-test") if lang == "en" else (f"{lang}_pud-ud-test",):
             write(folder / f"eval/pos/{name}.conllu.xz", [tagged(text) for text in sentences])
         for part in ("train", "dev"):
             write(folder / f"eval/ner/{part}-{lang}.tsv.xz", [named(text) for text in sentences[:TAGGED]])
     (folder / "done").touch()
+    return folder
+
+
+def make_encoder(folder: Path, data: Path) -> Path:
+    """Make a tiny encoder of random weights with a tokenizer of sentencepiece's kind, trained on the made text."""
+    if not (folder / "config.json").exists():
+        texts = []
+        for path in sorted((data / "parallel/tatoeba").glob("en-de.[ed]*.xz")):
+            texts += [("", line) for line in lzma.decompress(path.read_bytes()).decode().splitlines()]
+        tokenizer = tokenizers.train(texts, "unigram", 400, lowercase=False)
+        shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+        config = BertConfig(**shape, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+        tokenizer.save_pretrained(folder)
+        BertForMaskedLM(config).save_pretrained(folder)
     return folder
 
 

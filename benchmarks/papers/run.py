@@ -2,15 +2,17 @@
 
     python benchmarks/papers/run.py --grid tang --scale cpu --data SHARED_DATA --out DIR
 
-A grid (tang, sizes, methods, mixtures, or a YAML file of yours) names worlds (the data), arms (the recipes), the cells,
-and the arms that are compared; scales.yaml has the sizes of each scale. A cell is one world, one arm and one seed:
-public commands train, export, measure and fine-tune it. A grid that was killed can be started again: it does not repeat
-finished work, and its table is the same. The script stops if one of the first two cells does not learn (not at smoke).
+A grid (tang, sizes, methods, mixtures, public, or a YAML file of yours) names worlds (the data), arms (the recipes),
+the cells, and the arms that are compared; scales.yaml has the sizes of each scale. A cell is one world, one arm and one
+seed: public commands train, export, measure and fine-tune it. A grid that was killed can be started again: it does not
+repeat finished work, and its table is the same. The script stops if one of the first two cells does not learn (not at
+smoke).
 
 DIR/table.md has means and deviations over seeds and the tests of the comparisons, DIR/cells.md has each cell's cost,
 DIR/alignment.png shows alignment scores and the loss in transfer, DIR/words.png translated words by t-SNE. Scale smoke
-makes its own data. `--only WORLD/ARM ...` runs only these cells; several processes may run cells of different worlds,
-and a last call without --only writes the table of all cells.
+makes its own data. The grid public goes on from a public encoder, the Hugging Face directory --encoder.
+`--only WORLD/ARM ...` runs only these cells; several processes may run cells of different worlds, and a last call
+without --only writes the table of all cells.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from made import make_data
+from made import make_data, make_encoder
 from pictures import draw_pictures
 from tables import converged, folder_name, write_tables
 from worlds import make_world
@@ -67,6 +69,12 @@ class Grid:
             self.data = args.data.resolve()
         else:
             raise UserError(f"--scale {args.scale} needs --data, the folder with parallel/, mono/, lexicon/ and eval/")
+        self.encoder: Path | None = args.encoder
+        """The encoder from which all arms of a grid go on whose worlds have several pairs."""
+        if self.starts_from_encoder and args.scale == "smoke":
+            self.encoder = make_encoder(self.out / "encoder", self.data)
+        if self.starts_from_encoder and self.encoder is None:
+            raise UserError(f"--grid {args.grid} needs --encoder, the Hugging Face directory of a public encoder")
         cells = self.all_cells()
         names = dict.fromkeys(f"{cell.world}/{cell.arm}" for cell in cells)
         for name in args.only:
@@ -75,6 +83,10 @@ class Grid:
         chosen = args.only or names
         self.cells = [cell for cell in cells if f"{cell.world}/{cell.arm}" in chosen][: self.scale.get("cells")]
         self.check_settings({"grid": args.grid} | self.scale)
+
+    @property
+    def starts_from_encoder(self) -> bool:
+        return any("aer" in world for world in self.grid["worlds"].values())
 
     def all_cells(self) -> list[Cell]:
         cells = []
@@ -139,6 +151,10 @@ class Grid:
             "checkpoint.every": max(steps // 5, 1),
             "checkpoint.keep": 2,
         }
+        if self.starts_from_encoder:  # whose tokenizer and learning rates are those of the recipes adapt/*
+            for name in ("model.preset", "model.tokenizer", "train.lr", "data.max_length", "data.lexicons"):
+                del fields[name]
+            init = self.encoder
         fields |= {"model.init": str(init)} if init else {}
         fields |= self.grid.get("fields", {})
         fields |= {key: value for key, value in arm.items() if "." in key}
@@ -183,7 +199,7 @@ class Grid:
             return json.loads(path.read_text(encoding="utf-8"))
         started = time.time()
         arm = self.grid["arms"][cell.arm]
-        init = None
+        init = self.encoder if self.starts_from_encoder else None
         if "pretrain" in self.grid:
             init = self.train(Cell(cell.world, "pretrained", 0), self.grid["pretrain"], self.scale["pretrain"], None)
         scores: dict[str, float] = {}
@@ -191,13 +207,13 @@ class Grid:
         try:
             hf = self.train(cell, arm, self.scale["steps"], init) if arm else init
             assert hf is not None
-            scores = self.measure(cell, hf)
+            scores = self.measure_encoder(cell, hf) if self.starts_from_encoder else self.measure(cell, hf)
         except CommandError as error:
             if error.code != NOT_FINITE:
                 raise
             problem = str(error)
         found = {"cell": cell._asdict(), "scores": scores, "problem": problem, **self.training(cell, started)}
-        found["predicts"] = (arm or {}).get("predicts", True)
+        found["predicts"] = (arm or {}).get("predicts", self.grid.get("predicts", True))
         files.write_text(path, json.dumps(found, indent=1))
         return found
 
@@ -233,6 +249,34 @@ class Grid:
                 scores |= self.tune(cell, task, parts, hf)
         return scores
 
+    def measure_encoder(self, cell: Cell, hf: Path) -> dict[str, float]:
+        """Measure an export in a world of several pairs. Word links and F1 are of the layer with the best AER."""
+        spec = self.grid["worlds"][cell.world]
+        world = self.world(cell.world)
+        words: list[object] = ["-m", "xscale.eval.run", "--model", hf, "--task", "aer", "retrieval", "heldout"]
+        words += ["--texts", self.data / spec["retrieval"], "--data", *sorted((world / "heldout").iterdir())]
+        words += ["--pooling", "mean", "--layer", "all", "--limit", 1000]
+        for pair, names in spec["aer"].items():
+            words += ["--aer", pair, *(self.data / name for name in names)]
+        file = self.out / f"parts/{cell.path}.json"
+        self.once(file, *words)
+        results = read_results(file)
+        scores: dict[str, float] = {}
+        for pair in spec["aer"]:
+            layers = [row for name, row in results["aer"].items() if name.startswith(f"{pair} argmax")]
+            best = min(layers, key=lambda row: row["aer"])
+            scores |= {f"AER {pair}": 100 * best["aer"], f"AER {pair}, last layer": 100 * layers[-1]["aer"]}
+            scores[f"F1 {pair}"] = 100 * best["f1"]
+        last = max(int(name.split()[-1]) for name in results["retrieval"])
+        found = [row["accuracy"] for name, row in results["retrieval"].items() if name.endswith(f"layer {last}")]
+        scores["retrieval"] = 100 * sum(found) / len(found)
+        losses = [row["tlm_loss"] for row in results["heldout"].values()]
+        scores["TLM loss"] = sum(losses) / len(losses)
+        tasks = json.loads((world / "tasks.json").read_text(encoding="utf-8"))
+        for task, parts in tasks.items() if self.scale["tune"] else ():
+            scores |= self.tune(cell, task, parts, hf)
+        return scores
+
     def tune(self, cell: Cell, task: str, parts: dict[str, dict[str, str]], hf: Path) -> dict[str, float]:
         """Fine-tune an export. Returns zero-shot and supervised scores, their difference, and the majority class's."""
         tune = self.scale["tune"]
@@ -244,7 +288,10 @@ class Grid:
             words += ["--limit", tune["limit"], "--test_limit", tune["limit"]]
         file = self.out / f"parts/{cell.path}.{task}.json"
         self.once(file, "-m", "xscale.eval.finetune", *words)
-        row = read_results(file)[task][next(iter(parts["test"]))]
+        rows = read_results(file)[task]
+        if len(parts["test"]) > 1:
+            return {f"{task} {lang}": 100 * rows[lang]["zs"] for lang in parts["test"]}
+        row = rows[next(iter(parts["test"]))]
         names = {"zs": "ZS", "sup": "SUP", "delta": "Δ", "majority": "majority"}
         return {f"{task} {name}": 100 * row[key] for key, name in names.items() if key in row}
 
@@ -342,6 +389,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scale", required=True, choices=("smoke", "cpu", "h100", "paper"))
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with parallel/, mono/, lexicon/ and eval/")
+    parser.add_argument("--encoder", type=Path, metavar="HF_DIR", help="for grid public: the encoder to go on from")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORLD/ARM", help="run these cells alone")
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="fields of the scale, such as steps=600"

@@ -103,34 +103,81 @@ def compared_cells(grid: dict[str, Any], done: list[Done]) -> list[tuple[Name, N
     return pairs
 
 
+MIN_SEEDS = 3
+"""The fewest seeds whose differences are tested."""
+
+
+class Comparison(NamedTuple):
+    """A measure's differences between two arms, one for each seed that both have."""
+
+    sides: str
+    measure: str
+    differences: list[float]
+
+    @property
+    def p(self) -> float:
+        """The p of a two-sided paired t-test over seeds; NaN if there are too few, or if all are equal."""
+        if len(self.differences) < MIN_SEEDS or not np.ptp(self.differences):
+            return math.nan
+        return float(stats.ttest_1samp(self.differences, 0.0).pvalue)
+
+
 def comparisons(grid: dict[str, Any], done: list[Done]) -> list[str]:
-    """Two-sided paired t-tests over the seeds that both sides have."""
-    rows = []
+    """A table of the differences that `compare` names, with paired t-tests over the seeds that both sides have."""
+    found = list[Comparison]()
     names = [name for name in measures(done) if name != "unigram entropy" and not name.endswith("majority")]
     for (first, second), name in product(compared_cells(grid, done), names):
         ours = values_of(done, first.world, first.arm, name)
         theirs = values_of(done, second.world, second.arm, name)
         differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
         if differences:
-            p = stats.ttest_1samp(differences, 0.0).pvalue if np.ptp(differences) else math.nan
-            sides = f"{first.world}/{first.arm} - {second.world}/{second.arm}"
-            rows.append([sides, name, spread(differences, name), str(len(differences)), shown_p(p)])
-    if rows:
-        table = markdown(["cells", "measure", "difference", "seeds", "p"], rows)
-        note = "Paired t-tests over seeds, two-sided, without a correction for their number; a single seed has no p."
-        return [f"## Comparisons\n\n{note}\n\n{table}"]
-    return ["No comparison has a seed with which both sides converged."] if grid.get("compare") else []
+            found.append(Comparison(f"{first.world}/{first.arm} - {second.world}/{second.arm}", name, differences))
+    if not found:
+        return ["No comparison has a seed with which both sides converged."] if grid.get("compare") else []
+    corrected = holm([one.p for one in found])
+    rows = []
+    for one, p in zip(found, corrected, strict=True):
+        seeds = str(len(one.differences))
+        rows.append([one.sides, one.measure, spread(one.differences, one.measure), seeds, shown_p(one.p), shown_p(p)])
+    table = markdown(["cells", "measure", "difference", "seeds", "p", "p after Holm"], rows)
+    tests = sum(not math.isnan(p) for p in corrected)
+    note = (
+        f"Paired t-tests over seeds, two-sided; fewer than {MIN_SEEDS} seeds have no p. The last column is corrected "
+        f"for all {tests} tests of this table (Holm)."
+    )
+    return [f"## Comparisons\n\n{note}\n\n{table}"]
+
+
+def holm(values: list[float]) -> list[float]:
+    """Return p values corrected for their number by Holm's method. NaN stands for no test."""
+    tested = [i for i, p in enumerate(values) if not math.isnan(p)]
+    corrected = [math.nan] * len(values)
+    largest = 0.0
+    for rank, i in enumerate(sorted(tested, key=lambda i: values[i])):
+        largest = max(largest, min(1.0, (len(tested) - rank) * values[i]))
+        corrected[i] = largest
+    return corrected
 
 
 def correlations(done: list[Done]) -> list[str]:
-    """Spearman's rho of alignment and Delta over all cells that converged (Tang et al. 2022, appendix E)."""
+    """Spearman's rho of alignment and Delta over the means of arms (Tang et al. 2022, appendix E). The seeds of an arm
+    are no points of their own. The p is exact by permutation, but for more than 7 arms by 9,999 random permutations."""
     lines = []
     for name in measures(done):
-        points = points_of(done, name)
-        if name.endswith("Δ") and len(points) >= 3:
-            test = stats.spearmanr([point.aligned for point in points], [point.delta for point in points])
-            how = f"rho {test.statistic:.3f} (Spearman), p {shown_p(test.pvalue)}, {len(points)} cells"
-            lines.append(f"Alignment (all words) and {name}: {how}.")
+        of_arms: dict[Name, list[Point]] = {}
+        for point in points_of(done, name):
+            of_arms.setdefault(Name(point.world, point.arm), []).append(point)
+        if not name.endswith("Δ") or len(of_arms) < 3:
+            continue
+        aligned = [statistics.mean(point.aligned for point in points) for points in of_arms.values()]
+        deltas = [statistics.mean(point.delta for point in points) for points in of_arms.values()]
+        rho = stats.spearmanr(aligned, deltas).statistic
+        test = stats.permutation_test(
+            (aligned,), lambda x, deltas=deltas: stats.spearmanr(x, deltas).statistic, permutation_type="pairings",
+            vectorized=False, rng=0,
+        )  # fmt: skip
+        how = f"rho {rho:.3f} (Spearman), p {shown_p(test.pvalue)}, {len(of_arms)} means of arms"
+        lines.append(f"Alignment (all words) and {name}: {how}.")
     return lines
 
 

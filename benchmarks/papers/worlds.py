@@ -33,6 +33,8 @@ def make_world(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: Pat
     world = World(spec, scale, data, partial, run)
     if "how" in spec:
         world.derive()
+    elif "aer" in spec:
+        world.read_pairs()
     else:
         world.read_languages()
     partial.rename(out)
@@ -133,6 +135,37 @@ class World:
             ner = self.data / spec["ner"]  # of dev files: XTREME's tests have no labels
             tasks["ner"] = {"train": {lang: f"{ner}/train-{lang}.tsv.xz" for lang in langs}}
             tasks["ner"]["test"] = {langs[1]: f"{ner}/dev-{langs[1]}.tsv.xz"}
+        self.write_tasks(tasks)
+
+    def read_pairs(self) -> None:
+        """Make a world of several pairs of languages: pairs with word links, of which every n-th is held out from all
+        cells, the sides of the pairs as text, and the files of the tasks."""
+        sides: dict[str, list[Path]] = {}
+        for pair, stem in self.spec["pairs"].items():
+            langs = pair.split("-")
+            columns = {lang: read(self.data / f"{stem}.{lang}.xz")[: self.scale["lines"]] for lang in langs}
+            file = self.data / f"{stem}.links.xz"
+            if file.exists():
+                columns["links"] = read(file)[: self.scale["lines"]]
+            every = max(len(columns[langs[0]]) // self.scale["heldout"], 1)
+            for name, lines in columns.items():
+                heldout = lines[::every][: self.scale["heldout"]]
+                train = [line for number, line in enumerate(lines) if number % every or number >= every * len(heldout)]
+                write(self.out / f"text/{pair}.{name}", train)
+                write(self.out / f"text/heldout.{pair}.{name}", heldout)
+            links = ["--links", self.out / f"text/{pair}.links"] if file.exists() else ["--align"]
+            for name, place, more in ((pair, "shards/pairs", links), (f"heldout.{pair}", "heldout", [])):
+                source, target = (self.out / f"text/{name}.{lang}" for lang in langs)
+                self.write_pairs(source, target, langs, f"{place}/{pair}", *more)
+            for lang in langs:
+                sides.setdefault(lang, []).append(self.out / f"text/{pair}.{lang}")
+        for lang, files in sides.items():
+            self.write_mono(lang, files, f"sides/{lang}", "--whole_lines")
+        tasks: dict[str, Any] = {}
+        for task, parts in self.spec["tasks"].items():
+            tasks[task] = {}
+            for part, files in parts.items():
+                tasks[task][part] = {lang: str(self.data / name) for lang, name in files.items()}
         self.write_tasks(tasks)
 
     def write_mono(self, lang: str, files: list[Path], place: str, *more: object) -> None:

@@ -1,6 +1,7 @@
 """The tokenizer of the data path: text to token ids, and the special tokens of sequences."""
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -86,6 +87,43 @@ def check_sentencepiece(path: Path) -> None:
         )
 
 
+def transformers_tokenizer(path: str | Path) -> Any:
+    """Return transformers' tokenizer of a folder or hub name, which gives the ids of its tokenizer.json.
+
+    transformers 5 builds the parts of some classes itself, and drops those of tokenizer.json: XLMRobertaTokenizer then
+    has no normaliser, and full-width punctuation becomes unknown. Such a tokenizer is replaced by one of no special
+    class, which every version of transformers loads as it is.
+    """
+    from tokenizers import Tokenizer as Backend
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.utils import cached_file
+
+    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    try:
+        file = cached_file(str(path), "tokenizer.json")
+    except OSError:
+        return tokenizer
+    if not tokenizer.is_fast or file is None:
+        return tokenizer
+    backend = Backend.from_file(file)
+    if parts_of(backend) == parts_of(tokenizer.backend_tokenizer):
+        return tokenizer
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        name_or_path=tokenizer.name_or_path,
+        model_max_length=tokenizer.model_max_length,
+        model_input_names=tokenizer.model_input_names,
+        padding_side=tokenizer.padding_side,
+        **tokenizer.special_tokens_map,
+    )
+
+
+def parts_of(backend: Any) -> list[Any]:
+    """Return the parts of a tokenizer of the package tokenizers by which it turns text to ids."""
+    fields = json.loads(backend.to_str())
+    return [fields[part] for part in ("normalizer", "pre_tokenizer", "model", "post_processor")]
+
+
 class Tokenizer:
     """A Hugging Face fast tokenizer, reduced to what the data path needs."""
 
@@ -96,15 +134,13 @@ class Tokenizer:
             )
         # Workers run in parallel already, and hang if they inherit threads.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        from transformers import AutoTokenizer
-
         has_json = Path(path, "tokenizer.json").exists()
         vocabularies = ("tokenizer.json",) if has_json else ("vocab.*", "merges.txt", "*.model")
         pointer = pointer_problem(Path(path), *vocabularies, "tokenizer_config.json", "config.json")
         if pointer:  # a pointer could be taken for a vocabulary of three lines
             raise UserError(f"tokenizer {path} cannot be loaded: {pointer}")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+            tokenizer = transformers_tokenizer(path)
             fast = tokenizer.is_fast
             special = special_ids(tokenizer)
             ids = [*tokenizer.get_vocab().values()]

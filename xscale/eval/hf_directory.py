@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCard
 from torch import Tensor
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
 from xscale import files
 from xscale.data.packed_row import Tokens
+from xscale.data.tokenizer import transformers_tokenizer
 from xscale.errors import UserError
 from xscale.eval.card import CARD
 from xscale.eval.sentence_files import save_pooling, write_json
@@ -50,7 +51,7 @@ def write_directory(
     written.
     """
     written: Any = lm if layers is None else first_layers(lm, layers).base_model
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False)
+    tokenizer = transformers_tokenizer(tokenizer_path)
     tokenizer.model_max_length = longest_sequence(lm.config)
     # The tokenizer returns token types if training used them for a pair's two sentences, not for languages.
     types = ["token_type_ids"] if run_fields(lm.config, source).get("segments") else []

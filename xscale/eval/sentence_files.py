@@ -14,6 +14,8 @@ def trained_pooling(streams: dict[str, dict[str, Any]]) -> str:
     for stream in streams.values():
         if stream["objective"] == "ppa" and stream.get("moco_weight", 1.0):
             return stream.get("pooling", "cls")
+        if stream["objective"] == "translation_ranking":
+            return stream.get("pooling", "mean")
     return "mean"
 
 

@@ -192,6 +192,15 @@ def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
     return {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
 
 
+def dropout_of(init: str | Path | None) -> float:
+    """Return the dropout of the hidden states in the config of `model.init`; 0.1 without one."""
+    config = _config_of(init) if init else None
+    if config is None:
+        return 0.1
+    (name, *_) = dropout_fields(config.model_type, 0.0)
+    return float(getattr(config, name, 0.1))
+
+
 def has_segments(init: str | Path | None, preset: str) -> bool:
     """Return True if the model has token types for the two sentences of a pair; False if `init` cannot be read."""
     if init is None:

@@ -1,7 +1,17 @@
 """The training objectives, one file each. A new objective needs a line in OBJECTIVES; a recipe names an objective of
 another package as MODULE:NAME."""
 
-from xscale.objectives import align_mlm, alignlm, contextual, dict_mlm, mlm, ppa, tlm
+from xscale.objectives import (
+    align_mlm,
+    alignlm,
+    contextual,
+    dict_mlm,
+    mlm,
+    ppa,
+    tlm,
+    translation_ranking,
+    word_contrast,
+)
 from xscale.objectives.base import HasQueue, Losses, Objective, Parts, Prediction, step_loss_share
 from xscale.plugins import import_objective
 
@@ -26,4 +36,6 @@ OBJECTIVES = Objectives(
     mlm=mlm.OBJECTIVE,
     tlm=tlm.OBJECTIVE,
     ppa=ppa.OBJECTIVE,
+    translation_ranking=translation_ranking.OBJECTIVE,
+    word_contrast=word_contrast.OBJECTIVE,
 )

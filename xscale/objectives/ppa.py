@@ -44,6 +44,7 @@ from torch import Tensor, nn
 
 from xscale import rng
 from xscale.data.packed_row import Row
+from xscale.data.ragged import indices_within
 from xscale.data.sequences import Example, Sequences, concatenated, join_segments
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
@@ -153,7 +154,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
         return stream_batch
     query = views(pairs, first_sides, context)
     key = views(pairs, [1 - side for side in first_sides], context)
-    query_states = Gather.concat([pooled(query, options)], [len(words.sequences.ids)])
+    query_states = Gather.concat([pooled(query, options.pooling)], [len(words.sequences.ids)])
     return replace(
         stream_batch,
         sequences=concatenated(words.sequences, query),
@@ -161,9 +162,9 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
         target_counts=words.target_counts | {"moco": len(pairs)},
         arrays={
             "number": np.array([pair.number for pair in pairs], dtype=np.int64),
-            "texts": np.stack([text_numbers(query), text_numbers(key)], 1),
+            "texts": np.stack([text_numbers(query.ids, query.lengths), text_numbers(key.ids, key.lengths)], 1),
         },
-        auxiliary=StreamBatch(key, {"key": pooled(key, options)}, {}, len(pairs), types=words.types),
+        auxiliary=StreamBatch(key, {"key": pooled(key, options.pooling)}, {}, len(pairs), types=words.types),
     )
 
 
@@ -198,21 +199,22 @@ def views(pairs: list[Example], sides: list[int], context: CollateContext) -> Se
     return join_segments(context.tokenizer, segments, context.language_ids)
 
 
-def pooled(views: Sequences, options: PpaOptions) -> Gather:
+def pooled(views: Sequences, pooling: str) -> Gather:
     """Return the tokens whose states are summed for each view's vector. A sum may replace the mean, as only the
     vector's direction matters."""
-    if options.pooling == "cls":
+    if pooling == "cls":
         return Gather.single(views.starts)
     is_special = (views.offsets == 0) | (views.offsets == np.repeat(views.lengths, views.lengths) - 1)
     return Gather.sums(np.flatnonzero(~is_special), views.lengths - 2)
 
 
-def text_numbers(views: Sequences) -> np.ndarray:
-    """Return a hash of each view's tokens, int64 [B]."""
-    if not len(views.starts):
-        return views.starts
-    token_hashes = rng.hash64(rng.hash64(rng.key("text"), views.offsets), views.ids)
-    return np.add.reduceat(token_hashes, views.starts).view(np.int64)
+def text_numbers(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return a hash of each text's tokens, int64 [B]. ids: the tokens of all texts, laid end to end; lengths: the
+    number of tokens of each text, at least 1 [B]."""
+    if not len(lengths):
+        return np.zeros(0, dtype=np.int64)
+    token_hashes = rng.hash64(rng.hash64(rng.key("text"), indices_within(lengths)), ids)
+    return np.add.reduceat(token_hashes, np.cumsum(lengths) - lengths).view(np.int64)
 
 
 class Projection(nn.Module):

@@ -1,0 +1,108 @@
+"""Word contrast and translation ranking: what rows exchange, the rules of training, and two real ranks.
+
+tests/test_reference.py has both against plain PyTorch, in one row and in the rows of four ranks.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from tests.conformance import check_objective
+from tests.rows import assert_same_gradients, one_thread, rows_of_step, totals_of  # noqa: F401
+from tests.test_alignlm import context, examples_of
+from tests.test_reference import make_case, make_module, resolve_run
+from xscale.data.tokenizer import Tokenizer
+from xscale.eval.sentence_files import trained_pooling
+from xscale.objectives import word_contrast
+from xscale.objectives.step_contrast import byte_columns, exchanged_vectors, from_byte_columns, step_contrast
+from xscale.step.step import run_row, shared_states, step_weights
+
+RECIPES = ["word_contrast", "ranking"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_hashes_survive_in_every_type(dtype: torch.dtype) -> None:
+    numbers = torch.randint(-(1 << 62), 1 << 62, (50, 2))
+    numbers[0] = torch.tensor([-(1 << 63), (1 << 63) - 1])
+    assert torch.equal(from_byte_columns(byte_columns(numbers).to(dtype)), numbers)
+
+
+def test_samples_with_a_common_text_are_no_negatives() -> None:
+    """Three samples, of which the first two share the hash 7: each contrasts with the third alone."""
+    torch.manual_seed(0)
+    u, v = torch.randn(2, 3, 5, dtype=torch.float64)
+    texts = torch.tensor([[7, 1], [2, 7], [3, 4]])
+    found = step_contrast({"step": exchanged_vectors(u, v, texts), "own": torch.arange(3)}, "t", 0.5, 0.2).sums["t"]
+    s = torch.cosine_similarity(u[:, None], v[None], dim=-1)
+    expected = torch.zeros((), dtype=torch.float64)
+    for i, others in enumerate(([2], [2], [0, 1])):
+        own = (s[i, i] - 0.2) / 0.5
+        for negatives in (s[i, others], s[others, i]):
+            expected += (torch.logsumexp(torch.cat([own[None], negatives / 0.5]), 0) - own) / 2
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_step_without_links_has_no_loss() -> None:
+    nothing = torch.zeros(0, 4, requires_grad=True)
+    texts = torch.zeros(0, 2, dtype=torch.int64)
+    exchanged = exchanged_vectors(nothing, nothing, texts)
+    losses = step_contrast({"step": exchanged, "own": torch.arange(0)}, "words", 0.1)
+    assert losses.sums["words"].item() == 0 and losses.metrics["contrastive_accuracy"][0].item() == 0
+    losses.sums["words"].backward()
+    assert nothing.grad is not None
+
+
+def test_words_that_were_cut_off_have_no_link(tokenizer: Tokenizer) -> None:
+    """Links are one-to-one, between words, and both words are left."""
+    pairs = [("Peter sees a house .", "Peter doj sel koh .", "0-0 1-1 1-2 3-3 4-4")]
+    samples = examples_of(tokenizer, pairs, ("en", "xx"))
+    options = word_contrast.WordContrastOptions()
+    whole = word_contrast.collate(samples, options, context(tokenizer))
+    assert whole.target_counts == {"words": 2}, "1-1 and 1-2 share a word, 4-4 is punctuation"
+    assert whole.states["first"].size == whole.states["second"].size == len(whole.arrays["texts"]) == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_rules_of_training_are_kept(demo: Path, recipe: str) -> None:
+    stream = {"ranking": "translation_ranking"}.get(recipe, recipe)
+    assert check_objective(recipe, [demo], [f"streams.{stream}.samples=9"]) == []
+
+
+def test_an_export_has_the_pooling_that_ranking_trains() -> None:
+    stream = {"objective": "translation_ranking", "pooling": "cls"}
+    assert trained_pooling({"a": {"objective": "tlm"}, "b": stream}) == "cls"
+
+
+def gradient_of_a_rank(rank: int, folder: Path, demo: Path, recipe: str) -> None:
+    """Write the gradient of one rank's rows of the first step."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    run_spec = resolve_run(demo, recipe)
+    module = make_module(run_spec)
+    (ranks,) = rows_of_step(run_spec, 2, 100)
+    assert all(len(rows) >= 2 for rows in ranks)
+    weights = step_weights(run_spec.recipe, totals_of([row for rows in ranks for row in rows]), 0)
+    rows = [row.to(torch.device("cpu")) for row in ranks[rank]]
+    seeds = [(0, number) for number in range(len(rows))]
+    loss = 0.0
+    for row, shared, seed in zip(rows, shared_states(module, rows, seeds), seeds, strict=True):
+        row_loss, _ = run_row(module, row, shared, weights, seed)
+        row_loss.backward()
+        loss += row_loss.item()
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    torch.save({"loss": loss, "gradients": gradients}, folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_ranks_of_several_rows_are_the_reference(demo: Path, tmp_path: Path, recipe: str) -> None:
+    """Two processes with gloo: the sum of their losses and gradients is plain PyTorch's, in fp64."""
+    multiprocessing.spawn(gradient_of_a_rank, (tmp_path, demo, recipe), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    case = make_case(resolve_run(demo, recipe))
+    assert first["loss"] + second["loss"] == pytest.approx(case.loss.item(), rel=1e-9)
+    both = {name: gradient + second["gradients"][name] for name, gradient in first["gradients"].items()}
+    assert_same_gradients(both, case.gradients)

@@ -1,0 +1,84 @@
+"""Translation ranking (LaBSE, Feng et al. 2022): a sentence is nearer to its translation than to all other sentences.
+
+    L = - 1/(2B) sum over i of  log e^{(s_ii - m) / tau} / ( e^{(s_ii - m) / tau} + sum over k != i of e^{s_ik / tau} )
+                              + the same with s_ki in the place of s_ik
+
+s_ik is the cosine of sentence i of one side and sentence k of the other. Each sentence is a sequence of its own, and B
+is the number of pairs of the step, on all ranks and in all packed rows. There is no momentum encoder and no queue. A
+pair that has a text in common with pair i is no negative of it (objectives/step_contrast.py).
+"""
+
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from xscale.data.sequences import Example, concatenated
+from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
+from xscale.objectives.base import Losses, Objective, Parts
+from xscale.objectives.ppa import pooled, text_numbers, views
+from xscale.objectives.step_contrast import exchanged_vectors, step_contrast
+from xscale.recipe import STRICT, NotNegative
+
+
+@dataclass(frozen=True, config=STRICT)
+class TranslationRankingOptions:
+    in_phases: ClassVar[frozenset[str]] = frozenset({"temperature", "margin"})
+    temperature: PositiveFloat = 0.05
+    """The temperature tau of the softmax over the sentences of the step."""
+    margin: NotNegative = 0.3
+    """The margin m, by which a sentence must be nearer to its translation than to others."""
+    pooling: Literal["cls", "mean"] = "mean"
+    """Sentence vector: the mean over the ordinary tokens, or the state of [CLS]."""
+
+
+def check(options: TranslationRankingOptions, samples: int) -> str | None:
+    """Return what is wrong with the number of samples of a step and the remedy, or None."""
+    if samples == 1:
+        return "samples: 1 leaves a sentence nothing to be compared with; write 2 or more"
+    return None
+
+
+def collate(samples: list[list[Example]], options: TranslationRankingOptions, context: CollateContext) -> StreamBatch:
+    """Return the batch of samples, each of which is a single pair. Its sequences are all first sides, then all second
+    sides. Its states are "first" and "second" [S], one for each pair."""
+    pairs = context.fit_pairs(samples)
+    first = views(pairs, [0] * len(pairs), context)
+    second = views(pairs, [1] * len(pairs), context)
+    texts_S2 = np.stack([text_numbers(first.ids, first.lengths), text_numbers(second.ids, second.lengths)], 1)
+    return StreamBatch(
+        sequences=concatenated(first, second),
+        states={
+            "first": pooled(first, options.pooling),
+            "second": Gather.concat([pooled(second, options.pooling)], [len(first.ids)]),
+        },
+        target_counts={"ranking": len(pairs)},
+        samples=len(pairs),
+        arrays={"texts": texts_S2},
+    )
+
+
+def vectors(
+    parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: TranslationRankingOptions
+) -> Tensor:
+    return exchanged_vectors(states["first"], states["second"], arrays["texts"])
+
+
+def loss(
+    parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: TranslationRankingOptions
+) -> Losses:
+    """Return the sum over the row's pairs of their losses in both directions, halved."""
+    return step_contrast(states, "ranking", options.temperature, options.margin)
+
+
+OBJECTIVE = Objective(
+    record_kind="pair",
+    options=TranslationRankingOptions,
+    collate=collate,
+    loss=loss,
+    vectors=vectors,
+    terms=lambda options: {"ranking": 1.0},
+    check=check,
+)

@@ -1,0 +1,83 @@
+"""Word contrast (after Wu & Dredze 2020) pulls the states of linked words together, and those of other words apart.
+
+    L = - 1/(2|L|) sum over links (i, j) of  log softmax_j( u_i . v_j / tau ) + log softmax_i( u_i . v_j / tau )
+
+u_i is the mean last hidden state of the sub-words of word i, normalised; v_j that of the word which a link connects
+with it. The two sentences are encoded separately, and nothing is masked. Each softmax runs over all links of the step,
+on all ranks and in all packed rows. No frozen encoder is needed, since the negatives keep the states apart.
+
+Decided:
+- The links are those of contextual alignment (objectives/contextual.py): one-to-one links, without punctuation. Links
+  of a word that was cut off are left out.
+- A link that has a word in common with link (i, j), by its sub-words, is no negative: its other word is the same word,
+  or another translation (objectives/step_contrast.py).
+"""
+
+from typing import ClassVar
+
+import numpy as np
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from xscale.data import links
+from xscale.data.sequences import Example, join_segments
+from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
+from xscale.objectives.base import Losses, Objective, Parts
+from xscale.objectives.contextual import one_to_one
+from xscale.objectives.ppa import text_numbers
+from xscale.objectives.step_contrast import exchanged_vectors, step_contrast
+from xscale.recipe import STRICT
+
+
+@dataclass(frozen=True, config=STRICT)
+class WordContrastOptions:
+    in_phases: ClassVar[frozenset[str]] = frozenset({"temperature"})
+    temperature: PositiveFloat = 0.1
+    """The temperature tau of the softmax over the linked words of the step."""
+
+
+def collate(samples: list[list[Example]], options: WordContrastOptions, context: CollateContext) -> StreamBatch:
+    """Return the batch of samples, each of which is a single pair. Its sequences are all first sides, then all second
+    sides. Its states are "first" and "second" [S], sums over the sub-words of the two words of each link."""
+    pairs = context.fit_pairs(samples)
+    layout = [[2 * p] for p in range(len(pairs))]
+    layout += [[2 * p + 1] for p in range(len(pairs))]
+    sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
+    words = links.parse_links(pairs, across=True)
+    word_tokens = links.word_tokens(pairs, layout, sequences, words.first, "all")
+    single_links = one_to_one(words.links)
+    has_tokens = np.diff(word_tokens.starts) > 0
+    usable = (words.is_word & has_tokens)[single_links].all(axis=1)
+    first_tokens, first_counts = word_tokens.tokens_of(single_links[usable, 0])
+    second_tokens, second_counts = word_tokens.tokens_of(single_links[usable, 1])
+    first_texts = text_numbers(sequences.ids[first_tokens], first_counts)
+    second_texts = text_numbers(sequences.ids[second_tokens], second_counts)
+    return StreamBatch(
+        sequences=sequences,
+        states={"first": Gather.sums(first_tokens, first_counts), "second": Gather.sums(second_tokens, second_counts)},
+        target_counts={"words": len(first_counts)},
+        samples=len(pairs),
+        arrays={"texts": np.stack([first_texts, second_texts], 1)},
+    )
+
+
+def vectors(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: WordContrastOptions) -> Tensor:
+    return exchanged_vectors(states["first"], states["second"], arrays["texts"])
+
+
+def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: WordContrastOptions) -> Losses:
+    """Return the sum over the row's links of their losses in both directions, halved."""
+    return step_contrast(states, "words", options.temperature)
+
+
+OBJECTIVE = Objective(
+    record_kind="pair",
+    options=WordContrastOptions,
+    collate=collate,
+    loss=loss,
+    vectors=vectors,
+    terms=lambda options: {"words": 1.0},
+    words=lambda options: True,
+    needs="links",
+)
