@@ -80,7 +80,7 @@ ENGINE = {
 STAGE_1_AND_2 = {
     *("averaged_gradients", "params_in_partition", "flatten", "cpu_offload", "check_overflow", "loss_scaler"),
     *("bit16_groups", "single_partition_of_fp32_groups", "_hp_optimizer_states_linked", "update_lp_params"),
-    *("backward_prologue", "backward_epilogue", "get_gradient_for_reduction", "grad_accum"),
+    *("backward_prologue", "backward_epilogue", "get_gradient_for_reduction", "grad_accum", "_grad_acc_hooks"),
 }
 BF16 = {
     *("bf16_groups", "fp32_groups_flat_partition", "update_lp_params", "_hp_optimizer_states_linked"),
@@ -135,6 +135,14 @@ def test_what_the_update_looks_at() -> None:
     assert "get_grad_norm_direct(self.averaged_gradients[i], self.params_in_partition[i])" in norm
     assert "zip(param_gradients, params)" in inspect.getsource(DeepSpeedZeroOptimizer.get_grad_norm_direct)
     assert inspect.signature(DeepSpeedZeroOptimizer.__init__).parameters["check_grad_overflow"].default is True
+
+
+def test_hooks_on_weights_do_nothing_under_one_reduction() -> None:
+    """`remove_gradient_hooks`: a hook only calls process_gradients, which returns, and counts calls for the epilogue,
+    which engine.backward calls itself."""
+    process = inspect.getsource(DeepSpeedZeroOptimizer.process_gradients).splitlines()
+    assert [line.strip() for line in process[1:3]] == ["if self._coalesce_grad_reduction:", "return"]
+    assert "self._backward_epilogue()" in inspect.getsource(DeepSpeedEngine.backward)
 
 
 def test_no_loss_scale_is_left() -> None:

@@ -87,10 +87,11 @@ def test_shipped_files_resolve(path: Path, name: str) -> None:
 
 
 def test_communication_overlaps_where_there_is_any() -> None:
-    """DeepSpeed waits for the device after each backward pass where overlap_comm is set."""
-    for given, world, expected in (("auto", 1, False), ("auto", 8, True), (True, 1, True), (False, 8, False)):
-        resolved, *_ = resolve({"zero_optimization": {"stage": 2, "overlap_comm": given}}, world=world)
-        assert resolved["zero_optimization"] == {"stage": 2, "overlap_comm": expected}
+    """Stage 3 gathers weights during a pass; stages 1 and 2 reduce after the last one, and nothing overlaps."""
+    cases = [(3, "auto", 1, False), (3, "auto", 8, True), (2, "auto", 8, False), (1, "auto", 8, False)]
+    for stage, given, world, expected in [*cases, (2, True, 8, True), (3, False, 8, False)]:
+        resolved, *_ = resolve({"zero_optimization": {"stage": stage, "overlap_comm": given}}, world=world)
+        assert resolved["zero_optimization"] == {"stage": stage, "overlap_comm": expected}
     assert "zero_optimization" not in resolve({})[0]
 
 

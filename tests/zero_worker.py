@@ -259,6 +259,7 @@ def train(case: dict[str, Any], out: Path) -> dict[str, Any]:
         "scales": scales,
         "looks": max(looks),
         "skipped": engine.skipped_steps,
+        "hooks": len(getattr(engine.optimizer, "_grad_acc_hooks", [])),
         "calls": calls,
     }
 

@@ -124,6 +124,19 @@ def manual_gradients(engine: Any) -> Iterator[None]:
         engine.optimizer.backward_epilogue()
 
 
+def remove_gradient_hooks(engine: Any) -> None:
+    """Remove the hooks that stages 1 and 2 have on every weight. Calls after the first do nothing.
+
+    They reduce gradients during a backward pass. Inside of `coalesce_grad_reduction` they reduce nothing, but cost the
+    host a call for every weight and pass. After that, gradients are only reduced by `coalesce_grad_reduction`.
+    """
+    hooks = getattr(engine.optimizer, "_grad_acc_hooks", [])
+    if engine.zero_optimization_stage() in (1, 2) and not is_bf16_optimizer(engine):
+        for hook in hooks:
+            hook.remove()
+        hooks.clear()
+
+
 CHUNK = 1 << 26
 """The number of elements of each tensor into which a joined gradient is split. DeepSpeed's norm copies one of these
 tensors at a time to fp64."""

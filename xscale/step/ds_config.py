@@ -115,7 +115,8 @@ def resolve_ds_config(
     problems += fill_scheduler(resolved, recipe)
     zero = resolved.get("zero_optimization", {})
     if zero.get("overlap_comm") == AUTO:
-        zero["overlap_comm"] = world > 1  # if it is on, DeepSpeed waits for the device after every backward pass
+        # Stages 1 and 2 reduce after the last backward pass (zero.one_reduction), so that nothing could overlap.
+        zero["overlap_comm"] = world > 1 and stage_of(resolved) == 3
     problems += precision_problems(resolved, recipe.train.precision)
     if problems:
         raise UserError(

@@ -86,6 +86,7 @@ def one_reduction(engine: Any) -> Iterator[None]:
     and BF16_Optimizer do not support it, and reduce when `allreduce_gradients` is called.
     """
     on_request = engine.zero_optimization_stage() == 0 or private.is_bf16_optimizer(engine)
+    private.remove_gradient_hooks(engine)
     with engine.no_sync() if on_request else engine.coalesce_grad_reduction():
         try:
             yield
