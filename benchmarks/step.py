@@ -62,13 +62,15 @@ from xscale import ranks
 from xscale.data.mixture import Mixture, SampledRecords, initial_state
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.stream_batch import StreamBatch
+from xscale.metric_keys import Counts
 from xscale.models.encoder import Encoder
 from xscale.run_spec import RunSpec
 from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config
 from xscale.step.module import StepModule
-from xscale.step.step import StepSums, encode_auxiliary, optimizer_step, run_row, step_weights
+from xscale.step.step import encode_auxiliary, optimizer_step, run_row, step_weights
+from xscale.step.sums import Sums, stream_metrics
 
 PAIRS = 4000
 DEMO_IDS = 32_768
@@ -101,7 +103,7 @@ class XscaleLoop:
         batch = next(self.batches)
         self.targets = batch.targets()
         place: dict[str, int] = {"step": batch.step, "rank": ALONE.rank, "world": ALONE.world}
-        self.sums, _ = optimizer_step(self.engine, self.run_spec.recipe, batch.rows, self.targets, **place)
+        self.sums = optimizer_step(self.engine, self.run_spec.recipe, batch.rows, self.targets, **place).sums
         self.seconds.append(now() - started)
         self.flops = sum(self.formula.flops(batch.cost()).values())
 
@@ -170,10 +172,10 @@ def step_module(encoder: Encoder, run_spec: RunSpec) -> StepModule:
     return module
 
 
-def stream_losses(run_spec: RunSpec, sums: StepSums, targets: dict[tuple[str, str], int]) -> dict[str, float]:
+def stream_losses(run_spec: RunSpec, sums: Sums, counts: Counts) -> dict[str, float]:
     """The loss of each stream, without the stream's weight."""
-    averages = sums.averages(sums.values_K.tolist(), run_spec.recipe, targets)
-    return {name: averages[f"loss/{name}"] for name in run_spec.recipe.streams}
+    metrics = stream_metrics(sums.by_key(), counts, run_spec.recipe)
+    return {name: metrics[f"loss/{name}"] for name in run_spec.recipe.streams}
 
 
 def global_batches(run_spec: RunSpec) -> Iterator[dict[str, SampledRecords]]:
@@ -332,8 +334,8 @@ def first_stream_batches(run_spec: RunSpec) -> dict[str, StreamBatch]:
 def losses_of(run_spec: RunSpec, module: StepModule, row: Row) -> dict[str, float]:
     on_device = row.to(torch.device("cpu"))
     (shared,) = encode_auxiliary(module, [on_device], [(0,)])
-    _, values_K = run_row(module, on_device, shared, step_weights(run_spec.recipe, row.target_counts, 0), (0,))
-    return stream_losses(run_spec, StepSums(module.reported, values_K), row.target_counts)
+    _, sums = run_row(module, on_device, shared, step_weights(run_spec.recipe, row.counts, 0), (0,))
+    return stream_losses(run_spec, sums, row.counts)
 
 
 def give_draws(part: Any, examples: list[Example], stream_batch: StreamBatch, heads: Any) -> None:

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from xscale.data.loader import StepBatch
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
-from xscale.step.step import StepSums, run_row, shared_states, step_weights
+from xscale.step.step import loss_keys, run_row, shared_states, step_weights
+from xscale.step.sums import Sums, stream_metrics
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
@@ -76,19 +78,20 @@ def compute_step(module: StepModule, run_spec: RunSpec, ranks: list[list[Row]]) 
     """Return the results of a step. This process computes all ranks' rows, and updates the auxiliary states."""
     module.zero_grad()
     rows = [row.to(CPU) for rows in ranks for row in rows]
-    totals = {key: sum(row.target_counts[key] for row in rows) for key in rows[0].target_counts}
+    totals = StepBatch(0, rows, {}).targets()
     weights = step_weights(run_spec.recipe, totals, 0)
     seeds = [(0, number) for number in range(len(rows))]
-    loss, reported = 0.0, torch.zeros(())
+    loss, sums_of_rows = 0.0, []
     for row, shared, seed in zip(rows, shared_states(module, rows, seeds), seeds, strict=True):
-        of_row, numbers_K = run_row(module, row, shared, weights, seed)
+        of_row, sums = run_row(module, row, shared, weights, seed)
         of_row.backward()
-        loss, reported = loss + of_row.item(), reported + numbers_K
+        loss += of_row.item()
+        sums_of_rows.append(sums)
     for auxiliary_state in module.auxiliary_states.values():
         auxiliary_state.update(True)
     gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in module.parameters()])
-    sums = StepSums(module.reported, reported)
-    return FirstStep(loss, gradient, sums.averages(reported.tolist(), run_spec.recipe, totals))
+    metrics = stream_metrics(Sums.total(sums_of_rows).by_key(), totals, run_spec.recipe)
+    return FirstStep(loss, gradient, metrics)
 
 
 def auxiliary_leaves(module: StepModule) -> list[Tensor]:
@@ -150,12 +153,11 @@ def empty_row_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
         one = copy.deepcopy(module)
         one.streams = {name: module.streams[name]}
         shared = shared_states(one, rows, [(0, 0), (0, 1)])
-        weights = dict.fromkeys(rows[1].target_counts, 1.0)
-        run_row(one, rows[0], shared[0], weights, (0, 0))
-        reported = one.reported
-        loss, _ = run_row(one, rows[1], shared[1], weights, (0, 1))
-        if one.reported != reported:
-            yield f"streams.{name}: without samples it reports {one.reported}, with some {reported}"
+        weights = dict.fromkeys(loss_keys(run_spec.recipe), 1.0)
+        _, reported = run_row(one, rows[0], shared[0], weights, (0, 0))
+        loss, sums = run_row(one, rows[1], shared[1], weights, (0, 1))
+        if sums.keys != reported.keys:
+            yield f"streams.{name}: without samples it reports {sums.keys}, with some {reported.keys}"
         loss.backward()
         if not loss.isfinite() or not all(p.grad is None or p.grad.isfinite().all() for p in one.parameters()):
             yield f"streams.{name}: without samples the loss ({loss.item()}) or its gradient is not finite"

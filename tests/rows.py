@@ -11,14 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from xscale.data.loader import StepBatch
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.stream_batch import StreamBatch
+from xscale.metric_keys import Counts, loss_key
 from xscale.objectives import OBJECTIVES, Parts
 from xscale.ranks import Process
 from xscale.run_spec import RunSpec
 from xscale.step.module import States, StepModule, Weights
 from xscale.step.step import Seed, encode_auxiliary, run_row, shared_states
+from xscale.step.sums import Sums
 
 CPU, FILLER, LONGEST = torch.device("cpu"), 3, 128
 
@@ -41,19 +44,19 @@ class OneStream(StepModule):
         self.heads = nn.ModuleDict({"s": parts.heads} if parts.heads is not None else {})
         self.auxiliary_states = {"s": parts.auxiliary_state} if parts.auxiliary_state is not None else {}
         self.streams = {"s": (OBJECTIVES[objective], options)}
-        self.reported, self.smoothing = [], {}
+        self.smoothing = {}
 
 
 @dataclass
-class Sums:
+class TermSums:
     terms: dict[str, Tensor]
     """Sum over the targets of each term, with a graph."""
     metrics: dict[str, tuple[float, str]]
     """Sum of each metric, and the term by whose targets it is divided."""
 
 
-def pass_row(module: StepModule, row: Row, weights: Weights, seed: Seed = (0,)) -> tuple[Tensor, Tensor]:
-    """Return the loss and the reported numbers of a row, with the states of the auxiliary encoders."""
+def pass_row(module: StepModule, row: Row, weights: Weights, seed: Seed = (0,)) -> tuple[Tensor, Sums]:
+    """Return the loss and the sums of a row, with the states of the auxiliary encoders."""
     on_device = row.to(next(module.parameters()).device)
     (shared,) = shared_of(module, [on_device], [seed])
     return run_row(module, on_device, shared, weights, seed)
@@ -66,22 +69,22 @@ def shared_of(module: StepModule, rows: list[Row], seeds: list[Seed]) -> list[St
     return encode_auxiliary(module, rows, seeds)
 
 
-def sums(objective: str, parts: Parts, stream_batch: StreamBatch, options: Any, seed: int = 0) -> Sums:
+def sums(objective: str, parts: Parts, stream_batch: StreamBatch, options: Any, seed: int = 0) -> TermSums:
     """The auxiliary encoder runs once, and a row runs once for each term, with all other weights at 0."""
     module = OneStream(objective, parts, options)
     row = pack_row({"s": stream_batch}, FILLER).to(CPU)
     (shared,) = encode_auxiliary(module, [row], [(seed,)])
     names = list(OBJECTIVES[objective].terms(options))
-    terms, reported = {}, torch.empty(0)
+    terms = {}
     for name in names:
-        weights = {("s", n): float(n == name) for n in names}
+        weights = {loss_key("s", n): float(n == name) for n in names}
         terms[name], reported = run_row(module, row, shared, weights, (seed,))
-    assert not reported.requires_grad
-    numbers = dict(zip(module.reported, reported.tolist(), strict=True))
+    assert not reported.values_K.requires_grad
+    numbers = reported.by_key()
     for name, total in terms.items():
         losses = [value for key, value in numbers.items() if (key.name, key.term) == ("loss", name)]
         assert torch.allclose(total.detach(), total.new_tensor(losses), rtol=1e-5, atol=1e-5)
-    return Sums(terms, {key.name: (value, key.term) for key, value in numbers.items() if key.name != "loss"})
+    return TermSums(terms, {key.name: (value, key.term) for key, value in numbers.items() if key.name != "loss"})
 
 
 def gradients(loss: Tensor, *modules: nn.Module | None) -> dict[str, Tensor]:
@@ -122,8 +125,8 @@ def rows_of_step(
         yield [batch.rows for batch in batches]
 
 
-def totals_of(rows: list[Row]) -> dict[tuple[str, str], int]:
-    return {key: sum(row.target_counts[key] for row in rows) for key in rows[0].target_counts}
+def totals_of(rows: list[Row]) -> Counts:
+    return StepBatch(0, rows, {}).targets()
 
 
 class PlainEngine:

@@ -15,6 +15,7 @@ from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibrate import bytes_to_tokens, estimate, fit_line, similar_samples
 from xscale.data.calibration import Calibration, Estimate
 from xscale.data.mixture import Mixture, initial_state
+from xscale.metric_keys import MetricKey
 from xscale.ranks import Process
 from xscale.run.going_on import resume_calibration
 from xscale.run_spec import RunSpec, resolve_run
@@ -167,7 +168,7 @@ def test_long_pairs_are_estimated_as_what_becomes_of_them(run_spec) -> None:
             estimated = sum(int(tokens.sum()) for tokens in mixture.next_batch().tokens.values())
             mixture.state = start
             batch = dataset[mixture.next_step()]
-            found.append([batch.too_long()["tlm"] / 128, batch.cost()["tokens"] / estimated])
+            found.append([batch.counts()[MetricKey("too_long", "tlm")] / 128, batch.cost()["tokens"] / estimated])
         too_long, ratio = np.mean(found, axis=0)
         assert 0.1 < too_long < 0.6 and ratio == pytest.approx(1, abs=0.05)
 

@@ -149,7 +149,7 @@ def test_peak_of_a_row(demo: Path, recipe: str, preset: str) -> None:
     module, row = first_row(demo, recipe, f"model.preset={preset}", "model.dropout=0.1")
     on_device = row.to(CPU)
     (shared,) = encode_auxiliary(module, [on_device], [(0,)])
-    weights = {key: 1e-3 for key in row.target_counts}
+    weights = {key._replace(name="loss"): 1e-3 for key in row.counts}
     with torch.profiler.profile(profile_memory=True) as profile:
         run_row(module, on_device, shared, weights, (0,))[0].backward()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -235,7 +235,7 @@ def test_flops_of_a_whole_row(demo: Path, recipe: str) -> None:
     """Forward and backward, auxiliary states included, within 5 %: what is left out are AlignLM's and PPA's own small
     heads, and the padding of attention's blocks."""
     module, row = first_row(demo, recipe)
-    weights = {key: 1e-3 for key in row.target_counts}
+    weights = {key._replace(name="loss"): 1e-3 for key in row.counts}
     with counter() as counted:
         pass_row(module, row, weights)[0].backward()
     found = cost.StepFlops(module.encoder).flops(row.cost)

@@ -486,7 +486,7 @@ def test_hidden_languages(tokenizer, pairs) -> None:
     some, none, every = stream_batch(0.3), stream_batch(0.0), stream_batch(1.0)
     assert within(len(hidden(some)), len(pairs), 0.3) and not hidden(none) and len(hidden(every)) == len(pairs)
     assert hidden(stream_batch(0.3, slice(None, None, -1))) == hidden(some) < hidden(stream_batch(0.5))
-    assert (some.sequences.ids == none.sequences.ids).all() and (every.group_of_label["mlm"] == 0).all()
+    assert (some.sequences.ids == none.sequences.ids).all() and (every.group_of_target["mlm"] == 0).all()
 
 
 FORKS = """

@@ -13,6 +13,7 @@ from xscale.data.packed_row import Row, Tokens, copy_at_once, copy_one_by_one, l
 from xscale.data.ragged import indices_within
 from xscale.data.sequences import Sequences
 from xscale.data.stream_batch import Gather, StreamBatch
+from xscale.metric_keys import loss_key
 
 LONGEST, FILLER = 9, 77
 LENGTHS = st.lists(st.integers(1, LONGEST), max_size=6)
@@ -174,9 +175,10 @@ def test_a_row_counts_labels_targets_and_cost(empty: bool) -> None:
     row = pack_row(stream_batches, FILLER)
     labels = [(s, t, ids.tolist()) for s, batch in stream_batches.items() for t, ids in batch.labels.items()]
     assert row.labels.tolist() == [label for *_, ids in labels for label in ids] and row.labels.dtype == np.int64
-    assert list(row.label_counts.items()) == [((stream, term), len(ids)) for stream, term, ids in labels]
-    targets = {("a", "mlm"): 3, ("a", "extra"): 1, ("b", "x"): 4, ("b", "y"): 2, ("c", "z"): 1}
-    assert row.target_counts == targets and (row.samples, row.too_long) == (6, {"a": 0, "b": 1, "c": 2})
+    assert list(row.label_counts.items()) == [(loss_key(stream, term), len(ids)) for stream, term, ids in labels]
+    targets = {"count/a.mlm": 3, "count/a.extra": 1, "count/b.x": 4, "count/b.y": 2, "count/c.z": 1}
+    too_long = {"too_long/a": 0, "too_long/b": 1, "too_long/c": 2}
+    assert {str(key): count for key, count in row.counts.items()} == targets | too_long and row.samples == 6
     assert {stream: list(arrays) for stream, arrays in row.arrays.items()} == {"a": [], "b": ["number"], "c": []}
     lengths = [n for batch in stream_batches.values() for n in batch.sequences.lengths.tolist()]
     auxiliary = stream_batches["b"].auxiliary
@@ -190,15 +192,18 @@ def test_a_row_counts_labels_targets_and_cost(empty: bool) -> None:
     }
 
 
-def test_labels_by_language() -> None:
-    """Groups of two streams, one of which reports a term by language; 2 is no language of the stream."""
+def test_targets_by_language() -> None:
+    """Of two streams, one tells the languages of a term that it predicts and of one that it does not; 2 is no language
+    of the stream."""
     stream_batches = random_stream_batches(1)
     del stream_batches["c"]
-    object.__setattr__(stream_batches["b"], "group_of_label", {"x": np.array([1, 2, 0, 1])})
-    row = pack_row(stream_batches, FILLER, language_groups={"a": ("en",), "b": ("de", "en")})
-    assert row.language_groups == [("b", "x", "de"), ("b", "x", "en")]
-    assert row.group_of_label.tolist() == [2, 2, 2, 1, 2, 0, 1, 2, 2]
-    assert row.language_counts == {("b", "x", "de"): 1, ("b", "x", "en"): 2}
+    groups = {"x": np.array([1, 2, 0, 1]), "y": np.array([2, 2])}
+    object.__setattr__(stream_batches["b"], "group_of_target", groups)
+    row = pack_row(stream_batches, FILLER, language_groups={"a": ("en",), "b": ("de", "en")}).to(torch.device("cpu"))
+    found = {str(key): (of.group_of_target.tolist(), of.languages) for key, of in row.language_groups.items()}
+    assert found == {"loss/b.x": ([1, 2, 0, 1], ("de", "en")), "loss/b.y": ([2, 2], ("de", "en"))}
+    counts = {str(key): count for key, count in row.counts.items() if key.language}
+    assert counts == {"count/b.x/de": 1, "count/b.x/en": 2, "count/b.y/de": 0, "count/b.y/en": 0}
 
 
 def test_types_of_streams_without_them_are_0() -> None:
@@ -260,8 +265,8 @@ def test_copying_at_once_is_copying_one_by_one(device: Any, monkeypatch: pytest.
 def test_a_row_on_the_device_has_the_same_numbers(empty: bool) -> None:
     row = pack_row(random_stream_batches(0, empty), FILLER)
     moved = row.to(torch.device("cpu"))
-    on_device = [*moved.tokens[:5], *moved.gather, *moved.transposed, moved.labels, moved.group_of_label]
-    on_host = [*row.tokens[:5], *row.gather, *row.transposed, row.labels, row.group_of_label]
+    on_device = [*moved.tokens[:5], *moved.gather, *moved.transposed, moved.labels]
+    on_host = [*row.tokens[:5], *row.gather, *row.transposed, row.labels]
     for there, here in zip(
         [*on_device, moved.arrays["b"]["number"]], [*on_host, row.arrays["b"]["number"]], strict=True
     ):

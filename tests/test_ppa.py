@@ -29,6 +29,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.retrieval import accuracies
+from xscale.metric_keys import count_key, loss_key
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GatheredVectors, MomentumEncoder, Queue
@@ -41,6 +42,7 @@ from xscale.run_spec import RunSpec
 from xscale.step.engine import build_engine
 from xscale.step.module import StepModule
 from xscale.step.step import optimizer_step, run_row, shared_states
+from xscale.step.sums import Sums
 
 MAX_LENGTH = 32
 
@@ -245,11 +247,10 @@ def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
     for cuts in ([pairs], [pairs[5:6], pairs[:5], pairs[6:]]):
         module = OneStream("ppa", parts, options)
         rows = [pack_row({"s": collate(tokenizer, cut, options)}, FILLER).to(CPU) for cut in cuts]
-        reported = torch.zeros(())
+        sums_of_rows = []
         for row, shared in zip(rows, shared_states(module, rows, [(0,)] * len(rows)), strict=True):
-            _, numbers_K = run_row(module, row, shared, {("s", "moco"): 1.0}, (0,))
-            reported = reported + numbers_K
-        found = {of.name: value for of, value in zip(module.reported, reported.tolist(), strict=True)}
+            sums_of_rows.append(run_row(module, row, shared, {loss_key("s", "moco"): 1.0}, (0,))[1])
+        found = {key.name: value for key, value in Sums.total(sums_of_rows).by_key().items()}
         assert found["contrastive_accuracy_step"] == right
         assert found["sentence_cosine"] / 9 == pytest.approx(cosine, rel=1e-9)
         parts.auxiliary_state.step_keys = None
@@ -537,10 +538,10 @@ def run_steps(run_spec: RunSpec, steps: int, skip: set[int], check: Any) -> None
     warm_up_queues(engine, run_spec, process)
     for batch in run_spec.batches(process, "cpu", initial_state(run_spec.specs), steps):
         before = copy.deepcopy(moco.state_dict())
-        totals = {("ppa", "moco"): 7, ("ppa", "tlm"): 50}
-        found, _ = optimizer_step(engine, run_spec.recipe, batch.rows, totals, step=batch.step, rank=0, world=1)
+        totals = {count_key("ppa", "moco"): 7, count_key("ppa", "tlm"): 50}
+        result = optimizer_step(engine, run_spec.recipe, batch.rows, totals, step=batch.step, rank=0, world=1)
         check(batch, before, engine)
-    assert {"contrastive_accuracy_step", "sentence_cosine"} <= {of.name for of in found.reported}
+    assert {"contrastive_accuracy_step", "sentence_cosine"} <= {key.name for key in result.sums.keys}
 
 
 def test_momentum_moves_once_per_applied_step(demo: Path) -> None:

@@ -17,13 +17,15 @@ from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.sequences import Example
 from xscale.data.stream_batch import StreamBatch
+from xscale.metric_keys import MetricKey, loss_key
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.recipe import RECIPES
 from xscale.run_spec import RunSpec
 from xscale.step import step
-from xscale.step.module import Reported, StepModule
-from xscale.step.step import StepSums, optimizer_step, run_row, step_weights
+from xscale.step.module import StepModule
+from xscale.step.step import optimizer_step, run_row, step_weights
+from xscale.step.sums import Sums, stream_metrics
 
 SMALL = ["model.dropout=0.0", "data.max_length=32", "data.workers=0"]
 """For every recipe."""
@@ -175,14 +177,16 @@ def through_rows(case: Case, ranks: list[list[Row]]) -> tuple[Tensor, dict[str, 
     totals = totals_of([row for rows in ranks for row in rows])
     weights = step_weights(recipe, totals, 0)
     module.zero_grad()
-    loss, numbers = torch.zeros(()).double(), torch.zeros(()).double()
+    loss = torch.zeros(()).double()
+    sums_of_rows = []
     rows = [row.to(CPU) for rows in ranks for row in rows]
     seeds: list[step.Seed] = [(0, number) for number in range(len(rows))]
     for row, shared, seed in zip(rows, shared_of(module, rows, seeds), seeds, strict=True):
-        row_loss, reported_K = run_row(module, row, shared, weights, seed)
+        row_loss, sums = run_row(module, row, shared, weights, seed)
         row_loss.backward()
-        loss, numbers = loss + row_loss.detach(), numbers + reported_K
-    shares = StepSums(module.reported, numbers).averages(numbers.tolist(), recipe, totals)
+        loss += row_loss.detach()
+        sums_of_rows.append(sums)
+    shares = stream_metrics(Sums.total(sums_of_rows).by_key(), totals, recipe)
     return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}, shares
 
 
@@ -274,8 +278,8 @@ def test_an_optimizer_step_applies_the_references_gradient(case: Case) -> None:
     moved: dict[str, Tensor] = {}
     for rank, rows in enumerate(ranks):
         engine = PlainEngine(copy.deepcopy(case.module), lr=0.5)
-        sums, norms = optimizer_step(engine, case.run_spec.recipe, rows, totals, step=0, rank=rank, world=2)
-        assert norms == {} and engine.steps == 1 and len(sums.values_K) == len(sums.reported)
+        result = optimizer_step(engine, case.run_spec.recipe, rows, totals, step=0, rank=rank, world=2)
+        assert result.gradient_norms == {} and engine.steps == 1
         for (name, p), before in zip(engine.module.named_parameters(), case.module.parameters(), strict=True):
             moved[name] = moved.get(name, 0) + (before - p).detach() / 2 / 0.5
     assert_same_gradients(moved, case.gradients, rtol=1e-6, floor=1e-9)
@@ -338,21 +342,21 @@ def test_every_row_touches_every_weight(case: Case) -> None:
 def test_shares_by_hand(demo: Path) -> None:
     recipe = resolve_run(demo, "mixed", "streams.alignlm.bilingual_weight=3").recipe
     sums = {
-        Reported("loss", "mlm", "mlm"): 12.0,
-        Reported("accuracy", "mlm", "mlm"): 3.0,
-        Reported("loss", "alignlm", "bi"): 10.0,
-        Reported("loss", "alignlm", "mono"): 40.0,
-        Reported("bilingual_accuracy", "alignlm", "bi"): 1.0,
-        Reported("queue_age", "ppa", "moco"): 6.0,
-        Reported("loss", "tlm", "mlm"): 0.0,
-        Reported("loss", "align_mlm", "align"): -1.0,
+        loss_key("mlm", "mlm"): 12.0,
+        MetricKey("accuracy", "mlm", "mlm"): 3.0,
+        loss_key("alignlm", "bi"): 10.0,
+        loss_key("alignlm", "mono"): 40.0,
+        MetricKey("bilingual_accuracy", "alignlm", "bi"): 1.0,
+        MetricKey("queue_age", "ppa", "moco"): 6.0,
+        loss_key("tlm", "mlm"): 0.0,
+        loss_key("align_mlm", "align"): -1.0,
     }
     targets = {
-        ("mlm", "mlm"): 4, ("alignlm", "mono"): 20, ("alignlm", "bi"): 2, ("alignlm", "links"): 5, ("ppa", "moco"): 3,
-        ("tlm", "mlm"): 0,
-        ("align_mlm", "align"): 50, ("align_mlm", "mlm"): 9,
+        "mlm.mlm": 4, "alignlm.mono": 20, "alignlm.bi": 2, "alignlm.links": 5, "ppa.moco": 3, "tlm.mlm": 0,
+        "align_mlm.align": 50, "align_mlm.mlm": 9,
     }  # fmt: skip
-    shares = StepSums(list(sums), torch.tensor(list(sums.values()))).averages(list(sums.values()), recipe, targets)
+    counts = {MetricKey.parse(f"count/{name}"): count for name, count in targets.items()}
+    shares = stream_metrics(sums, counts, recipe)
     assert shares == pytest.approx(
         {
             "loss/mlm": 3.0,

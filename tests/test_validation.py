@@ -21,6 +21,7 @@ from tests.rows import one_thread  # noqa: F401
 from tests.test_training import same_checkpoint
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source, find_sources
+from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.dry_run import dry_run
 from xscale.errors import RankError, UserError
 from xscale.eval.bootstrap import intervals
@@ -36,14 +37,16 @@ from xscale.eval.in_training import (
     with_overall_means,
 )
 from xscale.eval.retrieval import accuracies
-from xscale.objectives import OBJECTIVES, ppa
+from xscale.metric_keys import count_key, loss_key
+from xscale.objectives import OBJECTIVES, Losses, Parts, ppa, tlm
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import EvalConfig, EvalTask, load_recipe
 from xscale.report.read import read_runs
 from xscale.run.metrics import LOG, JsonLines, Reporter, entries_from_end, start_logging
 from xscale.run.validation import Validation
 from xscale.run_spec import RunSpec, resolve_run
-from xscale.step.step import StepSums, measure_rows, run_row, step_weights
+from xscale.step.step import measure_rows, run_row, step_weights
+from xscale.step.sums import language_metrics, stream_metrics
 
 ALONE = Process(0, 1, 0, 1)
 
@@ -93,17 +96,17 @@ def test_losses_by_language(demo: Path) -> None:
     (row,) = batch.rows
     (stream_batches,) = launch.pieces_of(run_spec, 1)
     weights = step_weights(run_spec.recipe, batch.targets(), 0)
-    _, values_K = run_row(engine.module, row.to(engine.device), {}, weights, (0,))
-    sums = StepSums(engine.module.reported, values_K)
-    found = sums.by_language(values_K.tolist(), run_spec.recipe, batch.counts())
+    _, sums = run_row(engine.module, row.to(engine.device), {}, weights, (0,))
+    found = language_metrics(sums.by_key(), batch.counts(), run_spec.recipe)
     expected = mean_losses(engine.module.encoder.lm, run_spec, stream_batches)
     by_language = {name: loss for name, loss in expected.items() if "/" in name}
     assert {name.removeprefix("loss/") for name in found if name.startswith("loss/")} == set(by_language)
     assert {"mlm/en", "mlm/xx", "mlm/yy", "tlm/en-xx", "tlm/en-yy"} <= set(by_language)
     for name, loss in by_language.items():
         assert found[f"loss/{name}"] == pytest.approx(loss, rel=1e-9), name
-    for stream, count in ((stream, batch.targets()[stream, "mlm"]) for stream in ("mlm", "tlm")):
-        assert sum(n for name, n in found.items() if name.startswith(f"count/{stream}/")) == count
+    for stream in ("mlm", "tlm"):
+        counts = [n for name, n in found.items() if name.startswith(f"count/{stream}/")]
+        assert sum(counts) == batch.counts()[count_key(stream, "mlm")]
     special = run_spec.tokenizer.pair.special
     (plan,) = [run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs)).next_step()]
     long: dict[str, list[bool]] = {}
@@ -112,6 +115,36 @@ def test_losses_by_language(demo: Path) -> None:
         long.setdefault(name, []).append(sum(map(len, example.ids)) + special > 40)
     shares = {name: sum(of) / len(of) for name, of in long.items() if any(of)}
     assert shares and {n.rpartition("/")[2]: v for n, v in found.items() if n.startswith("too_long/")} == shares
+
+
+def test_a_metric_with_a_number_for_each_target_is_reported_by_language(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a predicted term and of one that an objective counts itself. The number of a target is the index of its pair,
+    so each pair's mean is this index."""
+
+    def collate(samples: Any, options: Any, context: CollateContext) -> StreamBatch:
+        batch = tlm.OBJECTIVE.collate(samples, options, context)
+        groups = batch.group_of_target | {"pairs": context.group_numbers(batch.sequences)}
+        counts = batch.target_counts | {"pairs": len(groups["pairs"])}
+        return replace(batch, target_counts=counts, group_of_target=groups, arrays=groups)
+
+    def loss(parts: Parts, states: Any, arrays: Any, options: Any) -> Losses:
+        metrics = {f"index_{term}": (arrays[term], term) for term in ("mlm", "pairs")}
+        return replace(tlm.OBJECTIVE.loss(parts, states, arrays, options), metrics=metrics)
+
+    monkeypatch.setitem(OBJECTIVES, "tlm", replace(tlm.OBJECTIVE, collate=collate, loss=loss))
+    run_spec = resolve_run("tlm", ["data.workers=0"], [demo]).calibrated()
+    engine = engine_of(run_spec)
+    (batch,) = run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 1)
+    sums = measure_rows(engine, run_spec.recipe, batch.rows, rank=0).by_key()
+    found = language_metrics(sums, batch.counts(), run_spec.recipe)
+    pairs = batch.rows[0].language_groups[loss_key("tlm", "pairs")].languages
+    expected = {f"index_{term}/tlm/{pair}": pairs.index(pair) for term in ("mlm", "pairs") for pair in pairs}
+    assert expected.items() >= {n: v for n, v in found.items() if n.startswith("index_")}.items() != set()
+    numbers = np.concatenate([row.arrays["tlm"]["pairs"] for row in batch.rows])
+    whole = stream_metrics(sums, batch.counts(), run_spec.recipe)
+    assert whole["index_pairs/tlm"] == pytest.approx(numbers.mean(), rel=1e-9)
 
 
 @pytest.mark.parametrize("recipe", ["mixed", "contextual", "ppa"])

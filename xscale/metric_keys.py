@@ -18,7 +18,7 @@ ALL = "all"
 
 
 class MetricKey(NamedTuple):
-    """The key of one number that a run logs."""
+    """The key of one number of a step: of a loss, a metric or a count, and of the sums from which they are computed."""
 
     name: str
     """The quantity, such as loss or accuracy."""
@@ -38,6 +38,19 @@ class MetricKey(NamedTuple):
         """Return the key whose `str` is `text`."""
         name, stream, language = (*text.split("/", 2), "", "")[:3]
         return cls(name, *stream.partition(".")[::2], language)
+
+
+Counts = dict[MetricKey, int]
+"""The counts of a row or a step by key: "count" (targets), "drawn" and "too_long" (pairs)."""
+
+
+def loss_key(stream: str, term: str, language: str = "") -> MetricKey:
+    return MetricKey("loss", stream, term, language)
+
+
+def count_key(stream: str, counted: str, language: str = "") -> MetricKey:
+    """Return the key of a count. counted: a term, whose targets are counted, or another name in target_counts."""
+    return MetricKey("count", stream, counted, language)
 
 
 def direction(name: str) -> int:

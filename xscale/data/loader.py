@@ -6,11 +6,11 @@ the state saved at step t describes what was consumed up to step t, whatever was
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -25,9 +25,11 @@ from xscale.data.shards import Source, pair_name
 from xscale.data.stream_batch import CollateContext, StreamBatch, check_stream_batch
 from xscale.data.words import TokenWords, stands_alone
 from xscale.errors import UserError, adding_note
+from xscale.metric_keys import Counts, MetricKey
 from xscale.ranks import Process, name_process
 from xscale.record import Record
 
+Key = TypeVar("Key")
 CHARACTERS = 64
 """The maximum number of characters of a text that are tokenised, per token of data.max_length; see `shortened`."""
 
@@ -58,23 +60,19 @@ class StepBatch:
     def samples(self) -> int:
         return sum(row.samples for row in self.rows)
 
-    def too_long(self) -> dict[str, int]:
-        """Return the number of pairs longer than data.max_length, by stream."""
-        return self._sums("too_long")
-
-    def targets(self) -> dict[tuple[str, str], int]:
-        """Return the number of targets on this rank, by (stream, term)."""
-        return self._sums("target_counts")
-
-    def counts(self) -> dict[tuple[str, str, str], int]:
-        return self._sums("language_counts")
-
-    def _sums(self, name: str) -> dict[Any, int]:
-        sums: dict[Any, int] = {}
+    def counts(self) -> Counts:
+        """Return the counts of this rank, see Row.counts."""
+        counts: Counts = {}
         for row in self.rows:
-            for key, count in getattr(row, name).items():
-                sums[key] = sums.get(key, 0) + count
-        return sums
+            add_counts(counts, row.counts)
+        return counts
+
+    def targets(self) -> Counts:
+        """Return the counts of this rank that are not of a single language."""
+        return {key: count for key, count in self.counts().items() if not key.language}
+
+    def language_counts(self) -> Counts:
+        return {key: count for key, count in self.counts().items() if key.language}
 
     def auxiliary_vector_counts(self) -> dict[str, int]:
         """Return the number of vectors that the auxiliary encoder of each stream computes, by stream."""
@@ -83,7 +81,10 @@ class StepBatch:
         }
 
     def cost(self) -> dict[str, int]:
-        return self._sums("cost")
+        cost = dict[str, int]()
+        for row in self.rows:
+            add_counts(cost, row.cost)
+        return cost
 
     def keys(self) -> dict[str, list[str]]:
         """Return the keys of the records of each stream, in the order of consumption."""
@@ -92,6 +93,12 @@ class StepBatch:
             for stream, row_keys in row.keys.items():
                 keys.setdefault(stream, []).extend(row_keys)
         return keys
+
+
+def add_counts(total: dict[Key, int], counts: Mapping[Key, int]) -> None:
+    """Add the counts to `total`, in place."""
+    for key, count in counts.items():
+        total[key] = total.get(key, 0) + count
 
 
 class StepDataset(Dataset):
@@ -155,13 +162,16 @@ class StepDataset(Dataset):
         how = self.streams[stream]
         return replace(self.context, stream=stream, **place, lexicons=how.lexicons, language_groups=how.language_groups)
 
-    def count_pairs(self, stream: str, examples: list[Example]) -> dict[tuple[str, str], int]:
+    def count_pairs(self, stream: str, examples: list[Example]) -> Counts:
         pairs = [name for name in self.streams[stream].language_groups if name not in self.context.language_ids]
-        counts = {(what, name): 0 for name in pairs for what in ("drawn", "too_long")}
+        counts: Counts = {}
+        for pair in pairs:
+            counts[MetricKey("drawn", stream, language=pair)] = 0
+            counts[MetricKey("too_long", stream, language=pair)] = 0
         for example in examples if pairs else ():
-            name = pair_name(example.langs)
-            counts["drawn", name] += 1
-            counts["too_long", name] += self.is_too_long(example)
+            pair = pair_name(example.langs)
+            counts[MetricKey("drawn", stream, language=pair)] += 1
+            counts[MetricKey("too_long", stream, language=pair)] += self.is_too_long(example)
         return counts
 
     def is_too_long(self, example: Example) -> bool:

@@ -3,7 +3,7 @@
 One row is one forward and backward pass of a rank. Its arrays are numpy arrays in a worker, and tensors after
 `Row.to(device)`.
 
-Shape letters: N tokens of a row, B sequences, S states that a loss reads, M predictions.
+Shape letters: N tokens of a row, B sequences, S states that a loss reads, M predictions, T targets of a term.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_of
 from xscale.data.stream_batch import Gather, StreamBatch
+from xscale.metric_keys import Counts, MetricKey, count_key, loss_key
 
 
 class Tokens(NamedTuple):
@@ -35,6 +36,14 @@ class Tokens(NamedTuple):
     """Length of the longest sequence."""
 
 
+class LanguageGroups(NamedTuple):
+    """The language or pair of each target of a term."""
+
+    group_of_target: Any
+    """Index in `languages` of each target's language or pair [T], int64; len(languages) if it is none of them."""
+    languages: tuple[str, ...]
+
+
 def no_numbers() -> np.ndarray:
     return NO_NUMBERS
 
@@ -50,24 +59,19 @@ class Row:
     """Number of states by stream and name, in the order of `gather`."""
     labels: Any = field(default_factory=no_numbers)
     """Labels of all predictions [M], int64."""
-    label_counts: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Number of predictions by (stream, term), in the order of `labels`."""
-    group_of_label: Any = field(default_factory=no_numbers)
-    """Index in `language_groups` of each prediction's group [M], int64; len(language_groups) if it is in no group."""
-    language_groups: list[tuple[str, str, str]] = field(default_factory=list)
-    """(stream, term, language or pair) of each group of predictions whose losses are summed separately."""
+    label_counts: Counts = field(default_factory=dict)
+    """Number of predictions by `loss_key`, in the order of `labels`."""
+    language_groups: dict[MetricKey, LanguageGroups] = field(default_factory=dict)
+    """The languages of the targets of each term whose losses or metrics are reported by language, by `loss_key`."""
     arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Further arrays that each stream's loss reads, by stream and name."""
     auxiliary: dict[str, "Row"] = field(default_factory=dict)
     """The row of each stream's auxiliary encoder, by stream: tokens and states, without labels."""
-    target_counts: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Number of targets by (stream, term), and other counts of a stream by (stream, name)."""
-    language_counts: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    """Number of predictions by (stream, term, language or pair), of pairs by (stream, "drawn" or "too_long", pair)."""
+    counts: Counts = field(default_factory=dict)
+    """Number of targets and other counts by `count_key`, also by language, and numbers of pairs: "drawn" and "too_long"
+    by stream and pair of languages, and "too_long" by stream."""
     samples: int = 0
     """Number of samples."""
-    too_long: dict[str, int] = field(default_factory=dict)
-    """Number of each stream's pairs that were longer than data.max_length."""
     cost: dict[str, int] = field(default_factory=dict)
     """What the cost of the row depends on: the numbers of "tokens", of "predictions" and of "auxiliary_tokens"; and
     "squares" and "auxiliary_squares", sums of squared sequence lengths (attention)."""
@@ -108,13 +112,14 @@ class Row:
             "transposed offsets": self.transposed.offsets,
             "transposed columns": self.transposed.columns,
             "labels": self.labels,
-            "group_of_label": self.group_of_label,
         }
         if self.tokens.types is not None:
             on_host["types"] = self.tokens.types
         for stream, arrays in self.arrays.items():
             for name, array in arrays.items():
                 on_host[f"arrays {stream} {name}"] = array
+        for key, groups in self.language_groups.items():
+            on_host[f"groups {key}"] = groups.group_of_target
 
         moved = copy_at_once(on_host, device)
         tokens = Tokens(
@@ -128,13 +133,16 @@ class Row:
         moved_arrays = {}
         for stream, arrays in self.arrays.items():
             moved_arrays[stream] = {name: moved[f"arrays {stream} {name}"] for name in arrays}
+        moved_groups = {}
+        for key, groups in self.language_groups.items():
+            moved_groups[key] = LanguageGroups(moved[f"groups {key}"], groups.languages)
         return replace(
             self,
             tokens=tokens,
             gather=Gather(moved["offsets"], moved["columns"]),
             transposed=Gather(moved["transposed offsets"], moved["transposed columns"]),
             labels=moved["labels"],
-            group_of_label=moved["group_of_label"],
+            language_groups=moved_groups,
             arrays=moved_arrays,
         )
 
@@ -180,28 +188,29 @@ def pack_row(
     gather = gather_of_row(parts, places)
     state_counts = dict[str, dict[str, int]]()
     labels = [NO_NUMBERS]
-    label_counts = dict[tuple[str, str], int]()
-    target_counts = dict[tuple[str, str], int]()
-    pair_counts = dict[tuple[str, str, str], int]()
+    label_counts: Counts = {}
+    counts: Counts = {}
+    pair_counts: Counts = {}
+    groups = dict[MetricKey, LanguageGroups]()
     arrays = dict[str, dict[str, np.ndarray]]()
     auxiliary = dict[str, Row]()
-    too_long = dict[str, int]()
     keys = dict[str, list[str]]()
     for stream, part in stream_batches.items():
         state_counts[stream] = {name: states.size for name, states in part.states.items()}
         for term, ids in part.labels.items():
             labels.append(ids)
-            label_counts[stream, term] = len(ids)
+            label_counts[loss_key(stream, term)] = len(ids)
         for name, count in part.target_counts.items():
-            target_counts[stream, name] = count
-        for (what, pair), count in part.pair_counts.items():
-            pair_counts[stream, what, pair] = count
+            counts[count_key(stream, name)] = count
+        counts[MetricKey("too_long", stream)] = part.too_long
+        pair_counts |= part.pair_counts
         if part.auxiliary is not None:
             auxiliary[stream] = pack_row({stream: part.auxiliary}, filler)
         arrays[stream] = part.arrays
-        too_long[stream] = part.too_long
         keys[stream] = part.keys
-    groups = group_by_language(stream_batches, language_groups or {})
+        languages = (language_groups or {}).get(stream)
+        if languages:
+            groups |= group_by_language(stream, part, languages)
     return Row(
         tokens=tokens,
         gather=gather,
@@ -209,14 +218,11 @@ def pack_row(
         state_counts=state_counts,
         labels=np.concatenate(labels),
         label_counts=label_counts,
-        group_of_label=groups.group_of_label,
-        language_groups=groups.names,
+        language_groups=groups,
         arrays=arrays,
         auxiliary=auxiliary,
-        target_counts=target_counts,
-        language_counts=groups.counts() | pair_counts,
+        counts=counts | language_counts(groups) | pair_counts,
         samples=sum(part.samples for part in parts),
-        too_long=too_long,
         cost=cost_of(parts),
         keys=keys,
     )
@@ -322,40 +328,29 @@ def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
     )
 
 
-class LanguageGroups(NamedTuple):
-    """The predictions of a row by language or pair: Row.language_groups and Row.group_of_label."""
-
-    names: list[tuple[str, str, str]]
-    group_of_label: np.ndarray
-
-    def counts(self) -> dict[tuple[str, str, str], int]:
-        """Return the number of predictions of each group."""
-        counts = np.bincount(self.group_of_label, minlength=len(self.names))
-        return dict(zip(self.names, counts.tolist(), strict=False))  # the last count is that of labels in no group
-
-
 def group_by_language(
-    stream_batches: Mapping[str, StreamBatch], language_groups: Mapping[str, tuple[str, ...]]
-) -> LanguageGroups:
-    """Return the groups of the predictions by language or pair. language_groups: see `pack_row`."""
-    no_group = -1
-    names = list[tuple[str, str, str]]()
-    numbers = [NO_NUMBERS]
-    for stream, stream_batch in stream_batches.items():
-        for term, labels in stream_batch.labels.items():
-            group_of_label = stream_batch.group_of_label.get(term)
-            groups = language_groups.get(stream, ())
-            if group_of_label is None or not groups:
-                numbers.append(np.full(len(labels), no_group))
-                continue
-            assert len(group_of_label) == len(labels), (
-                f"streams.{stream}: {len(labels)} labels of {term}, groups of {len(group_of_label)}"
-            )
-            numbers.append(np.where(group_of_label < len(groups), group_of_label + len(names), no_group))
-            for group in groups:
-                names.append((stream, term, group))
-    joined = np.concatenate(numbers)
-    return LanguageGroups(names, np.where(joined == no_group, len(names), joined))
+    stream: str, stream_batch: StreamBatch, languages: tuple[str, ...]
+) -> dict[MetricKey, LanguageGroups]:
+    """Return the languages of the targets of each term for which collate has told them. languages:
+    CollateContext.language_groups of the stream."""
+    groups = dict[MetricKey, LanguageGroups]()
+    for term, group_of_target in stream_batch.group_of_target.items():
+        targets = stream_batch.target_counts[term]
+        assert len(group_of_target) == targets, (
+            f"streams.{stream}: {targets} targets of {term}, groups of {len(group_of_target)}"
+        )
+        groups[loss_key(stream, term)] = LanguageGroups(group_of_target, languages)
+    return groups
+
+
+def language_counts(groups: Mapping[MetricKey, LanguageGroups]) -> Counts:
+    """Return the number of targets of each language or pair."""
+    counts: Counts = {}
+    for key, (group_of_target, languages) in groups.items():
+        numbers = np.bincount(group_of_target, minlength=len(languages)).tolist()
+        for language, number in zip(languages, numbers, strict=False):  # the last number is that of targets of no group
+            counts[count_key(key.stream, key.term, language)] = number
+    return counts
 
 
 def cost_of(stream_batches: Sequence[StreamBatch]) -> dict[str, int]:

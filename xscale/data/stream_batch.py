@@ -2,8 +2,8 @@
 
 `masked_lm` makes the stream batch of a loss that predicts masked tokens.
 
-Shape letters: N tokens of its sequences, B sequences, M predicted tokens, S states that a loss reads, K terms of all
-their sums.
+Shape letters: N tokens of its sequences, B sequences, M predicted tokens, T targets of a term, S states that a loss
+reads, K terms of all their sums.
 """
 
 from collections.abc import Iterable, Set
@@ -17,6 +17,7 @@ from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_of
 from xscale.data.sequences import Example, Sequences, fit_pairs
 from xscale.data.shards import pair_name
 from xscale.data.tokenizer import Tokenizer
+from xscale.metric_keys import Counts
 
 Types = Literal["languages", "segments"]
 """The field of Sequences from which token types are taken."""
@@ -134,8 +135,9 @@ class StreamBatch:
     """Number of samples."""
     labels: dict[str, np.ndarray] = field(default_factory=dict)
     """Term -> the token ids that it predicts [M]; terms are in the order of Losses.predictions."""
-    group_of_label: dict[str, np.ndarray] = field(default_factory=dict)
-    """Term -> the index in CollateContext.language_groups of each label's language or pair [M]."""
+    group_of_target: dict[str, np.ndarray] = field(default_factory=dict)
+    """Term -> the index in CollateContext.language_groups of each target's language or pair [T]. The term's loss, if it
+    predicts tokens, and its metrics with a number for each target are then reported by language, too."""
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     """Further arrays that the loss reads on the device."""
     types: Types | None = None
@@ -144,7 +146,7 @@ class StreamBatch:
     """The sequences and states of the stream's auxiliary encoder, which has no gradient."""
     too_long: int = 0
     """Number of sampled pairs that are longer than max_length. The loader sets it, whatever collate has set."""
-    pair_counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    pair_counts: Counts = field(default_factory=dict)
     """Number of sampled pairs ("drawn") and of overlong ones ("too_long"), by pair of languages. Set by the loader."""
     keys: list[str] = field(default_factory=list)
     """Keys of the records, in the order in which they were sampled. Set by the loader."""
@@ -235,9 +237,9 @@ def masked_lm(
     """
     whole_word = whole_word and len(sequences.ids) > 0  # without sequences there are no word numbers
     masked = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
-    group_of_label = {}
+    group_of_target = {}
     if context.language_groups:
-        group_of_label[term] = context.group_numbers(sequences)[sequences.numbers[masked.targets]]
+        group_of_target[term] = context.group_numbers(sequences)[sequences.numbers[masked.targets]]
     languages = sequences.languages
     positions = sequences.positions
     if types == "languages":
@@ -251,6 +253,6 @@ def masked_lm(
         target_counts={term: len(masked.targets)},
         samples=len(sequences.lengths) if samples is None else samples,
         labels={term: sequences.ids[masked.targets]},
-        group_of_label=group_of_label,
+        group_of_target=group_of_target,
         types=types,
     )

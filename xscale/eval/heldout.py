@@ -84,9 +84,8 @@ def sums_of_pairs(
     sums: dict[str, list[np.ndarray]] = {}
     try:
         for row in pair_rows(model, source, limit, name, stream):
-            numbers = measure_rows(engine, recipe, [row], rank=0)
-            sums_3 = {term: np.array([0.0, 0.0, count]) for (_, term), count in row.label_counts.items()}
-            for key, value in zip(numbers.reported, numbers.values_K.tolist(), strict=True):
+            sums_3 = {key.term: np.array([0.0, 0.0, count]) for key, count in row.label_counts.items()}
+            for key, value in measure_rows(engine, recipe, [row], rank=0).by_key().items():
                 sums_3[key.term][0 if key.name == "loss" else 1] = value
             for term, sums_of_pair in sums_3.items():
                 sums.setdefault(term, []).append(sums_of_pair)

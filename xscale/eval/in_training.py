@@ -45,6 +45,7 @@ from xscale.run_spec import (
     shows_neutral,
 )
 from xscale.step.step import measure_rows
+from xscale.step.sums import Sums, language_metrics, stream_metrics
 
 LOG = logging.getLogger("xscale")
 Results = dict[str, dict[str, float]]
@@ -261,23 +262,21 @@ class HeldoutTask:
     def measure(self) -> Results:
         """Return a results row for each stream, and for each language of a stream. All ranks call it together."""
         recipe = self.run_spec.recipe
-        targets = self.batch.targets()
         counts = self.batch.counts()
         sums = measure_rows(self.engine, recipe, self.batch.rows, rank=self.process.rank, note=self.note)
-        numbers = torch.tensor([*targets.values(), *counts.values()], dtype=torch.float64)
+        numbers = torch.tensor(list(counts.values()), dtype=torch.float64)
         table = torch.cat([sums.values_K, numbers.to(sums.values_K.device)])
         if dist.is_initialized():
             dist.all_reduce(table)
-        sizes = [len(sums.values_K), len(targets), len(counts)]
-        totals_K, all_targets, all_counts = (column.tolist() for column in table.split(sizes))
-        targets = dict(zip(targets, map(int, all_targets), strict=True))
-        counts = dict(zip(counts, map(int, all_counts), strict=True))
+        sums_of_ranks, counts_of_ranks = table.split([len(sums.values_K), len(counts)])
+        sums_by_key = Sums(sums.keys, sums_of_ranks).by_key()
+        counts = dict(zip(counts, map(int, counts_of_ranks.tolist()), strict=True))
+        metrics = stream_metrics(sums_by_key, counts, recipe) | language_metrics(sums_by_key, counts, recipe)
+        with_targets = {key.stream for key, count in counts.items() if key.name == "count" and count}
         results: Results = {}
-        metrics = sums.averages(totals_K, recipe, targets) | sums.by_language(totals_K, recipe, counts)
         for name, number in metrics.items():
             key = MetricKey.parse(name)
-            # A stream has no targets if all its pairs are too long.
-            if any(n for (stream, _), n in targets.items() if stream == key.stream):
+            if key.stream in with_targets:  # a stream has no targets if all its pairs are too long
                 row = " ".join(filter(None, [key.stream, key.language]))
                 results.setdefault(row, {})[f"{key.name}.{key.term}" if key.term else key.name] = number
         return results

@@ -88,10 +88,10 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
     A = links.token_links(words.links, tokens)
     linked, partners = links.linked_states(A, masked.columns, len(sequences.ids))
     labels = stream_batch.labels["mlm"]
-    group_of_label = {}
+    group_of_target = {}
     if context.language_groups:
-        groups = stream_batch.group_of_label["mlm"]
-        group_of_label = {"mono": groups, "bi": groups[linked]}
+        groups = stream_batch.group_of_target["mlm"]
+        group_of_target = {"mono": groups, "bi": groups[linked]}
     arrays = {}
     if options.normalize == "mean":
         arrays["links"] = np.diff(partners.offsets)
@@ -99,7 +99,7 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
         stream_batch,
         states={"masked": masked, "linked": partners},
         labels={"mono": labels, "bi": labels[linked]},
-        group_of_label=group_of_label,
+        group_of_target=group_of_target,
         target_counts={"mono": masked.size, "bi": partners.size, "links": len(partners.columns)},
         arrays=arrays,
     )

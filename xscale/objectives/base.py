@@ -7,7 +7,7 @@ A loss is always a sum over targets. The step divides it by a count over the who
 the number of the term's targets, or the count that `divisors` names. So the loss does not depend on how the global
 batch is divided.
 
-Shape letters: M predictions, S states, H width of the head, V samples of the step.
+Shape letters: M predictions, T targets of a term, S states, H width of the head, V samples of the step.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,9 @@ class Losses:
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Loss term -> scalar, the sum over its targets."""
     metrics: dict[str, tuple[Tensor, str]] = field(default_factory=dict)
-    """Metric -> (scalar, loss term whose number of targets divides it)."""
+    """Metric -> (value, loss term whose number of targets divides it). The value is one number, the sum over the
+    targets, or has a number for each target [T]; it is then also reported by language, if the stream batch tells the
+    targets' languages (group_of_target)."""
 
 
 class AuxiliaryState(Protocol):

@@ -153,7 +153,7 @@ class Trainer:
         self.state = batch.state
         self.stop.has_stepped = True
         self.status.step = self.step
-        self.too_long += sum(counts.too_long.values())
+        self.too_long += counts.too_long()
 
     def measure_and_save(self, flush: bool) -> None:
         """After a step, read the metrics, evaluate and save a checkpoint, each only if it is due."""
@@ -199,7 +199,7 @@ class Trainer:
         # The first step measures too, so that a lack of memory for it shows at once.
         measure = bool(train.measure_every) and (self.step == 0 or (self.step + 1) % train.measure_every == 0)
         try:
-            sums, norms = optimizer_step(
+            result = optimizer_step(
                 engine,
                 self.recipe,
                 batch.rows,
@@ -216,16 +216,16 @@ class Trainer:
             self.raise_not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
         numbers = {
             "grad_norm": engine.get_global_grad_norm(),
-            "lr": sums.lr,
+            "lr": result.lr,
             "skipped": engine.skipped_steps - skipped,
             "tokens": counts.cost["tokens"],
             "samples": counts.samples,
-            "too_long": sum(counts.too_long.values()),
+            "too_long": counts.too_long(),
             "data_wait_s": self.synchronizer.take_wait(),
         }
         if engine.fp16_enabled():
             numbers["loss_scale"] = float(engine.optimizer.loss_scale)
-        numbers |= norms
+        numbers |= result.gradient_norms
         if measure:
             numbers |= self.alignment_metrics()
         seconds = max(time.monotonic() - started, 1e-9)
@@ -234,7 +234,7 @@ class Trainer:
         numbers["step_s"] = seconds
         numbers["tokens_per_s"] = counts.cost["tokens"] / seconds
         numbers["samples_per_s"] = counts.samples / seconds
-        return UnreportedStep(self.step + 1, batch, sums, counts.targets, numbers)
+        return UnreportedStep(self.step + 1, batch, result, counts.targets, numbers)
 
     def alignment_scores(self) -> Results:
         """Return the alignment scores by dictionary on rank 0, {} on other ranks. All ranks call it together."""
@@ -296,7 +296,7 @@ class Trainer:
         what = f"the loss of {', '.join(streams)}" if streams else f"the gradient's norm ({norm:g})"
         if not streams and math.isfinite(norm):
             what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {metrics.get('loss_scale'):g})"
-        self.raise_not_finite(step.step, what, step.batch, bool(step.sums.values_K.isfinite().all()))
+        self.raise_not_finite(step.step, what, step.batch, bool(step.result.sums.values_K.isfinite().all()))
 
     def raise_not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
         """Write the step's records to not_finite.jsonl, and raise. finite: whether this rank's losses are finite."""

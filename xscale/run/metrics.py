@@ -28,9 +28,11 @@ from torch import Tensor
 from xscale import files
 from xscale.data.loader import StepBatch
 from xscale.errors import escape_controls
+from xscale.metric_keys import Counts, MetricKey
 from xscale.ranks import Process
 from xscale.recipe import Recipe
-from xscale.step.step import StepSums
+from xscale.step.step import StepResult
+from xscale.step.sums import language_metrics, stream_metrics
 
 LOG = logging.getLogger("xscale")
 LINE_SECONDS = 5.0
@@ -198,34 +200,37 @@ class UnreportedStep(NamedTuple):
     """A step whose sums are still on the device."""
 
     step: int
+    """The number of the step, from 1."""
     batch: StepBatch
-    sums: StepSums
-    targets: dict[tuple[str, str], int]
-    """The number of targets by stream and term, summed over ranks."""
+    result: StepResult
+    targets: Counts
+    """The counts of the step that are not of a single language, summed over ranks."""
     numbers: dict[str, Any]
     """The step's other metrics: numbers or tensors."""
 
     def entry(self, totals: "StepTotals", recipe: Recipe) -> dict[str, Any]:
-        """Return the step's line of metrics.jsonl."""
+        """Return the step's line of metrics.jsonl. recipe: that of the run."""
         recipe = recipe.at(self.step - 1)
-        shares = self.sums.averages(totals.values_K, recipe, self.targets)
+        metrics = stream_metrics(totals.sums, self.targets, recipe)
         loss = 0.0
         for stream in recipe.streams:
-            if f"loss/{stream}" in shares:
-                loss += recipe.stream_weight(stream, self.step - 1) * shares[f"loss/{stream}"]
-        entry = {"step": self.step, "loss": loss} | shares
-        entry |= {f"count/{stream}": count for (stream, _), count in reversed(self.targets.items())}
-        entry |= self.sums.by_language(totals.values_K, recipe, totals.counts) | self.numbers
+            if f"loss/{stream}" in metrics:
+                loss += recipe.stream_weight(stream, self.step - 1) * metrics[f"loss/{stream}"]
+        entry = {"step": self.step, "loss": loss} | metrics
+        for key, count in self.targets.items():
+            if key.name == "count":  # the first count of a stream is that of its first term
+                entry.setdefault(f"count/{key.stream}", count)
+        entry |= language_metrics(totals.sums, totals.language_counts, recipe) | self.numbers
         return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
 
 
 class StepTotals(NamedTuple):
     """The numbers of a step, summed over ranks."""
 
-    values_K: list[float]
-    """The sums of losses and metrics over targets, in the order of StepSums.reported."""
-    counts: dict[tuple[str, str, str], int]
-    """See Row.language_counts."""
+    sums: dict[MetricKey, float]
+    """The sums of losses and metrics over targets."""
+    language_counts: Counts
+    """The counts of languages and pairs."""
 
 
 class FlushedSums(NamedTuple):
@@ -238,21 +243,29 @@ class FlushedSums(NamedTuple):
 
 def sum_over_ranks(steps: list[UnreportedStep], process: Process) -> FlushedSums:
     """Return the steps' sums over ranks. All ranks call it together, with the same steps, and one all-reduce has all
-    numbers."""
-    values = torch.stack([step.sums.values_K for step in steps])
-    counts_of_steps = [step.batch.counts() for step in steps]
-    counts = torch.tensor([list(of_step.values()) for of_step in counts_of_steps]).to(values)
-    seconds = sum(step.numbers["data_wait_s"] + step.sums.own_s() for step in steps)
-    seconds_R = values.new_zeros(process.world)
+    numbers: of each step the sums and the counts, then the seconds of each rank."""
+    parts = list[Tensor]()
+    counts_of_steps = list[Counts]()
+    seconds = 0.0
+    for step in steps:
+        sums = step.result.sums.values_K
+        counts = step.batch.language_counts()
+        counts_of_steps.append(counts)
+        parts += [sums, torch.tensor(list(counts.values())).to(sums)]
+        seconds += step.numbers["data_wait_s"] + step.result.own_s()
+    seconds_R = parts[0].new_zeros(process.world)
     seconds_R[process.rank] = seconds / len(steps)
-    table = torch.cat([values.flatten(), seconds_R, counts.flatten()])
+    parts.append(seconds_R)
+    table = torch.cat(parts)
     dist.all_reduce(table)
-    summed, summed_R, counted = table.cpu().split([values.numel(), process.world, counts.numel()])
-    rows = zip(summed.view(values.shape).tolist(), counted.view(counts.shape).tolist(), counts_of_steps, strict=True)
-    totals = []
-    for values_K, numbers, names in rows:
-        totals.append(StepTotals(values_K, dict(zip(names, map(int, numbers), strict=True))))
-    return FlushedSums(totals, summed_R.tolist())
+
+    summed = iter(table.cpu().split([len(part) for part in parts]))
+    totals = list[StepTotals]()
+    for step, counts in zip(steps, counts_of_steps, strict=True):
+        sums_by_key = dict(zip(step.result.sums.keys, next(summed).tolist(), strict=True))
+        numbers = map(int, next(summed).tolist())
+        totals.append(StepTotals(sums_by_key, dict(zip(counts, numbers, strict=True))))
+    return FlushedSums(totals, next(summed).tolist())
 
 
 class Board:

@@ -21,6 +21,7 @@ from xscale.checkpoint.manager import CheckpointManager
 from xscale.data.loader import StepBatch
 from xscale.errors import UserError
 from xscale.files import Lock
+from xscale.metric_keys import Counts
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, PendingSum, Process
 from xscale.recipe import Recipe
@@ -55,11 +56,10 @@ class TrainerContext(NamedTuple):
 class GlobalCounts(NamedTuple):
     """The numbers of a step: those of one rank in its message, later their sums over ranks."""
 
-    targets: dict[tuple[str, str], int]
+    targets: Counts
+    """The counts of the step that are not of a single language, see Row.counts."""
     cost: dict[str, int]
     """Row.cost of the step's rows."""
-    too_long: dict[str, int]
-    """The number of pairs longer than data.max_length, by stream."""
     samples: int
     flush: int
     """1 if rank 0 asks to read metrics after this step, otherwise 0."""
@@ -69,6 +69,10 @@ class GlobalCounts(NamedTuple):
     """The number of steps after this one that the ranks announce before they make this one."""
     auxiliary: Mapping[str, list[int]] = {}
     """Stream -> the number of vectors that each rank computes for the auxiliary state, if ranks exchange them."""
+
+    def too_long(self) -> int:
+        """Return the number of pairs longer than data.max_length."""
+        return sum(count for key, count in self.targets.items() if key.name == "too_long")
 
 
 @dataclass
@@ -171,7 +175,6 @@ class StepSynchronizer:
         own = GlobalCounts(
             targets=batch.targets(),
             cost=batch.cost(),
-            too_long=batch.too_long(),
             samples=batch.samples(),
             flush=int(flush),
             written=int(manager.is_written),
@@ -213,11 +216,11 @@ class StepSynchronizer:
 
 def check_targets(counts: GlobalCounts, step: int, recipe: Recipe) -> None:
     """Raise UserError on all ranks if a step has no targets."""
-    if any(counts.targets.values()):
+    if any(count for key, count in counts.targets.items() if key.name == "count"):
         return
     data = recipe.data
     raise UserError(
-        f"step {step} has no targets: of its pairs {sum(counts.too_long.values()):,} were longer than data.max_length "
+        f"step {step} has no targets: of its pairs {counts.too_long():,} were longer than data.max_length "
         f"{data.max_length} (data.overlong: {data.overlong}). Take a larger max_length, data.overlong=truncate, or "
         f"more samples per step"
     )

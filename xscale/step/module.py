@@ -2,11 +2,11 @@
 
 It makes one pass through the encoder, one gather of all states that losses read, and one call of the vocabulary head.
 
-Shape letters: N tokens of a row, S states that losses read, M predictions, K reported numbers, H hidden width.
+Shape letters: N tokens of a row, S states that losses read, M predictions, m those of a term, T targets of a term,
+G languages and pairs, H hidden width.
 """
 
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,29 +15,19 @@ from torch.utils._pytree import tree_leaves
 from xscale import rng
 from xscale.data.packed_row import Row
 from xscale.errors import adding_note
+from xscale.metric_keys import MetricKey, count_key, loss_key
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, copy_saved_heads
 from xscale.objectives import OBJECTIVES
 from xscale.objectives.base import AuxiliaryState, Losses, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.recipe import Recipe
+from xscale.step.sums import Sums
 
-Weights = dict[tuple[str, str], float]
-"""The factor of a term's sum over targets in the loss of the step, by (stream, term)."""
+Weights = dict[MetricKey, float]
+"""The factor of a term's sum over targets in the loss of the step, by `loss_key`."""
 States = dict[str, dict[str, Tensor]]
 """The states that losses read, by stream and name."""
-
-
-class Reported(NamedTuple):
-    """The key of a number that a row reports for the metrics."""
-
-    name: str
-    """"loss", or the name of a metric."""
-    stream: str
-    term: str
-    """The term by whose number of targets the sum is divided."""
-    language: str = ""
-    """The language or pair whose targets the number covers; "": all."""
 
 
 class StepModule(nn.Module):
@@ -54,8 +44,6 @@ class StepModule(nn.Module):
         self.auxiliary_states: dict[str, AuxiliaryState] = {}
         """States without an optimizer. They are not submodules, because DeepSpeed must neither cast nor save them."""
         self.streams = {name: (OBJECTIVES[stream.objective], stream.options) for name, stream in recipe.streams.items()}
-        self.reported: list[Reported] = []
-        """The keys of the numbers that `forward` returns. They are the same for every row."""
         self.notes: list[str] = []
         """The lines to print about the trained heads: whether they have replaced fresh ones."""
 
@@ -108,8 +96,8 @@ class StepModule(nn.Module):
 
     def forward(
         self, row: Row, shared: States, weights: Weights, weights_M: Tensor, largest: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the row's loss, and the numbers [K] whose keys are then in `reported`, without gradient.
+    ) -> tuple[Tensor, Sums]:
+        """Return the row's loss, and its sums of losses and metrics without gradient.
 
         row: a row on the device. shared: further states that losses read, such as those of auxiliary encoders.
         weights_M: weight of each prediction, divided by `largest`.
@@ -118,7 +106,7 @@ class StepModule(nn.Module):
         predictions: list[tuple[str, Prediction]] = []
         wide = torch.promote_types(next(self.encoder.parameters()).dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=weights_M.device)
-        numbers: dict[Reported, Tensor] = {}
+        sums = list[Sums]()
         for stream, (objective, options) in self.streams.items():
             if stream not in row.state_counts:
                 continue
@@ -131,38 +119,47 @@ class StepModule(nn.Module):
                 check_losses(losses, stream, row, weights)
             predictions += [(stream, prediction) for prediction in losses.predictions]
             for term, value in losses.sums.items():
-                numbers[Reported("loss", stream, term)] = value.detach()
-                if weights[stream, term]:
-                    loss = loss + weights[stream, term] * value
-            numbers |= {Reported(name, stream, term): value for name, (value, term) in losses.metrics.items()}
-        predicted, of_predictions, of_names = self.predict(row, predictions, weights_M, largest)
-        self.reported = [*of_predictions, *numbers, *(Reported("loss", *name) for name in row.language_groups)]
-        others = [value.reshape(1).to(loss.dtype) for value in numbers.values()]
-        return loss + predicted, torch.cat([*of_predictions.values(), *others, of_names])
+                key = loss_key(stream, term)
+                sums.append(Sums([key], value.detach().reshape(1)))
+                if weights[key]:
+                    loss = loss + weights[key] * value
+            for name, (value, term) in losses.metrics.items():
+                sums.append(Sums([MetricKey(name, stream, term)], value.sum().reshape(1)))
+                if value.ndim:
+                    sums.append(language_sums(name, loss_key(stream, term), value.to(wide), row))
+        if predictions:
+            predicted, sums_of_predictions = self.predict(row, predictions, weights_M, largest)
+            loss = loss + predicted
+            sums = sums_of_predictions + sums
+        return loss, Sums.join(sums, like=loss.detach())
 
     def predict(
-        self,
-        row: Row,
-        predictions: list[tuple[str, Prediction]],
-        weights_M: Tensor,
-        largest: float,
-    ) -> tuple[Tensor, dict[Reported, Tensor], Tensor]:
+        self, row: Row, predictions: list[tuple[str, Prediction]], weights_M: Tensor, largest: float
+    ) -> tuple[Tensor, list[Sums]]:
         """Call the vocabulary head once for all predictions of the row, even if there are 0 predicted tokens, since all
-        ranks must use the head. Returns the loss, sums by key, and the sum of losses for each of
-        row.language_groups."""
-        if not predictions:
-            return weights_M.new_zeros(()), {}, weights_M.new_zeros(0)
+        ranks must use the head. Returns the loss, and each term's loss and accuracy, with the losses by language."""
         features_MH = torch.cat([p.features_MH for _, p in predictions])
         options = {"weights_M": weights_M, "largest": largest} | (self.smoothing if self.training else {})
         loss, losses_M, right_M = self.encoder.vocabulary_loss(features_MH, row.labels, **options)
-        sizes = [row.label_counts[stream, p.term] for stream, p in predictions]
-        found = dict[Reported, Tensor]()
+        sizes = list(row.label_counts.values())
         both_2M = torch.stack([losses_M, right_M.to(losses_M.dtype)])
-        for (stream, p), of_term in zip(predictions, both_2M.split(sizes, dim=1), strict=True):
-            loss_1, right_1 = of_term.sum(1).split(1)
-            found |= {Reported("loss", stream, p.term): loss_1, Reported(p.accuracy, stream, p.term): right_1}
-        sums = losses_M.new_zeros(len(row.language_groups) + 1).index_add_(0, row.group_of_label, losses_M)
-        return loss, found, sums[:-1]
+        sums = list[Sums]()
+        for (stream, prediction), both_2m in zip(predictions, both_2M.split(sizes, dim=1), strict=True):
+            key = loss_key(stream, prediction.term)
+            sums.append(Sums([key, MetricKey(prediction.accuracy, stream, prediction.term)], both_2m.sum(1)))
+            sums.append(language_sums("loss", key, both_2m[0], row))
+        return loss, sums
+
+
+def language_sums(name: str, term: MetricKey, values_T: Tensor, row: Row) -> Sums:
+    """Return the sums over the targets of each language or pair. name: what the values are; term: the `loss_key` of the
+    term whose targets have the values. The result is empty if collate has not told the targets' languages."""
+    if term not in row.language_groups:
+        return Sums([], values_T.new_zeros(0))
+    group_of_target, languages = row.language_groups[term]
+    sums_G = values_T.new_zeros(len(languages) + 1).index_add_(0, group_of_target, values_T)
+    keys = [MetricKey(name, term.stream, term.term, language) for language in languages]
+    return Sums(keys, sums_G[:-1])
 
 
 def encoder_states(encoder: Encoder, row: Row) -> States:
@@ -182,22 +179,28 @@ def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> Non
     """Raise ValueError if an objective's result does not fit its stream batch."""
     if not isinstance(losses, Losses):
         raise ValueError(f"returned {type(losses).__name__}, not Losses (xscale/objectives/base.py)")
-    labels = {term: n for (of, term), n in row.label_counts.items() if of == stream}
+    labels = {key.term: count for key, count in row.label_counts.items() if key.stream == stream}
     predicted = {prediction.term: len(prediction.features_MH) for prediction in losses.predictions}
     if list(predicted.items()) != list(labels.items()):
         raise ValueError(
             f"predicts {predicted}, but collate gave labels {labels}; terms, order and counts must be equal"
         )
     for term in losses.sums:
-        if (stream, term) not in weights:
+        if loss_key(stream, term) not in weights:
             raise ValueError(f"sums has {term!r}, which is none of the objective's terms")
-    for name, (_, term) in losses.metrics.items():
+    for name, (value, term) in losses.metrics.items():
+        targets = row.counts.get(count_key(stream, term))
         if name == "loss":
             raise ValueError("a metric cannot be called loss")
-        if (stream, term) not in row.target_counts:
+        if targets is None:
             raise ValueError(f"metric {name} names the term {term!r}, which is not in collate's target_counts")
-    values = {f"sums[{term!r}]": value for term, value in losses.sums.items()}
-    values |= {f"metric {name}": value for name, (value, _) in losses.metrics.items()}
-    for name, value in values.items():
+        if value.ndim and value.shape != (targets,):
+            raise ValueError(
+                f"metric {name} has shape {list(value.shape)}; it must be one number, the sum over the targets, or a "
+                f"number for each of the {targets} targets of {term}"
+            )
+    for term, value in losses.sums.items():
         if value.numel() != 1:
-            raise ValueError(f"{name} has shape {list(value.shape)}; it must be one number, the sum over the targets")
+            raise ValueError(
+                f"sums[{term!r}] has shape {list(value.shape)}; it must be one number, the sum over the targets"
+            )

@@ -1,12 +1,11 @@
 """The optimizer step makes a forward and backward pass for each packed row, one reduction over ranks and one update.
 
-Shape letters: N tokens of a row, S states that losses read, M predictions, K reported numbers, H hidden width.
+Shape letters: M predictions, n or N samples of a row, V samples of the step, D width of a vector.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -16,80 +15,53 @@ from torch import Tensor
 
 from xscale import rng
 from xscale.data.packed_row import Row, copy_at_once
+from xscale.metric_keys import Counts, MetricKey, count_key, loss_key
 from xscale.objectives import OBJECTIVES, HasQueue
 from xscale.recipe import Recipe
-from xscale.step.module import Reported, States, StepModule, Weights
+from xscale.step.module import States, StepModule, Weights
+from xscale.step.sums import Sums
 from xscale.step.zero import one_reduction, take_step
 
 
-@dataclass
-class StepSums:
-    """The sums of losses and metrics over this rank's targets in one step; on the device until metrics are read."""
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gives for the metrics. Its tensors are on the device."""
 
-    reported: list[Reported]
-    values_K: Tensor
-    lr: float = 0.0
-    times: tuple[Any, Any] = (0.0, 0.0)
-    """The begin and the end of this rank's passes, without the reduction, by `time_on`."""
+    sums: Sums
+    """This rank's sums over all rows of the step."""
+    gradient_norms: dict[str, Tensor]
+    """The norm of each stream's gradient by metric name, if they were measured."""
+    lr: float
+    begin: Any
+    """The time at which this rank's passes began, by `time_on`."""
+    end: Any
+    """The time at which they ended, before the reduction."""
 
     def own_s(self) -> float:
         """Return the seconds that this rank's passes took. On CUDA it waits for the device."""
-        first, last = self.times
-        if isinstance(first, float):
-            return last - first
-        last.synchronize()
-        return first.elapsed_time(last) / 1000
-
-    def averages(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
-        """Return losses and metrics by name, each divided by its targets. totals_K, targets: sums over all ranks."""
-        shares: dict[str, float] = {}
-        for (name, stream, term, language), value in zip(self.reported, totals_K, strict=True):
-            if language or recipe.streams[stream].samples == 0:
-                continue
-            if name != "loss":
-                shares[f"{name}/{stream}"] = value / max(targets[stream, term], 1)
-                continue
-            config = recipe.streams[stream]
-            objective = OBJECTIVES[config.objective]
-            factors = objective.terms(config.options)
-            share = value / max(targets[stream, objective.divisors.get(term, term)], 1)
-            shares[f"loss/{stream}"] = shares.get(f"loss/{stream}", 0.0) + factors[term] * share
-            if len(factors) > 1:
-                shares[f"loss/{stream}.{term}"] = share
-        for stream, config in recipe.streams.items():
-            for name, (part, whole) in OBJECTIVES[config.objective].ratios.items() if config.samples != 0 else ():
-                shares[f"{name}/{stream}"] = targets[stream, part] / max(targets[stream, whole], 1)
-        return shares
-
-    def by_language(
-        self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int]
-    ) -> dict[str, float]:
-        """Return metrics of the languages and pairs in the step: loss/mlm/en, count/mlm/en, and too_long/tlm/de-en, the
-        share of pairs over data.max_length. totals_K and counts: sums over all ranks."""
-        sums, found = dict(zip(self.reported, totals_K, strict=True)), dict[str, float]()
-        for (stream, what, language), count in counts.items():
-            if what == "too_long" and count:
-                found[f"too_long/{stream}/{language}"] = count / counts[stream, "drawn", language]
-            elif what != "drawn" and count:
-                config = recipe.streams[stream]
-                term = f".{what}" if len(OBJECTIVES[config.objective].terms(config.options)) > 1 else ""
-                found[f"loss/{stream}{term}/{language}"] = sums[Reported("loss", stream, what, language)] / count
-                found[f"count/{stream}{term}/{language}"] = count
-        return found
+        if isinstance(self.begin, float):
+            return self.end - self.begin
+        self.end.synchronize()
+        return self.begin.elapsed_time(self.end) / 1000
 
 
 Seed = tuple[str | int, ...]
 """The seed of everything random about a row."""
 
 
-def run_row(module: Any, row: Row, shared: States, weights: Weights, seed: Seed) -> tuple[Tensor, Tensor]:
-    """Make the forward pass of a StepModule, or of the engine around it. Returns the loss and the numbers [K].
+def run_row(module: Any, row: Row, shared: States, weights: Weights, seed: Seed) -> tuple[Tensor, Sums]:
+    """Make the forward pass of a StepModule, or of the engine around it. Returns the loss and the sums of the row.
 
     row: a row on the device. shared: its states that `shared_states` returns. Every pass with the same seed draws the
     same dropout masks.
+
+    Weights of 1 / targets may be below what fp16 can represent. The head therefore gets weights of at most 1, in which
+    fp16 gradients keep their bits, and their largest as a factor in fp32.
     """
-    weight_of_term = np.array([weights[term] for term in row.label_counts], dtype=np.float64)
-    largest = float(weight_of_term.max(initial=0)) or 1.0
+    weight_of_term = np.array([weights[key] for key in row.label_counts], dtype=np.float64)
+    largest = float(weight_of_term.max(initial=0))
+    if largest == 0:
+        largest = 1.0
     weights_M = np.repeat(weight_of_term / largest, list(row.label_counts.values()))
     torch.manual_seed(rng.torch_seed("dropout", *seed))
     moved = copy_at_once({"weights": weights_M}, row.labels.device)
@@ -100,57 +72,54 @@ def optimizer_step(
     engine: Any,
     recipe: Recipe,
     rows: list[Row],
-    totals: dict[tuple[str, str], int],
+    totals: Counts,
     *,
     step: int,
     rank: int,
     world: int,
     measure: bool = False,
     vector_counts: Mapping[str, list[int]] = {},
-) -> tuple[StepSums, dict[str, Tensor]]:
+) -> StepResult:
     """Train on the rows of one step.
 
     The step's loss is sum over streams of weight * sum over terms of factor * (sum over targets / targets of all
     ranks). DeepSpeed divides gradients by the number of ranks, so the weights are multiplied by it.
 
-    totals: the targets of all ranks by (stream, term). vector_counts: stream -> number of vectors of each rank that
-    enter the stream's queue. Returns this rank's sums of losses and targets and, if `measure`, the gradient norm of
-    each stream.
+    totals: the targets of all ranks by `count_key`. measure: measure the gradient norm of each stream. vector_counts:
+    stream -> number of vectors of each rank that enter the stream's queue.
     """
     recipe = recipe.at(step)
     engine.module.set_options(recipe)
     engine.module.encoder.set_dropout(recipe.model.dropout)
     if recipe.model.rope_theta:
         engine.module.encoder.set_rope_theta(recipe.model.rope_theta)
-    weights, lr = step_weights(recipe, totals, step), set_learning_rate(engine, recipe, step)
+    weights = step_weights(recipe, totals, step)
+    lr = set_learning_rate(engine, recipe, step)
     rows = [row.to(engine.device) for row in rows]
     seeds: list[Seed] = [(recipe.train.seed, step, number, rank) for number in range(len(rows))]
     shared = shared_states(engine.module, rows, seeds, vector_counts)
     norms = dict[str, Tensor]()
     if measure:
         norms = gradient_norms(engine, rows, shared, weights, seeds)
-    undo_mean = {term: world * weight for term, weight in weights.items()}
-    of_rows: list[Tensor] = []
-    reported: list[Reported] = []
-    first = time_on(engine.device)
+    undo_mean = {key: world * weight for key, weight in weights.items()}
+    sums_of_rows = list[Sums]()
+    begin = time_on(engine.device)
     with one_reduction(engine):
         for row, states, seed in zip(rows, shared, seeds, strict=True):
-            loss, reported_K = run_row(engine, row, states, undo_mean, seed)
-            reported = reported or engine.module.reported
-            assert engine.module.reported == reported, "an objective reports other numbers for one row than for another"
-            of_rows.append(reported_K.double() if reported_K.device.type == "cpu" else reported_K)
+            loss, sums = run_row(engine, row, states, undo_mean, seed)
+            sums_of_rows.append(sums.wide())
             engine.backward(loss)
-        last = time_on(engine.device)
+        end = time_on(engine.device)
     applied = take_step(engine)
     for auxiliary_state in engine.module.auxiliary_states.values():
         auxiliary_state.update(applied)
-    return StepSums(reported, reduce(torch.add, of_rows), lr, (first, last)), norms
+    return StepResult(Sums.total(sums_of_rows), norms, lr, begin, end)
 
 
 @torch.no_grad()
 def measure_rows(
     engine: Any, recipe: Recipe, rows: list[Row], *, rank: int, note: Callable[[], None] = lambda: None
-) -> StepSums:
+) -> Sums:
     """Return this rank's sums over evaluation rows, without dropout and smoothing. The training state does not change.
 
     recipe: a recipe with the streams of the rows. All ranks must have the same number of rows. note: it is called
@@ -160,19 +129,15 @@ def measure_rows(
     module.set_options(recipe)
     module.eval()
     try:
-        nothing = {
-            (name, term): 0.0
-            for name, stream in recipe.streams.items()
-            for term in OBJECTIVES[stream.objective].terms(stream.options)
-        }
+        weights = dict.fromkeys(loss_keys(recipe), 0.0)
         rows = [row.to(engine.device) for row in rows]
         seeds: list[Seed] = [("eval", number, rank) for number in range(len(rows))]
-        of_rows = []
+        sums_of_rows = list[Sums]()
         for row, states, seed in zip(rows, shared_states(module, rows, seeds), seeds, strict=True):
             note()
-            _, reported_K = run_row(module, row, states, nothing, seed)
-            of_rows.append(reported_K.double())
-        return StepSums(module.reported, reduce(torch.add, of_rows))
+            _, sums = run_row(module, row, states, weights, seed)
+            sums_of_rows.append(Sums(sums.keys, sums.values_K.double()))
+        return Sums.total(sums_of_rows)
     finally:
         module.train()
 
@@ -267,25 +232,36 @@ def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
     return torch.cat(parts), sum(counts[: dist.get_rank()])
 
 
-def targets_of(totals: dict[tuple[str, str], int], stream: str, recipe: Recipe, term: str) -> int:
-    """Return the count over the whole step by which a term's sum is divided, at least 1."""
-    objective = recipe.streams[stream].objective
-    counted = OBJECTIVES[objective].divisors.get(term, term)
-    if (stream, counted) not in totals:
-        there = ", ".join(name for of, name in totals if of == stream)
+def loss_keys(recipe: Recipe) -> list[MetricKey]:
+    """Return the key of each term of each stream."""
+    keys = list[MetricKey]()
+    for name, stream in recipe.streams.items():
+        for term in OBJECTIVES[stream.objective].terms(stream.options):
+            keys.append(loss_key(name, term))
+    return keys
+
+
+def targets_of(totals: Counts, key: MetricKey, recipe: Recipe) -> int:
+    """Return the count over the whole step by which a term's sum is divided, at least 1. key: see `loss_keys`."""
+    objective = recipe.streams[key.stream].objective
+    counted = OBJECTIVES[objective].divisors.get(key.term, key.term)
+    count = totals.get(count_key(key.stream, counted))
+    if count is None:
+        known = ", ".join(of.term for of in totals if of.stream == key.stream)
         raise ValueError(
-            f"streams.{stream}, objective {objective}: collate's target_counts have {there}, but not {counted}"
+            f"streams.{key.stream}, objective {objective}: collate's target_counts have {known}, but not {counted}"
         )
-    return max(totals[stream, counted], 1)
+    return max(count, 1)
 
 
-def step_weights(recipe: Recipe, totals: dict[tuple[str, str], int], step: int) -> Weights:
+def step_weights(recipe: Recipe, totals: Counts, step: int) -> Weights:
     """Return the factor of each term's sum over targets in the loss of the step."""
-    return {
-        (name, term): recipe.stream_weight(name, step) * factor / targets_of(totals, name, recipe, term)
-        for name, stream in recipe.streams.items()
-        for term, factor in OBJECTIVES[stream.objective].terms(stream.options).items()
-    }
+    weights: Weights = {}
+    for key in loss_keys(recipe):
+        stream = recipe.streams[key.stream]
+        factor = OBJECTIVES[stream.objective].terms(stream.options)[key.term]
+        weights[key] = recipe.stream_weight(key.stream, step) * factor / targets_of(totals, key, recipe)
+    return weights
 
 
 def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
@@ -304,7 +280,8 @@ def gradient_norms(
     scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
     norms = {}
     for stream in engine.module.streams:
-        alone = {key: weight if key[0] == stream else 0.0 for key, weight in weights.items()}
+        alone = dict.fromkeys(weights, 0.0)
+        alone |= {key: weight for key, weight in weights.items() if key.stream == stream}
         total = torch.zeros(sum(p.numel() for p in parameters), device=engine.device)
         for row, states, seed in zip(rows, shared, seeds, strict=True):
             loss, _ = run_row(engine.module, row, states, alone, seed)
