@@ -23,7 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from xscale import ranks, train
 from xscale.checkpoint import manager
 from xscale.ranks import HostGroup
-from xscale.run import loop, metrics
+from xscale.run import loop, metrics, reporting, validation
 from xscale.run.folder import Status
 from xscale.run.start import train_run
 
@@ -102,8 +102,9 @@ def patch() -> None:
         return states
 
     vars(manager)["write_state"] = write_state
-    vars(loop).update(JsonLines=Lines, optimizer_step=noted(loop.optimizer_step))
-    vars(metrics)["JsonLines"] = Lines
+    vars(loop).update(optimizer_step=noted(loop.optimizer_step))
+    for module in (metrics, reporting, validation):
+        vars(module)["JsonLines"] = Lines
     RecordWriter.write, manager.CheckpointManager._snapshot = write, also_own  # type: ignore[method-assign]
 
 

@@ -46,11 +46,13 @@ from xscale.ranks import HostGroup  # noqa: E402
 from xscale.run import loop  # noqa: E402
 from xscale.run.folder import DONE, STOPPED, Status  # noqa: E402
 from xscale.run.start import train_run  # noqa: E402
+from xscale.run.state import TrainState  # noqa: E402
+from xscale.run.stopper import Stopper  # noqa: E402
 from xscale.train import parse_arguments  # noqa: E402
 
 UNTIL = int(os.environ.get("UNTIL", "0"))
 steps: list[dict[str, int]] = []
-take_step, trace_step = loop.optimizer_step, loop.Trainer.trace_step
+take_step, after_step = loop.optimizer_step, Stopper.after_step
 
 
 def counted_step(*args: Any, **options: Any) -> Any:
@@ -60,14 +62,14 @@ def counted_step(*args: Any, **options: Any) -> Any:
     return made
 
 
-def stopping_step(self: loop.Trainer, *args: Any) -> None:
-    trace_step(self, *args)
-    if self.step + 1 == UNTIL:
-        self.stop.reason = "the test"
+def stopping_step(self: Stopper, state: TrainState) -> None:
+    after_step(self, state)
+    if state.step == UNTIL:
+        self.context.stop.reason = "the test"
 
 
 vars(loop)["optimizer_step"] = counted_step
-loop.Trainer.trace_step = stopping_step  # type: ignore[method-assign]
+Stopper.after_step = stopping_step  # type: ignore[method-assign]
 
 process = ranks.read_launcher()
 ranks.join_process_group(process)

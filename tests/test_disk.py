@@ -151,7 +151,7 @@ def manifest(step: int) -> dict[str, Any]:
 
 
 def manager_in(folder: Path) -> CheckpointManager:
-    return CheckpointManager(Engine(), folder, HostGroup(), keep=1, saved=None, write_more=lambda path: None)
+    return CheckpointManager(Engine(), folder, HostGroup(), keep=1, saved=None, write_model=lambda step, path: None)
 
 
 def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
@@ -213,7 +213,7 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
     best: set[int] = set()
     folder = tmp_path / "checkpoints"
     saver = CheckpointManager(
-        Engine(), folder, HostGroup(), keep=2, saved=None, write_more=lambda path: None,
+        Engine(), folder, HostGroup(), keep=2, saved=None, write_model=lambda step, path: None,
         published=lambda step, path: best,
     )  # fmt: skip
     for step, good, stay in [

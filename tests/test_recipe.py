@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from xscale.errors import UserError
+from xscale.metric_keys import MetricKey, count_key
 from xscale.models.build import PRESETS
 from xscale.objectives import OBJECTIVES
 from xscale.recipe import RECIPES, ModelConfig, Recipe, load_recipe, shipped_recipes
@@ -394,12 +395,13 @@ def test_a_field_that_an_identity_lacks_has_its_default() -> None:
 def test_a_step_without_targets_is_an_error() -> None:
     """Documents of 2,600 words a line gave steps with a loss of 0 and exit code 0."""
     recipe = load("mlm", "data.max_length=16")
-    nothing = GlobalCounts({("mlm", "mlm"): 0}, {}, samples=0, too_long={"mlm": 64}, flush=0)
+    none = {count_key("mlm", "mlm"): 0, MetricKey("too_long", "mlm"): 64}
+    nothing = GlobalCounts(none, {}, samples=0, flush=0)
     with pytest.raises(
         UserError, match=r"step 7 has no targets: of its pairs 64 were longer than data.max_length 16.*truncate"
     ):
         check_targets(nothing, 7, recipe)
-    check_targets(nothing._replace(targets={("mlm", "mlm"): 0, ("tlm", "mlm"): 1}), 7, recipe)
+    check_targets(nothing._replace(targets=none | {count_key("tlm", "mlm"): 1}), 7, recipe)
 
 
 @pytest.mark.parametrize(

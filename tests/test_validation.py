@@ -421,15 +421,21 @@ def test_means_choose_among_evaluations_of_earlier_starts(tmp_path: Path) -> Non
         (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step_{step:08d}" / "manifest.json").touch()
     (tmp_path / "evals.jsonl").write_text("\n".join(lines) + "\n")
-    recipe = SimpleNamespace(
-        eval=SimpleNamespace(tasks=["t"], every=5),
-        checkpoint=SimpleNamespace(best="retrieval/all/accuracy"),
-        train=SimpleNamespace(steps=20),
-    )
-    run_spec: Any = SimpleNamespace(recipe=recipe)
-    validation = Validation(run_spec, {}, tmp_path, HostGroup(), 15, None)
+    validation = validation_in(tmp_path, 15, best="retrieval/all/accuracy")
     validation.close()
     assert validation.best == (5, 0.375) and (tmp_path / "checkpoints" / "best").read_text() == "step_00000005\n"
+
+
+def validation_in(out: Path, step: int, best: str | None = None) -> Validation:
+    """The evaluations of a run in a folder, after a step."""
+    recipe: Any = SimpleNamespace(
+        eval=SimpleNamespace(tasks=["t"], every=5),
+        checkpoint=SimpleNamespace(best=best),
+        train=SimpleNamespace(steps=20),
+    )
+    context: Any = SimpleNamespace(out=out, host_group=HostGroup(), watch=None)
+    metrics: Any = SimpleNamespace(reporter=None)
+    return Validation(context, recipe, {}, step, metrics, stopper=None)  # type: ignore[arg-type]
 
 
 def test_an_evaluation_is_printed_with_the_best_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -437,13 +443,7 @@ def test_an_evaluation_is_printed_with_the_best_step(tmp_path: Path, caplog: pyt
     (tmp_path / "evals.jsonl").write_text(
         '{"step": 5, "results": {"heldout": {"mlm": {"loss": 2.5, "perplexity": null}, "tlm": {"loss": null}}}}\n'
     )
-    recipe = SimpleNamespace(
-        eval=SimpleNamespace(tasks=["t"], every=5),
-        checkpoint=SimpleNamespace(best=None),
-        train=SimpleNamespace(steps=20),
-    )
-    run_spec: Any = SimpleNamespace(recipe=recipe)
-    validation = Validation(run_spec, {}, tmp_path, HostGroup(), 5, None)
+    validation = validation_in(tmp_path, 5)
     rows = {f"en-x{n}": {"en->x": 0.1, "accuracy": 0.5} for n in range(12)}
     with caplog.at_level("INFO", logger=LOG.name):
         LOG.propagate = True
@@ -463,7 +463,7 @@ def test_an_evaluation_is_printed_with_the_best_step(tmp_path: Path, caplog: pyt
     validation.best_of = "retrieval/en-x3/accuracy"
     losses = {"tlm": {"loss": 1.0}, "tlm en-xx": {"loss": 1.0}, "mlm": {"loss": 1.0}}
     means = {"all": {"accuracy": 0.5}, "en-x3": {"accuracy": 0.5}, "en-x4": {"accuracy": 0.5}}
-    lines = validation.lines_of(20, {"heldout": losses, "retrieval": means})
+    lines = validation.log_lines(20, {"heldout": losses, "retrieval": means})
     assert [re.split(r" (loss|accuracy) ", line.strip())[0].strip() for line in lines] == [
         "retrieval en-x3", "heldout tlm", "heldout mlm", "retrieval all", "heldout tlm en-xx", "retrieval en-x4"
     ]  # fmt: skip
@@ -471,12 +471,7 @@ def test_an_evaluation_is_printed_with_the_best_step(tmp_path: Path, caplog: pyt
 
 def test_an_evaluation_is_written_with_its_intervals(tmp_path: Path) -> None:
     """The report reads the bootstrap's intervals; a loss that is a plain number has none."""
-    recipe = SimpleNamespace(
-        eval=SimpleNamespace(tasks=["t"], every=5),
-        checkpoint=SimpleNamespace(best=None),
-        train=SimpleNamespace(steps=20),
-    )
-    validation = Validation(SimpleNamespace(recipe=recipe), {}, tmp_path, HostGroup(), -1, None)  # type: ignore[arg-type]
+    validation = validation_in(tmp_path, -1)
     vectors = torch.eye(40)
     scores = accuracies(vectors, vectors[[*range(1, 11), 0, *range(11, 40)]], "cosine", ("en", "xx"))
     validation.report(5, {"heldout": {"mlm": {"loss": 3.0}}, "retrieval": {"en-xx": scores}}, 1.0)

@@ -18,8 +18,9 @@ from tests import launch
 from xscale.checkpoint import store as checkpoints
 from xscale.ranks import Process
 from xscale.run import watch
+from xscale.run.finite import LOW_SCALE, MOST_SKIPS, Skips
 from xscale.run.folder import STOPPED
-from xscale.run.metrics import LOW_SCALE, MOST_SKIPS, Skips, pace_metrics
+from xscale.run.reporting import pace_metrics
 
 CONFIGS = ("zero0_fp32", "zero1_bf16", "zero2_cpu", "zero3_bf16")
 BAD = 7

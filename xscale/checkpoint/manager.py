@@ -24,8 +24,9 @@ from xscale.ranks import HostGroup
 LOG = logging.getLogger("xscale")
 SPARE_BYTES = 1 << 28
 """The number of bytes that must stay free on the disk after a save."""
-WriteMore = Callable[[Path], None]
-"""A function that writes the model's config and the tokenizer into a checkpoint's directory. Rank 0 calls it."""
+WriteModel = Callable[[int, Path], None]
+"""A function that writes the model's config and the tokenizer of a step into a checkpoint's directory. Rank 0 calls
+it."""
 
 
 class RankFiles(NamedTuple):
@@ -63,7 +64,7 @@ class CheckpointManager:
         *,
         keep: int,
         saved: int | None,
-        write_more: WriteMore,
+        write_model: WriteModel,
         note: Callable[[str], None] = lambda doing: None,
         published: Callable[[int, Path], set[int]] = lambda step, path: set(),
     ):
@@ -73,7 +74,7 @@ class CheckpointManager:
         self.engine = engine
         self.folder = folder
         self.host_group = host_group
-        self.write_more = write_more
+        self.write_model = write_model
         self.keep = keep
         self.note = note
         self.published = published
@@ -94,6 +95,11 @@ class CheckpointManager:
         """The size and hash of each file that this rank has written."""
         self.seconds = 0.0
         """The number of seconds that this rank has spent on writing."""
+
+    @property
+    def step_under_way(self) -> int:
+        assert self.under_way is not None
+        return self.under_way
 
     @property
     def partial(self) -> Path:
@@ -217,7 +223,7 @@ class CheckpointManager:
             for name in names:
                 write_state(states.pop(name), partial / name)
             if self.host_group.is_main:
-                self.write_more(partial)
+                self.write_model(self.step_under_way, partial)
                 copy_conversion_script(self.engine, self.folder)
                 names += [str(path.relative_to(partial)) for path in partial.glob(f"{store.HF}/*")]
             check_types([partial / name for name in names if name.endswith(".pt")])

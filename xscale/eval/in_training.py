@@ -46,6 +46,7 @@ from xscale.run_spec import (
 )
 from xscale.step.step import measure_rows
 from xscale.step.sums import Sums, language_metrics, stream_metrics
+from xscale.step.zero import whole_weight
 
 LOG = logging.getLogger("xscale")
 Results = dict[str, dict[str, float]]
@@ -358,6 +359,47 @@ def find_number(results: dict[str, Results], path: str) -> float | None:
 
 
 # Alignment scores
+
+
+class AlignmentScores:
+    """Measures the alignment scores of a run's embeddings."""
+
+    def __init__(self, engine: Any, probes: dict[str, AlignmentProbe]):
+        """probes: the words to compare, by dictionary. Only rank 0 has them."""
+        self.engine = engine
+        self.probes = probes
+
+    def measure(self) -> Results:
+        """Return the scores by dictionary on rank 0, {} on other ranks. All ranks call it together."""
+        results: Results = {}
+        with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
+            for pair, probe in self.probes.items():
+                for kind, words in probe.items():
+                    score = words.score(table)
+                    if score is not None:
+                        results.setdefault(pair, {})[kind] = score
+        return results
+
+    def metrics(self) -> dict[str, float]:
+        """Return the scores by the name of the metric."""
+        names = {"withheld": "alignment", "trained": "alignment_trained"}
+        metrics = dict[str, float]()
+        for pair, scores in self.measure().items():
+            for kind, score in scores.items():
+                metrics[str(MetricKey(names[kind], pair))] = score
+        return metrics
+
+
+def alignment_scores(
+    run_spec: RunSpec, engine: Any, host_group: HostGroup, note: Callable[[str], None]
+) -> AlignmentScores:
+    """Return the measure of the run's dictionaries, without words if the recipe never asks for it. All ranks call it
+    together."""
+    recipe = run_spec.recipe
+    asked = bool(recipe.train.measure_every) or any(task.kind == "alignment" for task in recipe.eval.tasks)
+    if not asked or not (run_spec.lexicons or run_spec.measured):
+        return AlignmentScores(engine, {})
+    return AlignmentScores(engine, find_probes(run_spec, host_group, note))
 
 
 def find_probes(run_spec: RunSpec, host_group: HostGroup, note: Callable[[str], None]) -> dict[str, AlignmentProbe]:

@@ -230,6 +230,10 @@ class Status:
         self.step: int | None = None
         """The number of steps done."""
 
+    def note_step(self, step: int) -> None:
+        """Note the number of steps done."""
+        self.step = step
+
     def running(self) -> None:
         """Note that this run has the directory's lock. All ranks call it."""
         self.has_lock = True

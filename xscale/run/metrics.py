@@ -1,4 +1,4 @@
-"""This module writes a run's metrics and logs: metrics.jsonl, TensorBoard, the trace, the console and run.log.
+"""Writes a run's metrics and logs: metrics.jsonl, TensorBoard, the trace, the console and run.log.
 
 Each file has every step once, since a resume first removes the lines of steps after its checkpoint.
 """
@@ -12,35 +12,22 @@ import shutil
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from statistics import median_low
-from typing import Any, NamedTuple
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import Any
 
 from xscale import files
-from xscale.data.loader import StepBatch
 from xscale.errors import escape_controls
-from xscale.metric_keys import Counts, MetricKey
-from xscale.ranks import Process
 from xscale.recipe import Recipe
-from xscale.step.step import StepResult
-from xscale.step.sums import language_metrics, stream_metrics
 
 LOG = logging.getLogger("xscale")
 LINE_SECONDS = 5.0
 """The least number of seconds between progress lines. The first and last step and each evaluation always have one."""
 BUFFER = 1 << 16
 """Lines wait in memory until they have more than this number of bytes, or until the next flush."""
-SKIPS_OF, MOST_SKIPS, LOW_SCALE = 200, 20, 1.0
-"""A run warns if fp16 skips over MOST_SKIPS of SKIPS_OF steps (1 or 2 are normal), or its scale falls to LOW_SCALE."""
 
 
 def start_logging(out: Path, rank: int) -> Path:
@@ -193,81 +180,6 @@ def last_entries(path: Path, most: int) -> list[dict[str, Any]]:
     return [entry for _, entry in islice(entries_from_end(path), most)][::-1]
 
 
-# Metrics of a step
-
-
-class UnreportedStep(NamedTuple):
-    """A step whose sums are still on the device."""
-
-    step: int
-    """The number of the step, from 1."""
-    batch: StepBatch
-    result: StepResult
-    targets: Counts
-    """The counts of the step that are not of a single language, summed over ranks."""
-    numbers: dict[str, Any]
-    """The step's other metrics: numbers or tensors."""
-
-    def entry(self, totals: "StepTotals", recipe: Recipe) -> dict[str, Any]:
-        """Return the step's line of metrics.jsonl. recipe: that of the run."""
-        recipe = recipe.at(self.step - 1)
-        metrics = stream_metrics(totals.sums, self.targets, recipe)
-        loss = 0.0
-        for stream in recipe.streams:
-            if f"loss/{stream}" in metrics:
-                loss += recipe.stream_weight(stream, self.step - 1) * metrics[f"loss/{stream}"]
-        entry = {"step": self.step, "loss": loss} | metrics
-        for key, count in self.targets.items():
-            if key.name == "count":  # the first count of a stream is that of its first term
-                entry.setdefault(f"count/{key.stream}", count)
-        entry |= language_metrics(totals.sums, totals.language_counts, recipe) | self.numbers
-        return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
-
-
-class StepTotals(NamedTuple):
-    """The numbers of a step, summed over ranks."""
-
-    sums: dict[MetricKey, float]
-    """The sums of losses and metrics over targets."""
-    language_counts: Counts
-    """The counts of languages and pairs."""
-
-
-class FlushedSums(NamedTuple):
-    """What the ranks exchange to report some steps."""
-
-    steps: list[StepTotals]
-    seconds_R: list[float]
-    """Each rank's own seconds of a step, see `pace_metrics`."""
-
-
-def sum_over_ranks(steps: list[UnreportedStep], process: Process) -> FlushedSums:
-    """Return the steps' sums over ranks. All ranks call it together, with the same steps, and one all-reduce has all
-    numbers: of each step the sums and the counts, then the seconds of each rank."""
-    parts = list[Tensor]()
-    counts_of_steps = list[Counts]()
-    seconds = 0.0
-    for step in steps:
-        sums = step.result.sums.values_K
-        counts = step.batch.language_counts()
-        counts_of_steps.append(counts)
-        parts += [sums, torch.tensor(list(counts.values())).to(sums)]
-        seconds += step.numbers["data_wait_s"] + step.result.own_s()
-    seconds_R = parts[0].new_zeros(process.world)
-    seconds_R[process.rank] = seconds / len(steps)
-    parts.append(seconds_R)
-    table = torch.cat(parts)
-    dist.all_reduce(table)
-
-    summed = iter(table.cpu().split([len(part) for part in parts]))
-    totals = list[StepTotals]()
-    for step, counts in zip(steps, counts_of_steps, strict=True):
-        sums_by_key = dict(zip(step.result.sums.keys, next(summed).tolist(), strict=True))
-        numbers = map(int, next(summed).tolist())
-        totals.append(StepTotals(sums_by_key, dict(zip(counts, numbers, strict=True))))
-    return FlushedSums(totals, next(summed).tolist())
-
-
 class Board:
     """Writes the metrics for TensorBoard too, besides metrics.jsonl. The run stops using it after its first error."""
 
@@ -339,38 +251,3 @@ class Reporter:
     def close(self) -> None:
         self.metrics.close()
         self.board.call("close")
-
-
-def pace_metrics(seconds_R: list[float]) -> dict[str, float]:
-    """Return the slowest rank, and its time over the median rank's.
-
-    seconds_R: each rank's own seconds of a step: its wait for records and its forward and backward passes, without the
-    reduction of gradients, in which the ranks wait for each other.
-    """
-    if len(seconds_R) == 1:
-        return {}
-    slowest = max(seconds_R)
-    return {"slowest_rank": seconds_R.index(slowest), "slowest_ratio": slowest / max(median_low(seconds_R), 1e-9)}
-
-
-class Skips:
-    """A counter of the steps that fp16 skips."""
-
-    def __init__(self) -> None:
-        self.in_a_row = 0
-        self.last: deque[bool] = deque(maxlen=SKIPS_OF)
-        self.warned = self.low = False
-
-    def count(self, skipped: bool, scale: float | None) -> str | None:
-        """Count one step. Returns a warning if there is a new cause for one, or None. scale: fp16's loss scale."""
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        self.last.append(skipped)
-        was_low, self.low = self.low, scale is not None and scale <= LOW_SCALE
-        if self.low and not was_low:
-            return f"fp16's loss scale is down to {scale:g}: gradients are very large; lower train.lr, or take bf16"
-        if sum(self.last) <= MOST_SKIPS:
-            self.warned = False
-        elif not self.warned:
-            self.warned = True
-            return f"fp16 has skipped {sum(self.last)} of the last {len(self.last)} steps; lower train.lr, or take bf16"
-        return None

@@ -26,7 +26,7 @@ from xscale.run.describe import dropped_pairs_warnings, share_lines, start_notes
 from xscale.run.folder import DONE, STOPPED, Status, dump, indented
 from xscale.run.loop import Trainer
 from xscale.run.metrics import LINE_SECONDS, LOG, start_logging
-from xscale.run.synchronizer import TrainerContext
+from xscale.run.state import RunContext
 from xscale.run.watch import StopRequest, Watch, names_of_ranks
 from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import engine as engines
@@ -101,7 +101,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
         log_start(run_spec, engine, config, process, first)
         if not checkpoint:
             warm_up_queues(engine.module, run_spec, process, engine.device)
-        context = TrainerContext(config, engine, args.out, process, host_group, status, stop, watch, locks)
+        context = RunContext(config, engine, args.out, process, host_group, status, stop, watch, locks)
         code = run_loop(run_spec, context, checkpoint, plans, args.trace)
         status.ended(code, stop.why if code == STOPPED else f"{status.step} of {recipe.train.steps} steps")
     return code
@@ -118,18 +118,13 @@ def log_start(run_spec: RunSpec, engine: Any, config: EngineConfig, process: Pro
     )
 
 
-def run_loop(
-    run_spec: RunSpec, context: TrainerContext, checkpoint: Checkpoint | None, plans: Plans, trace: bool
-) -> int:
+def run_loop(run_spec: RunSpec, context: RunContext, checkpoint: Checkpoint | None, plans: Plans, trace: bool) -> int:
     """Run the loop from the checkpoint that the engine was loaded from. Returns the exit code."""
     trainer = Trainer(run_spec, context, checkpoint, trace)
-    left = run_spec.recipe.train.steps - trainer.step
-    batches = run_spec.batches(context.process, context.engine.device.type, trainer.state, left, plans)
+    left = run_spec.recipe.train.steps - trainer.state.step
+    batches = run_spec.batches(context.process, context.engine.device.type, trainer.state.data, left, plans)
     with closing(trainer):
-        if not checkpoint and trainer.validation.due(0):
-            trainer.evaluate()
-        if trainer.checkpoint_manager.saved is None:
-            trainer.save(must_succeed=True)  # a run that cannot save fails now and not after a day
+        trainer.begin()
         return trainer.loop(batches)
 
 

@@ -6,22 +6,43 @@ evals.jsonl has an object in each line, {"step", "results": {task: {row: {name: 
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.eval.bootstrap import intervals
 from xscale.eval.in_training import Results, find_number, with_overall_means
 from xscale.metric_keys import ALL, is_better
-from xscale.ranks import HostGroup
-from xscale.run.metrics import LOG, JsonLines, Reporter, entries_from_end
-from xscale.run_spec import RunSpec
+from xscale.recipe import Recipe
+from xscale.run.metrics import LOG, JsonLines, entries_from_end
+from xscale.run.reporting import RunMetrics
+from xscale.run.state import RunContext, TrainState
+from xscale.run.stopper import Stopper
 
 EVALS = "evals.jsonl"
-MAIN, ROWS = ("loss", "accuracy", "withheld"), 12
+ROWS = 12
+MAIN = ("loss", "accuracy", "withheld")
 """The log shows at most ROWS results rows, and of each row the first number in MAIN that the row has."""
+
+
+class ResultsRow(NamedTuple):
+    """The scores of one row of a task's results."""
+
+    task: str
+    name: str
+    scores: dict[str, float]
+
+    @property
+    def title(self) -> str:
+        return f"{self.task} {self.name}"
+
+    @property
+    def main(self) -> str:
+        """The name of the score that the log shows."""
+        return next((name for name in MAIN if name in self.scores), next(iter(self.scores)))
 
 
 class Validation:
@@ -29,52 +50,56 @@ class Validation:
 
     def __init__(
         self,
-        run_spec: RunSpec,
-        tasks: dict[str, Any],
-        out: Path,
-        host_group: HostGroup,
+        context: RunContext,
+        recipe: Recipe,
+        tasks: dict[str, Callable[[], Results]],
         step: int,
-        reporter: Reporter | None,
+        metrics: RunMetrics,
+        stopper: Stopper,
     ):
         """Prepare to measure. tasks: the result of in_training.measure_functions. step: the last step whose evaluation
         is kept, or -1."""
-        self.section = run_spec.recipe.eval
-        self.best_of = run_spec.recipe.checkpoint.best
+        self.section = recipe.eval
+        self.best_of = recipe.checkpoint.best
+        self.last = recipe.train.steps
         self.tasks = tasks
-        self.out = out
-        self.host_group = host_group
-        self.reporter = reporter
-        self.last = run_spec.recipe.train.steps
-        has = bool(self.section.tasks) and host_group.is_main
-        self.lines = JsonLines(out / EVALS if has else None, step)
+        self.folder = context.out / "checkpoints"
+        self.host_group = context.host_group
+        self.watch = context.watch
+        self.metrics = metrics
+        self.stopper = stopper
+        path = context.out / EVALS if self.section.tasks and context.host_group.is_main else None
+        self.lines = JsonLines(path, step)
+        self.best_so_far: int | None = None
+        """The last step of this start whose evaluation was the best so far."""
         self.best: tuple[int, float] | None = None
         """The step and the number of the best checkpoint."""
         self.candidate: tuple[int, float] | None = None
         """The step and the number of a better evaluation whose checkpoint is not published yet."""
-        self.best_numbers: dict[tuple[str, str], tuple[int, float]] = {}
-        """The best step, and its main number, by task and results row."""
-        entries = [entry for _, entry in entries_from_end(out / EVALS)][::-1] if has else []
-        earlier = [(entry["step"], with_nan(entry.get("results") or {})) for entry in entries]
-        for line in earlier:
-            self.lines_of(*line)
+        self.best_numbers: dict[str, tuple[int, float]] = {}
+        """The best step, and its main number, by the title of the results row."""
+        earlier = list[tuple[int, dict[str, Results]]]()
+        for _, entry in entries_from_end(path) if path else ():
+            earlier.insert(0, (entry["step"], with_nan(entry.get("results") or {})))
+        for earlier_step, results in earlier:
+            self.log_lines(earlier_step, results)
         if self.best_of:
-            host_group.from_main(lambda: self.find_best(earlier))
+            self.host_group.from_main(lambda: self.find_best(earlier))
 
     def find_best(self, earlier: list[tuple[int, dict[str, Results]]]) -> None:
         """Find the best of the existing checkpoints. earlier: the step and the results of each evaluation before
         this start. Rank 0 only. Raises UserError if an evaluation lacks the score that checkpoint.best names."""
         assert self.best_of
-        folder = self.out / "checkpoints"
-        there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(folder)}
+        there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(self.folder)}
         for step, results in earlier:
             number = find_number(results, self.best_of)
             if step in there and self.becomes_candidate(step, number):
                 self.best = self.candidate
         with suppress(OSError):
             if self.best is None:
-                (folder / checkpoints.BEST).unlink(missing_ok=True)
+                (self.folder / checkpoints.BEST).unlink(missing_ok=True)
             else:
-                files.write_text(folder / checkpoints.BEST, there[self.best[0]].name + "\n")
+                files.write_text(self.folder / checkpoints.BEST, there[self.best[0]].name + "\n")
 
     def becomes_candidate(self, step: int, number: float | None) -> bool:
         """Return whether the step is the best so far; if it is, make it the candidate. Rank 0 only."""
@@ -82,14 +107,21 @@ class Validation:
         best = self.best and self.best[1]
         if number is None or not math.isfinite(number) or not is_better(self.best_of.split("/", 2)[2], number, best):
             return False
-        self.candidate = step, number
+        self.candidate = (step, number)
         return True
 
     def due(self, step: int) -> bool:
         return bool(self.section.tasks) and (step % self.section.every == 0 or step == self.last)
 
-    def measure(self, step: int) -> bool:
-        """Measure the tasks, on all ranks together. Returns True if the step is the best so far."""
+    def after_step(self, state: TrainState) -> None:
+        """Measure the tasks if that is due, unless the run stops before the next step."""
+        if self.due(state.step) and not self.stopper.stops_next():
+            self.metrics.flush()
+            self.measure(state.step)
+
+    def measure(self, step: int) -> None:
+        """Measure the tasks, on all ranks together."""
+        self.watch.note(f"measuring step {step}")
         results = dict[str, Results]()
         started = time.monotonic()
         for name, task in self.tasks.items():
@@ -98,68 +130,63 @@ class Validation:
         if results and self.lines.file:
             self.report(step, results, seconds)
         best = self.best_of
-        if best is None:
-            return False
-        return self.host_group.from_main(lambda: self.becomes_candidate(step, find_number(results, best)))
+        if best and self.host_group.from_main(lambda: self.becomes_candidate(step, find_number(results, best))):
+            self.best_so_far = step
 
     def report(self, step: int, results: dict[str, Results], seconds: float) -> None:
-        numbers = {"results": results, "intervals": intervals(results)}
-        self.lines.write({"step": step, **numbers, "seconds": round(seconds, 3)})
+        """Write the results of all tasks to evals.jsonl, TensorBoard and the log. Rank 0 only."""
+        line = {"step": step, "results": results, "intervals": intervals(results), "seconds": round(seconds, 3)}
+        self.lines.write(line)
         entry: dict[str, Any] = {"step": step}
-        for task, rows in results.items():
-            for row, numbers_of_row in rows.items():
-                for name, number in numbers_of_row.items():
-                    entry[f"eval/{task}/{row}/{name}"] = number
-        if self.reporter:
-            self.reporter.add(entry)
-        LOG.info("\n".join([f"evaluation of step {step}, which took {seconds:.1f} s", *self.lines_of(step, results)]))
+        for row in self.rows_in_order(results):
+            for name, number in row.scores.items():
+                entry[f"eval/{row.task}/{row.name}/{name}"] = number
+        if self.metrics.reporter:
+            self.metrics.reporter.add(entry)
+        heading = f"evaluation of step {step}, which took {seconds:.1f} s"
+        LOG.info("\n".join([heading, *self.log_lines(step, results)]))
 
-    def lines_of(self, step: int, results: dict[str, Results]) -> list[str]:
+    def log_lines(self, step: int, results: dict[str, Results]) -> list[str]:
         """Return a line for each of the most important results rows: the row's main number, and the best such number so
         far with its step. ✓ means that this step is the best so far."""
-        titles: list[str] = []
-        numbers: list[str] = []
-        marks: list[str] = []
-        for task, row in self.rows_in_order(results):
-            scores = results[task][row]
-            name = next((name for name in MAIN if name in scores), next(iter(scores)))
-            titles.append(f"{task} {row}")
-            numbers.append(f"{name} {scores[name]:.4g}")
-            marks.append(self.mark_of(task, row, step, name, scores[name]))
-        title_width = max(map(len, titles), default=0)
-        number_width = max(map(len, numbers), default=0)
-        lines = []
-        for title, number, mark in list(zip(titles, numbers, marks, strict=True))[:ROWS]:
-            lines.append(f"  {title:{title_width}}  {number:{number_width}}  {mark}".rstrip())
-        if len(titles) > ROWS:
-            lines.append(f"  and {len(titles) - ROWS} more in {EVALS}")
+        rows = self.rows_in_order(results)
+        title_width = max((len(row.title) for row in rows), default=0)
+        number_width = max((len(f"{row.main} {row.scores[row.main]:.4g}") for row in rows), default=0)
+        lines = list[str]()
+        for row in rows:
+            number = f"{row.main} {row.scores[row.main]:.4g}"
+            mark = self.mark_of(row, step)
+            lines.append(f"  {row.title:{title_width}}  {number:{number_width}}  {mark}".rstrip())
+        if len(rows) > ROWS:
+            lines[ROWS:] = [f"  and {len(rows) - ROWS} more in {EVALS}"]
         return lines
 
-    def rows_in_order(self, results: dict[str, Results]) -> list[tuple[str, str]]:
-        """Return (task, results row) of the rows with numbers: first the row that chooses the best checkpoint, then
-        streams and means, then single languages."""
+    def rows_in_order(self, results: dict[str, Results]) -> list[ResultsRow]:
+        """Return the rows with numbers: first the row that chooses the best checkpoint, then streams and means, then
+        single languages."""
         best_row = (self.best_of or "").rpartition("/")[0]
-        first: list[tuple[str, str]] = []
-        whole: list[tuple[str, str]] = []
-        single: list[tuple[str, str]] = []
+        first = list[ResultsRow]()
+        whole = list[ResultsRow]()
+        single = list[ResultsRow]()
         for task, rows in results.items():
-            for row, scores in rows.items():
-                is_single = " " in row if task.startswith("heldout") else row != ALL and ALL in rows
+            for name, scores in rows.items():
+                row = ResultsRow(task, name, scores)
                 if not scores:
                     continue
-                if f"{task}/{row}" == best_row:
-                    first.append((task, row))
-                elif is_single:
-                    single.append((task, row))
+                if f"{task}/{name}" == best_row:
+                    first.append(row)
+                elif is_single(row, rows):
+                    single.append(row)
                 else:
-                    whole.append((task, row))
+                    whole.append(row)
         return first + whole + single
 
-    def mark_of(self, task: str, row: str, step: int, name: str, number: float) -> str:
+    def mark_of(self, row: ResultsRow, step: int) -> str:
         """Return what the log says about the row's best number so far, after noting this step's number."""
-        best = self.best_numbers.get((task, row))
-        if math.isfinite(number) and is_better(name, number, best and best[1]):
-            self.best_numbers[task, row] = (step, number)
+        number = row.scores[row.main]
+        best = self.best_numbers.get(row.title)
+        if math.isfinite(number) and is_better(row.main, number, best and best[1]):
+            self.best_numbers[row.title] = (step, number)
             return "✓ best"
         if best is None:
             return ""
@@ -173,8 +200,19 @@ class Validation:
                 self.best = self.candidate
         return {self.best[0]} if self.best else set()
 
+    def sync(self) -> None:
+        """Write all lines to disk."""
+        self.lines.flush(to_disk=True)
+
     def close(self) -> None:
         self.lines.close()
+
+
+def is_single(row: ResultsRow, rows: Results) -> bool:
+    """Return whether a row is that of a single language or pair. rows: all rows of the task."""
+    if row.task.startswith("heldout"):
+        return " " in row.name
+    return row.name != ALL and ALL in rows
 
 
 def with_nan(results: dict[str, Results]) -> dict[str, Results]:

@@ -78,6 +78,10 @@ class StopRequest:
                 os.dup2(nowhere, terminal)
             os.close(nowhere)
 
+    def note_step(self) -> None:
+        """Note that this start has made a step."""
+        self.has_stepped = True
+
     @property
     def why(self) -> str:
         return self.reason or "another rank was asked to stop"
@@ -160,6 +164,10 @@ class Watch:
         """Record that the rank makes progress, and what it does next. The main thread calls this many times a step."""
         self.doing = doing
         self.marks += 1
+
+    def note_last_save(self) -> None:
+        """Note that the run makes no further step and only saves."""
+        self.stopping = True
 
     def begin(self, minutes: float | None, stop_minutes: float | None) -> None:
         """Begin to watch, in a thread. minutes: train.stall_limit. stop_minutes: train.stop_limit."""

@@ -1,0 +1,124 @@
+"""A run ends when its loss or its gradient is not finite. Under fp16, a few skipped steps are normal."""
+
+import json
+import math
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from xscale.checkpoint.manager import CheckpointManager
+from xscale.data.loader import StepBatch
+from xscale.errors import NotFinite
+from xscale.recipe import Recipe
+from xscale.run.metrics import LOG
+from xscale.run.state import RunContext
+
+NOT_FINITE = "not_finite.jsonl"
+"""The file with the record keys of a step whose loss or gradient is not finite; a line per rank."""
+MOST_SKIPPED = 100
+"""The number of consecutive steps skipped by fp16 at which a run fails. Fewer are normal while fp16 looks for a loss
+scale: 32 halvings lead from 2^32 to 1."""
+SKIPS_OF = 200
+MOST_SKIPS = 20
+LOW_SCALE = 1.0
+"""A run warns if fp16 skips over MOST_SKIPS of SKIPS_OF steps (1 or 2 are normal), or its scale falls to LOW_SCALE."""
+
+
+class Skips:
+    """A counter of the steps that fp16 skips."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        self.last: deque[bool] = deque(maxlen=SKIPS_OF)
+        self.warned = self.low = False
+
+    def count(self, skipped: bool, scale: float | None) -> str | None:
+        """Count one step. Returns a warning if there is a new cause for one, or None. scale: fp16's loss scale."""
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        self.last.append(skipped)
+        was_low, self.low = self.low, scale is not None and scale <= LOW_SCALE
+        if self.low and not was_low:
+            return f"fp16's loss scale is down to {scale:g}: gradients are very large; lower train.lr, or take bf16"
+        if sum(self.last) <= MOST_SKIPS:
+            self.warned = False
+        elif not self.warned:
+            self.warned = True
+            return f"fp16 has skipped {sum(self.last)} of the last {len(self.last)} steps; lower train.lr, or take bf16"
+        return None
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A step whose metrics are known."""
+
+    number: int
+    """The number of the step, from 1."""
+    batch: StepBatch
+    entry: dict[str, Any]
+    """The step's line of metrics.jsonl."""
+    finite: bool
+    """Whether this rank's own losses are finite."""
+
+
+class FiniteCheck:
+    """Looks at the losses and the gradient of every step, before the step is saved."""
+
+    def __init__(self, context: RunContext, recipe: Recipe, manager: CheckpointManager):
+        self.context = context
+        self.recipe = recipe
+        self.manager = manager
+        self.fp16: bool = context.engine.fp16_enabled()
+        self.skips = Skips()
+
+    def check(self, step: StepReport) -> None:
+        """Raise NotFinite on all ranks if the step's losses or its gradient are not finite. fp16 may skip fewer than
+        MOST_SKIPPED consecutive steps."""
+        entry = step.entry
+        warning = self.skips.count(bool(entry["skipped"]), entry.get("loss_scale"))
+        if warning and self.fp16 and self.context.process.is_main:
+            LOG.warning(warning)
+        in_a_row = self.skips.in_a_row
+        if self.fp16 and 0 < in_a_row < MOST_SKIPPED:
+            return
+        streams = [name for name in self.recipe.streams if not math.isfinite(entry.get(f"loss/{name}", 0))]
+        norm = entry["grad_norm"] or 0.0
+        if streams:
+            self.end_run(step.number, f"the loss of {', '.join(streams)}", step.batch, step.finite)
+        if not math.isfinite(norm):
+            self.end_run(step.number, f"the gradient's norm ({norm:g})", step.batch, step.finite)
+        if in_a_row:
+            what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {entry.get('loss_scale'):g})"
+            self.end_run(step.number, what, step.batch, step.finite)
+
+    def end_without_scale(self, number: int, error: NotFinite, batch: StepBatch) -> NoReturn:
+        """Raise NotFinite for a step in which fp16 had no smaller loss scale left. All ranks call it."""
+        self.skips.count(True, None)
+        self.end_run(number, f"the gradient ({error})", batch, finite=True)
+
+    def end_run(self, number: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
+        """Write the step's records to not_finite.jsonl, and raise. finite: whether this rank's losses are finite."""
+        self.manager.finish_save()
+        path = self.write_records(number, what, batch, finite)
+        newest = self.manager.good
+        good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
+        # Steps that fp16 skipped have changed nothing, so the update before them is the bad one.
+        bad = number - self.skips.in_a_row if self.fp16 else number
+        raise NotFinite(
+            f"step {number}: {what} is not finite; {good}, in {self.manager.folder}. {path} names the records. "
+            f"Continue from that checkpoint without the step (--resume DIR --set train.skip_steps=[{bad}]), or in "
+            f"another --out (--fork DIR) with a lower train.lr or stream weight"
+        ) from None
+
+    def write_records(self, number: int, what: str, batch: StepBatch, finite: bool) -> Path:
+        """Append the keys of a step's records to not_finite.jsonl, a line per rank. Returns its path."""
+        path = self.context.out / NOT_FINITE
+        own = {"rank": self.context.process.rank, "finite": finite, "keys": batch.keys()}
+        lines = list[str]()
+        for records in self.context.host_group.gather(own):
+            lines.append(json.dumps({"step": number, "what": what} | records, ensure_ascii=False) + "\n")
+        if self.context.process.is_main:
+            with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk must not hide NotFinite
+                file.writelines(lines)
+        return path

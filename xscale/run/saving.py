@@ -1,0 +1,85 @@
+"""The checkpoints of a run: when they are saved, and what is in them besides the engine's state."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.manager import CheckpointManager
+from xscale.models.encoder import set_rope_theta
+from xscale.run.finite import FiniteCheck
+from xscale.run.reporting import RunMetrics
+from xscale.run.state import RunContext, TrainState
+from xscale.run.stopper import Stopper
+from xscale.run.synchronizer import PendingStep
+from xscale.run.validation import Validation
+from xscale.run_spec import RunSpec
+
+
+class Checkpoints:
+    """Saves a run's checkpoints. All ranks call its functions together."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        run_spec: RunSpec,
+        manager: CheckpointManager,
+        finite: FiniteCheck,
+        metrics: RunMetrics,
+        evaluations: Validation,
+        stopper: Stopper,
+    ):
+        self.config = context.config
+        self.world = context.process.world
+        self.run_spec = run_spec
+        self.recipe = run_spec.recipe
+        self.manager = manager
+        self.finite = finite
+        self.metrics = metrics
+        self.evaluations = evaluations
+        self.stopper = stopper
+
+    def after_step(self, state: TrainState, step: PendingStep) -> None:
+        """Publish the checkpoint under way if all ranks have written it, and save one if that is due: every
+        checkpoint.every steps, after the best evaluation so far, and after the last step. A run that stops before the
+        next step saves then."""
+        if step.counts().written == self.world and step.saving == self.manager.under_way:
+            self.manager.finish_save()
+        last = state.step == self.recipe.train.steps
+        due = state.step % self.recipe.checkpoint.every == 0 or self.evaluations.best_so_far == state.step
+        if last or (due and not self.stopper.stops_next()):
+            self.save(state, must_succeed=last)
+
+    def save(self, state: TrainState, must_succeed: bool) -> None:
+        """Save a checkpoint of the steps done. must_succeed: wait until it is written, and raise OSError if it
+        fails."""
+        self.metrics.flush()
+        self.metrics.sync()
+        self.evaluations.sync()
+        self.manager.save(
+            state.step,
+            self.manifest(state),
+            good=not self.finite.skips.in_a_row,
+            background=self.recipe.checkpoint.background,
+            must_succeed=must_succeed,
+        )
+
+    def manifest(self, state: TrainState) -> dict[str, Any]:
+        """Return a checkpoint's manifest without its list of files; see Checkpoint in checkpoint/store.py."""
+        return {
+            "identity": self.run_spec.identity(),
+            "state": state.data,
+            "calibration": self.run_spec.calibration.to_dict(),
+            "engine": self.config.saved(),
+        }
+
+
+def write_model(run_spec: RunSpec, lm: Any, step: int, path: Path) -> None:
+    """Write the model's config, with the settings of the last step done, and the tokenizer to a checkpoint. Rank 0
+    only."""
+    config = copy.deepcopy(lm.config)
+    theta = run_spec.recipe.at(max(step - 1, 0)).model.rope_theta
+    if theta:
+        set_rope_theta(config, theta)  # the next step may have set another while this thread writes
+    config.save_pretrained(path / checkpoints.HF)
+    run_spec.tokenizer.hf.save_pretrained(path / checkpoints.HF)

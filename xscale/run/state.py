@@ -1,0 +1,39 @@
+"""The objects that the parts of a run's loop share, and where the run stands."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xscale.files import Lock
+from xscale.ranks import HostGroup, Process
+from xscale.run.folder import Status
+from xscale.run.watch import StopRequest, Watch
+from xscale.step.ds_config import EngineConfig
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The objects of a run on this rank."""
+
+    config: EngineConfig
+    engine: Any
+    out: Path
+    process: Process
+    host_group: HostGroup
+    status: Status
+    stop: StopRequest
+    watch: Watch
+    locks: list[Lock]
+    """The lock on `out` on rank 0; empty on the other ranks."""
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run stands between two steps."""
+
+    step: int
+    """The number of steps done."""
+    data: dict[str, Any]
+    """The positions of the streams in their data (data/mixture.py)."""
+    excluded: bool = False
+    """True if the last step has read its records and changed nothing (train.skip_steps)."""
