@@ -73,10 +73,10 @@ def compile_operator(builder: str) -> None:
     "CPUAdamBuilder" or "FusedAdamBuilder"."""
     from deepspeed.ops import op_builder
 
-    made = getattr(op_builder, builder)()
-    words = made.cxx_args()
-    made.cxx_args = lambda: [word for word in words if word != "-g"]
-    made.load(verbose=False)
+    operator = getattr(op_builder, builder)()
+    words = operator.cxx_args()
+    operator.cxx_args = lambda: [word for word in words if word != "-g"]
+    operator.load(verbose=False)
 
 
 # Weights
@@ -242,10 +242,12 @@ def save_with(engine: Any, snapshot_engine: Any, folder: Path, tag: str, client_
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
     class Engine(TorchCheckpointEngine):
-        makedirs, save = staticmethod(snapshot_engine.makedirs), staticmethod(snapshot_engine.save)
+        makedirs = staticmethod(snapshot_engine.makedirs)
+        save = staticmethod(snapshot_engine.save)
 
     kept = engine.checkpoint_engine
-    engine.checkpoint_engine, engine._copy_recovery_script = Engine(), lambda folder: None
+    engine.checkpoint_engine = Engine()
+    engine._copy_recovery_script = lambda folder: None
     try:
         engine.save_checkpoint(str(folder), tag=tag, client_state=client_state, save_latest=False)
     finally:
@@ -324,14 +326,15 @@ def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
     if engine.zero_optimization_stage() == 3:
         rank = optimizer.dp_process_group.rank()
         for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-            found: list[Fragment] = []
+            fragments: list[Fragment] = []
             at = 0
             for weight in group:
                 share = weight.partition_numel()
-                first, last = (min(share * (rank + more), weight.ds_numel) for more in (0, 1))
-                found.append((weight, first, last, at))
+                first = min(share * rank, weight.ds_numel)
+                last = min(share * (rank + 1), weight.ds_numel)
+                fragments.append((weight, first, last, at))
                 at += share
-            yield flat, found
+            yield flat, fragments
         return
     bf16 = hasattr(optimizer, "bf16_groups")
     groups = optimizer.bf16_groups if bf16 else optimizer.bit16_groups
@@ -364,7 +367,8 @@ def prepare_flats_for_change(engine: Any) -> None:
 
 def update_weights_from_flats(engine: Any) -> None:
     """Copy the optimizer's flat fp32 tensors into the weights that the engine computes with."""
-    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    optimizer = engine.optimizer
+    stage = engine.zero_optimization_stage()
     if stage == 3:
         parts = optimizer.fp16_partitioned_groups_flat
         for flat, part in zip(optimizer.fp32_partitioned_groups_flat, parts, strict=True):

@@ -142,7 +142,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
     except Exception:
-        code, failed = 1, redact(traceback.format_exc())
+        code = 1
+        failed = redact(traceback.format_exc())
     try:  # the streams may be closed, or on a full disk
         sys.stderr.write(failed)
         sys.stdout.flush()

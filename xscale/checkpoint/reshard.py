@@ -62,29 +62,34 @@ class SavedPartitions:
         self.places: dict[str, SavedPlace] = {}
         if self.files:
             # Not the last file: its slice has no padding, so it may be shorter than the others.
-            self.scaler, self.like = self._read_partitioned(
-                max(min(int(rank_fraction * len(self.files)), len(self.files) - 2), 0)
-            )
+            number = min(int(rank_fraction * len(self.files)), len(self.files) - 2)
+            self.scaler, self.like = self._read_partitioned(max(number, 0))
         else:
-            self.scaler, self.like = None, self._read_whole(names)
+            self.scaler = None
+            self.like = self._read_whole(names)
 
     def _read_partitioned(self, rank: int) -> tuple[Any, list[SavedGroup]]:
         """Store in `places` where each parameter is in the files of ZeRO stage 1, 2 or 3, from the file of one rank.
         Return the loss scaler and the groups in this file."""
         start_of = self._open(rank)
         for group, (shapes, each_cut) in enumerate(private.saved_groups(self.model, start_of)):
-            at, length = 0, len(self.opened[rank][group].flats[WEIGHT])
+            at = 0
+            length = len(self.opened[rank][group].flats[WEIGHT])
             for name, shape in shapes.items():
-                share = -(-shape.numel() // len(self.files))
-                self.places[name] = SavedPlace(group, 0, at, share) if each_cut else SavedPlace(group, at, 0, length)
-                at += share if each_cut else shape.numel()
+                if each_cut:
+                    share = -(-shape.numel() // len(self.files))
+                    self.places[name] = SavedPlace(group, 0, at, share)
+                    at += share
+                else:
+                    self.places[name] = SavedPlace(group, at, 0, length)
+                    at += shape.numel()
         return private.saved_scaler(start_of), self.opened[rank]
 
     def _open(self, rank: int) -> dict[str, Any]:
         """Open the file of a rank, store its groups in `opened`, and return its content."""
-        found = private.load_state(self.files[rank])
-        self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.saved_partition(found)]
-        return found
+        content = private.load_state(self.files[rank])
+        self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.saved_partition(content)]
+        return content
 
     def _read_whole(self, names: list[str]) -> list[SavedGroup]:
         """Fill `places` from a checkpoint of ZeRO stage 0, in which one file has all weights, and the optimizer's
@@ -99,19 +104,21 @@ class SavedPartitions:
     def elements(self, name: str, key: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a flattened parameter (key WEIGHT) or of its optimizer state `key`."""
         group, offset, before, length = self.places[name]
-        start, stop, found = start + offset, stop + offset, []
-        for rank in range(start // length, -(-stop // length)):
+        parts = list[Tensor]()
+        for rank in range((start + offset) // length, -(-(stop + offset) // length)):
             if rank not in self.opened:
                 self._open(rank)
-            first, last = max(start - rank * length, 0), min(stop - rank * length, length)
-            found.append(self.opened[rank][group].flats[key][before + first : before + last])
-        return torch.cat(found)
+            first = max(start + offset - rank * length, 0)
+            last = min(stop + offset - rank * length, length)
+            parts.append(self.opened[rank][group].flats[key][before + first : before + last])
+        return torch.cat(parts)
 
 
 @torch.no_grad()
 def load_rescaled(engine: Any, path: Path) -> None:
     """Load weights, optimizer, loss scale, schedule and counters into the engine. All ranks call it together."""
-    names, base = {weight: name for name, weight in engine.module.named_parameters()}, private.torch_optimizer(engine)
+    names = {weight: name for name, weight in engine.module.named_parameters()}
+    base = private.torch_optimizer(engine)
     saved = SavedPartitions(path, [*names.values()], dist.get_rank() / dist.get_world_size())
     fused = any(group.get("fused") for group in base.param_groups)
     private.prepare_flats_for_change(engine)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from xscale.errors import UserError
 from xscale.files import PARTIAL
 from xscale.ranks import HostGroup
 
-MANIFEST, BEST = "manifest.json", "best"
+MANIFEST = "manifest.json"
+BEST = "best"
 OWN_HASH = "sha256"
 """The manifest's key for the hash of its other keys."""
 HF = "hf"
@@ -77,8 +79,10 @@ class Checkpoint:
 
 def complete_steps(folder: Path) -> list[Path]:
     """Return the directories step_X in the folder that have a manifest, oldest first."""
-    found = folder.glob("step_*") if folder.is_dir() else []
-    return sorted(path for path in found if NAME.fullmatch(path.name) and (path / MANIFEST).exists())
+    if not folder.is_dir():
+        return []
+    paths = sorted(folder.glob("step_*"))
+    return [path for path in paths if NAME.fullmatch(path.name) and (path / MANIFEST).exists()]
 
 
 def is_run(path: Path) -> bool:
@@ -101,7 +105,9 @@ def newest_valid(
 ) -> Checkpoint | None:
     """Return the newest checkpoint up to step `upto` whose files match their hashes in the manifest, or None. All ranks
     call it together and get the same one. warn: called with a message for each damaged checkpoint."""
-    for path in reversed([path for path in complete_steps(folder) if step_of(path) <= upto]):
+    for path in reversed(complete_steps(folder)):
+        if step_of(path) > upto:
+            continue
         problem = find_damage(path, host_group)
         if problem is None:
             return read_checkpoint(path)
@@ -124,28 +130,39 @@ def find_damage(path: Path, host_group: HostGroup) -> str | None:
     expected = checkpoint.manifest["files"]
     if NAME.fullmatch(path.name) and step_of(path) != checkpoint.step:
         return f"its {MANIFEST} belongs to step {checkpoint.step}, so it is a copy under another name"
-    problems = []
+    problems = list[str]()
     for name in sorted(expected)[host_group.rank :: host_group.size]:
-        if not (path / name).exists():
-            problems.append(f"{name} is missing")
-        elif (path / name).stat().st_size != expected[name]["bytes"]:
-            problems.append(f"{name} has {(path / name).stat().st_size:,} bytes, not {expected[name]['bytes']:,}")
-        elif files.sha256_file(path / name) != expected[name]["sha256"]:
-            problems.append(f"{name} differs from its hash")
-        elif name.endswith(".pt") and (foreign := foreign_types(path / name)):
-            problems.append(f"{name} holds {', '.join(foreign)}, which no run of xscale writes and which may run code")
-    loose = sorted(file.name for file in path.glob("*.pt") if file.name not in expected) if host_group.is_main else []
-    problems += [f"{name} is not in its manifest" for name in loose]
-    return "; ".join(problem for of_rank in host_group.gather(problems) for problem in of_rank) or None
+        problem = file_problem(path / name, expected[name])
+        if problem:
+            problems.append(f"{name} {problem}")
+    for file in sorted(path.glob("*.pt")) if host_group.is_main else ():
+        if file.name not in expected:
+            problems.append(f"{file.name} is not in its manifest")
+    return "; ".join(chain.from_iterable(host_group.gather(problems))) or None
+
+
+def file_problem(file: Path, expected: dict[str, Any]) -> str | None:
+    """Return how a file differs from its entry in the manifest, or None."""
+    if not file.exists():
+        return "is missing"
+    size = file.stat().st_size
+    if size != expected["bytes"]:
+        return f"has {size:,} bytes, not {expected['bytes']:,}"
+    if files.sha256_file(file) != expected["sha256"]:
+        return "differs from its hash"
+    foreign = foreign_types(file) if file.suffix == ".pt" else []
+    if foreign:
+        return f"holds {', '.join(foreign)}, which no run of xscale writes and which may run code"
+    return None
 
 
 def foreign_types(path: Path) -> list[str]:
     """Return the types in a file of torch.save that are not known to be harmless. No code in the file is run."""
     try:
-        found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        types = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:
         return [f"content that cannot be read ({str(error).splitlines()[0][:80]})"]
-    return sorted(set(found) - KNOWN_TYPES)
+    return sorted(set(types) - KNOWN_TYPES)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -196,7 +213,9 @@ def remove_old(folder: Path, keep: int, needed_steps: set[int]) -> None:
     of the steps `needed_steps` are kept."""
     for path in folder.glob(f"step_*{PARTIAL}"):
         files.remove(path)
-    for path in (path for path in complete_steps(folder)[:-keep] if step_of(path) not in needed_steps):
+    for path in complete_steps(folder)[:-keep]:
+        if step_of(path) in needed_steps:
+            continue
         # The rename comes first: a kill in the middle of rmtree must not leave half a checkpoint that looks whole.
         gone = path.with_name(path.name + PARTIAL)
         with suppress(OSError):  # the next save tries again

@@ -38,7 +38,8 @@ class Skips:
         """Count one step. Returns a warning if there is a new cause for one, or None. scale: fp16's loss scale."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.last.append(skipped)
-        was_low, self.low = self.low, scale is not None and scale <= LOW_SCALE
+        was_low = self.low
+        self.low = scale is not None and scale <= LOW_SCALE
         if self.low and not was_low:
             return f"fp16's loss scale is down to {scale:g}: gradients are very large; lower train.lr, or take bf16"
         if sum(self.last) <= MOST_SKIPS:

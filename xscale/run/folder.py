@@ -224,7 +224,8 @@ class Status:
     """The writer of status.json. Rank 0 writes the run's status, and the first rank that fails writes the reason."""
 
     def __init__(self, out: Path, process: Process):
-        self.out, self.process = out, process
+        self.out = out
+        self.process = process
         self.has_lock: bool | None = None
         """True if this run has the directory's lock, False if it has asked and does not have it, None before."""
         self.step: int | None = None

@@ -92,9 +92,12 @@ class JsonLines:
             with files.publish(path) as kept:
                 shutil.copyfile(path, kept)
                 os.truncate(kept, self.end)
-        self.path, self.file = path, path.open("ab", buffering=0)
-        self.lines, self.size = list[bytes](), 0
-        """The waiting lines, and their size in bytes."""
+        self.path = path
+        self.file = path.open("ab", buffering=0)
+        self.lines = list[bytes]()
+        """The lines that wait."""
+        self.size = 0
+        """Their size in bytes."""
         self.lost = 0
         """The number of lines that could not be written since a line was last written."""
 
@@ -114,7 +117,8 @@ class JsonLines:
             elif self.lost and not problem:
                 LOG.warning(f"{self.path}: works again; {self.lost:,} lines are missing")
             self.lost = self.lost + len(self.lines) if problem else 0
-            self.lines, self.size = [], 0
+            self.lines = []
+            self.size = 0
         if self.file and to_disk:
             try:
                 os.fsync(self.file.fileno())
@@ -158,7 +162,8 @@ def entries_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the objects of a file of lines from the last to the first, each with the offset at which its line ends.
     Lines that are incomplete, or have no step, are left out. Only the part of the file that is asked for is read."""
     with path.open("rb") as file:
-        start, data = file.seek(0, os.SEEK_END), b""  # data: the bytes from `start` on that are not yet yielded
+        start = file.seek(0, os.SEEK_END)
+        data = b""  # the bytes from `start` on that are not yet yielded
         while start or data:
             line_start = data.rfind(b"\n", 0, -1) + 1
             if start and not line_start:
@@ -166,7 +171,9 @@ def entries_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 start = file.seek(start - size)
                 data = file.read(size) + data
                 continue
-            end, line, data = start + len(data), data[line_start:], data[:line_start]
+            end = start + len(data)
+            line = data[line_start:]
+            data = data[:line_start]
             try:
                 entry = json.loads(line)
                 sound = line.endswith(b"\n") and type(entry["step"]) in (int, float)
@@ -186,7 +193,8 @@ class Board:
     def __init__(self, folder: Path, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.folder, self.failed = folder, False
+        self.folder = folder
+        self.failed = False
         self.writer = self.attempt(partial(SummaryWriter, str(folder), purge_step=first_step + 1))
 
     def attempt(self, function: Callable[[], Any]) -> Any:
@@ -211,10 +219,14 @@ class Reporter:
     """The reporter of rank 0 writes and shows the metrics. `report` is called once for each step, in order."""
 
     def __init__(self, out: Path, first_step: int, recipe: Recipe):
-        self.metrics, self.board = JsonLines(out / "metrics.jsonl", first_step), Board(out / "tb", first_step)
-        self.steps, self.streams = recipe.train.steps, list(recipe.streams)
+        self.metrics = JsonLines(out / "metrics.jsonl", first_step)
+        self.board = Board(out / "tb", first_step)
+        self.steps = recipe.train.steps
+        self.streams = list(recipe.streams)
         self.measured_every = recipe.eval.every if recipe.eval.tasks else 0
-        self.started, self.first_step, self.last_line = time.monotonic(), first_step, 0.0
+        self.started = time.monotonic()
+        self.first_step = first_step
+        self.last_line = 0.0
 
     def report(self, entry: dict[str, Any]) -> None:
         self.metrics.write(entry)

@@ -49,13 +49,13 @@ class StepModule(nn.Module):
 
         for name, (objective, options) in self.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
-            with self.blaming(name, "heads"):
+            with self.naming_errors(name, "heads"):
                 heads = objective.heads and objective.heads(encoder, options)
             if heads is not None:
                 self.heads[name] = heads
                 note = copy_saved_heads(kept or {}, name, recipe.streams[name].objective, heads)
                 self.notes += [note] if note else []
-            with self.blaming(name, "auxiliary_state"):
+            with self.naming_errors(name, "auxiliary_state"):
                 auxiliary_state = objective.auxiliary_state and objective.auxiliary_state(encoder, heads, options)
             if auxiliary_state is not None:
                 self.auxiliary_states[name] = auxiliary_state
@@ -69,7 +69,7 @@ class StepModule(nn.Module):
         """Take the options of the streams from the recipe of a phase, or of an evaluation."""
         self.streams |= {name: (OBJECTIVES[of.objective], of.options) for name, of in recipe.streams.items()}
 
-    def blaming(self, stream: str, function: str) -> AbstractContextManager[None]:
+    def naming_errors(self, stream: str, function: str) -> AbstractContextManager[None]:
         """Return a context whose errors name the stream, the objective and its function."""
         objective = next((name for name, of in OBJECTIVES.items() if of == self.streams[stream][0]), "?")
         return adding_note(f"streams.{stream}, objective {objective}: {function}")
@@ -90,7 +90,7 @@ class StepModule(nn.Module):
         for stream, (objective, options) in self.streams.items():
             if objective.vectors:
                 parts = self.objective_parts(stream)
-                with self.blaming(stream, "vectors"):
+                with self.naming_errors(stream, "vectors"):
                     vectors[stream] = objective.vectors(parts, states[stream], row.arrays[stream], options)
         return vectors
 
@@ -112,7 +112,7 @@ class StepModule(nn.Module):
                 continue
             named = states[stream] | shared.get(stream, {})
             arguments = self.objective_parts(stream), named, row.arrays[stream], options
-            with self.blaming(stream, "loss"):
+            with self.naming_errors(stream, "loss"):
                 if objective.vectors:
                     named["step"] = named["step"].index_copy(0, named["own"], objective.vectors(*arguments))
                 losses = objective.loss(*arguments)

@@ -36,7 +36,8 @@ def offloads(ds_config: dict[str, Any]) -> bool:
 
 def stage_problem(ds_config: dict[str, Any], precision: str, world: int) -> str | None:
     """Return why this stage cannot train with these settings and the remedy, or None if it can."""
-    stage, node = stage_of(ds_config), ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    stage = stage_of(ds_config)
+    node = ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     if precision != "fp32" and stage == 0:
         return f"{precision} does not work at ZeRO stage 0; set zero_optimization.stage to 1 or 2"
     if stage == 3 and type(node) is int and world % max(min(node, world), 1):
