@@ -131,6 +131,7 @@ def test_the_loop_does_what_ranks_agreed_on(monkeypatch: pytest.MonkeyPatch) -> 
     trainer.watch = SimpleNamespace(note=lambda doing: None)
     trainer.stopper = SimpleNamespace(warn_if_late=lambda state, minutes: None)
     trainer.synchronizer = SimpleNamespace(next=lambda batches: step)
+    trainer.metrics = SimpleNamespace(add=lambda step: None)
     trainer.stop_early = lambda: 75
     step.stopped = lambda: True
     assert trainer.loop(iter([])) == 75

@@ -7,6 +7,7 @@ G languages and pairs, H hidden width.
 """
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from xscale.metric_keys import MetricKey, count_key, loss_key
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, copy_saved_heads
 from xscale.objectives import OBJECTIVES
-from xscale.objectives.base import AuxiliaryState, Losses, Parts, Prediction
+from xscale.objectives.base import AuxiliaryState, Losses, Objective, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.recipe import Recipe
 from xscale.step.sums import Sums
@@ -43,20 +44,27 @@ class StepModule(nn.Module):
         self.heads = nn.ModuleDict()
         self.auxiliary_states: dict[str, AuxiliaryState] = {}
         """States without an optimizer. They are not submodules, because DeepSpeed must neither cast nor save them."""
-        self.streams = {name: (OBJECTIVES[stream.objective], stream.options) for name, stream in recipe.streams.items()}
+        self.streams: dict[str, tuple[Objective, Any]] = {}
+        """The objective of each stream, and its options."""
+        self.set_options(recipe)
         self.notes: list[str] = []
         """The lines to print about the trained heads: whether they have replaced fresh ones."""
 
         for name, (objective, options) in self.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
-            with self.naming_errors(name, "heads"):
-                heads = objective.heads and objective.heads(encoder, options)
+            heads = None
+            auxiliary_state = None
+            if objective.heads:
+                with self.naming_errors(name, "heads"):
+                    heads = objective.heads(encoder, options)
             if heads is not None:
                 self.heads[name] = heads
                 note = copy_saved_heads(kept or {}, name, recipe.streams[name].objective, heads)
-                self.notes += [note] if note else []
-            with self.naming_errors(name, "auxiliary_state"):
-                auxiliary_state = objective.auxiliary_state and objective.auxiliary_state(encoder, heads, options)
+                if note:
+                    self.notes.append(note)
+            if objective.auxiliary_state:
+                with self.naming_errors(name, "auxiliary_state"):
+                    auxiliary_state = objective.auxiliary_state(encoder, heads, options)
             if auxiliary_state is not None:
                 self.auxiliary_states[name] = auxiliary_state
                 if hasattr(auxiliary_state, "steps"):
@@ -67,12 +75,13 @@ class StepModule(nn.Module):
 
     def set_options(self, recipe: Recipe) -> None:
         """Take the options of the streams from the recipe of a phase, or of an evaluation."""
-        self.streams |= {name: (OBJECTIVES[of.objective], of.options) for name, of in recipe.streams.items()}
+        for name, stream in recipe.streams.items():
+            self.streams[name] = (OBJECTIVES[stream.objective], stream.options)
 
     def naming_errors(self, stream: str, function: str) -> AbstractContextManager[None]:
         """Return a context whose errors name the stream, the objective and its function."""
-        objective = next((name for name, of in OBJECTIVES.items() if of == self.streams[stream][0]), "?")
-        return adding_note(f"streams.{stream}, objective {objective}: {function}")
+        names = [name for name, objective in OBJECTIVES.items() if objective == self.streams[stream][0]]
+        return adding_note(f"streams.{stream}, objective {names[0] if names else '?'}: {function}")
 
     def objective_parts(self, stream: str) -> Parts:
         heads = dict(self.heads.items()).get(stream)
@@ -80,8 +89,12 @@ class StepModule(nn.Module):
 
     def auxiliary_bytes(self) -> int:
         """Return the size of the auxiliary states' tensors."""
-        leaves = tree_leaves([auxiliary_state.state_dict() for auxiliary_state in self.auxiliary_states.values()])
-        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        size = 0
+        for auxiliary_state in self.auxiliary_states.values():
+            for leaf in tree_leaves(auxiliary_state.state_dict()):
+                if isinstance(leaf, Tensor):
+                    size += leaf.nbytes
+        return size
 
     def vectors(self, row: Row) -> dict[str, Tensor]:
         """Return the vectors of this row that other rows of the step read, by stream [n, D]."""
@@ -117,7 +130,8 @@ class StepModule(nn.Module):
                     named["step"] = named["step"].index_copy(0, named["own"], objective.vectors(*arguments))
                 losses = objective.loss(*arguments)
                 check_losses(losses, stream, row, weights)
-            predictions += [(stream, prediction) for prediction in losses.predictions]
+            for prediction in losses.predictions:
+                predictions.append((stream, prediction))
             for term, value in losses.sums.items():
                 key = loss_key(stream, term)
                 sums.append(Sums([key], value.detach().reshape(1)))

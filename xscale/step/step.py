@@ -226,9 +226,9 @@ def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
     counts = torch.cat(sizes).tolist()
     room = mine_ND.new_zeros(max(counts), mine_ND.shape[1])
     room[: len(mine_ND)] = mine_ND
-    everyone = [torch.empty_like(room) for _ in counts]
-    dist.all_gather(everyone, room)
-    parts = [rows[:count] for rows, count in zip(everyone, counts, strict=True)]
+    rooms = [torch.empty_like(room) for _ in counts]
+    dist.all_gather(rooms, room)
+    parts = [rows[:count] for rows, count in zip(rooms, counts, strict=True)]
     return torch.cat(parts), sum(counts[: dist.get_rank()])
 
 
@@ -247,7 +247,8 @@ def targets_of(totals: Counts, key: MetricKey, recipe: Recipe) -> int:
     counted = OBJECTIVES[objective].divisors.get(key.term, key.term)
     count = totals.get(count_key(key.stream, counted))
     if count is None:
-        known = ", ".join(of.term for of in totals if of.stream == key.stream)
+        counted_keys = [of for of in totals if of.name == "count" and of.stream == key.stream and not of.language]
+        known = ", ".join(of.term for of in counted_keys)
         raise ValueError(
             f"streams.{key.stream}, objective {objective}: collate's target_counts have {known}, but not {counted}"
         )
@@ -266,8 +267,9 @@ def step_weights(recipe: Recipe, totals: Counts, step: int) -> Weights:
 
 def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
     """Set the recipe's learning rate of a step, unless the ds_config has a scheduler. Returns the rate."""
-    for group in engine.optimizer.param_groups if engine.lr_scheduler is None else ():
-        group["lr"] = recipe.train.learning_rate(step)
+    if engine.lr_scheduler is None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = recipe.train.learning_rate(step)
     return float(engine.get_lr()[0])
 
 
@@ -278,7 +280,7 @@ def gradient_norms(
     measure a stream, the other streams' weights are 0."""
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
-    norms = {}
+    norms = dict[str, Tensor]()
     for stream in engine.module.streams:
         alone = dict.fromkeys(weights, 0.0)
         alone |= {key: weight for key, weight in weights.items() if key.stream == stream}
