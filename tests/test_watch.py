@@ -132,13 +132,14 @@ def test_the_ranks_that_are_waited_for_are_named() -> None:
     names = ["rank 0", "rank 1", "rank 2"]
     watched = watch.Watch(Process(0, 3, 0, 3), names, Path("log"), print, Told(""))  # type: ignore
     watched.limit = 40.0
-    store = dist.HashStore()
+    store = object.__new__(watch.Store)
+    store.asking, store.store = None, dist.HashStore()
 
     def told(*beats: tuple[int, str]) -> str:
         for rank, (marks, doing) in enumerate(beats):
-            store.set(watch.KEY.format(rank), json.dumps(watch.Beat(int(watched.clock), marks, doing)))
+            store.send(rank, watch.Beat(int(watched.clock), marks, doing))
         watched.clock += 1
-        return watched._listen(store)
+        return watched._others(store)
 
     assert told((3, "in step 3"), (3, "in step 3")) == "waiting for others: rank 2 has sent nothing"
     assert told(*[(3, "in step 3")] * 3) == "all ranks have made the same progress"

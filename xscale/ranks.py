@@ -258,9 +258,6 @@ class PendingSum:
     work: Any
     """torch's handle of the reduction; None if the group has one process."""
 
-    def is_complete(self) -> bool:
-        return self.work is None or self.work.is_completed()
-
     def wait(self) -> list[int]:
         if self.work is not None:
             self.work.wait()
@@ -285,7 +282,7 @@ class HostGroup:
         return self.begin_sum(numbers).wait()
 
     def begin_sum(self, numbers: list[int]) -> PendingSum:
-        """Begin a sum of the numbers over all ranks. Sums that begin later may be complete earlier."""
+        """Begin a sum of the numbers over all ranks."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         return PendingSum(tensor, self.group and dist.all_reduce(tensor, group=self.group, async_op=True))
 
@@ -312,10 +309,10 @@ class HostGroup:
         def own_values() -> list[Any]:
             return [work() for work in works[self.rank :: self.size]]
 
-        of_ranks = []
+        values_of_ranks = []
         for outcome in self.gather(outcome_of(own_values)):
-            of_ranks.append(outcome.value_or_error())
-        return [of_ranks[i % self.size][i // self.size] for i in range(len(works))]
+            values_of_ranks.append(outcome.value_or_error())
+        return [values_of_ranks[i % self.size][i // self.size] for i in range(len(works))]
 
     def broadcast(self, value: Any, source: int) -> Any:
         """Return on every rank the `value` of rank `source`. It suits large values: `gather` holds one per rank."""

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,6 +132,59 @@ class Beat(NamedTuple):
     doing: str
 
 
+class LastBeat(NamedTuple):
+    """The last beat of a rank, as another rank knows it."""
+
+    beat: Beat
+    came: float
+    """The time of the listener's clock at which the beat was first seen."""
+
+
+class Store:
+    """The store by which the ranks found each other, on a connection of the watch's own, since the main thread's may be
+    waiting for an answer. An answer that does not come in time is None, as the store hangs while rank 0, where it runs,
+    is suspended."""
+
+    def __init__(self) -> None:
+        self.asking: threading.Thread | None = None
+        self.store = self.ask(self._join)
+
+    def _join(self) -> dist.Store:
+        timeout = timedelta(seconds=ANSWER_SECONDS)
+        port = int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+    def ask(self, question: Callable[[], Any]) -> Any:
+        """Return the answer; None if the store does not answer this or an earlier question in time."""
+        answers = list[Any]()
+
+        def run() -> None:
+            with suppress(Exception):
+                answers.append(question())
+
+        if self.asking is None or not self.asking.is_alive():
+            self.asking = threading.Thread(target=run, name="xscale-watch-ask", daemon=True)
+            self.asking.start()
+            self.asking.join(ANSWER_SECONDS)
+        return answers[0] if answers else None
+
+    def send(self, rank: int, beat: Beat) -> None:
+        self.ask(lambda: self.store.set(KEY.format(rank), json.dumps(beat)))
+
+    def beats(self, world: int) -> dict[int, Beat] | None:
+        """Return the last beat of each rank that has sent one; None if the store does not answer."""
+
+        def read() -> dict[int, Beat]:
+            beats = {}
+            for rank in range(world):
+                key = KEY.format(rank)
+                if self.store.check([key]):
+                    beats[rank] = Beat(*json.loads(self.store.get(key)))
+            return beats
+
+        return self.ask(read)
+
+
 class Watch:
     """Records what this rank is doing, and ends the rank if it hangs."""
 
@@ -148,17 +200,16 @@ class Watch:
         self.stop = stop
         self.doing = "starting"
         self.marks = 0
-        self.limit = self.stop_limit = math.inf
-        """train.stall_limit and train.stop_limit in seconds."""
+        self.limit = math.inf
+        """train.stall_limit in seconds."""
+        self.stop_limit = math.inf
+        """train.stop_limit in seconds."""
         self.stopping = False
         """True once the run makes no further step and only saves, so that `stop_limit` no longer applies."""
         self.clock = 0.0
         """The seconds since `begin`, without those in which this process was suspended, as by SIGSTOP or SLURM."""
-        self.beats: dict[int, Beat] = {}
-        self.came: dict[int, float] = {}
-        """The last beat of each rank, and the time of `clock` when it came."""
+        self.last_beats: dict[int, LastBeat] = {}
         self.closed = threading.Event()
-        self.asking: threading.Thread | None = None
 
     def note(self, doing: str) -> None:
         """Record that the rank makes progress, and what it does next. The main thread calls this many times a step."""
@@ -171,10 +222,12 @@ class Watch:
 
     def begin(self, minutes: float | None, stop_minutes: float | None) -> None:
         """Begin to watch, in a thread. minutes: train.stall_limit. stop_minutes: train.stop_limit."""
-        self.limit = math.inf if minutes is None else 60 * minutes
-        self.stop_limit = math.inf if stop_minutes is None else 60 * stop_minutes
+        if minutes is not None:
+            self.limit = 60 * minutes
+        if stop_minutes is not None:
+            self.stop_limit = 60 * stop_minutes
         if min(self.limit, self.stop_limit) < math.inf:
-            threading.Thread(target=self._look, name="xscale-watch", daemon=True).start()
+            threading.Thread(target=self._watch, name="xscale-watch", daemon=True).start()
 
     def close(self) -> None:
         self.closed.set()
@@ -184,12 +237,13 @@ class Watch:
         """The seconds between two checks by the watch thread."""
         return min(LOOK_SECONDS, self.limit / 8, self.stop_limit / 8)
 
-    def _look(self) -> None:
-        """Check this rank until `close`."""
-        store = self._ask(self._join) if self.process.world > 1 else None
+    def _watch(self) -> None:
+        """Check this rank until `close`: if it stops in time once it is asked to, and if it makes progress."""
+        store = Store() if self.process.world > 1 else None
         number = 0
         marks = self.marks
-        progress = asked_to_stop = 0.0
+        progress = 0.0
+        asked_to_stop = 0.0
         warning = FIRST_WARNING_SECONDS
         checked = time.monotonic()
         while not self.closed.wait(self.pause):
@@ -198,13 +252,14 @@ class Watch:
             checked = now
             number += 1
             if store:
-                beat = json.dumps(Beat(number, self.marks, self.doing))
-                self._ask(partial(store.set, KEY.format(self.process.rank), beat))
+                store.send(self.process.rank, Beat(number, self.marks, self.doing))
+
             if not self.stop:
                 asked_to_stop = self.clock
             elif self.clock - asked_to_stop >= self.stop_limit and not self.stopping:
                 late = f"but the last save has not begun after {self.stop_limit:.0f} s, {self.doing}"
-                self._end(f"{self.stop.why}, {late}; {self._listen(store)}", STOPPED)
+                self._end(f"{self.stop.why}, {late}; {self._others(store)}", STOPPED)
+
             if self.marks != marks:
                 marks = self.marks
                 progress = self.clock
@@ -212,74 +267,48 @@ class Watch:
             idle = self.clock - progress
             if idle < min(self.limit / 2, warning):
                 continue
-            line = f"no progress for {idle:.0f} s, {self.doing}; {self._listen(store)}"
+            line = f"no progress for {idle:.0f} s, {self.doing}; {self._others(store)}"
             if idle >= self.limit:
                 self._end(line, STUCK)
             if idle >= warning and self.process.is_main:
                 LOG.warning(line)
                 warning = 2 * idle
 
-    def _join(self) -> dist.Store:
-        """Connect this thread to the store, since the main thread's connection may be waiting for an answer."""
-        timeout = timedelta(seconds=ANSWER_SECONDS)
-        port = int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout, wait_for_workers=False)
-
-    def _ask(self, ask: Callable[[], Any]) -> Any:
-        """Return the store's answer to `ask`; None if it does not answer this or an earlier question in time."""
-        answers: list[Any] = []
-
-        def run() -> None:
-            with suppress(Exception):
-                answers.append(ask())
-
-        if self.asking is None or not self.asking.is_alive():
-            self.asking = threading.Thread(target=run, name="xscale-watch-ask", daemon=True)
-            self.asking.start()
-            self.asking.join(ANSWER_SECONDS)
-        return answers[0] if answers else None
-
-    def _listen(self, store: dist.Store | None) -> str:
+    def _others(self, store: Store | None) -> str:
         """Return which ranks this rank waits for, as far as it knows."""
-        if self.process.world == 1:
+        if store is None:
             return "it is the only rank"
         if self.process.rank not in LISTENERS:
             return "logs/rank0.log may say for which rank it waits"
-        if store is None:
+        if store.store is None:
             return "the other ranks cannot be asked"
-        beats = self._ask(partial(self._read_beats, store))
+        beats = store.beats(self.process.world)
         if beats is None:
             return f"{self.names[0]} does not answer"
+        return self._waits_for(beats)
+
+    def _waits_for(self, beats: dict[int, Beat]) -> str:
+        """Return which ranks do not answer, or else which have made the least progress. beats: of all ranks that have
+        sent one."""
         for rank, beat in beats.items():
-            if rank not in self.beats or self.beats[rank].number != beat.number:
-                self.beats[rank] = beat
-                self.came[rank] = self.clock
-        return self._missing()
-
-    def _read_beats(self, store: dist.Store) -> dict[int, Beat]:
-        beats = {}
-        for rank in range(self.process.world):
-            key = KEY.format(rank)
-            if store.check([key]):
-                beats[rank] = Beat(*json.loads(store.get(key)))
-        return beats
-
-    def _missing(self) -> str:
-        """Return which ranks do not answer, or else which have made the least progress."""
-        lines = []
-        behind = []
-        least = min((beat.marks for beat in self.beats.values()), default=0)
+            last = self.last_beats.get(rank)
+            if last is None or last.beat.number != beat.number:
+                self.last_beats[rank] = LastBeat(beat, self.clock)
+        silent = list[str]()
+        behind = list[str]()
+        least = min((last.beat.marks for last in self.last_beats.values()), default=0)
         for rank, name in enumerate(self.names):
-            if rank not in self.beats:
-                lines.append(f"{name} has sent nothing")
-            elif self.clock - self.came[rank] > 3 * self.pause:
-                silence = self.clock - self.came[rank]
-                lines.append(f"{name} has not answered for {silence:.0f} s (stopped, or its machine is gone)")
-            elif self.beats[rank].marks == least:
-                behind.append(f"{name} is behind, {self.beats[rank].doing}")
-        if not lines and len(behind) == self.process.world:
+            last = self.last_beats.get(rank)
+            if last is None:
+                silent.append(f"{name} has sent nothing")
+            elif self.clock - last.came > 3 * self.pause:
+                seconds = self.clock - last.came
+                silent.append(f"{name} has not answered for {seconds:.0f} s (stopped, or its machine is gone)")
+            elif last.beat.marks == least:
+                behind.append(f"{name} is behind, {last.beat.doing}")
+        if not silent and len(behind) == self.process.world:
             return "all ranks have made the same progress"
-        return "waiting for others: " + "; ".join((lines or behind)[:8])
+        return "waiting for others: " + "; ".join((silent or behind)[:8])
 
     def _end(self, why: str, code: int) -> None:
         """Write the stacks of this rank and of its processes, and end with the exit code."""
