@@ -138,9 +138,10 @@ class StepModule(nn.Module):
                 if weights[key]:
                     loss = loss + weights[key] * value
             for name, (value, term) in losses.metrics.items():
-                sums.append(Sums([MetricKey(name, stream, term)], value.sum().reshape(1)))
                 if value.ndim:
                     sums.append(language_sums(name, loss_key(stream, term), value.to(wide), row))
+                    value = value.sum()
+                sums.append(Sums([MetricKey(name, stream, term)], value.reshape(1)))
         if predictions:
             predicted, sums_of_predictions = self.predict(row, predictions, weights_M, largest)
             loss = loss + predicted
