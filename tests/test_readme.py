@@ -15,6 +15,7 @@ import pytest
 from data_tools.corpus import load_corpus
 from data_tools.demo_world import World
 from tests import launch, recipe_fields
+from xscale.commands import MODULES
 
 PAGES = {
     path.relative_to(launch.ROOT).as_posix(): path.read_text(encoding="utf-8")
@@ -44,6 +45,10 @@ def commands(page: str) -> list[str]:
 
 def program(words: list[str]) -> tuple[str, list[str]] | None:
     """The Python module that a command runs, whatever starts it, and the module's arguments."""
+    if words[:2] == ["xscale", "data"]:
+        return f"data_tools.{words[2]}", words[3:]
+    if words[0] == "xscale":
+        return MODULES[words[1]], words[2:]
     for n, word in enumerate(words):
         if word.startswith("slurm/"):
             assert (launch.ROOT / word).exists(), word
@@ -106,7 +111,7 @@ def test_what_the_pages_name_exists() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(PAGES["README.md"].splitlines()) <= 150 and len(PAGES["README.md"].split()) <= 1500
+    assert len(PAGES["README.md"].splitlines()) <= 125
     terms = PAGES["docs/architecture.md"].partition("## Glossary")[2].count("\n| ") - 1
     assert terms <= 20
 
@@ -162,7 +167,7 @@ def test_commands_of_the_pages(tmp_path: Path) -> None:
     ]
     listed = [line for page in pages for line in commands(page)]
     listed += [line for line in commands("docs/evaluation.md") if "xscale.report" in line]
-    listed = [line for line in listed if re.match(r"(python|deepspeed) ", line)]
+    listed = [line for line in listed if re.match(r"(python|deepspeed|xscale) ", line)]
     assert len(listed) >= 20
     environment = launch.environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{launch.ROOT}"}
     for command in listed:
@@ -171,12 +176,21 @@ def test_commands_of_the_pages(tmp_path: Path) -> None:
         if "hf/larger" in command:
             assert launch.fork(0, ["growth.py"], environment, tmp_path)[0] == 0
         words = shlex.split(command)
-        assert words[0] == "python" or words[1:3] == ["--num_gpus", "2"], command
-        ranks, started = (0, words[1:]) if words[0] == "python" else (2, words[3:])
-        module = ["-m", *started[1:]] if started[0] == "--module" else started
-        code, output = launch.fork(ranks, module, environment, tmp_path)
+        if words[0] == "deepspeed":
+            assert words[1:3] == ["--num_gpus", "2"], command
+            started = ["-m", *words[4:]] if words[3] == "--module" else words[3:]
+            code, output = launch.fork(2, started, environment, tmp_path)
+        elif words[0] == "xscale":
+            module, arguments = program(words) or ("", [])
+            code, output = launch.fork(0, ["-m", module, *arguments], environment, tmp_path)
+        else:
+            code, output = launch.fork(0, words[1:], environment, tmp_path)
         assert code == 0, f"{command}\n{output[-6000:]}"
     assert (tmp_path / "hf" / "xlm" / "model.safetensors").exists()
+    (use,) = re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.DOTALL)
+    (tmp_path / "use.py").write_text(use)
+    code, output = launch.fork(0, ["use.py"], environment, tmp_path)
+    assert code == 0 and "tensor" in output, output
 
 
 _TAGGED, _REST = (("Anna", "PROPN"), ("comes", "VERB")), "\t_" * 6 + "\n"

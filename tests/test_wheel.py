@@ -83,6 +83,11 @@ def test_the_wheel_is_whole(wheel: Path) -> None:
     }
     assert expected == {name for name in names if ".dist-info/" not in name}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+    page = zipfile.ZipFile(wheel).read(metadata).decode()
+    links = re.findall(r"\]\(([^)]*)\)", page)
+    assert len(links) > 10 and all(link.startswith("https://") for link in links)
+    assert "/raw/main/docs/report.png)" in page
 
 
 SCRIPTS = """
