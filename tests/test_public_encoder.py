@@ -58,7 +58,7 @@ def test_the_tutorial_s_commands(tmp_path: Path) -> None:
         assert code == 0, f"{command}\n{output[-6000:]}"
 
     page = (tmp_path / "table.html").read_text(encoding="utf-8")
-    assert "hf/adapted" in page and "retrieval" in page and "pos" in page
+    assert "adapted" in page and "retrieval" in page and "pos" in page
     before, after = (json.loads((tmp_path / f"{name}.json").read_text())["results"] for name in ("before", "after"))
     assert before["retrieval"].keys() == after["retrieval"].keys(), "the rows stand side by side"
     own, exported = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("encoder", "hf/adapted"))

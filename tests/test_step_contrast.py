@@ -19,7 +19,11 @@ from xscale.objectives import word_contrast
 from xscale.objectives.step_contrast import byte_columns, exchanged_vectors, from_byte_columns, step_contrast
 from xscale.step.step import run_row, shared_states, step_weights
 
-RECIPES = ["word_contrast", "ranking"]
+MORE_SAMPLES = {
+    "word_contrast": "streams.word_contrast.samples=12",
+    "ranking": "streams.translation_ranking.samples=12",
+}
+RECIPES = list(MORE_SAMPLES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -79,9 +83,9 @@ def gradient_of_a_rank(rank: int, folder: Path, demo: Path, recipe: str) -> None
     """Write the gradient of one rank's rows of the first step."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    run_spec = resolve_run(demo, recipe)
+    run_spec = resolve_run(demo, recipe, MORE_SAMPLES[recipe])
     module = make_module(run_spec)
-    (ranks,) = rows_of_step(run_spec, 2, 100)
+    (ranks,) = rows_of_step(run_spec, 2, 40)
     assert all(len(rows) >= 2 for rows in ranks)
     weights = step_weights(run_spec.recipe, totals_of([row for rows in ranks for row in rows]), 0)
     rows = [row.to(torch.device("cpu")) for row in ranks[rank]]
@@ -102,7 +106,7 @@ def test_two_ranks_of_several_rows_are_the_reference(demo: Path, tmp_path: Path,
     """Two processes with gloo: the sum of their losses and gradients is plain PyTorch's, in fp64."""
     multiprocessing.spawn(gradient_of_a_rank, (tmp_path, demo, recipe), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    case = make_case(resolve_run(demo, recipe))
+    case = make_case(resolve_run(demo, recipe, MORE_SAMPLES[recipe]))
     assert first["loss"] + second["loss"] == pytest.approx(case.loss.item(), rel=1e-9)
     both = {name: gradient + second["gradients"][name] for name, gradient in first["gradients"].items()}
     assert_same_gradients(both, case.gradients)

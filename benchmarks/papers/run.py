@@ -264,9 +264,9 @@ class Grid:
         scores: dict[str, float] = {}
         for pair in spec["aer"]:
             layers = [row for name, row in results["aer"].items() if name.startswith(f"{pair} argmax")]
-            best = min(layers, key=lambda row: row["aer"])
-            scores |= {f"AER {pair}": 100 * best["aer"], f"AER {pair}, last layer": 100 * layers[-1]["aer"]}
-            scores[f"F1 {pair}"] = 100 * best["f1"]
+            best = min(layers, key=lambda row: row["AER"])
+            scores |= {f"AER {pair}": 100 * best["AER"], f"AER {pair}, last layer": 100 * layers[-1]["AER"]}
+            scores[f"F1 {pair}"] = 100 * best["F1"]
         last = max(int(name.split()[-1]) for name in results["retrieval"])
         found = [row["accuracy"] for name, row in results["retrieval"].items() if name.endswith(f"layer {last}")]
         scores["retrieval"] = 100 * sum(found) / len(found)
