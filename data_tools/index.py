@@ -3,165 +3,148 @@
     python -m data_tools.index DIR [--langs en de]
 
 Tars may hold `.jsonl` members (one record a line), or one sample per record: KEY.json, KEY.en.txt + KEY.de.txt
-(+ KEY.links.txt), or KEY.txt with --langs.
+(+ KEY.links.txt), or KEY.txt with --langs. Links of samples number white-space words, unless an index.json that is
+there says otherwise.
 """
 
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from xscale import files
-from xscale.data.shards import ENTRIES, FORMAT_VERSION, LAYOUTS, SEGMENTATIONS, fingerprint, read_index
+from xscale.data.shards import ENTRIES, FORMAT_VERSION, SEGMENTATIONS, fingerprint, read_index
 from xscale.errors import MachineError, UserError
 
 from .command import run
 from .engine import start_worker
-from .scan import scan_shard
+from .scan import ScannedTar, scan_tar
 
-TOOL = "data_tools.index"
 WORKER_TARS = 8
-"""The number of tars that a worker process scans at a time. The main process scans less than twice as many."""
-TarScan = tuple[dict[str, Any], str, tuple[str, ...], int, list[str]]
-"""The result of the scan of a tar: its entry in index.json, layout, languages, number of documents, keys of
-ScannedShard.moved."""
+"""The number of tars that a worker process scans at a time."""
 
 
 def build_index(
-    directory: Path, langs: tuple[str, ...] | None, made_by: dict[str, Any], links_count: str | None = None
+    directory: Path, langs: tuple[str, ...] | None, made_by: dict[str, Any], check_links: bool = False
 ) -> dict[str, Any]:
     """Scan all tars of a directory. Write an .idx file beside each tar, the file that joins the entries of all .idx
     files, and then index.json. Return the content of index.json. Raises UserError.
 
-    langs: the languages of samples that do not name theirs. links_count: the kind of words that links number, a key of
-    SEGMENTATIONS. None: the kind that an existing index names; without an index, xscale's words in tars of the layout
-    `lines`, and white-space words in others. Links are checked only if `made_by` names this tool, because other tools
-    have checked them already.
+    langs: the languages of samples that do not name theirs. check_links: refuse links that do not fit their texts.
     """
-    tars = sorted(directory.glob("*.tar"))
-    if not tars:
+    paths = sorted(directory.glob("*.tar"))
+    if not paths:
         raise UserError(f"no .tar in {directory}")
-    links_count_of = {layout: _segmentation(directory, layout, links_count)["name"] for layout in LAYOUTS}
-    if made_by["tool"] != TOOL:
-        links_count_of = {}
-    index = index_content(directory, scan_in_processes(tars, langs, links_count_of), made_by, links_count)
+    segmentations = link_segmentations(directory) if check_links else None
+    index_one = partial(index_tar, langs=langs, segmentations=segmentations)
+    index = index_content(directory, map_tars(index_one, paths), made_by)
     write_index(directory, index)
     return index
 
 
-def scan_in_processes(tars: list[Path], langs: tuple[str, ...] | None, links_count_of: dict[str, str]) -> list[TarScan]:
-    """Scan the tars, by a process for each core if there are many tars. Return what each contains."""
-    workers = min(len(os.sched_getaffinity(0)), len(tars) // WORKER_TARS)
-    if workers < 2:
-        return scan_tars(tars, langs, links_count_of)
-    parts = [tars[start : start + WORKER_TARS] for start in range(0, len(tars), WORKER_TARS)]
+def map_tars(index_one: Callable[[Path], ScannedTar], paths: list[Path]) -> list[ScannedTar]:
+    """Return list(map(index_one, paths)), computed by a process for each core if there are many tars."""
+    if len(paths) < 2 * WORKER_TARS:
+        return list(map(index_one, paths))
+    workers = min(len(os.sched_getaffinity(0)), len(paths) // WORKER_TARS)
     with ProcessPoolExecutor(workers, get_context("fork"), start_worker, (os.getpid(),)) as pool:
         try:
-            scans = pool.map(partial(scan_tars, langs=langs, links_count_of=links_count_of), parts)
-            return list(chain.from_iterable(scans))
+            return list(pool.map(index_one, paths, chunksize=WORKER_TARS))
         except BrokenProcessPool:
             raise MachineError("a process that scans tars was killed, perhaps because memory ran out") from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def index_content(
-    directory: Path, scans: Sequence[TarScan], made_by: dict[str, Any], links_count: str | None
-) -> dict[str, Any]:
-    """Return the content of index.json. scans: those of all tars of the directory. Raises UserError if tars differ in
-    their languages or layout."""
-    found = sorted(scans, key=lambda entry: entry[0]["name"])
-    _, layout, all_langs, *_ = found[0]
-    for shard, other_layout, other_langs, *_ in found:
-        if (other_layout, other_langs) != (layout, all_langs):
+def index_tar(
+    path: Path, langs: tuple[str, ...] | None = None, segmentations: Mapping[str, dict[str, str]] | None = None
+) -> ScannedTar:
+    """Write the .idx file of a tar. langs, segmentations: see scan_tar. Raises UserError."""
+    tar, idx = scan_tar(path, langs, segmentations)
+    with files.publish(path.with_suffix(".idx")) as partial_path:
+        partial_path.write_bytes(idx.tobytes())  # numpy's tofile does not tell what the system said
+    return tar
+
+
+def link_segmentations(directory: Path) -> dict[str, dict[str, str]]:
+    """Return the words that links number in each layout: those that an existing index.json names; without one, words
+    of data/words.py in .jsonl members, and white-space words in samples."""
+    try:
+        existing = read_index(directory)[0].get("segmentation", SEGMENTATIONS["whitespace"])
+    except UserError:
+        return {"lines": SEGMENTATIONS["unicode"], "samples": SEGMENTATIONS["whitespace"]}
+    return {"lines": existing, "samples": existing}
+
+
+def index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of index.json. tars: all of the directory. Raises UserError if they differ in their languages
+    or layout."""
+    in_order = sorted(tars, key=lambda tar: tar.shard.name)
+    first = in_order[0]
+    records = documents = size = 0
+    shards = list[dict[str, Any]]()
+    moved = list[str]()
+    for tar in in_order:
+        if (tar.layout, tar.langs) != (first.layout, first.langs):
             raise UserError(
-                f"{directory / shard['name']} holds {other_langs} ({other_layout}), {found[0][0]['name']} holds "
-                f"{all_langs} ({layout}); keep one directory for each"
+                f"{directory / tar.shard.name} holds {tar.langs} ({tar.layout}), {first.shard.name} holds "
+                f"{first.langs} ({first.layout}); keep one directory for each"
             )
-    records = sum(shard["records"] for shard, *_ in found)
+        records += tar.shard.records
+        documents += tar.documents
+        size += tar.shard.bytes
+        shards.append(tar.shard._asdict())
+        moved += tar.moved
     optional: dict[str, Any] = {}
-    if len(all_langs) == 1:
-        optional["documents"] = sum(documents for _, _, _, documents, _ in found)
-    moved = [key for *_, keys in found for key in keys]
+    if len(first.langs) == 1:
+        optional["documents"] = documents
     if moved:
         optional["links_by_other_spaces"] = {"pairs": len(moved), "first": moved[0]}
     return {
         "format": "xscale shards",
         "version": FORMAT_VERSION,
-        "kind": "pair" if len(all_langs) == 2 else "mono",
-        "langs": list(all_langs),
-        "languages": dict.fromkeys(all_langs, records),
-        "layout": layout,
-        "segmentation": _segmentation(directory, layout, links_count),
+        "kind": "pair" if len(first.langs) == 2 else "mono",
+        "langs": list(first.langs),
+        "languages": dict.fromkeys(first.langs, records),
+        "layout": first.layout,
+        "segmentation": link_segmentations(directory)[first.layout],
         "records": records,
         **optional,
-        "bytes": sum(shard["bytes"] for shard, *_ in found),
+        "bytes": size,
         "made_by": made_by,
-        "shards": [shard for shard, *_ in found],
+        "shards": shards,
     }
 
 
 def write_index(directory: Path, index: dict[str, Any]) -> None:
     """Write the file that joins the entries of all shards' .idx files, and then index.json."""
-    with files.publish(directory / ENTRIES) as partial, partial.open("wb") as all_entries:
+    with files.publish(directory / ENTRIES) as partial_path, partial_path.open("wb") as all_entries:
         for shard in index["shards"]:
             all_entries.write((directory / shard["name"]).with_suffix(".idx").read_bytes())
     files.write_text(directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False) + "\n")
 
 
-def scan_tars(tars: list[Path], langs: tuple[str, ...] | None, links_count_of: dict[str, str]) -> list[TarScan]:
-    """Write the .idx file of each tar. Return what the tars contain. langs, links_count_of: see scan_shard."""
-    scans = list[TarScan]()
-    for path in tars:
-        scanned = scan_shard(path, langs, links_count_of)
-        with files.publish(path.with_suffix(".idx")) as partial:
-            partial.write_bytes(scanned.idx.tobytes())  # numpy's tofile does not tell what the system said
-        scans.append((scanned.shard._asdict(), scanned.layout, scanned.langs, scanned.documents, scanned.moved))
-    return scans
-
-
-def _segmentation(directory: Path, layout: str, links_count: str | None) -> dict[str, str]:
-    """Return the entry of SEGMENTATIONS for the words that links number (see build_index)."""
-    if links_count:
-        return SEGMENTATIONS[links_count]
-    try:
-        return read_index(directory)[0].get("segmentation", SEGMENTATIONS["whitespace"])
-    except UserError:
-        return SEGMENTATIONS["unicode" if layout == "lines" else "whitespace"]
-
-
-def warning_lines(directory: Path, index: dict[str, Any]) -> list[str]:
-    """Return a line about links that other white space than spaces and tabs would move, if there are such links."""
-    moved = index.get("links_by_other_spaces")
-    if not moved:
-        return []
-    return [
-        f"warning: {directory}: in {moved['pairs']:,} pairs, the first of which is {moved['first']}, links count words "
-        f"divided at spaces and tabs, as aligners do; a program that divides at no-break spaces too would mean other "
-        f"words"
-    ]
-
-
 def summary_line(directory: Path, index: dict[str, Any]) -> str:
     """Return a line about the records, shards and left-out lines of a directory."""
-    counts = index["made_by"].get("counts", {})
-    no_reasons = ("lines", "records", "dropped_links")
-    left_out = ", ".join(f"{n:,} {reason}" for reason, n in counts.items() if reason not in no_reasons)
-    dropped = counts.get("dropped_links", 0)
     documents = f" of {index['documents']:,} documents" if "documents" in index else ""
-    return (
+    line = (
         f"{directory}: {index['records']:,} {index['kind']} records ({' '.join(index['langs'])}){documents} in "
         f"{len(index['shards'])} shards, {index['bytes'] / 1e6:,.1f} MB, fingerprint {fingerprint(index)}"
-        + (f"; left out lines: {left_out}" if left_out else "")
-        + (f"; {dropped:,} links of a word and a symbol dropped" if dropped else "")
     )
+    counts = dict(index["made_by"].get("counts", {}))
+    dropped = counts.pop("dropped_links", 0)
+    left_out = [f"{count:,} {reason}" for reason, count in counts.items() if reason not in ("lines", "records")]
+    if left_out:
+        line += f"; left out lines: {', '.join(left_out)}"
+    if dropped:
+        line += f"; {dropped:,} links of a word and a symbol dropped"
+    return line
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -170,20 +153,21 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--langs", nargs="+", help="languages, for samples that do not name theirs")
-    parser.add_argument(
-        "--links_count", choices=SEGMENTATIONS, help="the kind of words that links number (default: as an "
-        "existing index says, or whitespace for tars of other tools)",
-    )  # fmt: skip
     args = parser.parse_args(argv)
     langs = tuple(args.langs) if args.langs else None
-    if len(langs or ()) > 2 or len(set(langs or ())) < len(langs or ()):
-        raise UserError(f"--langs {' '.join(args.langs)}: needs one language, or two different ones")
-    if not all(lang.isprintable() for lang in langs or ()):
-        raise UserError(
-            f"--langs {' '.join(map(repr, args.langs))}: the name of a language must not contain control characters"
+    if langs and (len(langs) > 2 or len(set(langs)) < len(langs)):
+        raise UserError(f"--langs {' '.join(langs)}: needs one language, or two different ones")
+    if langs and not "".join(langs).isprintable():
+        raise UserError(f"--langs {langs}: the name of a language must not contain control characters")
+    index = build_index(args.directory, langs, {"tool": "data_tools.index"}, check_links=True)
+    print(summary_line(args.directory, index))
+    moved = index.get("links_by_other_spaces")
+    if moved:
+        print(
+            f"warning: {args.directory}: in {moved['pairs']:,} pairs, the first of which is {moved['first']}, links "
+            f"count words divided at spaces and tabs, as aligners do; a program that divides at no-break spaces too "
+            f"would mean other words"
         )
-    index = build_index(args.directory, langs, {"tool": TOOL}, args.links_count)
-    print(summary_line(args.directory, index), *warning_lines(args.directory, index), sep="\n")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from xscale.record import Record
 
 from .command import run
 from .index import summary_line
-from .scan import scan_shard
+from .scan import scan_tar
 from .survey import warning_lines
 
 SAMPLE = 10_000
@@ -90,8 +90,8 @@ def damage(source: Source, number: int) -> str:
     path = source.directory / about.name
     idx = path.with_suffix(".idx")
     try:
-        scanned = scan_shard(path, source.langs)
-        if scanned.shard == about and idx.read_bytes() == scanned.idx.tobytes():
+        tar, entries = scan_tar(path, source.langs)
+        if tar.shard == about and idx.read_bytes() == entries.tobytes():
             return ""
         for record in range(about.records):
             source.read(number, record)

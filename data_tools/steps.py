@@ -19,6 +19,7 @@ import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -28,6 +29,7 @@ import numpy as np
 
 from xscale import files
 from xscale.data.link_projection import links_move, project_links
+from xscale.data.shards import Shard
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split
 from xscale.errors import UserError
@@ -39,6 +41,7 @@ from .cleaning import Cleaner, CleanUnit, RemovalCounts, TokenFilter, load_exclu
 from .corpus import Corpus, SourceSpec, TokenizerSpec, language_group
 from .engine import Step, replacing
 from .readers import PARAGRAPHS, Unit, from_line, read_units, stem, to_line
+from .scan import ScannedTar
 
 CHUNK_UNITS, CHUNK_BYTES = 8192, 4 << 20
 MEMBER_RECORDS = 256
@@ -456,7 +459,7 @@ def write_tar(path: Path, records: list[Record]) -> None:
     if records:
         with replacing(path) as partial:
             write_shard(partial, records)
-        write_json(path.with_suffix(".scan"), indexing.scan_tars([path], None, {})[0])
+        write_json(path.with_suffix(".scan"), asdict(indexing.index_tar(path)))
 
 
 def source_counts(folder: Path, number: int) -> dict[str, Any]:
@@ -504,19 +507,19 @@ def gather_shards(folder: Path, number: int) -> None:
 
 def move_shards(tars: list[Path], directory: Path, name: str, made: dict[str, Any]) -> None:
     """Move shards to a directory, numbered without gaps, and write their index. A killed move can be repeated."""
-    scans = list[indexing.TarScan]()
+    scans = list[ScannedTar]()
     for tar in tars:
         if not tar.with_suffix(".scan").exists():
             continue
         directory.mkdir(parents=True, exist_ok=True)
-        shard, layout, langs, documents, _ = read_json(tar.with_suffix(".scan"))
+        scan = ScannedTar(**read_json(tar.with_suffix(".scan")))
         place = directory / f"{name}-{len(scans):06d}.tar"
         for suffix in (".tar", ".idx"):
             with suppress(FileNotFoundError):  # it was moved before
                 tar.with_suffix(suffix).replace(place.with_suffix(suffix))
-        scans.append((shard | {"name": place.name}, layout, tuple(langs), documents, []))
+        scans.append(replace(scan, shard=Shard(*scan.shard)._replace(name=place.name)))
     if scans:
-        indexing.write_index(directory, indexing.index_content(directory, scans, made, "unicode"))
+        indexing.write_index(directory, indexing.index_content(directory, scans, made))
 
 
 STEPS: dict[str, tuple[Step, Callable[[Path], int]]] = {

@@ -13,10 +13,11 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -46,8 +47,7 @@ _ROOM = 0.75
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 """The byte tokens by which Unigram writes a character that is not in its vocabulary."""
 _SAMPLE = 2000
-"""The trained tokenizer's statistics are computed over at least this number of texts of a language, if there are so
-many, and at most twice this number."""
+"""The number of first texts of each language over which the trained tokenizer's statistics are computed."""
 
 Texts = Iterable[tuple[str, str]]
 """Pairs (language, text)."""
@@ -57,191 +57,183 @@ def train(
     texts: Texts, model_type: str, vocab_size: int, lowercase: bool, coverage: float = COVERAGE
 ) -> PreTrainedTokenizerFast:
     """Return a trained tokenizer: WordPiece in BERT's style, Unigram in XLM-R's, or byte-level BPE in RoBERTa's. It has
-    mask, pad, cls and sep tokens, and joins the two sentences of a pair as that model does."""
-    special = WORDPIECE_SPECIAL if model_type == "wordpiece" else ROBERTA_SPECIAL
-    tokens = list(special.values())
+    mask, pad, cls and sep tokens, and joins the two sentences of a pair as that model does. Raises UserError."""
     if model_type == "wordpiece":
-        normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-        vocabulary = _train_wordpiece(texts, normalizer, vocab_size, tokens, coverage)
-        tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=special["unk"]))
-        tokenizer.normalizer = normalizer
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
-        tokenizer.add_special_tokens(tokens)
+        special = WORDPIECE_SPECIAL
+        tokenizer = _train_wordpiece(texts, vocab_size, lowercase, coverage)
     elif model_type == "bpe":
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.normalizer = normalizers.Lowercase() if lowercase else None
-        words = pre_tokenizers.Split(Regex(_BYTE_LEVEL_WORD), "isolated")
-        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, level])
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        pairs = trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False
-        )
-        tokenizer.train_from_iterator((text for _, text in texts), pairs)
+        special = ROBERTA_SPECIAL
+        tokenizer = _train_bpe(texts, vocab_size, lowercase)
     else:
-        tokenizer = Tokenizer(models.Unigram())
-        steps = [normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
-        tokenizer.normalizer = normalizers.Sequence(steps + ([normalizers.Lowercase()] if lowercase else []))
-        symbols = pre_tokenizers.Split(Regex(_SYMBOLS), "isolated")
-        space = pre_tokenizers.Metaspace(prepend_scheme="first")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([symbols, space])
-        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
-        trainer = trainers.UnigramTrainer(
-            vocab_size=max(vocab_size - len(_BYTES), len(tokens) + 1),
-            special_tokens=tokens,
-            unk_token=special["unk"],
-            show_progress=False,
-        )
-        with _normalised_lines(texts, tokenizer.normalizer) as (lines, seen):
-            kept = _alphabet(seen, coverage, vocab_size - len(_BYTES), lambda char: 1)
-            rare = dict.fromkeys((ord(char) for char in set().union(*seen.values()) - {*kept}), " ")
-            tokenizer.train_from_iterator((line.translate(rare) for line in lines), trainer)
-        tokenizer.model = _reproducible_unigram(tokenizer, len(tokens))
-    ids = {name: tokenizer.token_to_id(token) for name, token in special.items()}
-    cls, sep = special["cls"], special["sep"]
+        special = ROBERTA_SPECIAL
+        tokenizer = _train_unigram(texts, vocab_size, lowercase, coverage)
+    cls = special["cls"]
+    sep = special["sep"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls} $A {sep}",
         pair=f"{cls} $A {sep} $B:1 {sep}:1" if model_type == "wordpiece" else f"{cls} $A {sep} {sep} $B {sep}",
-        special_tokens=[(cls, ids["cls"]), (sep, ids["sep"])],
+        special_tokens=[(cls, tokenizer.token_to_id(cls)), (sep, tokenizer.token_to_id(sep))],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_input_names=["input_ids", "attention_mask"],
-        **{f"{name}_token": token for name, token in special.items()},
+        pad_token=special["pad"],
+        unk_token=special["unk"],
+        cls_token=cls,
+        sep_token=sep,
+        mask_token=special["mask"],
     )
 
 
-def _train_wordpiece(
-    texts: Texts, normalizer: Any, vocab_size: int, special: list[str], coverage: float
-) -> dict[str, int]:
-    """Return {token: id} of a trained WordPiece, the same in every run. WordPieceTrainer numbers the characters inside
-    words in the order of a hash table and breaks ties by number; here they are its first tokens, in a fixed order."""
-    tokenizer = Tokenizer(models.WordPiece())
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
+def _train_wordpiece(texts: Texts, vocab_size: int, lowercase: bool, coverage: float) -> Tokenizer:
+    """WordPieceTrainer numbers the characters inside words in the order of a hash table and breaks ties by number; here
+    they are its first tokens, in a fixed order, so that every run gives the same vocabulary."""
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    special = list(WORDPIECE_SPECIAL.values())
 
     def is_inside(char: str) -> bool:
         """Return whether a word can contain the character: not if the normalizer puts spaces around it (Chinese)."""
         return " " not in normalizer.normalize_str("a" + char)
 
-    with _normalised_lines(texts, normalizer) as (lines, seen):
-        kept = _alphabet(seen, coverage, vocab_size - len(special), lambda char: 1 + is_inside(char))
+    trained = Tokenizer(models.WordPiece())
+    trained.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    with _normalised_lines(texts, normalizer) as (lines, characters):
+        alphabet = _alphabet(characters, coverage, vocab_size - len(special), lambda char: 1 + is_inside(char))
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size,
-            special_tokens=special + sorted("##" + char for char in kept if is_inside(char)),
-            initial_alphabet=kept,
-            limit_alphabet=len(kept),
+            special_tokens=special + sorted("##" + char for char in alphabet if is_inside(char)),
+            initial_alphabet=alphabet,
+            limit_alphabet=len(alphabet),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(lines, trainer)
-    return tokenizer.get_vocab()
+        trained.train_from_iterator(lines, trainer)
+    tokenizer = Tokenizer(models.WordPiece(trained.get_vocab(), unk_token=WORDPIECE_SPECIAL["unk"]))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def _train_bpe(texts: Texts, vocab_size: int, lowercase: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    if lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
+    words = pre_tokenizers.Split(Regex(_BYTE_LEVEL_WORD), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(ROBERTA_SPECIAL.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text for _, text in texts), trainer)
+    return tokenizer
+
+
+def _train_unigram(texts: Texts, vocab_size: int, lowercase: bool, coverage: float) -> Tokenizer:
+    special = list(ROBERTA_SPECIAL.values())
+    tokenizer = Tokenizer(models.Unigram())
+    steps: list[Any] = [normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+    if lowercase:
+        steps.append(normalizers.Lowercase())
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    symbols = pre_tokenizers.Split(Regex(_SYMBOLS), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([symbols, pre_tokenizers.Metaspace(prepend_scheme="first")])
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
+    trainer = trainers.UnigramTrainer(
+        vocab_size=max(vocab_size - len(_BYTES), len(special) + 1),
+        special_tokens=special,
+        unk_token=ROBERTA_SPECIAL["unk"],
+        show_progress=False,
+    )
+    with _normalised_lines(texts, tokenizer.normalizer) as (lines, characters):
+        rare = set().union(*characters.values())
+        rare.difference_update(_alphabet(characters, coverage, vocab_size - len(_BYTES), lambda char: 1))
+        to_spaces = str.maketrans(dict.fromkeys(rare, " "))
+        tokenizer.train_from_iterator((line.translate(to_spaces) for line in lines), trainer)
+    tokenizer.model = _reproducible_unigram(tokenizer, len(special))
+    return tokenizer
+
+
+def _reproducible_unigram(tokenizer: Tokenizer, special: int) -> models.Unigram:
+    """Return the trained Unigram model, made the same in every run, with tokens for bytes. UnigramTrainer iterates over
+    hash tables, so that the last digits of its scores vary, and so does the order in which rare characters get the
+    lowest scores (the lowest, the lowest + 0.0001, ...). special: the number of special tokens."""
+    model = json.loads(tokenizer.to_str())["model"]
+    lowest = min(score for _, score in model["vocab"][special:])
+    pieces = list[tuple[str, float]]()
+    for piece, score in model["vocab"][special:]:
+        steps = (score - lowest) / 1e-4
+        if len(piece) == 1 and abs(steps - round(steps)) < 1e-6:
+            score = lowest
+        pieces.append((piece, round(score, 6)))
+    pieces.sort(key=lambda entry: (-entry[1], entry[0]))
+    pieces += [(byte, round(lowest - 10, 6)) for byte in _BYTES]
+    first = list(map(tuple, model["vocab"][:special]))
+    return models.Unigram(first + pieces, model["unk_id"], byte_fallback=True)
 
 
 @contextmanager
 def _normalised_lines(texts: Texts, normalizer: Any) -> Iterator[tuple[Iterator[str], dict[str, Counter[str]]]]:
-    """Yield the normalised texts as a file with one per line, and each language's counts of characters but spaces."""
-    seen: dict[str, Counter[str]] = defaultdict(Counter)
+    """Yield the normalised texts, one a line, and each language's counts of characters other than spaces. The texts are
+    read once and are in a file meanwhile, as they may not fit into memory."""
+    characters = defaultdict[str, Counter[str]](Counter)
     with tempfile.TemporaryFile("w+", encoding="utf-8") as spool:
         for language, text in texts:
             line = " ".join(normalizer.normalize_str(text).split())
-            seen[language].update(line.replace(" ", ""))
+            characters[language].update(line.replace(" ", ""))
             spool.write(line + "\n")
         spool.seek(0)
-        yield spool, seen
+        yield spool, characters
 
 
-def _alphabet(seen: dict[str, Counter[str]], coverage: float, room: int, tokens_of: Callable[[str], int]) -> list[str]:
+def _alphabet(
+    characters: dict[str, Counter[str]], coverage: float, room: int, tokens_of: Callable[[str], int]
+) -> list[str]:
     """Return the characters of a vocabulary, as far as they fit: the most frequent ones of each language, which make up
-    the share `coverage` of the language's text, and the _ALPHABET most frequent ones of all text. room: the number of
-    tokens of the whole vocabulary. tokens_of: a function that returns the number of tokens that a character takes."""
-    total: Counter[str] = sum(seen.values(), Counter())
-    before = dict.fromkeys(total, 1.0)
+    the share `coverage` of the language's text, and the _ALPHABET most frequent ones of all text.
+
+    characters: counts by language. room: the number of tokens of the whole vocabulary. tokens_of: a function that
+    returns the number of tokens that a character takes. Raises UserError if none fits."""
+    total = Counter[str]()
+    share_before = dict[str, float]()
     """Share of a language's text in more frequent characters, the least of all languages."""
-    for counts in seen.values():
+    for counts in characters.values():
         passed = 0
-        for char, times in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])):
-            before[char] = min(before[char], passed / counts.total())
-            passed += times
-    frequent = set(sorted(total, key=lambda char: (-total[char], char))[:_ALPHABET])
-    asked = [char for char in total if char in frequent or before[char] < coverage]
-    asked.sort(key=lambda char: (before[char], -total[char], char))
-    ends = accumulate(map(tokens_of, asked))
-    kept = [char for char, end in zip(asked, ends, strict=True) if end <= _ROOM * room]
+        for char, count in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])):
+            share_before[char] = min(share_before.get(char, 1.0), passed / counts.total())
+            passed += count
+        total += counts
+    by_count = sorted(total, key=lambda char: (-total[char], char))
+    frequent = set(by_count[:_ALPHABET])
+    asked = [char for char in by_count if char in frequent or share_before[char] < coverage]
+    asked.sort(key=lambda char: share_before[char])
+    kept = list[str]()
+    tokens = 0
+    for char in asked:
+        tokens += tokens_of(char)
+        if tokens > _ROOM * room:
+            break
+        kept.append(char)
     if asked and not kept:
-        raise UserError("no character fits into so small a vocabulary; choose a larger --vocab_size")
+        raise UserError(f"no character fits into a vocabulary of {room} tokens; choose a larger vocab_size")
     if len(kept) < len(asked):
         print(
-            f"warning: --coverage {coverage:g} needs {len(asked):,} characters, of which {len(kept):,} fit; choose a "
-            f"larger --vocab_size",
+            f"warning: a coverage of {coverage:g} needs {len(asked):,} characters, of which {len(kept):,} fit; choose "
+            f"a larger vocab_size",
             file=sys.stderr,
         )
     return kept
 
 
-def _reproducible_unigram(tokenizer: Tokenizer, special: int) -> models.Unigram:
-    """Return the trained Unigram model, made the same in every run. UnigramTrainer iterates over hash tables, so that
-    the last digits of its scores vary, and so does the order in which rare characters get the lowest scores (the
-    lowest, the lowest + 0.0001, ...)."""
-    model = json.loads(tokenizer.to_str())["model"]
-    trained = model["vocab"][special:]
-    low = min(score for _, score in trained)
-
-    def settle(piece: str, score: float) -> float:
-        steps = (score - low) / 1e-4
-        return round(low if len(piece) == 1 and abs(steps - round(steps)) < 1e-6 else score, 6)
-
-    pieces = sorted(
-        ((piece, settle(piece, score)) for piece, score in trained), key=lambda entry: (-entry[1], entry[0])
-    )
-    fixed = [(piece, score) for piece, score in model["vocab"][:special]]
-    last = [(byte, round(low - 10, 6)) for byte in _BYTES]
-    return models.Unigram(fixed + pieces + last, model["unk_id"], byte_fallback=True)
-
-
 def shard_texts(sources: list[Source], limit: int) -> Iterator[tuple[str, str]]:
     """Yield (language, text) of at most `limit` records of each source, in shard order."""
     for source in sources:
-        left = limit
-        for number, count in enumerate(source.counts):
-            for record in range(min(int(count), left)):
-                yield from zip(source.langs, source.read(number, record).texts, strict=True)
-            left -= min(int(count), left)
-
-
-class Sample:
-    """A sample of each language's texts, evenly spread over them, by language in `texts`."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, list[str]] = defaultdict(list)
-        self._every: dict[str, int] = defaultdict(lambda: 1)
-        self._passed: Counter[str] = Counter()
-
-    def collect(self, texts: Texts) -> Iterator[tuple[str, str]]:
-        """Yield (language, text) unchanged, and keep a sample of the texts that pass."""
-        for language, text in texts:
-            if self._passed[language] % self._every[language] == 0:
-                self.texts[language].append(text)
-                if len(self.texts[language]) == 2 * _SAMPLE:
-                    self.texts[language] = self.texts[language][::2]
-                    self._every[language] *= 2
-            self._passed[language] += 1
-            yield language, text
-
-
-def try_to_train(texts: Texts, args: argparse.Namespace) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of the type and size in `args`. Raises UserError if it cannot be trained."""
-    try:
-        return train(texts, args.type, args.vocab_size, args.lowercase, args.coverage)
-    except UserError as error:
-        raise UserError(f"--vocab_size {args.vocab_size}: {error}") from None
-    except BaseException as error:  # a panic of Rust is not an Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit | OSError):
-            raise
-        raise UserError(
-            f"--type {args.type} --vocab_size {args.vocab_size}: cannot be trained on this text ({error}); choose "
-            f"another size, or give more text"
-        ) from None
+        for place in source.places(np.arange(min(source.records, limit))):
+            yield from zip(source.langs, source.read(*place).texts, strict=True)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -253,53 +245,55 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--type", choices=("wordpiece", "unigram", "bpe"), default="wordpiece")
     parser.add_argument("--vocab_size", type=int, default=32000)
-    parser.add_argument(
-        "--coverage",
-        type=float,
-        default=COVERAGE,
-        help="share of each language's text whose characters the vocabulary has",
-    )
+    parser.add_argument("--coverage", type=float, default=COVERAGE,
+                        help="share of each language's text whose characters the vocabulary has")  # fmt: skip
     parser.add_argument("--lowercase", action="store_true")
-    parser.add_argument(
-        "--max_records", type=int, default=1_000_000, help="the maximum number of records of each source"
-    )
-    return parser.parse_args(argv)
+    parser.add_argument("--max_records", type=int, default=1_000_000, help="the most records of each source")
+    args = parser.parse_args(argv)
+    if not args.data and not args.text:
+        raise UserError("give --data or --text to train on")
+    if not 0 < args.coverage <= 1:
+        raise UserError(f"--coverage {args.coverage:g} is a share of the text's characters: more than 0, at most 1")
+    if args.out.exists() and any(args.out.iterdir()):
+        raise UserError(f"{args.out} is not empty; choose another --out or remove it")
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-
-    if not args.data and not args.text:
-        raise UserError("give --data or --text to train on")
     files.check_writable(args.out)
-    if args.out.exists() and any(args.out.iterdir()):
-        raise UserError(f"{args.out} is not empty; choose another --out or remove it")
-    if not 0 < args.coverage <= 1:
-        raise UserError(f"--coverage {args.coverage:g} is a share of the text's characters: more than 0, at most 1")
-    sources = find_sources(args.data) if args.data else []
-    sample = Sample()
+    sample = defaultdict[str, list[str]](list)
 
-    def texts() -> Iterator[tuple[str, str]]:
-        yield from shard_texts(sources, args.max_records)
-        for path in input_files(args.text) if args.text else []:
-            yield from (("text", line) for _, line in read_lines(path))
+    def all_texts() -> Iterator[tuple[str, str]]:
+        if args.data:
+            yield from shard_texts(find_sources(args.data), args.max_records)
+        if args.text:
+            for path in input_files(args.text):
+                for _, line in read_lines(path):
+                    yield "text", line
 
-    there = ((language, text) for language, text in texts() if not is_blank(text))
-    first = next(there, None)
+    def visible_texts() -> Iterator[tuple[str, str]]:
+        for language, text in all_texts():
+            if not is_blank(text):
+                if len(sample[language]) < _SAMPLE:
+                    sample[language].append(text)
+                yield language, text
+
+    texts = visible_texts()
+    first = next(texts, None)
     if first is None:
-        raise UserError(
-            f"{', '.join(map(str, args.data + args.text))}: no text to train on; give other shards or files"
-        )
-    tokenizer = try_to_train(sample.collect(chain([first], there)), args)
+        places = ", ".join(map(str, args.data + args.text))
+        raise UserError(f"{places}: no text to train on; give other shards or files")
+    trained = train(chain([first], texts), args.type, args.vocab_size, args.lowercase, args.coverage)
     with files.publish(args.out) as partial:
-        tokenizer.save_pretrained(partial)
-    loaded = Loaded(args.out.absolute())
-    ids = {language: loaded.encode(some) for language, some in sample.texts.items()}
-    words = sum(len(text.split()) for some in sample.texts.values() for text in some)
-    pieces = sum(len(tokens) for some in ids.values() for tokens in some)
-    fertility = f", {pieces / words:.2f} tokens a word" if words else ""
-    unknown = {language: loaded.unknown_share(some) for language, some in ids.items()}
-    print(f"{args.out}: {args.type}, {len(loaded.hf):,} tokens{fertility}")
+        trained.save_pretrained(partial)
+    print(f"{args.out}: {args.type}, {len(trained):,} tokens")
+    tokenizer = Loaded(args.out.absolute())
+    unknown = dict[str, float]()
+    for language, first_texts in sample.items():
+        ids = tokenizer.encode(first_texts)
+        unknown[language] = tokenizer.unknown_share(ids)
+        print(f"{language}: {sum(map(len, ids)) / len(' '.join(first_texts).split()):.2f} tokens a word")
     print(*unknown_lines(unknown, args.out), sep="\n")
 
 

@@ -29,7 +29,7 @@ def write_records(documents: Iterable[list[Record]], out: Path, name: str, shard
 
     for number, (_, group) in enumerate(groupby(documents, shard_of)):
         write_shard(out / f"{name}-{number:06d}.tar", [record for document in group for record in document])
-    index.build_index(out, None, made_by, links_count="unicode")
+    index.build_index(out, None, made_by)
 
 
 def build(out: Path, pairs: int, mono: int) -> None:

@@ -301,9 +301,9 @@ def test_a_vocabulary_holds_a_share_of_each_language_s_characters(kind: str, mon
     else:
         assert not any(f"##{char}" in made.get_vocab() for char in held if char >= "\u4e00"), "never inside a word"
     small = tokenizer.train(texts, kind, 340, False, 0.95)
-    assert re.search(rf"needs {len(expected)} characters.*--vocab_size", capsys.readouterr().err)
+    assert re.search(rf"needs {len(expected)} characters.*vocab_size", capsys.readouterr().err)
     assert {piece for piece in small.get_vocab() if len(piece) == 1} - {"▁"} < expected
-    with pytest.raises(UserError, match="--vocab_size"):
+    with pytest.raises(UserError, match="vocab_size"):
         tokenizer.train(texts, kind, 6 if kind == "wordpiece" else 200, False)
 
 

@@ -409,12 +409,10 @@ def test_words_are_spelled_as_the_text_mostly_does(tmp_path: Path, dictionary) -
 def test_the_tool_truecases(tmp_path: Path, dictionary, capsys) -> None:
     cased_shards(tmp_path)
     path = dictionary("muse/en-de.txt", *ENTRIES_GIVEN, "dog дог")
-    tokenizers.main(["--data", str(tmp_path / "shards"), "--vocab_size", "300", "--out", str(tmp_path / "tokenizer")])
-    options = ["--dict", str(path), "--truecase", str(tmp_path / "shards"), "--tokenizer", str(tmp_path / "tokenizer")]
     out = tmp_path / "out" / "en-de.txt"
-    tool.main(["--out", str(out), *options])
+    tool.main(["--out", str(out), "--dict", str(path), "--truecase", str(tmp_path / "shards")])
     assert out.read_text().splitlines() == [*AS_SPELLED, "dog дог"]
-    assert re.search("4 changed to their spelling in the text.*1 of them with unknown tokens", capsys.readouterr().out)
+    assert "4 changed to their spelling in the text" in capsys.readouterr().out
     with pytest.raises(UserError, match="no text in fr"):
         make(tmp_path / "en-fr.txt", "--dict", dictionary("fr/en-fr.txt", "a b"), "--truecase", tmp_path / "shards")
 
@@ -437,7 +435,6 @@ def test_filters(tmp_path: Path, dictionary) -> None:
     assert make(out / "de-en.txt", "--dict", first, second) == flipped
     found = make(out / "en-de.1.txt", "--dict", first, second, "--drop_identical")
     assert found == [entry for entry in joined if entry != ("taxi", "taxi")]
-    assert make(out / "en-de.2.txt", "--dict", first, "--intersect", second) == [("dog", "Hund"), ("a", "ein")]
 
 
 def test_a_share(demo: Path, tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from pathlib import Path
 
 FLAGS: dict[str, str] = {
     "lexicon --lower": "lower-case the file first: `tr '[:upper:]' '[:lower:]'`; or use --truecase",
+    "lexicon --intersect": "`grep -Fxf OTHER.txt en-de.txt` keeps the entries that both files have",
+    "lexicon --tokenizer": "`xscale/train.py --dry_run` says how many entries have unknown tokens",
+    "index --links_count": "set index.json's segmentation to {'name': 'whitespace'} before data_tools.index runs",
     "lexicon --min_length": "filter the file first, as by awk 'length($1) > 1'",
     "report --watch": "`tensorboard --logdir runs` has live curves",
     "report --png": "the pictures of the page are SVG; save them from a browser",
