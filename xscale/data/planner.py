@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -17,10 +18,11 @@ from typing import NamedTuple
 
 from xscale.data.forks import children_that_begin
 from xscale.data.mixture import Mixture, StepPlan
-from xscale.data.remote import start_fetchers
 from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError
 from xscale.ranks import HostGroup, name_process
 
+FETCHERS = 4
+"""The number of threads that fetch remote shards ahead of their use."""
 Failure = RankError | OSError
 """An error that is sent to the main process, which raises it."""
 Plans = Iterator[StepPlan | Failure]
@@ -140,17 +142,18 @@ def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connecti
             except (BrokenPipeError, ConnectionResetError):  # this rank has ended
                 del connections[rank]
 
+    has_remote = any(source.remote for source in mixture.sources)
+    fetchers = ThreadPoolExecutor(FETCHERS)
     try:
-        wanted = None
-        if any(source.remote for source in mixture.sources):
-            wanted = start_fetchers()
         for _ in range(steps):
-            if wanted:
+            if has_remote:
                 for source, shard in mixture.remote_shards():
-                    wanted.put(partial(source.fetch, shard))
+                    fetchers.submit(source.fetch, shard)  # if it fails, the reader of the shard reports why
             send(mixture.next_batch().plans([*connections]))
     except (UserError, OSError) as error:
         send([failure_of(error)] * len(connections))
+    finally:
+        fetchers.shutdown(wait=False, cancel_futures=True)
 
 
 def leave_signals_to_parent() -> None:

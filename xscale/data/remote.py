@@ -1,10 +1,10 @@
 """Sources at a URL. fsspec copies whole shards into a cache on this machine, which all of its processes share.
 
 Each source has a folder in the cache, whose name contains a hash of the source's index.json. The folder is like the
-source's own directory, but has no .idx files, and only the most recently used shards. A file is downloaded under
-another name, and takes its place once its size and its SHA-256 are those of index.json. So a cache that others can
-write, a server that sends too much, and a killed process do no harm. fsspec's own `filecache` downloads in place, has
-no hash and no bound, and its processes do not know each other's files; therefore only its `get_file` is used.
+source's own directory, but has no .idx files, and only the most recently used shards. A file takes its place once its
+size and its SHA-256 are those of index.json. So a damaged cache, a server that sends too much, and a killed process do
+no harm. fsspec's own `filecache` downloads in place, has no hash and no bound, and its processes do not know each
+other's files; therefore only its `get_file` is used.
 """
 
 import errno
@@ -12,18 +12,22 @@ import fcntl
 import logging
 import os
 import tempfile
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import fsspec
+from fsspec.callbacks import Callback
+
+from xscale import files
 from xscale.errors import UserError, redact
-from xscale.files import PARTIAL, sha256_file
+
+if TYPE_CHECKING:
+    from xscale.data.shards import Shard
 
 TRIES = 7
 """The number of attempts to download a file."""
@@ -32,10 +36,6 @@ FIRST_WAIT = 0.5
 STALL = 60.0
 """An attempt over HTTP has failed after this many seconds without a new byte. Other protocols have limits of theirs."""
 LARGEST_INDEX = 1 << 30
-TOUCHED = 10.0
-"""A read sets the modification time of a shard's file to now if it is more than this many seconds ago."""
-FETCHERS = 4
-"""The number of threads that fetch shards ahead of their use."""
 LOG = logging.getLogger("xscale")
 IsWhole = Callable[[Path], bool]
 """A function that returns whether a file has the content that index.json says."""
@@ -66,11 +66,11 @@ class Cache:
             used = size
             shards = []
             for path in self.folder.glob("*/*.tar*"):
-                with suppress(FileNotFoundError):  # it was completed under another name, or removed
-                    status = path.lstat()
-                    if path.suffix != ".lock":
-                        shards.append((status.st_mtime_ns, status.st_size, path))
+                if path.suffix != ".lock":
+                    with suppress(FileNotFoundError):  # it was completed under another name, or removed
+                        status = path.lstat()
                         used += status.st_size
+                        shards.append((status.st_mtime_ns, status.st_size, path))
             for _, shard_size, path in sorted(shards):
                 if used > self.size:
                     path.unlink(missing_ok=True)
@@ -87,43 +87,33 @@ class Remote:
     verified: set[str] = field(default_factory=set, compare=False)
     """The shards in the cache whose SHA-256 this process has compared."""
 
-    def read(self, shard: tuple[str, int, str], length: int, offset: int, again: bool) -> bytes:
-        """Return bytes of a shard, fetched if the cache lacks it. shard: name, size and SHA-256. again: the bytes were
-        damaged; fetch the shard anew. The file is not kept open, so that deleting a shard frees the disk."""
-        name, size, sha256 = shard
-        path = f"{self.folder}/{name}"  # a Path would take longer than the read
+    def read(self, shard: "Shard", length: int, offset: int, again: bool) -> bytes:
+        """Return bytes of a shard, fetched if the cache lacks it. again: the bytes were damaged; fetch the shard anew.
+        The file is not kept open, so that deleting a shard frees the disk."""
+        path = self.folder / shard.name
         if again:
-            Path(path).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         while True:
-            if name not in self.verified:
-                self.fetch(name, size, sha256)
-            try:
-                fd = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:
-                self.verified.discard(name)
-                continue
-            try:
-                if time.time() - os.fstat(fd).st_mtime > TOUCHED:
-                    os.utime(fd)  # make_room deletes the shards with the oldest times
-                return os.pread(fd, length, offset)
-            finally:
-                os.close(fd)
+            self.fetch(shard)
+            with suppress(FileNotFoundError), path.open("rb", buffering=0) as file:  # others may have deleted it
+                os.utime(file.fileno())  # make_room deletes the shards with the oldest times
+                return os.pread(file.fileno(), length, offset)
 
-    def fetch(self, name: str, size: int, sha256: str) -> None:
+    def fetch(self, shard: "Shard") -> None:
         """Fetch a shard unless the cache has it. Other processes that need it wait. Raises OSError."""
 
         def is_whole(path: Path) -> bool:
-            return path.stat().st_size == size and sha256_file(path) == sha256
+            return path.stat().st_size == shard.bytes and files.sha256_file(path) == shard.sha256
 
-        path = self.folder / name
-        with locked(self.folder / f"{name}.lock"):
-            if name in self.verified and path.exists():
-                return
+        path = self.folder / shard.name
+        if shard.name in self.verified and path.exists():
+            return
+        with locked(self.folder / f"{shard.name}.lock"):
             if not path.exists() or not is_whole(path):  # others may have changed it in the cache
-                self.cache.make_room(size)
-                download(f"{self.url}/{name}", path, size, is_whole)
+                self.cache.make_room(shard.bytes)
+                download(f"{self.url}/{shard.name}", path, shard.bytes, is_whole)
                 self.cache.make_room(0)  # other processes may have fetched others meanwhile
-            self.verified.add(name)
+            self.verified.add(shard.name)
 
     def fetch_entries(self, name: str, sizes: Sequence[int], checksums: Sequence[int]) -> None:
         """Fetch the file with the index entries of all shards unless the cache has it. sizes, checksums: bytes and
@@ -131,7 +121,8 @@ class Remote:
 
         def is_whole(path: Path) -> bool:
             with path.open("rb") as file:
-                return [zlib.crc32(file.read(size)) for size in sizes] == [*checksums] and not file.read(1)
+                parts = [zlib.crc32(file.read(size)) for size in sizes]
+                return parts == list(checksums) and not file.read(1)
 
         path = self.folder / name
         with locked(self.folder / f"{name}.lock"):
@@ -146,33 +137,17 @@ class Remote:
                 ) from None
 
 
-def start_fetchers() -> "SimpleQueue[Callable[[], None]]":
-    """Start threads that call the functions put into the returned queue, each of which fetches a shard. If a fetch
-    fails, the reader of its shard reports why."""
-    wanted: SimpleQueue[Callable[[], None]] = SimpleQueue()
-
-    def work() -> None:
-        while True:
-            fetch = wanted.get()
-            with suppress(Exception):
-                fetch()
-
-    for _ in range(FETCHERS):
-        threading.Thread(target=work, daemon=True).start()
-    return wanted
-
-
 def find_remote(url: str, cache: Cache) -> list[Remote]:
     """Return the source at a URL, or the sources one level below it, sorted by name. Raises OSError or UserError."""
     cache.folder.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         return [open_remote(url, cache)]
     file_system, path = open_file_system(url)
-    try:
-        entries = file_system.ls(path, detail=True, refresh=True)
-    except (FileNotFoundError, NotADirectoryError, NotImplementedError):
-        return []
-    names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
+    names = []
+    with suppress(FileNotFoundError, NotADirectoryError, NotImplementedError):  # the server does not list the folder
+        for entry in file_system.ls(path, detail=True, refresh=True):
+            if entry["type"] == "directory":
+                names.append(entry["name"].rstrip("/").rpartition("/")[2])
     sources = []
     for name in sorted(names):
         with suppress(FileNotFoundError):
@@ -186,55 +161,50 @@ def open_remote(url: str, cache: Cache) -> Remote:
     with tempfile.TemporaryDirectory(dir=cache.folder) as folder:
         index = Path(folder) / "index.json"
         download(f"{url}/index.json", index, LARGEST_INDEX, is_whole=lambda path: True)
-        place = cache.folder / f"{url.rpartition('/')[2]}-{sha256_file(index)[:16]}"
+        place = cache.folder / f"{url.rpartition('/')[2]}-{files.sha256_file(index)[:16]}"
         place.mkdir(exist_ok=True)
         os.replace(index, place / "index.json")  # an existing one has the same bytes
     return Remote(url, place, cache)
 
 
+class Bound(Callback):
+    """Ends a download of more than `most` bytes by a ValueError."""
+
+    def __init__(self, most: int):
+        super().__init__()
+        self.most = most
+
+    def call(self, *_: Any, **__: Any) -> None:
+        if max(self.value, self.size or 0) > self.most:
+            raise ValueError(f"the server sends more than {self.most:,} bytes")
+
+
 def download(url: str, path: Path, most: int, is_whole: IsWhole) -> None:
     """Download a file of at most `most` bytes. Raises FileNotFoundError if the server has no such file, and OSError if
     all attempts fail."""
+    problem = ""
     for number in range(TRIES):
+        if number:
+            LOG.warning(f"{redact(url)}: try {number} of {TRIES} failed ({problem})")
+            time.sleep(FIRST_WAIT * 2 ** (number - 1))
         try:
-            return download_once(url, path, most, is_whole)
+            file_system, remote_path = open_file_system(url)
+            with files.publish(path) as partial:
+                file_system.get_file(remote_path, str(partial), callback=Bound(most))
+                if not is_whole(partial):
+                    raise ValueError("its size or checksum is not that of index.json")
+            return
         except UserError:
             raise
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "the server has no such file", redact(url)) from None
         except Exception as error:  # each file system has errors of its own
             problem = redact(f"{type(error).__name__}: {error}".splitlines()[0])
-        LOG.warning(f"{redact(url)}: try {number + 1} of {TRIES} failed ({problem})")
-        if number + 1 < TRIES:
-            time.sleep(FIRST_WAIT * 2**number)
     raise OSError(errno.EREMOTEIO, f"it could not be fetched in {TRIES} tries ({problem})", redact(url))
-
-
-def download_once(url: str, path: Path, most: int, is_whole: IsWhole) -> None:
-    """Download a file of at most `most` bytes to another name, check it, and move it to its path."""
-    from fsspec.callbacks import Callback
-
-    class Bound(Callback):
-        def call(self, *_: Any, **__: Any) -> None:
-            if max(self.value, self.size or 0) > most:
-                raise ValueError(f"the server sends more than {most:,} bytes")
-
-    file_system, remote_path = open_file_system(url)
-    fd, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=PARTIAL, dir=path.parent)  # nobody's link
-    os.close(fd)
-    try:
-        file_system.get_file(remote_path, name, callback=Bound())
-        if not is_whole(Path(name)):
-            raise ValueError("its size or checksum is not that of index.json")
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def open_file_system(url: str) -> tuple[Any, str]:
     """Return fsspec's file system of a URL, and the path in it. Raises UserError if there is no such protocol."""
-    import fsspec
-
     options = {}
     protocol = url.partition("://")[0]
     if protocol in ("http", "https"):

@@ -240,7 +240,7 @@ class Source:
         path, data = f"{self.directory}/{about.name}", b""
         for again in (False, True) if offset + length <= about.bytes else ():  # a second read may succeed
             if self.remote:
-                data = self.remote.read((about.name, about.bytes, about.sha256), length, offset, again)
+                data = self.remote.read(about, length, offset, again)
             else:
                 data = self._file(about.name).read(length, offset)
             if data and zlib.crc32(data) == crc:
@@ -275,8 +275,7 @@ class Source:
     def fetch(self, shard: int) -> None:
         """Fetch a shard of a remote source unless it is in the cache. Raises OSError."""
         assert self.remote
-        about = self.shards[shard]
-        self.remote.fetch(about.name, about.bytes, about.sha256)
+        self.remote.fetch(self.shards[shard])
 
     def _text_part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
         """Return the record of one part of a long text; each part has an entry in the index. whole: the record of the
