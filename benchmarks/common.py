@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
 from random import Random
-from statistics import median
 from typing import Any
 
 import torch
+
+if torch.cuda.is_available():
+    import triton.testing
 
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import LANGUAGES, World
@@ -183,14 +185,26 @@ def now() -> float:
     return time.perf_counter()
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    started = time.perf_counter()
-    result = work()
-    return time.perf_counter() - started, result
+def seconds_of(work: Callable[[], Any]) -> float:
+    started = now()
+    work()
+    return now() - started
 
 
-def median_time(work: Callable[[], Any], repeats: int) -> float:
-    return median(timed(work)[0] for _ in range(repeats))
+def in_turns(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """The seconds of each work in each round, in which all take turns in random order. On a GPU the L2 cache is cold,
+    and the time that the host needs for the launch is hidden."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for name in works:
+        works[name]()
+    turns = Random(0)
+    for _ in range(rounds):
+        for name in turns.sample(list(works), len(works)):
+            if CUDA:
+                seconds[name].append(triton.testing.do_bench(works[name], return_mode="median") / 1e3)
+            else:
+                seconds[name].append(seconds_of(works[name]))
+    return seconds
 
 
 def spread(ratios: Iterable[float]) -> str:

@@ -3,33 +3,27 @@
     python benchmarks/gather.py [--device cuda|cpu] [--rounds N] [--small]
 
 Case 1 is 128 sequences of 128 tokens, 768 wide; case 2 is 32 of 512, 1024 wide. 30 % of the tokens are masked, with 1.3
-links each to the other half of their sequence. All implementations are first checked against fp64, then timed in turns.
+links each to the other half of their sequence. All implementations are first checked against fp64, then timed in turns,
+on a GPU with a cold L2 cache (triton.testing.do_bench).
   one head   the sums of linked states, A^T H, at the masked tokens
   two heads  these sums and the masked tokens' own states, in xscale's case by one gather; the two gradients arrive
              separately, as from two heads
-On a GPU, CUDA graphs are timed (*: no graph, because an operator waits for the host). A graph works in turn on as many
-buffers as fill 256 MB, so that L2 is cold. `of copy` is the rate of the bytes that must be read and written (a vector
-for each link and each sum forward, for each sum and each token backward) relative to a device copy of 1 GB.
 --small: cases of a few short sequences, which show that the script works.
 glibc's malloc keeps freed memory here; otherwise page faults dominate the times on a CPU.
 """
 
 import argparse
-import random
-import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from itertools import product
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import CUDA, print_table, spread, use_allocator
+from common import CUDA, in_turns, print_table, spread, use_allocator
 from torch import Tensor
 
 from xscale.ops.alignment_gather import alignment_gather
@@ -39,7 +33,7 @@ SMALL = {"case 1": (8, 32, 64), "case 2": (4, 64, 96)}
 MASKED = 0.3
 LINKS = 1.3
 OURS = "alignment_gather"
-L2_BYTES = 2**28
+HEADER = ["us", "forward", "backward", "both", "of ours", "middle 80 %", "goal"]
 
 
 class Problem:
@@ -48,60 +42,48 @@ class Problem:
     Shape letters: B sequences of T tokens, N = B T tokens in all, H width, R masked tokens, K links.
     """
 
-    def __init__(self, case: str, dtype: torch.dtype, device: str, seed: int = 0):
+    def __init__(self, case: str, dtype: torch.dtype, device: str):
         B, T, H = CASES[case]
         N = B * T
-        masked, row, column = masked_and_links(B, T)
+        random = np.random.default_rng(0)
+        masked = np.sort(random.permutation(N)[: round(MASKED * N)])
         R = len(masked)
-        token = masked[row]
-
-        def place(array: Any) -> Tensor:
-            return torch.as_tensor(array).to(device)
+        # A cell is a masked token and a place in the other half of its sequence. Each token has one link or more.
+        half = T // 2
+        one_each = np.arange(R) * half + random.integers(0, half, R)
+        others = np.setdiff1d(np.arange(R * half), one_each)
+        cells = np.sort(np.append(one_each, random.choice(others, round((LINKS - 1) * R), replace=False)))
+        row = cells // half
+        first = masked[row] // T * T
+        column = first + np.where(masked[row] - first < half, half, 0) + cells % half
 
         def index(row: np.ndarray, column: np.ndarray, rows: int) -> list[Tensor]:
-            return [place(array) for array in (*csr(row, column, rows), *csr(column, row, N))]
+            arrays = [*csr(row, column, rows), *csr(column, row, N)]
+            return [torch.from_numpy(array).to(device) for array in arrays]
 
         self.links = len(row)
-        self.sums = R
-        self.tokens = N
-        self.row_bytes = H * dtype.itemsize
-        self.masked = place(masked)
-        self.row = place(row)
-        self.column = place(column)
+        self.masked = torch.from_numpy(masked).to(device)
+        self.row = torch.from_numpy(row).to(device)
+        self.column = torch.from_numpy(column).to(device)
         self.index = index(row, column, R)
         self.both = index(np.append(np.arange(R), R + row), np.append(masked, column), 2 * R)
         self.offsets = self.index[0].long()
-        drawn = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
-        self.hidden = torch.randn(N, H, **drawn).to(dtype).requires_grad_()
-        self.upstream = [torch.randn(R, H, **drawn).to(dtype) for _ in range(2)]
-        self.A = place(torch.zeros(B, T, T, dtype=dtype))
-        self.A[place(token // T), place(token % T), place(column % T)] = 1
-        ones = place(torch.ones(len(row), dtype=dtype))
+        torch.manual_seed(0)
+        self.hidden = torch.randn(N, H, device=device).to(dtype).requires_grad_()
+        self.upstream = [torch.randn(R, H, device=device).to(dtype) for _ in range(2)]
+        self.A = torch.zeros(B, T, T, dtype=dtype, device=device)
+        token = self.masked[self.row]
+        self.A[token // T, token % T, self.column % T] = 1
+        ones = torch.ones(len(row), dtype=dtype, device=device)
         self.csr = torch.sparse_csr_tensor(self.offsets, self.column, ones, (R, N))
 
     def exact(self, heads: int) -> list[Tensor]:
         """The outputs and the gradient in fp64."""
         hidden = self.hidden.detach().double().requires_grad_()
-        sums = torch.zeros_like(hidden[: self.sums]).index_add(0, self.row, hidden[self.column])
+        sums = hidden.new_zeros(len(self.masked), hidden.shape[1]).index_add(0, self.row, hidden[self.column])
         outputs = [hidden[self.masked], sums][2 - heads :]
         upstream = [gradient.double() for gradient in self.upstream[2 - heads :]]
         return [*outputs, *torch.autograd.grad(outputs, hidden, upstream)]
-
-
-@cache
-def masked_and_links(B: int, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The masked tokens [R]; for each link the number of its masked token [K], and the linked token [K]."""
-    r = np.random.default_rng(0)
-    half = T // 2
-    masked = np.sort(r.permutation(B * T)[: round(MASKED * B * T)])
-    R = len(masked)
-    one_each = np.arange(R) * half + r.integers(0, half, R)
-    others = np.setdiff1d(np.arange(R * half), one_each)
-    cells = np.sort(np.append(one_each, r.choice(others, round((LINKS - 1) * R), replace=False)))
-    row = cells // half
-    first = masked[row] // T * T
-    other_half = np.where(masked[row] - first < half, half, 0)
-    return masked, row, first + other_half + cells % half
 
 
 def csr(row: np.ndarray, column: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -130,7 +112,7 @@ def embedding_bag(p: Problem) -> list[Tensor]:
 
 
 def index_add(p: Problem) -> list[Tensor]:
-    out = p.hidden.new_zeros(p.sums, p.hidden.shape[1])
+    out = p.hidden.new_zeros(len(p.masked), p.hidden.shape[1])
     return [out.index_add(0, p.row, p.hidden.index_select(0, p.column))]
 
 
@@ -139,7 +121,7 @@ def segment_reduce(p: Problem) -> list[Tensor]:
 
 
 def ours_both(p: Problem) -> list[Tensor]:
-    return [*alignment_gather(p.hidden, *p.both).split(p.sums)]
+    return [*alignment_gather(p.hidden, *p.both).split(len(p.masked))]
 
 
 def unfused(p: Problem) -> list[Tensor]:
@@ -157,22 +139,20 @@ class Implementation:
     cpu: tuple[float, float] = (1, 1)
     """The goals on a CPU in cases 1 and 2: the time relative to that of xscale's gather is to be at least this."""
     cuda: tuple[float, float] = (1, 1)
-    graph: bool = True
-    """True if a CUDA graph can hold the implementation, which never waits for the host."""
 
 
 HEADS = {
     1: [
         Implementation(OURS, ours),
         Implementation("dense bmm, select", dense, cpu=(9, 28), cuda=(3, 3.5)),
-        Implementation("sparse.mm, CSR", sparse_csr, cpu=(2.5, 2.5), cuda=(5, 5), graph=False),
-        Implementation("embedding_bag", embedding_bag, cpu=(1.4, 1.4), cuda=(4, 4), graph=False),
+        Implementation("sparse.mm, CSR", sparse_csr, cpu=(2.5, 2.5), cuda=(5, 5)),
+        Implementation("embedding_bag", embedding_bag, cpu=(1.4, 1.4), cuda=(4, 4)),
         Implementation("index_select, index_add", index_add, cpu=(2, 2), cuda=(2.5, 2.5)),
-        Implementation("index_select, segment_reduce", segment_reduce, cpu=(5, 5), cuda=(3, 3), graph=False),
+        Implementation("index_select, segment_reduce", segment_reduce, cpu=(5, 5), cuda=(3, 3)),
     ],
     2: [
         Implementation(OURS, ours_both),
-        Implementation("index_select; embedding_bag", unfused, cpu=(2, 2), cuda=(2.5, 2.5), graph=False),
+        Implementation("index_select; embedding_bag", unfused, cpu=(2, 2), cuda=(2.5, 2.5)),
         Implementation("index_select; dense bmm, select", dense_both, cpu=(8, 8), cuda=(4, 4)),
     ],
 }
@@ -182,148 +162,54 @@ def backward(p: Problem, outputs: list[Tensor]) -> Tensor:
     return torch.autograd.grad(outputs, p.hidden, p.upstream[2 - len(outputs) :], retain_graph=True)[0]
 
 
-def is_right(implementation: Implementation, p: Problem) -> bool:
-    """True if an implementation supports this problem. Raises AssertionError if its results are wrong."""
+def checked_outputs(implementation: Implementation, p: Problem) -> list[Tensor]:
+    """Return the outputs of an implementation; none if it does not support the problem. They are right."""
     try:
         outputs = implementation.forward(p)
         results = [*outputs, backward(p, outputs)]
     except (NotImplementedError, RuntimeError) as error:
         print(f"{implementation.name}, {p.hidden.dtype}: {str(error).splitlines()[0]}")
-        return False
+        return []
     for result, exact in zip(results, p.exact(len(outputs)), strict=True):
         error = (result.double() - exact).norm() / exact.norm()
         assert error < 4 * torch.finfo(result.dtype).eps, f"{implementation.name} is wrong"
-    return True
-
-
-# Times
-
-
-@dataclass
-class Times:
-    """The seconds of each round."""
-
-    forward: list[float]
-    backward: list[float]
-
-    @property
-    def both(self) -> list[float]:
-        return [forward + backward for forward, backward in zip(self.forward, self.backward, strict=True)]
-
-
-class Runner:
-    """Times an implementation over several problems in turn."""
-
-    def __init__(self, implementation: Implementation, problems: list[Problem]):
-        self.implementation = implementation
-        self.problems = problems
-        self.times = Times([], [])
-        self.outputs: list[list[Tensor]] = []
-        self.forward: Callable[[], Any] = self.sweep_forward
-        self.backward: Callable[[], Any] = self.sweep_backward
-        self.forward()
-        self.backward()
-        if problems[0].hidden.is_cuda and implementation.graph:
-            torch.cuda.synchronize()
-            self.forward = captured(self.forward)
-            self.backward = captured(self.backward)
-
-    def sweep_forward(self) -> None:
-        self.outputs = [self.implementation.forward(problem) for problem in self.problems]
-
-    def sweep_backward(self) -> None:
-        self.gradients = [backward(problem, out) for problem, out in zip(self.problems, self.outputs, strict=True)]
-
-    def round(self) -> None:
-        busy = 1_000_000 if self.implementation.graph else 10_000_000
-        for work, seconds in ((self.forward, self.times.forward), (self.backward, self.times.backward)):
-            seconds.append(seconds_of(work, self.problems[0].hidden.is_cuda, busy) / len(self.problems))
-
-
-def captured(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the replay of a CUDA graph of `work`."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        work()
-    return graph.replay
-
-
-def seconds_of(work: Callable[[], Any], on_gpu: bool, busy: int = 1_000_000) -> float:
-    """The seconds of `work`. A GPU is kept busy for `busy` cycles while the host launches the work."""
-    if not on_gpu:
-        started = time.perf_counter()
-        work()
-        return time.perf_counter() - started
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(busy)
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def copy_rate(rounds: int) -> float:
-    """The bytes per second that a device copy of 1 GB reads and writes."""
-    source, target = torch.empty(2, 2**29, dtype=torch.uint8, device="cuda")
-    copy = captured(lambda: target.copy_(source))
-    copy()
-    return 2**30 / median(seconds_of(copy, True) for _ in range(rounds))
+    return outputs
 
 
 def run(case: str, heads: int, dtype: torch.dtype, device: str, rounds: int) -> None:
-    problems = [Problem(case, dtype, device)]
-    if device == "cuda":
-        for seed in range(1, -(-L2_BYTES // problems[0].hidden.nbytes)):
-            problems.append(Problem(case, dtype, device, seed))
-    runners: dict[str, Runner] = {}
+    p = Problem(case, dtype, device)
+    works = {}
     for implementation in HEADS[heads]:
-        if is_right(implementation, problems[0]):
-            runners[implementation.name] = Runner(implementation, problems)
-    turns = random.Random(0)
-    for _ in range(rounds):
-        for runner in turns.sample([*runners.values()], len(runners)):
-            runner.round()
-    rate = copy_rate(rounds) if device == "cuda" else None
+        outputs = checked_outputs(implementation, p)
+        if outputs:
+            works[f"{implementation.name}, forward"] = partial(implementation.forward, p)
+            works[f"{implementation.name}, backward"] = partial(backward, p, outputs)
+    times = in_turns(works, rounds)
     rows = []
     for implementation in HEADS[heads]:
-        name = implementation.name if implementation.graph else f"{implementation.name} *"
-        if implementation.name not in runners:
-            rows.append([name, "unsupported", *[""] * (len(HEADER) - 2)])
+        if f"{implementation.name}, forward" not in times:
+            rows.append([implementation.name, "unsupported", *[""] * (len(HEADER) - 2)])
             continue
-        times = runners[implementation.name].times
-        ratios = [theirs / own for theirs, own in zip(times.both, runners[OURS].times.both, strict=True)]
-        goals = implementation.cuda if device == "cuda" else implementation.cpu
-        goal = "" if implementation.name == OURS else f">= {goals[[*CASES].index(case)]}"
-        cells = [f"{1e6 * median(seconds):,.1f}" for seconds in (times.forward, times.backward, times.both)]
-        cells += [f"{median(ratios):.2f}", spread(ratios), goal]
-        rows.append([name, *cells, *rate_cells(problems[0], heads, times, rate)])
+        forward = np.array(times[f"{implementation.name}, forward"])
+        both = forward + times[f"{implementation.name}, backward"]
+        if implementation.name == OURS:
+            ours_seconds = both
+            goal = ""
+        else:
+            goals = implementation.cuda if device == "cuda" else implementation.cpu
+            goal = f">= {goals[[*CASES].index(case)]}"
+        ratios = (both / ours_seconds).tolist()
+        cells = [f"{1e6 * median(seconds):,.1f}" for seconds in (forward, both - forward, both)]
+        rows.append([implementation.name, *cells, f"{median(ratios):.2f}", spread(ratios), goal])
     shape = " x ".join(map(str, CASES[case]))
     title = f"{case}, {heads} head(s), {str(dtype).removeprefix('torch.')}: {shape}"
-    print_table(f"{title}, {problems[0].sums:,} rows, {problems[0].links:,} links", HEADER, rows)
-
-
-HEADER = ["us", "forward", "backward", "both", "of ours", "middle 80 %", "goal", "of copy, forward", "backward"]
-
-
-def rate_cells(p: Problem, heads: int, times: Times, rate: float | None) -> list[str]:
-    """The rates of the bytes that must be read and written, relative to a copy's. The goals of ours: 85 %, 90 %."""
-    if rate is None:
-        return ["", ""]
-    own = (heads - 1) * p.sums
-    forward_bytes = (p.links + p.sums + 2 * own) * p.row_bytes
-    backward_bytes = (p.sums + own + p.tokens) * p.row_bytes
-    cells = []
-    for size, seconds in ((forward_bytes, times.forward), (backward_bytes, times.backward)):
-        cells.append(f"{size / median(seconds) / rate:.0%}")
-    return cells
+    print_table(f"{title}, {len(p.masked):,} rows, {p.links:,} links", HEADER, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if CUDA else "cpu")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, help="default: 3 on a GPU, 20 on a CPU")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
@@ -333,11 +219,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Sparse")
     on_gpu = args.device == "cuda"
     print(torch.cuda.get_device_name() if on_gpu else f"{args.threads} threads")
-    # Autograd works on the stream of the forward pass, and the default stream cannot be captured.
-    with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
-        for case, dtype in product(CASES, (torch.float16 if on_gpu else torch.float32, torch.bfloat16)):
-            for heads in HEADS:
-                run(case, heads, dtype, args.device, args.rounds)
+    for case, dtype in product(CASES, (torch.float16 if on_gpu else torch.float32, torch.bfloat16)):
+        for heads in HEADS:
+            run(case, heads, dtype, args.device, args.rounds or (3 if on_gpu else 20))
 
 
 if __name__ == "__main__":

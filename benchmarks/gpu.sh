@@ -74,7 +74,7 @@ if [ "${1:-}" = --cpu ]; then
     part train 300 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py -k training
     part head 300 python3 benchmarks/head.py --device cpu --rounds 1 --tokens 32 --vocabulary 1500 --threads 1
     part gather 200 python3 benchmarks/gather.py --device cpu --rounds 1 --small --threads 1
-    part step 300 python3 benchmarks/step.py --recipes ppa --preset tiny --words 20 --samples 16 --rounds 1 --warm 1
+    part step 300 python3 benchmarks/step.py --recipes tlm --preset tiny --words 20 --samples 16 --rounds 1 --warm 1
 else
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
     python3 -c "import torch, triton, transformers as t; print('torch', torch.__version__, 'triton', triton.__version__, 'transformers', t.__version__)"
@@ -88,7 +88,7 @@ else
     part gather 80 python3 benchmarks/gather.py
     # Pairs of 127 tokens: the stock loop pads nothing.
     part step 280 python3 benchmarks/step.py --preset base --vocab_size 120000 --words 62 --samples 128 --workers 4 \
-        --threads 8 --recipes alignlm ppa --stock_micro_batch 64 --max_tokens 16384 --rounds 5 --warm 2
+        --threads 8 --recipes alignlm tlm --stock_micro_batch 64 --max_tokens 16384 --rounds 5 --warm 2
 fi
 
 echo

@@ -158,23 +158,6 @@ def test_attention(lengths: list[int], window: int | None, dtype: torch.dtype) -
         assert ours.dtype == dtype and error(ours, exact) < LIMIT[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
-def test_attention_dropout_keeps_the_mean(dtype: torch.dtype) -> None:
-    """The mean over many seeds of dropout is the output without dropout, and two seeds give different outputs."""
-    row, heads = tokens_of([64, 40, 7]), 4
-    qkv = torch.randn(111, 3 * heads * 64).to(DEVICE, dtype).requires_grad_()
-
-    def attend(seed: int, p: float) -> Tensor:
-        return attention(qkv, row.starts.to(DEVICE), row.lengths, row.longest, torch.tensor(seed), 0, heads, p)
-
-    whole = attend(0, 0.0)
-    draws = torch.stack([attend(seed, 0.1) for seed in range(400)]).float()
-    assert error(draws.mean(0), whole) < 0.05
-    assert error(draws[0], draws[1]) > 0.05
-    draws[0].sum().backward()
-    assert qkv.grad is not None and qkv.grad.isfinite().all() and qkv.grad.any()
-
-
 @pytest.mark.skipif(not CUDA, reason="plain operators elsewhere")
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("shape", [(4000, 768), (3, 1024), (700, 320), (0, 768)], ids=str)
@@ -301,11 +284,6 @@ def train(world: list[Path], out: Path, recipe: str, *sets: str, ds_config: Path
 @pytest.mark.parametrize("recipe", SHIPPED if CUDA else ["tlm"])
 def test_training(recipe: str, world: list[Path], folder: Path) -> None:
     train(world, folder / recipe, recipe)
-
-
-@pytest.mark.skipif(not CUDA, reason="time")
-def test_training_with_checkpointing(world: list[Path], folder: Path) -> None:
-    train(world, folder / "checkpointing", "mixed", "train.activation_checkpointing=true")
 
 
 @pytest.mark.skipif(not CUDA, reason="fp32 does not overflow")

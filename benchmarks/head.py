@@ -3,29 +3,24 @@
     python benchmarks/head.py [--device cuda|cpu] [--rounds N] [--tokens N] [--vocabulary N]
 
 Width 768, 30 % of tokens predicted, most labels are low ids, as with words. The first rows of the table say which rows
-(tokens) get logits: all; all, of which the predicted are then selected; only the predicted. The others say how the
-predicted rows are computed: plain PyTorch, in chunks (xscale's head; in one call, or in one for each of 5 streams),
-F.linear_cross_entropy if this torch has it, Liger Kernel and cut-cross-entropy if they are installed.
-ms are medians over rounds, in which all take turns. What takes more than five times as long as xscale's head is timed
-once. Errors are relative to fp64 on the same inputs: of the loss, and of the gradient of the weight's first 1,000 rows
-(RMS of the error over RMS of the gradient). MB are the peak in addition to inputs and gradients. On a GPU this is
-torch.cuda.max_memory_allocated; on a CPU it is the sum of what torch.profiler saw the allocator give and take (without
-the scratch memory of oneDNN and MKL).
+(tokens) get logits: all; only the predicted. The others say how the predicted rows are computed: plain PyTorch, in
+chunks (xscale's head), F.linear_cross_entropy if this torch has it, Liger Kernel and cut-cross-entropy if they are
+installed. ms are medians over rounds, in which all take turns. Errors are relative to fp64 on the same inputs: of the
+loss, and of the gradient of the weight's first 1,000 rows (RMS of the error over RMS of the gradient). MB are the peak
+of a GPU's memory in addition to inputs and gradients.
 glibc's malloc keeps freed memory here; otherwise page faults dominate the times on a CPU.
 """
 
 import argparse
-import os
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from statistics import median
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import CUDA, now, print_table, spread, use_allocator
+from common import CUDA, in_turns, print_table, spread, use_allocator
 from torch import Tensor
 
 from xscale.ops.masked_ce import masked_cross_entropy
@@ -35,28 +30,21 @@ MASKED = 0.3
 KNOWN = 1000
 GRADIENT_SCALE = 1024.0
 OURS = "predicted rows, chunked: ours"
+HEADER = ["", "ms", "of ours", "middle 80 %", "goal", "loss error", "gradient error", "MB"]
 
 
 class Problem:
     """Random inputs of the head, in which the share MASKED of the tokens is predicted."""
 
     def __init__(self, tokens: int, vocabulary: int, dtype: torch.dtype, device: str):
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(*shape: int, std: float = 1.0) -> Tensor:
-            drawn = torch.randn(*shape, generator=generator, device=device)
-            return (drawn * std).to(dtype).requires_grad_()
-
-        self.hidden = normal(tokens, WIDTH)
-        self.weight = normal(vocabulary, WIDTH, std=0.05)
-        self.bias = normal(vocabulary, std=0.05)
-        order = torch.randperm(tokens, generator=generator, device=device)
-        self.masked = order[: round(MASKED * tokens)].sort().values
-        skewed = torch.rand(len(self.masked), generator=generator, device=device) ** 3
-        self.labels = (skewed * vocabulary).long()
+        torch.manual_seed(0)
+        self.hidden = torch.randn(tokens, WIDTH, device=device).to(dtype).requires_grad_()
+        self.weight = (0.05 * torch.randn(vocabulary, WIDTH, device=device)).to(dtype).requires_grad_()
+        self.bias = (0.05 * torch.randn(vocabulary, device=device)).to(dtype).requires_grad_()
+        self.masked = torch.randperm(tokens, device=device)[: round(MASKED * tokens)].sort().values
+        self.labels = (torch.rand(len(self.masked), device=device) ** 3 * vocabulary).long()
         self.all_labels = torch.full((tokens,), -100, device=device)
         self.all_labels[self.masked] = self.labels
-        self.leaves = (self.hidden, self.weight, self.bias)
 
     def predicted(self) -> Tensor:
         return self.hidden.index_select(0, self.masked)
@@ -92,23 +80,12 @@ def all_rows(p: Problem) -> Tensor:
     return plain_loss(F.linear(p.hidden, p.weight, p.bias), p.all_labels)
 
 
-def select_logits(p: Problem) -> Tensor:
-    return plain_loss(F.linear(p.hidden, p.weight, p.bias).index_select(0, p.masked), p.labels)
-
-
 def plain(p: Problem) -> Tensor:
     return plain_loss(F.linear(p.predicted(), p.weight, p.bias), p.labels)
 
 
 def ours(p: Problem) -> Tensor:
     return masked_cross_entropy(p.predicted(), p.weight, p.bias, p.labels)[0]
-
-
-def five_calls(p: Problem) -> Tensor:
-    losses = []
-    for rows, labels in zip(p.predicted().tensor_split(5), p.labels.tensor_split(5), strict=True):
-        losses.append(masked_cross_entropy(rows, p.weight, p.bias, labels)[0])
-    return torch.stack(losses).sum()
 
 
 def torch_chunked(p: Problem) -> Tensor:
@@ -134,122 +111,79 @@ def cut_cross_entropy(p: Problem) -> Tensor:
 class Implementation:
     name: str
     loss: Callable[[Problem], Tensor]
-    cpu: float | None = None
+    cpu: str = ""
     """The goal on a CPU: how many times as long as xscale's head it is to take, at least."""
-    cuda: float | None = None
+    cuda: str = ""
 
 
 IMPLEMENTATIONS = [
-    Implementation("all rows", all_rows, cpu=3.1, cuda=3.2),
-    Implementation("all rows, then select logits", select_logits),
-    Implementation("predicted rows", plain, cpu=0.91, cuda=0.95),
     Implementation(OURS, ours),
-    Implementation("ours, 5 calls", five_calls),
+    Implementation("all rows", all_rows, cpu=">= 3.1", cuda=">= 3.2"),
+    Implementation("predicted rows", plain, cpu=">= 0.91", cuda=">= 0.95"),
+    Implementation("F.linear_cross_entropy", torch_chunked),
     Implementation("Liger Kernel", liger),
     Implementation("cut-cross-entropy", cut_cross_entropy),
 ]
-if hasattr(F, "linear_cross_entropy"):
-    IMPLEMENTATIONS.append(Implementation("F.linear_cross_entropy", torch_chunked))
 
 
-@dataclass
-class Result:
-    implementation: Implementation
-    loss: float = 0.0
-    gradient: Tensor | None = None
-    peak: int = 0
-    """The bytes of peak memory beyond inputs and gradients."""
-    seconds: list[float] = field(default_factory=list)
-
-    def measure(self, p: Problem) -> None:
-        loss, peak = measure_peak(lambda: backward(self.implementation.loss, p), p.weight.is_cuda)
-        assert p.weight.grad is not None
-        self.loss = loss.item()
-        self.gradient = p.weight.grad[:KNOWN].double()
-        self.peak = peak - sum(leaf.grad.nbytes for leaf in p.leaves if leaf.grad is not None)
-
-    def round(self, p: Problem) -> None:
-        started = now()
-        backward(self.implementation.loss, p)
-        self.seconds.append(now() - started)
-
-
-def backward(work: Callable[[Problem], Tensor], p: Problem) -> Tensor:
-    for leaf in p.leaves:
+def backward(loss: Callable[[Problem], Tensor], p: Problem) -> float:
+    for leaf in (p.hidden, p.weight, p.bias):
         leaf.grad = None
-    loss = work(p)
-    (loss * (GRADIENT_SCALE / len(p.labels))).backward()
-    return loss.detach()
+    total = loss(p)
+    (total * (GRADIENT_SCALE / len(p.labels))).backward()
+    return total.item()
 
 
-def measure_peak(work: Callable[[], Tensor], on_gpu: bool) -> tuple[Tensor, int]:
-    if on_gpu:
-        before = torch.cuda.memory_allocated()
+def first_cells(implementation: Implementation, p: Problem) -> list[str]:
+    """Compute loss and gradients once. Returns the errors of both, and the peak of memory."""
+    exact_loss, exact_gradient = p.exact()
+    if p.weight.is_cuda:
         torch.cuda.reset_peak_memory_stats()
-        result = work()
-        return result, torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = work()
-    events: list[Any] = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = 0
-    peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return result, peak
+        before = torch.cuda.memory_allocated()
+    loss = backward(implementation.loss, p)
+    peak = ""
+    if p.weight.is_cuda:
+        gradients = p.hidden.nbytes + p.weight.nbytes + p.bias.nbytes
+        peak = f"{(torch.cuda.max_memory_allocated() - before - gradients) / 1e6:,.0f}"
+    assert p.weight.grad is not None
+    difference = p.weight.grad[:KNOWN].double() / (GRADIENT_SCALE / len(p.labels)) - exact_gradient
+    return [f"{abs(loss / exact_loss - 1):.0e}", f"{float(difference.norm() / exact_gradient.norm()):.1e}", peak]
 
 
-def run(p: Problem, rounds: int) -> list[Result]:
-    results = []
+def run(p: Problem, rounds: int) -> None:
+    works = {}
+    cells = {}
     for implementation in IMPLEMENTATIONS:
-        result = Result(implementation)
         try:
-            result.measure(p)
-            result.round(p)
-        except ImportError:
-            continue
-        except Exception as error:  # a peer that does not take these inputs, or too little memory
+            cells[implementation.name] = first_cells(implementation, p)
+        except Exception as error:  # a peer that is not installed or does not take these inputs, or too little memory
             if implementation.name == OURS:
                 raise
             print(f"{implementation.name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
             continue
-        results.append(result)
-    (base,) = [result for result in results if result.implementation.name == OURS]
-    running = [result for result in results if result.seconds[0] < 5 * base.seconds[0]]
-    turns = random.Random(0)
-    for _ in range(rounds - 1):
-        for result in turns.sample(running, len(running)):
-            result.round(p)
-    return results
-
-
-def report(p: Problem, results: list[Result]) -> None:
-    loss, gradient = p.exact()
-    (base,) = [result for result in results if result.implementation.name == OURS]
+        works[implementation.name] = partial(backward, implementation.loss, p)
+    times = in_turns(works, rounds)
     rows = []
-    for result in results:
-        assert result.gradient is not None
-        difference = result.gradient / (GRADIENT_SCALE / len(p.labels)) - gradient
-        ratios = [theirs / own for theirs, own in zip(result.seconds, base.seconds, strict=False)]
-        goal = result.implementation.cuda if p.weight.is_cuda else result.implementation.cpu
-        cells = [f"{1e3 * median(result.seconds):,.1f}", f"{median(ratios):.2f}", spread(ratios)]
-        cells += [f">= {goal}" if goal else "", f"{abs(result.loss / loss - 1):.0e}"]
-        cells += [f"{float(difference.norm() / gradient.norm()):.1e}", f"{result.peak / 1e6:,.0f}"]
-        rows.append([result.implementation.name, *cells])
+    for implementation in IMPLEMENTATIONS:
+        name = implementation.name
+        if name in times:
+            ratios = [theirs / own for theirs, own in zip(times[name], times[OURS], strict=True)]
+            goal = implementation.cuda if p.weight.is_cuda else implementation.cpu
+            speed = [f"{1e3 * median(times[name]):,.1f}", f"{median(ratios):.2f}", spread(ratios), goal]
+            rows.append([name, *speed, *cells[name]])
     precision = str(p.weight.dtype).removeprefix("torch.")
     title = f"{precision}, vocabulary {len(p.weight):,}: {len(p.labels):,} of {len(p.hidden):,} rows"
-    print_table(title, ["", "ms", "of ours", "middle 80 %", "goal", "loss error", "gradient error", "MB"], rows)
+    print_table(title, HEADER, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if CUDA else "cpu")
-    parser.add_argument("--rounds", type=int, help="default: 10 on a GPU, 4 on a CPU")
+    parser.add_argument("--rounds", type=int, help="default: 3 on a GPU, 4 on a CPU")
     parser.add_argument("--tokens", type=int, help="default: 16,384 on a GPU, 6,144 on a CPU")
     parser.add_argument("--vocabulary", type=int, help="default: 120,000 and 250,000 on a GPU, 30,000 on a CPU")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    os.environ["KINETO_LOG_LEVEL"] = "6"
     use_allocator("steady")
     torch.set_num_threads(args.threads)
     on_gpu = args.device == "cuda"
@@ -259,7 +193,7 @@ def main() -> None:
         vocabularies = [args.vocabulary]
     for vocabulary, dtype in product(vocabularies, (torch.float16 if on_gpu else torch.float32, torch.bfloat16)):
         p = Problem(args.tokens or (16_384 if on_gpu else 6_144), vocabulary, dtype, args.device)
-        report(p, run(p, args.rounds or (10 if on_gpu else 4)))
+        run(p, args.rounds or (3 if on_gpu else 4))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ parallel files, plain, .gz or .xz, or else from the demo world), and prints
 import argparse
 import tempfile
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -25,10 +26,9 @@ import numpy as np
 from common import (
     ALONE,
     make_run,
-    median_time,
     print_table,
+    seconds_of,
     text_pairs,
-    timed,
     with_words,
     write_pairs,
     write_tokenizer,
@@ -44,6 +44,10 @@ SAMPLES = 512
 UNIQUE_PAIRS = 20_000
 SHARD_RECORDS = 8192
 REPEATS = 5
+
+
+def median_time(work: Callable[[], Any]) -> float:
+    return median(seconds_of(work) for _ in range(REPEATS))
 
 
 def step_plans(run_spec: RunSpec, steps: int) -> list[StepPlan]:
@@ -73,9 +77,9 @@ def speed(run_spec: RunSpec, steps: int) -> None:
         loaded = run.batches(ALONE, "cpu", initial_state(run.specs), steps + 8)
         for _ in islice(loaded, 8):  # workers have started and their queues are full
             pass
-        return timed(lambda: [*loaded])[0]
+        return seconds_of(lambda: [*loaded])
 
-    seconds = {"one process, plans given": median_time(lambda: [dataset[plan] for plan in plans], REPEATS)}
+    seconds = {"one process, plans given": median_time(lambda: [dataset[plan] for plan in plans])}
     for workers in (0, 1, 2):
         times = [through_loader(workers) for _ in range(REPEATS)]
         seconds[f"DataLoader, {workers} worker(s)"] = median(times)
@@ -96,8 +100,8 @@ def parts(run_spec: RunSpec, plans: list[StepPlan], whole: float) -> None:
     places = places_of(plans, name)
     texts = [*chain.from_iterable(source.read(*place).texts for place in places)]
     steps = [texts[start : start + 2 * SAMPLES] for start in range(0, len(texts), 2 * SAMPLES)]
-    read = median_time(lambda: [source.read(*place) for place in places], REPEATS)
-    tokenise = median_time(lambda: [encode(step) for step in steps], REPEATS)
+    read = median_time(lambda: [source.read(*place) for place in places])
+    tokenise = median_time(lambda: [encode(step) for step in steps])
     seconds = {"whole": whole, "read records": read, "tokenise": tokenise, "the rest": whole - read - tokenise}
     rows = [[part, f"{1e6 * value / len(places):.1f}"] for part, value in seconds.items()]
     print_table("   where a pair's time goes", ["", "us/pair"], rows)
@@ -109,7 +113,7 @@ def resume(open_run: Any, records: int, known: Calibration) -> None:
     for position in (0, int(0.9 * records)):
         seconds = []
         for _ in range(REPEATS):
-            seconds.append(timed(lambda position=position: first_step(open_run(), position, known))[0])
+            seconds.append(seconds_of(lambda position=position: first_step(open_run(), position, known)))
         rows.append([f"record {position:,}", f"{median(seconds):.3f}"])
     print_table(f"2. Seconds to the first step of a source of {records:,} pairs", ["", "s"], rows)
 

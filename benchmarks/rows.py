@@ -4,14 +4,12 @@
     python benchmarks/rows.py --preset modern-base --vocab_size 256000 --recipe mlm --max_length 1024 --goal 216000
 
 One process trains with the recipe's dropout, on a GPU in bf16 with ZeRO-2, on text of the demo world in documents as
-long as web pages. A step has --rows_per_step packed rows, made beforehand (loader.py measures the loader). Prints
-  1. for --recipe and packed rows of each size: real tokens/s, MFU by cost.StepFlops, ms of a step;
-     and for one step under torch's profiler: the number of kernels launched (on a CPU, of operators that compute), the
-     ms that the host worked (without waits for the GPU), and the share of the time that the GPU was busy
-  2. for `mixed` in packed rows of --mixed_rows tokens: the same numbers, with the shipped samples and with as many
-     samples as fill the rows, compared with --recipe
-The first size of --rows is measured first; the script names sizes for which --seconds leaves no time. Lines that begin
-with GOAL say which goals are met; a missed goal does not make the script fail.
+long as web pages. A step has --rows_per_step packed rows, made beforehand (loader.py measures the loader). Prints for
+--recipe and packed rows of each size, and for `mixed` in packed rows of --mixed_rows tokens: real tokens/s, MFU by
+cost.StepFlops, ms of a step; and on a GPU, for one step under torch's profiler, the number of kernels launched, the ms
+that the host worked (without waits for the GPU), and the share of the time that the GPU was busy. The script names
+sizes for which --seconds leaves no time. Lines that begin with GOAL say which goals are met; a missed goal does not
+make the script fail.
 """
 
 import argparse
@@ -26,7 +24,6 @@ from typing import Any
 
 import torch
 from common import ALONE, CUDA, DEVICE, ROOT, free_port, make_run, now, print_table, text_pairs, write_world
-from counts import operator_counter
 
 from xscale import ranks
 from xscale.data.loader import StepBatch
@@ -46,81 +43,56 @@ HEADER = ["", "tokens/s", "MFU", "ms a step", "rows", "tokens a row", "launches"
 
 
 @dataclass
-class Profile:
-    """What a step does under the profiler."""
-
-    launches: int
-    host_seconds: float
-    """The seconds that the host works."""
-    busy: float | None = None
-    """The share of the time that the GPU is busy."""
-
-
-@dataclass
 class Measured:
     seconds: float
     """The seconds of a step."""
     tokens: float
+    """The tokens of a step."""
     rows: int
-    mfu: float | None
-    profile: Profile
+    mfu: float
+    profile: list[str]
+    """The cells of launches, host ms and GPU busy."""
 
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-    def cells(self) -> list[str]:
-        cells = [f"{self.rate:,.0f}", percent(self.mfu), f"{1e3 * self.seconds:.1f}", f"{self.rows}"]
-        cells += [f"{self.tokens / self.rows:,.0f}", f"{self.profile.launches:,}"]
-        return [*cells, f"{1e3 * self.profile.host_seconds:.1f}", percent(self.profile.busy)]
-
-
-def percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
+    def cells(self, name: str) -> list[str]:
+        cells = [name, f"{self.tokens / self.seconds:,.0f}", f"{self.mfu:.1%}", f"{1e3 * self.seconds:.1f}"]
+        return [*cells, f"{self.rows}", f"{self.tokens / self.rows:,.0f}", *self.profile]
 
 
 class Bench:
     """An engine with a recipe's model, whose steps may have other samples and packed rows than the recipe says."""
 
-    def __init__(self, recipe: str, data: list[Path], args: argparse.Namespace):
+    def __init__(self, recipe: str, fields: dict[str, object], data: list[Path], args: argparse.Namespace):
         self.recipe = recipe
+        self.fields: dict[str, object] = {"model.preset": args.preset, "data.max_length": args.max_length}
+        self.fields |= {"data.workers": args.workers, "data.overlong": "truncate", **fields}
         self.data = data
         self.args = args
         run_spec = self.run_spec(args.rows[0])
         encoder = run_spec.encoder()
         self.formula = StepFlops(encoder)
         config = load_ds_config(args.ds_config, run_spec.recipe, 1, Hardware.here())
-        self.precision = config.precision
         self.engine = engine.build_engine(StepModule(encoder, run_spec.recipe), config.resolved)
 
     def run_spec(self, max_tokens: int) -> RunSpec:
-        fields: dict[str, object] = {"model.preset": self.args.preset, "data.max_length": self.args.max_length}
-        fields |= {"train.max_tokens": max_tokens, "data.workers": self.args.workers, "data.overlong": "truncate"}
-        if self.recipe == "mixed":
-            fields |= {"streams.ppa.prefill": "false", "streams.ppa.queue_size": 4096}
-        if self.recipe == self.args.recipe:
-            fields |= dict(field.split("=", 1) for field in self.args.set)
-        return make_run(self.recipe, fields, self.data, self.args.vocab_size)
+        return make_run(self.recipe, self.fields | {"train.max_tokens": max_tokens}, self.data, self.args.vocab_size)
 
-    def filled(self, max_tokens: int) -> RunSpec:
-        """The run with its samples multiplied so that they fill --rows_per_step packed rows of `max_tokens` tokens."""
+    def measure(self, max_tokens: int) -> Measured:
+        """Measure steps whose samples are as many as fill --rows_per_step packed rows of `max_tokens` tokens."""
         run_spec = self.run_spec(max_tokens)
         mixture = run_spec.mixture(ALONE, DEVICE.type, run_spec.specs, initial_state(run_spec.specs))
         tokens = mixture.next_batch().tokens_of_bins().sum()
         factor = self.args.rows_per_step * max_tokens * FILL / tokens
         specs = [replace(spec, samples=max(1, round(factor * spec.samples))) for spec in run_spec.specs]
-        return replace(run_spec, specs=specs)
-
-    def measure(self, run_spec: RunSpec) -> Measured:
-        *batches, last = run_spec.batches(ALONE, DEVICE.type, initial_state(run_spec.specs), WARM + STEPS + 1)
+        run_spec = replace(run_spec, specs=specs)
+        *batches, last = run_spec.batches(ALONE, DEVICE.type, initial_state(specs), WARM + STEPS + 1)
         self.train(run_spec, batches[:WARM])
         seconds = self.train(run_spec, batches[WARM:]) / STEPS
-        works = [batch.cost() for batch in batches[WARM:]]
-        tokens = sum(work["tokens"] for work in works) / STEPS
+        tokens = 0.0
         flops = 0.0
-        for work in works:
-            flops += sum(self.formula.flops(work).values()) / STEPS
-        mfu = flops / seconds / self.formula.peak if self.formula.peak else None
+        for batch in batches[WARM:]:
+            tokens += batch.cost()["tokens"] / STEPS
+            flops += sum(self.formula.flops(batch.cost()).values()) / STEPS
+        mfu = flops / seconds / self.formula.peak if self.formula.peak else float("nan")
         return Measured(seconds, tokens, len(last.rows), mfu, self.profile(run_spec, last))
 
     def train(self, run_spec: RunSpec, batches: Iterable[StepBatch]) -> float:
@@ -131,20 +103,17 @@ class Bench:
             optimizer_step(self.engine, run_spec.recipe, batch.rows, batch.targets(), **place)
         return now() - started
 
-    def profile(self, run_spec: RunSpec, batch: StepBatch) -> Profile:
+    def profile(self, run_spec: RunSpec, batch: StepBatch) -> list[str]:
         if not CUDA:
-            started = time.process_time()
-            with operator_counter() as counts:
-                self.train(run_spec, [batch])
-            return Profile(counts.total(), time.process_time() - started)
+            return ["", "", ""]
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profiler:
             seconds = self.train(run_spec, [batch])
-        return read_profile(profiler.events(), seconds)
+        return profile_cells(profiler.events(), seconds)
 
 
-def read_profile(events: Iterable[Any], seconds: float) -> Profile:
-    """seconds: those of the profiled step."""
+def profile_cells(events: Iterable[Any], seconds: float) -> list[str]:
+    """The cells of a profiled step that took `seconds`."""
     spans = []
     for event in events:
         if "CUDA" in str(event.device_type):
@@ -157,7 +126,7 @@ def read_profile(events: Iterable[Any], seconds: float) -> Profile:
     for start, end in spans:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return Profile(len(spans), seconds, busy / (reached - spans[0][0]))
+    return [f"{len(spans):,}", f"{1e3 * seconds:.1f}", f"{busy / (reached - spans[0][0]):.1%}"]
 
 
 def print_goal(name: str, value: float | None, least: float, form: str) -> None:
@@ -168,41 +137,32 @@ def print_goal(name: str, value: float | None, least: float, form: str) -> None:
     print(f"GOAL {name}: {result}", flush=True)
 
 
-def measure_mixed(bench: Bench, args: argparse.Namespace, alone: Measured | None) -> None:
-    """Measure `mixed`. alone: the measurement of --recipe in packed rows of the same size."""
-    shipped = bench.measure(bench.run_spec(args.mixed_rows))
-    full = bench.measure(bench.filled(args.mixed_rows))
-    rows = [["mixed as shipped", *shipped.cells()], ["mixed", *full.cells()]]
-    print_table(f"`mixed` in rows of {args.mixed_rows:,} tokens", HEADER, rows)
-    ratio = full.rate / alone.rate if alone else None
-    print_goal(f"mixed within 10 % of {args.recipe}, tokens/s", ratio, 0.9, "{:.2f} times")
-
-
-def measure_sizes(bench: Bench, args: argparse.Namespace, data: list[Path], deadline: float) -> dict[int, Measured]:
-    """Measure --recipe in packed rows of each size, and `mixed` after the first size."""
+def run(args: argparse.Namespace, data: list[Path]) -> None:
+    deadline = time.monotonic() + args.seconds
+    sizes = Bench(args.recipe, dict(field.split("=", 1) for field in args.set), data, args)
     results: dict[int, Measured] = {}
+    rows = []
     for size in args.rows:
         if time.monotonic() < deadline:
-            results[size] = bench.measure(bench.filled(size))
-            print(size, *results[size].cells(), sep="  ", flush=True)
-        if args.mixed_rows and size == args.rows[0]:
-            measure_mixed(Bench("mixed", data, args), args, results.get(args.mixed_rows))
-    return results
-
-
-def report(bench: Bench, args: argparse.Namespace, results: dict[int, Measured]) -> None:
-    model = f"{args.preset}, vocabulary {args.vocab_size:,}, {bench.precision}"
-    rows = [[f"{size:,}", *results[size].cells()] for size in sorted(results)]
-    print_table(f"{args.recipe} in rows; {model}, {args.max_length} tokens a sequence", HEADER, rows)
-    late = [f"{size:,}" for size in args.rows if size not in results]
-    if late:
-        print(f"  no time left for rows of {', '.join(late)}")
+            results[size] = sizes.measure(size)
+            rows.append(results[size].cells(f"{args.recipe}, {size:,}"))
+        else:
+            rows.append([f"{args.recipe}, {size:,}", "no time left", *[""] * (len(HEADER) - 2)])
+    rates = {size: result.tokens / result.seconds for size, result in results.items()}
     if args.goal:
-        best = max(result.rate for result in results.values())
-        print_goal(f"{args.preset}, {args.goal:,} tokens/s", best, args.goal, "{:,.0f}")
+        print_goal(f"{args.preset}, {args.goal:,} tokens/s", max(rates.values()), args.goal, "{:,.0f}")
     else:
         mfu = results[16384].mfu if 16384 in results else None
         print_goal(f"{args.preset}, MFU of 40 % in rows of 16,384", mfu, 0.4, "{:.1%}")
+    if args.mixed_rows:
+        mixed = Bench("mixed", {"streams.ppa.prefill": "false", "streams.ppa.queue_size": 4096}, data, args)
+        result = mixed.measure(args.mixed_rows)
+        rows.append(result.cells(f"mixed, {args.mixed_rows:,}"))
+        alone = rates.get(args.mixed_rows)
+        ratio = result.tokens / result.seconds / alone if alone else None
+        print_goal(f"mixed within 10 % of {args.recipe}, tokens/s", ratio, 0.9, "{:.2f} times")
+    title = f"Packed rows; {args.preset}, vocabulary {args.vocab_size:,}, {args.max_length} tokens a sequence"
+    print_table(title, HEADER, rows)
 
 
 def main() -> None:
@@ -223,13 +183,11 @@ def main() -> None:
     add("--goal", type=int, help="tokens/s, to be printed")
     args = parser.parse_args()
     os.environ.setdefault("MASTER_PORT", str(free_port()))
-    deadline = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
         pairs = [*islice(text_pairs(None), args.pairs)]
         data = write_world(pairs, 30_000, Path(folder) / "world", documents=True)
         ranks.join_process_group(ranks.read_launcher())
-        bench = Bench(args.recipe, data, args)
-        report(bench, args, measure_sizes(bench, args, data, deadline))
+        run(args, data)
         torch.distributed.destroy_process_group()
 
 

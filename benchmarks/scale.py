@@ -4,11 +4,9 @@
                                [--sources 1 100]
 
 The records are divided evenly among 1 and 100 sources, which exist in memory only (.idx data without text). Prints
-  1. planning with a run's own code, for the ranks of a node: CPU time of the first step (which includes the order of an
-     epoch) and of a later step, also as the share of one rank, and the longest one; the memory that is kept, and its
-     peak. Steps have 8k samples, or as many as fill a packed row of 16k tokens on each rank
-  2. how long the main process waits for a step's plan, with steps of 100 ms and a run's loader with two workers that
-     read nothing: for the first plan (a run builds its engine meanwhile), the median, the longest
+for planning with a run's own code, for the ranks of a node: CPU time of the first step (which includes the order of an
+epoch) and of a later step, also as the share of one rank, and the longest one; the memory that is kept, and its peak.
+Steps have 8k samples, or as many as fill a packed row of 16k tokens on each rank.
 """
 
 import argparse
@@ -22,12 +20,10 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-from common import print_table, timed
-from torch.utils.data import Dataset
+from common import print_table
 
 from xscale.data.calibration import Calibration
-from xscale.data.loader import StepBatch, batches_of, step_plans
-from xscale.data.mixture import Mixture, StepPlan, StreamSpec
+from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 
 MAX_LENGTH = 128
@@ -39,9 +35,6 @@ NODE = 8
 """The number of ranks for which one process plans."""
 BYTES = {"pair": 250, "mono": 120}
 """The mean number of bytes of a record; a token has 4 bytes."""
-STEP_SECONDS = 0.1
-ENGINE_SECONDS = 3.0
-"""The seconds of a step, and of building an engine. During both, plans are made ahead."""
 DOCUMENT = 10
 """The mean number of sentences of a document."""
 
@@ -103,28 +96,6 @@ def planning(kind: str, number: int, batch: int, args: argparse.Namespace) -> li
     return cells + [f"{memory(field) - before:,.0f}" for field in ("VmRSS", "VmHWM")]
 
 
-class EmptySteps(Dataset):
-    """A data set without text, of which each step is an empty batch."""
-
-    def __getitem__(self, plan: StepPlan) -> StepBatch:
-        return StepBatch(plan.step, [], plan.state)
-
-
-def waiting(kind: str, number: int, batch: int, args: argparse.Namespace) -> list[str]:
-    mixture = mixture_of(kind, sources_of(kind, number, args.records, args.shards), batch, args.ranks)
-    dataset: Any = EmptySteps()
-    started = time.perf_counter()
-    batches = batches_of(step_plans(mixture, 2, args.steps + 1), dataset, 2, mixture.rank)
-    next(batches)
-    first = time.perf_counter() - started
-    waits = []
-    time.sleep(ENGINE_SECONDS)
-    for _ in range(args.steps):
-        time.sleep(STEP_SECONDS)
-        waits.append(timed(lambda: next(batches))[0])
-    return [f"{first:.2f}", f"{1e3 * median(waits):,.2f}", f"{1e3 * max(waits):,.2f}"]
-
-
 def alone(work: Callable[..., Any], *args: Any) -> Any:
     """Run `work` in a process of its own, so that the process's memory is that of `work`. Returns its result."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -144,10 +115,8 @@ def main() -> None:
         for batch in (BATCH, PER_RANK[kind] * args.ranks):
             cases[f"{kind}, sources: {number}, {batch // 1024}k"] = (kind, number, batch)
     rows = [[name, *alone(planning, *case, args)] for name, case in cases.items()]
-    title = f"1. Planning: {args.records:,} records in {args.shards:,} shards, {args.ranks:,} ranks"
+    title = f"Planning: {args.records:,} records in {args.shards:,} shards, {args.ranks:,} ranks"
     print_table(title, ["", "first, s", "median, ms", "mean", "of a rank", "longest", "kept, MB", "peak, MB"], rows)
-    rows = [[name, *waiting(*case, args)] for name, case in cases.items()]
-    print_table("2. Waiting for a plan in steps of 100 ms", ["", "first, s", "median, ms", "longest, ms"], rows)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Compare optimizer steps of xscale with a stock loop, Hugging Face models on DeepSpeed ZeRO-2, for each objective.
+"""Compare optimizer steps of xscale with a stock loop, Hugging Face models on DeepSpeed ZeRO-2.
 
     python benchmarks/step.py [--recipes tlm alignlm ...] [--data DIR ...] [--rounds 4] [--max_tokens 4096 8192]
     python benchmarks/step.py --check [--recipes ...]       both losses on the same masked inputs, without dropout
     python benchmarks/step.py --before DIR [--recipes ...]  against train.py of another checkout of xscale
-    python benchmarks/step.py --recipes alignlm ppa --preset base --vocab_size 120000 --words 62 --samples 128 \\
+    python benchmarks/step.py --recipes alignlm tlm --preset base --vocab_size 120000 --words 62 --samples 128 \\
         --stock_micro_batch 64 --max_tokens 8192 16384 --workers 4 on a GPU: BERT-base at 128 pairs of 128 tokens
 
 Both loops train the same model (preset mini, vocabulary 32,768) from the same weights on the same samples in each
@@ -53,7 +53,7 @@ from common import (
     with_words,
     write_world,
 )
-from stock import Example, Mlm, Ppa, StockModule, first_queue
+from stock import Example, Mlm, StockModule
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers.utils import logging as transformers_logging
@@ -63,7 +63,6 @@ from xscale.data.mixture import Mixture, SampledRecords, initial_state
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.metric_keys import Counts
-from xscale.models.encoder import Encoder
 from xscale.run_spec import RunSpec
 from xscale.step import engine
 from xscale.step.cost import StepFlops
@@ -94,7 +93,7 @@ class XscaleLoop:
         encoder = run_spec.encoder()
         self.formula = StepFlops(encoder)
         resolved = load_ds_config(ds_config, run_spec.recipe, ALONE.world, Hardware.here()).resolved
-        self.engine = engine.build_engine(step_module(encoder, run_spec), resolved)
+        self.engine = engine.build_engine(StepModule(encoder, run_spec.recipe), resolved)
         state = initial_state(run_spec.specs)
         self.batches = run_spec.batches(ALONE, DEVICE, state, run_spec.recipe.train.steps)
 
@@ -154,22 +153,11 @@ class StockLoop:
             self.engine.backward(loss * len(micro_batches))
             self.engine.step()
             self.losses.append(loss.detach())
-        for part in self.engine.module.streams.values():
-            part.after_step(self.engine.module.lm)
         self.seconds.append(now() - started)
 
     def loss(self) -> float:
         """The loss of the last step."""
         return float(sum(self.losses))
-
-
-def step_module(encoder: Encoder, run_spec: RunSpec) -> StepModule:
-    """The run's module; a queue of PPA is filled with random keys."""
-    module = StepModule(encoder, run_spec.recipe)
-    for name, auxiliary_state in module.auxiliary_states.items():
-        if hasattr(auxiliary_state, "queue"):
-            auxiliary_state.queue.push(first_queue(run_spec.recipe.streams[name].options), 0)
-    return module
 
 
 def stream_losses(run_spec: RunSpec, sums: Sums, counts: Counts) -> dict[str, float]:
@@ -302,19 +290,16 @@ def check(recipes: list[str], args: argparse.Namespace) -> bool:
     for recipe in recipes:
         fields = step_fields(recipe, args, 1) | {"model.dropout": "0.0", "data.segments": "false"}
         fields["data.lexicon_heldout"] = 0
-        for stream, name, value in (("ppa", "temperature", "1.0"), ("align_mlm", "pairs_per_step", "null")):
-            if recipe in (stream, "mixed"):  # a loss to speak of; nothing drawn
-                fields[f"streams.{stream}.{name}"] = value
         run_spec = make_run(recipe, fields, args.data, args.vocab_size)
         encoder = run_spec.encoder()
-        module = step_module(encoder, run_spec)
+        module = StepModule(encoder, run_spec.recipe)
         stock = StockModule(encoder.lm, run_spec)
         stream_batches = first_stream_batches(run_spec)
         ours = losses_of(run_spec, module, pack_row(stream_batches, run_spec.tokenizer.sep_id))
         for name, draw in next(global_batches(run_spec)).items():
             part: Any = stock.streams[name]
             examples = [*chain.from_iterable(samples_of(run_spec, part, draw))]
-            give_draws(part, examples, stream_batches[name], module.objective_parts(name).heads)
+            give_masks(part, stream_batches[name])
             with torch.no_grad():
                 theirs = float(stock(name, part.collate(examples)))
             difference = abs(ours[name] - theirs) / abs(ours[name])
@@ -338,35 +323,25 @@ def losses_of(run_spec: RunSpec, module: StepModule, row: Row) -> dict[str, floa
     return stream_losses(run_spec, sums, row.counts)
 
 
-def give_draws(part: Any, examples: list[Example], stream_batch: StreamBatch, heads: Any) -> None:
-    """Let the stock objective mask and swap as xscale did."""
+def give_masks(part: Any, stream_batch: StreamBatch) -> None:
+    """Let the stock objective mask as xscale did."""
     lengths = stream_batch.sequences.lengths.tolist()
     masked = torch.from_numpy(stream_batch.sequences.ids)
-    original = masked.clone()
     labels = torch.full_like(masked, -100)
-    if "masked" in stream_batch.states:
-        places = stream_batch.states["masked"].columns
-        original[places] = torch.from_numpy(next(iter(stream_batch.labels.values())))
-        labels[places] = original[places]
+    places = stream_batch.states["masked"].columns
+    labels[places] = torch.from_numpy(next(iter(stream_batch.labels.values())))
 
     def mask(ids: torch.Tensor, special: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        def padded(flat: torch.Tensor, fill: int) -> torch.Tensor:
-            return pad_sequence(flat.split(lengths)[: len(ids)], batch_first=True, padding_value=fill)
+        pad_id = part.tokenizer.pad_token_id
+        padded_labels = padded(labels, -100)
+        original = torch.where(padded_labels == -100, padded(masked, pad_id), padded_labels)
+        assert torch.equal(ids, original), "other tokens"
+        return padded(masked, pad_id), padded_labels
 
-        assert torch.equal(ids, padded(original, part.tokenizer.pad_token_id)), "other tokens"
-        return padded(masked, part.tokenizer.pad_token_id), padded(labels, -100)
+    def padded(flat: torch.Tensor, fill: int) -> torch.Tensor:
+        return pad_sequence(flat.split(lengths), batch_first=True, padding_value=fill)
 
     part.mask = mask
-    if isinstance(part, Ppa):
-        views = original.split(lengths)[-len(examples) :]  # without a query view, the sequences of TLM
-        swaps = []
-        for view, example in zip(views, examples, strict=True):
-            first = example["sides"][0]
-            swaps.append(view.tolist()[1 : len(first) + 1] != first)
-        part.swap = iter(swaps).__next__
-        if heads:
-            part.projection[0].weight = heads.w1.weight
-            part.projection[2].weight = heads.w2.weight
 
 
 def parse_arguments() -> argparse.Namespace:

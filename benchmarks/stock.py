@@ -1,17 +1,15 @@
 """The objectives as an ordinary user of Hugging Face and DeepSpeed writes them: sequences padded to the longest of a
 random micro-batch, logits at all positions, AlignLM's word links as a dense matrix A.
 
-Every class has `examples` (a sample's records -> tokenised), `collate` (examples -> tensors) and `loss`. Random numbers
-come from torch and random; `mask` and `swap` are attributes, so that a check can replace them by xscale's choices.
+Every class has `examples` (a sample's records -> tokenised), `collate` (examples -> tensors) and `loss`. `mask` is an
+attribute, so that a check can replace it by xscale's choices.
 
-Shape letters: B sequences, L tokens of the longest, H hidden width, V vocabulary, D width of z, N new keys, K keys of
-the queue.
+Shape letters: B sequences, L tokens of the longest.
 """
 
 import copy
-import random
-from collections import Counter, defaultdict
-from itertools import chain, groupby, product
+from collections import defaultdict
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -75,9 +73,6 @@ class Mlm(nn.Module):
     def loss(self, lm: Any, batch: Batch) -> Tensor:
         return lm(**batch).loss
 
-    def after_step(self, lm: Any) -> None:
-        pass
-
 
 class Tlm(Mlm):
     def examples(self, records: list[Record]) -> list[Example]:
@@ -91,33 +86,6 @@ class Tlm(Mlm):
             languages += [self.languages[language]] * size
             positions += range(size)
         return [{"input_ids": ids, "token_type_ids": languages, "position_ids": positions}]
-
-
-class AlignMlm(Mlm):
-    """ALIGN-MLM: a micro-batch uses all entries, or `pairs_per_step` of them, from two padded tables of token ids."""
-
-    def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
-        super().__init__(lm, run_spec, options)
-        words: list[list[int]] = []
-        translations: list[list[int]] = []
-        for lexicon in run_spec.dictionaries["align_mlm"]:
-            for word, translation in zip(*lexicon.ids, strict=True):
-                if list(word) != list(translation):
-                    words.append(word)
-                    translations.append(translation)
-        self.sides = [pad(words, -1), pad(translations, -1)]
-
-    def loss(self, lm: Any, batch: Batch) -> Tensor:
-        wanted = self.options.pairs_per_step
-        picked = torch.randperm(len(self.sides[0]))[:wanted] if wanted else slice(None)
-        vectors = [self.vectors(lm, side[picked].to(batch["input_ids"].device)) for side in self.sides]
-        return super().loss(lm, batch) - self.options.alpha * F.cosine_similarity(*vectors, dim=-1).mean()
-
-    def vectors(self, lm: Any, ids: Tensor) -> Tensor:
-        """The mean of the input embeddings of each word's tokens."""
-        rows = lm.get_input_embeddings()(ids.clamp(min=0)).float()
-        there = (ids >= 0).unsqueeze(-1)
-        return (rows * there).sum(1) / there.sum(1)
 
 
 class AlignLm(Mlm):
@@ -168,155 +136,8 @@ class AlignLm(Mlm):
         return L_mp + self.options.bilingual_weight * L_bp
 
 
-class Ppa(Tlm):
-    """PPA: query encoder, key encoder and TLM are separate passes; the momentum update goes parameter by parameter."""
-
-    def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
-        super().__init__(lm, run_spec, options)
-        width = lm.config.hidden_size
-        self.projection = nn.Sequential(
-            nn.Linear(width, width, bias=False), nn.ReLU(), nn.Linear(width, options.projection, bias=False)
-        )
-        self.keys: list[nn.Module] = []  # a list: DeepSpeed must not train it
-        self.new: list[Tensor] = []
-        self.queue_KD = first_queue(options)
-        self.next = 0
-        self.swap = lambda: random.random() < 0.5
-
-    def examples(self, records: list[Record]) -> list[Example]:
-        (record,) = records
-        room = (self.max_length - 3) // 2
-        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in record.texts]
-        return [{"sides": [side[:room] for side in ids]}]
-
-    def collate(self, examples: list[Example]) -> Batch:
-        cls = [self.tokenizer.cls_token_id]
-        sep = [self.tokenizer.sep_token_id]
-        pairs = [example["sides"][:: -1 if self.swap() else 1] for example in examples]
-        batch = {}
-        if self.options.tlm_weight:
-            batch = super().collate([{"input_ids": cls + s + sep + t + sep} for s, t in pairs])
-        for name, side in (("query", 0), ("key", 1)) if self.options.moco_weight else ():
-            view, _ = self.inputs([{"input_ids": cls + pair[side] + sep} for pair in pairs])
-            batch |= {f"{name}_ids": view["input_ids"], f"{name}_mask": view["attention_mask"]}
-        return batch
-
-    def loss(self, lm: Any, batch: Batch) -> Tensor:
-        if not self.options.moco_weight:
-            return self.options.tlm_weight * super().loss(lm, batch)
-        self.start(lm)
-        views = [(batch.pop(f"{name}_ids"), batch.pop(f"{name}_mask")) for name in ("query", "key")]
-        q_BD = project(lm.base_model, self.projection, self.options.pooling, *views[0])
-        with torch.no_grad():
-            k_BD = project(*self.keys, self.options.pooling, *views[1])
-        self.new.append(k_BD)
-        positive_B1 = (q_BD * k_BD).sum(-1, keepdim=True)
-        logits = torch.cat([positive_B1, q_BD @ self.queue_KD.T], dim=1) / self.options.temperature
-        moco = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
-        total = self.options.moco_weight * moco
-        return total + self.options.tlm_weight * super().loss(lm, batch) if batch else total
-
-    def start(self, lm: Any) -> None:
-        if not self.keys:
-            self.keys = [copy.deepcopy(module).requires_grad_(False) for module in (lm.base_model, self.projection)]
-            self.queue_KD = self.queue_KD.to(next(lm.parameters()).device)
-
-    @torch.no_grad()
-    def after_step(self, lm: Any) -> None:
-        if not self.new:
-            return
-        m = self.options.momentum
-        for key, query in zip(self.keys, (lm.base_model, self.projection), strict=True):
-            for k, q in zip(key.parameters(), query.parameters(), strict=True):
-                k.data = k.data * m + q.data * (1 - m)
-        new_ND = torch.cat(self.new)
-        places = (self.next + torch.arange(len(new_ND))) % len(self.queue_KD)
-        self.queue_KD[places] = new_ND
-        self.next = (self.next + len(new_ND)) % len(self.queue_KD)
-        self.new.clear()
-
-
-def project(encoder: nn.Module, projection: nn.Module, pooling: str, ids: Tensor, mask: Tensor) -> Tensor:
-    """z [B, D] in fp32, from the state of [CLS], or from the sum of the states of all tokens but [CLS] and [SEP]."""
-    states_BTH = encoder(ids, mask).last_hidden_state
-    inside_BT1 = (mask.cumsum(1).gt(1) & mask.flip(1).cumsum(1).flip(1).gt(1))[..., None]
-    x_BH = states_BTH[:, 0] if pooling == "cls" else (states_BTH * inside_BT1).sum(1)
-    h_BH = F.normalize(x_BH.float(), dim=-1).to(x_BH.dtype)
-    return F.normalize(projection(h_BH).float(), dim=-1)
-
-
-def first_queue(options: Any) -> Tensor:
-    """The queue with which MoCo starts: random unit vectors [K, D]."""
-    return F.normalize(torch.randn(options.queue_size, options.projection, generator=torch.Generator().manual_seed(0)))
-
-
-class Contextual(Mlm):
-    """Contextual alignment: a pass for the sentences of each language, and one through a frozen copy of the model."""
-
-    def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
-        super().__init__(lm, run_spec, options)
-        self.frozen: list[nn.Module] = []
-
-    def examples(self, records: list[Record]) -> list[Example]:
-        (record,) = records
-        anchor = record.langs.index(self.options.anchor) if self.options.anchor else 0
-        sides = []
-        for text in record.texts:
-            encoding = self.tokenizer(
-                text.split(), is_split_into_words=True, truncation=True, max_length=(self.max_length - 3) // 2 + 2
-            )
-            last = {word: token for token, word in enumerate(encoding.word_ids(0)) if word is not None}
-            sides.append((encoding["input_ids"], last))
-        (_, source_ends), (_, target_ends) = sides
-        links = links_of(record)
-        uses = Counter(chain.from_iterable((("source", i), ("target", j)) for i, j in links))
-        source, target = (text.split() for text in record.texts)
-        places = []
-        for i, j in links:
-            single = uses["source", i] == uses["target", j] == 1
-            if single and i in source_ends and j in target_ends and is_word(source[i]) and is_word(target[j]):
-                place = (source_ends[i], target_ends[j])
-                places.append(place[::-1] if anchor else place)
-        return [{"input_ids": sides[anchor][0], "other": sides[1 - anchor][0], "links": places}]
-
-    def collate(self, examples: list[Example]) -> Batch:
-        inputs, special = self.inputs(examples)
-        other, of_other = self.inputs([{"input_ids": example["other"]} for example in examples])
-        links = [(b, i, j) for b, example in enumerate(examples) for i, j in example["links"]]
-        return inputs | {
-            "other_ids": other["input_ids"],
-            "other_mask": other["attention_mask"],
-            "ordinary": ~special,
-            "tokens": (~special).sum() + (~of_other).sum(),
-            "links": torch.tensor(links).reshape(-1, 3),
-        }
-
-    def loss(self, lm: Any, batch: Batch) -> Tensor:
-        if not self.frozen:
-            self.frozen.append(copy.deepcopy(lm.base_model).eval().requires_grad_(False))
-        english = batch["input_ids"], batch["attention_mask"]
-        f_english = lm.base_model(*english).last_hidden_state
-        f_other = lm.base_model(batch["other_ids"], batch["other_mask"]).last_hidden_state
-        with torch.no_grad():
-            f0 = self.frozen[0](*english).last_hidden_state
-        b, i, j = batch["links"].T
-        tokens = batch["tokens"]
-        align = (f_english[b, i] - f_other[b, j]).float().square().sum() / tokens
-        anchor = (f_english - f0)[batch["ordinary"]].float().square().sum() / tokens
-        return align + self.options.anchor_weight * anchor
-
-
-STOCK: dict[str, type[Mlm]] = {
-    "mlm": Mlm,
-    "tlm": Tlm,
-    "align_mlm": AlignMlm,
-    "alignlm": AlignLm,
-    "ppa": Ppa,
-    "contextual": Contextual,
-}
-
-
-FIXED = {"normalize": "sum", "expand": "all", "shuffle_sides": False, "replace_tlm_with_mlm": False, "subwords": "mean"}
+STOCK: dict[str, type[Mlm]] = {"mlm": Mlm, "tlm": Tlm, "alignlm": AlignLm}
+FIXED = {"normalize": "sum", "expand": "all", "shuffle_sides": False}
 """The options for which the stock objectives support only this value."""
 
 
@@ -352,7 +173,3 @@ def links_of(record: Record) -> list[tuple[int, int]]:
         i, j = map(int, link.split("-"))
         links.append((i, j))
     return links
-
-
-def is_word(text: str) -> bool:
-    return any(character.isalnum() for character in text)
