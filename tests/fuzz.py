@@ -30,18 +30,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pyarrow.parquet
 import torch
 
-from data_tools import command, readers, write_shards
-from data_tools.corpus import SourceSpec
+from data_tools import command, write_shards
 from tests import demo_shards
 from xscale.checkpoint import store as checkpoints
 from xscale.data.shards import Source, find_sources
@@ -297,36 +294,6 @@ def pairs_case(case: Case) -> None:
     check_source(out)
 
 
-ROW: dict[str, Callable[[str, str], str]] = {
-    "tmx": lambda a, b: "<tu>{}</tu>".format("".join(f'<tuv lang="{lang}"><seg>{escape(text)}</seg></tuv>'
-                                                     for lang, text in (("en", a), ("de", b)))),
-    "text": lambda a, b: f'<doc id="1">\n{a}\n</doc>\n',
-    "jsonl": lambda a, b: json.dumps({"text": a}) + "\n",
-    "tsv": lambda a, b: f"{a}\t{b}\n",
-}  # fmt: skip
-
-
-def reader_case(case: Case) -> None:
-    """The readers of data_tools.prepare. A damaged file may give other text, but nothing else."""
-    texts = [["".join(c for c in sentence(case) if " " <= c != "\x7f") for _ in range(2)] for _ in range(20)]
-    rows = [[f"{n} {a} x", f"{n} {b} y"] for n, (a, b) in enumerate(texts[: case.rng.randrange(1, 20)])]
-    form = case.pick(*ROW, "parquet")
-    path = case.folder / f"m.{form}"
-    case.names = [path.name]
-    if form == "parquet":
-        pyarrow.parquet.write_table(pyarrow.table(dict(zip(("en", "de"), zip(*rows, strict=True), strict=True))), path)
-    else:
-        content = "".join(ROW[form](*row) for row in rows)
-        case.file(path.name, f"<tmx><body>{content}</body></tmx>" if form == "tmx" else content)
-    mono = form in ("text", "jsonl")
-    fields = {"mono": "en"} if mono else {"pairs": ("en", "de"), **({"columns": (1, 2)} if form == "tsv" else {})}
-    whole = case.pick(True, False)
-    if not whole:
-        path.write_bytes(damaged(case, path.read_bytes()))
-    found = [unit.texts for unit in readers.read_units(SourceSpec(**{form: str(path)}, **fields))]
-    assert not whole or found == [row[:1] if mono else row for row in rows], "other texts"
-
-
 # Shards
 
 
@@ -488,7 +455,6 @@ def checkpoint_case(case: Case) -> None:
 KINDS: dict[str, tuple[Callable[[Case], None], int]] = {
     "mono": (mono_case, 12),
     "pairs": (pairs_case, 12),
-    "reader": (reader_case, 12),
     "shards": (shards_case, 16),
     "checkpoint": (checkpoint_case, 14),
 }
