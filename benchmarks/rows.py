@@ -49,12 +49,14 @@ class Measured:
     tokens: float
     """The tokens of a step."""
     rows: int
-    mfu: float
+    mfu: float | None
+    """None: the device's peak is not known."""
     profile: list[str]
     """The cells of launches, host ms and GPU busy."""
 
     def cells(self, name: str) -> list[str]:
-        cells = [name, f"{self.tokens / self.seconds:,.0f}", f"{self.mfu:.1%}", f"{1e3 * self.seconds:.1f}"]
+        mfu = "" if self.mfu is None else f"{self.mfu:.1%}"
+        cells = [name, f"{self.tokens / self.seconds:,.0f}", mfu, f"{1e3 * self.seconds:.1f}"]
         return [*cells, f"{self.rows}", f"{self.tokens / self.rows:,.0f}", *self.profile]
 
 
@@ -92,7 +94,7 @@ class Bench:
         for batch in batches[WARM:]:
             tokens += batch.cost()["tokens"] / STEPS
             flops += sum(self.formula.flops(batch.cost()).values()) / STEPS
-        mfu = flops / seconds / self.formula.peak if self.formula.peak else float("nan")
+        mfu = flops / seconds / self.formula.peak if self.formula.peak else None
         return Measured(seconds, tokens, len(last.rows), mfu, self.profile(run_spec, last))
 
     def train(self, run_spec: RunSpec, batches: Iterable[StepBatch]) -> float:
