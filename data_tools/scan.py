@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from xscale.data.link_projection import links_move, project_links
-from xscale.data.shards import BLOCK, FOLLOWS, IDX_DTYPE, PART_BYTES, Shard, check_languages
+from xscale.data.shards import BLOCK, FOLLOWS, IDX_DTYPE, PART_BYTES, check_languages
 from xscale.errors import UserError
 from xscale.files import sha256_file
-from xscale.record import Record, is_sample_member, parse_json, parse_sample, sample_key
+from xscale.record import Record, Shard, is_sample_member, parse_json, parse_sample, sample_key
 
 
 class StoredRecord(NamedTuple):

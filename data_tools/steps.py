@@ -29,11 +29,10 @@ import numpy as np
 
 from xscale import files
 from xscale.data.link_projection import links_move, project_links
-from xscale.data.shards import Shard
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split
 from xscale.errors import UserError
-from xscale.record import Record, parse_json
+from xscale.record import Record, Shard, parse_json
 
 from . import index as indexing
 from .align import align

@@ -1,4 +1,4 @@
-"""The record, the unit of all data: a sentence or a pair of sentences.
+"""The record, the unit of all data: a sentence or a pair of sentences. A shard is a tar of records.
 
 It also parses records from the bytes of a tar. There a record is a line of JSON, or the consecutive members that share
 a key.
@@ -60,6 +60,16 @@ class Record(NamedTuple):
         if doc is not None and not isinstance(doc, str | int):
             raise ValueError(f"record {key!r}: doc {doc!r} is neither a string nor a whole number")
         return cls(str(key), langs, texts, links, doc)
+
+
+class Shard(NamedTuple):
+    """A tar of records, as index.json lists it."""
+
+    name: str
+    records: int
+    bytes: int
+    sha256: str
+    idx_crc32: int
 
 
 def parse_json(data: bytes, unique_fields: bool = True) -> Any:

@@ -18,16 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsspec
 from fsspec.callbacks import Callback
 
 from xscale import files
 from xscale.errors import UserError, redact
-
-if TYPE_CHECKING:
-    from xscale.data.shards import Shard
+from xscale.record import Shard
 
 TRIES = 7
 """The number of attempts to download a file."""
@@ -87,7 +85,7 @@ class Remote:
     verified: set[str] = field(default_factory=set, compare=False)
     """The shards in the cache whose SHA-256 this process has compared."""
 
-    def read(self, shard: "Shard", length: int, offset: int, again: bool) -> bytes:
+    def read(self, shard: Shard, length: int, offset: int, again: bool) -> bytes:
         """Return bytes of a shard, fetched if the cache lacks it. again: the bytes were damaged; fetch the shard anew.
         The file is not kept open, so that deleting a shard frees the disk."""
         path = self.folder / shard.name
@@ -99,7 +97,7 @@ class Remote:
                 os.utime(file.fileno())  # make_room deletes the shards with the oldest times
                 return os.pread(file.fileno(), length, offset)
 
-    def fetch(self, shard: "Shard") -> None:
+    def fetch(self, shard: Shard) -> None:
         """Fetch a shard unless the cache has it. Other processes that need it wait. Raises OSError."""
 
         def is_whole(path: Path) -> bool:

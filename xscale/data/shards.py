@@ -23,7 +23,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from xscale.data.remote import Cache, Remote, find_remote
 from xscale.data.text import piece_of_text
 from xscale.errors import UserError
 from xscale.files import PARTIAL, pointer_problem
-from xscale.record import Record, parse_json, parse_sample
+from xscale.record import Record, Shard, parse_json, parse_sample
 
 FORMAT_VERSION = 2
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
@@ -53,14 +53,6 @@ OPEN_FILES = 1 << 14
 most recently used files stay open. So many are enough for the windows of dozens of sources (data/order.py); with more
 sources, most reads of a record open its tar."""
 BLOCK = tarfile.BLOCKSIZE
-
-
-class Shard(NamedTuple):
-    name: str
-    records: int
-    bytes: int
-    sha256: str
-    idx_crc32: int
 
 
 class Source:
