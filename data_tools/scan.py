@@ -84,23 +84,25 @@ def read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[StoredRe
     whole = langs is None
     with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
         fd = file.fileno()
-        for _, group in groupby(record_members(tar, fd), lambda member: sample_key(member.name)):
-            members = list(group)
-            layout = layout_of(members[0])
-            start = members[0].offset
-            if layout == "samples":
-                last_blocks = -(-members[-1].size // BLOCK)
-                data = os.pread(fd, members[-1].offset_data + last_blocks * BLOCK - start, start)
-                record = parse_sample(data, langs, whole)
-                langs = langs or record.langs
-                yield StoredRecord(record, layout, start, data)
+        members_of_samples = groupby(
+            record_members(tar, fd), lambda member: (layout_of(member), sample_key(member.name))
+        )
+        for (layout, _), members in members_of_samples:
+            if layout == "lines":
+                for member in members:
+                    offset = member.offset_data
+                    for line in os.pread(fd, member.size, offset).splitlines(keepends=True):
+                        if line.strip():
+                            yield StoredRecord(Record.from_dict(parse_json(line)), layout, offset, line)
+                        offset += len(line)
                 continue
-            for member in members:
-                offset = member.offset_data
-                for line in os.pread(fd, member.size, offset).splitlines(keepends=True):
-                    if line.strip():
-                        yield StoredRecord(Record.from_dict(parse_json(line)), layout, offset, line)
-                    offset += len(line)
+            sample = list(members)
+            start = sample[0].offset
+            last_blocks = -(-sample[-1].size // BLOCK)
+            data = os.pread(fd, sample[-1].offset_data + last_blocks * BLOCK - start, start)
+            record = parse_sample(data, langs, whole)
+            langs = langs or record.langs
+            yield StoredRecord(record, layout, start, data)
 
 
 def layout_of(member: tarfile.TarInfo) -> str:
