@@ -46,10 +46,21 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+REAL = Path(os.environ.get("XSCALE_REAL_DATA", Path(__file__).parents[2] / "shared" / "data"))
+SAMPLE = Path(__file__).parent / "sample"
+"""Sentences of the Universal Declaration of Human Rights, line by line in five languages: udhr.en, udhr.de ..."""
+
+
+@pytest.fixture(scope="session")
+def plain_texts() -> list[Path]:
+    """Files of lines: those of the sample, and real text where there is some."""
+    return [*sorted(SAMPLE.glob("udhr.*")), *sorted(REAL.glob("parallel/*/*")), *sorted(REAL.glob("mono/*/*"))]
+
+
 @pytest.fixture(scope="session")
 def real() -> Path:
     """Real text: $XSCALE_REAL_DATA, or ../shared/data beside the checkout. Read only."""
-    path = Path(os.environ.get("XSCALE_REAL_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    path = REAL
     if not path.is_dir():
         pytest.skip("no real text: set XSCALE_REAL_DATA")
     return path

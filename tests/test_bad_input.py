@@ -199,11 +199,10 @@ def test_a_folder_with_a_file_of_information_is_no_data_set(tmp_path: Path) -> N
     assert [path.name for path in input_files([tmp_path])] == ["a.txt", "dataset_info.json"]
 
 
-def test_real_text_looks_like_no_other_format(real: Path) -> None:
-    paths = [*(real / "mono").rglob("*.xz"), *(real / "parallel").rglob("*.xz")]
-    for path in paths:
+def test_real_text_looks_like_no_other_format(plain_texts: list[Path]) -> None:
+    for path in plain_texts:
         check_text(path, take_head(read_lines(path)))
-    assert len(paths) > 50
+    assert len(plain_texts) >= 5
 
 
 # Output

@@ -9,7 +9,8 @@ import pytest
 from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES
 
 from data_tools import inspect, write_shards
-from data_tools.survey import script_of, warning_lines
+from data_tools.survey import FEWEST, script_of, warning_lines
+from tests.conftest import SAMPLE
 from xscale.data.scripts import scripts_of, short_code
 from xscale.data.text import read_lines
 
@@ -56,26 +57,35 @@ PAIRS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_real_text(name: str, real: Path) -> None:
-    """None is warned of as it is; all are when the languages are swapped (of two scripts), the lines are in another
-    order, or one side is the other."""
     first, *others = PAIRS[name]
     for second in others:
         paths = [real / "parallel" / f"{name}.{lang}.xz" for lang in (first, second)]
-        pairs = real_pairs(*paths, 10_000)
-        langs = (first, second)
-        assert not warning_lines(langs, pairs), langs
-        swapped = warning_lines(langs[::-1], pairs)
-        assert bool(swapped) == (second == "zh")
-        if second == "zh":
-            assert f"swapped: {first} {second} would fit" in swapped[-1] and len(swapped) == 3
-        order = random.Random(0).sample(range(len(pairs)), len(pairs))
-        shuffled = [(a, pairs[i][1]) for (a, _), i in zip(pairs, order, strict=True)]
+        check_warnings((first, second), real_pairs(*paths, 10_000))
+
+
+@pytest.mark.parametrize("second", ["de", "es", "fr", "zh"])
+def test_sample(second: str) -> None:
+    check_warnings(("en", second), real_pairs(SAMPLE / "udhr.en", SAMPLE / f"udhr.{second}", 24))
+
+
+def check_warnings(langs: tuple[str, str], pairs: list[tuple[str, str]]) -> None:
+    """None is warned of as it is; all are when the languages are swapped (of two scripts), the lines are in another
+    order, or one side is the other."""
+    first, second = langs
+    assert not warning_lines(langs, pairs), langs
+    swapped = warning_lines(langs[::-1], pairs)
+    assert bool(swapped) == (second == "zh")
+    if second == "zh":
+        assert f"swapped: {first} {second} would fit" in swapped[-1] and len(swapped) == 3
+    order = random.Random(0).sample(range(len(pairs)), len(pairs))
+    shuffled = [(a, pairs[i][1]) for (a, _), i in zip(pairs, order, strict=True)]
+    if len(pairs) >= FEWEST:
         (line,) = warning_lines(langs, shuffled)
         assert "line n of one file" in line
-        mixed = [(a, a if i % 5 == 0 else b) for i, (a, b) in enumerate(pairs)]
-        assert any("same text on both sides" in line for line in warning_lines(langs, mixed))
-        few = [pairs[i % 100] for i in range(len(pairs))]
-        assert sum("repeat an earlier one" in line for line in warning_lines(langs, few)) == 2
+    mixed = [(a, a if i % 5 == 0 else b) for i, (a, b) in enumerate(pairs)]
+    assert any("same text on both sides" in line for line in warning_lines(langs, mixed))
+    few = [pairs[i % min(100, len(pairs) // 3)] for i in range(len(pairs))]
+    assert sum("repeat an earlier one" in line for line in warning_lines(langs, few)) == 2
 
 
 def test_swapped_languages_are_told(tmp_path: Path, corpus_files, capsys: pytest.CaptureFixture) -> None:

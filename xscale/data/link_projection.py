@@ -61,7 +61,7 @@ def pharaoh(links: list[Link]) -> str:
 def project_links(
     links: str, texts: tuple[str, ...], tokenised: tuple[str, ...] | None = None, by_words: bool = False
 ) -> tuple[str, int]:
-    """Return the links between words of data/words.py, and the number of `links` dropped, such as word to symbol.
+    """Convert links to links between words of data/words.py. Return them and the number dropped, as of word to symbol.
 
     tokenised: the texts whose words `links` counts (link_words); None: the texts themselves. by_words: `links` counts
     words of data/words.py already. Raises ValueError.

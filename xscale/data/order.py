@@ -1,8 +1,8 @@
 """The order of a source's records: a function of shard sizes, seed, epoch and, for running text, its documents.
 
-Each epoch divides the shards into windows of about WINDOW_RECORDS records and permutes the records of each window. So a
-shard is read through about once an epoch, a batch has records from all over the source (benchmarks/RESULTS.md has how
-well), and only one window is in memory, whatever the size of the source.
+Each epoch divides the shards into windows of about WINDOW_RECORDS records and permutes the records of each window.
+Hence each shard is read about once per epoch, every batch draws from the whole source (benchmarks/RESULTS.md has how
+well), and memory holds one window, however large the source is.
 
 Running text is permuted in pieces instead of records. A piece is a document, or consecutive sentences of a long
 document that fill a sample. The room that a piece leaves in its sample is filled with shorter pieces. A position is
@@ -71,7 +71,7 @@ class WindowPart(NamedTuple):
     first: int
     """Position in the epoch of the part's first record."""
     ordinals: np.ndarray
-    """Number of each record within its window, counted through the window's shards [n]."""
+    """Index of each record in its window, counting the window's shards as one list [n]."""
     lengths: np.ndarray
     """Bytes of each record [n]; empty if EpochOrder has no `look`."""
     sample_ends: np.ndarray

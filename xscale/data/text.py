@@ -21,8 +21,7 @@ from xscale.errors import UserError
 from xscale.files import pointer_in
 
 _BLOCK, _PACKED_BLOCK = 1 << 16, 1 << 10
-"""The number of bytes that are read at once, and of those that are decompressed at once: their text may be 32,768 times
-as large."""
+"""Bytes read at once, and compressed bytes decoded at once. The latter may expand 32,768-fold: this bounds memory."""
 _LONGEST_LINE = 1 << 26
 """The maximum number of bytes of a line; a file with a longer line is refused, so that memory is bounded."""
 _ZSTD_WINDOW = 1 << 31

@@ -82,7 +82,7 @@ class Block(NamedTuple):
     source_token: Tensor | None
     """The index of the block's token that stands at each padded position [n * L]; padding repeats a token."""
     masks: list[Tensor]
-    """Terms added to the scores: one hides padding [R, 1, L], one hides tokens outside the window [1, L, L]."""
+    """Additive attention masks: one hides padding [R, 1, L], one hides tokens outside the sliding window [1, L, L]."""
 
     def pad(self, rows: Tensor, zeros: bool = False) -> Tensor:
         """Return the block's tokens of rows [N, P, A, W] as [P, n, A, L, W]. Padding is 0 if `zeros`, else

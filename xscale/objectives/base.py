@@ -80,8 +80,8 @@ class HasQueue(AuxiliaryState, Protocol):
         counts: number of vectors that each rank has computed; None: the ranks must first exchange these numbers."""
 
     def finish_warmup(self) -> int:
-        """Add the vectors that were computed to the queue. During the warm-up, all ranks call it after `encode` of all
-        rows of a global batch. Returns the number of samples in the queue."""
+        """Add the vectors that were computed to the queue. During warm-up, every rank calls this once per global batch,
+        after `encode` of all its rows. Returns the number of samples in the queue."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ from xscale.recipe import STRICT
 class DictMlmOptions(mlm.MaskedOptions):
     in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"dict_share"}
     whole_word: bool = True
-    """Choose whole words. false: choose tokens; a word uses the dictionary only if all its tokens are chosen."""
+    """Choose whole words. If false, tokens are chosen one by one, and a word is translated only if all its tokens were
+    chosen."""
     synonym: Literal["input", "label"] = "input"
     """The translation replaces the tokens that the model sees (input), or those that it predicts (label)."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
