@@ -1,5 +1,7 @@
 """A flag, field or command that is no longer part of xscale is refused with a line that names the substitute."""
 
+import dataclasses
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +70,31 @@ def test_a_removed_field_names_its_substitute(monkeypatch, key: str) -> None:
     with pytest.raises(UserError) as error:
         load_recipe("tlm", [f"{name}=1"], OPTIONS)
     assert f"{name} is no longer part of xscale: {removed.FIELDS[key]}" in str(error.value)
+
+
+@pytest.mark.parametrize("argument", removed.HUGGING_FACE)
+@pytest.mark.parametrize("section", ["train.", "streams.tlm."])
+def test_an_argument_of_hugging_face_has_our_name(section: str, argument: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_recipe("tlm", [f"{section}{argument}=1"], OPTIONS)
+    assert f"{section}{argument}: unknown key" in str(error.value)
+    assert f"is {removed.HUGGING_FACE[argument]} here" in str(error.value)
+
+
+def test_our_names_of_hugging_faces_arguments_exist() -> None:
+    """They are flags of training, or fields of a recipe that is read; the page has them, too."""
+    fields = {"streams.NAME.samples", "streams.NAME.mask_prob"}
+    for section, settings in recipe_sections().items():
+        fields |= {f"{section}.{field.name}" for field in dataclasses.fields(settings)}
+    page = (ROOT / "docs/how-to/from-hugging-face.md").read_text(encoding="utf-8")
+    for argument, ours in removed.HUGGING_FACE.items():
+        assert f"`{argument}`" in page or argument == "batch_size", argument
+        assert re.match(r"--[a-z_]+", ours) or re.split("[, ]", ours)[0] in fields, ours
+
+
+def recipe_sections() -> dict[str, Any]:
+    loaded = load_recipe("tlm", [], OPTIONS)
+    return {name: getattr(loaded, name) for name in ("model", "data", "train", "checkpoint", "eval")}
 
 
 @pytest.mark.parametrize("module", ["data_tools.not_a_tool", *removed.COMMANDS])

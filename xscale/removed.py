@@ -1,13 +1,11 @@
-"""Flags and recipe fields that xscale 0.1 had, and what to use instead. An error names the substitute. Goes with 0.3.
+"""Flags, recipe fields and commands of xscale 0.1 with what to use instead, and Hugging Face's names of our fields.
 
-An entry stands on one line: "key": "what to use instead", as an error shows it after the key and a colon.
+An error names the substitute. What 0.1 had goes with 0.3. An entry stands on one line: "key": "what to use instead".
 """
 
 import fnmatch
 import sys
 from pathlib import Path
-
-"""Flags, recipe fields and commands of xscale 0.1, and what to use instead. An error names it. Goes with 0.3."""
 
 FLAGS: dict[str, str] = {
     "lexicon --lower": "lower-case the file first: `tr '[:upper:]' '[:lower:]'`; or use --truecase",
@@ -23,7 +21,7 @@ FLAGS: dict[str, str] = {
     "data_tools.inspect --html": "prepare's report.html has the tokens, links and removed text of each source",
     "--plugin": "name an objective of your own in the recipe: streams.NAME.objective=MODULE:NAME",
     # One line for each flag.
-    "tokenizer --extend": "add tokens by tokenizer.add_tokens and model.resize_token_embeddings (docs/going-on.md)",
+    "tokenizer --extend": "tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",
     "--data_change": "`--fork RUN@STEP --out NEW` takes further --data, and the old data continue where they were",
     "--suite": "give each test set to --task by its own flags",
     "--parts": "give each job its own --task and --out",
@@ -54,6 +52,41 @@ FIELDS: dict[str, str] = {
 }
 """By recipe field, with * for a name that users choose: "checkpoint.hook", "streams.*.tokens"."""
 
+HUGGING_FACE: dict[str, str] = {
+    "batch_size": "streams.NAME.samples, of a step over all ranks",
+    "bf16": "train.precision",
+    "block_size": "data.max_length",
+    "dataloader_num_workers": "data.workers",
+    "dataset_name": "--data, after `xscale data prepare`",
+    "deepspeed": "--ds_config",
+    "eval_steps": "eval.every",
+    "fp16": "train.precision",
+    "full_determinism": "train.deterministic",
+    "gradient_accumulation_steps": "streams.NAME.samples, of a step over all ranks, and train.max_tokens for memory",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "label_smoothing_factor": "train.label_smoothing",
+    "learning_rate": "train.lr",
+    "load_best_model_at_end": "checkpoint.best",
+    "lr_scheduler_type": "train.schedule",
+    "max_seq_length": "data.max_length",
+    "max_steps": "train.steps",
+    "max_train_samples": "data.first",
+    "metric_for_best_model": "checkpoint.best",
+    "mlm_probability": "streams.NAME.mask_prob",
+    "model_name_or_path": "model.init",
+    "num_train_epochs": "train.epochs",
+    "output_dir": "--out",
+    "per_device_train_batch_size": "streams.NAME.samples, of a step over all ranks, and train.max_tokens for memory",
+    "resume_from_checkpoint": "--resume",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "tokenizer_name": "model.tokenizer",
+    "train_file": "--data, after `xscale data prepare`",
+    "warmup_ratio": "train.warmup",
+    "warmup_steps": "train.warmup",
+}
+"""By the argument's name in Hugging Face's trainers and scripts. docs/how-to/from-hugging-face.md has more of them."""
+
 COMMANDS: dict[str, str] = {
     "xscale.doctor": "`xscale/train.py --dry_run` checks the recipe, the data and the disk, and ds_report the machine",
     "xscale.merge": "export the models, and merge the exports by mergekit",
@@ -76,10 +109,14 @@ def removed_flag(word: str) -> str:
 
 
 def removed_field(name: str) -> str:
-    """Return the error about a removed field of a recipe, such as streams.mlm.tokens, or ""."""
+    """Return the error about a field of a recipe, such as streams.mlm.tokens, that is gone or has another name here, or
+    ""."""
     for pattern, substitute in FIELDS.items():
         if fnmatch.fnmatchcase(name, pattern):
             return f"{name} is no longer part of xscale: {substitute}"
+    last = name.rpartition(".")[2]
+    if last in HUGGING_FACE:
+        return f"{name}: unknown key; what Hugging Face calls {last} is {HUGGING_FACE[last]} here"
     return ""
 
 
