@@ -24,7 +24,7 @@ from .demo_world import FIRST_YY, WRITTEN, World
 
 HELDOUT = 1000
 CORPUS = """\
-# What `python -m data_tools.prepare` makes of the files in raw/; docs/data.md describes every key.
+# What `python -m data_tools.prepare` makes of the files in raw/; docs/reference/corpus.md describes every key.
 sources:
   # Columns 1 and 2 are the two texts. Column 3 has word links, which AlignLM and contextual alignment need.
   - {name: pairs, pairs: [en, xx], tsv: "RAW/en-xx.tsv", columns: [1, 2], links: 3}

@@ -276,7 +276,7 @@ def test_a_pair_of_languages_has_one_name_whichever_way_round(
 def test_commands_of_the_page(
     hf: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_pairs: Callable[..., None]
 ) -> None:
-    """Those of docs/evaluation.md, on made files; the report's are in test_readme.py."""
+    """Those of docs/how-to/evaluate.md, on made files; the report's are in test_readme.py."""
     monkeypatch.chdir(tmp_path)
     for folder in ("hf", "wpt", "xlwa", "flores200/devtest", "NTREX/NTREX-128"):
         Path(folder).mkdir(parents=True)
@@ -293,9 +293,9 @@ def test_commands_of_the_page(
     Path("wpt/enfr.src-tgt").write_text("".join(f"{a} ||| {b}\n" for a, b in zip(en, de, strict=True)))
     Path("wpt/enfr.gold").write_text("1-1 2p2\n" * 39 + f"{len(en[-1].split())}-1\n")
     Path("xlwa/en-es.tsv").write_text("".join(f"{a}\t{b}\t0-0\n" for a, b in zip(en, de, strict=True)))
-    lines = [line for line in commands("docs/evaluation.md") if "xscale.eval.run --model hf/xlm" in line]
+    lines = [line for line in commands("docs/how-to/evaluate.md") if line.startswith("xscale eval --model hf/xlm")]
     listed = [shlex.split(line) for line in lines]
-    assert len(listed) == 4 and all(words[:3] == ["python", "-m", "xscale.eval.run"] for words in listed)
+    assert len(listed) == 4
     for words in listed:
-        assert run.main(words[3:]) == 0, words
+        assert run.main(words[2:]) == 0, words
     assert set(json.loads(Path("scores.json").read_text())["results"]) == {"heldout", "retrieval"}

@@ -1,4 +1,4 @@
-"""The objective of docs/extending.md, from a package that xscale does not know: its rules, training, export."""
+"""The objective of how-to/own-objective.md, from a package that xscale does not know: its rules, training, export."""
 
 import os
 import re

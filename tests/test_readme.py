@@ -19,11 +19,13 @@ from xscale.commands import MODULES
 
 PAGES = {
     path.relative_to(launch.ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for path in [launch.ROOT / "README.md", *sorted((launch.ROOT / "docs").glob("*.md"))]
+    for path in [launch.ROOT / "README.md", *sorted((launch.ROOT / "docs").rglob("*.md"))]
 }
 SMALLER = {
     "--steps 10000": "--steps 3",
     "--steps 20000": "--steps 5",
+    "--steps 300": "--steps 3",
+    "streams.ppa.pooling=mean": "streams.ppa.pooling=mean streams.ppa.queue_size=128 data.workers=0",
     "--steps 100": "--steps 3 --set data.workers=0 streams.ppa.queue_size=64",
     "--out data/demo": "--out data/demo --pairs 200 --mono 200",
     "--vocab_size 32000": "--vocab_size 600",
@@ -35,12 +37,27 @@ SMALLER = {
 }
 SCRIPTS = {"pretrain": "xscale.train", "container": "xscale.train", "evaluate": "xscale.eval.run"}
 """slurm/NAME.sbatch -> the module that gets its flags."""
+RUN_PAGES = (
+    "README.md",
+    "docs/tutorials/first-run.md",
+    "docs/tutorials/own-text.md",
+    "docs/how-to/prepare-text.md",
+    "docs/reference/commands.md",
+    "docs/how-to/speed.md",
+    "docs/how-to/fork.md",
+    "docs/how-to/add-language.md",
+    "docs/how-to/fine-tune.md",
+    "docs/how-to/own-objective.md",
+    "docs/reference/shards.md",
+    "docs/benchmarks.md",
+)
+"""Pages whose commands run one after the other. Others need a cluster, a GPU or test sets: tests/test_slurm.py,
+test_eval_tasks.py and test_public_encoder.py run those that they can."""
 
 
 def commands(page: str) -> list[str]:
     """Lines of a page's bash blocks; a line that ends in a backslash goes on."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
-    return [line for block in blocks for line in re.sub(r"\\\n\s+", "", block).splitlines()]
+    return [line for block in fenced(page, "bash") for line in re.sub(r"\\\n\s+", "", block).splitlines()]
 
 
 def program(words: list[str]) -> tuple[str, list[str]] | None:
@@ -62,6 +79,11 @@ def program(words: list[str]) -> tuple[str, list[str]] | None:
             assert (launch.ROOT / word).exists(), word
             return word.removesuffix(".py").replace("/", "."), words[n + 1 :]
     return None
+
+
+def fenced(page: str, language: str) -> list[str]:
+    """The blocks of code of a page in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
 
 
 ALL = [(page, line) for page in PAGES for line in commands(page)]
@@ -118,12 +140,24 @@ def test_the_readme_is_short() -> None:
 
 def test_examples_of_a_corpus(tmp_path: Path) -> None:
     """Each corpus.yaml of the pages is one."""
-    found = [block for text in PAGES.values() for block in re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.M)]
-    found = [block for block in found if re.search("^sources:", block, re.M)]
-    for block in found:
+    blocks = [block for page in PAGES for block in fenced(page, "yaml") if re.search("^sources:", block, re.M)]
+    for block in blocks:
         (tmp_path / "corpus.yaml").write_text(block, encoding="utf-8")
-        assert len(load_corpus(tmp_path / "corpus.yaml").sources) >= 3
-    assert len(found) == 3
+        assert load_corpus(tmp_path / "corpus.yaml").sources
+    assert len(blocks) >= 4
+
+
+def test_paragraphs_are_short() -> None:
+    """At most 90 words in a paragraph, an item of a list or a cell of a table."""
+    long = []
+    for page, text in PAGES.items():
+        if page in ("docs/data.md", "docs/training.md", "docs/recipes.md", "docs/evaluation.md", "docs/fine-tuning.md"):
+            continue
+        text = re.sub(r"^```.*?^```|\]\([^)]*\)", "", text, flags=re.DOTALL | re.MULTILINE)
+        for part in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )|\|", text):
+            if len(part.split()) > 90:
+                long.append((page, part.strip()[:60]))
+    assert long == []
 
 
 def test_tables_of_fields_are_those_of_the_code() -> None:
@@ -135,7 +169,7 @@ def test_shipped_names_are_in_the_pages() -> None:
     """Every shipped recipe and ds_config is in a table."""
     recipes = [path.relative_to(launch.ROOT / "xscale/recipes").with_suffix("").as_posix()
                for path in (launch.ROOT / "xscale/recipes").rglob("*.yaml")]  # fmt: skip
-    text = PAGES["README.md"] + PAGES["docs/recipes.md"]
+    text = PAGES["README.md"] + PAGES["docs/how-to/objectives.md"]
     assert [name for name in recipes if f"`{name}`" not in text] == []
 
 
@@ -149,24 +183,21 @@ def test_examples_of_several_machines_add_gradients_up_in_fp32() -> None:
 
 @pytest.mark.slow
 def test_commands_of_the_pages(tmp_path: Path) -> None:
-    """All but those of a cluster and of a GPU; docs/evaluation.md's are run by test_eval_tasks.py.
-    tests/forked.py starts them, those of DeepSpeed's launcher as 2 ranks."""
+    """Those of RUN_PAGES, and the reports of docs/how-to/evaluate.md. tests/forked.py starts them, those of DeepSpeed's
+    launcher as 2 ranks."""
     for name in ("xscale", "ds_configs", "benchmarks"):
         (tmp_path / name).symlink_to(launch.ROOT / name)
     write_texts(tmp_path)
-    (source,) = re.findall(r"```python\n(.*?)```", PAGES["docs/extending.md"], re.DOTALL)
-    (tmp_path / "ranking.py").write_text(source)
-    (growth,) = re.findall(r"```python\n(.*?)```", PAGES["docs/going-on.md"], re.DOTALL)
-    (tmp_path / "growth.py").write_text(growth)
+    programs = {"ranking.py": "how-to/own-objective", "growth.py": "how-to/add-language", "read.py": "reference/shards"}
+    for name, page in programs.items():
+        (source,) = fenced(f"docs/{page}.md", "python")
+        (tmp_path / name).write_text(source.replace("000009", "000000"))
     (tmp_path / "ranking.yaml").write_text(
         "streams: {ranking: {objective: 'ranking:OBJECTIVE', samples: 8}}\ntrain: {steps: 2}\n"
     )
-    pages = [
-        "README.md",
-        *(f"docs/{name}.md" for name in ("data", "recipes", "training", "going-on", "fine-tuning", "extending")),
-    ]
-    listed = [line for page in pages for line in commands(page)]
-    listed += [line for line in commands("docs/evaluation.md") if "xscale.report" in line]
+    listed = [line for page in RUN_PAGES for line in commands(page)]
+    listed += [line for line in commands("docs/how-to/evaluate.md") if "xscale report" in line]
+    listed = list(dict.fromkeys(listed))
     listed = [line for line in listed if re.match(r"(python|deepspeed|xscale) ", line)]
     assert len(listed) >= 20
     environment = launch.environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{launch.ROOT}"}
@@ -187,10 +218,14 @@ def test_commands_of_the_pages(tmp_path: Path) -> None:
             code, output = launch.fork(0, words[1:], environment, tmp_path)
         assert code == 0, f"{command}\n{output[-6000:]}"
     assert (tmp_path / "hf" / "xlm" / "model.safetensors").exists()
-    (use,) = re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.DOTALL)
-    (tmp_path / "use.py").write_text(use)
-    code, output = launch.fork(0, ["use.py"], environment, tmp_path)
-    assert code == 0 and "tensor" in output, output
+    for page in ("README.md", "docs/tutorials/own-text.md"):
+        (use,) = fenced(page, "python")
+        (tmp_path / "use.py").write_text(use)
+        code, output = launch.fork(0, ["use.py"], environment, tmp_path)
+        assert code == 0 and "tensor" in output, output
+    (tmp_path / "read.py").open("a").write("\nassert len(list(records)) > 100\n")
+    code, output = launch.fork(0, ["read.py"], environment, tmp_path)
+    assert code == 0, output
 
 
 _TAGGED, _REST = (("Anna", "PROPN"), ("comes", "VERB")), "\t_" * 6 + "\n"
@@ -204,12 +239,15 @@ def write_texts(folder: Path) -> None:
         for side, language in enumerate(("en", "de")):
             text = "".join(pair[side] + "\n" for pair in pairs)
             (folder / f"{name}.{language}.xz").write_bytes(lzma.compress(text.encode()))
+            (folder / f"{name}.{language}").write_text(text)
     words = {f"{a} {b}\n" for n in range(300) for a, b in [(t.split()[0] for t in world.pair(n)[:2])]}
     (folder / "en-de.txt").write_text("".join(sorted(words)), encoding="utf-8")
     web = "".join(f"{n}\t{a} now\t{b} jetzt\n" for n in range(300) for a, b in [world.pair(n)[:2]])
     (folder / "web.tsv").write_text(web, encoding="utf-8")
-    (corpus,) = re.findall(r"```yaml\n(sources:.*?)```", PAGES["docs/data.md"], re.DOTALL)
+    (corpus,) = fenced("docs/how-to/prepare-text.md", "yaml")
     (folder / "corpus.yaml").write_text(corpus.replace("32000", "600").replace("lid: true", "lid: false"))
+    (own,) = fenced("docs/tutorials/own-text.md", "yaml")
+    (folder / "own.yaml").write_text(own.replace("8000", "600"))
     (folder / "scores.json").write_text('{"model": "hf/xlm", "results": {}, "failed": {}}')
     (folder / "ner").mkdir()
     for name in ("train-en", "train-de", "dev-en", "dev-de"):

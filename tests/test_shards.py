@@ -142,7 +142,9 @@ def test_odd_characters_survive(tmp_path: Path, corpus_files, write_pairs) -> No
         "nul \x00 ü" + "x" * 70000,
     ]
     write_pairs(*corpus_files(odd, odd[::-1]), tmp_path / "out")
-    texts = [text.replace("\r", " ").replace("\ufeff", "") for text in odd]  # which are no text: docs/data.md
+    texts = [
+        text.replace("\r", " ").replace("\ufeff", "") for text in odd
+    ]  # which are no text: docs/reference/corpus.md
     expected = [[a, b] for a, b in zip(texts, texts[::-1], strict=True)]
     assert [record["texts"] for record in read_all(Source(tmp_path / "out"))] == expected
     dataset = webdataset.WebDataset(str(tmp_path / "out" / "pairs-000000.tar"), shardshuffle=False)
@@ -206,7 +208,7 @@ def test_members_that_webdataset_leaves_out_are_left_out(tmp_path: Path) -> None
 
 
 def test_three_lines_of_webdataset_read_our_records(mono: Path) -> None:
-    """The lines of docs/data.md."""
+    """The lines of docs/reference/shards.md."""
     urls = [str(tar) for tar in sorted(mono.glob("*.tar"))]
     members = webdataset.WebDataset(urls, shardshuffle=False)
     lines = (line for member in members for line in member["jsonl"].splitlines())

@@ -647,5 +647,5 @@ def check_tokenizer_of_init(init: str | None, tokenizer: Tokenizer) -> None:
     if (trained.fingerprint, trained.special) != (tokenizer.fingerprint, tokenizer.special):
         raise UserError(
             f"model.init {init} was trained with the tokenizer {own}, and the run's tokenizer is another one; set "
-            f"model.tokenizer={own}, or enlarge the model's vocabulary as docs/going-on.md shows"
+            f"model.tokenizer={own}, or enlarge the model's vocabulary as docs/how-to/add-language.md shows"
         )
