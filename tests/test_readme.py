@@ -119,8 +119,12 @@ def test_what_the_pages_name_exists() -> None:
     missing = []
     for page, text in PAGES.items() | {"CONTRIBUTING.md": (launch.ROOT / "CONTRIBUTING.md").read_text()}.items():
         text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-        links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
-        missing += [(page, link) for link in links if not (launch.ROOT / page).parent.joinpath(link).exists()]
+        for link, section in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
+            path = (launch.ROOT / page).parent.joinpath(link) if link else launch.ROOT / page
+            if "://" in link:
+                continue
+            if not path.exists() or (section and section not in sections(path.read_text(encoding="utf-8"))):
+                missing.append((page, f"{link}#{section}"))
         named = re.findall(r"`((?:xscale|data_tools|tests|slurm|benchmarks|ds_configs|docs)/[\w./-]*)[^`]*`", text)
         named += (
             re.findall(r"`(\w+\.(?:md|toml|yml|cff|txt)|Makefile|Dockerfile)`", text) if page == "README.md" else []
@@ -130,6 +134,12 @@ def test_what_the_pages_name_exists() -> None:
     modules = [room + name for room, names in rooms for name in re.findall(r"`(\w+)`", names)]
     missing += [("rooms", name) for name in modules if not (launch.ROOT / f"{name}.py").exists()]
     assert len(modules) > 80 and missing == []
+
+
+def sections(text: str) -> list[str]:
+    """The names by which links find the headings of a page."""
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_the_readme_is_short() -> None:
