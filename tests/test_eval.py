@@ -19,9 +19,10 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertCon
 from data_tools import tokenizer as train_tokenizer
 from tests.conftest import tar_lines
 from tests.rows import one_thread  # noqa: F401
+from xscale.data.shards import find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval import heldout, retrieval, run
+from xscale.eval import bootstrap, heldout, retrieval, run
 from xscale.eval.model import ExportedModel
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
@@ -82,6 +83,27 @@ def test_masks_depend_on_the_number_of_a_pair_alone(
     numbers = [results["results"]["heldout"]["en-xx"] for results in (first, again)]
     assert numbers[0]["tlm_loss"] == pytest.approx(numbers[1]["tlm_loss"], rel=1e-9)
     assert numbers[0]["targets"] == numbers[1]["targets"]
+
+
+def test_pairs_of_about_one_length_share_a_row(hf: Path, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are those of rows of one pair each."""
+    model = ExportedModel(hf)
+    (source,) = find_sources([demo / "heldout"])
+    rows: list[int] = []
+    pack_row = heldout.pack_row
+
+    def counting(stream_batches: Any, filler: int) -> Any:
+        rows.append(sum(batch.samples for batch in stream_batches.values()))
+        return pack_row(stream_batches, filler)
+
+    monkeypatch.setattr(heldout, "pack_row", counting)
+    together = heldout.evaluate(model, source, 60)
+    assert len(rows) == 1
+    monkeypatch.setattr(heldout, "ROW", 1)
+    alone = heldout.evaluate(model, source, 60)
+    assert len(rows) == 61 and together == pytest.approx(alone, rel=1e-6)
+    intervals = [bootstrap.intervals({"": scores})[""]["tlm_loss"] for scores in (together, alone)]
+    assert intervals[0] == pytest.approx(intervals[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("limit", [-1, 0])

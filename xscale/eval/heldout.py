@@ -2,38 +2,39 @@
 
     L = - sum_{i in M} log p(x_i | x with M masked);    loss = L / |M|
 
-The losses are computed as a run computes those of its own held-out task (in_training.py): by step.measure_rows. Here
-each row has one pair, so that pairs can be resampled for intervals.
+Pairs are read and predicted by the objectives' own functions. The sums are those of each pair, so that pairs can be
+resampled for intervals.
 
 TLM's score comes with the text's unigram entropy, the loss of a model that knows only the frequencies of the held-out
 tokens: an encoder with a lower loss has learnt from context. TLM uses the exported masked-LM head, whatever the
 objectives were; AlignLM's losses use AlignLM's own heads, which are saved beside the model. TLM's masks are a function
 of the pair's number, the token's position and the vocabulary: the same for every model with the same tokenizer.
 
-Shape letters: S pairs.
+Shape letters: S pairs, M predicted tokens.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from xscale import rng
 from xscale.data.loader import StepDataset, StreamObjective
 from xscale.data.mixture import SampledRecords, StepPlan
-from xscale.data.packed_row import Row, pack_row
-from xscale.data.sequences import Example
+from xscale.data.packed_row import pack_row
+from xscale.data.sequences import Example, Sequences
 from xscale.data.shards import Source
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import ExportedModel, Scores, read_texts
-from xscale.objectives import OBJECTIVES, alignlm, tlm
-from xscale.recipe import CheckpointConfig, DataConfig, ModelConfig, Recipe, StreamConfig, TrainConfig
-from xscale.step.module import StepModule
-from xscale.step.step import measure_rows
+from xscale.objectives import OBJECTIVES, Parts, alignlm, tlm
+from xscale.step.module import encoder_states
 
+ROW = 64
+"""The pairs of a row. They have about the same length, which saves time."""
 _MASKS = rng.key("heldout")
 
 
@@ -52,7 +53,7 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
         language_dropout=float(not any(model.language_ids(source.langs).values())),
         reset_positions=model.reset_positions,
     )
-    sums = sums_of_pairs(model, source, limit, "tlm", StreamConfig("tlm", 1, options=options))
+    sums = sums_of_pairs(model, source, limit, MeasuredStream("tlm", "tlm", options))
     if "mlm" not in sums:
         raise UserError(
             f"{source.directory}: no pair of up to {model.max_length} tokens has a token to predict; give other pairs"
@@ -65,62 +66,88 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
     for name, saved in model.heads.items():
         if saved.objective != "alignlm":
             continue
-        stream = StreamConfig("alignlm", 1, options=saved.options(alignlm.AlignLMOptions))
-        for term, sums_S3 in sums_of_pairs(model, source, limit, name, stream).items():
+        heads = alignlm.Heads(model.encoder, saved.options(alignlm.AlignLMOptions))
+        heads.load_state_dict(saved.weights)
+        stream = MeasuredStream(name, "alignlm", saved.options(alignlm.AlignLMOptions), heads.eval().to(model.device))
+        for term, sums_S3 in sums_of_pairs(model, source, limit, stream).items():
             scores |= loss_scores(sums_S3, f"{name}_{term}_loss", f"{name}_{term}_accuracy")
             scores[f"{name}_{term}_targets"] = float(sums_S3[:, 2].sum())
     return scores
 
 
-def sums_of_pairs(
-    model: ExportedModel, source: Source, limit: int, name: str, stream: StreamConfig
-) -> dict[str, np.ndarray]:
+@dataclass(frozen=True)
+class MeasuredStream:
+    name: str
+    """The stream's name. The masks of an objective other than tlm depend on it."""
+    objective: str
+    options: Any
+    heads: nn.Module | None = None
+
+
+class PairContext(CollateContext):
+    """The context of a batch in which each pair, and not each language, has sums of its own."""
+
+    def group_numbers(self, sequences: Sequences) -> np.ndarray:
+        """Return the number of each sequence, which has one pair [S]."""
+        return np.arange(len(sequences.lengths))
+
+
+@torch.no_grad()  # not inference_mode: masks of attention are kept for later passes
+def sums_of_pairs(model: ExportedModel, source: Source, limit: int, stream: MeasuredStream) -> dict[str, np.ndarray]:
     """Return {term of the stream's loss: sums [S, 3]}, without terms that predict no token. The sums of a pair are loss
-    in nats, tokens predicted right, tokens. Pairs that exceed the model's positions are left out. name: the stream's
-    name, under which its heads are saved."""
-    recipe = Recipe(ModelConfig(), {name: stream}, DataConfig(), TrainConfig(), CheckpointConfig())
-    module = StepModule(model.encoder, recipe, model.heads).to(model.device)
-    engine = SimpleNamespace(module=module, device=model.device)
-    sums: dict[str, list[np.ndarray]] = {}
-    try:
-        for row in pair_rows(model, source, limit, name, stream):
-            sums_3 = {key.term: np.array([0.0, 0.0, count]) for key, count in row.label_counts.items()}
-            for key, value in measure_rows(engine, recipe, [row], rank=0).by_key().items():
-                sums_3[key.term][0 if key.name == "loss" else 1] = value
-            for term, sums_of_pair in sums_3.items():
-                sums.setdefault(term, []).append(sums_of_pair)
-    finally:
-        model.encoder.eval()
-    predicted = {}
-    for term, sums_of_term in sums.items():
-        sums_S3 = np.stack(sums_of_term)
-        if sums_S3[:, 2].any():
-            predicted[term] = sums_S3
-    return predicted
-
-
-def pair_rows(model: ExportedModel, source: Source, limit: int, name: str, stream: StreamConfig) -> Iterator[Row]:
-    """Yield a row for each of the first `limit` pairs that fits the model's positions, read as in training."""
+    in nats, tokens predicted right, tokens. Pairs that exceed the model's positions are left out."""
     objective = OBJECTIVES[stream.objective]
+    pairs_of_rows: list[np.ndarray] = []
 
-    def collate(samples: list[list[Example]], options: object, context: CollateContext) -> StreamBatch:
-        ((pair,),) = samples
-        pair = replace(pair, links=pair.links or "")  # a record may have no links
-        if stream.objective == "tlm":
-            pair = replace(pair, identity=rng.hash64(_MASKS, np.array([pair.number]))[0])
-        return objective.collate([[pair]], options, context)
+    def collate(samples: list[list[Example]], options: Any, context: CollateContext) -> StreamBatch:
+        pairs = []
+        for (pair,) in samples:
+            pair = replace(pair, links=pair.links or "")  # a record may have no links
+            if stream.objective == "tlm":
+                pair = replace(pair, identity=rng.hash64(_MASKS, np.array([pair.number]))[0])
+            pairs.append([pair])
+        fitting = context.fit_pairs(pairs)
+        pairs_of_rows.append(np.array([pair.number for pair in fitting], dtype=np.int64))
+        return objective.collate([[pair] for pair in fitting], options, context)
 
     ids = model.language_ids(source.langs)
-    context = CollateContext(model.tokenizer, model.max_length, "drop", ids, segments=model.segments)
-    how = StreamObjective(replace(objective, collate=collate), stream.options)
-    dataset = StepDataset([source], {name: how}, context, seed=0)
-    shard, record = np.array(source.places(np.arange(min(limit, source.records)))).T
-    zeros = np.zeros(len(shard), dtype=np.int64)
-    records = SampledRecords(np.arange(len(shard)), zeros, zeros, shard, record, zeros.astype(float))
-    rows = [{name: records.select(np.array([number]))} for number in range(len(shard))]
-    for stream_batch in dataset.stream_batches(name, StepPlan(0, rows, {}, rank=0, world=1)):
-        if stream_batch.samples:
-            yield pack_row({name: stream_batch}, model.tokenizer.sep_id)
+    context = PairContext(model.tokenizer, model.max_length, "drop", ids, segments=model.segments)
+    reader = StreamObjective(replace(objective, collate=collate), stream.options, language_groups=(source.pair,))
+    dataset = StepDataset([source], {stream.name: reader}, context, seed=0)
+    stream_batches = dataset.stream_batches(stream.name, rows_by_length(source, limit, stream.name))
+    parts = Parts(model.encoder, stream.heads)
+    records = min(limit, source.records)
+    sums = {term: np.zeros((records, 3)) for term in objective.terms(stream.options)}
+    for stream_batch, pair_of_sequence in zip(stream_batches, pairs_of_rows, strict=True):
+        row = pack_row({stream.name: stream_batch}, model.tokenizer.sep_id).to(model.device)
+        states = encoder_states(model.encoder, row)[stream.name]
+        losses = objective.loss(parts, states, row.arrays[stream.name], stream.options)
+        features_MH = torch.cat([prediction.features_MH for prediction in losses.predictions])
+        _, losses_M, right_M = model.encoder.vocabulary_loss(features_MH, row.labels)
+        sums_M3 = torch.stack([losses_M, right_M, torch.ones_like(losses_M)], 1).double().cpu().numpy()
+        start = 0
+        for term, labels in stream_batch.labels.items():
+            end = start + len(labels)
+            np.add.at(sums[term], pair_of_sequence[stream_batch.group_of_label[term]], sums_M3[start:end])
+            start = end
+    fitting = np.sort(np.concatenate(pairs_of_rows))
+    return {term: sums_S3[fitting] for term, sums_S3 in sums.items() if sums_S3[:, 2].any()}
+
+
+def rows_by_length(source: Source, limit: int, name: str) -> StepPlan:
+    """Return a plan of the first `limit` records in rows of ROW pairs of about the same length. A record's sample is
+    its number. name: the stream's name."""
+    places = np.array(source.places(np.arange(min(limit, source.records))))
+    lengths = []
+    for shard in np.unique(places[:, 0]):
+        lengths.append(source.lengths(int(shard), places[places[:, 0] == shard, 1]))
+    by_length = np.concatenate(lengths).argsort(kind="stable")
+    zeros = np.zeros(len(places), dtype=np.int64)
+    records = SampledRecords(np.arange(len(places)), zeros, zeros, places[:, 0], places[:, 1], zeros.astype(float))
+    rows = []
+    for start in range(0, len(places), ROW):
+        rows.append({name: records.select(by_length[start : start + ROW])})
+    return StepPlan(0, rows, {}, rank=0, world=1)
 
 
 def loss_scores(sums_S3: np.ndarray, loss_name: str, accuracy_name: str) -> Scores:
