@@ -27,6 +27,7 @@ from tests.test_encoder import CONFIGS, make
 from xscale import export, files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import full_weights, load_run
+from xscale.data.mixture import StreamSpec, sources_read
 from xscale.data.packed_row import Tokens
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
@@ -36,7 +37,7 @@ from xscale.errors import UserError
 from xscale.eval import bootstrap as intervals
 from xscale.eval import heldout, hf_directory, retrieval
 from xscale.eval.model import ExportedModel, read_texts
-from xscale.eval.sentence_files import trained_pooling
+from xscale.eval.sentence_files import SentenceVectors, choose_vectors, read_pooling
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, copy_saved_heads, load_heads, save_heads
@@ -235,8 +236,8 @@ def run_spec_of(demo: Path, recipe: str | Path, *sets: str) -> RunSpec:
     return launch.run_spec_of([*common, "--set", "data.workers=0", *sets])
 
 
-def save(module: StepModule, run_spec: RunSpec, path: Path) -> Path:
-    """As a run at ZeRO stage 0 keeps its step 7."""
+def save(module: StepModule, run_spec: RunSpec, path: Path, **more: Any) -> Path:
+    """As a run at ZeRO stage 0 keeps its step 7. more: further keys of the manifest."""
     module.encoder.lm.config.save_pretrained(path / "hf")
     run_spec.tokenizer.hf.save_pretrained(path / "hf")
     torch.save({"module": module.state_dict()}, path / "mp_rank_00_model_states.pt")
@@ -246,7 +247,7 @@ def save(module: StepModule, run_spec: RunSpec, path: Path) -> Path:
         if file.is_file()
     }
     manifest = {"step": 7, "world_size": 1, "state": {"step": 7}, "identity": run_spec.identity(), "files": sealed}
-    manifest |= {"calibration": run_spec.calibration.to_dict(), "engine": {"stage": 0}}
+    manifest |= {"calibration": run_spec.calibration.to_dict(), "engine": {"stage": 0}} | more
     (path / "manifest.json").write_text(checkpoints.manifest_text(manifest))
     return path
 
@@ -566,15 +567,6 @@ def test_the_best_checkpoint_is_exported(ended: tuple[StepModule, Path, Path], t
     assert checkpoints.resolve_checkpoint(tmp_path).name == "step_00000009", "no newer one is there"
 
 
-def test_an_export_pools_as_its_recipe_says(
-    ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(export, "trained_pooling", lambda streams: "cls" if streams["ppa"]["samples"] else "mean")
-    export.export(ended[1], tmp_path / "hf")
-    pooling = json.loads((tmp_path / "hf" / "1_Pooling" / "config.json").read_text())
-    assert pooling["pooling_mode_cls_token"] and not pooling["pooling_mode_mean_tokens"]
-
-
 def test_the_card_is_the_hubs(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
     """What huggingface_hub reads of it is what was measured at the checkpoint's step, also after it is written
     again."""
@@ -586,6 +578,7 @@ def test_the_card_is_the_hubs(ended: tuple[StepModule, Path, Path], tmp_path: Pa
     export.export(tmp_path / "run", tmp_path / "hf")
     card = ModelCard.load(tmp_path / "hf" / "README.md")
     assert (card.data.language, card.data.license, card.data.model_name) == (["en", "xx", "yy"], "unknown", "hf")
+    assert "does not say which of them its streams read" in card.text and "- `en-xx`, fingerprint `" in card.text
     assert {"xscale", "ppa", "alignlm"} <= set(card.data.tags) and card.data.base_model is None
     read = [(s.task_name, s.dataset_name, s.metric_type, s.metric_value, s.metric_args) for s in card.data.eval_results]
     assert read == [("retrieval", "en-xx", "accuracy", 0.75, {"interval_95": [0.5, 0.9]})]
@@ -607,7 +600,9 @@ def test_an_export_loads_with_transformers_4(ended: tuple[StepModule, Path, Path
     lm = make("modernbert", torch.float32).lm
     for rope in lm.config.rope_parameters.values():
         rope["rope_theta"] = 80_000.0
-    hf_directory.write_directory(tmp_path / "hf", lm, {}, demo / "tokenizer", "mean", "modernbert")
+    hf_directory.write_directory(
+        tmp_path / "hf", lm, {}, demo / "tokenizer", SentenceVectors("mean", "asked for"), "modernbert"
+    )
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["global_rope_theta"] == config["local_rope_theta"] == 80_000.0
     again = AutoConfig.from_pretrained(tmp_path / "hf")
@@ -683,7 +678,7 @@ def test_pipelines_of_transformers_read_an_export(
     row = Tokens(ids, torch.arange(n), torch.zeros_like(ids), torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)
     with torch.no_grad():
         states = ours.encoder(row)
-        best = hf_directory._logits(ours.encoder, ids, torch.zeros_like(ids))[place].softmax(-1).topk(3)
+        best = hf_directory.mlm_logits(ours.encoder, row)[place].softmax(-1).topk(3)
     found = pipeline("feature-extraction", str(path))(text, return_tensors=True)[0]
     torch.testing.assert_close(found, states, rtol=0, atol=1e-4)
     guesses = pipeline("fill-mask", str(path))(text, top_k=3)
@@ -691,17 +686,84 @@ def test_pipelines_of_transformers_read_an_export(
     assert [guess["score"] for guess in guesses] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("streams", "pooling"),
-    [
-        ([{"objective": "tlm"}, {"objective": "alignlm"}], "mean"),
-        ([{"objective": "tlm"}, {"objective": "ppa", "moco_weight": 1.0}], "cls"),
-        ([{"objective": "ppa", "moco_weight": 1.0, "pooling": "mean"}], "mean"),
-        ([{"objective": "ppa", "moco_weight": 0.0}], "mean"),
-    ],
-)
-def test_sentences_are_pooled_as_they_were_trained(streams: list[dict[str, Any]], pooling: str) -> None:
-    assert trained_pooling({str(number): stream for number, stream in enumerate(streams)}) == pooling
+# Sentence vectors
+
+PPA = {"objective": "ppa", "pooling": "cls", "moco_weight": 1.0}
+POOLING = "sentence_transformers.models.Pooling"
+
+
+def sentence_model(demo: Path, path: Path, *modules: str) -> Path:
+    """A model with random weights, and the files of sentence-transformers if it has modules."""
+    run_spec = run_spec_of(demo, "mlm")
+    run_spec.module().encoder.lm.save_pretrained(path)
+    run_spec.tokenizer.hf.save_pretrained(path)
+    listed = []
+    for number, name in enumerate(["sentence_transformers.models.Transformer", *modules]):
+        folder = f"{number}_{name.rpartition('.')[2]}" if number else ""
+        listed.append({"idx": number, "name": str(number), "path": folder, "type": name})
+        (path / folder).mkdir(exist_ok=True)
+    (path / "modules.json").write_text(json.dumps(listed))
+    (path / "1_Pooling" / "config.json").write_text('{"embedding_dimension": 128, "pooling_mode": "cls"}')
+    (path / "config_sentence_transformers.json").write_text('{"prompts": {"query": "a query: "}}')
+    (path / "sentence_bert_config.json").write_text('{"max_seq_length": 20, "do_lower_case": false}')
+    return path
+
+
+def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_with_model_init(
+    demo: Path, tmp_path: Path, ended: tuple[StepModule, Path, Path]
+) -> None:
+    init = str(sentence_model(demo, tmp_path / "init", POOLING))
+    foreign = str(sentence_model(demo, tmp_path / "foreign", POOLING, "my.Whitening"))
+    plain = str(demo)
+    tlm_stream = {"tlm": {"objective": "tlm"}}
+    table: list[tuple[dict[str, Any], str | None, tuple[Any, ...], str, str]] = [
+        (tlm_stream, None, (), "mean", "the default, since no stream trained a sentence vector"),
+        ({"ppa": PPA}, init, (), "cls", "as streams.ppa trained it"),
+        ({"ppa": PPA | {"moco_weight": 0.0}}, None, (), "mean", "the default"),
+        ({"ppa": PPA}, None, ("mean",), "mean", "as --pooling asks"),
+        (tlm_stream, init, (), "cls", f"with the modules and prompts of model.init {init}"),
+        (tlm_stream, init, (None, 1), "cls", "whose other modules belong to its last layer"),
+        (tlm_stream, foreign, (), "cls", "the module my.Whitening .* is none of sentence-transformers'"),
+        (tlm_stream, plain, (), "mean", f"model.init {plain} has no modules.json"),
+        (tlm_stream, str(ended[1]), (), "mean", "as streams.ppa trained it"),
+    ]
+    for streams, start, asked, pooling, reason in table:
+        vectors = choose_vectors({"model": {"init": start}, "streams": streams}, *asked)
+        assert vectors.pooling == pooling and re.search(reason, vectors.reason), (vectors, reason)
+        assert bool(vectors.folder) == ("modules and prompts" in reason)
+    (tmp_path / "init" / "modules.json").write_text('[{"type": "a", "path": "../secret"}]')
+    with pytest.raises(UserError, match=r"init/modules.json is damaged"):
+        read_pooling(tmp_path / "init")
+
+
+def test_an_export_keeps_modules_and_prompts_of_model_init(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = "sentence_transformers.models.Dense"
+    init = sentence_model(demo, tmp_path / "init", POOLING, dense, "sentence_transformers.models.Normalize")
+    (init / "3_Normalize").rmdir()
+    (init / "2_Dense" / "model.safetensors").write_bytes(b"weights")
+    (init / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
+    run_spec = run_spec_of(demo, "mlm", f"model.init={init}")
+    read = [{"name": "news", "languages": ["en"], "licence": "CC0", "streams": {"mlm": 1234}}]
+    export.export(save(run_spec.module(), run_spec, tmp_path / "checkpoint", sources=read), tmp_path / "hf")
+    names = ["modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json"]
+    for name in [*names, "2_Dense/model.safetensors"]:
+        assert (tmp_path / "hf" / name).read_bytes() == (init / name).read_bytes(), name
+    assert ExportedModel(tmp_path / "hf").pooling == "cls"
+    reason = f"cls pooling, with the modules and prompts of model.init {init}"
+    card = ModelCard.load(tmp_path / "hf" / "README.md").text
+    assert f"sentence vectors: {reason}" in capsys.readouterr().out and reason in card
+    assert "| `news` | en | CC0 | mlm 1,234 |" in card and f"from {init} (licence: mit)" in card
+
+
+def test_the_sources_that_streams_read_are_counted(demo: Path) -> None:
+    sources = find_sources([demo / "heldout", demo / "pairs"])
+    streams = [StreamSpec("tlm", (0, 1), 4, False), StreamSpec("ppa", (1,), 4, False)]
+    state = {"positions": {"tlm": [[0, 0], [1, 5]], "ppa": [[0, 7]]}}
+    (read,) = sources_read(state, streams, sources)
+    assert read["name"] == sources[1].directory.name and read["languages"] == ["en", "xx"]
+    assert read["streams"] == {"tlm": sources[1].records + 5, "ppa": 7} and read["licence"] is None
 
 
 @pytest.mark.slow
@@ -718,10 +780,25 @@ def test_sentence_transformers_makes_our_vectors(
     sides = []
     for side in (0, 1):
         texts = [texts[side] for texts in read_texts(source, 100)] + ["", "word " * 600]
-        (ours,) = retrieval.embed(model, texts, 0, [(pooling, -1)]).values()
+        (ours,) = retrieval.embed(model, texts, 0, retrieval.make_variants(model, [pooling])).values()
         found = theirs.encode(texts, convert_to_tensor=True).cpu()
         torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
         sides.append(found[:100])
     variants = retrieval.make_variants(model, [pooling])
     expected = retrieval.evaluate(model, read_texts(source, 100), source.langs, variants)
     assert [retrieval.accuracies(*sides, "cosine", source.langs)] == [*expected.values()]
+
+
+@pytest.mark.slow
+def test_an_untrained_export_of_a_sentence_model_is_that_model(demo: Path, tmp_path: Path) -> None:
+    """Its vectors with a prompt are those of model.init, by sentence-transformers."""
+    from sentence_transformers import SentenceTransformer
+
+    init = sentence_model(demo, tmp_path / "init", POOLING, "sentence_transformers.models.Normalize")
+    run_spec = run_spec_of(demo, "mlm", f"model.init={init}")
+    export.export(save(run_spec.module(), run_spec, tmp_path / "checkpoint"), tmp_path / "hf")
+    texts = ["the dog sees a cat", "a house", "word " * 60]
+    before, after = (SentenceTransformer(str(path)) for path in (init, tmp_path / "hf"))
+    expected = before.encode(texts, prompt_name="query", convert_to_tensor=True)
+    torch.testing.assert_close(after.encode(texts, prompt_name="query", convert_to_tensor=True), expected)
+    assert not torch.allclose(after.encode(texts, convert_to_tensor=True), expected, atol=1e-3)

@@ -19,19 +19,20 @@ from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval.card import checkpoint_card
 from xscale.eval.hf_directory import check_new_directory, write_directory
 from xscale.eval.retrieval import POOLINGS
-from xscale.eval.sentence_files import trained_pooling
+from xscale.eval.sentence_files import choose_vectors
 
 
 def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
     """Export a checkpoint, of a run its newest, and return that checkpoint's path. pooling: how sentence vectors are
-    pooled; None: as in training. layers: export only the first `layers` layers, without heads. Raises UserError."""
+    pooled; None: see choose_vectors. layers: export only the first `layers` layers, without heads. Raises UserError."""
     path = find_best(source) if best else checkpoints.resolve_checkpoint(source)
     check_new_directory(out)
     lm, heads = load_run(path)
     checkpoint = checkpoints.read_checkpoint(path)
-    pooling = pooling or trained_pooling(checkpoint.identity["recipe"]["streams"])
-    card = checkpoint_card(checkpoint, lm.config, out.resolve().name, pooling, layers)
-    write_directory(out, lm, heads, path / checkpoints.HF, pooling, str(path), card, layers)
+    vectors = choose_vectors(checkpoint.identity["recipe"], pooling, layers)
+    card = checkpoint_card(checkpoint, lm.config, out.resolve().name, vectors, layers)
+    write_directory(out, lm, heads, path / checkpoints.HF, vectors, str(path), card, layers)
+    print(f"sentence vectors: {vectors.pooling} pooling, {vectors.reason}")
     return path
 
 
@@ -64,14 +65,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="xscale export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
-    parser.add_argument("out", type=Path, metavar="HF_DIR")
-    parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
-    parser.add_argument(
-        "--pooling", choices=POOLINGS, help="pooling of sentence vectors (default: that of PPA's training, or mean)"
-    )
-    parser.add_argument("--layers", type=int, metavar="K", help="only the first K layers, whose states are the output")
-    parser.add_argument("--push", metavar="REPO", help="upload the export to this repository of the hub, USER/NAME")
+    add = parser.add_argument
+    add("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
+    add("out", type=Path, metavar="HF_DIR")
+    add("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    add("--pooling", choices=POOLINGS, help="pooling of sentence vectors (default: that of training, or of model.init)")
+    add("--layers", type=int, metavar="K", help="only the first K layers, whose states are the output")
+    add("--push", metavar="REPO", help="upload the export to this repository of the hub, USER/NAME")
     try:
         check_arguments(sys.argv[1:])
         args = parser.parse_args()

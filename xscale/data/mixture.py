@@ -414,3 +414,20 @@ def positions_report(state: dict[str, Any], streams: list[StreamSpec], sources: 
             epoch, done = position[:2]
             lines.append(f"{stream.name} {source.pair}: epoch {epoch}, {done:,} of {source.records:,} records")
     return lines
+
+
+def sources_read(state: dict[str, Any], streams: list[StreamSpec], sources: list[Source]) -> list[dict[str, Any]]:
+    """Return the sources from which records were read: "name", "languages", "licence" (None: not stated), and
+    "streams": {stream: its number of records, those of earlier epochs included}."""
+    listed: list[dict[str, Any]] = []
+    for number, source in enumerate(sources):
+        records: dict[str, int] = {}
+        for stream in streams:
+            for read, position in zip(stream.sources, state["positions"][stream.name], strict=True):
+                if read == number and any(position[:2]):
+                    records[stream.name] = position[0] * source.records + position[1]
+        if records:
+            licence = source.index["made_by"].get("licence")
+            entry = {"name": source.directory.name, "languages": list(source.langs), "licence": licence}
+            listed.append(entry | {"streams": records})
+    return listed

@@ -1,4 +1,4 @@
-"""Makes the card of an exported model: README.md, from the template card.md, with the hub's header."""
+"""Makes the card of an exported model, README.md, from the template card.md: the hub's header and a page of text."""
 
 import json
 import math
@@ -11,64 +11,55 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from xscale.checkpoint.store import Checkpoint
+from xscale.eval.sentence_files import SentenceVectors
 from xscale.metric_keys import direction
 from xscale.models.build import longest_sequence
 
-Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""{task: {results row: {metric: a number, or the interval of a number}}}."""
 CARD = "README.md"
 TEMPLATE = Path(__file__).with_name("card.md")
 OLDEST = {"modernbert": "4.48"}
 """{type of a model: the oldest version of transformers that has it}, for types that are newer than 4.0."""
 PIPELINES = {"heldout": "fill-mask", "aer": "token-classification"}
 """{task: the hub's name for this type of task}."""
-USE = """\
-```python
-from sentence_transformers import SentenceTransformer
-from transformers import AutoModel{head}, AutoTokenizer
-
-tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModel{head}.from_pretrained("{name}")
-vectors = SentenceTransformer("{name}").encode(["a sentence"])  # unit vectors, {pooling} pooling
-```
-
-It needs transformers {oldest} or newer."""
+Numbers = Mapping[str, Any]
 
 
 def checkpoint_card(
-    checkpoint: Checkpoint, config: Any, name: str, pooling: str, layers: int | None = None
+    checkpoint: Checkpoint, config: Any, name: str, vectors: SentenceVectors, layers: int | None = None
 ) -> ModelCard:
-    """Return the card of an exported checkpoint. layers: the number of first layers that the export has; None: all."""
+    """Return the card of an exported checkpoint. config: the model's. layers: the number of first layers that the
+    export has; None: all."""
     recipe = checkpoint.identity["recipe"]
-    languages = config.xscale["languages"][1:]
     init = recipe["model"]["init"]
     objectives = sorted({stream["objective"] for stream in recipe["streams"].values()})
-    sources = [
-        f"- `{data['source']}`, fingerprint `{data['fingerprint'][:12]}`" for data in checkpoint.identity["data"]
-    ]
-    summary = f"A text encoder of {', '.join(languages)}, trained by xscale. Objectives: {', '.join(objectives)}."
-    purpose = (
-        "Sentence vectors for retrieval across languages, word alignment, fine-tuning of classifiers, taggers and "
+    scores = [] if layers else eval_results(read_evaluation(checkpoint))
+    header = ModelCardData(
+        language=config.xscale["languages"][1:],
+        license="unknown",
+        library_name="transformers",
+        pipeline_tag="feature-extraction" if layers else "fill-mask",
+        base_model=init if is_hub_name(init) else None,
+        model_name=name,
+        tags=["xscale", "sentence-transformers", "feature-extraction", *objectives],
+        eval_results=scores or None,
     )
-    purpose += "question answering"
-    header = {
-        "language": languages,
-        "pipeline_tag": "feature-extraction" if layers else "fill-mask",
-        "base_model": init if is_hub_name(init) else None,
-        "tags": ["xscale", "sentence-transformers", "feature-extraction", *objectives],
-    }
-    evaluation = {} if layers else read_evaluation(checkpoint)
-    oldest = OLDEST.get(config.model_type, "4.0")
-    return make_card(
-        name,
+    return ModelCard.from_template(
         header,
-        eval_results(evaluation.get("results", {}), evaluation.get("intervals", {})),
+        str(TEMPLATE),
+        name=name,
+        languages=header.language,
+        objectives=objectives,
+        layers=layers,
+        vectors=vectors,
+        oldest=OLDEST.get(config.model_type, "4.0"),
+        sources=checkpoint.manifest.get("sources", []),
+        data=checkpoint.identity["data"],
+        steps=f"{checkpoint.step:,}",
+        init=init,
+        init_licence=licence_of(init),
+        settings=yaml.safe_dump(recipe, sort_keys=False),
+        scores=scores,
         max_length=longest_sequence(config),
-        summary=summary + f" These are its first {layers} layers, without the masked-LM head." if layers else summary,
-        use=USE.format(name=name, pooling=pooling, head="" if layers else "ForMaskedLM", oldest=oldest),
-        data="\n".join(["The shards that it was trained on, by their languages:", "", *sources]),
-        training=f"{checkpoint.step:,} optimizer steps from {init or 'random weights'}, with the recipe",
-        settings=recipe,
-        purpose=purpose + ("." if layers else ", masked prediction."),
     )
 
 
@@ -78,44 +69,40 @@ def is_hub_name(init: str | None) -> bool:
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", init) is not None
 
 
-def make_card(
-    name: str, header: dict[str, Any], scores: list[EvalResult], settings: dict[str, Any], **texts: Any
-) -> ModelCard:
-    """Return the card. settings: the recipe or settings that it shows. texts: the other fields of the template."""
-    data = ModelCardData(
-        **header, license="unknown", library_name="transformers", model_name=name, eval_results=scores or None
-    )
-    shown = yaml.safe_dump(settings, sort_keys=False)
-    return ModelCard.from_template(data, str(TEMPLATE), name=name, scores=scores, settings=shown, **texts)
+def licence_of(init: str | None) -> str | None:
+    """Return the licence that the card in the folder of model.init names, if there is one."""
+    card = Path(init or "", CARD)
+    if not init or not card.is_file():
+        return None
+    return ModelCard.load(card, ignore_metadata_errors=True).data.license
 
 
-def eval_results(results: Results, intervals: Results, pipeline: str = "sentence-similarity") -> list[EvalResult]:
-    """Return the finite numbers with a better direction as the header lists them. pipeline: for tasks not in
-    PIPELINES."""
+def eval_results(evaluation: Numbers) -> list[EvalResult]:
+    """Return the finite numbers with a better direction as the header lists them. evaluation: {"results": {task: {row:
+    {metric: number}}}, "intervals": the same with intervals}."""
     entries = []
-    for task, rows in results.items():
+    for task, rows in evaluation.get("results", {}).items():
         for row, numbers in rows.items():
+            intervals = evaluation.get("intervals", {}).get(task, {}).get(row, {})
             for name, value in numbers.items():
                 if not isinstance(value, int | float) or not math.isfinite(value) or not direction(name):
                     continue
-                interval = intervals.get(task, {}).get(row, {}).get(name)
                 entry = EvalResult(
-                    task_type=PIPELINES.get(task, pipeline),
+                    task_type=PIPELINES.get(task, "sentence-similarity"),
                     task_name=task,
                     dataset_type=f"{task}/{row}",
                     dataset_name=row,
                     metric_type=name,
                     metric_value=float(f"{value:.6g}"),
                 )
-                if interval:
-                    entry.metric_args = {"interval_95": [float(f"{bound:.6g}") for bound in interval]}
+                if name in intervals:
+                    entry.metric_args = {"interval_95": [float(f"{bound:.6g}") for bound in intervals[name]]}
                 entries.append(entry)
     return entries
 
 
 def read_evaluation(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the line of the run's evals.jsonl for the checkpoint's step, with results and intervals; {} if there is
-    none."""
+    """Return the line of the run's evals.jsonl for the checkpoint's step; {} if there is none."""
     path = checkpoint.path.parent.parent / "evals.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
     evaluation: dict[str, Any] = {}

@@ -1,4 +1,7 @@
-"""Writes a trained encoder as a Hugging Face directory, and checks that transformers reads the same model from it."""
+"""Writes a trained encoder as a Hugging Face directory, and checks that transformers reads the same model from it.
+
+Shape letters: N tokens, V words of the vocabulary.
+"""
 
 import copy
 import json
@@ -16,13 +19,13 @@ from xscale.data.packed_row import Tokens
 from xscale.data.tokenizer import transformers_tokenizer
 from xscale.errors import UserError
 from xscale.eval.card import CARD
-from xscale.eval.sentence_files import save_pooling, write_json
+from xscale.eval.sentence_files import SentenceVectors, save_vectors, write_json
 from xscale.models.build import longest_sequence, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, load_heads, save_heads
 
 CHECKED_TOKENS = 16
-"""The number of tokens of the sequence whose logits are compared."""
+"""The number of tokens of the sequence whose logits or states are compared."""
 CLOSE = 1e-3
 """The largest difference that counts as rounding in fp32, as a share of the larger of 1 and the maximum."""
 
@@ -39,7 +42,7 @@ def write_directory(
     lm: PreTrainedModel,
     heads: dict[str, SavedHeads],
     tokenizer_path: str | Path,
-    pooling: str,
+    vectors: SentenceVectors,
     source: str,
     card: ModelCard | None = None,
     layers: int | None = None,
@@ -50,18 +53,22 @@ def write_directory(
     Raises UserError if the model lacks such layers, and RuntimeError if transformers reads another model than was
     written.
     """
-    written: Any = lm if layers is None else first_layers(lm, layers).base_model
+    written: Any = lm
+    if layers is not None:
+        written = first_layers(lm, layers).base_model
+        heads = {}
+    longest = longest_sequence(lm.config)
     tokenizer = transformers_tokenizer(tokenizer_path)
-    tokenizer.model_max_length = longest_sequence(lm.config)
-    # The tokenizer returns token types if training used them for a pair's two sentences, not for languages.
-    types = ["token_type_ids"] if run_fields(lm.config, source).get("segments") else []
-    tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
+    tokenizer.model_max_length = longest
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    if run_fields(lm.config, source).get("segments"):  # token types are a pair's two sentences, not languages
+        tokenizer.model_input_names.insert(1, "token_type_ids")
     with files.publish(out) as partial:
         written.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         write_names_of_transformers_4(partial)
-        save_heads(heads if layers is None else {}, partial)
-        save_pooling(partial, pooling, lm.config, longest_sequence(lm.config))
+        save_heads(heads, partial)
+        save_vectors(partial, vectors, lm.config, longest)
         if card:
             card.save(partial / CARD)
         files.apply_umask(partial)
@@ -89,7 +96,8 @@ def write_names_of_transformers_4(folder: Path) -> None:
 
 def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
     """Return a copy with only the first layers, whose masked-LM head is meaningless. Raises UserError."""
-    config, last = copy.deepcopy(lm.config), lm.config.num_hidden_layers
+    config = copy.deepcopy(lm.config)
+    last = config.num_hidden_layers
     if not 1 <= layers <= last:
         raise UserError(f"--layers {layers}: the model has layers 1 to {last}; choose one of these numbers")
     config.num_hidden_layers = layers
@@ -101,60 +109,73 @@ def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
     return first
 
 
+class Probe:
+    """A sequence of tokens from all of a model's vocabulary, and of its languages."""
+
+    def __init__(self, lm: PreTrainedModel):
+        ids_N = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED_TOKENS, longest_sequence(lm.config))).long()
+        self.ids_N = ids_N[ids_N != lm.config.pad_token_id]
+        self.inputs = {"input_ids": self.ids_N[None]}
+        """The inputs for transformers' model."""
+        self.types_N: Tensor | None = None
+        fields = run_fields(lm.config, "the model")
+        if fields.get("language_embeddings"):
+            self.types_N = torch.arange(len(self.ids_N)) % len(fields["languages"])
+            self.inputs["token_type_ids"] = self.types_N[None]
+
+    def tokens(self) -> Tokens:
+        """Return the sequence for our encoder."""
+        n = len(self.ids_N)
+        lengths = torch.tensor([n])
+        return Tokens(self.ids_N, torch.arange(n), self.types_N, torch.tensor([0, n]).int(), lengths.int(), n)
+
+
+def mlm_logits(encoder: Encoder, tokens: Tokens) -> Tensor:
+    """Return the logits [N, V] by our encoder."""
+    out = encoder.lm.get_output_embeddings()
+    return F.linear(encoder.features(encoder(tokens)), out.weight, out.bias)
+
+
+def tolerance(expected: Tensor) -> float:
+    return CLOSE * max(1.0, float(expected.abs().max()))
+
+
 @torch.inference_mode()
 def check_states(lm: PreTrainedModel, layers: int, folder: Path) -> None:
     """Raise UserError if the output of the exported first layers differs from the whole model's states after them."""
-    ids, types = _probe_sequence(lm)
+    probe = Probe(lm)
     written = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
-    inputs = {"input_ids": ids[None]} | ({} if types is None else {"token_type_ids": types[None]})
-    states = written(**inputs).last_hidden_state[0]
-    expected = Encoder(lm).eval().hidden_states(_packed_tokens(ids, types))[layers]
-    if not torch.allclose(states, expected, rtol=0, atol=CLOSE * max(1.0, float(expected.abs().max()))):
+    states = written(**probe.inputs).last_hidden_state[0]
+    expected = Encoder(lm).eval().hidden_states(probe.tokens())[layers]
+    if not torch.allclose(states, expected, rtol=0, atol=tolerance(expected)):
         raise UserError(
             f"--layers {layers}: a model of type {lm.config.model_type} changes the states after its last layer, so "
             f"its first layers alone give other states; export all layers, and evaluate with --layer {layers}"
         )
 
 
+@torch.inference_mode()
 def export_problem(lm: PreTrainedModel, heads: dict[str, SavedHeads], folder: Path) -> str | None:
     """Return in words how transformers' logits of the exported model differ from xscale's; None if they do not."""
-    kept = load_heads(folder)
+    saved = load_heads(folder)
     for name, trained in heads.items():
-        if name not in kept or _differing_names(trained.weights, kept[name].weights):
+        if name not in saved or differing_names(trained.weights, saved[name].weights):
             return f"the heads of stream {name} are not those that were trained"
+    probe = Probe(lm)
     written = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=False).eval()
-    ids, types = _probe_sequence(lm)
-    inputs = {"input_ids": ids[None]} | ({} if types is None else {"token_type_ids": types[None]})
-    with torch.inference_mode():
-        logits, expected = written(**inputs).logits[0], _logits(Encoder(lm).eval(), ids, types)
-    furthest, largest = (logits - expected).abs().max(), expected.abs().max()
-    if torch.allclose(logits, expected, rtol=0, atol=CLOSE * max(1.0, float(largest)), equal_nan=True):
+    logits = written(**probe.inputs).logits[0]
+    expected = mlm_logits(Encoder(lm).eval(), probe.tokens())
+    if torch.allclose(logits, expected, rtol=0, atol=tolerance(expected), equal_nan=True):
         return None
-    names = _differing_names(lm.state_dict(), written.state_dict())
+    names = differing_names(lm.state_dict(), written.state_dict())
+    weights = f"weights that differ: {', '.join(names[:5])}" if names else "no weight differs"
+    furthest = float((logits - expected).abs().max())
     return (
-        f"transformers' logits are up to {float(furthest):.2g} away from those of the trained model (the largest is "
-        f"{float(largest):.2g}); " + (f"weights that differ: {', '.join(names[:5])}" if names else "no weight differs")
+        f"transformers' logits are up to {furthest:.2g} away from those of the trained model (the largest is "
+        f"{float(expected.abs().max()):.2g}); {weights}"
     )
 
 
-def _differing_names(trained: dict[str, Tensor], written: dict[str, Tensor]) -> list[str]:
+def differing_names(trained: dict[str, Tensor], written: dict[str, Tensor]) -> list[str]:
     """Return the names of trained weights that are not written, or are written with other values."""
     return [name for name, w in trained.items() if name not in written or not torch.equal(w, written[name])]
-
-
-def _probe_sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Return token ids [N] from all of the vocabulary, and language ids [N], or None without language embeddings."""
-    ids = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED_TOKENS, longest_sequence(lm.config))).long()
-    ids = ids[ids != lm.config.pad_token_id]
-    trained = getattr(lm.config, "xscale", None) or {}
-    return ids, torch.arange(len(ids)) % len(trained["languages"]) if trained.get("language_embeddings") else None
-
-
-def _logits(encoder: Encoder, ids: Tensor, types: Tensor | None) -> Tensor:
-    out = encoder.lm.get_output_embeddings()
-    return F.linear(encoder.features(encoder(_packed_tokens(ids, types))), out.weight, out.bias)
-
-
-def _packed_tokens(ids: Tensor, types: Tensor | None) -> Tokens:
-    n = len(ids)
-    return Tokens(ids, torch.arange(n), types, torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)

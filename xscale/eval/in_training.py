@@ -28,7 +28,7 @@ from xscale.eval import retrieval
 from xscale.eval.alignment_score import FEWEST, AlignmentProbe, build_probes, language_tokens
 from xscale.eval.bootstrap import Score, mean
 from xscale.eval.model import ExportedModel, read_texts
-from xscale.eval.sentence_files import trained_pooling
+from xscale.eval.sentence_files import choose_vectors
 from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
@@ -306,7 +306,7 @@ class ModelInTraining(ExportedModel):
         self.device, self.encoder, self.tokenizer = engine.device, engine.module.encoder, run_spec.tokenizer
         self.languages = [NEUTRAL, *run_spec.languages]
         self.language_embeddings = any_stream(run_spec.recipe, "language_embeddings")
-        self.pooling = trained_pooling(run_spec.recipe.identity()["streams"])
+        self.pooling = choose_vectors(run_spec.recipe.identity()).pooling
 
 
 def sources_by_row(task: EvalTask, sources: list[Source]) -> dict[str, Source]:

@@ -34,7 +34,12 @@ class ExportedModel:
         if not path.exists():
             raise UserError(f"--model {path} does not exist; `python -m xscale.export RUN_DIR {path}` makes it")
         lm, has_head = read_pretrained("--model", path)
-        self.path, self.pooling = path, read_pooling(path)
+        self.path = path
+        pooling = read_pooling(path)
+        self.pooling = pooling or "mean"
+        """How sentence vectors are pooled: "cls" or "mean"."""
+        self.says_pooling = pooling is not None
+        """True if the directory has files of sentence-transformers, which say how vectors are pooled."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             self.encoder = Encoder(lm).eval().to(self.device)

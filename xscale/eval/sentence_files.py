@@ -1,48 +1,149 @@
-"""Writes the files that make sentence-transformers compute the same sentence vectors as eval/retrieval.py."""
+"""Chooses the sentence vectors of an export, and writes the files by which sentence-transformers computes them.
+
+sentence-transformers reads modules.json (the modules that texts pass through), the modules' folders, such as 1_Pooling,
+and config_sentence_transformers.json (prompts).
+"""
 
 import json
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+
+from xscale.checkpoint import store as checkpoints
 from xscale.data.tokenizer import Tokenizer
+from xscale.errors import UserError
 
-POOLING = "1_Pooling"
+MODULES = "modules.json"
+PROMPTS = "config_sentence_transformers.json"
+LENGTH = "sentence_bert_config.json"
+PACKAGE = "sentence_transformers."
 
 
-def trained_pooling(streams: dict[str, dict[str, Any]]) -> str:
-    """Return the pooling, "cls" or "mean", with which a recipe's streams train sentence vectors; "mean" without any."""
-    for stream in streams.values():
-        if stream["objective"] == "ppa" and stream.get("moco_weight", 1.0):
-            return stream.get("pooling", "cls")
-        if stream["objective"] == "translation_ranking":
-            return stream.get("pooling", "mean")
+@dataclass(frozen=True)
+class SentenceVectors:
+    """The sentence vectors of an export."""
+
+    pooling: str
+    """"cls", or "mean" over a sentence's tokens."""
+    reason: str
+    """Why they are chosen, in words that follow `pooling, `."""
+    folder: Path | None = None
+    """The folder of model.init whose modules and prompts the export keeps. None: the mean is taken without [CLS] and
+    [SEP], and vectors are normalised."""
+
+
+def choose_vectors(recipe: dict[str, Any], pooling: str | None = None, layers: int | None = None) -> SentenceVectors:
+    """Return the vectors of a run's export: those that were asked for, or that a stream trained, or of model.init.
+
+    recipe: the recipe as a checkpoint has it. pooling: the one asked for, if any. layers: the number of first layers
+    that are exported; None: all.
+    """
+    if pooling:
+        return SentenceVectors(pooling, "as --pooling asks")
+    for name, stream in recipe["streams"].items():
+        if "pooling" in stream and stream.get("moco_weight", 1.0):  # PPA without its contrastive loss trains no vector
+            return SentenceVectors(stream["pooling"], f"as streams.{name} trained it")
+    init = recipe["model"]["init"]
+    if init is None:
+        return SentenceVectors("mean", "the default, since no stream trained a sentence vector")
+    if checkpoints.is_run(Path(init)):
+        run = checkpoints.read_checkpoint(checkpoints.resolve_checkpoint(Path(init)))
+        return choose_vectors(run.identity["recipe"], layers=layers)
+    return vectors_of_init(init, layers)
+
+
+def vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
+    """Return the vectors of model.init, a Hugging Face directory or a hub name, which no stream has changed."""
+    folder = Path(init)
+    if not folder.exists():
+        try:
+            folder = Path(snapshot_download(init, allow_patterns=["*.json", "[0-9]*_*/*"]))
+        except Exception as error:  # of the hub, or of its HTTP library
+            reason = f"the default, since model.init {init} cannot be read ({type(error).__name__})"
+            return SentenceVectors("mean", reason)
+    modules = read_modules(folder)
+    if not modules:
+        reason = f"the default, since no stream trained a sentence vector and model.init {init} has no {MODULES}"
+        return SentenceVectors("mean", reason)
+    pooling = read_pooling(folder) or "mean"
+    if layers is not None:
+        return SentenceVectors(pooling, f"as in model.init {init}, whose other modules belong to its last layer")
+    for module in modules:
+        if not module["type"].startswith(PACKAGE):
+            reason = f"since the module {module['type']} of model.init {init} is none of sentence-transformers'"
+            return SentenceVectors(pooling, reason)
+    reason = f"with the modules and prompts of model.init {init}, since no stream trained a sentence vector"
+    return SentenceVectors(pooling, reason, folder)
+
+
+def read_modules(folder: Path) -> list[dict[str, Any]]:
+    """Return the modules of modules.json, each with "type" and "path"; [] without the file. Raises UserError."""
+    path = folder / MODULES
+    if not path.exists():
+        return []
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+        inside = all(Path(module["path"]).name == module["path"] and module["type"] for module in modules)
+    except (ValueError, KeyError, TypeError):
+        inside = False
+    if not inside:
+        raise UserError(f"{path} is damaged: it must list modules with a type and a folder beside it; write it again")
+    return modules
+
+
+def read_pooling(folder: Path) -> str | None:
+    """Return how sentence-transformers pools with the files of a folder: "cls" or "mean"; "mean" also stands for other
+    poolings. None: the folder has no such files. Raises UserError."""
+    modules = read_modules(folder)
+    if not modules:
+        return None
+    for module in modules:
+        path = folder / module["path"] / "config.json"
+        if module["type"].endswith(".Pooling") and path.exists():
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            is_cls = fields.get("pooling_mode_cls_token") or fields.get("pooling_mode") == "cls"
+            return "cls" if is_cls else "mean"
     return "mean"
 
 
-def read_pooling(folder: Path) -> str:
-    """Return the pooling, "cls" or "mean", that save_pooling wrote into a folder; "mean" without its file."""
-    path = folder / POOLING / "config.json"
-    return "cls" if path.exists() and json.loads(path.read_text()).get("pooling_mode_cls_token") else "mean"
-
-
-def save_pooling(folder: Path, pooling: str, config: Any, max_length: int) -> None:
-    """Write the files of sentence-transformers into a folder that has the tokenizer. pooling: "cls", or "mean" over a
-    sentence's tokens without [CLS] and [SEP]. max_length: the most tokens of a sentence."""
-    modes = {"pooling_mode_cls_token": pooling == "cls", "pooling_mode_mean_tokens": pooling == "mean"}
-    modules: dict[str, dict[str, Any]] = {
-        POOLING: {"word_embedding_dimension": config.hidden_size} | modes,
-        "2_Normalize": {},
-    }
-    if pooling == "mean":
-        modules = {"0_WordWeights": word_weights(Tokenizer(folder), config.vocab_size)} | modules
-    listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
-    for number, (path, fields) in enumerate(modules.items(), start=1):
-        module_type = f"sentence_transformers.models.{path.partition('_')[2]}"
-        listed.append({"idx": number, "name": str(number), "path": path, "type": module_type})
+def save_vectors(folder: Path, vectors: SentenceVectors, config: Any, max_length: int) -> None:
+    """Write the files of sentence-transformers into a folder that has the tokenizer. config: the model's. max_length:
+    the most tokens of a sentence."""
+    if vectors.folder:
+        keep_modules(vectors.folder, folder)
+        return
+    modes = {"cls_token": vectors.pooling == "cls", "mean_tokens": vectors.pooling == "mean"}
+    pooling = {f"pooling_mode_{name}": is_chosen for name, is_chosen in modes.items()}
+    configs: dict[str, dict[str, Any]] = {}
+    if vectors.pooling == "mean":
+        configs["0_WordWeights"] = word_weights(Tokenizer(folder), config.vocab_size)
+    configs["1_Pooling"] = {"word_embedding_dimension": config.hidden_size} | pooling
+    configs["2_Normalize"] = {}
+    modules = [{"idx": 0, "name": "0", "path": "", "type": f"{PACKAGE}models.Transformer"}]
+    for number, (path, fields) in enumerate(configs.items(), start=1):
+        module_type = f"{PACKAGE}models.{path.partition('_')[2]}"
+        modules.append({"idx": number, "name": str(number), "path": path, "type": module_type})
         (folder / path).mkdir()
         write_json(folder / path / "config.json", fields)
-    write_json(folder / "modules.json", listed)
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
+    write_json(folder / MODULES, modules)
+    write_json(folder / LENGTH, {"max_seq_length": max_length, "do_lower_case": False})
+
+
+def keep_modules(source: Path, folder: Path) -> None:
+    """Copy the modules and prompts of `source`. Its model and tokenizer, the first module, are those of `folder`."""
+    first, *others = read_modules(source)
+    for module in others:
+        if (source / module["path"]).is_dir():
+            shutil.copytree(source / module["path"], folder / module["path"])
+        else:  # a module without settings, such as Normalize
+            (folder / module["path"]).mkdir()
+    write_json(folder / MODULES, [first | {"path": ""}, *others])
+    for path in (source / PROMPTS, source / first["path"] / LENGTH):
+        if path.exists():
+            shutil.copyfile(path, folder / path.name)
 
 
 def word_weights(tokenizer: Tokenizer, embeddings: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.manager import CheckpointManager
+from xscale.data.mixture import sources_read
 from xscale.models.encoder import set_rope_theta
 from xscale.run.finite import FiniteCheck
 from xscale.run.reporting import RunMetrics
@@ -69,6 +70,7 @@ class Checkpoints:
         return {
             "identity": self.run_spec.identity(),
             "state": state.data,
+            "sources": sources_read(state.data, self.run_spec.specs, self.run_spec.sources),
             "calibration": self.run_spec.calibration.to_dict(),
             "engine": self.config.saved(),
         }
