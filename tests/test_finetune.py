@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, BertConfig
+from transformers import AutoModelForMaskedLM, BertConfig, ModernBertConfig
 
 from tests import launch
 from tests.rows import one_thread  # noqa: F401
@@ -19,7 +19,7 @@ from xscale.errors import NotFinite, UserError
 from xscale.eval.finetune import __main__ as command
 from xscale.eval.finetune import qa, tags, training
 from xscale.eval.finetune.examples import BLANK, LabelledExample, LabelledFile
-from xscale.eval.finetune.training import FineTuneSettings, SequenceMaker
+from xscale.eval.finetune.training import FineTunedModel, FineTuneSettings, SequenceMaker
 from xscale.eval.finetune.transfer import TransferTable, plan_training, switch_codes
 from xscale.eval.model import ExportedModel
 
@@ -71,11 +71,6 @@ def squad(*questions: tuple[str, str, str, int], context: str = "Ada wrote it in
 
 # Files
 
-XNLI_ALL = {
-    "premise": {"en": "a", "de": "b"},
-    "hypothesis": {"language": ["de", "en"], "translation": ["d", "c"]},
-    "label": 0,
-}
 OWN_XNLI = "language\tgold_label\tsentence1\tsentence2\n{}\tneutral\ta\tb\nfr\tneutral\tc\td\nde\t-\te\tf\n"
 GOOD = {
     "CoNLL-U": ("pos", "a.conllu", conllu([[("Go", "VERB"), ("on", "ADV")]]), [(("Go", "on"), ("VERB", "ADV"))]),
@@ -88,7 +83,6 @@ GOOD = {
                [(("a", "b"), "0"), (("c", "d"), "1")]),
     "XNLI's own": ("xnli", "a.tsv", OWN_XNLI.format("de"), [(("a", "b"), "neutral")]),
     "another code of German": ("xnli", "a.tsv", OWN_XNLI.format("deu_Latn"), [(("a", "b"), "neutral")]),
-    "XNLI of all languages": ("xnli", "a.jsonl", json.dumps(XNLI_ALL) + "\n", [(("b", "d"), "0")]),
     "SIB-200": ("sentences", "a.tsv", "index_id\tcategory\ttext\n7\ttravel\tgo\n", [(("go",), "travel")]),
     "sentences": ("sentences", "a.tsv", "go\ttravel\n", [(("go",), "travel")]),
     "SQuAD": ("xquad", "a.json", squad(("q", "When?", "1843", 16)),
@@ -109,12 +103,6 @@ BAD = {
     "no label": ("xnli", "a.jsonl", '{"premise": "a", "hypothesis": "b", "label": -1}\n', "line 1 has no label"),
     "no column": ("xnli", "a.jsonl", '{"premise": "a", "b": "c"}\n', "line 1 has no column hypothesis.*premise, b"),
     "a number": ("xnli", "a.jsonl", '{"premise": 1, "hypothesis": "b", "label": 1}\n', "line 1: 1 is no sentence"),
-    "another language": (
-        "xnli",
-        "a.jsonl",
-        json.dumps(XNLI_ALL | {"premise": {"en": "a"}}) + "\n",
-        "in de, only in en",
-    ),
     "three labels": ("pawsx", "a.tsv", "a\tb\t0\na\tb\t1\na\tb\t2\n", "labels 0, 1, 2, but the task has 2"),
     "not json": ("xquad", "a.json", '{"data": [\n{,}]}', "is not JSON.*line 2"),
     "not SQuAD's form": ("xquad", "a.json", '{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "'context'"),
@@ -261,7 +249,7 @@ def test_accuracy_and_f1_of_words_and_pairs() -> None:
 def logits_of(task: str, maker: SequenceMaker, features: list[Any], labels: list[str]) -> tuple[np.ndarray, Any]:
     """What a random head says of the features, and its model."""
     torch.manual_seed(5)
-    model = TASKS[task].load_head(maker.model.path, maker, labels).eval()
+    model = FineTunedModel(maker, len(labels), TASKS[task].reads).eval()
     torch.nn.init.normal_(model.classifier.weight)
     with torch.no_grad():
         outputs = model(**maker.collate([[feature] for feature in features]))
@@ -285,7 +273,8 @@ def test_a_words_tag_is_read_from_its_first_token(maker: SequenceMaker, tokenize
             firsts.append(len(ids))
             ids += tokenizer.hf(word, add_special_tokens=False)["input_ids"]
         with torch.no_grad():
-            expected = model(torch.tensor([[*ids, tokenizer.sep_id]])).logits[0, firsts]
+            sentence = torch.tensor([[*ids, tokenizer.sep_id]])
+            expected = model(sentence, torch.ones_like(sentence))["logits"][0, firsts]
         np.testing.assert_allclose(found[row, features[row].positions], expected, rtol=1e-4, atol=1e-4)
         assert (labels[row] != -100).nonzero().flatten().tolist() == firsts
 
@@ -298,6 +287,8 @@ def test_a_pair_is_classified_by_the_state_that_was_pooled_in_training(
     for file in hf.iterdir():
         (tmp_path / file.name).symlink_to(file)
     if pooling:
+        module = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+        (tmp_path / "modules.json").write_text(json.dumps([module]))
         (tmp_path / "1_Pooling").mkdir()
         modes = {"pooling_mode_cls_token": pooling == "cls", "pooling_mode_mean_tokens": pooling == "mean"}
         (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": 32} | modes))
@@ -327,7 +318,7 @@ def test_every_word_of_a_long_sentence_has_one_tag(maker: SequenceMaker, tokeniz
     assert len(features) > 3 and max(len(feature.inputs["input_ids"]) for feature in features) <= 40
     outputs = []
     for feature in features:
-        labels = np.maximum([*feature.targets["labels"], *[0] * 40][:40], 0)
+        labels = np.maximum([*feature.labels, *[0] * 40][:40], 0)
         outputs.append(np.eye(17)[labels])
     assert tags.POS.predict([example], features, np.stack(outputs), tags.UPOS) == [list(example.gold)]
 
@@ -343,22 +334,23 @@ def test_an_answer_is_found_in_a_long_context(maker: SequenceMaker, tokenizer: T
             LabelledExample(str(i), ("en", "en"), (f"{words[i]} ?", context), [(text, context.index(text))])
         )
     features = qa.XQUAD.encode(examples, maker, [])
-    sides = np.zeros((2, len(features), 40))
+    outputs = np.zeros((len(features), 40, 2))
     for row, feature in enumerate(features):
-        certainty = 9.0 if feature.targets["start_positions"] else 0.0
-        sides[0, row, feature.targets["start_positions"]] = certainty
-        sides[1, row, feature.targets["end_positions"]] = certainty
+        first, last = feature.labels
+        outputs[row, first, 0] = 9.0 if first else 0.0
+        outputs[row, last, 1] = 9.0 if first else 0.0
     covered = {span[0] for feature in features if feature.example == 0 for span in feature.units}
     assert len(covered) == len(tokenizer.encode([context])[0]), "a token of the context is in no sequence"
-    assert qa.XQUAD.predict(examples, features, sides, []) == answers
+    assert qa.XQUAD.predict(examples, features, outputs, []) == answers
 
 
 def test_best_span_is_that_of_all_pairs() -> None:
     draw = np.random.default_rng(0)
     for length in (1, 3, 9):
-        first, last = draw.normal(size=(2, length))
+        logits = draw.normal(size=(length, 2))
         allowed = [(i, j) for i in range(length) for j in range(i, min(i + 4, length))]
-        assert qa.best_span(first, last, 4)[1:] == max(allowed, key=lambda at: first[at[0]] + last[at[1]])
+        first, last = max(allowed, key=lambda at: logits[at[0], 0] + logits[at[1], 1])
+        assert qa.best_span(logits, 4) == (pytest.approx(logits[first, 0] + logits[last, 1]), first, last)
 
 
 # Runs
@@ -426,9 +418,8 @@ def test_means_deviations_delta_and_the_majority() -> None:
         "delta_std": pytest.approx(np.std([2 / 3, -1 / 6], ddof=1)),  # of each seed, supervised less zero-shot
     }
     alone = TransferTable(TASKS["xnli"], tests)
-    alone.add(plan[0], {"de": [["y"] * 6]})
+    (line,) = alone.add(plan[0], {"de": [["y"] * 6]})
     assert alone.summary["de"] == {"zs": pytest.approx(1 / 3), "majority": pytest.approx(2 / 3)}, "one seed"
-    (line,) = alone.below_majority()
     assert "de zero-shot: 0.333 is below 0.667" in line
 
 
@@ -503,7 +494,8 @@ def test_a_command_trains_and_scores(
     assert summary["majority"] == 0.8 and found["results"]["xnli"]["de zero-shot"]["examples"] == 5
     assert all(len(values) == 2 for row in found["seeds"]["xnli"].values() for values in row.values())
     assert len(found["intervals"]["xnli"]["de"]["delta"]) == 2
-    assert (found["settings"]["seeds"], found["settings"]["lr"], found["settings"]["epochs"]) == ([0, 1], 5e-5, 1)
+    settings = found["settings"]
+    assert settings["seeds"] == [0, 1] and settings["epochs"] == 1 and settings["lr"] == pytest.approx(5e-5 * 768 / 32)
     printed = capsys.readouterr().out
     assert "6 runs: 3 training texts, each with the seeds 0 1" in printed and "supervised - zero-shot" in printed
 
@@ -527,6 +519,40 @@ def test_seeds_and_settings_decide_a_run(maker: SequenceMaker, hf: Path, tmp_pat
     assert all(torch.equal(probe[name], before[name]) for name in before)
     assert not all(torch.equal(whole[name], before[name]) for name in before)
     assert tuned(0, True, [features[:2], features[2:4], features[4:]]).args.per_device_train_batch_size == 2
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_a_frozen_encoder_is_read_by_a_linear_probe(tmp_path: Path, tokenizer: Tokenizer, kind: str) -> None:
+    """In training too, the logits are a linear function of the states that transformers has without dropout."""
+    if kind == "bert":
+        config: Any = BertConfig(**SHAPE, hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5)
+    else:
+        rates = {"attention_dropout": 0.5, "mlp_dropout": 0.5, "embedding_dropout": 0.5}
+        config = ModernBertConfig(**SHAPE, **rates, pad_token_id=tokenizer.pad_id)
+    config.vocab_size = tokenizer.vocab_size
+    AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.hf.save_pretrained(tmp_path)
+    maker = SequenceMaker(ExportedModel(tmp_path), ["en"], 40)
+    model = FineTunedModel(maker, 3, "tokens", frozen=True).train()
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {"classifier.weight", "classifier.bias"}
+    ids = torch.tensor([tokenizer.hf("the dog sees a cat")["input_ids"]])
+    plain = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        states = plain.base_model(ids).last_hidden_state
+        expected = states @ model.classifier.weight.T + model.classifier.bias
+    torch.testing.assert_close(model(ids, torch.ones_like(ids))["logits"].detach(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_default_of_three_seeds_is_said_before_the_work(
+    tmp_path: Path, hf: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "en.tsv").write_text("a\tb\tneutral\nc\td\tentailment\n" * 20)
+    monkeypatch.setattr(command, "fine_tune", lambda *_: (_ for _ in ()).throw(NotFinite("the work")))
+    line = f"--model {hf} --task xnli --train en={tmp_path}/en.tsv --test en={tmp_path}/en.tsv --out {tmp_path}/o.json"
+    assert command.main(line.split()) == 3
+    printed = capsys.readouterr().out
+    assert "3 runs: 1 training texts, each with the seeds 0 1 2 (the default; `--seeds 0` is a third" in printed
+    assert "about 12 steps of 32 sequences, learning rate 0.0012" in printed
 
 
 def test_what_is_not_finite_has_no_score(maker: SequenceMaker) -> None:

@@ -11,6 +11,7 @@ in xscale.
 
 import argparse
 import logging
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +36,9 @@ TASKS: dict[str, Task] = {
     "xquad": qa.XQUAD,
     "mlqa": qa.MLQA,
 }
+SEEDS = [0, 1, 2]
+FROZEN_LR = 1e-3
+"""The default learning rate of a head alone."""
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -52,10 +56,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--code_switch", action="store_true", help="for translate-train, translate only one side of each pair")
     add("--limit", type=int, metavar="N", help="read only the first N examples of each training file")
     add("--test_limit", type=int, metavar="N", help="read only the first N examples of each test file")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default: 0 1 2, that is three runs")
+    add("--seeds", type=int, nargs="+", metavar="N", help="default: 0 1 2, that is three runs of each training text")
     add("--epochs", type=int, help="default: 2 for pairs and questions, 10 for others")
-    add("--lr", type=float, help="peak learning rate (default: the task's, 2e-5 to 5e-5)")
-    add("--frozen", action="store_true", help="train the head alone: a linear probe; give a higher --lr, such as 1e-3")
+    add("--lr", type=float, help="peak learning rate (default: 2e-5 to 5e-5 by task, times 768 / width for encoders of "
+        "smaller width; with --frozen 1e-3)")  # fmt: skip
+    add("--frozen", action="store_true", help="train the linear layer alone, on the states of the encoder as it is")
     add("--batch", type=int, default=32, help="sequences of a step, over all ranks (default: 32)")
     add("--warmup", type=float, default=0.1, help="steps; below 1, a share of all steps (default: 0.1; papers: 1000)")
     add("--max_length", type=int, help="tokens of a sequence (default: 386 for questions, else 128)")
@@ -66,12 +71,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def check_flags(args: argparse.Namespace) -> None:
     """Raise UserError for wrong flags, missing packages and a file that cannot be written."""
-    least = {"warmup": 0, "max_length": 16, "lr": 1e-12}
-    for name in ("limit", "test_limit", "epochs", "batch", "lr", "warmup", "max_length"):
+    least = {"limit": 1, "test_limit": 1, "epochs": 1, "batch": 1, "lr": 1e-12, "warmup": 0, "max_length": 16}
+    for name, smallest in least.items():
         value = getattr(args, name)
-        if value is not None and not least.get(name, 1) <= value < float("inf"):
-            raise UserError(f"--{name} {value} must be a number of at least {least.get(name, 1)}")
-    if len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
+        if value is not None and not smallest <= value < float("inf"):
+            raise UserError(f"--{name} {value} must be a number of at least {smallest}")
+    if args.seeds and (len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0):
         raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: give different numbers, each 0 or more")
     if not args.train and not args.translated:
         raise UserError("no training text: give --train LANG=FILE, or --translated LANG=FILE")
@@ -115,63 +120,93 @@ def measure_transfer(args: argparse.Namespace) -> TransferTable:
     for training in plan:
         check_labels(task, training, tests)
     languages = [*train, *translated, *tests]
-    maker = SequenceMaker(ExportedModel(args.model), languages, args.max_length or task.max_length)
-    settings = FineTuneSettings(
-        args.epochs or task.epochs, args.lr or task.lr, args.batch, args.warmup, args.frozen, maker.max_length
-    )
+    model = ExportedModel(args.model)
+    maker = SequenceMaker(model, languages, args.max_length or task.max_length)
+    settings = make_settings(args, task, maker)
+    seeds = args.seeds or SEEDS
     is_main = env_number("RANK", 0) == 0
     if is_main:
-        print_plan(args, plan, [*train.values(), *translated.values(), *tests.values()])
-    test_features = {}
-    for language, file in tests.items():
-        features = task.encode(file.examples, maker, None)
-        test_features[language] = sorted(features, key=lambda feature: -len(feature.inputs["input_ids"]))
+        for file in (*train.values(), *translated.values(), *tests.values()):
+            for line in file.left_out():
+                print(line)
+        print_plan(plan, seeds, settings, is_default=args.seeds is None)
+    test_features = {
+        language: longest_first(task.encode(file.examples, maker, None)) for language, file in tests.items()
+    }
     table = TransferTable(task, tests)
     for training in plan:
         labels = task.list_labels(training.file.examples)
         groups = encode_groups(task, training, maker, labels)
         predictions: dict[str, list[list[Any]]] = {language: [] for language in training.settings}
-        for seed in args.seeds:
+        for seed in seeds:
             if is_main:
                 print(f"{args.task} {training.name}, seed {seed}", flush=True)
             trainer = fine_tune(task, groups, labels, maker, settings, seed, args.out.parent)
-            for language, of_seeds in predictions.items():
+            for language, predictions_of_seeds in predictions.items():
                 features = test_features[language]
                 outputs = predict_outputs(trainer, features)
-                of_seeds.append(task.predict(tests[language].examples, features, outputs, labels))
-        table.add(training, predictions)
+                predictions_of_seeds.append(task.predict(tests[language].examples, features, outputs, labels))
+        warnings = table.add(training, predictions)
         if is_main:
-            flags = {name: vars(args)[name] for name in ("limit", "test_limit", "train", "test", "translated")}
-            said = {"seeds": args.seeds, **asdict(settings), **flags, "code_switch": args.code_switch}
-            results = {args.task: table.rows | table.summary}
-            write_results(args.out, args.model, results, {}, seeds={args.task: table.seeds}, settings=said)
+            for line in warnings:
+                print(line, flush=True)
+            write_table(args, table, settings, seeds)
     return table
+
+
+def make_settings(args: argparse.Namespace, task: Task, maker: SequenceMaker) -> FineTuneSettings:
+    """Return the settings of all runs: the flags', or the task's defaults."""
+    default_lr = FROZEN_LR if args.frozen else task.default_lr(maker.model.encoder.width)
+    epochs = args.epochs or task.epochs
+    return FineTuneSettings(epochs, args.lr or default_lr, args.batch, args.warmup, args.frozen, maker.max_length)
+
+
+def longest_first(features: list[Feature]) -> list[Feature]:
+    return sorted(features, key=lambda feature: -len(feature.inputs["input_ids"]))
 
 
 def encode_groups(task: Task, training: TrainingText, maker: SequenceMaker, labels: list[str]) -> list[list[Feature]]:
     """Return lists of features that must be in one batch: without code-switching, each feature alone."""
     examples: list[LabelledExample] = []
-    group_of: list[int] = []
+    group_of_example: list[int] = []
     for number, group in enumerate(training.groups):
         examples += group
-        group_of += [number] * len(group)
+        group_of_example += [number] * len(group)
     features = task.encode(examples, maker, labels)
     if len(examples) == len(training.groups):
         return [[feature] for feature in features]
     groups: list[list[Feature]] = [[] for _ in training.groups]
     for feature in features:
-        groups[group_of[feature.example]].append(feature)
+        groups[group_of_example[feature.example]].append(feature)
     return groups
 
 
-def print_plan(args: argparse.Namespace, plan: list[TrainingText], read: list[LabelledFile]) -> None:
-    """Print what is left out of the files, and the number of runs."""
-    for file in read:
-        for line in file.left_out():
-            print(line)
-    seeds = " ".join(map(str, args.seeds))
-    runs = len(plan) * len(args.seeds)
-    print(f"{runs} runs: {len(plan)} training texts, each with the seeds {seeds} (--seeds)", flush=True)
+def print_plan(plan: list[TrainingText], seeds: list[int], settings: FineTuneSettings, is_default: bool) -> None:
+    """Print how many runs and steps follow. is_default: whether --seeds was left out."""
+    steps = 0
+    for training in plan:
+        examples = sum(len(group) for group in training.groups)
+        steps += math.ceil(examples / settings.batch) * settings.epochs * len(seeds)
+    listed = " ".join(map(str, seeds))
+    hint = "the default; `--seeds 0` is a third of the work" if is_default else "--seeds"
+    print(
+        f"{len(plan) * len(seeds)} runs: {len(plan)} training texts, each with the seeds {listed} ({hint}); about "
+        f"{steps:,} steps of {settings.batch} sequences, learning rate {settings.lr:g}",
+        flush=True,
+    )
+
+
+def write_table(args: argparse.Namespace, table: TransferTable, settings: FineTuneSettings, seeds: list[int]) -> None:
+    """Write the scores of all runs so far, and the settings, to --out."""
+    flags = {name: vars(args)[name] for name in ("limit", "test_limit", "train", "test", "translated", "code_switch")}
+    write_results(
+        args.out,
+        args.model,
+        {args.task: table.rows | table.summary},
+        {},
+        seeds={args.task: table.seeds},
+        settings={"seeds": seeds, **asdict(settings), **flags},
+    )
 
 
 def print_table(task: str, table: TransferTable) -> None:
@@ -180,8 +215,6 @@ def print_table(task: str, table: TransferTable) -> None:
     for language, summary in table.summary.items():
         if "delta" in summary:
             print(f"{task} {language}: supervised - {format_score('zero-shot', summary['delta'])}")
-    for line in table.below_majority():
-        print(line)
 
 
 def main(argv: list[str] | None = None) -> int:

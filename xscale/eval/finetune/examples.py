@@ -1,4 +1,4 @@
-"""Labelled examples, and the rows of files with named columns: JSON lines, parquet, folders of `datasets`."""
+"""Labelled examples, and the rows of tables: JSON lines, parquet, and folders that `datasets` saved."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class LabelledExample:
 
     @property
     def labels(self) -> list[str]:
-        """Return the label, or the tags; of a question, whose gold has no labels, do not ask for them."""
+        """Return the label, or the tags. A question has none."""
         return [self.gold] if isinstance(self.gold, str) else list(self.gold)
 
 
@@ -74,11 +74,11 @@ def read_table(path: Path) -> Iterator[tuple[str, Row]]:
     problem = pointer_problem(path, "*.json", "*.arrow") if path.is_dir() else pointer_problem(path)
     if problem:
         raise UserError(problem)
-    builder = "parquet" if path.suffix == ".parquet" else "json"
     try:
         if path.is_dir():
             dataset = datasets.load_from_disk(str(path))
         else:
+            builder = "parquet" if path.suffix == ".parquet" else "json"
             dataset = datasets.load_dataset(builder, data_files=str(path), split="train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error.__cause__ or error).splitlines()[0]
@@ -89,17 +89,10 @@ def read_table(path: Path) -> Iterator[tuple[str, Row]]:
         raise UserError(f"{path} has the splits {', '.join(dataset)}; give the folder of one of them: {path}/NAME")
     for number, row in enumerate(dataset, start=1):
         for name, feature in dataset.features.items():
-            row[name] = _with_names(row[name], feature)
+            labels = getattr(feature, "feature", feature)  # the type of a list's elements
+            if isinstance(labels, datasets.ClassLabel) and row[name] not in (None, -1):
+                row[name] = labels.int2str(row[name])
         yield str(number), row
-
-
-def _with_names(value: Any, feature: Any) -> Any:
-    """Return the value of a column, with names in place of label indices. feature: the column's type in `datasets`."""
-    if hasattr(feature, "int2str"):
-        return feature.int2str(value) if value is not None and value >= 0 else None
-    if isinstance(value, list) and hasattr(getattr(feature, "feature", None), "int2str"):
-        return feature.feature.int2str(value)
-    return value
 
 
 def column_value(row: Row, names: tuple[str, ...], where: str) -> Any:

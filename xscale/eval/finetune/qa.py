@@ -16,19 +16,16 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-import torch
-import transformers
-from torch import nn
 
 from xscale.data.scripts import short_code
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.finetune.examples import BLANK, LabelledExample, Row, is_table, read_table
-from xscale.eval.finetune.training import Feature, SequenceMaker
+from xscale.eval.finetune.training import Feature, Reads, SequenceMaker, Task
 
 MAX_QUESTION = 64
 """BERT's maximum number of tokens of a question."""
@@ -49,18 +46,16 @@ HAN = re.compile("([\u4e00-\u9fa5])")
 
 
 @dataclass(frozen=True)
-class QuestionAnswering:
-    mlqa: bool
+class QuestionAnswering(Task):
+    mlqa: bool = False
     """Whether answers are compared by MLQA's rules instead of SQuAD's."""
-    epochs: int = 2
-    lr: float = 3e-5
-    max_length: int = 386
+    reads: ClassVar[Reads] = "span"
 
     def read(self, path: Path, language: str) -> list[LabelledExample]:
         examples: dict[str, LabelledExample] = {}
-        for number, row in read_table(path) if is_table(path) else _read_squad(path):
+        for number, row in read_table(path) if is_table(path) else read_squad(path):
             where = f"{path}: question {row.get('id', number)!r}"
-            example = _make_example(row, language, where)
+            example = make_example(row, language, where)
             if example.key in examples:
                 raise UserError(f"{where} occurs twice; give each question an id of its own")
             examples[example.key] = example
@@ -72,57 +67,54 @@ class QuestionAnswering:
         return []
 
     def encode(self, examples: list[LabelledExample], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
-        pair = maker.tokenizer.pair
-        contexts = maker.tokenizer.backend.encode_batch([e.texts[1] for e in examples], add_special_tokens=False)
-        questions = maker.tokenizer.encode([example.texts[0] for example in examples])
+        tokenizer = maker.tokenizer
+        questions = tokenizer.encode([example.texts[0] for example in examples])
+        contexts = tokenizer.backend.encode_batch([example.texts[1] for example in examples], add_special_tokens=False)
         features = []
-        for number, example in enumerate(examples):
-            question = questions[number][: min(MAX_QUESTION, maker.room(2) // 2)]
-            before = len(pair.first) + len(question) + len(pair.between)
-            context = contexts[number]
+        for number, (example, question, context) in enumerate(zip(examples, questions, contexts, strict=True)):
+            question = question[: min(MAX_QUESTION, maker.room(2) // 2)]
+            before = len(tokenizer.pair.first) + len(question) + len(tokenizer.pair.between)
             for start, end in context_windows(len(context.ids), maker.room(2) - len(question)):
-                inputs = maker.join([question, context.ids[start:end]], example.languages)
                 spans = context.offsets[start:end]
-                targets = {}
+                span = None
                 if labels is not None:
                     answer = answer_tokens(example, spans)
-                    targets["start_positions"] = before + answer[0] if answer else 0
-                    targets["end_positions"] = before + answer[-1] if answer else 0
+                    span = [before + answer[0], before + answer[-1]] if answer else [0, 0]
+                inputs = maker.join([question, context.ids[start:end]], example.languages)
                 positions = list(range(before, before + len(spans)))
-                features.append(Feature(number, inputs, targets, positions, spans))
+                features.append(Feature(number, inputs, span, positions, spans))
         return features
 
-    def load_head(self, path: Path, maker: SequenceMaker, labels: list[str]) -> nn.Module:
-        return transformers.AutoModelForQuestionAnswering.from_pretrained(path, num_labels=2, dtype=torch.float32)
-
     def predict(
-        self, examples: list[LabelledExample], features: list[Feature], outputs: Any, labels: list[str]
+        self, examples: list[LabelledExample], features: list[Feature], outputs: np.ndarray, labels: list[str]
     ) -> list[str]:
         """Return each example's answer: the span with the greatest sum of both logits over all its sequences."""
         answers = [""] * len(examples)
         best = [-np.inf] * len(examples)
-        for feature, first_L, last_L in zip(features, outputs[0], outputs[1], strict=True):
-            if feature.positions:
-                total, first, last = best_span(first_L[feature.positions], last_L[feature.positions])
-                if total > best[feature.example]:
-                    best[feature.example] = total
-                    start = feature.units[first][0]
-                    end = feature.units[last][1]
-                    answers[feature.example] = examples[feature.example].texts[1][start:end].strip()
+        for feature, logits_L2 in zip(features, outputs, strict=True):
+            if not feature.positions:
+                continue
+            span = best_span(logits_L2[feature.positions])
+            if span.score > best[feature.example]:
+                best[feature.example] = span.score
+                start = feature.units[span.first][0]
+                end = feature.units[span.last][1]
+                answers[feature.example] = examples[feature.example].texts[1][start:end].strip()
         return answers
 
     def score(self, examples: list[LabelledExample], predictions: list[str], language: str) -> dict[str, float]:
         """Return the means over questions of the F1 of words and of exact match, by the best of several answers."""
-        counts = []
+        scores_S2 = []
         for example, prediction in zip(examples, predictions, strict=True):
             answer = self.normalize(prediction, language)
             gold = [self.normalize(text, language) for text, _ in example.gold]
-            counts.append((max(f1(answer, text) for text in gold), answer in gold))
+            scores_S2.append((max(f1(answer, text) for text in gold), answer in gold))
 
         def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
-            return {"f1": sums[..., 0] / len(counts), "exact_match": sums[..., 1] / len(counts)}
+            means = sums / len(scores_S2)
+            return {"f1": means[..., 0], "exact_match": means[..., 1]}
 
-        return bootstrap(np.array(counts, dtype=float), scores_of)
+        return bootstrap(np.array(scores_S2, dtype=float), scores_of)
 
     def normalize(self, text: str, language: str) -> str:
         """Return the answer in lower case, without punctuation and articles: of SQuAD's rules ASCII's and English ones,
@@ -130,7 +122,8 @@ class QuestionAnswering:
         code = short_code(language) if self.mlqa else "en"
         letters = []
         for letter in text.lower():
-            if letter not in string.punctuation and not (self.mlqa and unicodedata.category(letter)[0] == "P"):
+            is_mark = letter in string.punctuation or (self.mlqa and unicodedata.category(letter).startswith("P"))
+            if not is_mark:
                 letters.append(letter)
         kept = "".join(letters)
         if code in ARTICLES:
@@ -140,7 +133,7 @@ class QuestionAnswering:
         return " ".join(kept.split())
 
 
-def _read_squad(path: Path) -> Iterator[tuple[str, Row]]:
+def read_squad(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield (number, columns) of each question of SQuAD's JSON. Raises UserError."""
     text = "\n".join(line for _, line in read_lines(path))
     number = 0
@@ -159,7 +152,7 @@ def _read_squad(path: Path) -> Iterator[tuple[str, Row]]:
         ) from None
 
 
-def _make_example(row: Row, language: str, where: str) -> LabelledExample:
+def make_example(row: Row, language: str, where: str) -> LabelledExample:
     """Return the example of a question. Raises UserError if a field is missing or wrong, or an answer stands elsewhere
     in the context."""
     try:
@@ -206,13 +199,20 @@ def answer_tokens(example: LabelledExample, spans: list[tuple[int, int]]) -> lis
     return [index for index, span in enumerate(spans) if span[0] < end and span[1] > first]
 
 
-def best_span(first_L: np.ndarray, last_L: np.ndarray, longest: int = MAX_ANSWER) -> tuple[float, int, int]:
-    """Return the greatest first_L[i] + last_L[j] with i <= j < i + longest, and its i and j."""
-    sums_LL = first_L[:, None] + last_L
-    ones_LL = np.ones_like(sums_LL)
-    sums_LL[np.triu(ones_LL) == np.triu(ones_LL, longest)] = -np.inf
-    first, last = divmod(int(sums_LL.argmax()), len(first_L))
-    return float(sums_LL[first, last]), first, last
+class Span(NamedTuple):
+    score: float
+    first: int
+    last: int
+
+
+def best_span(logits_L2: np.ndarray, longest: int = MAX_ANSWER) -> Span:
+    """Return the span with the greatest logits_L2[first, 0] + logits_L2[last, 1], where first <= last < first +
+    longest."""
+    sums_LL = logits_L2[:, :1] + logits_L2[:, 1]
+    lengths_LL = np.arange(len(sums_LL)) - np.arange(len(sums_LL))[:, None]
+    sums_LL[(lengths_LL < 0) | (lengths_LL >= longest)] = -np.inf
+    first, last = np.unravel_index(sums_LL.argmax(), sums_LL.shape)
+    return Span(float(sums_LL[first, last]), int(first), int(last))
 
 
 def f1(prediction: str, gold: str) -> float:
@@ -223,5 +223,5 @@ def f1(prediction: str, gold: str) -> float:
     return 2 * shared / (len(predicted) + len(wanted)) if shared else 0.0
 
 
-XQUAD = QuestionAnswering(mlqa=False)
-MLQA = QuestionAnswering(mlqa=True)
+XQUAD = QuestionAnswering(epochs=2, lr=3e-5, max_length=386)
+MLQA = QuestionAnswering(epochs=2, lr=3e-5, max_length=386, mlqa=True)

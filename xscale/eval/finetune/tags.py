@@ -8,18 +8,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-import torch
-import transformers
-from torch import nn
 
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.bootstrap import class_scores, entity_scores
 from xscale.eval.finetune.examples import LabelledExample, column_value, count_labels, is_table, read_table
-from xscale.eval.finetune.training import IGNORED, Feature, SequenceMaker
+from xscale.eval.finetune.training import IGNORED, Feature, Reads, SequenceMaker, Task
 
 UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X".split()  # noqa: SIM905
 """Universal parts of speech (UD v2)."""
@@ -39,16 +36,14 @@ class TaggedWord(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tagging:
-    epochs: int = 10
-    lr: float = 2e-5
-    max_length: int = 128
+class Tagging(Task):
     form: str = BIO
     """The pattern of all tags."""
+    reads: ClassVar[Reads] = "tokens"
 
     def read(self, path: Path, language: str) -> list[LabelledExample]:
         examples = []
-        for sentence in _read_table(path) if is_table(path) else _read_sentences(path):
+        for sentence in read_rows(path) if is_table(path) else read_sentences(path):
             for line, word, tag in sentence:
                 if not re.fullmatch(self.form, tag):
                     raise UserError(f"{path}: line {line}: the tag {tag!r} of {word!r} is none of {self.form}; fix it")
@@ -62,9 +57,9 @@ class Tagging:
 
     def list_labels(self, examples: list[LabelledExample]) -> list[str]:
         """Return O, and B-TYPE and I-TYPE of each type of entity in the examples."""
-        tags = count_labels(examples)
+        types = {tag[2:] for tag in count_labels(examples) if tag != "O"}
         labels = ["O"]
-        for name in sorted({tag[2:] for tag in tags if tag != "O"}):
+        for name in sorted(types):
             labels += [f"B-{name}", f"I-{name}"]
         return labels
 
@@ -78,18 +73,14 @@ class Tagging:
                 for word in example.texts[start:end]:
                     positions.append(1 + len(ids))
                     ids += pieces[word]
-                inputs = maker.join([ids], example.languages)
-                targets = {}
+                label_of_token = None
                 if labels:
-                    targets["labels"] = [IGNORED] * len(inputs["input_ids"])
+                    label_of_token = [IGNORED] * (len(ids) + 2)
                     for position, tag in zip(positions, example.gold[start:end], strict=True):
-                        targets["labels"][position] = labels.index(tag)
-                features.append(Feature(number, inputs, targets, positions, list(range(start, end))))
+                        label_of_token[position] = labels.index(tag)
+                inputs = maker.join([ids], example.languages)
+                features.append(Feature(number, inputs, label_of_token, positions, list(range(start, end))))
         return features
-
-    def load_head(self, path: Path, maker: SequenceMaker, labels: list[str]) -> nn.Module:
-        load = transformers.AutoModelForTokenClassification.from_pretrained
-        return load(path, num_labels=len(labels), dtype=torch.float32)
 
     def predict(
         self, examples: list[LabelledExample], features: list[Feature], outputs: np.ndarray, labels: list[str]
@@ -123,7 +114,8 @@ class PartsOfSpeech(Tagging):
         return class_scores([example.labels for example in examples], predictions, labels)
 
 
-def _read_table(path: Path) -> Iterator[list[TaggedWord]]:
+def read_rows(path: Path) -> Iterator[list[TaggedWord]]:
+    """Yield the sentences of a table. Raises UserError."""
     for key, row in read_table(path):
         where = f"{path}: line {key}"
         words = column_value(row, WORDS, where)
@@ -133,7 +125,7 @@ def _read_table(path: Path) -> Iterator[list[TaggedWord]]:
         yield [TaggedWord(key, word, str(tag)) for word, tag in zip(words, tags, strict=True)]
 
 
-def _read_sentences(path: Path) -> Iterator[list[TaggedWord]]:
+def read_sentences(path: Path) -> Iterator[list[TaggedWord]]:
     """Yield the sentences of a .conllu file, or of a file of lines `word<TAB>tag`. A blank line ends a sentence."""
     is_conllu = ".conllu" in path.suffixes
     sentence: list[TaggedWord] = []
@@ -162,15 +154,16 @@ def word_pieces(maker: SequenceMaker, examples: list[LabelledExample]) -> dict[s
     """Return {word: its token ids inside a sentence, cut off at the length of a sequence}. A word that the tokenizer
     drops is unknown (or [MASK])."""
     tokenizer = maker.tokenizer
-    unknown = tokenizer.hf.unk_token_id
-    dropped = [tokenizer.mask_id if unknown is None else unknown]
-    found: set[str] = set()
+    dropped = tokenizer.hf.unk_token_id
+    if dropped is None:
+        dropped = tokenizer.mask_id
+    distinct: set[str] = set()
     for example in examples:
-        found.update(example.texts)
-    words = sorted(found)
+        distinct.update(example.texts)
+    words = sorted(distinct)
     pieces = {}
     for word, ids in zip(words, tokenizer.encode_inside(words), strict=True):
-        pieces[word] = ids[: maker.room(1)] or dropped
+        pieces[word] = ids[: maker.room(1)] or [dropped]
     return pieces
 
 
@@ -187,5 +180,5 @@ def word_windows(lengths: list[int], room: int) -> Iterator[tuple[int, int]]:
     yield start, len(lengths)
 
 
-POS = PartsOfSpeech(form="|".join(UPOS))
-NER = Tagging()
+POS = PartsOfSpeech(epochs=10, lr=2e-5, form="|".join(UPOS))
+NER = Tagging(epochs=10, lr=2e-5)

@@ -1,18 +1,27 @@
-"""Makes sequences of token ids, fine-tunes a head and an encoder on them by transformers' Trainer, and predicts."""
+"""Makes sequences of token ids, fine-tunes a head and an encoder on them by transformers' Trainer, and predicts.
+
+    logits = W dropout(x) + b
+
+x is the state of a token or, for a label of the whole sequence, the vector that the encoder was trained to pool.
+
+Shape letters: B sequences, L tokens of the longest one, H hidden width, C outputs.
+"""
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from xscale.errors import NotFinite, UserError, env_number
+from xscale.errors import NotFinite, env_number
 from xscale.eval.finetune.examples import LabelledExample
 from xscale.eval.model import ExportedModel
 
@@ -20,6 +29,8 @@ IGNORED = -100
 """The label of a token without a label."""
 PREDICTION_BATCH = 64
 """The sequences per batch and rank when the model predicts."""
+PAPERS_WIDTH = 768
+"""The hidden width of the encoders for which the papers chose their learning rates."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +40,9 @@ class Feature:
     example: int
     """The index of the example in the list that was encoded."""
     inputs: dict[str, list[int]]
-    """{argument of the model: a number for each token}."""
-    targets: dict[str, Any]
-    """{argument of the head: a label, or one for each token}; {} for prediction."""
+    """{argument of the encoder: a number for each token}."""
+    labels: int | list[int] | None = None
+    """A label, one for each token, or the first and the last token of an answer; None for prediction."""
     positions: list[int] = field(default_factory=list)
     """The tokens whose outputs are read."""
     units: list[Any] = field(default_factory=list)
@@ -52,8 +63,8 @@ class SequenceMaker:
         return self.max_length - (2 if texts == 1 else self.tokenizer.pair.special)
 
     def join(self, texts: Sequence[list[int]], languages: Sequence[str]) -> dict[str, list[int]]:
-        """Return the model's inputs for `[CLS] a [SEP]`, or for the tokenizer's form of `[CLS] a [SEP] b [SEP]`. Texts
-        that are too long are cut off, of two the longer one first. texts: the token ids of one or two texts."""
+        """Return the encoder's inputs for `[CLS] a [SEP]`, or for the tokenizer's form of `[CLS] a [SEP] b [SEP]`.
+        Texts that are too long are cut off, of two the longer one first. texts: the token ids of one or two texts."""
         room = self.room(len(texts))
         if len(texts) == 1:
             sides = [[self.tokenizer.cls_id, *texts[0][:room], self.tokenizer.sep_id]]
@@ -74,49 +85,112 @@ class SequenceMaker:
         return inputs
 
     def collate(self, groups: Sequence[list[Feature]]) -> dict[str, Tensor]:
-        """Return the padded batch [B, L] of all features in the groups, with their targets."""
-        fillers = {"input_ids": self.tokenizer.pad_id, "labels": IGNORED}
+        """Return the padded batch [B, L] of all features in the groups, with their labels."""
         columns: dict[str, list[Tensor]] = {}
         for group in groups:
             for feature in group:
-                for name, value in (feature.inputs | feature.targets).items():
-                    columns.setdefault(name, []).append(torch.tensor(value))
+                for name, numbers in feature.inputs.items():
+                    columns.setdefault(name, []).append(torch.tensor(numbers))
+                if feature.labels is not None:
+                    columns.setdefault("labels", []).append(torch.tensor(feature.labels))
+        fillers = {"input_ids": self.tokenizer.pad_id, "labels": IGNORED}
         batch = {}
         for name, tensors in columns.items():
-            is_padded = tensors[0].ndim > 0
-            batch[name] = pad_sequence(tensors, True, fillers.get(name, 0)) if is_padded else torch.stack(tensors)
+            if tensors[0].ndim:
+                batch[name] = pad_sequence(tensors, batch_first=True, padding_value=fillers.get(name, 0))
+            else:
+                batch[name] = torch.stack(tensors)
         return batch
 
 
-class Task(Protocol):
-    """What a task does. `epochs`, `lr` and `max_length` are the papers' values."""
+Reads = Literal["sequence", "tokens", "span"]
+"""What a head labels: the sequence, each token, or the first and the last token of a span."""
 
-    @property
-    def epochs(self) -> int: ...
 
-    @property
-    def lr(self) -> float: ...
+class FineTunedModel(nn.Module):
+    """An encoder, and a linear layer on its states."""
 
-    @property
-    def max_length(self) -> int: ...
+    special_ids: Tensor
 
+    def __init__(self, maker: SequenceMaker, outputs: int, reads: Reads, frozen: bool = False):
+        """frozen: only the linear layer is trained."""
+        super().__init__()
+        path = maker.model.path
+        self.base_model = transformers.AutoModelForMaskedLM.from_pretrained(path, dtype=torch.float32).base_model
+        self.base_model.requires_grad_(not frozen)
+        self.config = self.base_model.config
+        self.frozen = frozen
+        self.reads = reads
+        self.pools_mean = maker.model.says_pooling and maker.model.pooling == "mean"
+        """Whether a sequence is read from the mean state of its tokens, without special ones, instead of [CLS]."""
+        self.register_buffer("special_ids", torch.tensor([maker.tokenizer.cls_id, maker.tokenizer.sep_id]), False)
+        self.dropout = nn.Dropout(getattr(self.config, "hidden_dropout_prob", 0.0))
+        self.classifier = nn.Linear(self.config.hidden_size, outputs)
+        nn.init.normal_(self.classifier.weight, std=getattr(self.config, "initializer_range", 0.02))
+        nn.init.zeros_(self.classifier.bias)
+
+    def train(self, mode: bool = True) -> "FineTunedModel":
+        """Set the mode. A frozen encoder stays in evaluation, so that the head is a linear probe of its states."""
+        super().train(mode)
+        if self.frozen:
+            self.base_model.eval()
+            self.dropout.eval()
+        return self
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the logits ([B, C] of sequences, else [B, L, C]), and with labels the mean cross-entropy."""
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        x = self.base_model(input_ids=input_ids, attention_mask=attention_mask, **types).last_hidden_state
+        if self.reads == "sequence" and self.pools_mean:
+            ordinary_BL1 = (attention_mask.bool() & ~torch.isin(input_ids, self.special_ids)).unsqueeze(-1)
+            x = (x * ordinary_BL1).sum(1) / ordinary_BL1.sum(1).clamp(min=1)
+        elif self.reads == "sequence":
+            x = x[:, 0]
+        logits = self.classifier(self.dropout(x))
+        if labels is None:
+            return {"logits": logits}
+        scores = logits.transpose(1, 2) if self.reads == "span" else logits  # of a span, tokens are the classes
+        return {"loss": F.cross_entropy(scores.flatten(0, -2), labels.flatten()), "logits": logits}
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """What a task does. `epochs`, `lr` and `max_length` are the papers' values, for encoders of base size."""
+
+    epochs: int
+    lr: float
+    max_length: int = 128
+    reads: ClassVar[Reads]
+
+    def default_lr(self, width: int) -> float:
+        """Return the learning rate for an encoder of this hidden width: smaller ones take larger rates."""
+        return self.lr * max(1.0, PAPERS_WIDTH / width)
+
+    @abstractmethod
     def read(self, path: Path, language: str) -> list[LabelledExample]:
         """Return the examples of a file. Raises UserError."""
 
+    @abstractmethod
     def list_labels(self, examples: list[LabelledExample]) -> list[str]:
         """Return the labels that a head predicts after training on these examples; [] for questions."""
 
+    @abstractmethod
     def encode(self, examples: list[LabelledExample], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
         """Return the sequences of the examples. labels: those of the head; None for prediction."""
 
-    def load_head(self, path: Path, maker: SequenceMaker, labels: list[str]) -> Any:
-        """Return the encoder in the folder `path` with a new head. Raises ValueError for a type that has none."""
-
+    @abstractmethod
     def predict(
-        self, examples: list[LabelledExample], features: list[Feature], outputs: Any, labels: list[str]
+        self, examples: list[LabelledExample], features: list[Feature], outputs: np.ndarray, labels: list[str]
     ) -> list[Any]:
-        """Return the label, the tags or the answer of each example. outputs: the head's, a row for each feature."""
+        """Return the label, the tags or the answer of each example. outputs: the logits of each feature."""
 
+    @abstractmethod
     def score(self, examples: list[LabelledExample], predictions: list[Any], language: str) -> dict[str, float]:
         """Return the scores in a language, the main one first."""
 
@@ -143,15 +217,7 @@ def fine_tune(
     """Train an encoder with a new head and return the Trainer that has it. groups: lists of features that must be in
     one batch. folder: the Trainer's output_dir, where nothing is written."""
     transformers.set_seed(seed)  # for the new head's weights
-    try:
-        model = task.load_head(maker.model.path, maker, labels)
-    except ValueError:
-        raise UserError(f"{maker.model.path}: transformers has no head for this task and type of model") from None
-    if settings.frozen:
-        for module in model.base_model.modules():
-            module.requires_grad_(False)
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+    model = FineTunedModel(maker, len(labels) or 2, task.reads, settings.frozen)
     world = env_number("WORLD_SIZE", 1)
     on_gpu = torch.cuda.is_available()
     sequences = sum(len(group) for group in groups)
@@ -181,11 +247,10 @@ def fine_tune(
     return trainer
 
 
-def predict_outputs(trainer: transformers.Trainer, features: list[Feature]) -> Any:
-    """Return the head's outputs: an array with a row for each feature, or a tuple of two. Raises NotFinite."""
-    data: Any = [[feature] for feature in features]
-    outputs = trainer.predict(data).predictions
-    for array in outputs if isinstance(outputs, tuple) else [outputs]:
-        if not np.isfinite(array).all():
-            raise NotFinite("the fine-tuned model's logits are not finite; give a smaller --lr")
+def predict_outputs(trainer: transformers.Trainer, features: list[Feature]) -> np.ndarray:
+    """Return the logits, a row for each feature. Raises NotFinite."""
+    groups: Any = [[feature] for feature in features]
+    outputs = trainer.predict(groups).predictions
+    if not np.isfinite(outputs).all():
+        raise NotFinite("the fine-tuned model's logits are not finite; give a smaller --lr")
     return outputs

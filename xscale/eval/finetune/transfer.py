@@ -47,27 +47,26 @@ def plan_training(train: Files, translated: Files, tests: Files, source: str, co
     translated examples by code-switched ones. Raises UserError if a text has no test."""
     plan = []
     for language, file in train.items():
-        settings = dict.fromkeys(tests, ZERO_SHOT) if language == source else {}
-        settings |= dict.fromkeys(_spellings(language, tests), SUPERVISED)
+        settings = {}
+        for test in tests:
+            if short_code(test) == short_code(language):
+                settings[test] = SUPERVISED
+            elif language == source:
+                settings[test] = ZERO_SHOT
         plan.append(TrainingText(language, file, [[example] for example in file.examples], settings))
     for language, file in translated.items():
-        settings = dict.fromkeys(_spellings(language, tests), TRANSLATE_TRAIN)
         name = f"{language} {TRANSLATE_TRAIN}"
         groups = [[example] for example in file.examples]
         if code_switch:
-            name = f"{name}, code-switched"
+            name += ", code-switched"
             groups = switch_codes(train.get(source), file)
+        settings = {test: TRANSLATE_TRAIN for test in tests if short_code(test) == short_code(language)}
         plan.append(TrainingText(name, file, groups, settings))
     for training in plan:
         if not training.settings:
             language = training.name.split()[0]
             raise UserError(f"{training.file.path} has no test: give --test {language}=FILE, or leave the file out")
     return plan
-
-
-def _spellings(language: str, among: Files) -> list[str]:
-    """Return the codes of the same language in `among`."""
-    return [code for code in among if short_code(code) == short_code(language)]
 
 
 def check_labels(task: Task, training: TrainingText, tests: Files) -> None:
@@ -109,17 +108,18 @@ def switch_codes(source: LabelledFile | None, translated: LabelledFile) -> list[
         example = translations[key]
         if len(example.languages) < 2:
             raise UserError("--code_switch is for tasks of two texts, such as xnli and xquad; leave the flag out")
-        if isinstance(example.gold, str) and example.gold != original.gold and not example.left_out:
+        if example.left_out or original.left_out:
+            continue
+        if isinstance(example.gold, str) and example.gold != original.gold:
             raise UserError(
                 f"{translated.path} is no translation of {source.path}: line {key} is labelled {example.gold} instead "
                 f"of {original.gold}; fix it"
             )
-        if not example.left_out and not original.left_out:
-            groups.append([_join(example, original), _join(original, example)])
+        groups.append([join_halves(example, original), join_halves(original, example)])
     return groups
 
 
-def _join(first: LabelledExample, second: LabelledExample) -> LabelledExample:
+def join_halves(first: LabelledExample, second: LabelledExample) -> LabelledExample:
     """Return the example with the first text of `first`, and the rest of `second`."""
     languages = (first.languages[0], second.languages[1])
     return replace(second, languages=languages, texts=(first.texts[0], second.texts[1]))
@@ -146,25 +146,38 @@ class TransferTable:
     summary: dict[str, dict[str, float]] = field(default_factory=dict)
     """{language: main metric by setting, in SHORT_NAMES, the difference `delta`, and `majority`}."""
 
-    def add(self, training: TrainingText, predictions: dict[str, list[list[Any]]]) -> None:
-        """Score the models that were trained on one text. predictions: {language of a test: those of each seed}."""
-        for language, of_seeds in predictions.items():
-            examples = self.tests[language].examples
-            row = f"{language} {training.settings[language]}"
-            scores = [self.task.score(examples, of_seed, language) for of_seed in of_seeds]
-            self.rows[row] = {"examples": len(examples)}
-            self.seeds[row] = {}
-            for metric in scores[0]:
-                values = [score[metric] for score in scores]
-                self.seeds[row][metric] = values
-                self.rows[row] |= mean_and_deviation(metric, values)
-            metric = next(iter(scores[0]))
+    def add(self, training: TrainingText, predictions: dict[str, list[list[Any]]]) -> list[str]:
+        """Score the models that were trained on one text, and return warnings about scores below the majority's.
+        predictions: {language of a test: those of each seed}."""
+        warnings = []
+        for language, predictions_of_seeds in predictions.items():
+            setting = training.settings[language]
+            metric = self.add_row(f"{language} {setting}", language, predictions_of_seeds)
+            name = SHORT_NAMES[setting]
             summary = self.summary.setdefault(language, {})
-            summary |= mean_and_deviation(SHORT_NAMES[training.settings[language]], self.seeds[row][metric])
+            summary |= mean_and_deviation(name, self.seeds[f"{language} {setting}"][metric])
             summary |= self.delta(language, metric)
             if self.task.list_labels(training.file.examples) and MAJORITY not in summary:
-                self.rows[f"{language} {MAJORITY}"] = self.score_majority(training, language)
-                summary[MAJORITY] = self.rows[f"{language} {MAJORITY}"][metric]
+                majority = self.score_majority(training, language)
+                self.rows[f"{language} {MAJORITY}"] = majority
+                summary[MAJORITY] = majority[metric]
+            if summary[name] < summary.get(MAJORITY, 0.0):
+                warnings.append(
+                    f"warning: {language} {setting}: {summary[name]:.3f} is below {summary[MAJORITY]:.3f}, the score "
+                    f"of always predicting the most frequent label; give more --epochs, a higher --lr or more text"
+                )
+        return warnings
+
+    def add_row(self, row: str, language: str, predictions_of_seeds: list[list[Any]]) -> str:
+        """Add the row of scores in a language, and return the name of the main one."""
+        examples = self.tests[language].examples
+        scores = [self.task.score(examples, predictions, language) for predictions in predictions_of_seeds]
+        self.rows[row] = {"examples": len(examples)}
+        self.seeds[row] = {}
+        for metric in scores[0]:
+            self.seeds[row][metric] = [score[metric] for score in scores]
+            self.rows[row] |= mean_and_deviation(metric, self.seeds[row][metric])
+        return next(iter(scores[0]))
 
     def delta(self, language: str, metric: str) -> dict[str, float]:
         """Return the mean and the deviation of supervised - zero-shot of each seed; {} if one of them is unknown."""
@@ -184,16 +197,3 @@ class TransferTable:
         for example in self.tests[language].examples:
             predictions.append(label if isinstance(example.gold, str) else [label] * len(example.gold))
         return self.task.score(self.tests[language].examples, predictions, language)
-
-    def below_majority(self) -> list[str]:
-        """Return a warning about each score that is below that of the most frequent label."""
-        lines = []
-        for language, summary in self.summary.items():
-            for setting, name in SHORT_NAMES.items():
-                if summary.get(name, 1.0) < summary.get(MAJORITY, 0.0):
-                    lines.append(
-                        f"warning: {language} {setting}: {summary[name]:.3f} is below {summary[MAJORITY]:.3f}, the "
-                        f"score of always predicting the most frequent label; give more --epochs, a higher --lr or "
-                        f"more text"
-                    )
-        return lines
