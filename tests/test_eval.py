@@ -156,7 +156,7 @@ def test_text_in_a_language_that_the_model_lacks_is_measured(
     with torch.no_grad():
         states = [plain(**tokenizer.hf(text, return_tensors="pt")).last_hidden_state[0, 1:-1] for text in texts]
     expected = torch.stack([torch.nn.functional.normalize(state.mean(0), dim=0) for state in states])
-    (of_xx,), (of_en,) = (retrieval.embed(model, texts, n, [("mean", -1)]).values() for n in (0, 2))
+    (of_xx,), (of_en,) = (retrieval.embed(model, texts, n, retrieval.make_variants(model)).values() for n in (0, 2))
     torch.testing.assert_close(of_xx, expected, rtol=0, atol=1e-5)
     assert (of_en - expected).abs().max() > 0.01
 
@@ -290,6 +290,8 @@ def by_ratio(cosine: np.ndarray, k: int = 4) -> np.ndarray:
 
 POOL = {"mean": lambda states: states[1:-1].mean(0), "cls": lambda states: states[0]}
 MARGIN = {"cosine": lambda cosine: cosine, "ratio": by_ratio}
+ASKED = {-4: 0, 1: 1, 0: 0}
+"""{--layer: the layer's number}."""
 
 
 def same_as_the_reference(
@@ -323,8 +325,8 @@ def test_retrieval_is_that_of_sentence_transformers(measure: Measure, hf: Path, 
     _, default = measure("--task", "retrieval")
     assert default["results"]["retrieval"] == {"en-xx": scores["en-xx mean cosine layer 3"]}
     _, chosen = measure("--task", "retrieval", "--pooling", "cls", "--margin", "ratio", "--layer", "-4", "1", "0")
-    names = {"en-xx cls ratio layer 0": 0, "en-xx cls ratio layer 1": 1}
-    assert chosen["results"]["retrieval"] == {name: scores[f"en-xx cls ratio layer {n}"] for name, n in names.items()}
+    expected = {f"en-xx cls ratio layer {asked}": scores[f"en-xx cls ratio layer {n}"] for asked, n in ASKED.items()}
+    assert chosen["results"]["retrieval"] == expected
 
 
 def test_layers_that_are_not_there(measure: Measure, capsys: Any) -> None:

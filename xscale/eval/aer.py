@@ -31,14 +31,14 @@ from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import ExportedModel, Scores
-from xscale.eval.retrieval import ALL, layer_indices, layer_states, make_stream_batch
+from xscale.eval.retrieval import ALL, layer_numbers, layer_states, make_stream_batch
 
 BATCH = 32
 THRESHOLD = 1e-3
 """The least probability of a softmax link, as in awesome-align."""
+LINK = re.compile(r"([0-9]{1,6})([-p])([0-9]{1,6})")
 Links = set[tuple[int, int]]
 """Pairs (index of a word of the first sentence, index of a word of the second sentence)."""
-_LINK = re.compile(r"([0-9]{1,6})([-p])([0-9]{1,6})")
 
 
 @dataclass(frozen=True)
@@ -82,49 +82,44 @@ def evaluate(
     model: ExportedModel, gold: Sequence[LinkedPair], langs: Sequence[str], layers: Sequence[str | int] = (ALL,)
 ) -> dict[str, Scores]:
     """Return {`METHOD layer N`: error rates, number of pairs, and number `cut` of pairs with a truncated sentence}."""
-    indices = layer_indices(layers, model.num_layers)
-    predicted: dict[tuple[str, int], list[Links]] = {}
+    numbers = layer_numbers(layers, model)
+    predicted: dict[str, list[Links]] = {}
     truncated = 0
     for start in range(0, len(gold), BATCH):
         batch = gold[start : start + BATCH]
-        first_sides = encode_words(model, [pair.words[0] for pair in batch], langs[0], indices)
-        second_sides = encode_words(model, [pair.words[1] for pair in batch], langs[1], indices)
+        first_sides = encode_words(model, [pair.words[0] for pair in batch], langs[0], numbers)
+        second_sides = encode_words(model, [pair.words[1] for pair in batch], langs[1], numbers)
         for x, y in zip(first_sides, second_sides, strict=True):
             truncated += x.is_truncated or y.is_truncated
-            for method, place in product(METHODS, range(len(indices))):
+            for method, place in product(METHODS, range(len(numbers))):
                 links: Links = set()
                 if x.words and y.words:
                     is_linked_IJ = METHODS[method](x.states_LTH[place], y.states_LTH[place])
                     links = {(x.words[i], y.words[j]) for i, j in is_linked_IJ.nonzero().tolist()}
-                predicted.setdefault((method, indices[place]), []).append(links)
-    results = {}
-    for (method, layer), links_of_pairs in predicted.items():
-        counts = {"sentences": len(gold), "cut": truncated}
-        results[f"{method} layer {model.num_layers + 1 + layer}"] = error_rates(links_of_pairs, gold) | counts
-    return results
+                predicted.setdefault(f"{method} layer {numbers[place]}", []).append(links)
+    counts = {"sentences": len(gold), "cut": truncated}
+    return {name: error_rates(links_of_pairs, gold) | counts for name, links_of_pairs in predicted.items()}
 
 
 def encode_words(
     model: ExportedModel, sentences: list[list[str]], language: str, layers: Sequence[int]
 ) -> list[EncodedSentence]:
-    """Return each sentence's words with the hidden states of their tokens. layers: indices from the end."""
+    """Return each sentence's words with the hidden states of their tokens."""
     longest = model.max_length - 2
     ids: list[list[int]] = []
     words: list[list[int]] = []
     for sentence in sentences:
-        ids_of_sentence: list[int] = []
-        words_of_sentence: list[int] = []
+        ids.append([])
+        words.append([])
         for word, tokens in enumerate(model.tokenizer.encode_inside(sentence)):
-            ids_of_sentence += tokens
-            words_of_sentence += [word] * len(tokens)
-        ids.append(ids_of_sentence)
-        words.append(words_of_sentence)
+            ids[-1] += tokens
+            words[-1] += [word] * len(tokens)
     kept = [sentence[:longest] for sentence in ids]
     batch = make_stream_batch(model, kept, model.language_ids([language])[language], ["tokens"])
     states_LNH = torch.stack(layer_states(model, batch, layers)).cpu()
     encoded = []
-    for states_LTH, numbers in zip(states_LNH.split([len(sentence) for sentence in kept], 1), words, strict=True):
-        encoded.append(EncodedSentence(states_LTH, numbers[:longest], len(numbers) > longest))
+    for states_LTH, word_of_token in zip(states_LNH.split([len(sentence) for sentence in kept], 1), words, strict=True):
+        encoded.append(EncodedSentence(states_LTH, word_of_token[:longest], len(word_of_token) > longest))
     return encoded
 
 
@@ -150,37 +145,42 @@ def load_hand_links(text: Path, links: Path | None = None) -> list[LinkedPair]:
     and with their links (WPT, Pharaoh). The link `i-j` is a sure one, `ipj` a possible one. Words are counted from 0 if
     some link has a 0, else from 1. Raises UserError."""
     lines = [line for _, line in read_lines(text)]
-    link_lines = lines if links is None else [line for _, line in read_lines(links)]
-    if len(lines) != len(link_lines):
-        raise UserError(
-            f"{links} has {len(link_lines):,} lines, {text} has {len(lines):,}; line n must have the links of line n"
-        )
-    separator = "\t" if links is None else "|||"
-    columns = 3 if links is None else 2
-    form = "sentence<TAB>sentence<TAB>links" if links is None else "sentence ||| sentence"
+    separator = "\t"
+    form = "sentence<TAB>sentence<TAB>links"
+    if links is not None:
+        separator = "|||"
+        form = "sentence ||| sentence"
+        link_lines = [line for _, line in read_lines(links)]
+        if len(lines) != len(link_lines):
+            raise UserError(
+                f"{links} has {len(link_lines):,} lines, {text} has {len(lines):,}; line n must have the links of line "
+                f"n"
+            )
     pairs: list[LinkedPair] = []
-    for number, (line, link_line) in enumerate(zip(lines, link_lines, strict=True), start=1):
+    for number, line in enumerate(lines, start=1):
         cells = line.split(separator)
+        if links is not None:
+            cells.append(link_lines[number - 1])
         sides = [split_words(cell) for cell in cells]
-        if len(cells) != columns or not sides[0] or not sides[1]:
+        if len(cells) != 3 or not sides[0] or not sides[1]:
             raise UserError(f"{text}: line {number}: {line[:60]!r} is not `{form}`; fix the line")
-        pair = LinkedPair((sides[0], sides[1]), set(), set())
-        add_links(pair, cells[2] if links is None else link_line, f"{links or text}: line {number}")
-        pairs.append(pair)
+        pairs.append(make_pair(sides, f"{links or text}: line {number}"))
     return count_from_0(pairs, links or text)
 
 
-def add_links(pair: LinkedPair, text: str, place: str) -> None:
-    """Add the links of a text such as `0-0 1p2` to the pair. place: where the text stands, for errors. Raises
-    UserError."""
-    for link in split_words(text):
-        match = _LINK.fullmatch(link)
+def make_pair(sides: list[list[str]], place: str) -> LinkedPair:
+    """Return a pair. sides: the words of both sentences, and links such as 0-0 and 1p2. place: where the links stand,
+    for errors. Raises UserError."""
+    pair = LinkedPair((sides[0], sides[1]), set(), set())
+    for link in sides[2]:
+        match = LINK.fullmatch(link)
         if not match:
             raise UserError(f"{place}: {link!r} is no link; write i-j, or ipj for a possible link")
         numbers = (int(match[1]), int(match[3]))
         pair.possible.add(numbers)
         if match[2] == "-":
             pair.sure.add(numbers)
+    return pair
 
 
 def split_words(text: str) -> list[str]:
@@ -199,8 +199,7 @@ def count_from_0(pairs: list[LinkedPair], path: Path) -> list[LinkedPair]:
     for number, pair in enumerate(pairs, start=1):
         first, second = (len(side) for side in pair.words)
         for i, j in pair.possible:
-            if i == first or j == second:
-                is_clear = True
+            is_clear = is_clear or i == first or j == second
             if i - smallest >= first or j - smallest >= second:
                 raise UserError(
                     f"{path}: line {number}: link {i}-{j} does not fit sentences of {first} and {second} words, "

@@ -4,10 +4,11 @@ A score is a function of sums over sentences: an accuracy uses two counts (right
 sentences are resampled with replacement REPLICATES times; the interval has 95 % of the resampled scores. Texts with the
 same number of sentences are resampled in the same way, so that the scores of two models on one text are paired.
 
-Shape letters: S sentences, C sums, R replicates.
+Shape letters: S sentences, C sums, R replicates, K classes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ REPLICATES = 1000
 BOUNDS = (0.025, 0.975)
 AT_ONCE = 2_000_000
 """The most sentences that are drawn at once, in one or more resampled texts."""
+ScoresOf = Callable[[np.ndarray], dict[str, np.ndarray]]
+"""Maps the sums of texts [..., C] to {name: scores of these texts [...]}."""
 
 
 class Score(float):
@@ -39,8 +42,8 @@ class Score(float):
         return float(low), float(high)
 
 
-def bootstrap(sums_SC: np.ndarray, scores_of: Callable[[np.ndarray], dict[str, np.ndarray]]) -> dict[str, float]:
-    """Return {name: Score}. scores_of: maps the sums of texts [..., C] to {name: scores of these texts [...]}."""
+def bootstrap(sums_SC: np.ndarray, scores_of: ScoresOf) -> dict[str, float]:
+    """Return {name: Score} of the text whose sentences have these sums."""
     sums_SC = np.asarray(sums_SC, dtype=np.float64)
     sentences = len(sums_SC)
 
@@ -62,16 +65,19 @@ def bootstrap(sums_SC: np.ndarray, scores_of: Callable[[np.ndarray], dict[str, n
             method="percentile",
             rng=np.random.default_rng(sentences),
         )
-    scores_R = zip(whole.items(), result.bootstrap_distribution, strict=True)
-    return {name: Score(float(value), resampled) for (name, value), resampled in scores_R}
+    scores: dict[str, float] = {}
+    for (name, value), resampled in zip(whole.items(), result.bootstrap_distribution, strict=True):
+        scores[name] = Score(float(value), resampled)
+    return scores
 
 
 def weighted_sum(scores: Sequence[float], weights: Sequence[float]) -> Score:
     """Return the weighted sum of scores, such as their mean or a difference, with its interval."""
-    total, resampled = 0.0, np.zeros(REPLICATES)
+    total = 0.0
+    resampled = np.zeros(REPLICATES)
     for score, weight in zip(scores, weights, strict=True):
         total += score * weight
-        resampled += weight * (score.resampled if isinstance(score, Score) else np.full(REPLICATES, score))
+        resampled += weight * (score.resampled if isinstance(score, Score) else score)
     return Score(total, resampled)
 
 
@@ -81,17 +87,16 @@ def mean(scores: Sequence[float]) -> Score:
 
 def p_value(difference: Score) -> float:
     """Return the two-sided p value of a difference: twice the share of resampled texts with the other sign."""
-    values = difference.resampled
-    smaller = min((values <= 0).mean(), (values >= 0).mean())
+    smaller = min((difference.resampled <= 0).mean(), (difference.resampled >= 0).mean())
     return float(np.clip(2 * smaller, 1 / REPLICATES, 1))
 
 
 def map_scores(results: Any, function: Callable[[Score], list[float]]) -> Any:
     """Return the nested mappings with function(score) in place of each Score, without numbers that are no Score."""
-    if isinstance(results, Mapping):
-        inner = {name: map_scores(value, function) for name, value in results.items()}
-        return {name: value for name, value in inner.items() if value}
-    return function(results) if isinstance(results, Score) else None
+    if not isinstance(results, Mapping):
+        return function(results) if isinstance(results, Score) else None
+    mapped = {name: map_scores(value, function) for name, value in results.items()}
+    return {name: value for name, value in mapped.items() if value}
 
 
 def intervals(results: Any) -> Any:
@@ -117,15 +122,15 @@ def class_scores(
     gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], labels: Sequence[str]
 ) -> dict[str, float]:
     """Return accuracy, and F1 averaged over `labels`. gold, predicted: the one or more labels of each sentence."""
-    classes = sorted({label for side in (gold, predicted) for of_sentence in side for label in of_sentence})
-    index = {label: k for k, label in enumerate(classes)}
-    sums_S3K = np.zeros((len(gold), 3, len(classes)))  # K classes: right, gold, predicted
-    for row, *sides in zip(sums_S3K, gold, predicted, strict=True):
-        for a, b in zip(*sides, strict=True):
-            row[0, index[a]] += a == b
-            row[1, index[a]] += 1
-            row[2, index[b]] += 1
-    averaged = [index[label] for label in labels]
+    classes = sorted({*chain.from_iterable(gold), *chain.from_iterable(predicted)})
+    number_of = {label: number for number, label in enumerate(classes)}
+    sums_S3K = np.zeros((len(gold), 3, len(classes)))  # right, gold, predicted
+    for sums_3K, gold_labels, predicted_labels in zip(sums_S3K, gold, predicted, strict=True):
+        for wanted, answer in zip(gold_labels, predicted_labels, strict=True):
+            sums_3K[0, number_of[wanted]] += wanted == answer
+            sums_3K[1, number_of[wanted]] += 1
+            sums_3K[2, number_of[answer]] += 1
+    averaged = [number_of[label] for label in labels]
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         right, in_gold, in_predicted = np.moveaxis(sums.reshape(*sums.shape[:-1], 3, len(classes)), -2, 0)
@@ -141,7 +146,6 @@ def entity_scores(counts_S3: np.ndarray) -> dict[str, float]:
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         right, predicted, gold = np.moveaxis(sums, -1, 0)
         f1 = 2 * right / np.maximum(predicted + gold, 1)
-        precision = right / np.maximum(predicted, 1)
-        return {"f1": f1, "precision": precision, "recall": right / np.maximum(gold, 1)}
+        return {"f1": f1, "precision": right / np.maximum(predicted, 1), "recall": right / np.maximum(gold, 1)}
 
     return bootstrap(counts_S3, scores_of)

@@ -8,12 +8,12 @@ where r(x) is the mean cosine of x with its k = 4 nearest neighbours in the othe
 
 Layers are counted like transformers' hidden_states: 0 is the output of the embeddings, 1 the first layer, -1 the last.
 
-Shape letters: N sentences of the first language, M of the second, R rows of a chunk, k neighbours, H width.
+Shape letters: N sentences of the first language, M of the second, R rows of a chunk, k neighbours, S states, H width.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,31 +30,27 @@ from xscale.eval.model import ExportedModel, Scores
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import gather_rows
 
-BATCH, CHUNK = 64, 1024
+BATCH = 64
+CHUNK = 1024
 NEIGHBOURS = 4
 """The number of nearest neighbours k of the margin."""
 POOLINGS = ("mean", "cls")
 MARGINS = ("cosine", "ratio")
 Vectors = dict[tuple[str, int], Tensor]
-"""{(pooling, layer): unit vectors [sentences, H]}. Layers are counted from the end, -1 for the last."""
+"""{(pooling, layer): unit vectors [sentences, H]}."""
 ALL = "all"
 """--layer all: the embeddings' output and each layer."""
 
 
-class Variant(NamedTuple):
+@dataclass(frozen=True)
+class Variant:
     """One way to make sentence vectors and to rank neighbours."""
 
     name: str
     """The end of the names of its results rows; "" for the defaults."""
     pooling: str
     layer: int
-    """The layer's index from the end, -1 for the last."""
     margin: str
-
-    @property
-    def vectors(self) -> tuple[str, int]:
-        """Return the variant's key in Vectors."""
-        return self.pooling, self.layer
 
 
 def make_variants(
@@ -65,45 +61,33 @@ def make_variants(
 ) -> list[Variant]:
     """Return every combination of pooling, layer and margin. A variant is named by what the caller asks for, so that
     the rows of models with other defaults and sizes have the same names. poolings: None stands for the model's own.
-    layers: indices from either end, or ALL. Raises UserError for layers that the model lacks."""
+    layers: numbers from either end, or ALL. Raises UserError for layers that the model lacks."""
     variants = []
-    labels = layer_labels(layers, model.num_layers)
-    for pooling, layer, margin in product(poolings or [model.pooling], labels, margins):
+    for pooling, layer, margin in product(poolings or [model.pooling], layer_numbers(layers, model), margins):
         words = []
         if poolings:
             words.append(pooling)
-        if len(set(margins)) > 1 or margin != MARGINS[0]:
+        if list(margins) != ["cosine"]:
             words.append(margin)
         if list(layers) != [-1]:
-            words.append(f"layer {labels[layer]}")
+            words.append(f"layer {layer}")
         variants.append(Variant(" ".join(words), pooling, layer, margin))
     return variants
 
 
-def layer_labels(layers: Sequence[str | int], last: int) -> dict[int, int]:
-    """Return {layer's index from the end: the number by which the caller asks for it}. See layer_indices."""
+def layer_numbers(layers: Sequence[str | int], model: ExportedModel) -> list[int]:
+    """Return the layers that the caller asks for: numbers from either end, or ALL. Raises UserError for layers that the
+    model lacks."""
+    last = model.num_layers
     if ALL in layers:
-        return {index: last + 1 + index for index in layer_indices(layers, last)}
-    labels = dict.fromkeys(layer_indices(layers, last), 0)
-    for layer in sorted(map(int, layers)):  # a number from the beginning comes after one from the end
-        (index,) = layer_indices([layer], last)
-        labels[index] = layer
-    return labels
-
-
-def layer_indices(layers: Sequence[str | int], last: int) -> list[int]:
-    """Return the layers' indices from the end, -1 for the last. layers: indices from either end, or ALL. last: the
-    number of layers. Raises UserError for layers that the model lacks."""
-    if ALL in layers:
-        return list(range(-last - 1, 0))
-    indices: list[int] = []
-    for layer in map(int, layers):
+        return list(range(last + 1))
+    numbers = [int(layer) for layer in layers]
+    for layer in numbers:
         if not -last - 1 <= layer <= last:
             raise UserError(
                 f"--layer {layer}: the model has layers 1 to {last}, and 0 for its embeddings' output; choose of these"
             )
-        indices.append(layer - last - 1 if layer >= 0 else layer)
-    return list(dict.fromkeys(indices))
+    return numbers
 
 
 def evaluate(
@@ -119,21 +103,20 @@ def evaluate(
     """
     variants = variants or make_variants(model)
     language_ids = model.language_ids(langs)
-    keys = [variant.vectors for variant in variants]
     sides = []
     for side, language in enumerate(langs):
-        vectors = embed(model, [pair[side] for pair in texts], language_ids[language], keys)
-        sides.append({key: gather_vectors(own) for key, own in vectors.items()})
+        vectors = embed(model, [pair[side] for pair in texts], language_ids[language], variants)
+        sides.append({key: gather_vectors(mine_NH) for key, mine_NH in vectors.items()})
     return compare(sides, langs, variants)
 
 
-def gather_vectors(own_NH: Tensor) -> Tensor:
-    """Return the vectors of all ranks in the order of the pairs. own_NH: those of this rank (see `evaluate`)."""
+def gather_vectors(mine_NH: Tensor) -> Tensor:
+    """Return the vectors of all ranks in the order of the pairs. mine_NH: those of this rank (see `evaluate`)."""
     if not dist.is_initialized():
-        return own_NH
-    vectors_NH, _ = gather_rows(own_NH.float())
-    world, pairs = dist.get_world_size(), len(vectors_NH)
-    numbers = torch.cat([torch.arange(rank, pairs, world) for rank in range(world)])
+        return mine_NH
+    vectors_NH, _ = gather_rows(mine_NH.float())
+    world = dist.get_world_size()
+    numbers = torch.cat([torch.arange(rank, len(vectors_NH), world) for rank in range(world)])
     return vectors_NH[numbers.argsort().to(vectors_NH.device)]
 
 
@@ -141,7 +124,7 @@ def compare(sides: Sequence[Vectors], langs: Sequence[str], variants: Sequence[V
     """Do the same as `evaluate`, given the vectors of both languages (sides)."""
     results = {}
     for variant in variants:
-        first_NH, second_NH = (side[variant.vectors] for side in sides)
+        first_NH, second_NH = (side[variant.pooling, variant.layer] for side in sides)
         results[variant.name] = accuracies(first_NH, second_NH, variant.margin, langs)
     return results
 
@@ -150,9 +133,7 @@ def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: Sequence
     """Return the retrieval accuracy by direction, the mean of both, and the number of sentences: the share of rows
     whose match in the other matrix has the same index. Rows are unit vectors."""
     if margin == "cosine":
-        _, there_N1 = nearest(first_NH, second_NH, 1)
-        _, back_N1 = nearest(second_NH, first_NH, 1)
-        matches = [there_N1[:, 0], back_N1[:, 0]]
+        matches = [nearest(first_NH, second_NH, 1)[1][:, 0], nearest(second_NH, first_NH, 1)[1][:, 0]]
     else:
         matches = ratio_matches(first_NH, second_NH)
     sentences = len(first_NH)
@@ -197,24 +178,23 @@ def nearest(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return torch.cat(scores), torch.cat(rows)
 
 
-def embed(model: ExportedModel, texts: list[str], language_id: int, keys: Sequence[tuple[str, int]]) -> Vectors:
-    """Return unit vectors [texts, H] for each pooling and layer in `keys`. Pooling "mean" takes the mean state of a
-    text's tokens without special tokens, "cls" the state of [CLS]."""
-    poolings = list(dict.fromkeys(pooling for pooling, _ in keys))
-    layers = list(dict.fromkeys(layer for _, layer in keys))
+def embed(model: ExportedModel, texts: list[str], language_id: int, variants: Sequence[Variant]) -> Vectors:
+    """Return unit vectors [texts, H] for the poolings and layers of the variants. Pooling "mean" takes the mean state
+    of a text's tokens without special tokens, "cls" the state of [CLS]."""
+    poolings = sorted({variant.pooling for variant in variants})
+    layers = sorted({variant.layer for variant in variants})
     ids = [sentence[: model.max_length - 2] for sentence in model.tokenizer.encode(texts)]
-    order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-    batches: dict[tuple[str, int], list[Tensor]] = {key: [] for key in product(poolings, layers)}
-    for start in range(0, len(order), BATCH):
-        batch = [ids[i] for i in order[start : start + BATCH]]
-        stream_batch = make_stream_batch(model, batch, language_id, poolings)
+    longest_first = np.argsort([-len(sentence) for sentence in ids], kind="stable")
+    vectors = {
+        key: torch.empty(len(ids), model.encoder.width, device=model.device) for key in product(poolings, layers)
+    }
+    for start in range(0, len(ids), BATCH):
+        numbers = longest_first[start : start + BATCH]
+        stream_batch = make_stream_batch(model, [ids[number] for number in numbers], language_id, poolings)
         for layer, states in zip(layers, layer_states(model, stream_batch, layers), strict=True):
-            for pooling, vectors in zip(poolings, states.split(len(batch)), strict=True):
-                batches[pooling, layer].append(F.normalize(vectors, dim=-1))
-    if not ids:
-        return {key: torch.empty(0, model.encoder.width, device=model.device) for key in batches}
-    back = torch.tensor(order).argsort().to(model.device)
-    return {key: torch.cat(vectors)[back] for key, vectors in batches.items()}
+            for pooling, pooled_NH in zip(poolings, states.split(len(numbers)), strict=True):
+                vectors[pooling, layer][numbers] = F.normalize(pooled_NH, dim=-1)
+    return vectors
 
 
 @torch.no_grad()  # not inference_mode: masks are kept for later passes, of training too
@@ -230,8 +210,8 @@ def make_stream_batch(
 ) -> StreamBatch:
     """Return a stream batch of sequences `[CLS] sentence [SEP]`. For each pooling it has states: for
     "mean" and "cls" one per sentence, for "tokens" one per token."""
-    examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in sentences]
-    sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language_id})
+    segments = [[(Example(("",), (sentence,), None, np.uint64(0)), 0)] for sentence in sentences]
+    sequences = join_segments(model.tokenizer, segments, {"": language_id})
     is_last = sequences.offsets == sequences.lengths[sequences.numbers] - 1
     tokens = np.flatnonzero((sequences.offsets > 0) & ~is_last)
     states = {

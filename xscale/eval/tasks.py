@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,9 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--aer", **repeated, help="word links made by hand: `en-es FILE.tsv`, or `en-fr TEXT LINKS`; repeatable")
     group = parser.add_argument_group("variants of sentence vectors", "Every combination of the values is evaluated.")
     add = group.add_argument
-    add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="for retrieval (default: the model's own, by which "
-        "SentenceTransformer pools)")  # fmt: skip
-    add("--layer", nargs="+", type=parse_layer, default=[], metavar="N", help="0: embeddings, -1: last, or all; for "
-        "retrieval (default: -1), aer (all)")  # fmt: skip
+    add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="for retrieval (default: the model's own)")
+    add("--layer", nargs="+", type=parse_layer, metavar="N", help="0: embeddings, -1: last, or all; for retrieval "
+        "(default: -1), aer (all)")  # fmt: skip
     add("--margin", nargs="+", choices=retrieval.MARGINS, default=["cosine"], help="for retrieval; ratio is LASER's")
 
 
@@ -66,10 +66,13 @@ def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, Tas
     if args.lexicon_heldout is not None and not 0 <= args.lexicon_heldout <= 1:
         raise UserError(f"--lexicon_heldout {args.lexicon_heldout:g} must lie between 0 and 1")
     plans: dict[str, dict[str, TaskRow]] = {}
-    for task in dict.fromkeys(args.task):
+    for task in args.task:
         rows = TASKS[task](args, sources)
         times = Counter(row.name for row in rows)
-        plans[task] = {f"{row.name} ({row.path})" if times[row.name] > 1 else row.name: row for row in rows}
+        plans[task] = {}
+        for row in rows:
+            name = f"{row.name} ({row.path})" if times[row.name] > 1 else row.name
+            plans[task][name] = row
     return plans
 
 
@@ -86,41 +89,37 @@ def pair_sources(args: Namespace, sources: list[Source]) -> list[Source]:
     return pairs
 
 
+def source_rows(sources: list[Source], evaluate: Callable[[Source, ExportedModel], dict[str, Scores]]) -> list[TaskRow]:
+    return [TaskRow(source.pair, source.directory, partial(evaluate, source)) for source in sources]
+
+
 def plan_alignment(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    paths: list[Path] = args.lexicons or []
+    paths: list[Path] = list(args.lexicons or [])
     if not paths:
-        beside = [path for source in sources for path in find_lexicon_paths(sources, source.directory)]
-        paths = list(dict.fromkeys(beside))
+        for source in sources:
+            paths += find_lexicon_paths(sources, source.directory)
 
-    def make_row(source: Source) -> TaskRow:
-        def evaluate(model: ExportedModel) -> dict[str, Scores]:
-            share = model.lexicon_heldout if args.lexicon_heldout is None else args.lexicon_heldout
-            return {"": alignment_score.evaluate(model, source.langs, sources, paths, share)}
+    def evaluate(source: Source, model: ExportedModel) -> dict[str, Scores]:
+        share = model.lexicon_heldout if args.lexicon_heldout is None else args.lexicon_heldout
+        return {"": alignment_score.evaluate(model, source.langs, sources, list(dict.fromkeys(paths)), share)}
 
-        return TaskRow(source.pair, source.directory, evaluate)
-
-    rows: dict[str, TaskRow] = {}
+    first_of_pair: dict[str, Source] = {}
     for source in pair_sources(args, sources):
-        rows.setdefault(source.pair, make_row(source))  # one row for all sources of a pair
-    return list(rows.values())
+        first_of_pair.setdefault(source.pair, source)
+    return source_rows(list(first_of_pair.values()), evaluate)
 
 
 def plan_heldout(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    def make_row(source: Source) -> TaskRow:
-        return TaskRow(
-            source.pair, source.directory, lambda model: {"": heldout.evaluate(model, source, record_limit(args))}
-        )
+    def evaluate(source: Source, model: ExportedModel) -> dict[str, Scores]:
+        return {"": heldout.evaluate(model, source, record_limit(args))}
 
-    return [make_row(source) for source in pair_sources(args, sources)]
+    return source_rows(pair_sources(args, sources), evaluate)
 
 
 def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    def make_row(source: Source) -> TaskRow:
-        def evaluate(model: ExportedModel) -> dict[str, Scores]:
-            texts = read_texts(source, record_limit(args))
-            return retrieval.evaluate(model, texts, source.langs, variants_from_flags(args, model))
-
-        return TaskRow(source.pair, source.directory, evaluate)
+    def evaluate(source: Source, model: ExportedModel) -> dict[str, Scores]:
+        texts = read_texts(source, record_limit(args))
+        return retrieval.evaluate(model, texts, source.langs, variants_from_flags(args, model))
 
     rows: list[TaskRow] = []
     for folder in args.texts:
@@ -132,7 +131,7 @@ def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
             f"the same sentence in two languages, such as eng_Latn.devtest and deu_Latn.devtest"
         )
     if args.data or not rows:
-        rows += [make_row(source) for source in pair_sources(args, sources)]
+        rows += source_rows(pair_sources(args, sources), evaluate)
     return rows
 
 
@@ -146,67 +145,66 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
     texts: dict[str, dict[str, Path]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         parts = re.sub(r"\.[gx]z$", "", path.name).split(".")
-        for place in range(len(parts) - 1, -1, -1):
-            language = parts[place]
-            if LANGUAGE.fullmatch(language):
-                start = [re.sub("-(ref|src)$", "", part) for part in parts[:place]]  # NTREX's source is English
-                name = str(path.with_name(".".join([*start, "*", *parts[place + 1 :]])))
-                texts.setdefault(name, {})[language] = path
-                break
+        places = [place for place, part in enumerate(parts) if LANGUAGE.fullmatch(part)]
+        if places:
+            language = parts[places[-1]]
+            parts[places[-1]] = "*"
+            name = re.sub(r"-(ref|src)\.", ".", ".".join(parts))  # NTREX's source is English
+            texts.setdefault(str(path.with_name(name)), {})[language] = path
     return {name: files for name, files in texts.items() if len(files) > 1}
 
 
 def parallel_rows(args: Namespace, name: str, files: dict[str, Path]) -> list[TaskRow]:
     """Return a row for each pair of languages of a parallel text; with --pairs english, only pairs with English if
     there are any. Raises UserError if the files differ in the number of lines."""
-    lines = {language: [line for _, line in read_lines(path)][: args.limit] for language, path in files.items()}
-    counts = {language: len(texts) for language, texts in lines.items()}
-    few, many = min(counts, key=lambda lang: counts[lang]), max(counts, key=lambda lang: counts[lang])
-    if not 0 < counts[few] == counts[many]:
+    lines: dict[str, list[str]] = {}
+    for language, path in files.items():
+        lines[language] = [line for _, line in read_lines(path)][: args.limit]
+    shortest = min(files, key=lambda language: len(lines[language]))
+    longest = max(files, key=lambda language: len(lines[language]))
+    if not 0 < len(lines[shortest]) == len(lines[longest]):
         raise UserError(
-            f"{files[few]} has {counts[few]:,} lines, {files[many]} has {counts[many]:,}; lines n of all files must be "
-            f"translations of one another. Correct the wrong file, or move it elsewhere"
+            f"{files[shortest]} has {len(lines[shortest]):,} lines, {files[longest]} has {len(lines[longest]):,}; "
+            f"lines n of all files must be translations of one another. Correct the wrong file, or move it elsewhere"
         )
     vectors: dict[tuple[ExportedModel, str], retrieval.Vectors] = {}  # each language is encoded once
 
-    def make_row(langs: tuple[str, str]) -> TaskRow:
-        def evaluate(model: ExportedModel) -> dict[str, Scores]:
-            variants = variants_from_flags(args, model)
-            language_ids = model.language_ids(langs)
-            for language in langs:
-                if (model, language) not in vectors:
-                    keys = [variant.vectors for variant in variants]
-                    vectors[model, language] = retrieval.embed(model, lines[language], language_ids[language], keys)
-            sides = [vectors[model, language] for language in langs]
-            return retrieval.compare(sides, langs, variants)
-
-        return TaskRow(pair_name(langs), Path(name), evaluate)
+    def evaluate(langs: tuple[str, str], model: ExportedModel) -> dict[str, Scores]:
+        variants = variants_from_flags(args, model)
+        language_ids = model.language_ids(langs)
+        for language in langs:
+            if (model, language) not in vectors:
+                embedded = retrieval.embed(model, lines[language], language_ids[language], variants)
+                vectors[model, language] = embedded
+        return retrieval.compare([vectors[model, language] for language in langs], langs, variants)
 
     pairs = list(combinations(sorted(files), 2))
     english = [pair for pair in pairs if "en" in map(short_code, pair)]
-    return [make_row(pair) for pair in (english if english and args.pairs == "english" else pairs)]
+    if english and args.pairs == "english":
+        pairs = english
+    return [TaskRow(pair_name(pair), Path(name), partial(evaluate, pair)) for pair in pairs]
 
 
 def plan_aer(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    known = {language for source in sources for language in source.langs}
-
-    def make_row(pair: str, files: list[Path]) -> TaskRow:
-        langs = cut_pair(pair, known)
-        if langs is None or not 1 <= len(files) <= 2:
-            raise UserError(
-                f"--aer {' '.join([pair, *map(str, files)])}: give `en-es FILE.tsv`, or `en-fr TEXT LINKS`, with "
-                f"countries in capitals: en-zh-CN"
-            )
-
-        def evaluate(model: ExportedModel) -> dict[str, Scores]:
-            pairs = aer.load_hand_links(*files)[: record_limit(args)]
-            return aer.evaluate(model, pairs, langs, args.layer or [retrieval.ALL])
-
-        return TaskRow(pair_name(langs), files[0], evaluate)
-
     if not args.aer:
         raise UserError("task aer needs --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS")
-    return [make_row(pair, [Path(file) for file in files]) for pair, *files in args.aer]
+
+    def evaluate(files: list[Path], langs: tuple[str, str], model: ExportedModel) -> dict[str, Scores]:
+        pairs = aer.load_hand_links(*files)[: record_limit(args)]
+        return aer.evaluate(model, pairs, langs, args.layer or [retrieval.ALL])
+
+    known = {language for source in sources for language in source.langs}
+    rows = []
+    for pair, *names in args.aer:
+        langs = cut_pair(pair, known)
+        files = [Path(name) for name in names]
+        if langs is None or not 1 <= len(files) <= 2:
+            raise UserError(
+                f"--aer {' '.join([pair, *names])}: give `en-es FILE.tsv`, or `en-fr TEXT LINKS`, with countries in "
+                f"capitals: en-zh-CN"
+            )
+        rows.append(TaskRow(pair_name(langs), files[0], partial(evaluate, files, langs)))
+    return rows
 
 
 TASKS: dict[str, Callable[[Namespace, list[Source]], list[TaskRow]]] = {
