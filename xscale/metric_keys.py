@@ -7,7 +7,7 @@ A key is written NAME, NAME/STREAM, NAME/STREAM.TERM, NAME/STREAM/LANGUAGE or NA
 import re
 from typing import NamedTuple
 
-LESS = re.compile(r"loss(?!_scale)|perplexity|\bxsim|bits_per|\baer\b|delta", re.IGNORECASE)
+LESS = re.compile(r"loss(?!_scale)|perplexity|\baer\b|delta", re.IGNORECASE)
 """Matches the names of metrics whose lower values are better."""
 NEITHER = re.compile(
     r"(^|_)targets|^(count|sentences|words|identical|dropped|too_long|queue_age|own_keys)|links|coverage|entropy|loss_scale"

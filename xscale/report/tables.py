@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from xscale.eval.bootstrap import Score, mean, p_value, weighted_sum
-from xscale.metric_keys import ALL, LESS, direction
+from xscale.metric_keys import ALL, direction
 from xscale.report.read import Results, Run, ScoreName, mapping
 
 Cell = str | float | None
@@ -104,7 +104,7 @@ def main_scores(runs: dict[str, Run]) -> list[ScoreName]:
 
 
 def is_loss(name: ScoreName) -> bool:
-    return bool(LESS.search(name.metric)) and not name.metric.lower().startswith(("aer", "xsim"))
+    return "loss" in name.metric
 
 
 def format_score(results: Results, name: ScoreName) -> str:
