@@ -58,7 +58,7 @@ def run(tmp_path: Path) -> Path:
 
 def page_of(*paths: Path, out: Path) -> str:
     assert main([*map(str, paths), "--out", str(out)]) == 0
-    return out.read_text(encoding="utf-8")
+    return out.read_text(encoding="utf-8").replace(f"{out.parent}/", "")
 
 
 def rows_of(page: str) -> list[list[str]]:
@@ -74,6 +74,10 @@ def row_of(page: str, *first: str) -> list[str]:
     """The cells after the given first ones in the only row that begins with them."""
     (row,) = (row for row in rows_of(page) if tuple(row[: len(first)]) == first)
     return row[len(first) :]
+
+
+def pictures(page: str) -> list[str]:
+    return [base64.b64decode(data).decode() for data in re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', page)]
 
 
 # Runs
@@ -122,8 +126,8 @@ def test_a_long_curve_is_thinned_to_means_of_equal_ranges() -> None:
 
 
 def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
-    """A score has a best run, a loss never; a run without a number has a dash; recipes differ in one field."""
-    recipe = {"train": {"lr": 0.002}, "streams": {"mlm": {"samples": 4}}}
+    """A score has a best run, a loss never; a run without a number has a dash."""
+    recipe = {"streams": {"mlm": {"samples": 4}}}
     entries = [{"step": 1, "loss": 0.01, "loss/mlm": 0.01}]
     other = write_run(tmp_path / "other", entries, [evaluation(1, 0.8)], recipe)
     page = page_of(run, other, out=tmp_path / "report.html")
@@ -131,8 +135,7 @@ def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
     assert row_of(page, "tokens per second") == ["200", "–"]
     assert row_of(page, "heldout mlm: loss") == ["0.36", "4.5"]
     assert row_of(page, "retrieval all: accuracy") == ["0.6 [0.55, 0.65]", "✓ 0.8 [0.75, 0.85]"]
-    assert row_of(page, "train.lr") == ["0.001", "0.002"] and "streams.tlm" not in page
-    assert "other (no numbers)" in page, "the legend of a loss that one run lacks"
+    assert any("other (no numbers)" in picture for picture in pictures(page)), "the legend of a loss that one run lacks"
     assert "best" not in page.replace("✓ marks the best score", "")
 
 
@@ -140,7 +143,7 @@ def test_of_a_hundred_languages_the_highest_losses_are_drawn(tmp_path: Path) -> 
     entries = [{"step": step} | {f"loss/mlm/l{n:02d}": n + 1 / step for n in range(100)} for step in range(1, 40)]
     page = page_of(write_run(tmp_path / "run", entries, [], {}), out=tmp_path / "report.html")
     assert "the highest 8 of 100" in page and len(page) < 200_000
-    assert re.findall(r"</i> (l\d\d)", page) == [f"l{n}" for n in range(99, 91, -1)]
+    assert re.findall(r"l\d\d", pictures(page)[0]) == [f"l{n}" for n in range(99, 91, -1)]
     assert len([row for row in rows_of(page) if row[0] == "mlm"]) == 100
 
 
@@ -173,12 +176,10 @@ def test_runs_before_their_first_step_have_a_page(run: Path, tmp_path: Path) -> 
     assert row_of(page, "training loss, nats")[:2] == ["–", "not finite"]
 
 
-def test_a_fork_names_its_ancestors_and_a_failed_evaluation_its_reason(run: Path, tmp_path: Path) -> None:
-    (run / "ancestry.json").write_text('[{"run": "/r/parent", "step": 8}, {"run": "/r/first", "step": 2}]')
+def test_a_failed_evaluation_has_its_reason(run: Path, tmp_path: Path) -> None:
     with (run / "evals.jsonl").open("a") as file:
         file.write(json.dumps({"step": 25, "results": {}, "failed": {"retrieval": "no <pairs>"}}) + "\n")
     page = page_of(run, out=tmp_path / "r.html")
-    assert row_of(page, "one", "mlm, tlm, fork of parent@8 of first@2")[0] == "done: 24 of 24 steps"
     assert row_of(page, "one", "retrieval, step 25") == ["no <pairs>"]
 
 
@@ -205,7 +206,7 @@ def test_differences_of_models_have_paired_intervals(tmp_path: Path) -> None:
     second = {row: right_S | (draw.uniform(size=400) < 0.1) for row, right_S in first.items()}
     files = [result_file(tmp_path / "a.json", "hf/a", first), result_file(tmp_path / "b.json", "hf/b", second)]
     page = page_of(*files, out=tmp_path / "table.html")
-    assert ["row", "number", "a", "b", "b − a"] in rows_of(page)
+    assert ["row", "number", "hf/a", "hf/b", "hf/b − hf/a"] in rows_of(page)
     gains = {row: second[row].astype(float) - first[row] for row in first}
     gains["mean over languages mean (2)"] = sum(gains.values()) / 2
     for row, gains_S in gains.items():
@@ -229,7 +230,7 @@ def test_blanks_are_explained(tmp_path: Path) -> None:
     assert row_of(page, "en-yo", "accuracy")[1:] == ["failed", "–"]
     assert row_of(page, "en-fr", "accuracy")[0] == "not in file"
     assert row_of(page, "de-en", "withheld") == ["0.5", "0.5", "+0, no interval"]
-    assert row_of(page, "b", "retrieval en-yo") == ["no <file>"] and "`not in file`: evaluate" in page
+    assert row_of(page, "hf/b", "retrieval en-yo") == ["no <file>"] and "`not in file`: evaluate" in page
 
 
 def test_files_of_one_model_are_a_column_unless_they_have_a_score_in_common(tmp_path: Path) -> None:
@@ -238,11 +239,10 @@ def test_files_of_one_model_are_a_column_unless_they_have_a_score_in_common(tmp_
     retrieval = result_file(tmp_path / "r.json", "hf/a", {"en-de": right})
     tags = result_file(tmp_path / "t.json", "hf/a", {}, results=tagging)
     page = page_of(retrieval, tags, out=tmp_path / "table.html")
-    assert ["row", "number", "a"] in rows_of(page) and row_of(page, "de", "zs") == ["0.5 ± 0.01 over seeds"]
+    assert ["row", "number", "hf/a"] in rows_of(page) and row_of(page, "de", "zs") == ["0.5 ± 0.01 over seeds"]
     again = result_file(tmp_path / "again.json", "hf/a", {"en-de": right})
-    assert ["row", "number", "r.json", "again.json", "again.json − r.json"] in rows_of(
-        page_of(retrieval, again, out=tmp_path / "table.html")
-    )
+    head = ["row", "number", "hf/a", "hf/a (again.json)", "hf/a (again.json) − hf/a"]
+    assert head in rows_of(page_of(retrieval, again, out=tmp_path / "table.html"))
 
 
 # Errors
@@ -257,7 +257,8 @@ def test_files_of_one_model_are_a_column_unless_they_have_a_score_in_common(tmp_
         ("run/config.yaml", "a: [1", "config.yaml is no YAML (while parsing"),
         ("absent.json", None, "absent.json cannot be read (No such file"),
         ("scores.json", "{", "scores.json is no JSON"),
-        ("scores.json", "[]", "scores.json has no results; give files"),
+        ("scores.json", "[]", "scores.json has no results (the file: Input should be"),
+        ("scores.json", '{"results": {"pos": {"en": {"zs": "x"}}}}', "(results.pos.en.zs: Input should be"),
     ],
 )
 def test_errors_name_file_and_remedy(tmp_path: Path, capsys: Any, name: str, text: str | None, words: str) -> None:

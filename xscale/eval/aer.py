@@ -87,8 +87,8 @@ def evaluate(
     truncated = 0
     for start in range(0, len(gold), BATCH):
         batch = gold[start : start + BATCH]
-        first_sides = encode_words(model, [pair.words[0] for pair in batch], langs[0], numbers)
-        second_sides = encode_words(model, [pair.words[1] for pair in batch], langs[1], numbers)
+        first_sides = encode_words(model, batch, 0, langs[0], numbers)
+        second_sides = encode_words(model, batch, 1, langs[1], numbers)
         for x, y in zip(first_sides, second_sides, strict=True):
             truncated += x.is_truncated or y.is_truncated
             for method, place in product(METHODS, range(len(numbers))):
@@ -102,24 +102,27 @@ def evaluate(
 
 
 def encode_words(
-    model: ExportedModel, sentences: list[list[str]], language: str, layers: Sequence[int]
+    model: ExportedModel, pairs: Sequence[LinkedPair], side: int, language: str, layers: Sequence[int]
 ) -> list[EncodedSentence]:
-    """Return each sentence's words with the hidden states of their tokens."""
+    """Return the words of each pair's sentence of one side, with the hidden states of their tokens."""
     longest = model.max_length - 2
     ids: list[list[int]] = []
     words: list[list[int]] = []
-    for sentence in sentences:
-        ids.append([])
-        words.append([])
-        for word, tokens in enumerate(model.tokenizer.encode_inside(sentence)):
-            ids[-1] += tokens
-            words[-1] += [word] * len(tokens)
-    kept = [sentence[:longest] for sentence in ids]
-    batch = make_stream_batch(model, kept, model.language_ids([language])[language], ["tokens"])
+    lengths: list[int] = []
+    for pair in pairs:
+        ids_T: list[int] = []
+        word_T: list[int] = []
+        for word, tokens in enumerate(model.tokenizer.encode_inside(pair.words[side])):
+            ids_T += tokens
+            word_T += [word] * len(tokens)
+        ids.append(ids_T[:longest])
+        words.append(word_T)
+        lengths.append(len(ids[-1]))
+    batch = make_stream_batch(model, ids, model.language_ids([language])[language], ["tokens"])
     states_LNH = torch.stack(layer_states(model, batch, layers)).cpu()
     encoded = []
-    for states_LTH, word_of_token in zip(states_LNH.split([len(sentence) for sentence in kept], 1), words, strict=True):
-        encoded.append(EncodedSentence(states_LTH, word_of_token[:longest], len(word_of_token) > longest))
+    for states_LTH, word_T in zip(states_LNH.split(lengths, 1), words, strict=True):
+        encoded.append(EncodedSentence(states_LTH, word_T[:longest], len(word_T) > longest))
     return encoded
 
 
@@ -144,13 +147,13 @@ def load_hand_links(text: Path, links: Path | None = None) -> list[LinkedPair]:
     """Read a file of lines `sentence<TAB>sentence<TAB>links` (XL-WA), or two files, with lines `sentence ||| sentence`
     and with their links (WPT, Pharaoh). The link `i-j` is a sure one, `ipj` a possible one. Words are counted from 0 if
     some link has a 0, else from 1. Raises UserError."""
-    lines = [line for _, line in read_lines(text)]
+    lines = plain_lines(text)
     separator = "\t"
     form = "sentence<TAB>sentence<TAB>links"
     if links is not None:
         separator = "|||"
         form = "sentence ||| sentence"
-        link_lines = [line for _, line in read_lines(links)]
+        link_lines = plain_lines(links)
         if len(lines) != len(link_lines):
             raise UserError(
                 f"{links} has {len(link_lines):,} lines, {text} has {len(lines):,}; line n must have the links of line "
@@ -166,6 +169,10 @@ def load_hand_links(text: Path, links: Path | None = None) -> list[LinkedPair]:
             raise UserError(f"{text}: line {number}: {line[:60]!r} is not `{form}`; fix the line")
         pairs.append(make_pair(sides, f"{links or text}: line {number}"))
     return count_from_0(pairs, links or text)
+
+
+def plain_lines(path: Path) -> list[str]:
+    return [line for _, line in read_lines(path)]
 
 
 def make_pair(sides: list[list[str]], place: str) -> LinkedPair:
@@ -197,7 +204,9 @@ def count_from_0(pairs: list[LinkedPair], path: Path) -> list[LinkedPair]:
     is_clear = smallest == 0
     counted = []
     for number, pair in enumerate(pairs, start=1):
-        first, second = (len(side) for side in pair.words)
+        first = len(pair.words[0])
+        second = len(pair.words[1])
+        moved = LinkedPair(pair.words, set(), set())
         for i, j in pair.possible:
             is_clear = is_clear or i == first or j == second
             if i - smallest >= first or j - smallest >= second:
@@ -205,9 +214,10 @@ def count_from_0(pairs: list[LinkedPair], path: Path) -> list[LinkedPair]:
                     f"{path}: line {number}: link {i}-{j} does not fit sentences of {first} and {second} words, "
                     f"counted from {smallest}; fix the line"
                 )
-        sure = {(i - smallest, j - smallest) for i, j in pair.sure}
-        possible = {(i - smallest, j - smallest) for i, j in pair.possible}
-        counted.append(LinkedPair(pair.words, sure, possible))
+            moved.possible.add((i - smallest, j - smallest))
+            if (i, j) in pair.sure:
+                moved.sure.add((i - smallest, j - smallest))
+        counted.append(moved)
     if not is_clear:
         raise UserError(
             f"{path}: it is unclear whether words are counted from 0 or from 1, since no link has the number 0 or "

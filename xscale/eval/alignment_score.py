@@ -13,6 +13,7 @@ Shape letters: P entries of the dictionary, Q query tokens, C tokens of the othe
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,8 @@ class ProbeWords:
         """Return the share of queries whose nearest neighbour is a translation; None for fewer than FEWEST queries."""
         if len(self.queries) < FEWEST:
             return None
-        queries_Q, targets_C = (torch.from_numpy(ids).to(table_VH.device) for ids in (self.queries, self.targets_C))
+        queries_Q = torch.from_numpy(self.queries).to(table_VH.device)
+        targets_C = torch.from_numpy(self.targets_C).to(table_VH.device)
         rows_CH = F.normalize(table_VH[targets_C].float(), dim=-1)
         nearest: list[int] = []
         for chunk in queries_Q.split(_CHUNK):
@@ -60,7 +62,8 @@ class ProbeWords:
             cosine.masked_fill_(chunk[:, None] == targets_C, -2.0)
             nearest += targets_C[cosine.argmax(1)].tolist()
         entries = set(map(tuple, self.pairs_P2.tolist()))
-        return sum(pair in entries for pair in zip(self.queries.tolist(), nearest, strict=True)) / len(nearest)
+        found = entries & set(zip(self.queries.tolist(), nearest, strict=True))
+        return len(found) / len(nearest)
 
 
 AlignmentProbe = dict[str, ProbeWords]
@@ -75,7 +78,7 @@ def evaluate(
     sources: the sources in whose text translations are searched. lexicon_paths: all dictionaries that the model was
     trained with. withheld_share: the share of the dictionaries' words that training withheld.
     """
-    known = {language for source in sources for language in source.langs}
+    known = set(chain.from_iterable(source.langs for source in sources))
     lexicons = [load_lexicon(path, model.tokenizer, known) for path in lexicon_paths]
     of_pair = []
     for lexicon in lexicons:
@@ -87,11 +90,16 @@ def evaluate(
             f"task alignment needs a dictionary of {' and '.join(langs)}: --lexicons PATH/{'-'.join(langs)}.txt, or "
             f"put it into lexicon/ beside the shards"
         )
-    targets = {lexicon.langs[1] for lexicon in of_pair}
-    tokens = {language: language_tokens(language, sources, model.tokenizer) for language in targets}
+    tokens: dict[str, np.ndarray] = {}
+    directions: dict[str, str] = {}
+    for lexicon in of_pair:
+        target = lexicon.langs[1]
+        if target not in tokens:
+            tokens[target] = language_tokens(target, sources, model.tokenizer)
+        directions[lexicon.name] = "->".join(lexicon.langs)
     scores: Scores = {}
     for name, probe in build_probes(of_pair, lexicons, withheld_share, tokens).items():
-        direction = next("->".join(lexicon.langs) for lexicon in of_pair if lexicon.name == name)
+        direction = directions[name]
         for subset, words in probe.items():
             suffix = "" if subset == "withheld" else f" {subset}"
             count = len(words.queries)
@@ -113,17 +121,21 @@ def build_probes(
     trained: the dictionaries that objectives read. withheld_share: the share of words that objectives do not read.
     tokens: {language: ids of the tokens of its text}, among which translations are searched, besides the dictionary's.
     """
-    trained_in = {lexicon: trained_tokens(lexicon, withheld_share) for lexicon in {*trained, *lexicons}}
+    groups: dict[str, list[Lexicon]] = {}
+    for lexicon in lexicons:
+        groups.setdefault(lexicon.name, []).append(lexicon)
+    read_tokens = {lexicon: trained_tokens(lexicon, withheld_share) for lexicon in {*trained, *lexicons}}
     probes = {}
-    for name in dict.fromkeys(lexicon.name for lexicon in lexicons):
-        same = [lexicon for lexicon in lexicons if lexicon.name == name]
-        pairs = np.concatenate([lexicon.single() for lexicon in same])
-        pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
-        candidates = np.union1d(tokens[same[0].langs[1]], pairs[:, 1])
-        read = np.concatenate([trained_in[lexicon] for lexicon in (*trained, *same)])
-        is_trained = np.isin(pairs[:, 0], read)
-        subsets = {"withheld": pairs[~is_trained], "trained": pairs[is_trained]}
-        probes[name] = {subset: ProbeWords(pairs_P2, candidates) for subset, pairs_P2 in subsets.items()}
+    for name, group in groups.items():
+        pairs_P2 = np.concatenate([lexicon.single() for lexicon in group])
+        pairs_P2 = np.unique(pairs_P2[pairs_P2[:, 0] != pairs_P2[:, 1]], axis=0)
+        targets_C = np.union1d(tokens[group[0].langs[1]], pairs_P2[:, 1])
+        read = np.concatenate([read_tokens[lexicon] for lexicon in (*trained, *group)])
+        is_trained = np.isin(pairs_P2[:, 0], read)
+        probes[name] = {
+            "withheld": ProbeWords(pairs_P2[~is_trained], targets_C),
+            "trained": ProbeWords(pairs_P2[is_trained], targets_C),
+        }
     return probes
 
 
@@ -148,7 +160,7 @@ def language_tokens(
     under other names of the language is read if there is none under `language`. part, parts: the index and number of
     callers that share the sample. note: called before each batch, to show that work goes on."""
     occurs = np.zeros(tokenizer.vocab_size, dtype=bool)
-    known = sorted({name for source in sources for name in source.langs})
+    known = sorted(set(chain.from_iterable(source.langs for source in sources)))
     for name in names_of(language, known):
         for texts in texts_of(name, sources, part=part, parts=parts):
             note()

@@ -95,8 +95,12 @@ def map_scores(results: Any, function: Callable[[Score], list[float]]) -> Any:
     """Return the nested mappings with function(score) in place of each Score, without numbers that are no Score."""
     if not isinstance(results, Mapping):
         return function(results) if isinstance(results, Score) else None
-    mapped = {name: map_scores(value, function) for name, value in results.items()}
-    return {name: value for name, value in mapped.items() if value}
+    mapped = {}
+    for name, value in results.items():
+        inner = map_scores(value, function)
+        if inner:
+            mapped[name] = inner
+    return mapped
 
 
 def intervals(results: Any) -> Any:
@@ -130,7 +134,7 @@ def class_scores(
             sums_3K[0, number_of[wanted]] += wanted == answer
             sums_3K[1, number_of[wanted]] += 1
             sums_3K[2, number_of[answer]] += 1
-    averaged = [number_of[label] for label in labels]
+    averaged = np.isin(classes, labels)
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         right, in_gold, in_predicted = np.moveaxis(sums.reshape(*sums.shape[:-1], 3, len(classes)), -2, 0)

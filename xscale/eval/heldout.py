@@ -14,6 +14,7 @@ Shape letters: S pairs, M predicted tokens.
 """
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
         )
     texts = read_texts(source, limit)
     scores = loss_scores(sums["mlm"], "tlm_loss", "masked_accuracy")
-    scores["unigram_entropy"] = unigram_entropy(model.tokenizer.encode([side for pair in texts for side in pair]))
+    scores["unigram_entropy"] = unigram_entropy(model.tokenizer.encode(list(chain.from_iterable(texts))))
     scores["targets"] = float(sums["mlm"][:, 2].sum())
     scores["dropped"] = float(len(texts) - len(sums["mlm"]))
     for name, saved in model.heads.items():
@@ -100,7 +101,7 @@ def sums_of_pairs(model: ExportedModel, source: Source, limit: int, stream: Meas
     pairs_of_rows: list[np.ndarray] = []
 
     def collate(samples: list[list[Example]], options: Any, context: CollateContext) -> StreamBatch:
-        pairs = []
+        pairs: list[list[Example]] = []
         for (pair,) in samples:
             pair = replace(pair, links=pair.links or "")  # a record may have no links
             if stream.objective == "tlm":
@@ -162,6 +163,6 @@ def loss_scores(sums_S3: np.ndarray, loss_name: str, accuracy_name: str) -> Scor
 
 def unigram_entropy(ids: list[list[int]]) -> float:
     """Return the entropy of the tokens' frequencies in nats. ids: the texts' token ids."""
-    counts = np.bincount(np.concatenate([np.array(text, dtype=np.int64) for text in ids]))
+    counts = np.bincount(list(chain.from_iterable(ids)))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -81,7 +81,7 @@ def layer_numbers(layers: Sequence[str | int], model: ExportedModel) -> list[int
     last = model.num_layers
     if ALL in layers:
         return list(range(last + 1))
-    numbers = [int(layer) for layer in layers]
+    numbers = list(map(int, layers))
     for layer in numbers:
         if not -last - 1 <= layer <= last:
             raise UserError(
@@ -106,8 +106,10 @@ def evaluate(
     sides = []
     for side, language in enumerate(langs):
         vectors = embed(model, [pair[side] for pair in texts], language_ids[language], variants)
-        sides.append({key: gather_vectors(mine_NH) for key, mine_NH in vectors.items()})
-    return compare(sides, langs, variants)
+        for key, mine_NH in vectors.items():
+            vectors[key] = gather_vectors(mine_NH)
+        sides.append(vectors)
+    return compare(sides[0], sides[1], langs, variants)
 
 
 def gather_vectors(mine_NH: Tensor) -> Tensor:
@@ -115,17 +117,17 @@ def gather_vectors(mine_NH: Tensor) -> Tensor:
     if not dist.is_initialized():
         return mine_NH
     vectors_NH, _ = gather_rows(mine_NH.float())
-    world = dist.get_world_size()
-    numbers = torch.cat([torch.arange(rank, len(vectors_NH), world) for rank in range(world)])
-    return vectors_NH[numbers.argsort().to(vectors_NH.device)]
+    numbers = torch.arange(len(vectors_NH))
+    by_rank = torch.argsort(numbers % dist.get_world_size(), stable=True)  # rank's pairs follow one another
+    return vectors_NH[by_rank.argsort().to(vectors_NH.device)]
 
 
-def compare(sides: Sequence[Vectors], langs: Sequence[str], variants: Sequence[Variant]) -> dict[str, Scores]:
-    """Do the same as `evaluate`, given the vectors of both languages (sides)."""
+def compare(first: Vectors, second: Vectors, langs: Sequence[str], variants: Sequence[Variant]) -> dict[str, Scores]:
+    """Do the same as `evaluate`, given the vectors of both languages."""
     results = {}
     for variant in variants:
-        first_NH, second_NH = (side[variant.pooling, variant.layer] for side in sides)
-        results[variant.name] = accuracies(first_NH, second_NH, variant.margin, langs)
+        key = (variant.pooling, variant.layer)
+        results[variant.name] = accuracies(first[key], second[key], variant.margin, langs)
     return results
 
 
@@ -184,10 +186,10 @@ def embed(model: ExportedModel, texts: list[str], language_id: int, variants: Se
     poolings = sorted({variant.pooling for variant in variants})
     layers = sorted({variant.layer for variant in variants})
     ids = [sentence[: model.max_length - 2] for sentence in model.tokenizer.encode(texts)]
-    longest_first = np.argsort([-len(sentence) for sentence in ids], kind="stable")
-    vectors = {
-        key: torch.empty(len(ids), model.encoder.width, device=model.device) for key in product(poolings, layers)
-    }
+    longest_first = sorted(range(len(ids)), key=lambda number: -len(ids[number]))
+    vectors: Vectors = {}
+    for key in product(poolings, layers):
+        vectors[key] = torch.empty(len(ids), model.encoder.width, device=model.device)
     for start in range(0, len(ids), BATCH):
         numbers = longest_first[start : start + BATCH]
         stream_batch = make_stream_batch(model, [ids[number] for number in numbers], language_id, poolings)

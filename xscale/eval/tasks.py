@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
 from xscale.data.lexicon import cut_pair, find_lexicon_paths
 from xscale.data.scripts import short_code
 from xscale.data.shards import Source, pair_name
-from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.model import ExportedModel, Scores, read_texts
@@ -143,7 +142,7 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
     """Return {path with * in place of the language: {language: path}} for the parallel text in a folder and below it.
     The names of its files differ only in the language, between dots: `eng_Latn.devtest`, `tatoeba.deu-eng.deu.xz`."""
     texts: dict[str, dict[str, Path]] = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in sorted(filter(Path.is_file, folder.rglob("*"))):
         parts = re.sub(r"\.[gx]z$", "", path.name).split(".")
         places = [place for place, part in enumerate(parts) if LANGUAGE.fullmatch(part)]
         if places:
@@ -159,7 +158,7 @@ def parallel_rows(args: Namespace, name: str, files: dict[str, Path]) -> list[Ta
     there are any. Raises UserError if the files differ in the number of lines."""
     lines: dict[str, list[str]] = {}
     for language, path in files.items():
-        lines[language] = [line for _, line in read_lines(path)][: args.limit]
+        lines[language] = aer.plain_lines(path)[: args.limit]
     shortest = min(files, key=lambda language: len(lines[language]))
     longest = max(files, key=lambda language: len(lines[language]))
     if not 0 < len(lines[shortest]) == len(lines[longest]):
@@ -176,13 +175,14 @@ def parallel_rows(args: Namespace, name: str, files: dict[str, Path]) -> list[Ta
             if (model, language) not in vectors:
                 embedded = retrieval.embed(model, lines[language], language_ids[language], variants)
                 vectors[model, language] = embedded
-        return retrieval.compare([vectors[model, language] for language in langs], langs, variants)
+        return retrieval.compare(vectors[model, langs[0]], vectors[model, langs[1]], langs, variants)
 
-    pairs = list(combinations(sorted(files), 2))
-    english = [pair for pair in pairs if "en" in map(short_code, pair)]
-    if english and args.pairs == "english":
-        pairs = english
-    return [TaskRow(pair_name(pair), Path(name), partial(evaluate, pair)) for pair in pairs]
+    has_english = args.pairs == "english" and "en" in map(short_code, files)
+    rows = []
+    for pair in combinations(sorted(files), 2):
+        if not has_english or "en" in map(short_code, pair):
+            rows.append(TaskRow(pair_name(pair), Path(name), partial(evaluate, pair)))
+    return rows
 
 
 def plan_aer(args: Namespace, sources: list[Source]) -> list[TaskRow]:
@@ -193,11 +193,11 @@ def plan_aer(args: Namespace, sources: list[Source]) -> list[TaskRow]:
         pairs = aer.load_hand_links(*files)[: record_limit(args)]
         return aer.evaluate(model, pairs, langs, args.layer or [retrieval.ALL])
 
-    known = {language for source in sources for language in source.langs}
+    known = set(chain.from_iterable(source.langs for source in sources))
     rows = []
     for pair, *names in args.aer:
         langs = cut_pair(pair, known)
-        files = [Path(name) for name in names]
+        files = list(map(Path, names))
         if langs is None or not 1 <= len(files) <= 2:
             raise UserError(
                 f"--aer {' '.join([pair, *names])}: give `en-es FILE.tsv`, or `en-fr TEXT LINKS`, with countries in "

@@ -31,7 +31,7 @@ def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
         sections = [summary(runs), losses(runs), languages(runs), scores(runs)]
     if models:
         note = tables.PAIRED if len(models) > 1 else ""
-        sections.append(Section("Results", note, tables=tables.score_tables(models, compare=True)))
+        sections.append(Section("Results", note, tables=tables.compared_tables(models)))
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["cell"] = tables.format_cell
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -42,11 +42,9 @@ def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
 
 def summary(runs: dict[str, Run]) -> Section:
     trained = any(run.metrics for run in runs.values())
-    note = "" if trained else "No step has been written yet."
-    listed = [tables.run_table(runs), tables.summary_table(runs)]
-    if len(runs) > 1:
-        listed.append(tables.differing_fields(runs))
-    return Section("Summary", note, tables=listed)
+    section = Section("Summary", "" if trained else "No step has been written yet.")
+    section.tables = [tables.run_table(runs), tables.summary_table(runs)]
+    return section
 
 
 def losses(runs: dict[str, Run]) -> Section:
@@ -55,31 +53,32 @@ def losses(runs: dict[str, Run]) -> Section:
     whole = metric_curves(runs, {"": "loss"})[""]
     if any(len(curve) for curve in whole.values()):
         section.charts.append(draw_chart("Training loss, nats", whole))
-    streams: dict[str, dict[str, str]] = {}
-    for metric, key in metric_keys(runs):
+    terms_of_stream: dict[str, dict[str, str]] = {}
+    for metric, key in metric_keys(runs).items():
         if key.name == "loss" and key.stream and not key.language:
-            streams.setdefault(key.stream, {})[key.term and f"term {key.term}"] = metric
-    for stream, terms in streams.items():
-        if len(runs) == 1 and "" in terms and len(terms) > 1:
-            terms = {"sum": terms.pop("")} | terms
+            label = f"term {key.term}" if key.term else "sum"
+            terms_of_stream.setdefault(key.stream, {})[label] = metric
+    for stream, terms in terms_of_stream.items():
+        if list(terms) == ["sum"]:
+            terms = {"": terms["sum"]}
         section.charts += draw_charts(f"Loss of {stream}, nats", metric_curves(runs, terms))
     return section
 
 
 def languages(runs: dict[str, Run]) -> Section:
     """Return the section with the loss of each language, or pair of languages, of each stream and term."""
-    groups: dict[str, dict[str, str]] = {}
-    for metric, key in metric_keys(runs):
+    metric_of_language: dict[str, dict[str, str]] = {}
+    for metric, key in metric_keys(runs).items():
         if key.name == "loss" and key.language:
-            groups.setdefault(f"{key.stream} {key.term}".strip(), {})[key.language] = metric
+            metric_of_language.setdefault(f"{key.stream} {key.term}".strip(), {})[key.language] = metric
     section = Section("Languages")
-    table = Table("Means of the last tenth", ["loss, nats", "language", *runs], [], "", 2)
-    for stream, metrics in groups.items():
+    table = Table("Means of the last tenth", ["loss, nats", "language", *runs])
+    for stream, metrics in metric_of_language.items():
         section.charts += draw_charts(f"Loss of {stream}, nats", metric_curves(runs, metrics))
         rows: list[list[tables.Cell]] = []
         for language, metric in metrics.items():
-            rows.append([stream, language, *(tables.late_mean(run.metrics.get(metric)) for run in runs.values())])
-        rows.sort(key=lambda row: -max(cell for cell in row[2:] if isinstance(cell, float)))
+            rows.append([stream, language, *tables.late_means(runs, metric)])
+        rows.sort(key=lambda row: -max(cell for cell in row if isinstance(cell, float)))
         table.rows += rows
     section.tables.append(table)
     return section
@@ -87,26 +86,24 @@ def languages(runs: dict[str, Run]) -> Section:
 
 def scores(runs: dict[str, Run]) -> Section:
     """Return the section with the scores of the runs' evaluations, and the alignment scores of their logs."""
-    groups: dict[ScoreName, Curves] = {}
+    section = Section("Scores", tables=tables.run_score_tables(runs))
+    alignment = {key.stream: metric for metric, key in metric_keys(runs).items() if key.name == "alignment"}
+    title = "Dictionary words whose nearest neighbour is a translation, share"
+    section.charts += draw_charts(title, metric_curves(runs, alignment), worst=-1)
+    curves_of_metric: dict[ScoreName, Curves] = {}
     for run_name, run in runs.items():
         for name, curve in run.scores.items():
             if direction(name.metric):
-                rows = groups.setdefault(name._replace(row=""), {})
+                rows = curves_of_metric.setdefault(name._replace(row=""), {})
                 rows.setdefault(name.row, {})[run_name] = curve
-    section = Section(
-        "Scores", tables=tables.score_tables({name: run.last for name, run in runs.items()}, compare=False)
-    )
-    alignment = {key.stream: metric for metric, key in metric_keys(runs) if key.name == "alignment"}
-    title = "Dictionary words whose nearest neighbour is a translation, share"
-    section.charts += draw_charts(title, metric_curves(runs, alignment), worst=-1)
-    for name, rows in groups.items():
+    for name, rows in curves_of_metric.items():
         section.charts += draw_charts(f"{name.task}: {name.metric}", rows, worst=-direction(name.metric))
     return section
 
 
-def metric_keys(runs: dict[str, Run]) -> list[tuple[str, MetricKey]]:
-    """Return (metric, its key) of all runs."""
-    names: dict[str, None] = {}
+def metric_keys(runs: dict[str, Run]) -> dict[str, MetricKey]:
+    """Return {metric: its key} of all runs."""
+    metrics: dict[str, None] = {}
     for run in runs.values():
-        names |= dict.fromkeys(run.metrics)
-    return [(metric, MetricKey.parse(metric)) for metric in names]
+        metrics |= dict.fromkeys(run.metrics)
+    return {metric: MetricKey.parse(metric) for metric in metrics}

@@ -2,17 +2,15 @@
 
 import json
 import math
-from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
 import yaml
+from pydantic import BaseModel, Field, ValidationError
 
 from xscale.errors import UserError
 from xscale.eval.bootstrap import REPLICATES, Score
@@ -20,6 +18,9 @@ from xscale.metric_keys import MetricKey
 
 SHOWN_METRICS = ("loss", "alignment", "tokens", "tokens_per_s", "step_s", "skipped")
 """The metrics of metrics.jsonl that a page shows. TensorBoard has all."""
+T = TypeVar("T")
+Tree = dict[str, dict[str, dict[str, T]]]
+"""{task: {row: {metric: value}}}."""
 
 
 class ScoreName(NamedTuple):
@@ -28,177 +29,172 @@ class ScoreName(NamedTuple):
     metric: str
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A score with what is known of its spread."""
+
+    value: float
+    """A Score if its values in resampled texts are known; NaN for null."""
+    interval: tuple[float, float] | None = None
+    """The 95 % interval."""
+    deviation: float | None = None
+    """The standard deviation over seeds."""
+
+
 @dataclass
 class Results:
     """A model's scores: those of result files, or of a run's last evaluation."""
 
-    scores: dict[ScoreName, float] = field(default_factory=dict)
-    """{name: score}; a Score if its values in resampled texts are known."""
-    intervals: dict[ScoreName, tuple[float, float]] = field(default_factory=dict)
-    """The 95 % intervals."""
+    scores: dict[ScoreName, Measured] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     """{`TASK ROW`: why it failed}."""
+
+
+class Evaluation(BaseModel):
+    """A result file, or a line of evals.jsonl. A number that is not finite is null."""
+
+    step: int = 0
+    model: str = ""
+    results: Tree[float | None]
+    intervals: Tree[tuple[float, float]] = {}
+    resampled: Tree[Annotated[list[float | None], Field(min_length=REPLICATES, max_length=REPLICATES)]] = {}
+    failed: dict[str, str | dict[str, str]] = {}
+    """{task: why it failed, or {row: why it failed}}."""
+
+    def to_results(self) -> Results:
+        results = Results()
+        values = dict(leaves(self.results))
+        intervals = dict(leaves(self.intervals))
+        resampled = dict(leaves(self.resampled))
+        for name, number in values.items():
+            value = math.nan if number is None else number
+            if name in resampled:
+                value = Score(value, np.array(resampled[name], dtype=float))
+            deviation = values.get(name._replace(metric=f"{name.metric}_std"))
+            if not name.metric.endswith("_std"):
+                results.scores[name] = Measured(value, intervals.get(name), deviation)
+        for task, why in self.failed.items():
+            rows = {f"step {self.step}": why} if isinstance(why, str) else why
+            results.failed |= {f"{task} {row}".strip(): reason for row, reason in rows.items()}
+        return results
+
+
+def leaves(tree: Tree[T]) -> Iterator[tuple[ScoreName, T]]:
+    for task, rows in tree.items():
+        for row, values in rows.items():
+            for metric, value in values.items():
+                yield ScoreName(task, row, metric), value
 
 
 @dataclass(frozen=True)
 class Run:
     metrics: dict[str, pd.Series]
-    """{metric: its number at each logged step}; null and infinite numbers are NaN."""
+    """{metric: its number at each logged step}; null is NaN."""
     scores: dict[ScoreName, pd.Series]
     """{name: its number at each evaluated step}."""
     last: Results
     """The last evaluation, with the failures of all."""
     recipe: dict[str, Any]
     status: dict[str, Any]
-    origin: str
-    """The runs from which the run was forked, nearest first: `fork of RUN@STEP of RUN@STEP`; "" if it is no fork."""
 
 
 def read_runs(folders: list[Path]) -> dict[str, Run]:
-    """Return {name: run}. Raises UserError for a folder without a run, and for a damaged file."""
-    folders = list(dict.fromkeys(folder.absolute() for folder in folders))
-    return dict(zip(short_names(folders), map(read_run, folders), strict=True))
+    """Return {folder: run}. Raises UserError for a folder without a run, and for a damaged file."""
+    return {str(folder): read_run(folder) for folder in folders}
 
 
 def read_run(folder: Path) -> Run:
     if not (folder / "metrics.jsonl").is_file() and not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} has no metrics.jsonl; give folders of runs (`--out` of a training), or result files")
-    numbers: dict[ScoreName, dict[int, float]] = defaultdict(dict)
+    metrics: dict[int, dict[str, float]] = {}
+    for line in json_lines(folder / "metrics.jsonl"):
+        metrics[line["step"]] = shown_metrics(line)
+    scores: dict[int, dict[ScoreName, float]] = {}
     last = Results()
-    failed = {}
-    for entry in json_lines(folder / "evals.jsonl"):
-        last = Results(numbers_of(entry.get("results")), intervals_of(entry))
-        for name, value in last.scores.items():
-            numbers[name][entry["step"]] = value
-        for what, why in mapping(entry.get("failed")).items():
-            failed[f"{what}, step {entry['step']}"] = str(why)
-    last.failed.update(failed)
-    scores = {name: pd.Series(by_step, dtype=float).sort_index() for name, by_step in numbers.items()}
-    recipe = folder / "config.yaml"
-    status = folder / "status.json"
+    failed: dict[str, str] = {}
+    for line in json_lines(folder / "evals.jsonl"):
+        last = parse_evaluation(line, folder / "evals.jsonl").to_results()
+        failed |= last.failed
+        scores[line["step"]] = {name: score.value for name, score in last.scores.items()}
+    last.failed = failed
     return Run(
-        read_metrics(folder / "metrics.jsonl"),
-        scores,
+        curves_of(metrics),
+        curves_of(scores),
         last,
-        mapping(read_file(recipe, yaml.safe_load)) if recipe.is_file() else {},
-        mapping(read_file(status, json.loads)) if status.is_file() else {},
-        describe_origin(folder / "ancestry.json"),
+        read_if_there(folder / "config.yaml", yaml.safe_load, {}),
+        read_if_there(folder / "status.json", json.loads, {}),
     )
 
 
-def describe_origin(path: Path) -> str:
-    """Return Run.origin from ancestry.json."""
-    origin = ""
-    for ancestor in read_file(path, json.loads) if path.is_file() else []:
-        origin += f" of {Path(str(ancestor.get('run'))).name}@{ancestor.get('step')}"
-    return origin and f"fork{origin}"
+def shown_metrics(line: dict[str, Any]) -> dict[str, float]:
+    """Return the SHOWN_METRICS of a line of metrics.jsonl."""
+    metrics = {}
+    for metric, value in line.items():
+        if MetricKey.parse(metric).name in SHOWN_METRICS:
+            is_finite = isinstance(value, int | float) and abs(value) < 1e300
+            metrics[metric] = float(value) if is_finite else math.nan
+    return metrics
 
 
-def read_metrics(path: Path) -> dict[str, pd.Series]:
-    """Return {metric: its number by step} of SHOWN_METRICS; {} without the file. The last number of a step counts."""
-    steps: dict[str, array] = defaultdict(lambda: array("q"))
-    values: dict[str, array] = defaultdict(lambda: array("d"))
-    for entry in json_lines(path):
-        for metric, value in entry.items():
-            if is_number_or_null(value) and MetricKey.parse(metric).name in SHOWN_METRICS:
-                steps[metric].append(entry["step"])
-                values[metric].append(finite_or_nan(value))
-    curves = {}
-    for metric in steps:
-        curve = pd.Series(values[metric], steps[metric], dtype=float)
-        curves[metric] = curve[~curve.index.duplicated(keep="last")].sort_index()
-    return curves
+def curves_of(steps: dict[int, dict[Any, float]]) -> dict[Any, pd.Series]:
+    """Return {name: its number by step}. steps: {step: the step's numbers by name}."""
+    columns: dict[Any, dict[int, float]] = {}
+    for step in sorted(steps):
+        for name, number in steps[step].items():
+            columns.setdefault(name, {})[step] = number
+    return {name: pd.Series(column, dtype=float) for name, column in columns.items()}
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of lines; nothing without the file. A broken last line is left out: a run is writing
     it, or its machine failed. Raises UserError for another line that is no object with a step."""
-    if not path.is_file():
-        return
-    broken = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if broken:
-                raise UserError(f"{path}, line {broken}, is no JSON object with a step; remove the line")
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):
-                entry = None
-            if isinstance(entry, dict) and isinstance(entry.get("step"), int) and abs(entry["step"]) < 2**53:
-                yield entry
-            else:
-                broken = number
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            entry = None
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            yield entry
+        elif number < len(lines):
+            raise UserError(f"{path}, line {number}, is no JSON object with a step; remove the line")
 
 
 def read_results(paths: list[Path]) -> dict[str, Results]:
-    """Return {name: results} of each model, in the order of the files. Files that name the same model are put together
-    unless they have a score in common. A model's name is the end of its path, or of its file's path if a model has
-    several results. Raises UserError for a file that is no result file."""
-    models: list[Path] = []
-    files: list[Path] = []
-    results: list[Results] = []
-    for path in dict.fromkeys(path.absolute() for path in paths):
-        content = read_file(path, json.loads)
-        if not isinstance(content, dict) or not isinstance(content.get("results"), dict):
-            raise UserError(f"{path} has no results; give files that `xscale.eval.run --out` or fine-tuning wrote")
-        model = Path(str(content.get("model") or path.stem))
-        added = Results(scores_of(content), intervals_of(content), failures_of(content))
-        for other, known in zip(models, results, strict=True):
-            if other == model and not known.scores.keys() & added.scores.keys():
-                known.scores.update(added.scores)
-                known.intervals.update(added.intervals)
-                known.failed.update(added.failed)
-                break
+    """Return {model, as its files name it: results}, in the order of the files. Files of one model are put together; if
+    they have a score in common, the later file has results of its own, under the file's name. Raises UserError for a
+    file that is no result file."""
+    models: dict[str, Results] = {}
+    for path in paths:
+        evaluation = parse_evaluation(read_file(path, json.loads), path)
+        results = evaluation.to_results()
+        name = evaluation.model or path.stem
+        known = models.setdefault(name, Results())
+        if known.scores.keys() & results.scores.keys():
+            models[f"{name} ({path})"] = results
         else:
-            models.append(model)
-            files.append(path)
-            results.append(added)
-    several = len(set(models)) < len(models)
-    return dict(zip(short_names(files if several else models), results, strict=True))
+            known.scores |= results.scores
+            known.failed |= results.failed
+    return models
 
 
-def scores_of(content: dict[str, Any]) -> dict[ScoreName, float]:
-    """Return Results.scores of a result file."""
-    resampled = dict(leaves(content.get("resampled")))
-    scores = numbers_of(content.get("results"))
-    for name, value in scores.items():
-        values = resampled.get(name)
-        if isinstance(values, list) and len(values) == REPLICATES and all(map(is_number_or_null, values)):
-            scores[name] = Score(value, np.array(values, dtype=float))
-    return scores
+def parse_evaluation(content: Any, path: Path) -> Evaluation:
+    """Return the evaluation that a file has. Raises UserError."""
+    try:
+        return Evaluation.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(
+            f"{path} has no results ({place}: {first['msg']}); give files that `xscale.eval.run --out` or fine-tuning "
+            f"wrote"
+        ) from None
 
 
-def intervals_of(content: dict[str, Any]) -> dict[ScoreName, tuple[float, float]]:
-    """Return Results.intervals of a result file, or of a line of evals.jsonl."""
-    intervals = {}
-    for name, ends in leaves(content.get("intervals")):
-        if isinstance(ends, list) and len(ends) == 2 and all(map(is_number_or_null, ends)):
-            low, high = map(finite_or_nan, ends)
-            if low <= high:
-                intervals[name] = (low, high)
-    return intervals
-
-
-def failures_of(content: dict[str, Any]) -> dict[str, str]:
-    """Return Results.failed of a result file."""
-    failed = {}
-    for task, rows in mapping(content.get("failed")).items():
-        for row, why in mapping(rows).items():
-            failed[f"{task} {row}".strip()] = str(why)
-    return failed
-
-
-def numbers_of(results: Any) -> dict[ScoreName, float]:
-    """Return the numbers of {task: {row: {metric: number}}}; null is NaN."""
-    return {name: finite_or_nan(value) for name, value in leaves(results) if is_number_or_null(value)}
-
-
-def leaves(tree: Any) -> Iterator[tuple[ScoreName, Any]]:
-    """Yield the values of {task: {row: {metric: value}}}."""
-    for task, rows in mapping(tree).items():
-        for row, values in mapping(rows).items():
-            for metric, value in mapping(values).items():
-                yield ScoreName(task, row, metric), value
+def read_if_there(path: Path, parse: Callable[[str], Any], default: T) -> T:
+    """Return a file's content, or `default` if there is no file, or if its content is of another type."""
+    content = read_file(path, parse) if path.is_file() else default
+    return content if isinstance(content, type(default)) else default
 
 
 def read_file(path: Path, parse: Callable[[str], Any]) -> Any:
@@ -210,28 +206,3 @@ def read_file(path: Path, parse: Callable[[str], Any]) -> Any:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         line = str(error).splitlines()[0]
         raise UserError(f"{path} is no {path.suffix[1:].upper()} ({line}); write it again, or leave it out") from None
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def is_number_or_null(value: Any) -> bool:
-    return value is None or isinstance(value, int | float)
-
-
-def finite_or_nan(value: float | None) -> float:
-    with suppress(OverflowError):  # a whole number of hundreds of digits
-        if value is not None and math.isfinite(value):
-            return float(value)
-    return math.nan
-
-
-def short_names(paths: list[Path]) -> list[str]:
-    """Return the ends of the paths, as short as they can be while they differ."""
-    longest = max((len(path.parts) for path in paths), default=0)
-    for length in range(1, longest + 1):
-        names = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
