@@ -7,6 +7,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 from tqdm import tqdm
@@ -52,7 +53,9 @@ def evaluate_rows(
     results: dict[str, dict[str, Scores]] = {}
     failed: dict[str, dict[str, str]] = {}
     code = 0
-    places = [(task, name) for task in rows for name in rows[task]]
+    places: list[tuple[str, str]] = []
+    for task in rows:
+        places += product([task], rows[task])
     for task, name in tqdm(places, unit="row", disable=None):
         try:
             for variant, scores in rows[task][name].evaluate(model).items():

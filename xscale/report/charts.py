@@ -52,19 +52,23 @@ def metric_curves(runs: dict[str, Run], metrics: dict[str, str]) -> Curves:
     return curves
 
 
+def has_numbers(curve: pd.Series) -> bool:
+    return bool(curve.notna().any())
+
+
 def draw_charts(title: str, curves: Curves, worst: int = 1) -> list[Chart]:
     """Return charts of the labels: one with a line for each label of a single run, or one for each label with a line
     for each of several runs. Of more than MOST_LINES labels, the worst are shown. worst: 1 if these are those that end
     highest, -1 if these are those that end lowest."""
-    ends = {}
+    ends: dict[str, float] = {}
     for label, runs in curves.items():
-        end = pd.Series([late_mean(curve) for curve in runs.values() if curve.notna().any()], dtype=float).mean()
-        if pd.notna(end):
-            ends[label] = end
+        if any(map(has_numbers, runs.values())):
+            ends[label] = pd.Series(list(map(late_mean, runs.values()))).mean()
     shown = list(ends)
     if len(ends) > MOST_LINES:
         shown = sorted(ends, key=lambda label: -worst * ends[label])[:MOST_LINES]
-        title += f", the {'highest' if worst > 0 else 'lowest'} {MOST_LINES} of {len(ends)}"
+        kind = "highest" if worst > 0 else "lowest"
+        title += f", the {kind} {MOST_LINES} of {len(ends)}"
     if not shown:
         return []
     if len(curves[shown[0]]) > 1:
@@ -82,7 +86,9 @@ def draw_chart(title: str, lines: dict[str, pd.Series]) -> Chart:
         axes = figure.add_subplot(xlabel="step")
         for (label, curve), colour, marker in zip(lines.items(), COLOURS, MARKERS, strict=False):
             points = thin(curve)
-            shown = label if points.notna().any() else f"{label} (no numbers)"
+            shown = label
+            if not has_numbers(points):
+                shown += " (no numbers)"
             every = len(points) // 8 + 1
             axes.plot(points.index, points, color=colour, marker=marker, markevery=every, label=shown)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))

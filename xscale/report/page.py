@@ -41,18 +41,17 @@ def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
 
 
 def summary(runs: dict[str, Run]) -> Section:
-    trained = any(run.metrics for run in runs.values())
-    section = Section("Summary", "" if trained else "No step has been written yet.")
-    section.tables = [tables.run_table(runs), tables.summary_table(runs)]
+    section = Section("Summary", tables=[tables.run_table(runs), tables.summary_table(runs)])
+    if not metric_keys(runs):
+        section.note = "No step has been written yet."
     return section
 
 
 def losses(runs: dict[str, Run]) -> Section:
     """Return the section with the training loss, and the loss of each stream and of its terms."""
     section = Section("Losses")
-    whole = metric_curves(runs, {"": "loss"})[""]
-    if any(len(curve) for curve in whole.values()):
-        section.charts.append(draw_chart("Training loss, nats", whole))
+    if "loss" in metric_keys(runs):
+        section.charts.append(draw_chart("Training loss, nats", metric_curves(runs, {"": "loss"})[""]))
     terms_of_stream: dict[str, dict[str, str]] = {}
     for metric, key in metric_keys(runs).items():
         if key.name == "loss" and key.stream and not key.language:
@@ -75,11 +74,8 @@ def languages(runs: dict[str, Run]) -> Section:
     table = Table("Means of the last tenth", ["loss, nats", "language", *runs])
     for stream, metrics in metric_of_language.items():
         section.charts += draw_charts(f"Loss of {stream}, nats", metric_curves(runs, metrics))
-        rows: list[list[tables.Cell]] = []
         for language, metric in metrics.items():
-            rows.append([stream, language, *tables.late_means(runs, metric)])
-        rows.sort(key=lambda row: -max(cell for cell in row if isinstance(cell, float)))
-        table.rows += rows
+            table.rows.append([stream, language, *tables.late_means(runs, metric)])
     section.tables.append(table)
     return section
 
@@ -87,7 +83,10 @@ def languages(runs: dict[str, Run]) -> Section:
 def scores(runs: dict[str, Run]) -> Section:
     """Return the section with the scores of the runs' evaluations, and the alignment scores of their logs."""
     section = Section("Scores", tables=tables.run_score_tables(runs))
-    alignment = {key.stream: metric for metric, key in metric_keys(runs).items() if key.name == "alignment"}
+    alignment: dict[str, str] = {}
+    for metric, key in metric_keys(runs).items():
+        if key.name == "alignment":
+            alignment[key.stream] = metric
     title = "Dictionary words whose nearest neighbour is a translation, share"
     section.charts += draw_charts(title, metric_curves(runs, alignment), worst=-1)
     curves_of_metric: dict[ScoreName, Curves] = {}

@@ -67,15 +67,18 @@ class Evaluation(BaseModel):
         intervals = dict(leaves(self.intervals))
         resampled = dict(leaves(self.resampled))
         for name, number in values.items():
-            value = math.nan if number is None else number
+            value = float("nan" if number is None else number)
             if name in resampled:
                 value = Score(value, np.array(resampled[name], dtype=float))
             deviation = values.get(name._replace(metric=f"{name.metric}_std"))
             if not name.metric.endswith("_std"):
                 results.scores[name] = Measured(value, intervals.get(name), deviation)
         for task, why in self.failed.items():
-            rows = {f"step {self.step}": why} if isinstance(why, str) else why
-            results.failed |= {f"{task} {row}".strip(): reason for row, reason in rows.items()}
+            if isinstance(why, str):
+                results.failed[f"{task}, step {self.step}"] = why
+                continue
+            for row, reason in why.items():
+                results.failed[f"{task} {row}".strip()] = reason
         return results
 
 
@@ -131,8 +134,9 @@ def shown_metrics(line: dict[str, Any]) -> dict[str, float]:
     metrics = {}
     for metric, value in line.items():
         if MetricKey.parse(metric).name in SHOWN_METRICS:
-            is_finite = isinstance(value, int | float) and abs(value) < 1e300
-            metrics[metric] = float(value) if is_finite else math.nan
+            metrics[metric] = math.nan
+            if isinstance(value, int | float) and abs(value) < 1e300:
+                metrics[metric] = float(value)
     return metrics
 
 
@@ -148,7 +152,9 @@ def curves_of(steps: dict[int, dict[Any, float]]) -> dict[Any, pd.Series]:
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of lines; nothing without the file. A broken last line is left out: a run is writing
     it, or its machine failed. Raises UserError for another line that is no object with a step."""
-    lines = path.read_bytes().splitlines() if path.is_file() else []
+    if not path.is_file():
+        return
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)

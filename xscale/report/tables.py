@@ -1,6 +1,7 @@
 """Makes the tables of a page: what runs trained and reached, and scores side by side."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,16 +63,21 @@ def run_table(runs: dict[str, Run]) -> Table:
         model = run.recipe.get("model", {})
         trained = [*run.recipe.get("streams", {}), model.get("init") or model.get("preset")]
         state = [run.status.get("status", "no status.json"), run.status.get("why")]
-        totals = {metric: float(curve.sum()) for metric, curve in run.metrics.items()}
-        steps = max((curve.index[-1] for curve in run.metrics.values()), default=0)
-        hours = totals["step_s"] / 3600 if "step_s" in totals else None
-        numbers: list[Cell] = [float(steps), totals.get("tokens"), hours, totals.get("skipped")]
-        table.rows.append([name, join(trained, ", "), join(state, ": "), *numbers])
+        steps = 0
+        for curve in run.metrics.values():
+            steps = max(steps, curve.index[-1])
+        numbers = [total(run, "tokens"), total(run, "step_s", 3600), total(run, "skipped")]
+        table.rows.append([name, join(trained, ", "), join(state, ": "), float(steps), *numbers])
     return table
 
 
+def total(run: Run, metric: str, divisor: float = 1) -> float | None:
+    """Return the sum of a metric over steps; None if the run lacks it."""
+    return float(run.metrics[metric].sum()) / divisor if metric in run.metrics else None
+
+
 def join(parts: list[Any], separator: str) -> str:
-    return separator.join(str(part) for part in parts if part)
+    return separator.join(map(str, filter(None, parts)))
 
 
 def summary_table(runs: dict[str, Run]) -> Table:
@@ -80,7 +86,8 @@ def summary_table(runs: dict[str, Run]) -> Table:
     if len(runs) > 1:
         table.note += COMPARED
     for metric, title in (("loss", "training loss, nats"), ("tokens_per_s", "tokens per second")):
-        table.rows.append([title, *late_means(runs, metric)])
+        if any(metric in run.metrics for run in runs.values()):
+            table.rows.append([title, *late_means(runs, metric)])
     results = [run.last for run in runs.values()]
     for name in main_scores(results):
         cells = score_cells(results, name, None)
@@ -88,7 +95,6 @@ def summary_table(runs: dict[str, Run]) -> Table:
         if best is not None:
             cells[best] = f"✓ {cells[best]}"
         table.rows.append([f"{name.task} {name.row}: {name.metric}", *cells])
-    table.rows = [row for row in table.rows if any(cell is not None for cell in row[1:])]
     return table
 
 
@@ -111,50 +117,53 @@ def main_scores(results: list[Results]) -> list[ScoreName]:
         for name in one.scores:
             if direction(name.metric):
                 first_of_row.setdefault((name.task, name.row), name)
-        tasks = [name.task for name in first_of_row.values()]
+        rows = Counter(task for task, _ in first_of_row)
         for name in first_of_row.values():
             is_stream = name.task == "heldout" and " " not in name.row
-            if name.row == ALL or tasks.count(name.task) == 1 or is_stream:
+            if name.row == ALL or rows[name.task] == 1 or is_stream:
                 names[name] = None
     return list(names)
 
 
 def run_score_tables(runs: dict[str, Run]) -> list[Table]:
     """Return a table for each task of the runs' last evaluations, with a row for each results row and metric."""
-    results = {name: run.last for name, run in runs.items()}
+    results = [run.last for run in runs.values()]
     tables: dict[str, Table] = {}
     for name in score_names(results):
         table = tables.setdefault(name.task, Table(name.task, ["row", "number", *runs]))
-        table.rows.append([name.row, name.metric, *score_cells(list(results.values()), name, None)])
-    return [*tables.values(), failure_table(results)]
+        table.rows.append([name.row, name.metric, *score_cells(results, name, None)])
+    return [*tables.values(), failure_table(list(runs), results)]
 
 
 def compared_tables(models: dict[str, Results]) -> list[Table]:
     """Return a table for each task of result files: means over languages, each results row and metric, and the
     differences of the other models from the first."""
     first, *others = models
-    head = ["row", "number", *models, *(f"{other} − {first}" for other in others)]
+    head = ["row", "number", *models]
+    for other in others:
+        head.append(f"{other} − {first}")
     results = list(models.values())
     tables: dict[str, Table] = {}
-    for name in score_names(models):
+    for name in score_names(results):
         if name.task not in tables:
             tables[name.task] = Table(name.task, head, mean_rows(results, name.task))
         cells = score_cells(results, name, "not in file") + difference_cells(results, name)
         tables[name.task].rows.append([name.row, name.metric, *cells])
-    return [*tables.values(), failure_table(models)]
+    return [*tables.values(), failure_table(list(models), results)]
 
 
-def score_names(results: dict[str, Results]) -> list[ScoreName]:
+def score_names(results: Sequence[Results]) -> list[ScoreName]:
     names: dict[ScoreName, None] = {}
-    for one in results.values():
+    for one in results:
         names |= dict.fromkeys(one.scores)
     return list(names)
 
 
-def failure_table(results: dict[str, Results]) -> Table:
+def failure_table(names: list[str], results: Sequence[Results]) -> Table:
     table = Table("Evaluations that failed", ["of", "evaluation", "why"])
-    for name, one in results.items():
-        table.rows += [[name, what, why] for what, why in one.failed.items()]
+    for name, one in zip(names, results, strict=True):
+        for what, why in one.failed.items():
+            table.rows.append([name, what, why])
     return table
 
 
@@ -184,12 +193,16 @@ def difference_cells(results: Sequence[Results], name: ScoreName) -> list[Cell]:
             continue
         pair = [other.scores[name].value, results[0].scores[name].value]
         difference = weighted_sum(pair, [1, -1])
-        if all(isinstance(score, Score) for score in pair):
+        if are_scores(pair):
             low, high = difference.interval
             cells.append(f"{difference:+.4g} [{low:+.4g}, {high:+.4g}], p {p_value(difference):.2g}")
         else:
             cells.append(f"{difference:+.4g}, no interval")
     return cells
+
+
+def are_scores(values: list[float]) -> bool:
+    return all(isinstance(value, Score) for value in values)
 
 
 def mean_rows(results: Sequence[Results], task: str) -> list[list[Cell]]:
@@ -214,6 +227,6 @@ def mean_of(results: Results, name: ScoreName, members: list[ScoreName]) -> Resu
     """Return results with one score: the mean of the members, with an interval if all of them are Scores."""
     scores = [results.scores[member].value for member in members]
     average = mean(scores)
-    if all(isinstance(score, Score) for score in scores):
+    if are_scores(scores):
         return Results({name: Measured(average, average.interval)})
     return Results({name: Measured(float(average))})

@@ -130,22 +130,23 @@ def measure_transfer(args: argparse.Namespace) -> TransferTable:
             for line in file.left_out():
                 print(line)
         print_plan(plan, seeds, settings, is_default=args.seeds is None)
-    test_features = {
-        language: longest_first(task.encode(file.examples, maker, None)) for language, file in tests.items()
-    }
+    test_features: dict[str, list[Feature]] = {}
+    for language, file in tests.items():
+        test_features[language] = longest_first(task.encode(file.examples, maker, None))
     table = TransferTable(task, tests)
     for training in plan:
         labels = task.list_labels(training.file.examples)
         groups = encode_groups(task, training, maker, labels)
-        predictions: dict[str, list[list[Any]]] = {language: [] for language in training.settings}
+        predictions: dict[str, list[list[Any]]] = {}
         for seed in seeds:
             if is_main:
                 print(f"{args.task} {training.name}, seed {seed}", flush=True)
             trainer = fine_tune(task, groups, labels, maker, settings, seed, args.out.parent)
-            for language, predictions_of_seeds in predictions.items():
+            for language in training.settings:
                 features = test_features[language]
                 outputs = predict_outputs(trainer, features)
-                predictions_of_seeds.append(task.predict(tests[language].examples, features, outputs, labels))
+                answers = task.predict(tests[language].examples, features, outputs, labels)
+                predictions.setdefault(language, []).append(answers)
         warnings = table.add(training, predictions)
         if is_main:
             for line in warnings:
@@ -172,13 +173,12 @@ def encode_groups(task: Task, training: TrainingText, maker: SequenceMaker, labe
     for number, group in enumerate(training.groups):
         examples += group
         group_of_example += [number] * len(group)
-    features = task.encode(examples, maker, labels)
-    if len(examples) == len(training.groups):
-        return [[feature] for feature in features]
-    groups: list[list[Feature]] = [[] for _ in training.groups]
-    for feature in features:
-        groups[group_of_example[feature.example]].append(feature)
-    return groups
+    is_switched = len(examples) > len(training.groups)
+    groups: dict[int, list[Feature]] = {}
+    for number, feature in enumerate(task.encode(examples, maker, labels)):
+        group = group_of_example[feature.example] if is_switched else number
+        groups.setdefault(group, []).append(feature)
+    return list(groups.values())
 
 
 def print_plan(plan: list[TrainingText], seeds: list[int], settings: FineTuneSettings, is_default: bool) -> None:
@@ -198,15 +198,11 @@ def print_plan(plan: list[TrainingText], seeds: list[int], settings: FineTuneSet
 
 def write_table(args: argparse.Namespace, table: TransferTable, settings: FineTuneSettings, seeds: list[int]) -> None:
     """Write the scores of all runs so far, and the settings, to --out."""
-    flags = {name: vars(args)[name] for name in ("limit", "test_limit", "train", "test", "translated", "code_switch")}
-    write_results(
-        args.out,
-        args.model,
-        {args.task: table.rows | table.summary},
-        {},
-        seeds={args.task: table.seeds},
-        settings={"seeds": seeds, **asdict(settings), **flags},
-    )
+    said: dict[str, Any] = {"seeds": seeds, **asdict(settings)}
+    for name in ("limit", "test_limit", "train", "test", "translated", "code_switch"):
+        said[name] = vars(args)[name]
+    results = {args.task: table.rows | table.summary}
+    write_results(args.out, args.model, results, {}, seeds={args.task: table.seeds}, settings=said)
 
 
 def print_table(task: str, table: TransferTable) -> None:

@@ -11,7 +11,16 @@ from xscale.data.scripts import short_code
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.bootstrap import class_scores
-from xscale.eval.finetune.examples import BLANK, LabelledExample, Row, column_value, count_labels, is_table, read_table
+from xscale.eval.finetune.examples import (
+    BLANK,
+    LabelledExample,
+    LabelledFile,
+    Row,
+    column_value,
+    count_labels,
+    is_table,
+    read_table,
+)
 from xscale.eval.finetune.training import Feature, Reads, SequenceMaker, Task
 
 SENTENCE = (("text", "sentence"),)
@@ -41,7 +50,7 @@ class Classification(Task):
                 examples.append(self.make_example(number, row, language, f"{path}: line {number}"))
         if not examples:
             raise UserError(f"{path} has no example in {language}; give another file")
-        labels = self.list_labels([example for example in examples if not example.left_out])
+        labels = self.list_labels(LabelledFile(path, examples).examples)
         if self.most_labels and len(labels) > self.most_labels:
             raise UserError(
                 f"{path} has the labels {', '.join(labels)}, but the task has {self.most_labels}; give another file"
@@ -85,25 +94,27 @@ class Classification(Task):
 
     def score(self, examples: list[LabelledExample], predictions: list[str], language: str) -> dict[str, float]:
         """Return the accuracy, and the mean F1 of the labels."""
-        gold = [example.labels for example in examples]
-        labels = sorted({*predictions, *self.list_labels(examples)})
-        return class_scores(gold, [[label] for label in predictions], labels)
+        gold: list[list[str]] = []
+        predicted: list[list[str]] = []
+        for example, label in zip(examples, predictions, strict=True):
+            gold.append([example.gold])
+            predicted.append([label])
+        return class_scores(gold, predicted, sorted({*predictions, *self.list_labels(examples)}))
 
 
 def read_tabs(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (line number, columns) of each line. If the first line is no header, the columns are texts and a label."""
     names: list[str] = []
     for number, line in read_lines(path):
-        fields = [field.strip() for field in line.split("\t")]
+        fields = list(map(str.strip, line.split("\t")))
         if fields == [""]:
             continue
         if not names:
-            header = [field.lower() for field in fields]
+            header = list(map(str.lower, fields))
             if all(set(alternatives) & set(header) for alternatives in columns):
                 names = header
                 continue
-            names = [alternatives[0] for alternatives in columns]
-            names.append(LABEL[0])
+            names = [alternatives[0] for alternatives in columns] + [LABEL[0]]
         if len(fields) != len(names):
             form = "<TAB>".join(names)
             raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {form}; fix the line")

@@ -15,6 +15,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -108,7 +110,7 @@ class QuestionAnswering(Task):
         for example, prediction in zip(examples, predictions, strict=True):
             answer = self.normalize(prediction, language)
             gold = [self.normalize(text, language) for text, _ in example.gold]
-            scores_S2.append((max(f1(answer, text) for text in gold), answer in gold))
+            scores_S2.append((max(map(partial(f1, answer), gold)), answer in gold))
 
         def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
             means = sums / len(scores_S2)
@@ -135,7 +137,7 @@ class QuestionAnswering(Task):
 
 def read_squad(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield (number, columns) of each question of SQuAD's JSON. Raises UserError."""
-    text = "\n".join(line for _, line in read_lines(path))
+    text = "\n".join(map(itemgetter(1), read_lines(path)))
     number = 0
     try:
         for article in json.loads(text)["data"]:
@@ -161,7 +163,7 @@ def make_example(row: Row, language: str, where: str) -> LabelledExample:
         if isinstance(answers, dict):  # as `datasets` has it
             gold = list(zip(answers["text"], answers["answer_start"], strict=True))
         else:
-            gold = [(answer["text"], answer["answer_start"]) for answer in answers]
+            gold = list(map(itemgetter("text", "answer_start"), answers))
         misplaced = [answer for answer in gold if not texts[1].startswith(*answer)]
         is_blank = not texts[0].strip() or not texts[1].strip()
         key = str(row["id"])

@@ -47,10 +47,9 @@ class Tagging(Task):
             for line, word, tag in sentence:
                 if not re.fullmatch(self.form, tag):
                     raise UserError(f"{path}: line {line}: the tag {tag!r} of {word!r} is none of {self.form}; fix it")
-            words = tuple(tagged.word for tagged in sentence)
-            tags = tuple(tagged.tag for tagged in sentence)
+            lines, words, tags = zip(*sentence, strict=True)
             left_out = WITHHELD if set(words) == {"_"} else ""
-            examples.append(LabelledExample(sentence[0].line, (language,), words, tags, left_out))
+            examples.append(LabelledExample(lines[0], (language,), words, tags, left_out))
         if not examples:
             raise UserError(f"{path} has no sentence; give another file")
         return examples
@@ -122,7 +121,8 @@ def read_rows(path: Path) -> Iterator[list[TaggedWord]]:
         tags = column_value(row, TAGS, where)
         if len(words) != len(tags):
             raise UserError(f"{where} has {len(words)} words and {len(tags)} tags; fix it")
-        yield [TaggedWord(key, word, str(tag)) for word, tag in zip(words, tags, strict=True)]
+        if words:
+            yield [TaggedWord(key, word, str(tag)) for word, tag in zip(words, tags, strict=True)]
 
 
 def read_sentences(path: Path) -> Iterator[list[TaggedWord]]:

@@ -53,10 +53,10 @@ def plan_training(train: Files, translated: Files, tests: Files, source: str, co
                 settings[test] = SUPERVISED
             elif language == source:
                 settings[test] = ZERO_SHOT
-        plan.append(TrainingText(language, file, [[example] for example in file.examples], settings))
+        plan.append(TrainingText(language, file, alone(file), settings))
     for language, file in translated.items():
         name = f"{language} {TRANSLATE_TRAIN}"
-        groups = [[example] for example in file.examples]
+        groups = alone(file)
         if code_switch:
             name += ", code-switched"
             groups = switch_codes(train.get(source), file)
@@ -67,6 +67,10 @@ def plan_training(train: Files, translated: Files, tests: Files, source: str, co
             language = training.name.split()[0]
             raise UserError(f"{training.file.path} has no test: give --test {language}=FILE, or leave the file out")
     return plan
+
+
+def alone(file: LabelledFile) -> list[list[LabelledExample]]:
+    return [[example] for example in file.examples]
 
 
 def check_labels(task: Task, training: TrainingText, tests: Files) -> None:
@@ -129,7 +133,7 @@ def mean_and_deviation(name: str, values: list[float]) -> dict[str, float]:
     """Return {name: mean} and, if there are several values, {name_std: their sample standard deviation}."""
     scores: dict[str, float] = {name: bootstrap.mean(values)}
     if len(values) > 1:
-        scores[f"{name}_std"] = statistics.stdev(float(value) for value in values)
+        scores[f"{name}_std"] = statistics.stdev(map(float, values))
     return scores
 
 
@@ -171,13 +175,15 @@ class TransferTable:
     def add_row(self, row: str, language: str, predictions_of_seeds: list[list[Any]]) -> str:
         """Add the row of scores in a language, and return the name of the main one."""
         examples = self.tests[language].examples
-        scores = [self.task.score(examples, predictions, language) for predictions in predictions_of_seeds]
+        scores: dict[str, list[float]] = {}
+        for predictions in predictions_of_seeds:
+            for metric, value in self.task.score(examples, predictions, language).items():
+                scores.setdefault(metric, []).append(value)
+        self.seeds[row] = scores
         self.rows[row] = {"examples": len(examples)}
-        self.seeds[row] = {}
-        for metric in scores[0]:
-            self.seeds[row][metric] = [score[metric] for score in scores]
-            self.rows[row] |= mean_and_deviation(metric, self.seeds[row][metric])
-        return next(iter(scores[0]))
+        for metric, values in scores.items():
+            self.rows[row] |= mean_and_deviation(metric, values)
+        return next(iter(scores))
 
     def delta(self, language: str, metric: str) -> dict[str, float]:
         """Return the mean and the deviation of supervised - zero-shot of each seed; {} if one of them is unknown."""
