@@ -14,7 +14,7 @@ from tests.rows import assert_same_gradients, one_thread, rows_of_step, totals_o
 from tests.test_alignlm import context, examples_of
 from tests.test_reference import make_case, make_module, resolve_run
 from xscale.data.tokenizer import Tokenizer
-from xscale.eval.sentence_files import trained_pooling
+from xscale.eval.sentence_files import choose_vectors
 from xscale.objectives import word_contrast
 from xscale.objectives.step_contrast import byte_columns, exchanged_vectors, from_byte_columns, step_contrast
 from xscale.step.step import run_row, shared_states, step_weights
@@ -76,7 +76,8 @@ def test_the_rules_of_training_are_kept(demo: Path, recipe: str) -> None:
 
 def test_an_export_has_the_pooling_that_ranking_trains() -> None:
     stream = {"objective": "translation_ranking", "pooling": "cls"}
-    assert trained_pooling({"a": {"objective": "tlm"}, "b": stream}) == "cls"
+    recipe = {"model": {"init": None}, "streams": {"a": {"objective": "tlm"}, "b": stream}}
+    assert choose_vectors(recipe).pooling == "cls"
 
 
 def gradient_of_a_rank(rank: int, folder: Path, demo: Path, recipe: str) -> None:
