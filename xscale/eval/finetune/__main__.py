@@ -21,21 +21,12 @@ import transformers
 
 from xscale.errors import NotFinite, UserError, check_arguments, env_number, report_environment_error, run_command
 from xscale.eval.bootstrap import format_score
-from xscale.eval.finetune import classification, qa, tags
-from xscale.eval.finetune.examples import LabelledExample, LabelledFile
-from xscale.eval.finetune.training import Feature, FineTuneSettings, SequenceMaker, Task, fine_tune, predict_outputs
+from xscale.eval.finetune.examples import LabelledExample
+from xscale.eval.finetune.tasks import TASKS, AnyTask
+from xscale.eval.finetune.training import Feature, FineTuneSettings, SequenceMaker, fine_tune, predict_outputs
 from xscale.eval.finetune.transfer import Files, TrainingText, TransferTable, check_labels, plan_training
 from xscale.eval.model import ExportedModel, check_output_file, write_results
 
-TASKS: dict[str, Task] = {
-    "xnli": classification.XNLI,
-    "pawsx": classification.PAWSX,
-    "sentences": classification.SENTENCES,
-    "pos": tags.POS,
-    "ner": tags.NER,
-    "xquad": qa.XQUAD,
-    "mlqa": qa.MLQA,
-}
 SEEDS = [0, 1, 2]
 FROZEN_LR = 1e-3
 """The default learning rate of a head alone."""
@@ -90,7 +81,7 @@ def check_flags(args: argparse.Namespace) -> None:
     check_output_file(args.out)
 
 
-def read_files(task: Task, values: list[str], flag: str, limit: int | None) -> Files:
+def read_files(task: AnyTask, values: list[str], flag: str, limit: int | None) -> Files:
     """Return the file of each language. values: texts LANG=FILE. limit: the most rows. Raises UserError."""
     read: Files = {}
     for value in values:
@@ -100,9 +91,7 @@ def read_files(task: Task, values: list[str], flag: str, limit: int | None) -> F
             raise UserError(f"{flag} {value}: give LANG=FILE, each language once")
         if not path.exists():
             raise UserError(f"{flag} {value}: {path} does not exist; give another file")
-        read[language] = LabelledFile(path, task.read(path, language)[:limit])
-        if not read[language].examples:
-            raise UserError(f"nothing is left of {flag} {value}: {' '.join(read[language].left_out())}")
+        read[language] = task.read(path, language, limit)
     return read
 
 
@@ -141,7 +130,7 @@ def measure_transfer(args: argparse.Namespace) -> TransferTable:
         for seed in seeds:
             if is_main:
                 print(f"{args.task} {training.name}, seed {seed}", flush=True)
-            trainer = fine_tune(task, groups, labels, maker, settings, seed, args.out.parent)
+            trainer = fine_tune(maker, groups, len(labels) or 2, task.reads, settings, seed, args.out.parent)
             for language in training.settings:
                 features = test_features[language]
                 outputs = predict_outputs(trainer, features)
@@ -155,7 +144,7 @@ def measure_transfer(args: argparse.Namespace) -> TransferTable:
     return table
 
 
-def make_settings(args: argparse.Namespace, task: Task, maker: SequenceMaker) -> FineTuneSettings:
+def make_settings(args: argparse.Namespace, task: AnyTask, maker: SequenceMaker) -> FineTuneSettings:
     """Return the settings of all runs: the flags', or the task's defaults."""
     default_lr = FROZEN_LR if args.frozen else task.default_lr(maker.model.encoder.width)
     epochs = args.epochs or task.epochs
@@ -166,7 +155,9 @@ def longest_first(features: list[Feature]) -> list[Feature]:
     return sorted(features, key=lambda feature: -len(feature.inputs["input_ids"]))
 
 
-def encode_groups(task: Task, training: TrainingText, maker: SequenceMaker, labels: list[str]) -> list[list[Feature]]:
+def encode_groups(
+    task: AnyTask, training: TrainingText, maker: SequenceMaker, labels: list[str]
+) -> list[list[Feature]]:
     """Return lists of features that must be in one batch: without code-switching, each feature alone."""
     examples: list[LabelledExample] = []
     group_of_example: list[int] = []

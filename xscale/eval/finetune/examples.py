@@ -1,18 +1,22 @@
-"""Labelled examples, and the rows of tables: JSON lines, parquet, and folders that `datasets` saved."""
+"""Labelled examples, and the rows of the files that have them.
 
+A row is a mapping of columns. Tables (JSON lines, parquet, folders that `datasets` saved) have columns; the other files
+get the names by which `datasets` has them: premise, hypothesis, label; tokens, tags; question, context, answers.
+"""
+
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.files import pointer_problem
 
 Row = dict[str, Any]
 """{name of a column: its value in one row}."""
-BLANK = "a sentence is blank"
-"""Why a row without text is left out, such as the failed translations in PAWS-X's training text."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,10 @@ class LabelledFile:
 
     def left_out(self) -> list[str]:
         """Return a line about the examples that are left out, for each reason."""
-        counts = Counter(example.left_out for example in self.rows if example.left_out)
         lines = []
-        for reason, count in counts.items():
-            lines.append(f"{self.path}: {count:,} of {len(self.rows):,} examples are left out, since {reason}")
+        for reason, count in Counter(example.left_out for example in self.rows).items():
+            if reason:
+                lines.append(f"{self.path}: {count:,} of {len(self.rows):,} examples are left out, since {reason}")
         return lines
 
 
@@ -61,6 +65,14 @@ def count_labels(examples: list[LabelledExample]) -> Counter[str]:
     for example in examples:
         counts.update(example.labels)
     return counts
+
+
+def column_value(row: Row, names: tuple[str, ...], where: str) -> Any:
+    """Return the value of the first of these columns that the row has. Raises UserError, which begins with `where`."""
+    for name in names:
+        if name in row:
+            return row[name]
+    raise UserError(f"{where} has no column {' or '.join(names)}, only {', '.join(row)}; rename the columns")
 
 
 def is_table(path: Path) -> bool:
@@ -95,9 +107,75 @@ def read_table(path: Path) -> Iterator[tuple[str, Row]]:
         yield str(number), row
 
 
-def column_value(row: Row, names: tuple[str, ...], where: str) -> Any:
-    """Return the value of the first of these columns that the row has. Raises UserError, which begins with `where`."""
-    for name in names:
-        if name in row:
-            return row[name]
-    raise UserError(f"{where} has no column {' or '.join(names)}, only {', '.join(row)}; rename the columns")
+def read_tabs(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tuple[str, Row]]:
+    """Yield (line number, columns) of each line. If the first line is no header, its columns are called by the first of
+    the names that each may have. columns: these names, those of the label last."""
+    names: list[str] = []
+    for number, line in read_lines(path):
+        fields = list(map(str.strip, line.split("\t")))
+        if fields == [""]:
+            continue
+        if not names:
+            header = list(map(str.lower, fields))
+            if all(set(alternatives) & set(header) for alternatives in columns[:-1]):
+                names = header
+                continue
+            names = [alternatives[0] for alternatives in columns]
+        if len(fields) != len(names):
+            form = "<TAB>".join(names)
+            raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {form}; fix the line")
+        yield str(number), dict(zip(names, fields, strict=True))
+
+
+def read_sentences(path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield (number of the first word's line, words and tags) of each sentence of a .conllu file, or of a file of lines
+    `word<TAB>tag`. A blank line ends a sentence. Raises UserError."""
+    is_conllu = ".conllu" in path.suffixes
+    row: Row = {"tokens": [], "tags": []}
+    first = 0
+    for number, line in read_lines(path):
+        fields = line.split("\t" if "\t" in line else " ")
+        if not line.strip():
+            if row["tokens"]:
+                yield str(first), row
+            row = {"tokens": [], "tags": []}
+            continue
+        if line.startswith("#" if is_conllu else "-DOCSTART-"):
+            continue
+        if is_conllu and len(fields) != 10:
+            raise UserError(f"{path}: line {number} has {len(fields)} columns; CoNLL-U has 10, with tabs between")
+        if is_conllu and fields[0] == "1" and row["tokens"]:
+            raise UserError(f"{path}: line {number} begins a sentence; put a blank line before it")
+        if is_conllu and not fields[0].isdigit():  # a range of words as in 1-2, or an empty node as in 1.1
+            continue
+        word, tag = (fields[1], fields[3]) if is_conllu else (fields[0].strip(), fields[-1].strip())
+        if not word or len(fields) < 2:
+            raise UserError(f"{path}: line {number} has no word or no tag; write `word<TAB>tag`")
+        if not row["tokens"]:
+            first = number
+        row["tokens"].append(word)
+        row["tags"].append(tag)
+    if row["tokens"]:
+        yield str(first), row
+
+
+def read_squad(path: Path) -> Iterator[tuple[str, Row]]:
+    """Yield (id, columns) of each question of SQuAD's JSON. Raises UserError."""
+    key = ""
+    try:
+        for article in json.loads("\n".join(line for _, line in read_lines(path)))["data"]:
+            for paragraph in article["paragraphs"]:
+                for question in paragraph["qas"]:
+                    key = question["id"]
+                    answers: dict[str, list[Any]] = {"text": [], "answer_start": []}
+                    for answer in question["answers"]:
+                        answers["text"].append(answer["text"])
+                        answers["answer_start"].append(answer["answer_start"])
+                    yield key, {"context": paragraph["context"]} | question | {"answers": answers}
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} has another form than SQuAD 1.1 after question {key!r} ({type(error).__name__}: {error}); give "
+            f"JSON with data, paragraphs, context and qas"
+        ) from None

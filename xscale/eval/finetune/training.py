@@ -8,11 +8,10 @@ Shape letters: B sequences, L tokens of the longest one, H hidden width, C outpu
 """
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,15 +21,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from xscale.errors import NotFinite, env_number
-from xscale.eval.finetune.examples import LabelledExample
 from xscale.eval.model import ExportedModel
 
 IGNORED = -100
 """The label of a token without a label."""
 PREDICTION_BATCH = 64
 """The sequences per batch and rank when the model predicts."""
-PAPERS_WIDTH = 768
-"""The hidden width of the encoders for which the papers chose their learning rates."""
 
 
 @dataclass(frozen=True)
@@ -160,42 +156,6 @@ class FineTunedModel(nn.Module):
 
 
 @dataclass(frozen=True)
-class Task(ABC):
-    """What a task does. `epochs`, `lr` and `max_length` are the papers' values, for encoders of base size."""
-
-    epochs: int
-    lr: float
-    max_length: int = 128
-    reads: ClassVar[Reads]
-
-    def default_lr(self, width: int) -> float:
-        """Return the learning rate for an encoder of this hidden width: smaller ones take larger rates."""
-        return self.lr * max(1.0, PAPERS_WIDTH / width)
-
-    @abstractmethod
-    def read(self, path: Path, language: str) -> list[LabelledExample]:
-        """Return the examples of a file. Raises UserError."""
-
-    @abstractmethod
-    def list_labels(self, examples: list[LabelledExample]) -> list[str]:
-        """Return the labels that a head predicts after training on these examples; [] for questions."""
-
-    @abstractmethod
-    def encode(self, examples: list[LabelledExample], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
-        """Return the sequences of the examples. labels: those of the head; None for prediction."""
-
-    @abstractmethod
-    def predict(
-        self, examples: list[LabelledExample], features: list[Feature], outputs: np.ndarray, labels: list[str]
-    ) -> list[Any]:
-        """Return the label, the tags or the answer of each example. outputs: the logits of each feature."""
-
-    @abstractmethod
-    def score(self, examples: list[LabelledExample], predictions: list[Any], language: str) -> dict[str, float]:
-        """Return the scores in a language, the main one first."""
-
-
-@dataclass(frozen=True)
 class FineTuneSettings:
     epochs: int
     lr: float
@@ -211,13 +171,13 @@ class FineTuneSettings:
 
 
 def fine_tune(
-    task: Task, groups: list[list[Feature]], labels: list[str], maker: SequenceMaker, settings: FineTuneSettings,
+    maker: SequenceMaker, groups: list[list[Feature]], outputs: int, reads: Reads, settings: FineTuneSettings,
     seed: int, folder: Path,
 ) -> transformers.Trainer:  # fmt: skip
     """Train an encoder with a new head and return the Trainer that has it. groups: lists of features that must be in
-    one batch. folder: the Trainer's output_dir, where nothing is written."""
+    one batch. outputs: the number of the head's logits. folder: the Trainer's output_dir, where nothing is written."""
     transformers.set_seed(seed)  # for the new head's weights
-    model = FineTunedModel(maker, len(labels) or 2, task.reads, settings.frozen)
+    model = FineTunedModel(maker, outputs, reads, settings.frozen)
     world = env_number("WORLD_SIZE", 1)
     on_gpu = torch.cuda.is_available()
     sequences = sum(len(group) for group in groups)

@@ -17,7 +17,7 @@ from xscale.data.scripts import short_code
 from xscale.errors import UserError
 from xscale.eval import bootstrap
 from xscale.eval.finetune.examples import LabelledExample, LabelledFile, count_labels
-from xscale.eval.finetune.training import Task
+from xscale.eval.finetune.tasks import AnyTask
 
 ZERO_SHOT = "zero-shot"
 SUPERVISED = "supervised"
@@ -73,7 +73,7 @@ def alone(file: LabelledFile) -> list[list[LabelledExample]]:
     return [[example] for example in file.examples]
 
 
-def check_labels(task: Task, training: TrainingText, tests: Files) -> None:
+def check_labels(task: AnyTask, training: TrainingText, tests: Files) -> None:
     """Raise UserError if all training examples have one label, or if a test has a label that the training text lacks.
     Questions have no labels."""
     labels = task.list_labels(training.file.examples)
@@ -141,7 +141,7 @@ def mean_and_deviation(name: str, values: list[float]) -> dict[str, float]:
 class TransferTable:
     """The scores of all runs so far."""
 
-    task: Task
+    task: AnyTask
     tests: Files
     rows: dict[str, dict[str, float]] = field(default_factory=dict)
     """{`LANGUAGE SETTING`: {metric: mean over seeds}}."""
