@@ -37,7 +37,7 @@ from xscale.errors import UserError
 from xscale.eval import bootstrap as intervals
 from xscale.eval import heldout, hf_directory, retrieval
 from xscale.eval.model import ExportedModel, read_texts
-from xscale.eval.sentence_files import SentenceVectors, choose_vectors, read_pooling
+from xscale.eval.sentence_files import SentenceVectors, choose_vectors, read_modules, read_pooling
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, copy_saved_heads, load_heads, save_heads
@@ -747,9 +747,10 @@ def test_an_export_keeps_modules_and_prompts_of_model_init(
     run_spec = run_spec_of(demo, "mlm", f"model.init={init}")
     read = [{"name": "news", "languages": ["en"], "licence": "CC0", "streams": {"mlm": 1234}}]
     export.export(save(run_spec.module(), run_spec, tmp_path / "checkpoint", sources=read), tmp_path / "hf")
-    names = ["modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json"]
-    for name in [*names, "2_Dense/model.safetensors"]:
+    assert read_modules(tmp_path / "hf") == read_modules(init)
+    for name in ("config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (init / name).read_bytes(), name
+    assert (tmp_path / "hf" / "2_Dense" / "model.safetensors").read_bytes() == b"weights"
     assert ExportedModel(tmp_path / "hf").pooling == "cls"
     reason = f"cls pooling, with the modules and prompts of model.init {init}"
     card = ModelCard.load(tmp_path / "hf" / "README.md").text
