@@ -20,8 +20,8 @@ COMPARED = (
     "its recipe has no such stream or evaluation."
 )
 PAIRED = (
-    "Brackets are 95 % intervals. Differences from the first model have the interval and the p value of a paired "
-    "bootstrap: all models are resampled with the same sentences. `not in file`: evaluate the model with the same "
+    "Brackets are 95 % intervals. Differences from the first model (`− first`) have the interval and the p value of a "
+    "paired bootstrap: all models are resampled with the same sentences. `not in file`: evaluate the model with the same "
     "--task, --data, --pooling and --layer; a smaller model may lack the layer. `no interval`: the score is not over "
     "sentences (as `alignment`), or a file is by an older xscale. A dash: there is no difference, or none is better."
 )
@@ -138,10 +138,9 @@ def run_score_tables(runs: dict[str, Run]) -> list[Table]:
 def compared_tables(models: dict[str, Results]) -> list[Table]:
     """Return a table for each task of result files: means over languages, each results row and metric, and the
     differences of the other models from the first."""
-    first, *others = models
     head = ["row", "number", *models]
-    for other in others:
-        head.append(f"{other} − {first}")
+    for other in list(models)[1:]:
+        head.append(f"{other} − first")
     results = list(models.values())
     tables: dict[str, Table] = {}
     for name in score_names(results):
