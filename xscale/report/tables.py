@@ -21,8 +21,8 @@ COMPARED = (
 )
 PAIRED = (
     "Brackets are 95 % intervals. Differences from the first model (`− first`) have the interval and the p value of a "
-    "paired bootstrap: all models are resampled with the same sentences. `not in file`: evaluate the model with the same "
-    "--task, --data, --pooling and --layer; a smaller model may lack the layer. `no interval`: the score is not over "
+    "paired bootstrap: all models are resampled with the same sentences. `not in file`: evaluate the model with the "
+    "same --task, --data, --pooling and --layer; a smaller model may lack the layer. `no interval`: it is not over "
     "sentences (as `alignment`), or a file is by an older xscale. A dash: there is no difference, or none is better."
 )
 
