@@ -2,6 +2,7 @@
 
 import base64
 import io
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,8 @@ def draw_charts(title: str, curves: Curves, worst: int = 1) -> list[Chart]:
 
 def draw_chart(title: str, lines: dict[str, pd.Series]) -> Chart:
     """Return a chart of lines, {label: numbers by step}. Lines after the first MOST_LINES are left out."""
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a browser has fonts for every script
         figure = Figure((3.4, 2.1 + 0.15 * len(lines)), layout="constrained")
         axes = figure.add_subplot(xlabel="step")
         for (label, curve), colour, marker in zip(lines.items(), COLOURS, MARKERS, strict=False):
