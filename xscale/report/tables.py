@@ -41,7 +41,9 @@ def format_cell(cell: Cell) -> str:
         return cell or "–"
     if not math.isfinite(cell):
         return "not finite"
-    return f"{cell:,.0f}" if abs(cell) >= 1000 or cell == int(cell) else f"{cell:.4g}"
+    if abs(cell) >= 1000 or cell == int(cell):
+        return f"{cell:,.0f}"
+    return f"{cell:.4g}"
 
 
 def late_mean(curve: pd.Series) -> float:
