@@ -109,25 +109,24 @@ def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
     return first
 
 
-class Probe:
-    """A sequence of tokens from all of a model's vocabulary, and of its languages."""
+def probe_tokens(lm: PreTrainedModel) -> Tokens:
+    """Return a sequence of tokens from all of the model's vocabulary, and of its languages, for our encoder."""
+    ids_N = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED_TOKENS, longest_sequence(lm.config))).long()
+    ids_N = ids_N[ids_N != lm.config.pad_token_id]
+    n = len(ids_N)
+    types_N = None
+    fields = run_fields(lm.config, "the model")
+    if fields.get("language_embeddings"):
+        types_N = torch.arange(n) % len(fields["languages"])
+    return Tokens(ids_N, torch.arange(n), types_N, torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)
 
-    def __init__(self, lm: PreTrainedModel):
-        ids_N = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED_TOKENS, longest_sequence(lm.config))).long()
-        self.ids_N = ids_N[ids_N != lm.config.pad_token_id]
-        self.inputs = {"input_ids": self.ids_N[None]}
-        """The inputs for transformers' model."""
-        self.types_N: Tensor | None = None
-        fields = run_fields(lm.config, "the model")
-        if fields.get("language_embeddings"):
-            self.types_N = torch.arange(len(self.ids_N)) % len(fields["languages"])
-            self.inputs["token_type_ids"] = self.types_N[None]
 
-    def tokens(self) -> Tokens:
-        """Return the sequence for our encoder."""
-        n = len(self.ids_N)
-        lengths = torch.tensor([n])
-        return Tokens(self.ids_N, torch.arange(n), self.types_N, torch.tensor([0, n]).int(), lengths.int(), n)
+def read_by_transformers(model: PreTrainedModel, tokens: Tokens) -> Any:
+    """Return what transformers' model makes of the sequence."""
+    inputs = {"input_ids": tokens.input_ids[None]}
+    if tokens.types is not None:
+        inputs["token_type_ids"] = tokens.types[None]
+    return model.eval()(**inputs)
 
 
 def mlm_logits(encoder: Encoder, tokens: Tokens) -> Tensor:
@@ -143,10 +142,10 @@ def tolerance(expected: Tensor) -> float:
 @torch.inference_mode()
 def check_states(lm: PreTrainedModel, layers: int, folder: Path) -> None:
     """Raise UserError if the output of the exported first layers differs from the whole model's states after them."""
-    probe = Probe(lm)
-    written = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
-    states = written(**probe.inputs).last_hidden_state[0]
-    expected = Encoder(lm).eval().hidden_states(probe.tokens())[layers]
+    tokens = probe_tokens(lm)
+    written = AutoModel.from_pretrained(folder, trust_remote_code=False)
+    states = read_by_transformers(written, tokens).last_hidden_state[0]
+    expected = Encoder(lm).eval().hidden_states(tokens)[layers]
     if not torch.allclose(states, expected, rtol=0, atol=tolerance(expected)):
         raise UserError(
             f"--layers {layers}: a model of type {lm.config.model_type} changes the states after its last layer, so "
@@ -161,10 +160,10 @@ def export_problem(lm: PreTrainedModel, heads: dict[str, SavedHeads], folder: Pa
     for name, trained in heads.items():
         if name not in saved or differing_names(trained.weights, saved[name].weights):
             return f"the heads of stream {name} are not those that were trained"
-    probe = Probe(lm)
-    written = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=False).eval()
-    logits = written(**probe.inputs).logits[0]
-    expected = mlm_logits(Encoder(lm).eval(), probe.tokens())
+    tokens = probe_tokens(lm)
+    written = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=False)
+    logits = read_by_transformers(written, tokens).logits[0]
+    expected = mlm_logits(Encoder(lm).eval(), tokens)
     if torch.allclose(logits, expected, rtol=0, atol=tolerance(expected), equal_nan=True):
         return None
     names = differing_names(lm.state_dict(), written.state_dict())
