@@ -10,11 +10,11 @@ are errors, and all problems are reported at once.
     heldout: {pairs: 1000, mono: 1000}
     lexicons: [muse/en-cs.txt]
 
-Paths are relative to the folder in which the command is started. A source's file may be at a URL, which fsspec reads.
+Paths are relative to the folder in which the command is started.
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -23,20 +23,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from xscale.data.scripts import spelling_key
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.files import COMPRESSED
+from xscale.removed import removed_key
 from xscale.strict_yaml import read_yaml
 
-LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
-FORMATS = ("text", "tsv", "tmx", "jsonl", "parquet", "datasets", "shards")
-"""The keys of a source that name its files, one for each format."""
-GONE = {
-    "zst": "text: [F.en.zst, F.de.zst], with links: F.aln.zst",
-    "opus": "unzip the file, and give text: [F.en, F.de]",
-    "conllu": "`grep '^# text = ' F | cut -c10-`, and give the result as text",
-    "score": "filter the lines by their scores before, such as by awk",
-    "boilerplate": "remove such lines before",
+LANGUAGE = re.compile(r"\w+(-\w+)*")
+NAME = re.compile(r"\w[\w.-]*")
+FORMATS: dict[str, set[str]] = {
+    "text": {"links", "linked", "documents"},
+    "tsv": {"columns", "links"},
+    "tmx": set(),
+    "jsonl": {"columns", "field"},
+    "parquet": {"columns", "field"},
+    "datasets": {"columns", "field", "config", "split"},
+    "shards": set(),
 }
-"""Keys of xscale 0.1 -> what to write instead."""
+"""The key of a source that names its files, one for each format -> the keys that only some formats have."""
 
 
 class Strict(BaseModel):
@@ -52,9 +53,9 @@ class Length(Strict):
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        for name, bounds in (("characters", self.characters), ("tokens", self.tokens)):
+        for bounds in (self.characters, self.tokens):
             if bounds and not 0 <= bounds[0] <= bounds[1]:
-                raise ValueError(f"{name}: {list(bounds)} must be [fewest, most]")
+                raise ValueError(f"{list(bounds)} must be [fewest, most]")
         return self
 
 
@@ -82,7 +83,9 @@ class Rules(Strict):
     @property
     def paths(self) -> list[str]:
         """Return the paths of the files that the rules need: evaluation text and a language identification model."""
-        return [*self.exclude, self.lid] if isinstance(self.lid, str) else self.exclude
+        if isinstance(self.lid, str):
+            return [*self.exclude, self.lid]
+        return self.exclude
 
 
 class SourceSpec(Strict):
@@ -91,7 +94,7 @@ class SourceSpec(Strict):
 
     pairs: tuple[str, str] | None = Field(default=None, strict=False)
     mono: str | None = None
-    text: str | list[str] | None = None
+    text: str | list[str] | None = Field(default=None, min_length=1)
     """For pairs, two files whose lines n are translations of each other; for `mono`, files and folders of text."""
     tsv: str | None = None
     tmx: str | None = None
@@ -100,8 +103,9 @@ class SourceSpec(Strict):
     datasets: str | None = None
     """A folder of `save_to_disk`, another local data set, or the name of one on the hub, which is streamed."""
     config: str | None = None
-    """The configuration of a data set. `split`: its part, by default `train`."""
-    split: str | None = None
+    """The configuration of a data set."""
+    split: str = "train"
+    """The part of a data set."""
     shards: str | None = None
     """A folder of shards, whose index gives the languages; or tars of others that webdataset opens, with braces, as a
     URL or after `pipe:`."""
@@ -115,11 +119,10 @@ class SourceSpec(Strict):
     linked: tuple[str, str] | None = Field(default=None, strict=False)
     """Two files: the texts whose words `links` numbers, if an aligner read other texts than `text`."""
     documents: Literal["auto", "doc", "blank", "lines"] = "auto"
-    """What a document of `text` is: see documents.FORMS. auto: as the first lines of each file show."""
+    """What a document of `text` is. doc: the text from `<doc ...>` to `</doc>` (WikiExtractor); blank: the lines
+    between blank lines; lines: one line; auto: as the first lines of each file show."""
     whole_lines: bool = False
     """True: a record of monolingual text is a line, and not a sentence."""
-    line_keys: bool = False
-    """True: the key of a record tells its file and line, as those of `write_shards` do, and not its source."""
     name: str | None = None
     """The name of the source's shards. The default joins the first file's name and the languages."""
     first: int | None = Field(default=None, gt=0)
@@ -135,8 +138,8 @@ class SourceSpec(Strict):
     @property
     def paths(self) -> list[str]:
         """Return the source's files and folders, as corpus.yaml names them; then those of links."""
-        files = getattr(self, self.format)
-        paths = [files] if isinstance(files, str) else list(files)
+        paths = getattr(self, self.format)
+        paths = [paths] if isinstance(paths, str) else list(paths)
         if isinstance(self.links, str):
             paths += [self.links, *(self.linked or ())]
         return paths
@@ -144,64 +147,61 @@ class SourceSpec(Strict):
     @property
     def is_foreign(self) -> bool:
         """Return True for tars that webdataset reads, instead of a folder with an index."""
-        return bool(self.shards) and is_foreign(str(self.shards))
-
-    def with_local_paths(self, paths: dict[str, str]) -> "SourceSpec":
-        """Return a copy of the source that has the same name, and in the place of each URL the path of the downloaded
-        file. paths: URL -> path."""
-        files = getattr(self, self.format)
-        local = paths.get(files, files) if isinstance(files, str) else [paths.get(file, file) for file in files]
-        links = paths.get(self.links, self.links) if isinstance(self.links, str) else self.links
-        name = self.name or default_name(self)
-        return self.model_copy(update={self.format: local, "links": links, "name": name})
+        return self.shards is not None and is_foreign(self.shards)
 
     @property
     def langs(self) -> tuple[str, ...]:
         return self.pairs or (self.mono or "",)
 
+    @property
+    def kind(self) -> str:
+        """Return what the source consists of, for people."""
+        return "pairs" if self.pairs else "documents"
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Return the sorted languages. Duplicates are searched among all sources of the same group."""
+        return tuple(sorted(self.langs))
+
     @model_validator(mode="after")
     def check(self) -> Self:
-        given = [name for name in FORMATS if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"needs one of {', '.join(FORMATS)}, has {', '.join(given) or 'none'}")
-        form = given[0]
+        formats = [name for name in FORMATS if getattr(self, name) is not None]
+        if len(formats) != 1:
+            raise ValueError(f"needs one of {', '.join(FORMATS)}, has {', '.join(formats) or 'none'}")
         if (self.pairs is None) == (self.mono is None):
             raise ValueError("needs pairs: [en, de] or mono: en")
         if self.pairs and spelling_key(self.pairs[0]) == spelling_key(self.pairs[1]):
             raise ValueError(f"pairs: {list(self.pairs)} must be two languages")
-        if self.mono and form in ("tsv", "tmx"):
-            raise ValueError(f"mono: {form} holds pairs; write pairs: [en, de]")
+        if self.mono and self.format in ("tsv", "tmx"):
+            raise ValueError(f"mono: {self.format} holds pairs; write pairs: [en, de]")
         for language in self.langs:
             if not LANGUAGE.fullmatch(language):
                 raise ValueError(f"{language!r} must have only letters, digits, _ and inner -, such as zh-Hant")
-        if self.pairs and form == "text" and (isinstance(self.text, str) or len(self.text or ()) != 2):
-            raise ValueError(f"text: {self.text!r} must be two files for pairs, such as [a.en, a.de]")
-        if self.text == []:
-            raise ValueError("text: [] must name files or folders")
-        if form == "datasets" and is_url(str(self.datasets)):
-            raise ValueError(f"datasets: {self.datasets!r} must be a folder, or a name on the hub")
-        if form != "datasets" and (self.config or self.split):
-            raise ValueError(f"config and split: a source of {form} has none; remove them")
-        self._check_columns(form)
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ValueError(f"name: {self.name!r} must have only letters, digits, _, - and ., and no leading - or .")
+        if self.pairs and self.text and (isinstance(self.text, str) or len(self.text) != 2):
+            raise ValueError(f"text: {self.text!r} must be two files for pairs, such as [a.en, a.de]")
+        for key in set[str]().union(*FORMATS.values()) & self.model_fields_set:
+            if getattr(self, key) is not None and key not in FORMATS[self.format]:
+                raise ValueError(f"{key}: a source of {self.format} has no such key; remove it")
+        self._check_columns()
         return self
 
-    def _check_columns(self, form: str) -> None:
-        """Raise ValueError if `columns` or `links` do not fit the format `form`."""
-        if self.links is not None and (self.mono or form not in ("text", "tsv")):
-            raise ValueError(f"links: {self.links!r} must belong to pairs of text or tsv")
-        if self.links is not None and isinstance(self.links, int) != (form == "tsv"):
-            raise ValueError(f"links: {self.links!r} must be the number of a column for tsv, and else a file's path")
-        if self.linked and not isinstance(self.links, str):
+    def _check_columns(self) -> None:
+        """Raise ValueError if `columns` or `links` do not fit the format."""
+        columns = list(self.columns or ())
+        if self.tsv and self.links is not None:
+            columns.append(self.links)
+        if self.mono and (columns or self.links is not None):
+            raise ValueError("columns and links: only pairs have them; remove the key")
+        if self.tsv and not (self.columns and all(isinstance(column, int) and column > 0 for column in columns)):
+            raise ValueError("columns and links: tsv needs the numbers of columns, from 1, such as columns: [1, 2]")
+        if not self.tsv and not all(isinstance(name, str | None) for name in [*columns, self.links]):
+            raise ValueError(f"columns and links: {self.format} needs names, such as columns: [en, de] or links: F")
+        if len(set(columns)) < len(columns):
+            raise ValueError("columns and links: the columns must be different ones")
+        if self.linked and not self.links:
             raise ValueError("linked: needs the file of links, as links: F")
-        if self.columns and (self.mono or form not in ("tsv", "jsonl", "parquet", "datasets")):
-            raise ValueError(f"columns: a source of {form} in {'-'.join(self.langs)} has no columns; remove the key")
-        numbers = [n for n in (*(self.columns or ()), self.links) if isinstance(n, int)]
-        if form == "tsv" and (min(numbers, default=0) < 1 or len(set(numbers)) != 2 + (self.links is not None)):
-            raise ValueError("columns and links: tsv needs the numbers of different columns, from 1, such as [1, 2]")
-        if form != "tsv" and numbers:
-            raise ValueError(f"columns: {form} needs the names of columns, such as [en, de]")
 
 
 class TokenizerSpec(Strict):
@@ -228,30 +228,30 @@ class Corpus(Strict):
     """The tokenizer to train; or the folder or hub name of an existing one, by which lengths and the report count."""
     heldout: HeldoutSpec = HeldoutSpec()
     lexicons: list[str] = []
-    """The dictionaries, such as en-de.txt, that are copied to the folder `lexicon` of the output."""
+    """The dictionaries, such as en-de.txt, that are written to the folder `lexicon` of the output, respelled as the
+    text spells their words."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
         problems = list[str]()
         for number, source in enumerate(self.sources):
             try:
-                if self.rules_of(source).length.tokens and not self.tokenizer:
-                    problems.append(
-                        f"sources[{number}].rules.length.tokens: needs tokenizer: {{vocab_size: N}} or a path"
-                    )
+                rules = self.rules_of(source)
             except ValidationError as error:
-                problems += problem_lines(error, f"sources[{number}].rules.")
-        twice = [name for name, times in Counter(self.names).items() if times > 1]
-        problems += [f"sources: two sources have the name {name}; give each source its own `name`" for name in twice]
-        spellings = defaultdict[str, set[str]](set)
-        for source in self.sources:
-            for lang in source.langs:
-                spellings[spelling_key(lang)].add(lang)
-        for names in spellings.values():
-            if len(names) > 1:
-                problems.append(f"sources: {' and '.join(sorted(names))} are the same language; choose one spelling")
+                problems += problem_lines(error, f"sources.{number}.rules.")
+                continue
+            if rules.length.tokens and not self.tokenizer:
+                problems.append(f"sources.{number}.rules.length.tokens: needs tokenizer: {{vocab_size: N}} or a path")
+        for name, times in Counter(self.names).items():
+            if times > 1:
+                problems.append(f"sources: two sources have the name {name}; give each source its own `name`")
+        spellings = dict[str, str]()
+        for language in self.languages:
+            other = spellings.setdefault(spelling_key(language), language)
+            if other != language:
+                problems.append(f"sources: {other} and {language} are the same language; choose one spelling")
         if problems:
-            raise ValueError("\n".join(problems))
+            raise ValueError("\n  ".join(problems))
         return self
 
     def rules_of(self, source: SourceSpec) -> Rules:
@@ -264,15 +264,20 @@ class Corpus(Strict):
         return [source.name or default_name(source) for source in self.sources]
 
     @property
+    def languages(self) -> list[str]:
+        languages = set[str]().union(*(source.langs for source in self.sources))
+        return sorted(languages)
+
+    @property
     def directions(self) -> list[tuple[str, ...]]:
         """Return the ordered pairs of languages whose pairs are aligned; [] without `align`."""
-        return sorted({source.langs for source in self.sources if source.pairs}) if self.align else []
+        if not self.align:
+            return []
+        return sorted({source.langs for source in self.sources if source.pairs})
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
-        """Return the sorted tuples of languages, of length 1 (monolingual) or 2 (pairs). Duplicates are searched among
-        all text with the same tuple."""
-        return sorted({language_group(source) for source in self.sources})
+        return sorted({source.group for source in self.sources})
 
 
 def is_url(path: str) -> bool:
@@ -283,25 +288,11 @@ def is_foreign(shards: str) -> bool:
     return is_url(shards) or shards.startswith("pipe:") or shards.endswith(".tar") or "{" in shards
 
 
-def file_name(path: str) -> str:
-    """Return the last part of a path or URL. If the query of a URL contains a file name with a suffix of compression,
-    return that name, since the suffix tells readers how to decompress the file."""
-    if not is_url(path):
-        return path.rstrip("/").rpartition("/")[2]
-    link = next(part for part in path.split("::") if is_url(part))  # the first of a chain, such as zip://a::https://b
-    place, _, query = link.partition("://")[2].partition("?")
-    names = [place.rpartition("/")[2], *re.split("[/&=]", query)]
-    return next((name for name in names if name.endswith(COMPRESSED)), names[0])
-
-
-def language_group(source: SourceSpec) -> tuple[str, ...]:
-    """Return the source's languages, sorted: an element of Corpus.groups."""
-    return tuple(sorted(source.langs))
-
-
 def default_name(source: SourceSpec) -> str:
-    stem = re.sub(r"[^\w-]", "_", file_name(source.paths[0]).partition(".")[0]).lstrip("-")
-    return ".".join([*([stem] if stem else []), "-".join(source.langs)])
+    file_name = source.paths[0].rstrip("/").rpartition("/")[2]
+    stem = re.sub(r"[^\w-]", "_", file_name.partition(".")[0]).lstrip("-")
+    languages = "-".join(source.langs)
+    return f"{stem}.{languages}" if stem else languages
 
 
 def load_corpus(path: Path) -> Corpus:
@@ -320,13 +311,15 @@ def load_corpus(path: Path) -> Corpus:
 def parse_corpus(tree: dict[str, Any], place: str) -> Corpus:
     """Return the corpus of a tree of corpus.yaml's keys. place: the file, for errors. Raises UserError with all
     problems."""
-    for source in tree["sources"] if isinstance(tree.get("sources"), list) else ():
+    sources = tree.get("sources")
+    for source in sources if isinstance(sources, list) else []:
         if isinstance(source, dict) and isinstance(source.get("shards"), str):
             add_languages(place, source)
     try:
         return Corpus.model_validate(tree)
     except ValidationError as error:
-        raise UserError(f"{place}:\n" + "\n".join(f"  {line}" for line in problem_lines(error))) from None
+        lines = problem_lines(error, "  ")
+        raise UserError("\n".join([f"{place}:", *lines])) from None
 
 
 def add_languages(place: str, source: dict[str, Any]) -> None:
@@ -336,10 +329,9 @@ def add_languages(place: str, source: dict[str, Any]) -> None:
     if is_foreign(source["shards"]):
         if named:
             return
-        from .readers import webdataset_records
+        from .readers import foreign_records
 
-        record, _ = next(webdataset_records(source["shards"], ()), (None, False))
-        langs = record.langs if record else ()
+        langs = next((found.record.langs for found in foreign_records(source["shards"])), ())
     else:
         langs = Source(source["shards"]).langs
     languages = {"pairs": list(langs)} if len(langs) == 2 else {"mono": "".join(langs)}
@@ -348,24 +340,18 @@ def add_languages(place: str, source: dict[str, Any]) -> None:
     source.update(languages)
 
 
-def problem_lines(error: ValidationError, prefix: str = "") -> list[str]:
+def problem_lines(error: ValidationError, prefix: str) -> list[str]:
     """Return a line for each of pydantic's problems: `prefix`, the field, its value, and what is wrong."""
-    lines = []
+    lines = list[str]()
     for problem in error.errors():
-        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
-        if problem["type"] == "value_error":
-            inner = str(problem["ctx"]["error"]).splitlines()
-            lines += [f"{prefix}{place}{': ' if place else ''}{line}" for line in inner]
-        elif problem["type"] == "extra_forbidden":
-            kinds: dict[str, type[Strict]] = {"the corpus": Corpus, "a source": SourceSpec, "rules": Rules}
-            homes = [kind for kind, model in kinds.items() if problem["loc"][-1] in model.model_fields]
-            remedy = f"it is a key of {' and of '.join(homes)}: move it there" if homes else "remove it"
-            remedy = GONE.get(str(problem["loc"][-1]), remedy)
-            lines.append(f"{prefix}{place}: unknown key here; {remedy}")
-        else:
-            given = "" if problem["type"] == "missing" else f": {problem['input']!r}"
-            quote = ""
-            if problem["type"] == "string_type" and isinstance(problem["input"], bool):
-                quote = "; YAML reads yes, no, on and off as truth values: quote it"
-            lines.append(f"{prefix}{place}{given}: {problem['msg']}{quote}")
+        place = ".".join(map(str, problem["loc"]))
+        text = f"{problem['input']!r}: {problem['msg']}"
+        if problem["type"] == "extra_forbidden":
+            remedy = removed_key(str(problem["loc"][-1])) or "remove it, or move it where it belongs (docs/data.md)"
+            text = f"unknown key here; {remedy}"
+        elif problem["type"] == "value_error":
+            text = problem["msg"].removeprefix("Value error, ")
+        elif isinstance(problem["input"], bool):
+            text += "; YAML reads yes, no, on and off as truth values: quote them"
+        lines.append(f"{prefix}{place}: {text}" if place else f"{prefix}{text}")
     return lines

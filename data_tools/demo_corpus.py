@@ -65,7 +65,7 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0) -> 
         write_raw(World(seed), raw, pairs, mono)
         files.write_text(corpus, corpus_yaml(raw))
         with redirect_stdout(io.StringIO()):  # it would name folders that are moved
-            prepare.run(prepare.parse_arguments([str(corpus), "--out", str(made), "--workers", "1"]))
+            prepare.main([str(corpus), "--out", str(made), "--workers", "1"])
         for name, pair in (("heldout", "en-xx"), ("heldout_yy", "en-yy")):
             if (made / "heldout" / pair).exists():  # a few pairs have none
                 (partial / name).mkdir()

@@ -22,19 +22,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from xscale import files
 from xscale.errors import MachineError, UserError
 
-PROGRESS_SECONDS = 10
-"""The seconds between two reports of progress in a log."""
-EXECUTORS = ("local", "slurm", "ray")
-Step = Callable[[Path, int], None]
-"""A function (folder, n) that does task n of a step, according to the plan in the folder."""
+
+@dataclass(frozen=True)
+class TaskList:
+    """The tasks of a step that are not done."""
+
+    folder: Path
+    """The work folder."""
+    name: str
+    """The name of the step."""
+    function: Callable[[Path, int], None]
+    """Does task n of the step, from (folder, n), according to the plan in the folder."""
+    numbers: list[int]
 
 
 @contextmanager
@@ -53,7 +60,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock a folder until the returned file descriptor is closed. Raises UserError if another process has the lock."""
+    """Lock a folder until the returned file descriptor is closed. Raises UserError if another process has the lock, as
+    workers of a killed start may have for a moment."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,130 +78,44 @@ def mark_path(folder: Path, step: str, number: int) -> Path:
     return folder / "done" / step / f"{number:06d}"
 
 
-def do_task(folder: Path, name: str, step: Step, number: int) -> None:
+def do_task(folder: Path, name: str, function: Callable[[Path, int], None], number: int) -> None:
     """Do task `number` of the step called `name`, unless it is marked as done, and mark it."""
     done = mark_path(folder, name, number)
     if not done.exists():
-        step(folder, number)
+        function(folder, number)
         done.parent.mkdir(parents=True, exist_ok=True)
         done.touch()  # it needs no sync: a task whose mark is lost is done again
 
 
-class Executor:
-    """Runs the tasks of a step: in this process, in a pool of processes, as a SLURM job array, or on Ray."""
-
-    def __init__(self, kind: str, workers: int, folder: Path):
-        self.kind, self.workers, self.folder = kind, workers, folder
-        self._pool: ProcessPoolExecutor | None = None
-
-    def run(self, name: str, step: Step, tasks: int) -> int:
-        """Do the tasks of a step that are not done. Return their number. Raises UserError and MachineError."""
-        left = [number for number in range(tasks) if not mark_path(self.folder, name, number).exists()]
-        if left and self.kind == "slurm":
-            self._run_array(name, left)
-        elif left and self.kind == "ray":
-            self._run_ray(name, step, left)
-        elif left and self.workers == 1:
-            with progress_bar(name, len(left)) as bar:
-                for number in left:
-                    do_task(self.folder, name, step, number)
-                    bar.update()
-        elif left:
-            self._run_pool(name, step, left)
-        return len(left)
-
-    def close(self) -> None:
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
-        if self.kind == "ray" and "ray" in sys.modules:
-            sys.modules["ray"].shutdown()
-
-    def _run_pool(self, name: str, step: Step, left: list[int]) -> None:
-        if not self._pool:
-            # Forked workers hold the folder's lock too, so a new start cannot write while those of a killed start live.
-            self._pool = ProcessPoolExecutor(
-                self.workers, multiprocessing.get_context("fork"), start_worker, (os.getpid(),)
-            )
-        tasks = [self._pool.submit(do_task, self.folder, name, step, n) for n in left]
-        try:
-            with progress_bar(name, len(left)) as bar:
-                for future in as_completed(tasks):
-                    future.result()
-                    bar.update()
-        except BrokenProcessPool:
-            raise MachineError(
-                f"a worker was killed during `{name}`, perhaps because memory ran out (see `dmesg`); start again "
-                f"with fewer --workers: finished tasks are not done again"
-            ) from None
-        finally:
-            for future in tasks:
-                future.cancel()
-
-    def _run_array(self, name: str, left: list[int]) -> None:
-        """Run a SLURM array of at most `workers` jobs, each of which does a share of the tasks."""
-        jobs, logs = min(self.workers, len(left)), self.folder / "logs"
-        logs.mkdir(exist_ok=True)
-        words = [sys.executable, "-m", f"{__package__}.prepare", "--tasks", str(self.folder), name]
-        flags = ["--wait", "--parsable", "--requeue", "--ntasks=1", f"--array=0-{jobs - 1}"]
-        flags += [f"--job-name=prepare-{name}", f"--output={logs}/{name}-%A_%a.out", "--open-mode=append"]
-        command = f"exec {shlex.join(words)} $SLURM_ARRAY_TASK_ID {jobs}"
-        # If this process runs in an allocation, sbatch would take the allocation's variables for flags.
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
-        try:
-            done = subprocess.run(
-                ["sbatch", *flags, f"--wrap={command}"], env=environment, capture_output=True, text=True
-            )
-        except FileNotFoundError:
-            raise UserError("--executor slurm needs `sbatch` on PATH; or choose --executor local") from None
-        missing = [number for number in left if not mark_path(self.folder, name, number).exists()]
-        if missing:
-            job = done.stdout.strip().partition(";")[0]
-            texts = [path.read_text(errors="replace") for path in sorted(logs.glob(f"{name}-{job}_*.out"))]
-            text = next((text for text in texts if "error: " in text), "\n".join(texts)) or done.stderr
-            problem = text.rpartition("error: ")[2].strip()[-2000:]
-            raise (UserError if done.returncode == 2 else MachineError)(
-                f"step {name}: {len(missing)} of {len(left)} tasks failed: {problem}; see {logs}"
-            )
-
-    def _run_ray(self, name: str, step: Step, left: list[int]) -> None:
-        """Run the tasks on the Ray cluster of RAY_ADDRESS, by default this machine, at most `workers` at a time."""
-        try:
-            import ray
-        except ImportError:
-            raise UserError("--executor ray needs `pip install ray`; or choose --executor local") from None
-        if not ray.is_initialized():
-            try:
-                ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-            except ConnectionError as error:
-                raise MachineError(f"Ray cannot be reached: {error}; see RAY_ADDRESS") from None
-        do, waiting = ray.remote(do_task), list[Any]()
-        try:
-            with progress_bar(name, len(left)) as bar:
-                for n, number in enumerate(left, start=1):
-                    task = do.options(name=f"{name} {number}")
-                    waiting.append(task.remote(self.folder.resolve(), name, step, number))
-                    while waiting and (len(waiting) == self.workers or n == len(left)):
-                        done, waiting = ray.wait(waiting)
-                        ray.get(done)
-                        bar.update()
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        except ray.exceptions.RayError as error:
-            raise MachineError(
-                f"Ray lost a worker during `{name}`: {str(error)[:500]}; start again: finished tasks are not done again"
-            ) from None
+def run_tasks(executor: str, workers: int, tasks: TaskList) -> None:
+    """Do the tasks by an executor, a key of EXECUTORS, with at most `workers` at a time. On a terminal, a bar counts
+    the finished ones. Raises UserError and MachineError."""
+    with tqdm(desc=tasks.name, total=len(tasks.numbers), unit="task", leave=False, disable=None) as bar:
+        for _ in EXECUTORS[executor](tasks, workers):
+            bar.update()
 
 
-def do_tasks_of_job(folder: Path, name: str, step: Step, tasks: int, job: int, jobs: int) -> None:
-    """Do every `jobs`-th task of a step, from task `job` on."""
-    for number in range(job, tasks, jobs):
-        do_task(folder, name, step, number)
-
-
-def progress_bar(name: str, tasks: int) -> tqdm:
-    """Return a bar that counts the finished tasks of a step. In a log it prints a line every PROGRESS_SECONDS."""
-    seconds = 0.1 if sys.stderr.isatty() else PROGRESS_SECONDS
-    return tqdm(desc=name, total=tasks, unit="task", mininterval=seconds, delay=seconds, leave=False)
+def run_local(tasks: TaskList, workers: int) -> Iterator[None]:
+    """Do the tasks in this process if `workers` is 1, else in a pool. Yield after each task."""
+    if workers == 1:
+        for number in tasks.numbers:
+            do_task(tasks.folder, tasks.name, tasks.function, number)
+            yield
+        return
+    # Forked workers hold the folder's lock too, so a new start cannot write while those of a killed start live.
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(workers, context, start_worker, (os.getpid(),))
+    try:
+        futures = [pool.submit(do_task, tasks.folder, tasks.name, tasks.function, n) for n in tasks.numbers]
+        for future in as_completed(futures):
+            yield future.result()
+    except BrokenProcessPool:
+        raise MachineError(
+            f"a worker was killed during `{tasks.name}`, perhaps because memory ran out (see `dmesg`); start again "
+            f"with fewer --workers: finished tasks are not done again"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def start_worker(parent: int) -> None:
@@ -206,3 +128,67 @@ def start_worker(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def run_slurm(tasks: TaskList, workers: int) -> Iterator[None]:
+    """Run a SLURM array of at most `workers` jobs, each of which does a share of the tasks. Yield at its end."""
+    logs = tasks.folder / "logs"
+    logs.mkdir(exist_ok=True)
+    jobs = min(workers, len(tasks.numbers))
+    words = [sys.executable, "-m", f"{__package__}.prepare", "--tasks", str(tasks.folder), tasks.name]
+    flags = ["--wait", "--parsable", "--requeue", "--ntasks=1", f"--array=0-{jobs - 1}"]
+    flags += [f"--job-name=prepare-{tasks.name}", f"--output={logs}/{tasks.name}-%A_%a.out", "--open-mode=append"]
+    flags.append(f"--wrap=exec {shlex.join(words)} $SLURM_ARRAY_TASK_ID {jobs}")
+    # If this process runs in an allocation, sbatch would take the allocation's variables for flags.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
+    try:
+        done = subprocess.run(["sbatch", *flags], env=environment, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError("--executor slurm needs `sbatch` on PATH; or choose --executor local") from None
+    missing = [n for n in tasks.numbers if not mark_path(tasks.folder, tasks.name, n).exists()]
+    if missing:
+        job = done.stdout.strip().partition(";")[0]
+        log = "".join(path.read_text(errors="replace") for path in sorted(logs.glob(f"{tasks.name}-{job}_*.out")))
+        problem = (log or done.stderr).rpartition("error: ")[2].strip()[-2000:]
+        raise (UserError if done.returncode == 2 else MachineError)(
+            f"step {tasks.name}: {len(missing)} of {len(tasks.numbers)} tasks failed: {problem}; see {logs}"
+        )
+    yield
+
+
+def run_ray(tasks: TaskList, workers: int) -> Iterator[None]:
+    """Run the tasks on the Ray cluster of RAY_ADDRESS, by default this machine. Yield after each task."""
+    try:
+        import ray
+    except ImportError:
+        raise UserError("--executor ray needs `pip install ray`; or choose --executor local") from None
+    if not ray.is_initialized():
+        try:
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            raise MachineError(f"Ray cannot be reached: {error}; see RAY_ADDRESS") from None
+    remote = ray.remote(do_task)
+    folder = tasks.folder.resolve()
+    left = list(tasks.numbers)
+    running = []
+    try:
+        while left or running:
+            while left and len(running) < workers:
+                running.append(remote.remote(folder, tasks.name, tasks.function, left.pop(0)))
+            done, running = ray.wait(running)
+            yield ray.get(done[0])
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        raise MachineError(
+            f"Ray lost a worker during `{tasks.name}`: {str(error)[:500]}; start again: finished tasks are not done "
+            f"again"
+        ) from None
+
+
+EXECUTORS: dict[str, Callable[[TaskList, int], Iterator[None]]] = {
+    "local": run_local,
+    "slurm": run_slurm,
+    "ray": run_ray,
+}
+"""The name of an executor -> a function that does tasks, at most so many at a time, and yields while it does."""

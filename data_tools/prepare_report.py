@@ -1,21 +1,74 @@
 """The report of `data_tools.prepare` on each source, language and rule: as JSON, HTML and lines of text."""
 
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from .cleaning import LID_PROBABILITY, identifiable_languages, language_code, language_identifier
+from jinja2 import Environment
+
+from .cleaning import LID_PROBABILITY, identifiable_languages, identify_language, language_code
 from .corpus import Corpus
+from .readers import Unit
 from .steps import all_chunks, read_json, read_plan, read_units_of, source_counts
 from .survey import warning_lines
 
 IDENTIFIED = 200
 """The maximum number of first pairs or documents of a source whose language is identified."""
+IDENTIFIED_CHARACTERS = 500
+"""The number of first characters of a document by which its language is identified."""
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Corpus</title>
+<style>
+body { font-family: sans-serif; margin: 2em }
+td, th { padding: .2em .8em; text-align: left; vertical-align: top }
+</style>
+<h1>Corpus</h1>
+<table>
+<tr><th>source<th>languages<th>licence<th>read<th>changed<th>removed<th>held out<th>records<th>linked<th>MB
+{% for source in sources %}
+<tr><td>{{ source.name }}<td>{{ source.languages | join("-") }}<td>{{ source.licence or "not said" }}
+  <td>{{ "{:,}".format(source.counts.read) }}<td>{{ "{:,}".format(source.counts.changed) }}
+  <td>{{ "{:,}".format(source.removed.values() | sum) }}<td>{{ "{:,}".format(source.counts.held) }}
+  <td>{{ "{:,}".format(source.counts.records) }}<td>{{ "{:,}".format(source.counts.linked) }}
+  <td>{{ "%.1f" | format(source.bytes / 1e6) }}
+{% endfor %}
+</table>
+{% for source in sources %}{% for line in source.warnings %}
+<p>Warning: {{ source.name }}: {{ line }}</p>
+{% endfor %}{% endfor %}
+{% if tokenizer %}
+<h2>Tokenizer: {{ "{:,}".format(tokenizer.tokens) }} tokens</h2>
+<table>
+<tr><th>language<th>texts<th>tokens a word<th>characters a token<th>share unknown
+{% for lang, numbers in tokenizer.languages.items() %}
+<tr><td>{{ lang }}<td>{{ "{:,}".format(numbers.texts) }}<td>{{ numbers.tokens_per_word }}
+  <td>{{ numbers.characters_per_token }}<td>{{ numbers.unknown }}
+{% endfor %}
+</table>
+{% endif %}
+<h2>Held out</h2>
+<table>
+<tr><th>languages<th>records
+{% for langs, records in heldout.items() %}<tr><td>{{ langs }}<td>{{ "{:,}".format(records) }}
+{% endfor %}
+</table>
+<h2>What the rules removed</h2>
+{% for source in sources if source.removed %}
+<h3>{{ source.name }}</h3>
+<table>
+<tr><th>rule<th>removed<th>examples
+{% for rule, count in source.removed.items() %}
+<tr><td>{{ rule }}<td>{{ "{:,}".format(count) }}
+{% for texts in source.examples[rule] %}<td>{{ texts | join(" | ") }}
+{% endfor %}{% endfor %}
+</table>
+{% endfor %}
+</html>
+"""
 
 
 def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
     """Return the content of report.json."""
-    sources = []
+    sources = list[dict[str, Any]]()
     for number, (name, source) in enumerate(zip(corpus.names, corpus.sources, strict=True)):
         index = folder / "result/shards" / name / "index.json"
         sources.append({
@@ -27,103 +80,61 @@ def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
             "bytes": read_json(index)["bytes"] if index.exists() else 0,
             "warnings": source_warnings(folder, number),
         })  # fmt: skip
-    heldout = {
-        path.parent.name: read_json(path)["records"] for path in sorted(folder.glob("result/heldout/*/index.json"))
-    }
+    heldout = dict[str, int]()
+    for path in sorted(folder.glob("result/heldout/*/index.json")):
+        heldout[path.parent.name] = read_json(path)["records"]
     tokenizer = read_json(folder / "tokenizer.json") if corpus.tokenizer else None
     return {"sources": sources, "heldout": heldout, "tokenizer": tokenizer}
 
 
 def source_warnings(folder: Path, number: int) -> list[str]:
-    """Return a line for each suspicious property of the texts of source `number`."""
+    """Return a line for each suspicious property of the texts of source `number`, by its first chunk."""
     source = read_plan(folder).corpus.sources[number]
     chunk = next(chunk for chunk in all_chunks(folder) if chunk.source == number)
     units = list(read_units_of(folder / f"clean/{chunk.number}.jsonl"))
     if not units:
         return []
-    records = list[list[str]]()
-    for unit in units:
-        records += [unit.texts] if source.pairs else [[text] for text in unit.texts]
+    records = [unit.texts for unit in units]
+    if source.mono:
+        records = []
+        for unit in units:
+            records += [[text] for text in unit.texts]
     lines = warning_lines(source.langs, records)
-    summed = source_counts(folder, number)
-    moved = summed["counts"].get("moved_links", 0)
-    if moved:
-        lines.append(
-            f"words of links are divided at spaces and tabs, as aligners do; at other white space, such as no-break "
-            f"spaces, too, links of {moved:,} pairs would move, first on line {summed['first_moved']}"
-        )
     for side, lang in enumerate(source.langs):
-        texts = [unit.texts[side] if source.pairs else " ".join(unit.texts)[:500] for unit in units[:IDENTIFIED]]
-        found, probability = language_identifier(True)(" ".join(texts))
-        code = language_code(lang)
-        if code in identifiable_languages(True) and found != code and probability >= LID_PROBABILITY:
-            lines.append(f"{lang}: py3langid takes its text for {found}; correct the language if that is right")
+        text = text_of_side(units[:IDENTIFIED], side, bool(source.pairs))
+        code, probability = identify_language(text, True)
+        known = language_code(lang)
+        if known in identifiable_languages(True) and code != known and probability >= LID_PROBABILITY:
+            lines.append(f"{lang}: py3langid takes its text for {code}; correct the language if that is right")
     return lines
 
 
+def text_of_side(units: list[Unit], side: int, is_pair: bool) -> str:
+    """Return the texts of one side of pairs, or the first characters of documents, in one text."""
+    if is_pair:
+        return " ".join(unit.texts[side] for unit in units)
+    return " ".join(" ".join(unit.texts)[:IDENTIFIED_CHARACTERS] for unit in units)
+
+
 def summary(out: Path, report: dict[str, Any]) -> str:
-    lines = []
+    lines = list[str]()
     for source in report["sources"]:
-        removed = ", ".join(f"{n:,} {rule}" for rule, n in source["removed"].items()) or "nothing"
-        counts, langs = source["counts"], source["languages"]
+        place = f"{out}/shards/{source['name']}"
+        counts = source["counts"]
+        kind = "pairs" if len(source["languages"]) == 2 else "documents"
+        removed = ", ".join(f"{count:,} {rule}" for rule, count in source["removed"].items())
         lines.append(
-            f"{out}/shards/{source['name']}: {counts['records']:,} records of {counts['read']:,} "
-            f"{'pairs' if len(langs) == 2 else 'documents'} ({'-'.join(langs)}); removed: {removed}; "
-            f"held out: {counts['held']:,} records"
+            f"{place}: {counts['records']:,} records of {counts['read']:,} {kind} ({'-'.join(source['languages'])}); "
+            f"removed: {removed or 'nothing'}; held out: {counts['held']:,} records"
         )
-        lines += [f"warning: {out}/shards/{source['name']}: {line}" for line in source["warnings"]]
-    for lang, found in (report["tokenizer"] or {"languages": {}})["languages"].items():
-        lines.append(
-            f"{out}/tokenizer: {lang}: {found['tokens_per_word']} tokens a word, {found['unknown']:.3%} unknown"
-        )
-    lines += [f"{out}/heldout/{name}: {count:,} records" for name, count in report["heldout"].items()]
-    return "\n".join([*lines, f"{out}/report.html says what each rule removed, with examples"])
+        for line in source["warnings"]:
+            lines.append(f"warning: {place}: {line}")
+    for name, count in report["heldout"].items():
+        lines.append(f"{out}/heldout/{name}: {count:,} records")
+    lines.append(f"{out}/report.html says what each rule removed, with examples")
+    return "\n".join(lines)
 
 
 def page(report: dict[str, Any]) -> str:
-    parts = ["<h2>Sources</h2>"]
-    head = ["source", "languages", "licence", "read", "changed", "removed", "held out", "records", "linked", "MB"]
-    rows = []
-    for source in report["sources"]:
-        counts = source["counts"]
-        rows.append([source["name"], "-".join(source["languages"]), source["licence"] or "not said", counts["read"],
-                     counts["changed"], sum(source["removed"].values()), counts["held"], counts["records"],
-                     counts["linked"], round(source["bytes"] / 1e6, 1)])  # fmt: skip
-    parts.append(html_table(head, rows))
-    for source in report["sources"]:
-        parts += [f"<p>Warning: {escape(source['name'])}: {escape(line)}</p>" for line in source["warnings"]]
-    if report["tokenizer"]:
-        parts.append(f"<h2>Tokenizer: {report['tokenizer']['tokens']:,} tokens</h2>")
-        columns = ["sentences", "tokens_per_word", "characters_per_token", "unknown"]
-        rows = [[lang, *(of[c] for c in columns)] for lang, of in report["tokenizer"]["languages"].items()]
-        parts.append(
-            html_table(["language", "sentences", "tokens a word", "characters a token", "share unknown"], rows)
-        )
-    parts.append(
-        "<h2>Held out</h2>" + html_table(["languages", "records"], [list(row) for row in report["heldout"].items()])
-    )
-    parts.append("<h2>What the rules removed</h2>")
-    for source in report["sources"]:
-        rows = [[rule, n, *[" | ".join(texts) for texts in source["examples"].get(rule, [])]]
-                for rule, n in source["removed"].items()]  # fmt: skip
-        if rows:
-            parts.append(f"<h3>{escape(source['name'])}</h3>" + html_table(["rule", "removed", "examples"], rows))
-    return html_page("Corpus", parts)
-
-
-def html_page(title: str, parts: list[str]) -> str:
-    """Return a page of HTML. parts: its HTML after the title."""
-    style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left;vertical-align:top}"
-    return (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
-            f"<body><h1>{title}</h1>{''.join(parts)}</body></html>\n")  # fmt: skip
-
-
-def html_table(head: list[str], rows: list[list[Any]]) -> str:
-    if not rows:
-        return "<p>none</p>"
-
-    def cell(value: Any) -> str:
-        return f"{value:,}" if isinstance(value, int) else escape(str(value))
-
-    top = "".join(f"<th>{escape(name)}" for name in head)
-    return f"<table><tr>{top}" + "".join("<tr>" + "".join(f"<td>{cell(v)}" for v in row) for row in rows) + "</table>"
+    """Return report.html."""
+    return Environment(autoescape=True, trim_blocks=True).from_string(PAGE).render(report)

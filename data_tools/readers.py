@@ -7,9 +7,10 @@ characters. Every error names the file, the line or unit, and the remedy.
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, count, zip_longest
+from itertools import chain, count, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +23,20 @@ from xscale.files import pointer_problem
 from xscale.record import Record, parse_json
 
 from .corpus import SourceSpec
-from .documents import Passage, check_text, read_passages, take_head
 
 PARAGRAPHS = 1000
 """A document with more paragraphs than this is split into several."""
-UNIT_BYTES = 1 << 26
-"""The maximum number of bytes of a translation unit. A TMX with a larger one is refused, so that memory is bounded."""
+HEAD_LINES = 500
+"""The number of first lines by which the form of a file is found."""
+SHARE = 0.8
+"""A file is no text if at least this share of its first lines are of another format. In real text at most 6 % are."""
+BLOCK_LINES = 50
+"""Blank lines separate documents if, on average, at most this many lines are between two of them."""
 XML_LANG = "{http://www.w3.org/XML/1998/namespace}lang"
 NATIVE_CODES = ("bpt", "ept", "ph", "it", "ut")
 """The elements of TMX whose content is markup of the document's own format, and not text."""
+TAG = re.compile(r"<([^\W\d_]|[/!?])")
+NumberedLine = tuple[int, str]
 
 
 class Unit(NamedTuple):
@@ -42,67 +48,178 @@ class Unit(NamedTuple):
     """A pair's word links in Pharaoh form, of the words between spaces and tabs."""
     linked: list[str] | None = None
     """The texts whose words `links` numbers; None: `texts`."""
-    keys: list[str] | None = None
-    """With `line_keys`: for each paragraph, the beginning of its sentences' keys."""
 
 
-def read_units(source: SourceSpec, paragraphs: int = PARAGRAPHS) -> Iterator[Unit]:
-    """Yield the units of a source, at most `source.first` units with texts. paragraphs: the most of a document, of
-    which a longer one is split. Raises UserError."""
-    unit, found = None, 0
-    for unit in READERS[source.format](source, paragraphs):
+class Paragraph(NamedTuple):
+    number: int
+    """The number of the line or record in the source, from 1."""
+    text: str
+    starts: bool
+    """True if the paragraph starts a document."""
+
+
+def read_units(source: SourceSpec) -> Iterator[Unit]:
+    """Yield the units of a source, at most `source.first` units with texts. Raises UserError."""
+    unit = None
+    complete = 0
+    for unit in READERS[source.format](source):
         if not can_be_encoded("".join(unit.texts)):
             raise UserError(
                 f"{source.paths[0]}: pair or document {unit.number} has an unpaired surrogate, such as \\ud800; fix it"
             )
         yield unit
-        found += bool(unit.texts)
-        if found == source.first:  # what follows is not read, so it may be damaged
+        if unit.texts:
+            complete += 1
+        if complete == source.first:  # what follows is not read, so it may be damaged
             return
     if unit is None:
         raise UserError(f"{', '.join(source.paths)}: the source is empty; give another one")
 
 
-def read_text(source: SourceSpec, paragraphs: int) -> Iterator[Unit]:
-    return text_pairs(source) if source.pairs else text_documents(source, paragraphs)
+def read_text(source: SourceSpec) -> Iterator[Unit]:
+    if source.pairs:
+        return text_pairs(list(map(Path, source.paths)))
+    return text_documents(source)
 
 
-def text_pairs(source: SourceSpec) -> Iterator[Unit]:
-    paths = [Path(name) for name in source.paths]
-    if paths[0].resolve() == paths[1].resolve() and not paths[0].is_fifo():
-        raise UserError(f"{paths[0]} and {paths[1]} are the same file; give the translation for one of them")
-    columns = [checked_lines(path) for path in paths[:2]] + [read_lines(path) for path in paths[2:]]
+def text_pairs(paths: list[Path]) -> Iterator[Unit]:
+    """Yield the pairs of two files of lines. paths: both, then that of links, then those of the texts that the aligner
+    read. Raises UserError."""
+    for path in paths:
+        if paths.count(path) > 1 and (paths[0] == paths[1] or not path.is_file()):
+            raise UserError(f"{path} is given {paths.count(path)} times; give a file for each side, and for links")
+    columns = [checked_lines(path) for path in paths[:2]]
+    columns += [read_lines(path) for path in paths[2:]]
     for number, row in enumerate(zip_lines(paths, columns), start=1):
-        links = row[2] if source.links else None
+        links = row[2] if len(row) > 2 else None
         yield Unit(number, row[:2], links, row[3:] or None)
 
 
-def checked_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number, line) of a file. Raises UserError if its first lines are not text."""
-    lines = read_lines(path)
-    head = take_head(lines)
-    check_text(path, head)
-    yield from chain(head, lines)
-
-
-def zip_lines(paths: list[Path], columns: Sequence[Iterator[tuple[int, str]]]) -> Iterator[list[str]]:
+def zip_lines(paths: list[Path], columns: Sequence[Iterator[NumberedLine]]) -> Iterator[list[str]]:
     """Yield, for each line number, the list of that line of all files. columns: for each path an iterator of (number,
     line). Raises UserError if one file ends before the others."""
     for number, row in enumerate(zip_longest(*columns), start=1):
         if None in row:
             ended = row.index(None)
-            others = " and ".join(str(path) for path, line in zip(paths, row, strict=True) if line)
+            others = [str(path) for path, line in zip(paths, row, strict=True) if line]
             raise UserError(
-                f"{paths[ended]} ends after line {number - 1}, but {others} goes on at line {number}: line n of one "
-                f"must be the counterpart of line n of the other"
+                f"{paths[ended]} ends after line {number - 1}, but {' and '.join(others)} goes on at line {number}: "
+                f"line n of one must be the counterpart of line n of the other"
             )
         yield [line for _, line in row]
 
 
-def tsv_pairs(source: SourceSpec, _: int) -> Iterator[Unit]:
+def checked_lines(path: Path) -> Iterator[NumberedLine]:
+    """Yield (number, line) of a file. Raises UserError if most of its first lines are no text."""
+    lines = read_lines(path)
+    head = list(islice(lines, HEAD_LINES))
+    texts = [line.strip(" ") for _, line in head if line.strip()]
+    others = len(texts) - sum(map(is_text, texts))
+    if texts and (texts[0] in ("{", "[") or texts[0].lower().startswith(("<?xml", "<tmx"))):
+        others = len(texts)
+    if others >= SHARE * len(texts) > 0:
+        raise UserError(
+            f"{path} is not lines of text: {others} of its first {len(texts)} lines are rows of a table, JSON or "
+            f"markup. In corpus.yaml, `python -m data_tools.prepare` reads tables by `tsv:`, JSON lines by `jsonl:` "
+            f"and TMX by `tmx:`"
+        )
+    yield from head
+    yield from lines
+
+
+def is_text(line: str) -> bool:
+    """Return False for a row of a table, a JSON object, and a line that begins with a tag, but not WikiExtractor's."""
+    is_object = line.startswith(("{", "[{")) and line.endswith(("}", "},"))
+    is_tag = TAG.match(line) and not line.startswith(("<doc ", "</doc>"))
+    return not (is_object or is_tag or "\t" in line)
+
+
+def text_documents(source: SourceSpec) -> Iterator[Unit]:
+    """Yield documents: WikiExtractor's, lines between blank lines, or single lines."""
+    numbers = count(1)  # of the lines of all files
+    files = input_files(list(map(Path, source.paths)))
+    paragraphs = (text_paragraphs(path, source.documents, numbers) for path in files)
+    return join_paragraphs(chain.from_iterable(paragraphs))
+
+
+def text_paragraphs(path: Path, form: str, numbers: Iterator[int]) -> Iterator[Paragraph]:
+    """Yield the lines of a file that have text. form: see SourceSpec.documents. numbers: of this file's lines and of
+    the next ones'. Raises UserError."""
+    lines: Iterator[NumberedLine]
+    if form == "auto":
+        lines = checked_lines(path)
+        head = list(islice(lines, HEAD_LINES))
+        form = guess_form([line.strip() for _, line in head])
+        lines = chain(head, lines)
+    else:
+        lines = read_lines(path)
+    starts = True
+    for line_number, line in lines:
+        number = next(numbers)
+        text = line.strip()
+        is_tag = form == "doc" and text.startswith(("<doc ", "</doc>"))
+        if is_tag and (not text.endswith(">") or "</doc>" in text[1:]):
+            raise UserError(f"{path}: line {line_number}: text beside a tag of <doc>; put a line end between them")
+        if text and not is_tag:
+            yield Paragraph(number, text, starts)
+            starts = form == "lines"
+        elif is_tag or form == "blank":
+            starts = True
+
+
+def guess_form(head: list[str]) -> str:
+    """Return the form of a file with these first lines: "doc" if it begins with WikiExtractor's tag, "blank" if blank
+    lines divide it into short blocks, else "lines"."""
+    text = "\n".join(head).strip("\n")
+    if text.startswith("<doc "):
+        return "doc"
+    blocks = len(re.split("\n\n+", text))
+    if blocks > 1 and sum(map(bool, head)) <= BLOCK_LINES * blocks:
+        return "blank"
+    return "lines"
+
+
+def join_paragraphs(paragraphs: Iterable[Paragraph]) -> Iterator[Unit]:
+    """Yield a unit for each document. One with more than PARAGRAPHS paragraphs is split."""
+    first = 0
+    texts = list[str]()
+    for paragraph in paragraphs:
+        if texts and (paragraph.starts or len(texts) == PARAGRAPHS):
+            yield Unit(first, texts)
+            texts = []
+        if not texts:
+            first = paragraph.number
+        texts.append(paragraph.text)
+    if texts:
+        yield Unit(first, texts)
+
+
+def input_files(paths: list[Path]) -> list[Path]:
+    """Return the files among the paths, and the sorted, not hidden files below the folders. Raises UserError."""
+    files = list[Path]()
+    for path in paths:
+        if path.is_dir():
+            check_not_datasets_folder(path)
+            below = sorted(path.rglob("*"))
+            files += [file for file in below if file.is_file() and not is_hidden(file.relative_to(path))]
+        else:
+            files.append(path)
+    if not files:
+        raise UserError(f"no file in {', '.join(map(str, paths))}")
+    for name, times in Counter(map(os.path.abspath, files)).items():
+        if times > 1:
+            raise UserError(f"{name} is given twice, so its lines would be read twice")
+    return files
+
+
+def is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def tsv_pairs(source: SourceSpec) -> Iterator[Unit]:
     path = Path(source.paths[0])
     assert source.columns
-    first, second = (int(column) for column in source.columns)
+    first, second = map(int, source.columns)
     links = int(source.links or 0)
     most = max(first, second, links)
     for number, line in read_lines(path):
@@ -115,30 +232,25 @@ def tsv_pairs(source: SourceSpec, _: int) -> Iterator[Unit]:
         yield Unit(number, [columns[first], columns[second]], columns[links] if links else None)
 
 
-class _Translations:
-    """The bytes of a TMX as a file, whose `read` raises UserError if a translation unit is longer than UNIT_BYTES."""
+class BlockFile:
+    """Blocks of bytes as a file, from which an XML parser reads."""
 
-    def __init__(self, path: Path):
-        self.path, self.blocks = path, read_blocks(path, is_xml=True)
-        self.read_bytes = 0
-        """The number of bytes that were read since the end of the last unit."""
+    def __init__(self, blocks: Iterator[bytes]):
+        self.blocks = filter(None, blocks)
 
     def read(self, _: int) -> bytes:
-        data = next((block for block in self.blocks if block), b"")
-        self.read_bytes += len(data)
-        if self.read_bytes > UNIT_BYTES:
-            raise UserError(f"{self.path}: a translation unit has more than {UNIT_BYTES:,} bytes; fix the TMX")
-        return data
+        return next(self.blocks, b"")
 
 
-def tmx_pairs(source: SourceSpec, _: int) -> Iterator[Unit]:
+def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
     """Yield a unit for each translation unit, without texts if a language is missing. `de` also matches de-DE."""
     from defusedxml.ElementTree import ParseError, iterparse
 
-    path, number, found = Path(source.paths[0]), 0, 0
+    path = Path(source.paths[0])
+    number = 0
+    complete = 0
     try:
-        file = _Translations(path)
-        elements = iterparse(file, events=("start", "end"))
+        elements = iterparse(BlockFile(read_blocks(path, is_xml=True)), events=("start", "end"))
         _, body = next(elements)
         if tag_of(body) != "tmx":
             raise UserError(f"{path}: its first element is {tag_of(body)}, not tmx; give a TMX")
@@ -147,16 +259,16 @@ def tmx_pairs(source: SourceSpec, _: int) -> Iterator[Unit]:
                 body = element
             if event == "end" and tag_of(element) == "tu":
                 number += 1
-                file.read_bytes = 0
                 texts = translations(element, source.langs)
                 body.clear()
-                found += bool(texts)
+                if texts:
+                    complete += 1
                 yield Unit(number, texts)
     except UserError:
         raise
     except (ParseError, ValueError, LookupError, StopIteration, RecursionError) as error:
         raise UserError(f"{path}: after translation unit {number}: {error or 'the file ends'}; fix the TMX") from None
-    if not found:
+    if not complete:
         raise UserError(f"{path}: none of {number} translation units has both {' and '.join(source.langs)}")
 
 
@@ -168,14 +280,13 @@ def tag_of(element: Any) -> str:
 def translations(unit: Any, langs: tuple[str, ...]) -> list[str]:
     """Return a translation unit's texts in both languages, or [] if one is missing."""
     texts = dict[str, str]()
-    for variant in unit.iter():
-        if tag_of(variant) == "tuv":
-            segment = next((child for child in variant if tag_of(child) == "seg"), None)
-            if segment is not None:
-                language = variant.get(XML_LANG) or variant.get("lang") or ""
-                texts.setdefault(language, segment_text(segment, True).replace("\n", " "))
-    names = [fitting_name(lang, texts) for lang in langs]
-    return [texts[name] for name in names if name] if all(names) else []
+    for variant in unit.iterfind("{*}tuv"):
+        segment = variant.find("{*}seg")
+        if segment is not None:
+            language = variant.get(XML_LANG) or variant.get("lang") or ""
+            texts.setdefault(language, segment_text(segment, True).replace("\n", " "))
+    names = fitting_names(langs, texts)
+    return [texts[name] for name in names] if len(names) == 2 else []
 
 
 def segment_text(element: Any, is_text: bool) -> str:
@@ -190,81 +301,15 @@ def segment_text(element: Any, is_text: bool) -> str:
     return "".join(parts)
 
 
-def fitting_name(lang: str, names: Iterable[str]) -> str | None:
-    """Return the one of `names` that means a language, such as de-DE or deu_Latn for de; None if there is none."""
-    return next(iter(names_of(lang, names)), None)
+def fitting_names(langs: tuple[str, ...], names: Iterable[str]) -> list[str]:
+    """Return for each language the one of `names` that means it, such as de-DE or deu_Latn for de, if there is one."""
+    fitting = list[str]()
+    for lang in langs:
+        fitting += islice(names_of(lang, names), 1)
+    return fitting
 
 
-def input_files(paths: list[Path]) -> list[Path]:
-    """Return the files among the paths, and the sorted, not hidden files below the folders. Raises UserError."""
-    files = list[Path]()
-    for path in paths:
-        files += files_in(path) if path.is_dir() else [path]
-    if not files:
-        raise UserError(f"no file in {', '.join(map(str, paths))}")
-    for path in files:
-        if path.exists() and not path.is_file() and path not in paths:  # reading a pipe would wait forever
-            raise UserError(f"{path} is neither a file nor a directory; remove it, or name the files to read")
-        if not can_be_encoded(str(path)):
-            raise UserError(f"{str(path)!a} is not UTF-8, but keys of records contain file names; rename it")
-    for name, times in Counter(os.path.abspath(path) for path in files).items():
-        if times > 1:
-            raise UserError(f"{name} is given twice, so its lines would be read twice")
-    return files
-
-
-def files_in(folder: Path) -> list[Path]:
-    """Return the sorted files below a folder, without hidden ones."""
-    check_not_datasets_folder(folder)
-    files = list[Path]()
-    for path in sorted(folder.rglob("*")):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not is_hidden and not path.is_dir():
-            files.append(path)
-    return files
-
-
-def stem(path: Path) -> str:
-    return path.name.partition(".")[0]
-
-
-def key_prefixes(paths: list[Path]) -> list[str]:
-    """Return the beginning of each file's record keys: the file's stem, or, if files share a stem (WikiExtractor's
-    AA/wiki_00 and AB/wiki_00), its path below the files' common directory."""
-    absolute = [Path(os.path.abspath(path)) for path in paths]
-    common = os.path.commonpath([path.parent for path in absolute])
-    times = Counter(map(stem, paths))
-    return [stem(path) if times[stem(path)] == 1 else path.relative_to(common).as_posix() for path in absolute]
-
-
-def text_documents(source: SourceSpec, paragraphs: int) -> Iterator[Unit]:
-    """Yield documents: WikiExtractor's, lines between blank lines, or single lines."""
-    files = input_files([Path(name) for name in source.paths])
-    numbers = count(1)  # of the lines of all files
-    for path, prefix in zip(files, key_prefixes(files), strict=True):
-        passages = read_passages(path, source.documents)
-        keys = f"{prefix}.{source.mono}" if source.line_keys else ""
-        yield from join_passages(zip(passages, numbers, strict=False), paragraphs, keys)
-
-
-def join_passages(passages: Iterable[tuple[Passage, int]], most: int, prefix: str = "") -> Iterator[Unit]:
-    """Yield the documents that consecutive passages make up. passages: with the numbers of their lines in the source.
-    most: the maximum number of paragraphs of a document. prefix: the beginning of their keys, if they have keys."""
-    first, texts, keys = 0, list[str](), list[str]()
-    for passage, number in passages:
-        if texts and (passage.starts or len(texts) >= most):
-            yield Unit(first, texts, keys=keys or None)
-            texts, keys = [], []
-        if not texts:
-            first = number
-        texts += passage.texts
-        if prefix:
-            keys += [f"{prefix}-{passage.line:09d}"] * len(passage.texts)
-    if texts:
-        yield Unit(first, texts, keys=keys or None)
-
-
-def json_rows(source: SourceSpec, _: int) -> Iterator[Unit]:
+def json_rows(source: SourceSpec) -> Iterator[Unit]:
     path = Path(source.paths[0])
     for number, line in read_lines(path):
         if not line.strip():
@@ -284,32 +329,31 @@ def row_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpec
     file and line, for errors."""
     if isinstance(fields.get("translation"), dict):
         fields = fields["translation"]
+    remedy = "name two of them in `columns`"
     if source.mono:
-        names: list[str | None] = [source.field if source.field in fields else None]
+        names = [source.field]
         remedy = f"give the source another `field` than {source.field!r}"
     elif source.columns:
-        names = [str(column) if column in fields else None for column in source.columns]
-        remedy = "name two of them in `columns`"
+        names = list(map(str, source.columns))
     else:
-        names = [fitting_name(lang, fields) for lang in source.langs]
-        remedy = "name two of them in `columns`"
-    if None in names:
+        names = fitting_names(source.langs, fields)
+    if len(names) < len(source.langs) or not fields.keys() >= set(names):
         raise UserError(f"{place} has no text in it, but the fields {', '.join(fields) or 'none'}; {remedy}")
-    texts = [fields[name] for name in names if name is not None]
-    for name, text in zip(names, texts, strict=True):
-        if not isinstance(text, str | None):
-            raise UserError(f"{place} has no text in `{name}`, but {text!r}; {remedy}, or remove the record")
+    texts = list[str]()
+    for name in names:
+        if not isinstance(fields[name], str | None):
+            raise UserError(f"{place} has no text in `{name}`, but {fields[name]!r}; {remedy}, or remove the record")
+        texts.append(fields[name] or "")
     if source.mono:
-        lines = (texts[0] or "").split("\n")
-        return Unit(number, [line for line in lines if line.strip()])
-    return Unit(number, [(text or "").replace("\n", " ") for text in texts])
+        return Unit(number, [line for line in texts[0].split("\n") if line.strip()])
+    return Unit(number, [text.replace("\n", " ") for text in texts])
 
 
-def table_rows(source: SourceSpec, _: int) -> Iterator[Unit]:
+def table_rows(source: SourceSpec) -> Iterator[Unit]:
     """Yield a unit for each row of a parquet file, or of a data set. Any exception becomes a UserError, since damaged
     files raise many."""
     name = source.paths[0]
-    rows = parquet_rows(name) if source.format == "parquet" else data_set_rows(source)
+    rows = parquet_rows(Path(name)) if source.parquet else data_set_rows(source)
     for number in count(1):
         try:
             fields = next(rows, None)
@@ -324,13 +368,13 @@ def table_rows(source: SourceSpec, _: int) -> Iterator[Unit]:
         yield row_unit(f"{name}: row {number}", number, fields, source)
 
 
-def parquet_rows(name: str) -> Iterator[dict[str, Any]]:
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
-    problem = pointer_problem(Path(name))
+    problem = pointer_problem(path)
     if problem:
         raise UserError(problem)
-    with pyarrow.parquet.ParquetFile(name) as table:
+    with pyarrow.parquet.ParquetFile(path) as table:
         for batch in table.iter_batches(1024):
             batch.validate(full=True)
             yield from batch.to_pylist()
@@ -340,120 +384,87 @@ def data_set_rows(source: SourceSpec) -> Iterator[dict[str, Any]]:
     """Yield the rows of a folder of `save_to_disk`, of another local data set, or of a hub's, which is streamed."""
     import datasets
 
-    name, split = source.paths[0], source.split or "train"
-    if is_saved_data_set(Path(name)):
-        rows = datasets.load_from_disk(name)
-        if isinstance(rows, datasets.DatasetDict):
-            rows = rows[split]
-        for batch in rows.with_format("arrow").iter(1024):
-            batch.validate(full=True)
-            yield from batch.to_pylist()
+    name = source.paths[0]
+    if not is_saved_data_set(Path(name)):
+        streaming = not Path(name).exists()
+        yield from datasets.load_dataset(name, source.config, split=source.split, streaming=streaming)
         return
-    streaming = not Path(name).exists()
-    yield from datasets.load_dataset(name, source.config, split=split, streaming=streaming)
+    rows = datasets.load_from_disk(name)
+    if isinstance(rows, datasets.DatasetDict):
+        rows = rows[source.split]
+    for batch in rows.with_format("arrow").iter(1024):
+        batch.validate(full=True)
+        yield from batch.to_pylist()
 
 
 class ShardRecord(NamedTuple):
-    texts: tuple[str, ...]
+    record: Record
     starts: bool
     """True if a monolingual record starts a document."""
-    links: str | None
     counts_words: bool
     """True if the links number words as data/words.py divides a text; False: words between spaces and tabs."""
 
 
-def shard_units(source: SourceSpec, paragraphs: int) -> Iterator[Unit]:
+def shard_units(source: SourceSpec) -> Iterator[Unit]:
     """Yield the pairs or documents of shards, of our own or of others'."""
-    records = enumerate(foreign_records(source) if source.is_foreign else own_records(source), start=1)
+    records = foreign_records(source.paths[0], source.langs) if source.is_foreign else own_records(source.paths[0])
+    numbered = enumerate(records, start=1)
     if source.mono:
-        passages = (Passage(number, record.starts, [*record.texts]) for number, record in records)
-        yield from join_passages(((passage, passage.line) for passage in passages), paragraphs)
+        yield from join_paragraphs(Paragraph(number, of.record.texts[0], of.starts) for number, of in numbered)
         return
-    for number, record in records:
+    for number, (record, _, counts_words) in numbered:
+        texts = list(record.texts)
         linked = None
-        if record.links is not None and record.counts_words:
-            linked = [" ".join(words) for words, _ in split(list(record.texts))]
-        yield Unit(number, [*record.texts], record.links, linked)
+        if record.links is not None and counts_words:
+            linked = [" ".join(words) for words, _ in split(texts)]
+        yield Unit(number, texts, record.links, linked)
 
 
-def own_records(source: SourceSpec) -> Iterator[ShardRecord]:
-    shards = Source(source.paths[0])
+def own_records(directory: str) -> Iterator[ShardRecord]:
+    shards = Source(directory)
     for shard, records in enumerate(shards.counts.tolist()):
         for place in range(records):
             record = shards.with_words(shards.read(shard, place))
-            yield ShardRecord(record.texts, not shards.continues_document(shard, place), record.links, True)
+            yield ShardRecord(record, not shards.continues_document(shard, place), True)
 
 
-def foreign_records(source: SourceSpec) -> Iterator[ShardRecord]:
-    """Yield the records of tars that webdataset opens: paths and URLs with braces, `pipe:` and others. Raises
-    UserError."""
-    doc = None
-    for record, counts_words in webdataset_records(source.paths[0], source.langs):
-        starts = record.doc is None or record.doc != doc
-        doc = record.doc
-        yield ShardRecord(record.texts, starts, record.links, counts_words)
-
-
-def webdataset_records(urls: str, langs: tuple[str, ...]) -> Iterator[tuple[Record, bool]]:
-    """Yield the records of WebDataset tars in the languages `langs` (none: those of each sample), and whether their
-    links number words as data/words.py divides texts. Raises UserError."""
+def foreign_records(urls: str, langs: tuple[str, ...] = ()) -> Iterator[ShardRecord]:
+    """Yield the records of tars that webdataset opens: paths and URLs with braces, `pipe:` and others. langs: their
+    languages, in this order; (): those of each sample. Raises UserError."""
     import webdataset
 
     place = "the start"
+    doc = None
     try:
         for sample in webdataset.WebDataset(urls, shardshuffle=False):
             place = f"sample {sample['__key__']!r} of {sample['__url__']}"
-            for record in sample_records(sample, langs):
-                yield record, "jsonl" in sample
+            for fields in sample_fields(sample, langs):
+                record = Record.from_dict(fields)
+                if langs and fitting_names(langs, record.langs) != list(record.langs):
+                    raise ValueError(f"it has texts in {', '.join(record.langs)}, not in {' and '.join(langs)}")
+                yield ShardRecord(record, record.doc is None or record.doc != doc, "jsonl" in sample)
+                doc = record.doc
     except Exception as error:  # of tars, of servers, of programs behind pipes, of JSON: there are many
         raise UserError(f"{urls}: at or after {place}: {error}; correct the tar, or its address") from None
 
 
-def sample_records(sample: dict[str, Any], langs: tuple[str, ...]) -> list[Record]:
-    """Return the records of a sample of WebDataset: JSON lines, a JSON object, or a text for each language. Raises
-    ValueError."""
+def sample_fields(sample: dict[str, Any], langs: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the fields of the records of a sample of WebDataset: JSON lines, a JSON object, or a text for each
+    language (KEY.LANG.txt, KEY.links.txt; or KEY.txt)."""
     if "jsonl" in sample:
-        records = [Record.from_dict(parse_json(line)) for line in sample["jsonl"].splitlines() if line.strip()]
-    elif "json" in sample:
-        records = [Record.from_dict({"key": sample["__key__"]} | parse_json(sample["json"]))]
-    else:
-        texts = dict[str, str]()
-        for name, content in sample.items():
-            if name == "txt" and len(langs) == 1:
-                texts[langs[0]] = content.decode()
-            elif name.endswith(".txt") and name.count(".") == 1 and name != "links.txt":
-                texts[name.removesuffix(".txt")] = content.decode()
-        links = sample["links.txt"].decode() if "links.txt" in sample else None
-        fields = {"key": sample["__key__"], "langs": [*texts], "texts": [*texts.values()], "links": links}
-        if len(texts) > len(langs) > 0:
-            fields |= chosen_sides(texts, langs)
-        records = [Record.from_dict(fields)]
-    return [in_order(record, langs) for record in records]
+        return [parse_json(line) for line in sample["jsonl"].splitlines() if line.strip()]
+    if "json" in sample:
+        return [{"key": sample["__key__"]} | parse_json(sample["json"])]
+    texts = dict[str, str]()
+    for name, content in sample.items():
+        if name.endswith("txt") and name.count(".") <= 1:
+            texts[name.removesuffix("txt").removesuffix(".") or "".join(langs)] = content.decode()
+    links = texts.pop("links", None)
+    names = fitting_names(langs, texts) if langs else list(texts)
+    return [{"key": sample["__key__"], "langs": names, "texts": [texts[name] for name in names], "links": links}]
 
 
-def chosen_sides(texts: dict[str, str], langs: tuple[str, ...]) -> dict[str, list[str]]:
-    """Return the fields `langs` and `texts` of the texts in these languages."""
-    names = [name for name in (fitting_name(lang, texts) for lang in langs) if name]
-    return {"langs": names, "texts": [texts[name] for name in names]}
-
-
-def in_order(record: Record, langs: tuple[str, ...]) -> Record:
-    """Return the record with its sides in the order of `langs`. Raises ValueError if it has other languages."""
-    if not langs or record.langs == langs:
-        return record
-    sides = dict(zip(record.langs, record.texts, strict=True))
-    names = [fitting_name(lang, sides) for lang in langs]
-    if None in names or len(names) != len(record.langs):
-        raise ValueError(f"it has texts in {', '.join(record.langs)}, not in {' and '.join(langs)}")
-    links = record.links
-    if links is not None and names != [*record.langs]:
-        flipped = (link.partition("-") for link in links.split())
-        links = " ".join(f"{second}-{first}" for first, _, second in flipped)
-    return record._replace(langs=langs, texts=tuple(sides[name] for name in names if name), links=links)
-
-
-Reader = Callable[[SourceSpec, int], Iterator[Unit]]
-READERS: dict[str, Reader] = {
+READERS: dict[str, Callable[[SourceSpec], Iterator[Unit]]] = {
     "text": read_text,
     "tsv": tsv_pairs,
     "tmx": tmx_pairs,
@@ -462,7 +473,7 @@ READERS: dict[str, Reader] = {
     "datasets": table_rows,
     "shards": shard_units,
 }
-"""The key of a source that names its files -> the function that reads them, with the most paragraphs of a document."""
+"""The key of a source that names its files -> the function that reads them."""
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 

@@ -24,28 +24,32 @@ def split_sentences(text: str, language: str) -> list[str]:
     """Return the sentences of a paragraph, in order. They contain all of its visible characters."""
     import sentencex
 
-    code, pieces = short_code(language), [""]
+    code = short_code(language)
+    pieces = [""]
     for piece in sentencex.segment(code, text):
         end = pieces[-1][-_END:]
         if _INITIAL.search(end) or (_WITH_ORDINALS.fullmatch(code) and _ORDINAL.search(end)):
             pieces[-1] += piece
         else:
             pieces.append(piece)
-    return [sentence for piece in pieces if piece.strip() for sentence in _split_unspaced(piece.strip())]
+    sentences = list[str]()
+    for piece in pieces:
+        sentences += _split_unspaced(piece.strip())
+    return sentences
 
 
 def _split_unspaced(piece: str) -> list[str]:
     """Return a piece of text, split at spaces if it is long Thai or Lao, else at the _ENDS that sentencex does not
     know."""
-    if len(piece) > _LONG and _SPACES.search(piece):
-        sentences = [""]
-        for part in _SPACES.split(piece):
-            if len(sentences[-1]) >= _LONG:
-                sentences.append(part)
-            else:
-                sentences[-1] = f"{sentences[-1]} {part}".strip()
-        return sentences
-    return [part for part in _ENDS.split(piece) if part]
+    if len(piece) <= _LONG or not _SPACES.search(piece):
+        return list(filter(None, _ENDS.split(piece)))
+    sentences = [""]
+    for part in _SPACES.split(piece):
+        if len(sentences[-1]) >= _LONG:
+            sentences.append(part)
+        else:
+            sentences[-1] = f"{sentences[-1]} {part}".strip()
+    return sentences
 
 
 def is_blank(text: str) -> bool:

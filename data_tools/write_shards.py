@@ -4,14 +4,14 @@
     python -m data_tools.write_shards mono  --text F... --lang en --out DIR
 
 It does what `data_tools.prepare` does for one source without rules. Input is UTF-8 text, plain, .gz, .xz, .bz2 or .zst;
-- is standard input, which must be plain. A shard covers a fixed range of input lines (monolingual text: the documents
-that start in this range). The directory appears only when it is complete.
+- is standard input, which must be plain. The directory appears only when it is complete.
 """
 
 import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from xscale import files
 from xscale.data.shards import read_index
@@ -19,13 +19,10 @@ from xscale.errors import UserError
 
 from . import align, index, steps
 from .command import run
-from .corpus import Corpus, parse_corpus
-from .documents import FORMS
-from .engine import Executor, lock_folder
+from .corpus import parse_corpus
+from .engine import lock_folder
 from .prepare import do_steps
 from .prepare_report import source_warnings
-
-STANDARD_INPUT = "/dev/stdin"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -42,19 +39,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     links.add_argument("--align", action="store_true", help="make word links with eflomal (data_tools/align.py)")
     for side in ("src", "tgt"):
         pairs.add_argument(f"--links_{side}", type=text_path, help=f"--{side} as the aligner saw it, if not as given")
-    pairs.add_argument("--symmetrize", choices=list(align.SYMMETRIZE), default=steps.SYMMETRIZE,
-                       help="how --align joins the links of both directions")  # fmt: skip
     mono = commands.add_parser("mono", help="plain text or WikiExtractor output; files or directories")
     mono.add_argument("--text", type=text_path, nargs="+", required=True, help="- is standard input")
     mono.add_argument("--lang", required=True)
-    mono.add_argument("--documents", choices=["auto", *FORMS], default="auto",
+    mono.add_argument("--documents", choices=["auto", "doc", "blank", "lines"], default="auto",
                       help="a document is from <doc> to </doc>, the lines between blank ones, or a line; auto: as the "
                       "first lines of each file show")  # fmt: skip
     mono.add_argument("--whole_lines", action="store_true", help="a record is a line, not a sentence")
     for command in (pairs, mono):
         command.add_argument("--out", type=Path, required=True, help="directory to make")
         command.add_argument("--name", help="shards are NAME-%%06d.tar")
-        command.add_argument("--shard_lines", type=int, default=steps.CHUNK_UNITS, help="input lines of a shard")
+        command.add_argument("--shard_lines", type=int, default=steps.CHUNK_UNITS, help="pairs or documents of a shard")
         command.add_argument("--tokenizer", help="needed by --min_tokens and --max_tokens")
         command.add_argument("--min_tokens", type=int, help="the fewest tokens of each side")
         command.add_argument("--max_tokens", type=int, help="the most tokens of a sequence")
@@ -62,71 +57,61 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def text_path(name: str) -> str:
-    return STANDARD_INPUT if name == "-" else name
+    return "/dev/stdin" if name == "-" else name
 
 
-def corpus_of(args: argparse.Namespace) -> dict:
-    """Return the corpus.yaml of one source that the flags describe. Raises UserError."""
-    if args.shard_lines < 1:
-        raise UserError(f"--shard_lines {args.shard_lines} must be positive")
-    if args.kind == "pairs":
-        source = {"pairs": args.langs, "text": [args.src, args.tgt], "links": args.links}
-        if args.links_src or args.links_tgt:
-            if not (args.links and args.links_src and args.links_tgt):
-                raise UserError("--links_src and --links_tgt go with --links: give all three flags, or --links alone")
-            source["linked"] = [args.links_src, args.links_tgt]
-    else:
-        source = {"mono": args.lang, "text": args.text, "documents": args.documents, "whole_lines": args.whole_lines}
-    tokens = None
-    if args.min_tokens is not None or args.max_tokens is not None:
-        if not args.tokenizer:
-            raise UserError("--min_tokens and --max_tokens count tokens: also give --tokenizer")
-        tokens = [args.min_tokens or 0, sys.maxsize if args.max_tokens is None else args.max_tokens]
-    source |= {"name": args.name or args.kind, "line_keys": True}
-    rules = {"normalise": [], "identical": True, "length": {"tokens": tokens}}
-    tokenizer = args.tokenizer if tokens else None
-    return {"sources": [source], "rules": rules, "tokenizer": tokenizer, "align": args.kind == "pairs" and args.align}
+def token_bounds(tokenizer: str | None, fewest: int | None, most: int | None) -> list[int] | None:
+    """Return the rule length.tokens, or None if neither bound is given. Raises UserError without a tokenizer."""
+    if fewest is None and most is None:
+        return None
+    if not tokenizer:
+        raise UserError("--min_tokens and --max_tokens count tokens: also give --tokenizer")
+    return [fewest or 0, sys.maxsize if most is None else most]
 
 
-def check_pipes(corpus: Corpus) -> None:
-    """Raise UserError if a pipe would have to be read twice."""
-    paths = corpus.sources[0].paths
-    for path in paths:
-        is_pipe = path == STANDARD_INPUT or (Path(path).exists() and not Path(path).is_file())
-        if is_pipe and paths.count(path) > 1:
-            raise UserError(f"{path} is given {paths.count(path)} times, but can be read only once; give files")
-
-
-def write(corpus: Corpus, plan: steps.Plan, out: Path) -> list[str]:
+def write(plan: steps.CorpusPlan, out: Path) -> list[str]:
     """Write the shards of a corpus of one source to `out`. Return the warnings about it. Raises UserError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty folder; choose another --out or remove it")
     folder = files.partial_path(out)
-    if folder.is_dir():
-        os.close(lock_folder(folder))  # another process may be writing it
-    files.remove(folder)
     folder.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(folder)
     try:
+        for path in folder.iterdir():  # of a write that was killed
+            files.remove(path)
         steps.write_plan(folder, plan)
-        do_steps(Executor("local", 1, folder))
+        do_steps(folder, "local", 1)
         warnings = source_warnings(folder, 0)
-        files.rename_into_place(folder / "result/shards" / corpus.names[0], out)
-        return warnings
+        files.rename_into_place(folder / "result/shards" / plan.corpus.names[0], out)
     finally:
         files.remove(folder)
         os.close(lock)
+    return warnings
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    corpus = parse_corpus(corpus_of(args), f"write_shards {args.kind}")
-    check_pipes(corpus)
+    if args.shard_lines < 1:
+        raise UserError(f"--shard_lines {args.shard_lines} must be positive")
+    source: dict[str, Any]
+    if args.kind == "mono":
+        source = {"mono": args.lang, "text": args.text, "documents": args.documents, "whole_lines": args.whole_lines}
+    else:
+        source = {"pairs": args.langs, "text": [args.src, args.tgt], "links": args.links}
+        if args.links_src or args.links_tgt:
+            source["linked"] = [args.links_src, args.links_tgt]
+            if not (args.links and args.links_src and args.links_tgt):
+                raise UserError("--links_src and --links_tgt go with --links: give all three flags, or --links alone")
+    bounds = token_bounds(args.tokenizer, args.min_tokens, args.max_tokens)
+    rules = {"normalise": [], "identical": True, "length": {"tokens": bounds}}
+    tree = {"sources": [source | {"name": args.name}], "rules": rules, "align": args.kind == "pairs" and args.align}
+    if bounds:
+        tree["tokenizer"] = args.tokenizer
+    corpus = parse_corpus(tree, f"write_shards {args.kind}")
     if corpus.align:
         align.find_aligner()
-    symmetrize = args.symmetrize if corpus.align else steps.SYMMETRIZE
-    plan = steps.Plan(corpus, f"data_tools.write_shards {args.kind}", args.shard_lines, symmetrize)
-    warnings = write(corpus, plan, args.out)
+    plan = steps.CorpusPlan(corpus, f"data_tools.write_shards {args.kind}", args.shard_lines, args.name or args.kind)
+    warnings = write(plan, args.out)
     print(index.summary_line(args.out, read_index(args.out)[0]))
     for line in warnings:
         print(f"warning: {args.out}: {line}")

@@ -587,18 +587,15 @@ def test_shards_with_links(tmp_path: Path, corpus_files, write_pairs, shard_reco
     paths = corpus_files(["A b.  c", "", "d E", "f"], ["x y", "z", "x  y z", ""])  # "A b . c"
     expected = [["A b.  c", "x y"], ["d E", "x  y z"]]
     out = tmp_path / "out"
-    write_pairs(*paths, out, "--align", "--symmetrize", "intersection", "--shard_lines", 1)
+    write_pairs(*paths, out, "--align", "--shard_lines", 1)
     records = [record for shard in shard_records(out) for record in shard]
     assert [record["texts"] for record in records] == expected
-    assert [record["links"] for record in records] == ["1-1", "1-1"]
-    grown = tmp_path / "grown"
-    write_pairs(*paths, grown, "--align")
-    assert [r["links"] for shard in shard_records(grown) for r in shard] == ["0-0 1-1", "0-0 1-1"]
+    assert [record["links"] for record in records] == ["0-0 1-1", "0-0 1-1"]
     align.main(["--src", str(paths[0]), "--tgt", str(paths[1]), "--out", str(tmp_path / "links")])
     assert (tmp_path / "links").read_text() == "0-0 1-1\n\n0-0 1-1\n\n"
     assert (tmp_path / "links.src.txt").read_text() == "A b . c\n\nd E\nf\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "bin", "c.de", "c.en", "grown", "links", "links.src.txt", "links.tgt.txt", "out",
+        "bin", "c.de", "c.en", "links", "links.src.txt", "links.tgt.txt", "out",
     ]  # fmt: skip
     options = ("--links", tmp_path / "links", *(f"--links_{s}={tmp_path}/links.{s}.txt" for s in ("src", "tgt")))
     write_pairs(*paths, tmp_path / "again", *options)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data_tools import documents, index, inspect, write_shards
+from data_tools import index, inspect, readers, write_shards
 from tests.plain import originals
 from xscale.data.calibrate import calibrate
 from xscale.data.loader import StepDataset, StreamObjective
@@ -156,8 +156,8 @@ class Run:
 def test_documents_of_every_form(tmp_path: Path, lines, form: str) -> None:
     made = corpus()
     texts = list(lines(made))
-    assert documents.guess_form([text.strip() for text in texts[: documents.HEAD_LINES]]) == form
-    for options in ((), ("--documents", form), ("--shard_lines", 100)):
+    assert readers.guess_form([text.strip() for text in texts[: readers.HEAD_LINES]]) == form
+    for options in ((), ("--documents", form), ("--shard_lines", 10)):
         source = Source(write(tmp_path / str(options), texts, *options))
         found = indexed(source)
         assert flat(found) == flat(made) and source.index["documents"] == len(made) == 61
@@ -194,17 +194,6 @@ def test_sentences_of_a_line_are_a_document(tmp_path: Path) -> None:
     assert [source.read(0, n).key for n in range(3)] == ["t.en-000000001.0", "t.en-000000001.1", "t.en-000000002.0"]
 
 
-def test_a_document_is_torn_by_no_shard_but_where_it_is_longer(tmp_path: Path) -> None:
-    made = [[[n * 100 + i] for i in range(size)] for n, size in enumerate((30, 7, 95, 2, 60, 1, 1, 49))]
-    lines = ["\n".join(sentences(document)) for document in made]
-    texts = "\n\n".join(lines).split("\n")
-    source = Source(write(tmp_path / "one", texts, "--shard_lines", 50))
-    expected = [*made[:2], made[2][:50], made[2][50:], made[3], made[4][:50], made[4][50:], *made[5:]]
-    assert indexed(source) == expected
-    # Their first lines, with blank ones between: 1, 32, 40, 90 | 136, 139, 189, 200 | 202, 204.
-    assert source.counts.tolist() == [30 + 7 + 50, 45, 2 + 50, 10 + 1, 1 + 49]
-
-
 def test_a_file_s_end_is_a_document_s_end(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_text(f"{name} one\n{name} two\n\n{name} three\n")
@@ -239,7 +228,7 @@ def without_made_by(directory: Path) -> dict[str, Any]:
 
 
 def test_indexing_again_gives_the_same_bytes(tmp_path: Path) -> None:
-    out = write(tmp_path / "x", as_markup(corpus()), "--shard_lines", 300)
+    out = write(tmp_path / "x", as_markup(corpus()), "--shard_lines", 20)
     before, stated = {path: path.read_bytes() for path in out.glob("*.idx")}, without_made_by(out)
     assert len(before) > 2
     for path in [*before, out / "index.json"]:
@@ -306,7 +295,7 @@ def test_stretches_are_the_text(text: str) -> None:
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, Documents]:
     made = corpus(seed=1, count=200)
-    return Source(write(tmp_path_factory.mktemp("running"), as_markup(made), "--shard_lines", 2000)), made
+    return Source(write(tmp_path_factory.mktemp("running"), as_markup(made), "--shard_lines", 60)), made
 
 
 def test_an_epoch_is_every_token_once(shards, words: Tokenizer) -> None:

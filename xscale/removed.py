@@ -22,6 +22,7 @@ FLAGS: dict[str, str] = {
     "--plugin": "name an objective of your own in the recipe: streams.NAME.objective=MODULE:NAME",
     # One line for each flag.
     "tokenizer --extend": "tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",
+    "write_shards --symmetrize": "`data_tools.align --symmetrize`, then its files as --links, --links_src, --links_tgt",
     "--data_change": "`--fork RUN@STEP --out NEW` takes further --data, and the old data continue where they were",
     "--suite": "give each test set to --task by its own flags",
     "--parts": "give each job its own --task and --out",
@@ -87,6 +88,17 @@ HUGGING_FACE: dict[str, str] = {
 }
 """By the argument's name in Hugging Face's trainers and scripts. docs/how-to/from-hugging-face.md has more of them."""
 
+CORPUS_KEYS: dict[str, str] = {
+    # One line for each key.
+    "zst": "text: [F.en.zst, F.de.zst], with links: F.aln.zst",
+    "opus": "unzip the file, and give text: [F.en, F.de]",
+    "conllu": "`grep '^# text = ' F | cut -c10-`, and give the result as text",
+    "score": "filter the lines by their scores before, such as by awk",
+    "boilerplate": "remove such lines before",
+    "line_keys": "leave it out; the key of a record of text says the line at which its pair or document begins",
+}
+"""By key of a source or of the rules in corpus.yaml: "opus"."""
+
 COMMANDS: dict[str, str] = {
     "xscale.doctor": "`xscale/train.py --dry_run` checks the recipe, the data and the disk, and ds_report the machine",
     "xscale.merge": "export the models, and merge the exports by mergekit",
@@ -118,6 +130,13 @@ def removed_field(name: str) -> str:
     if last in HUGGING_FACE:
         return f"{name}: unknown key; what Hugging Face calls {last} is {HUGGING_FACE[last]} here"
     return ""
+
+
+def removed_key(name: str) -> str:
+    """Return the error about a removed key of corpus.yaml, such as opus, or ""."""
+    if name not in CORPUS_KEYS:
+        return ""
+    return f"{name} is no longer part of xscale: {CORPUS_KEYS[name]}"
 
 
 def removed_command(module: str) -> str:
