@@ -347,7 +347,10 @@ def problem_lines(error: ValidationError, prefix: str) -> list[str]:
         place = ".".join(map(str, problem["loc"]))
         text = f"{problem['input']!r}: {problem['msg']}"
         if problem["type"] == "extra_forbidden":
-            remedy = removed_key(str(problem["loc"][-1])) or "remove it, or move it where it belongs (docs/data.md)"
+            remedy = (
+                removed_key(str(problem["loc"][-1]))
+                or "remove it, or move it where it belongs (docs/reference/corpus.md)"
+            )
             text = f"unknown key here; {remedy}"
         elif problem["type"] == "value_error":
             text = problem["msg"].removeprefix("Value error, ")

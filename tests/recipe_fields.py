@@ -1,4 +1,4 @@
-"""The tables of recipe fields in docs/recipes.md, from the code: `python -m tests.recipe_fields` writes them anew."""
+"""The tables of recipe fields in docs/reference/recipe.md, from the code: `python -m tests.recipe_fields` writes them anew."""
 
 import ast
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union
 from xscale import recipe
 from xscale.objectives import OBJECTIVES
 
-PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "recipe.md"
 SECTIONS = {
     "model": recipe.ModelConfig,
     "streams.NAME": recipe.StreamConfig,
