@@ -1,4 +1,4 @@
-"""The tables of recipe fields in docs/reference/recipe.md, from the code: `python -m tests.recipe_fields` writes them anew."""
+"""The tables of fields in docs/reference/recipe.md, from the code: `python -m tests.recipe_fields` writes them anew."""
 
 import ast
 import dataclasses
