@@ -54,8 +54,10 @@ def replacing(path: Path) -> Iterator[Path]:
         yield partial
         files.sync(partial)
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         files.remove(partial)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # errors of writes do not name the file
         raise
 
 
