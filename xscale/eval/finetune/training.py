@@ -73,8 +73,10 @@ class SequenceMaker:
         types: list[int] = []
         for number, side in enumerate(sides):
             ids += side
-            language = self.language_ids[languages[number]]
-            types += [language if self.model.language_embeddings else number] * len(side)
+            token_type = number
+            if self.model.language_embeddings:
+                token_type = self.language_ids[languages[number]]
+            types += [token_type] * len(side)
         inputs = {"input_ids": ids, "attention_mask": [1] * len(ids)}
         if self.model.language_embeddings or self.model.segments:
             inputs["token_type_ids"] = types
@@ -141,8 +143,10 @@ class FineTunedModel(nn.Module):
         labels: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the logits ([B, C] of sequences, else [B, L, C]), and with labels the mean cross-entropy."""
-        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-        x = self.base_model(input_ids=input_ids, attention_mask=attention_mask, **types).last_hidden_state
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if token_type_ids is not None:
+            inputs["token_type_ids"] = token_type_ids
+        x = self.base_model(**inputs).last_hidden_state
         if self.reads == "sequence" and self.pools_mean:
             ordinary_BL1 = (attention_mask.bool() & ~torch.isin(input_ids, self.special_ids)).unsqueeze(-1)
             x = (x * ordinary_BL1).sum(1) / ordinary_BL1.sum(1).clamp(min=1)
@@ -151,7 +155,9 @@ class FineTunedModel(nn.Module):
         logits = self.classifier(self.dropout(x))
         if labels is None:
             return {"logits": logits}
-        scores = logits.transpose(1, 2) if self.reads == "span" else logits  # of a span, tokens are the classes
+        scores = logits
+        if self.reads == "span":  # tokens are the classes
+            scores = logits.transpose(1, 2)
         return {"loss": F.cross_entropy(scores.flatten(0, -2), labels.flatten()), "logits": logits}
 
 
