@@ -129,7 +129,7 @@ def sums_of_pairs(model: ExportedModel, source: Source, limit: int, stream: Meas
         start = 0
         for term, labels in stream_batch.labels.items():
             end = start + len(labels)
-            np.add.at(sums[term], pair_of_sequence[stream_batch.group_of_label[term]], sums_M3[start:end])
+            np.add.at(sums[term], pair_of_sequence[stream_batch.group_of_target[term]], sums_M3[start:end])
             start = end
     fitting = np.sort(np.concatenate(pairs_of_rows))
     return {term: sums_S3[fitting] for term, sums_S3 in sums.items() if sums_S3[:, 2].any()}
