@@ -167,8 +167,8 @@ def encode_groups(
     is_switched = len(examples) > len(training.groups)
     groups: dict[int, list[Feature]] = {}
     for number, feature in enumerate(task.encode(examples, maker, labels)):
-        group = group_of_example[feature.example] if is_switched else number
-        groups.setdefault(group, []).append(feature)
+        place = group_of_example[feature.example] if is_switched else number
+        groups.setdefault(place, []).append(feature)
     return list(groups.values())
 
 

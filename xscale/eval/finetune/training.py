@@ -216,7 +216,7 @@ def fine_tune(
 def predict_outputs(trainer: transformers.Trainer, features: list[Feature]) -> np.ndarray:
     """Return the logits, a row for each feature. Raises NotFinite."""
     groups: Any = [[feature] for feature in features]
-    outputs = trainer.predict(groups).predictions
+    outputs: Any = trainer.predict(groups).predictions
     if not np.isfinite(outputs).all():
         raise NotFinite("the fine-tuned model's logits are not finite; give a smaller --lr")
     return outputs
