@@ -7,14 +7,11 @@ from jinja2 import Environment
 
 from .cleaning import LID_PROBABILITY, identifiable_languages, identify_language, language_code
 from .corpus import Corpus
-from .readers import Unit
-from .steps import all_chunks, read_json, read_plan, read_units_of, source_counts
+from .steps import read_json, read_plan, read_units_of, source_chunks, source_counts
 from .survey import warning_lines
 
 IDENTIFIED = 200
-"""The maximum number of first pairs or documents of a source whose language is identified."""
-IDENTIFIED_CHARACTERS = 500
-"""The number of first characters of a document by which its language is identified."""
+"""The maximum number of first pairs or sentences by which the language of a source is identified."""
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Corpus</title>
 <style>
@@ -90,30 +87,23 @@ def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
 def source_warnings(folder: Path, number: int) -> list[str]:
     """Return a line for each suspicious property of the texts of source `number`, by its first chunk."""
     source = read_plan(folder).corpus.sources[number]
-    chunk = next(chunk for chunk in all_chunks(folder) if chunk.source == number)
-    units = list(read_units_of(folder / f"clean/{chunk.number}.jsonl"))
-    if not units:
-        return []
-    records = [unit.texts for unit in units]
-    if source.mono:
-        records = []
-        for unit in units:
+    chunk = source_chunks(folder, number)[0]
+    records = list[list[str]]()
+    for unit in read_units_of(folder / f"clean/{chunk.number}.jsonl"):
+        if source.pairs:
+            records.append(unit.texts)
+        else:
             records += [[text] for text in unit.texts]
+    if not records:
+        return []
     lines = warning_lines(source.langs, records)
     for side, lang in enumerate(source.langs):
-        text = text_of_side(units[:IDENTIFIED], side, bool(source.pairs))
+        text = " ".join(record[side] for record in records[:IDENTIFIED])
         code, probability = identify_language(text, True)
         known = language_code(lang)
         if known in identifiable_languages(True) and code != known and probability >= LID_PROBABILITY:
             lines.append(f"{lang}: py3langid takes its text for {code}; correct the language if that is right")
     return lines
-
-
-def text_of_side(units: list[Unit], side: int, is_pair: bool) -> str:
-    """Return the texts of one side of pairs, or the first characters of documents, in one text."""
-    if is_pair:
-        return " ".join(unit.texts[side] for unit in units)
-    return " ".join(" ".join(unit.texts)[:IDENTIFIED_CHARACTERS] for unit in units)
 
 
 def summary(out: Path, report: dict[str, Any]) -> str:

@@ -248,7 +248,6 @@ def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
 
     path = Path(source.paths[0])
     number = 0
-    complete = 0
     try:
         elements = iterparse(BlockFile(read_blocks(path, is_xml=True)), events=("start", "end"))
         _, body = next(elements)
@@ -261,15 +260,11 @@ def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
                 number += 1
                 texts = translations(element, source.langs)
                 body.clear()
-                if texts:
-                    complete += 1
                 yield Unit(number, texts)
     except UserError:
         raise
     except (ParseError, ValueError, LookupError, StopIteration, RecursionError) as error:
         raise UserError(f"{path}: after translation unit {number}: {error or 'the file ends'}; fix the TMX") from None
-    if not complete:
-        raise UserError(f"{path}: none of {number} translation units has both {' and '.join(source.langs)}")
 
 
 def tag_of(element: Any) -> str:
