@@ -491,13 +491,22 @@ def test_samples_for_the_tokenizer_follow_alpha(monkeypatch: pytest.MonkeyPatch)
             assert abs(found[lang] - 2000 * count**alpha / total) <= 1
 
 
+LINKS = {
+    "a,\u00a0  b\x01c d\tx  y z\t0-0 1-1 2-2": "0-0 2-1 3-1 4-2",
+    "ten thousand euros\t10\u00a0000 euros\t0-0 1-0 2-1": "0-0 0-1 1-0 1-1 2-2",
+    "a b\tx\u3000y z\t0-0 1-1": "0-0 0-1 1-2",
+    "c d\te f\t1-1": "1-1",
+}
+"""Row of a TSV -> the stored links. Aligners divide words at spaces and tabs only: "10\u00a0000" is one word."""
+
+
 def test_links_are_of_the_words_that_are_stored(tmp_path: Path) -> None:
     """OpusTrainer's TSV: the links count words of the given text, of which the rules change one into two."""
-    (tmp_path / "l.tsv").write_text("a,\u00a0  b\x01c d\tx  y z\t0-0 1-1 2-2\n", encoding="utf-8")
-    tree = {"sources": [{"pairs": ["en", "de"], "tsv": str(tmp_path / "l.tsv"), "columns": [1, 2], "links": 3}]}
-    (source,) = find_sources([run(tmp_path, tree) / "shards"])
-    record = source.read(0, 0)
-    assert record.texts == ("a, b c d", "x y z") and record.links == "0-0 2-1 3-1 4-2"
+    (tmp_path / "l.tsv").write_text("".join(f"{row}\n" for row in LINKS), encoding="utf-8")
+    tree = {"sources": [{"pairs": ["en", "fr"], "tsv": str(tmp_path / "l.tsv"), "columns": [1, 2], "links": 3}]}
+    records = records_below(run(tmp_path, tree))
+    assert [record.links for record in records] == list(LINKS.values())
+    assert records[0].texts == ("a, b c d", "x y z")
 
 
 def test_pairs_without_links_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,15 +562,6 @@ def test_shards_are_a_source_again(tmp_path: Path) -> None:
     for bad, named in (({"mono": "en", **again[0]}, "remove pairs and mono"), ({"shards": "none"}, "none/index.json")):
         with pytest.raises(UserError, match=named):
             run(tmp_path, {"sources": [bad]})
-
-
-def test_words_of_links_are_divided_as_aligners_do(tmp_path: Path) -> None:
-    """At spaces and tabs: "10\u00a0000" is one word."""
-    rows = ["ten thousand euros\t10\u00a0000 euros\t0-0 1-0 2-1", "a b\tx\u3000y z\t0-0 1-1", "c d\te f\t1-1"]
-    (tmp_path / "l.tsv").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-    tree = {"sources": [{"pairs": ["en", "fr"], "tsv": str(tmp_path / "l.tsv"), "columns": [1, 2], "links": 3}]}
-    records = records_below(run(tmp_path, tree))
-    assert [record.links for record in records] == ["0-0 0-1 1-0 1-1 2-2", "0-0 0-1 1-2", "1-1"]
 
 
 def test_inline_codes_and_namespaces_of_a_tmx(tmp_path: Path) -> None:
