@@ -94,11 +94,11 @@ def patch() -> None:
 
     snapshot = manager.CheckpointManager._snapshot
 
-    def also_own(self: manager.CheckpointManager, copies: bool) -> dict[str, Any]:
-        states = snapshot(self, copies)
+    def also_own(self: manager.CheckpointManager, step: int, copies: bool) -> Any:
+        states = snapshot(self, step, copies)
         if "own" in now:
-            state = {"xscale": {"step": self.under_way}, "universal_checkpoint_info": {}}
-            self.engine.save_checkpoint(now["own"], tag=str(self.under_way), client_state=state, save_latest=False)
+            state = {"xscale": {"step": step}, "universal_checkpoint_info": {}}
+            self.engine.save_checkpoint(now["own"], tag=str(step), client_state=state, save_latest=False)
         return states
 
     vars(manager)["write_state"] = write_state

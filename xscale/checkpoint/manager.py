@@ -9,6 +9,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +39,18 @@ class RankFiles(NamedTuple):
     sealed: dict[str, Any]
     """The size and hash of each file."""
     seconds: float
+
+
+class Save(NamedTuple):
+    """A checkpoint that is being written."""
+
+    step: int
+    manifest: dict[str, Any]
+    """The manifest without its list of files."""
+    good: bool
+    """True if fp16 skips no steps, so that the weights are probably sound."""
+    files: "Future[RankFiles]"
+    """The files of this rank, once they are written."""
 
 
 class Publication(NamedTuple):
@@ -84,31 +98,25 @@ class CheckpointManager:
         """The step of the newest good checkpoint: one that was saved while fp16 skipped no steps."""
         self.pending_times: dict[str, float] = {}
         """Metrics of saves (seconds) that `pop_times` has not returned yet."""
-        self.under_way: int | None = None
-        """The step of the checkpoint that is being written, or None. The attributes below belong to this checkpoint."""
-        self.manifest: dict[str, Any] = {}
-        self.good_under_way = True
-        self.thread: threading.Thread | None = None
-        self.problem: Exception | None = None
-        """The error that kept this rank from writing its files."""
-        self.sealed: dict[str, Any] = {}
-        """The size and hash of each file that this rank has written."""
-        self.seconds = 0.0
-        """The number of seconds that this rank has spent on writing."""
+        self.current: Save | None = None
+        """The checkpoint that is being written, or None."""
 
     @property
-    def step_under_way(self) -> int:
-        assert self.under_way is not None
-        return self.under_way
-
-    @property
-    def partial(self) -> Path:
-        return files.partial_path(self.folder / f"step_{self.under_way:08d}")
+    def under_way(self) -> int | None:
+        """The step of the checkpoint that is being written, or None."""
+        return self.current.step if self.current else None
 
     @property
     def is_written(self) -> bool:
         """Return whether this rank has written its files of the checkpoint under way."""
-        return self.under_way is not None and not (self.thread and self.thread.is_alive())
+        return self.current is not None and self.current.files.done()
+
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
+
+    def partial_of(self, step: int) -> Path:
+        """Return the directory into which the ranks write a checkpoint before it is published."""
+        return files.partial_path(self.path_of(step))
 
     def save(self, step: int, manifest: dict[str, Any], *, good: bool, background: bool, must_succeed: bool) -> None:
         """Save a checkpoint of `step`, unless it exists.
@@ -123,30 +131,25 @@ class CheckpointManager:
         started = time.monotonic()
         background = background and not must_succeed
         self.note(f"saving step {step}")
-        self.under_way = step
-        self.manifest = manifest
-        self.good_under_way = good
-        self.thread = None
-        self.sealed = {}
-        self.seconds = 0.0
-        states = self._snapshot(background)
+        self.current = Save(step, manifest, good, Future())
+        writing = partial(self._write, self.current, *self._snapshot(step, background))
         if background:
-            self.thread = threading.Thread(target=self._write, args=(states,), name="checkpoint", daemon=True)
-            self.thread.start()
+            threading.Thread(target=writing, name="checkpoint", daemon=True).start()
         else:
-            self._write(states)
+            writing()
         self._add_wait(started)
         if not background:
             self.finish_save(must_succeed)
 
     def finish_save(self, must_succeed: bool = False) -> None:
         """Wait until all ranks have written the checkpoint under way, then publish it and remove old ones."""
-        if self.under_way is None:
+        if self.current is None:
             return
         started = time.monotonic()
-        step = self.under_way
+        save = self.current
+        step = save.step
         self.note(f"waiting for the checkpoint of step {step}")
-        publication = self._publish()
+        publication = self._publish(save)
         problem = publication.problem
         if problem and must_succeed:
             then = "begin" if self.saved is None else f"go on from step {self.saved}"
@@ -159,7 +162,7 @@ class CheckpointManager:
             )
         if not problem:
             self.saved = step
-            if self.good_under_way:
+            if save.good:
                 self.good = step
             if self.host_group.is_main:
                 needed_steps = set(self.published(step, publication.path))
@@ -182,87 +185,89 @@ class CheckpointManager:
         self.pending_times = {}
         return times
 
-    def _snapshot(self, copies: bool) -> dict[str, Any]:
-        """Return the content of this rank's files by name; {} if this or another rank has a `problem`."""
-        self.problem = self._make_room() if self.host_group.is_main else None
-        if not self.host_group.agree(self.problem is None):
-            return {}
-        snapshot = take_snapshot(self.engine, self.partial, copies)
+    def _snapshot(self, step: int, copies: bool) -> tuple[dict[str, Any], Exception | None]:
+        """Return the content of this rank's files by name, and None. If a rank has an error, return {} and this rank's
+        own error or None."""
+        problem = self._make_room(self.partial_of(step)) if self.host_group.is_main else None
+        if not self.host_group.agree(problem is None):
+            return {}, problem
+        snapshot = take_snapshot(self.engine, self.partial_of(step), copies)
         auxiliary = {name: state.state_dict() for name, state in self.engine.module.auxiliary_states.items()}
         if self.host_group.is_main and auxiliary:
             snapshot.save(auxiliary, store.AUXILIARY_STATES)
         if snapshot.problem:
             text = f"{snapshot.problem}; checkpoint.background=false makes no copy in memory"
-            self.problem = OSError(errno.ENOMEM, text)
-            return {}
-        return snapshot.contents
+            return {}, OSError(errno.ENOMEM, text)
+        return snapshot.contents, None
 
-    def _make_room(self) -> OSError | None:
+    def _make_room(self, folder: Path) -> OSError | None:
         """Make the checkpoint's empty directory, on rank 0. Return an OSError if that fails or the disk is too full."""
         parameters = sum(p.numel() for p in self.engine.module.parameters())
         needed = 16 * parameters + self.engine.module.auxiliary_bytes() + SPARE_BYTES
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            files.remove(self.partial)
+            files.remove(folder)
             free = shutil.disk_usage(self.folder).free
             if free <= needed:
                 return OSError(errno.ENOSPC, f"{free / 2**30:.1f} GB are free, {needed / 2**30:.1f} GB needed")
-            self.partial.mkdir()
+            folder.mkdir()
         except OSError as error:
             return error
         return None
 
-    def _write(self, states: dict[str, Any]) -> None:
-        """Write, check and hash this rank's files. An error becomes `problem`, which `_publish` reports."""
-        if not states:
-            return
+    def _write(self, save: Save, contents: dict[str, Any], problem: Exception | None) -> None:
+        """Write, check and hash this rank's files, and complete `save.files`."""
         started = time.monotonic()
-        partial = self.partial
-        try:
-            names = list(states)
-            for name in names:
-                write_state(states.pop(name), partial / name)
-            if self.host_group.is_main:
-                self.write_model(self.step_under_way, partial)
-                copy_conversion_script(self.engine, self.folder)
-                names += [str(path.relative_to(partial)) for path in partial.glob(f"{store.HF}/*")]
-            check_types([partial / name for name in names if name.endswith(".pt")])
-            self.sealed = {name: store.sync_and_hash(partial / name) for name in names}
-        except Exception as error:
-            self.problem = unwrap_os_error(error)
-        self.seconds = time.monotonic() - started
+        sealed = dict[str, Any]()
+        if contents:
+            try:
+                sealed = self._write_files(save.step, contents)
+            except Exception as error:
+                problem = unwrap_os_error(error)
+        save.files.set_result(RankFiles(problem, sealed, time.monotonic() - started))
 
-    def _publish(self) -> Publication:
+    def _write_files(self, step: int, contents: dict[str, Any]) -> dict[str, Any]:
+        """Write this rank's files. Returns the size and hash of each."""
+        folder = self.partial_of(step)
+        names = list(contents)
+        for name in names:
+            write_state(contents.pop(name), folder / name)
+        if self.host_group.is_main:
+            self.write_model(step, folder)
+            copy_conversion_script(self.engine, self.folder)
+            names += [str(path.relative_to(folder)) for path in folder.glob(f"{store.HF}/*")]
+        check_types([folder / name for name in names if name.endswith(".pt")])
+        return {name: store.sync_and_hash(folder / name) for name in names}
+
+    def _publish(self, save: Save) -> Publication:
         """Publish the checkpoint. If a rank has failed, the new files are removed, and older checkpoints stay."""
-        if self.thread:
-            self.thread.join()
-        if self.problem and not isinstance(self.problem, OSError | UserError):
-            raise self.problem
-        ranks = self.host_group.gather(RankFiles(self.problem, self.sealed, self.seconds))
+        own = save.files.result()
+        if own.problem and not isinstance(own.problem, OSError | UserError):
+            raise own.problem
+        ranks = self.host_group.gather(own)
         problems = [f"rank {rank}: {written.problem}" for rank, written in enumerate(ranks) if written.problem]
-        path = self.folder / f"step_{self.under_way:08d}"
+        path = self.path_of(save.step)
         if self.host_group.is_main:
             if not problems:
                 try:
-                    store.publish(self.partial, path, self._whole_manifest(ranks))
+                    store.publish(self.partial_of(save.step), path, self._whole_manifest(save, ranks))
                 except OSError as error:
                     problems.append(f"rank 0: {error}")
             if problems:
-                files.remove(self.partial)
+                files.remove(self.partial_of(save.step))
         problem = self.host_group.gather("; ".join(problems))[0]
-        self.under_way = None
-        self.thread = None
+        self.current = None
         for written in ranks:
             if isinstance(written.problem, UserError):
                 raise written.problem
         return Publication(path, problem, max(written.seconds for written in ranks))
 
-    def _whole_manifest(self, ranks: list[RankFiles]) -> dict[str, Any]:
+    def _whole_manifest(self, save: Save, ranks: list[RankFiles]) -> dict[str, Any]:
         """Return the manifest with the files of all ranks, in the order of their names."""
         sealed: dict[str, Any] = {}
         for written in ranks:
             sealed |= written.sealed
-        manifest = {"step": self.under_way, "world_size": self.host_group.size, **self.manifest}
+        manifest = {"step": save.step, "world_size": self.host_group.size, **save.manifest}
         return manifest | {"files": dict(sorted(sealed.items()))}
 
 
