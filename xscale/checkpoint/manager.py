@@ -131,8 +131,9 @@ class CheckpointManager:
         started = time.monotonic()
         background = background and not must_succeed
         self.note(f"saving step {step}")
+        contents, problem = self._snapshot(step, background)
         self.current = Save(step, manifest, good, Future())
-        writing = partial(self._write, self.current, *self._snapshot(step, background))
+        writing = partial(self._write, self.current, contents, problem)
         if background:
             threading.Thread(target=writing, name="checkpoint", daemon=True).start()
         else:
