@@ -289,7 +289,7 @@ def has_weights_in_order(engine: Any, path: Path) -> bool:
     if engine.zero_optimization_stage() == 0:
         return True
     saved = load_state(model_state_path(path))["param_shapes"]
-    return [[*shapes] for shapes in saved] == [[*shapes] for shapes in engine._get_zero_param_shapes()]
+    return list(map(list, saved)) == list(map(list, engine._get_zero_param_shapes()))
 
 
 def saved_partition(rank_file: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -321,7 +321,8 @@ def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
     weights, at stages 1 to 3 flat tensors."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 0:
-        yield from ((weight, [(weight, 0, weight.numel(), 0)]) for weight in engine.module.parameters())
+        for weight in engine.module.parameters():
+            yield weight, [(weight, 0, weight.numel(), 0)]
         return
     if engine.zero_optimization_stage() == 3:
         rank = optimizer.dp_process_group.rank()
@@ -340,9 +341,13 @@ def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
     groups = optimizer.bf16_groups if bf16 else optimizer.bit16_groups
     flats = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
     for group, flat in zip(groups, flats, strict=True):
-        mapped = [(weight, weight._hp_mapping) for weight in group if weight._hp_mapping]
-        places = [(weight, of.lp_fragment_address, of.hp_fragment_address) for weight, of in mapped]
-        yield flat, [(weight, of.start, of.start + of.numel, at.start) for weight, of, at in places]
+        fragments = []
+        for weight in group:
+            if weight._hp_mapping:
+                in_weight = weight._hp_mapping.lp_fragment_address
+                in_flat = weight._hp_mapping.hp_fragment_address
+                fragments.append((weight, in_weight.start, in_weight.start + in_weight.numel, in_flat.start))
+        yield flat, fragments
 
 
 def zero_padding(engine: Any) -> None:
