@@ -139,7 +139,7 @@ class StepModule(nn.Module):
                     loss = loss + weights[key] * value
             for name, (value, term) in losses.metrics.items():
                 if value.ndim:
-                    sums.append(language_sums(name, loss_key(stream, term), value.to(wide), row))
+                    sums += language_sums(name, loss_key(stream, term), value.to(wide), row)
                     value = value.sum()
                 sums.append(Sums([MetricKey(name, stream, term)], value.reshape(1)))
         if predictions:
@@ -162,19 +162,19 @@ class StepModule(nn.Module):
         for (stream, prediction), both_2m in zip(predictions, both_2M.split(sizes, dim=1), strict=True):
             key = loss_key(stream, prediction.term)
             sums.append(Sums([key, MetricKey(prediction.accuracy, stream, prediction.term)], both_2m.sum(1)))
-            sums.append(language_sums("loss", key, both_2m[0], row))
+            sums += language_sums("loss", key, both_2m[0], row)
         return loss, sums
 
 
-def language_sums(name: str, term: MetricKey, values_T: Tensor, row: Row) -> Sums:
-    """Return the sums over the targets of each language or pair. name: what the values are; term: the `loss_key` of the
-    term whose targets have the values. The result is empty if collate has not told the targets' languages."""
+def language_sums(name: str, term: MetricKey, values_T: Tensor, row: Row) -> list[Sums]:
+    """Return the sums over the targets of each language or pair, or [] if collate has not told the targets' languages.
+    name: what the values are; term: the `loss_key` of the term whose targets have the values."""
     if term not in row.language_groups:
-        return Sums([], values_T.new_zeros(0))
+        return []
     group_of_target, languages = row.language_groups[term]
     sums_G = values_T.new_zeros(len(languages) + 1).index_add_(0, group_of_target, values_T)
     keys = [MetricKey(name, term.stream, term.term, language) for language in languages]
-    return Sums(keys, sums_G[:-1])
+    return [Sums(keys, sums_G[:-1])]
 
 
 def encoder_states(encoder: Encoder, row: Row) -> States:

@@ -27,11 +27,11 @@ class Sums:
     def join(parts: list["Sums"], like: Tensor) -> "Sums":
         """Return the sums of all parts as one vector, of the type and on the device of `like`."""
         keys = list[MetricKey]()
-        values = [like.new_zeros(0)]
+        values = list[Tensor]()
         for part in parts:
             keys += part.keys
             values.append(part.values_K.to(like.dtype))
-        return Sums(keys, torch.cat(values))
+        return Sums(keys, torch.cat(values) if values else like.new_zeros(0))
 
     @staticmethod
     def total(rows: Iterable["Sums"]) -> "Sums":
