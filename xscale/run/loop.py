@@ -93,13 +93,12 @@ class Trainer:
             counts = step.counts()
             check_targets(counts, number, self.recipe.at(self.state.step))
             self.watch.note(f"in step {number}")
-            excluded = self.recipe.train.skips(number)
-            if excluded:
+            if self.recipe.train.skips(number):
                 self.metrics.add_excluded(number, counts.samples, counts.cost["tokens"])
                 count_skipped_step(self.engine)
             else:
                 self.metrics.add(self.train_step(step.batch, counts, started))
-            self.state = TrainState(number, step.batch.state, excluded)
+            self.state = TrainState(number, step.batch.state)
             self.stopper.after_step(self.state)
             self.metrics.after_step(number, step.batch, counts.too_long(), flush=counts.flush > 0)
             self.evaluations.after_step(self.state)

@@ -35,5 +35,3 @@ class TrainState:
     """The number of steps done."""
     data: dict[str, Any]
     """The positions of the streams in their data (data/mixture.py)."""
-    excluded: bool = False
-    """True if the last step has read its records and changed nothing (train.skip_steps)."""
