@@ -4,7 +4,6 @@ import json
 import math
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,19 +49,6 @@ class Skips:
         return None
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """A step whose metrics are known."""
-
-    number: int
-    """The number of the step, from 1."""
-    batch: StepBatch
-    entry: dict[str, Any]
-    """The step's line of metrics.jsonl."""
-    finite: bool
-    """Whether this rank's own losses are finite."""
-
-
 class FiniteCheck:
     """Looks at the losses and the gradient of every step, before the step is saved."""
 
@@ -73,10 +59,11 @@ class FiniteCheck:
         self.fp16: bool = context.engine.fp16_enabled()
         self.skips = Skips()
 
-    def check(self, step: StepReport) -> None:
-        """Raise NotFinite on all ranks if the step's losses or its gradient are not finite. fp16 may skip fewer than
-        MOST_SKIPPED consecutive steps."""
-        entry = step.entry
+    def check(self, entry: dict[str, Any], batch: StepBatch, finite: bool) -> None:
+        """Raise NotFinite on all ranks if a step's losses or its gradient are not finite. fp16 may skip fewer than
+        MOST_SKIPPED consecutive steps. entry: the step's line of metrics.jsonl. finite: whether this rank's own losses
+        are finite."""
+        number = entry["step"]
         warning = self.skips.count(bool(entry["skipped"]), entry.get("loss_scale"))
         if warning and self.fp16 and self.context.process.is_main:
             LOG.warning(warning)
@@ -86,12 +73,12 @@ class FiniteCheck:
         streams = [name for name in self.recipe.streams if not math.isfinite(entry.get(f"loss/{name}", 0))]
         norm = entry["grad_norm"] or 0.0
         if streams:
-            self.end_run(step.number, f"the loss of {', '.join(streams)}", step.batch, step.finite)
+            self.end_run(number, f"the loss of {', '.join(streams)}", batch, finite)
         if not math.isfinite(norm):
-            self.end_run(step.number, f"the gradient's norm ({norm:g})", step.batch, step.finite)
+            self.end_run(number, f"the gradient's norm ({norm:g})", batch, finite)
         if in_a_row:
             what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {entry.get('loss_scale'):g})"
-            self.end_run(step.number, what, step.batch, step.finite)
+            self.end_run(number, what, batch, finite)
 
     def end_without_scale(self, number: int, error: NotFinite, batch: StepBatch) -> NoReturn:
         """Raise NotFinite for a step in which fp16 had no smaller loss scale left. All ranks call it."""

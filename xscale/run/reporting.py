@@ -12,7 +12,7 @@ from xscale.data.loader import StepBatch
 from xscale.metric_keys import Counts, MetricKey
 from xscale.ranks import Process
 from xscale.recipe import Recipe
-from xscale.run.finite import FiniteCheck, StepReport
+from xscale.run.finite import FiniteCheck
 from xscale.run.metrics import LOG, JsonLines, Reporter
 from xscale.run.state import RunContext
 from xscale.step.step import StepResult
@@ -169,8 +169,7 @@ class RunMetrics:
                 self.reporter.report(entry)
             self.reporter.flush()
         for entry, step in zip(entries, steps, strict=True):
-            finite = bool(step.result.sums.values_K.isfinite().all())
-            self.finite.check(StepReport(step.step, step.batch, entry, finite))
+            self.finite.check(entry, step.batch, bool(step.result.sums.values_K.isfinite().all()))
 
     def sync(self) -> None:
         """Write all lines to disk, before a checkpoint says that their steps are done."""
