@@ -19,10 +19,12 @@ if torch.cuda.is_available():
 
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import LANGUAGES, World
+from xscale.data.calibrate import calibrate
+from xscale.data.loader import Loader
 from xscale.data.text import read_lines
 from xscale.data.words import split
 from xscale.ranks import Process
-from xscale.run_spec import RunSpec, resolve_run
+from xscale.run.resolve import resolve_run
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.cuda.is_available()
@@ -150,11 +152,11 @@ def write_tokenizer(pairs: Iterable[Pair], vocab_size: int, out: Path, pad_to: i
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def make_run(recipe: str, fields: Mapping[str, object], data: Sequence[Path], vocab_size: int = 0) -> RunSpec:
-    """Return a run of a recipe with these fields. vocab_size: the model's; 0: the tokenizer's."""
-    run_spec = resolve_run(recipe, [f"{name}={value}" for name, value in fields.items()], [*data])
-    run_spec.tokenizer.vocab_size = vocab_size or run_spec.tokenizer.vocab_size
-    return run_spec.calibrated()
+def make_run(recipe: str, fields: Mapping[str, object], data: Sequence[Path], vocab_size: int = 0) -> Loader:
+    """Return the loader of a recipe with these fields. vocab_size: the model's; 0: the tokenizer's."""
+    resolved, corpus = resolve_run(recipe, [f"{name}={value}" for name, value in fields.items()], [*data])
+    corpus.tokenizer.vocab_size = vocab_size or corpus.tokenizer.vocab_size
+    return Loader(resolved, corpus, calibrate(resolved, corpus))
 
 
 # The process

@@ -25,10 +25,10 @@ from common import ALONE, ROOT, free_port, make_run, print_table, text_pairs, wr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xscale import ranks
-from xscale.data.loader import StepBatch
+from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
 from xscale.models import build, flat
-from xscale.run_spec import RunSpec
+from xscale.run.resolve import encoder_of_run
 from xscale.step import engine
 from xscale.step.ds_config import Hardware, load_ds_config
 from xscale.step.module import StepModule
@@ -82,16 +82,16 @@ class OneOperator(torch.autograd.Function):
         return gradient.clone().repeat(1, 3)
 
 
-def batches_of(run_spec: RunSpec) -> Iterator[StepBatch]:
-    return run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), WARM + 1)
+def batches_of(loader: Loader) -> Iterator[StepBatch]:
+    return loader.batches(ALONE, "cpu", initial_state(loader.streams), WARM + 1)
 
 
-def without_engine(run_spec: RunSpec) -> int:
-    module = StepModule(run_spec.encoder(), run_spec.recipe)
-    for batch in batches_of(run_spec):
+def without_engine(loader: Loader) -> int:
+    module = StepModule(encoder_of_run(loader.recipe, loader.corpus), loader.recipe)
+    for batch in batches_of(loader):
         module.zero_grad()
         with operator_counter() as counts:
-            weights = step_weights(run_spec.recipe, batch.targets(), batch.step)
+            weights = step_weights(loader.recipe, batch.targets(), batch.step)
             rows = [row.to(torch.device("cpu")) for row in batch.rows]
             seeds = [(batch.step, number) for number in range(len(rows))]
             for row, shared, seed in zip(rows, shared_states(module, rows, seeds), seeds, strict=True):
@@ -102,17 +102,17 @@ def without_engine(run_spec: RunSpec) -> int:
     return counts.total()
 
 
-def with_engine(run_spec: RunSpec, stage: int, folder: Path) -> int:
+def with_engine(loader: Loader, stage: int, folder: Path) -> int:
     fields = json.loads((ROOT / "ds_configs/zero2_cpu.json").read_text(encoding="utf-8"))
     fields["zero_optimization"] |= {"stage": stage}
     path = folder / f"{stage}.json"
     path.write_text(json.dumps(fields), encoding="utf-8")
-    resolved = load_ds_config(path, run_spec.recipe, ALONE.world, Hardware.here()).resolved
-    its_engine = engine.build_engine(StepModule(run_spec.encoder(), run_spec.recipe), resolved)
-    for batch in batches_of(run_spec):
+    resolved = load_ds_config(path, loader.recipe, ALONE.world, Hardware.here()).resolved
+    its_engine = engine.build_engine(StepModule(encoder_of_run(loader.recipe, loader.corpus), loader.recipe), resolved)
+    for batch in batches_of(loader):
         with operator_counter() as counts:
             place = {"step": batch.step, "rank": ALONE.rank, "world": ALONE.world}
-            optimizer_step(its_engine, run_spec.recipe, batch.rows, batch.targets(), **place)
+            optimizer_step(its_engine, loader.recipe, batch.rows, batch.targets(), **place)
     return counts.total()
 
 
@@ -134,8 +134,8 @@ def main() -> None:
             alone = without_engine(make_run(recipe, common, data))
             cells = [f"{alone:,}", f"{MOST[recipe]:,}"]
             for stage, precision in ENGINES.values():
-                run_spec = make_run(recipe, common | {"train.precision": precision}, data)
-                cells.append(f"{with_engine(run_spec, stage, Path(folder)):,}")
+                loader = make_run(recipe, common | {"train.precision": precision}, data)
+                cells.append(f"{with_engine(loader, stage, Path(folder)):,}")
             rows.append([recipe, *cells])
             if alone > MOST[recipe]:
                 missed.append(f"{recipe}: {alone:,} operators, {MOST[recipe]:,} at most")

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from common import ALONE, CUDA, DEVICE, ROOT, free_port, text_pairs, write_world
 from torch import Tensor
 
+from xscale.data.calibrate import calibrate
+from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, Tokens
 from xscale.data.stream_batch import Gather
@@ -31,7 +33,7 @@ from xscale.ops import masked_ce
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.ops.dropout_add_norm import dropout_add_norm
 from xscale.ops.masked_ce import masked_cross_entropy
-from xscale.run_spec import RunSpec, resolve_run
+from xscale.run.resolve import encoder_of_run, resolve_run
 from xscale.step.module import StepModule
 from xscale.step.step import encode_auxiliary, run_row, step_weights
 
@@ -204,33 +206,34 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture
-def run_spec(world: list[Path]) -> RunSpec:
+def loader(world: list[Path]) -> Loader:
     """A run of the recipe `mixed` with few samples, without dropout."""
     sets = [f"streams.{name}.samples={n}" for name, n in FEW_SAMPLES.items()]
     sets += ["streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=64", "data.workers=0", "train.max_tokens=16384"]
     sets += [f"model.preset={'mini' if CUDA else 'tiny'}", "model.dropout=0.0"]
-    return resolve_run("mixed", sets, world).calibrated()
+    recipe, corpus = resolve_run("mixed", sets, world)
+    return Loader(recipe, corpus, calibrate(recipe, corpus))
 
 
-def first_row(run_spec: RunSpec) -> Row:
-    (row,) = next(run_spec.batches(ALONE, DEVICE.type, initial_state(run_spec.specs), 1)).rows
+def first_row(loader: Loader) -> Row:
+    (row,) = next(loader.batches(ALONE, DEVICE.type, initial_state(loader.streams), 1)).rows
     return row
 
 
-def ready_module(run_spec: RunSpec) -> StepModule:
+def ready_module(loader: Loader) -> StepModule:
     """The run's module in fp32 on the CPU, with a filled queue; each call returns the same values."""
-    module = StepModule(run_spec.encoder(), run_spec.recipe)
+    module = StepModule(encoder_of_run(loader.recipe, loader.corpus), loader.recipe)
     queue = module.auxiliary_states["ppa"].queue
     torch.manual_seed(1)
     queue.push(F.normalize(torch.randn(queue.ring_KD.shape), dim=-1), 0)
     return module
 
 
-def row_results(run_spec: RunSpec, row: Row, module: StepModule) -> Iterator[Tensor]:
+def row_results(loader: Loader, row: Row, module: StepModule) -> Iterator[Tensor]:
     """The loss, the sums of all losses, and the gradients in one vector, computed with a loss scale as in fp16."""
     scale = 2.0**10
     device = next(module.parameters()).device
-    weights = step_weights(run_spec.recipe, row.counts, 0)
+    weights = step_weights(loader.recipe, row.counts, 0)
     on_device = row.to(device)
     (shared,) = encode_auxiliary(module, [on_device], [(0,)])
     loss, sums = run_row(module, on_device, shared, weights, (0,))
@@ -242,12 +245,12 @@ def row_results(run_spec: RunSpec, row: Row, module: StepModule) -> Iterator[Ten
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_row(run_spec: RunSpec, dtype: torch.dtype) -> None:
+def test_row(loader: Loader, dtype: torch.dtype) -> None:
     """The losses of all streams and the gradients in 16 bits agree with those in fp32 on the CPU."""
-    row = first_row(run_spec)
-    reference = ready_module(run_spec)
-    module = ready_module(run_spec).to(DEVICE, dtype)
-    results = zip(row_results(run_spec, row, module), row_results(run_spec, row, reference), strict=True)
+    row = first_row(loader)
+    reference = ready_module(loader)
+    module = ready_module(loader).to(DEVICE, dtype)
+    results = zip(row_results(loader, row, module), row_results(loader, row, reference), strict=True)
     for ours, other in results:
         assert error(ours, other) < OF_A_ROW[dtype]
 

@@ -34,10 +34,14 @@ from common import (
     write_tokenizer,
 )
 
+from xscale.data.calibrate import calibrate
 from xscale.data.calibration import Calibration
-from xscale.data.mixture import StepPlan, initial_state
+from xscale.data.corpus import Corpus
+from xscale.data.loader import Loader
+from xscale.data.mixture import Plan, initial_state
 from xscale.data.order import EpochOrder
-from xscale.run_spec import RunSpec, resolve_run
+from xscale.recipe import Recipe
+from xscale.run.resolve import resolve_run
 
 WORDS = 15
 SAMPLES = 512
@@ -50,31 +54,32 @@ def median_time(work: Callable[[], Any]) -> float:
     return median(seconds_of(work) for _ in range(REPEATS))
 
 
-def step_plans(run_spec: RunSpec, steps: int) -> list[StepPlan]:
-    mixture = run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs))
-    return [mixture.next_step() for _ in range(steps)]
+def step_plans(loader: Loader, steps: int) -> list[Plan]:
+    mixture = loader.mixture(ALONE, "cpu", initial_state(loader.streams))
+    return [mixture.next_part() for _ in range(steps)]
 
 
-def places_of(plans: list[StepPlan], stream: str) -> list[tuple[int, int]]:
+def places_of(plans: list[Plan], stream: str) -> list[tuple[int, int]]:
     """The shard and the record of each pair, in the order in which they are read."""
     places: list[tuple[int, int]] = []
-    for row in chain.from_iterable(plan.rows for plan in plans):
-        places += zip(row[stream].shard.tolist(), row[stream].record.tolist(), strict=True)
+    for plan in plans:
+        table = plan.tables[stream]
+        places += zip(table.shard.tolist(), table.record.tolist(), strict=True)
     return places
 
 
-def speed(run_spec: RunSpec, steps: int) -> None:
-    dataset = run_spec.dataset(run_spec.specs)
-    plans = step_plans(run_spec, steps)
+def speed(loader: Loader, steps: int) -> None:
+    dataset = loader.dataset()
+    plans = step_plans(loader, steps)
     batches = [dataset[plan] for plan in plans]
     pairs = steps * SAMPLES
     tokens = sum(batch.cost()["tokens"] for batch in batches)
     rows = sum(len(batch.rows) for batch in batches)
 
     def through_loader(workers: int) -> float:
-        data = replace(run_spec.recipe.data, workers=workers)
-        run = replace(run_spec, recipe=replace(run_spec.recipe, data=data))
-        loaded = run.batches(ALONE, "cpu", initial_state(run.specs), steps + 8)
+        data = replace(loader.recipe.data, workers=workers)
+        run = replace(loader, recipe=replace(loader.recipe, data=data))
+        loaded = run.batches(ALONE, "cpu", initial_state(run.streams), steps + 8)
         for _ in islice(loaded, 8):  # workers have started and their queues are full
             pass
         return seconds_of(lambda: [*loaded])
@@ -86,17 +91,17 @@ def speed(run_spec: RunSpec, steps: int) -> None:
     table = []
     for name, value in seconds.items():
         table.append([name, f"{pairs / value:,.0f}", f"{tokens / value:,.0f}", f"{rows / value:,.1f}"])
-    name = run_spec.specs[0].name
+    name = loader.streams[0].name
     title = f"1. {name}: pairs of {WORDS} words a side, {tokens / pairs:.1f} tokens; {rows / steps:.1f} rows a step"
     print_table(title, ["", "pairs/s", "tokens/s", "rows/s"], table)
-    parts(run_spec, plans, seconds["one process, plans given"])
+    parts(loader, plans, seconds["one process, plans given"])
 
 
-def parts(run_spec: RunSpec, plans: list[StepPlan], whole: float) -> None:
+def parts(loader: Loader, plans: list[Plan], whole: float) -> None:
     """Print the time of reading and of the tokenizer, over the same records, of the `whole` time."""
-    (source,) = run_spec.sources
-    name = run_spec.specs[0].name
-    encode = run_spec.tokenizer.encode if name == "tlm" else run_spec.tokenizer.encode_words
+    (source,) = loader.corpus.sources
+    name = loader.streams[0].name
+    encode = loader.corpus.tokenizer.encode if name == "tlm" else loader.corpus.tokenizer.encode_words
     places = places_of(plans, name)
     texts = [*chain.from_iterable(source.read(*place).texts for place in places)]
     steps = [texts[start : start + 2 * SAMPLES] for start in range(0, len(texts), 2 * SAMPLES)]
@@ -118,12 +123,12 @@ def resume(open_run: Any, records: int, known: Calibration) -> None:
     print_table(f"2. Seconds to the first step of a source of {records:,} pairs", ["", "s"], rows)
 
 
-def first_step(run_spec: RunSpec, position: int, known: Calibration) -> None:
-    run_spec = run_spec.calibrated(known if position else None)
-    state = initial_state(run_spec.specs)
+def first_step(recipe: Recipe, corpus: Corpus, position: int, known: Calibration) -> None:
+    loader = Loader(recipe, corpus, known if position else calibrate(recipe, corpus))
+    state = initial_state(loader.streams)
     state["positions"]["tlm"] = [[0, position]]
     state["step"] = position // SAMPLES
-    batch = next(run_spec.batches(ALONE, "cpu", state, steps=1))
+    batch = next(loader.batches(ALONE, "cpu", state, steps=1))
     assert batch.state["positions"]["tlm"] == [[0, position + SAMPLES]]
 
 
@@ -159,12 +164,12 @@ def main() -> None:
             rows = {"train.max_tokens": args.max_tokens} if args.max_tokens else {}
             return {f"streams.{recipe}.samples": SAMPLES, "data.max_length": 128, "data.workers": 0, **rows}
 
-        run_spec = make_run("tlm", fields("tlm"), [folder / "pairs"])
-        speed(run_spec, args.steps)
+        loader = make_run("tlm", fields("tlm"), [folder / "pairs"])
+        speed(loader, args.steps)
         if not args.text:
             speed(make_run("alignlm", fields("alignlm"), [folder / "pairs"]), args.steps)
         sets = [f"{key}={value}" for key, value in fields("tlm").items()]
-        resume(lambda: resolve_run("tlm", sets, [folder / "pairs"]), args.records, run_spec.calibration)
+        resume(lambda: resolve_run("tlm", sets, [folder / "pairs"]), args.records, loader.calibration)
         memory()
 
 

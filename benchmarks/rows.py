@@ -26,9 +26,9 @@ import torch
 from common import ALONE, CUDA, DEVICE, ROOT, free_port, make_run, now, print_table, text_pairs, write_world
 
 from xscale import ranks
-from xscale.data.loader import StepBatch
+from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
-from xscale.run_spec import RunSpec
+from xscale.run.resolve import encoder_of_run
 from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config
@@ -69,48 +69,48 @@ class Bench:
         self.fields |= {"data.workers": args.workers, "data.overlong": "truncate", **fields}
         self.data = data
         self.args = args
-        run_spec = self.run_spec(args.rows[0])
-        encoder = run_spec.encoder()
+        loader = self.loader(args.rows[0])
+        encoder = encoder_of_run(loader.recipe, loader.corpus)
         self.formula = StepFlops(encoder)
-        config = load_ds_config(args.ds_config, run_spec.recipe, 1, Hardware.here())
-        self.engine = engine.build_engine(StepModule(encoder, run_spec.recipe), config.resolved)
+        config = load_ds_config(args.ds_config, loader.recipe, 1, Hardware.here())
+        self.engine = engine.build_engine(StepModule(encoder, loader.recipe), config.resolved)
 
-    def run_spec(self, max_tokens: int) -> RunSpec:
+    def loader(self, max_tokens: int) -> Loader:
         return make_run(self.recipe, self.fields | {"train.max_tokens": max_tokens}, self.data, self.args.vocab_size)
 
     def measure(self, max_tokens: int) -> Measured:
         """Measure steps whose samples are as many as fill --rows_per_step packed rows of `max_tokens` tokens."""
-        run_spec = self.run_spec(max_tokens)
-        mixture = run_spec.mixture(ALONE, DEVICE.type, run_spec.specs, initial_state(run_spec.specs))
-        tokens = mixture.next_batch().tokens_of_bins().sum()
+        loader = self.loader(max_tokens)
+        mixture = loader.mixture(ALONE, DEVICE.type, initial_state(loader.streams))
+        tokens = mixture.next_plan().row_tokens.sum()
         factor = self.args.rows_per_step * max_tokens * FILL / tokens
-        specs = [replace(spec, samples=max(1, round(factor * spec.samples))) for spec in run_spec.specs]
-        run_spec = replace(run_spec, specs=specs)
-        *batches, last = run_spec.batches(ALONE, DEVICE.type, initial_state(specs), WARM + STEPS + 1)
-        self.train(run_spec, batches[:WARM])
-        seconds = self.train(run_spec, batches[WARM:]) / STEPS
+        specs = [replace(spec, samples=max(1, round(factor * spec.samples))) for spec in loader.streams]
+        loader = replace(loader, specs=specs)
+        *batches, last = loader.batches(ALONE, DEVICE.type, initial_state(specs), WARM + STEPS + 1)
+        self.train(loader, batches[:WARM])
+        seconds = self.train(loader, batches[WARM:]) / STEPS
         tokens = 0.0
         flops = 0.0
         for batch in batches[WARM:]:
             tokens += batch.cost()["tokens"] / STEPS
             flops += sum(self.formula.flops(batch.cost()).values()) / STEPS
         mfu = flops / seconds / self.formula.peak if self.formula.peak else None
-        return Measured(seconds, tokens, len(last.rows), mfu, self.profile(run_spec, last))
+        return Measured(seconds, tokens, len(last.rows), mfu, self.profile(loader, last))
 
-    def train(self, run_spec: RunSpec, batches: Iterable[StepBatch]) -> float:
+    def train(self, loader: Loader, batches: Iterable[StepBatch]) -> float:
         """Train on these batches. Returns the seconds."""
         started = now()
         for batch in batches:
             place = {"step": batch.step, "rank": ALONE.rank, "world": ALONE.world}
-            optimizer_step(self.engine, run_spec.recipe, batch.rows, batch.targets(), **place)
+            optimizer_step(self.engine, loader.recipe, batch.rows, batch.targets(), **place)
         return now() - started
 
-    def profile(self, run_spec: RunSpec, batch: StepBatch) -> list[str]:
+    def profile(self, loader: Loader, batch: StepBatch) -> list[str]:
         if not CUDA:
             return ["", "", ""]
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profiler:
-            seconds = self.train(run_spec, [batch])
+            seconds = self.train(loader, [batch])
         return profile_cells(profiler.events(), seconds)
 
 

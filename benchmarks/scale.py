@@ -23,8 +23,11 @@ import numpy as np
 from common import print_table
 
 from xscale.data.calibration import Calibration
-from xscale.data.mixture import Mixture, StreamSpec
+from xscale.data.mixture import Mixture
 from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
+from xscale.data.stream import Stream
+from xscale.objectives import OBJECTIVES
+from xscale.recipe import DataConfig, Schedule
 
 MAX_LENGTH = 128
 MAX_TOKENS = 16384
@@ -67,11 +70,18 @@ def sources_of(kind: str, sources: int, records: int, shards: int) -> list[Any]:
 
 
 def mixture_of(kind: str, sources: list[Any], batch: int, ranks: int) -> Mixture:
-    spec = StreamSpec("stream", tuple(range(len(sources))), batch, packed=kind == "mono")
+    objective = OBJECTIVES["mlm" if kind == "mono" else "tlm"]
+    stream = Stream("stream", objective, None, tuple(range(len(sources))), batch)
     return Mixture(
-        [spec], sources, Calibration([(0.25, 0.0)] * len(sources), {}), seed=0, alpha=0.7, max_length=MAX_LENGTH,
-        max_tokens=MAX_TOKENS, rank=0, world=ranks,
-    )  # fmt: skip
+        Schedule.constant([stream]),
+        Schedule.constant(DataConfig(max_length=MAX_LENGTH)),
+        Schedule.constant(Calibration([(0.25, 0.0)] * len(sources), {})),
+        sources,
+        seed=0,
+        max_tokens=MAX_TOKENS,
+        rank=0,
+        world=ranks,
+    )
 
 
 def memory(field: str) -> float:
@@ -87,7 +97,7 @@ def planning(kind: str, number: int, batch: int, args: argparse.Namespace) -> li
     mixture = mixture_of(kind, sources, batch, args.ranks)
     times = [started]
     for _ in range(args.steps + 1):
-        for plan in mixture.next_batch().plans([*range(min(NODE, args.ranks))]):
+        for plan in mixture.next_plan().parts([*range(min(NODE, args.ranks))]):
             pickle.dumps(plan)  # as it is sent
         times.append(time.process_time())
     first, *steps = np.diff(times).tolist()

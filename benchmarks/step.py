@@ -59,11 +59,12 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers.utils import logging as transformers_logging
 
 from xscale import ranks
-from xscale.data.mixture import Mixture, SampledRecords, initial_state
+from xscale.data.loader import Loader
+from xscale.data.mixture import Mixture, PlanTable, initial_state
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.metric_keys import Counts
-from xscale.run_spec import RunSpec
+from xscale.run.resolve import encoder_of_run
 from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config
@@ -86,60 +87,60 @@ for direction in ("", "_backward"):  # torch counts attention on CUDA only
 class XscaleLoop:
     """xscale's own optimizer step. Reading and tokenising are part of it."""
 
-    def __init__(self, run_spec: RunSpec, ds_config: Path):
-        self.run_spec = run_spec
-        self.name = f"xscale, rows of {run_spec.max_tokens(DEVICE):,}"
+    def __init__(self, loader: Loader, ds_config: Path):
+        self.loader = loader
+        self.name = f"xscale, rows of {loader.max_tokens(DEVICE):,}"
         self.seconds: list[float] = []
-        encoder = run_spec.encoder()
+        encoder = encoder_of_run(loader.recipe, loader.corpus)
         self.formula = StepFlops(encoder)
-        resolved = load_ds_config(ds_config, run_spec.recipe, ALONE.world, Hardware.here()).resolved
-        self.engine = engine.build_engine(StepModule(encoder, run_spec.recipe), resolved)
-        state = initial_state(run_spec.specs)
-        self.batches = run_spec.batches(ALONE, DEVICE, state, run_spec.recipe.train.steps)
+        resolved = load_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.here()).resolved
+        self.engine = engine.build_engine(StepModule(encoder, loader.recipe), resolved)
+        state = initial_state(loader.streams)
+        self.batches = loader.batches(ALONE, DEVICE, state, loader.recipe.train.steps)
 
     def step(self) -> None:
         started = now()
         batch = next(self.batches)
         self.targets = batch.targets()
         place: dict[str, int] = {"step": batch.step, "rank": ALONE.rank, "world": ALONE.world}
-        self.sums = optimizer_step(self.engine, self.run_spec.recipe, batch.rows, self.targets, **place).sums
+        self.sums = optimizer_step(self.engine, self.loader.recipe, batch.rows, self.targets, **place).sums
         self.seconds.append(now() - started)
         self.flops = sum(self.formula.flops(batch.cost()).values())
 
     def loss(self) -> float:
         """The loss of the last step."""
-        losses = stream_losses(self.run_spec, self.sums, self.targets)
-        return sum(stream.weight * losses[name] for name, stream in self.run_spec.recipe.streams.items())
+        losses = stream_losses(self.loader, self.sums, self.targets)
+        return sum(stream.weight * losses[name] for name, stream in self.loader.recipe.streams.items())
 
 
 class StockLoop:
     """Micro-batches of Hugging Face's model, whose data are prepared before the clock starts."""
 
-    def __init__(self, run_spec: RunSpec, ds_config: Path, micro_batch: int):
-        self.run_spec = run_spec
+    def __init__(self, loader: Loader, ds_config: Path, micro_batch: int):
+        self.loader = loader
         self.micro_batch = micro_batch
         self.name = f"stock, micro-batch {micro_batch}"
         self.seconds: list[float] = []
         self.flops = 0
-        self.draws = global_batches(run_spec)
-        encoder = run_spec.encoder()
+        self.draws = global_batches(loader)
+        encoder = encoder_of_run(loader.recipe, loader.corpus)
         encoder.lm.set_attn_implementation("sdpa")  # Hugging Face's own
-        passes = sum(-(-spec.samples // micro_batch) for spec in run_spec.specs)
-        config = load_ds_config(ds_config, run_spec.recipe, ALONE.world, Hardware.here())
+        passes = sum(-(-stream.samples // micro_batch) for stream in loader.streams)
+        config = load_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.here())
         self.precision = config.precision
         fields = config.resolved | {"gradient_accumulation_steps": passes, "train_batch_size": passes}
-        self.engine = engine.build_engine(StockModule(encoder.lm, run_spec), fields)
+        self.engine = engine.build_engine(StockModule(encoder.lm, loader), fields)
 
     def prepared(self) -> list[tuple[str, dict[str, torch.Tensor], float]]:
         """The stream, the batch and the weight of each micro-batch of the next step."""
         micro_batches = []
         for name, draw in next(self.draws).items():
             part = self.engine.module.streams[name]
-            samples = samples_of(self.run_spec, part, draw)
+            samples = samples_of(self.loader, part, draw)
             starts = range(0, len(samples), self.micro_batch)
             for start in starts:
                 examples = [*chain.from_iterable(samples[start : start + self.micro_batch])]
-                weight = self.run_spec.recipe.streams[name].weight / len(starts)
+                weight = self.loader.recipe.streams[name].weight / len(starts)
                 micro_batches.append((name, part.collate(examples), weight))
         return micro_batches
 
@@ -160,33 +161,32 @@ class StockLoop:
         return float(sum(self.losses))
 
 
-def stream_losses(run_spec: RunSpec, sums: Sums, counts: Counts) -> dict[str, float]:
+def stream_losses(loader: Loader, sums: Sums, counts: Counts) -> dict[str, float]:
     """The loss of each stream, without the stream's weight."""
-    metrics = stream_metrics(sums.by_key(), counts, run_spec.recipe)
-    return {name: metrics[f"loss/{name}"] for name in run_spec.recipe.streams}
+    metrics = stream_metrics(sums.by_key(), counts, loader.recipe)
+    return {name: metrics[f"loss/{name}"] for name in loader.recipe.streams}
 
 
-def global_batches(run_spec: RunSpec) -> Iterator[dict[str, SampledRecords]]:
+def global_batches(loader: Loader) -> Iterator[dict[str, PlanTable]]:
     """Yield the samples of each optimizer step, by stream, in the order in which they were drawn."""
-    mixture = whole_steps(run_spec)
-    while plan := mixture.next_step():
-        (row,) = plan.rows
-        yield row
+    mixture = whole_steps(loader)
+    while plan := mixture.next_part():
+        yield plan.tables
 
 
-def whole_steps(run_spec: RunSpec) -> Mixture:
+def whole_steps(loader: Loader) -> Mixture:
     """The run's mixture, with all samples of a step in one packed row."""
-    mixture = run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs))
+    mixture = loader.mixture(ALONE, "cpu", initial_state(loader.streams))
     mixture.max_tokens = 1 << 40
     return mixture
 
 
-def samples_of(run_spec: RunSpec, part: Mlm, draw: SampledRecords) -> list[list[Example]]:
+def samples_of(loader: Loader, part: Mlm, draw: PlanTable) -> list[list[Example]]:
     """The stock loop's examples of each sample, in the draw's order."""
     columns = (draw.sample.tolist(), draw.source.tolist(), draw.shard.tolist(), draw.record.tolist())
     samples = []
     for _, places in groupby(zip(*columns, strict=True), key=lambda place: place[0]):
-        records = [run_spec.sources[source].read(shard, record) for _, source, shard, record in places]
+        records = [loader.corpus.sources[source].read(shard, record) for _, source, shard, record in places]
         samples.append(part.examples(records))
     return samples
 
@@ -226,7 +226,7 @@ def measure(recipe: str, args: argparse.Namespace) -> None:
     for _ in range(args.warm + args.rounds - 1):
         for loop in turns.sample(loops, len(loops)):
             loop.step()
-    samples = sum(spec.samples for spec in stock.run_spec.specs)
+    samples = sum(stream.samples for stream in stock.loader.streams)
     title = f"{recipe}: steps of {samples} samples, {stock.precision}, {args.rounds} rounds"
     header = ["", "samples/s", "ratio", "middle 80 %", "FLOPs allow", "TFLOP/s", "MFU", "loss"]
     peak = ours[0].formula.peak
@@ -290,15 +290,15 @@ def check(recipes: list[str], args: argparse.Namespace) -> bool:
     for recipe in recipes:
         fields = step_fields(recipe, args, 1) | {"model.dropout": "0.0", "data.segments": "false"}
         fields["data.lexicon_heldout"] = 0
-        run_spec = make_run(recipe, fields, args.data, args.vocab_size)
-        encoder = run_spec.encoder()
-        module = StepModule(encoder, run_spec.recipe)
-        stock = StockModule(encoder.lm, run_spec)
-        stream_batches = first_stream_batches(run_spec)
-        ours = losses_of(run_spec, module, pack_row(stream_batches, run_spec.tokenizer.sep_id))
-        for name, draw in next(global_batches(run_spec)).items():
+        loader = make_run(recipe, fields, args.data, args.vocab_size)
+        encoder = encoder_of_run(loader.recipe, loader.corpus)
+        module = StepModule(encoder, loader.recipe)
+        stock = StockModule(encoder.lm, loader)
+        stream_batches = first_stream_batches(loader)
+        ours = losses_of(loader, module, pack_row(stream_batches, loader.corpus.tokenizer.sep_id))
+        for name, draw in next(global_batches(loader)).items():
             part: Any = stock.streams[name]
-            examples = [*chain.from_iterable(samples_of(run_spec, part, draw))]
+            examples = [*chain.from_iterable(samples_of(loader, part, draw))]
             give_masks(part, stream_batches[name])
             with torch.no_grad():
                 theirs = float(stock(name, part.collate(examples)))
@@ -309,18 +309,18 @@ def check(recipes: list[str], args: argparse.Namespace) -> bool:
     return good
 
 
-def first_stream_batches(run_spec: RunSpec) -> dict[str, StreamBatch]:
-    plan = whole_steps(run_spec).next_step()
-    dataset = run_spec.dataset(run_spec.specs)
-    return {name: dataset.stream_batches(name, plan)[0] for name in plan.rows[0]}
+def first_stream_batches(loader: Loader) -> dict[str, StreamBatch]:
+    plan = whole_steps(loader).next_part()
+    dataset = loader.dataset()
+    return {stream.name: dataset.stream_batches(stream, plan)[0] for stream in loader.streams}
 
 
 @torch.no_grad()
-def losses_of(run_spec: RunSpec, module: StepModule, row: Row) -> dict[str, float]:
+def losses_of(loader: Loader, module: StepModule, row: Row) -> dict[str, float]:
     on_device = row.to(torch.device("cpu"))
     (shared,) = encode_auxiliary(module, [on_device], [(0,)])
-    _, sums = run_row(module, on_device, shared, step_weights(run_spec.recipe, row.counts, 0), (0,))
-    return stream_losses(run_spec, sums, row.counts)
+    _, sums = run_row(module, on_device, shared, step_weights(loader.recipe, row.counts, 0), (0,))
+    return stream_losses(loader, sums, row.counts)
 
 
 def give_masks(part: Any, stream_batch: StreamBatch) -> None:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
+from xscale.data.loader import Loader
 from xscale.data.words import split
 from xscale.errors import UserError
 from xscale.models.encoder import HEADS
 from xscale.record import Record
-from xscale.run_spec import RunSpec
 
 Example = dict[str, Any]
 Batch = dict[str, Tensor]
@@ -31,12 +31,12 @@ Batch = dict[str, Tensor]
 class Mlm(nn.Module):
     """MLM: a sequence has whole sentences of one document, at most max_length tokens."""
 
-    def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
+    def __init__(self, lm: Any, loader: Loader, options: Any):
         super().__init__()
-        self.run_spec, self.options = run_spec, options
-        self.tokenizer = run_spec.tokenizer.hf
-        self.languages = {language: number for number, language in enumerate(run_spec.languages, start=1)}
-        self.max_length = run_spec.recipe.data.max_length
+        self.loader, self.options = loader, options
+        self.tokenizer = loader.corpus.tokenizer.hf
+        self.languages = {language: number for number, language in enumerate(loader.corpus.languages, start=1)}
+        self.max_length = loader.recipe.data.max_length
         self.mask = DataCollatorForLanguageModeling(
             self.tokenizer, mlm_probability=getattr(options, "mask_prob", 0.15)
         ).torch_mask_tokens
@@ -91,8 +91,8 @@ class Tlm(Mlm):
 class AlignLm(Mlm):
     """AlignLM: the paper's formulas (3)-(11) at all positions, H* = A^T H with A [B, L, L]."""
 
-    def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
-        super().__init__(lm, run_spec, options)
+    def __init__(self, lm: Any, loader: Loader, options: Any):
+        super().__init__(lm, loader, options)
         self.head = HEADS[lm.config.model_type]
         self.W2, self.linear = (nn.Linear(lm.config.hidden_size, lm.config.hidden_size) for _ in range(2))
         self.W3 = copy.deepcopy(self.head(lm).dense)
@@ -144,17 +144,17 @@ FIXED = {"normalize": "sum", "expand": "all", "shuffle_sides": False}
 class StockModule(nn.Module):
     """The model and the stock objectives of all streams, in the module that DeepSpeed wraps."""
 
-    def __init__(self, lm: Any, run_spec: RunSpec):
+    def __init__(self, lm: Any, loader: Loader):
         super().__init__()
         self.lm = lm
         self.streams = nn.ModuleDict()
-        for name, stream in run_spec.recipe.streams.items():
+        for name, stream in loader.recipe.streams.items():
             if stream.objective not in STOCK:
                 raise UserError(f"the stock loop has no {stream.objective}; choose recipes of {', '.join(STOCK)}")
             for option, value in FIXED.items():
                 if getattr(stream.options, option, value) != value:
                     raise UserError(f"streams.{name}.{option}: the stock loop supports only {value}")
-            self.streams[name] = STOCK[stream.objective](lm, run_spec, stream.options)
+            self.streams[name] = STOCK[stream.objective](lm, loader, stream.options)
         self.train()
 
     def forward(self, stream: str, batch: Batch) -> Tensor:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from xscale.data.loader import StepBatch
+from tests import launch
+from tests.launch import open_run
+from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.ranks import Process
-from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
 from xscale.step.step import loss_keys, run_row, shared_states, step_weights
 from xscale.step.sums import Sums, stream_metrics
@@ -40,14 +41,14 @@ def check_objective(recipe: str, data: Sequence[str | Path], sets: Sequence[str]
     in the same way; auxiliary states continue from what they saved.
     """
     sets = ["model.dropout=0.0", "data.workers=0", *sets]
-    run_spec = resolve_run(recipe, sets, [Path(folder) for folder in data]).calibrated()
+    loader = open_run(recipe, sets, [Path(folder) for folder in data])
     torch.manual_seed(0)
-    module = run_spec.module().double()
+    module = launch.module(loader).double()
     with torch.no_grad():
         for p in module.parameters():  # fresh heads may start at a point where gradients vanish
             p.add_(0.02 * torch.randn_like(p))
     checks = (division_problems, gradient_problems, empty_row_problems, collate_problems, resume_problems)
-    return [line for check in checks for line in check(module, run_spec)]
+    return [line for check in checks for line in check(module, loader)]
 
 
 class FirstStep(NamedTuple):
@@ -59,27 +60,27 @@ class FirstStep(NamedTuple):
     metrics: dict[str, float]
 
 
-def first_rows(run_spec: RunSpec, world: int = 1, max_tokens: int = WHOLE) -> list[list[Row]]:
+def first_rows(loader: Loader, world: int = 1, max_tokens: int = WHOLE) -> list[list[Row]]:
     """Return the packed rows of the first step on `world` ranks: a list for each rank."""
-    train = replace(run_spec.recipe.train, max_tokens=max(max_tokens, run_spec.recipe.data.max_length))
-    run_spec = replace(run_spec, recipe=replace(run_spec.recipe, train=train))
-    dataset, start = run_spec.dataset(run_spec.specs), initial_state(run_spec.specs)
+    train = replace(loader.recipe.train, max_tokens=max(max_tokens, loader.recipe.data.max_length))
+    loader = replace(loader, recipe=replace(loader.recipe, train=train))
+    dataset, start = loader.dataset(), initial_state(loader.streams)
     found = []
     for rank in range(world):
-        mixture = run_spec.mixture(Process(rank, world, rank, world), "cpu", run_spec.specs, start)
-        batch = dataset[mixture.next_step()]
+        mixture = loader.mixture(Process(rank, world, rank, world), "cpu", start)
+        batch = dataset[mixture.next_part()]
         if isinstance(batch, Exception):
             raise batch
         found.append(batch.rows)
     return found
 
 
-def compute_step(module: StepModule, run_spec: RunSpec, ranks: list[list[Row]]) -> FirstStep:
+def compute_step(module: StepModule, loader: Loader, ranks: list[list[Row]]) -> FirstStep:
     """Return the results of a step. This process computes all ranks' rows, and updates the auxiliary states."""
     module.zero_grad()
     rows = [row.to(CPU) for rows in ranks for row in rows]
     totals = StepBatch(0, rows, {}).targets()
-    weights = step_weights(run_spec.recipe, totals, 0)
+    weights = step_weights(loader.recipe, totals, 0)
     seeds = [(0, number) for number in range(len(rows))]
     loss, sums_of_rows = 0.0, []
     for row, shared, seed in zip(rows, shared_states(module, rows, seeds), seeds, strict=True):
@@ -90,7 +91,7 @@ def compute_step(module: StepModule, run_spec: RunSpec, ranks: list[list[Row]]) 
     for auxiliary_state in module.auxiliary_states.values():
         auxiliary_state.update(True)
     gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in module.parameters()])
-    metrics = stream_metrics(Sums.total(sums_of_rows).by_key(), totals, run_spec.recipe)
+    metrics = stream_metrics(Sums.total(sums_of_rows).by_key(), totals, loader.recipe)
     return FirstStep(loss, gradient, metrics)
 
 
@@ -99,14 +100,14 @@ def auxiliary_leaves(module: StepModule) -> list[Tensor]:
     return [torch.as_tensor(leaf).double() for leaf in leaves]
 
 
-def division_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
+def division_problems(module: StepModule, loader: Loader) -> Iterator[str]:
     """Yield a line for each result of several packed rows, also on 2 or 4 ranks, that differs from that of one row."""
     in_one = copy.deepcopy(module)
-    whole = compute_step(in_one, run_spec, first_rows(run_spec))
+    whole = compute_step(in_one, loader, first_rows(loader))
     norm = whole.gradient.norm()
     for world, max_tokens in ((1, 0), (2, WHOLE), (4, 0)):
         cut, where = copy.deepcopy(module), f"on {world} rank(s)" + ", in short rows" * (not max_tokens)
-        found = compute_step(cut, run_spec, first_rows(run_spec, world, max_tokens))
+        found = compute_step(cut, loader, first_rows(loader, world, max_tokens))
         if not all(map(torch.allclose, auxiliary_leaves(cut), auxiliary_leaves(in_one))):
             yield f"{where} the auxiliary state differs from that of one row"
         if abs(found.loss - whole.loss) > TOLERANCE * abs(whole.loss):
@@ -118,42 +119,43 @@ def division_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
                 yield f"{where} {name} is {found.metrics[name]!r}, in one row {value!r}"
 
 
-def gradient_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
+def gradient_problems(module: StepModule, loader: Loader) -> Iterator[str]:
     """Yield a line if the gradient in a random direction is not the difference quotient of the loss."""
-    ranks, step = first_rows(run_spec), 1e-6
-    found = compute_step(copy.deepcopy(module), run_spec, ranks).gradient
+    ranks, step = first_rows(loader), 1e-6
+    found = compute_step(copy.deepcopy(module), loader, ranks).gradient
     direction = torch.randn(len(found), dtype=found.dtype, generator=torch.Generator().manual_seed(1))
     losses = []
     for sign in (1, -1):
         moved = copy.deepcopy(module)
         weights = torch.nn.utils.parameters_to_vector(moved.parameters()).detach()
         torch.nn.utils.vector_to_parameters(weights + sign * step * direction, moved.parameters())
-        losses.append(compute_step(moved, run_spec, ranks).loss)
+        losses.append(compute_step(moved, loader, ranks).loss)
     slope, expected = (losses[0] - losses[1]) / (2 * step), (found @ direction).item()
     if abs(slope - expected) > 1e-4 * found.norm().item():
         yield f"the loss changes by {slope:.6g} in a direction in which its gradient predicts {expected:.6g}"
 
 
-def empty_row_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
+def empty_row_problems(module: StepModule, loader: Loader) -> Iterator[str]:
     """Yield a line for each empty stream batch with other fields than a full one, or a loss or gradient that is not
     finite."""
-    dataset = run_spec.dataset(run_spec.specs)
-    plan = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs)).next_step()
-    for name in run_spec.recipe.streams:
-        full, how = dataset.stream_batches(name, plan)[0], dataset.streams[name]
-        empty: StreamBatch = how.objective.collate([], how.options, dataset.context_of(name))
+    dataset = loader.dataset()
+    plan = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams)).next_part()
+    for stream in loader.streams:
+        name = stream.name
+        full = dataset.stream_batches(stream, plan)[0]
+        empty: StreamBatch = stream.objective.collate([], stream.options, dataset.context_of(stream))
         for field in (field for field in fields(StreamBatch) if field.name != "pair_counts"):  # set by the loader
             there, here = getattr(full, field.name), getattr(empty, field.name)
             if isinstance(there, dict) and there.keys() != here.keys():
                 yield f"streams.{name}: without samples {field.name} has {[*here]}, with some {[*there]}"
         if full.states.keys() != empty.states.keys():
             continue
-        separator = run_spec.tokenizer.sep_id
+        separator = loader.corpus.tokenizer.sep_id
         rows = [pack_row({name: stream_batch}, separator).to(CPU) for stream_batch in (full, empty)]
         one = copy.deepcopy(module)
         one.streams = {name: module.streams[name]}
         shared = shared_states(one, rows, [(0, 0), (0, 1)])
-        weights = dict.fromkeys(loss_keys(run_spec.recipe), 1.0)
+        weights = dict.fromkeys(loss_keys(loader.recipe), 1.0)
         _, reported = run_row(one, rows[0], shared[0], weights, (0, 0))
         loss, sums = run_row(one, rows[1], shared[1], weights, (0, 1))
         if sums.keys != reported.keys:
@@ -168,24 +170,24 @@ def row_leaves(row: Row) -> list:
     return tree_leaves(vars(row) | {"auxiliary": [vars(auxiliary) for auxiliary in row.auxiliary.values()]})
 
 
-def collate_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
+def collate_problems(module: StepModule, loader: Loader) -> Iterator[str]:
     """Yield a line if the same records give other arrays when they are read again."""
-    first, second = (row_leaves(first_rows(run_spec)[0][0]) for _ in range(2))
+    first, second = (row_leaves(first_rows(loader)[0][0]) for _ in range(2))
     if not all(map(np.array_equal, first, second)):
         yield "the same records were collated in two ways; draw by the records' identities (xscale/rng.py)"
 
 
-def resume_problems(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
+def resume_problems(module: StepModule, loader: Loader) -> Iterator[str]:
     """Yield a line if, after two steps, a fresh module with the saved weights and states computes another step."""
-    module, ranks, file = copy.deepcopy(module), first_rows(run_spec), io.BytesIO()
+    module, ranks, file = copy.deepcopy(module), first_rows(loader), io.BytesIO()
     for _ in range(2):
-        compute_step(module, run_spec, ranks)
+        compute_step(module, loader, ranks)
     torch.save({name: auxiliary_state.state_dict() for name, auxiliary_state in module.auxiliary_states.items()}, file)
     file.seek(0)
-    fresh = run_spec.module().double()
+    fresh = launch.module(loader).double()
     fresh.load_state_dict(module.state_dict())
     for name, state in torch.load(file, weights_only=True).items():
         fresh.auxiliary_states[name].load_state_dict(state)
-    before, after = compute_step(module, run_spec, ranks), compute_step(fresh, run_spec, ranks)
+    before, after = compute_step(module, loader, ranks), compute_step(fresh, loader, ranks)
     if before.loss != after.loss or not torch.equal(before.gradient, after.gradient):
         yield f"after a resume the loss is {after.loss!r}, before it {before.loss!r}"

@@ -8,19 +8,23 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
+from xscale.data.calibrate import calibrate
+from xscale.data.corpus import identity_of
+from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.stream_batch import StreamBatch
+from xscale.models.encoder import Encoder
 from xscale.ranks import Process
-from xscale.run_spec import RunSpec, resolve_run
-from xscale.step import cost
-from xscale.step.ds_config import Hardware, load_ds_config
+from xscale.run.resolve import encoder_of_run, module_of_run, resolve_run
+from xscale.step.module import StepModule
 from xscale.train import parse_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,46 +140,40 @@ def _is_rank(words: list[str]) -> bool:
     return TRAIN in words and not any("torchrun" in w or w.endswith("deepspeed") or "launch" in w for w in words[:5])
 
 
-def run_spec_of(arguments: list[str]) -> RunSpec:
-    """What the training command would work on."""
+def open_run(recipe_name: str, sets: list[str], data: Sequence[Path | str]) -> Loader:
+    """The loader of a run, as the training command makes it."""
+    recipe, corpus = resolve_run(recipe_name, sets, data)
+    return Loader(recipe, corpus, calibrate(recipe, corpus))
+
+
+def identity(loader: Loader) -> dict[str, Any]:
+    return identity_of(loader.recipe, loader.corpus)
+
+
+def module(loader: Loader) -> StepModule:
+    """The module of step 0."""
+    return module_of_run(loader.recipe, loader.corpus)
+
+
+def encoder(loader: Loader) -> Encoder:
+    return encoder_of_run(loader.recipe, loader.corpus)
+
+
+def loader_of(arguments: list[str]) -> Loader:
+    """The loader of the training command with these arguments."""
     args = parse_arguments(arguments)
-    return resolve_run(args.recipe, args.set, args.data).calibrated()
+    return open_run(args.recipe, args.set, args.data)
 
 
-def pieces_of(run_spec: RunSpec, steps: int) -> Iterator[dict[str, StreamBatch]]:
+def pieces_of(loader: Loader, steps: int) -> Iterator[dict[str, StreamBatch]]:
     """The whole of each of the first optimizer steps, by stream."""
-    run_spec = replace(
-        run_spec, recipe=replace(run_spec.recipe, train=replace(run_spec.recipe.train, max_tokens=1 << 30))
-    )
-    mixture = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs))
-    dataset = run_spec.dataset(run_spec.specs)
+    train = replace(loader.recipe.train, max_tokens=1 << 30)
+    loader = replace(loader, recipe=replace(loader.recipe, train=train))
+    mixture = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams))
+    dataset = loader.dataset()
     for _ in range(steps):
-        plan = mixture.next_step()
-        yield {stream: dataset.stream_batches(stream, plan)[0] for stream in plan.rows[0]}
-
-
-def sent(arguments: list[str], world: int) -> Iterator[tuple[str, float, float]]:
-    """Of a run of many_runs.py on so many ranks: collective, bytes that a dry run foretells, bytes that were given to
-    it, in each step but the first, which measures and warms up."""
-    args, hardware = parse_arguments(arguments), Hardware.here()
-    run_spec = run_spec_of(arguments)
-    config = load_ds_config(args.ds_config, run_spec.recipe, world, hardware)
-    mixture = run_spec.mixture(Process(0, world, 0, world), "cpu", run_spec.specs, initial_state(run_spec.specs))
-    module, steps = run_spec.module(), json.loads((args.out / f"sent.{world}.json").read_text())
-    samples = {spec.name: spec.samples for spec in run_spec.specs}
-    for step, given in enumerate(steps):
-        rows = mixture.next_batch().rows
-        found = cost.communication(module, run_spec.recipe, samples, config.resolved, config.precision, rows)
-        for kind in ("all_reduce", "all_gather", "reduce_scatter") if step else ():
-            foretold = sum(size for name, (of, size) in found.items() if of == kind and name != "gradient norms")
-            yield kind, foretold, given.get(kind, 0)
-
-
-def check_sent(arguments: list[str], world: int) -> None:
-    """That it is as foretold, but for small messages and padding: of PPA's keys to the rank that has most."""
-    for kind, foretold, given in sent(arguments, world):
-        padding = 8192 if kind == "all_gather" else 64
-        assert abs(given - foretold) <= 0.02 * foretold + padding, (arguments, world, kind, foretold, given)
+        plan = mixture.next_part()
+        yield {stream.name: dataset.stream_batches(stream, plan)[0] for stream in loader.streams}
 
 
 def metrics(out: Path) -> list[dict]:

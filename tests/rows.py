@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xscale.data.loader import StepBatch
+from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.metric_keys import Counts, loss_key
 from xscale.objectives import OBJECTIVES, Parts
 from xscale.ranks import Process
-from xscale.run_spec import RunSpec
 from xscale.step.module import States, StepModule, Weights
 from xscale.step.step import Seed, encode_auxiliary, run_row, shared_states
 from xscale.step.sums import Sums
@@ -111,14 +110,12 @@ def assert_same_gradients(
 
 
 def rows_of_step(
-    run_spec: RunSpec, world: int = 1, max_tokens: int | None = None, steps: int = 1
+    loader: Loader, world: int = 1, max_tokens: int | None = None, steps: int = 1
 ) -> Iterator[list[list[Row]]]:
     """Rows of each of the first steps, by rank."""
-    run_spec = replace(
-        run_spec, recipe=replace(run_spec.recipe, train=replace(run_spec.recipe.train, max_tokens=max_tokens))
-    )
+    loader = replace(loader, recipe=replace(loader.recipe, train=replace(loader.recipe.train, max_tokens=max_tokens)))
     ranks = [
-        run_spec.batches(Process(rank, world, rank, world), "cpu", initial_state(run_spec.specs), steps)
+        loader.batches(Process(rank, world, rank, world), "cpu", initial_state(loader.streams), steps)
         for rank in range(world)
     ]
     for batches in zip(*ranks, strict=True):

@@ -12,7 +12,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.recipe import load_recipe, shipped_recipes
-from xscale.run_spec import ADAPT_RECIPES, resolve_run
+from xscale.run.resolve import ADAPT_RECIPES, resolve_run
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 NAMES = [name for name in shipped_recipes() if name.startswith("adapt/")]
@@ -52,7 +52,7 @@ def test_dropout_null_is_the_model_s_own(
     if config is not None:
         config.save_pretrained(tmp_path)
         sets.append(f"model.init={tmp_path}")
-    recipe = resolve_run("contextual", [*sets, f"model.tokenizer={demo / 'tokenizer'}"], [demo]).recipe
+    recipe, _ = resolve_run("contextual", [*sets, f"model.tokenizer={demo / 'tokenizer'}"], [demo])
     assert recipe.model.dropout == dropout
     assert [phase.recipe.model.dropout for phase in recipe.phases] == [dropout]
 
@@ -60,7 +60,7 @@ def test_dropout_null_is_the_model_s_own(
 def test_a_phase_may_return_to_the_model_s_own_dropout(demo: Path, tmp_path: Path) -> None:
     BertConfig(**SHAPE, hidden_dropout_prob=0.3).save_pretrained(tmp_path)
     sets = ["phases=[{until: 5, model.dropout: null}]", "model.dropout=0.0", f"model.init={tmp_path}"]
-    recipe = resolve_run("contextual", [*sets, f"model.tokenizer={demo / 'tokenizer'}"], [demo]).recipe
+    recipe, _ = resolve_run("contextual", [*sets, f"model.tokenizer={demo / 'tokenizer'}"], [demo])
     assert (recipe.at(0).model.dropout, recipe.at(5).model.dropout) == (0.3, 0.0)
 
 

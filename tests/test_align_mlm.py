@@ -1,6 +1,7 @@
 """ALIGN-MLM: every dictionary entry once a step. tests/test_reference.py has the equation."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,15 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from tests.plain import sequences_of
 from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
+from tests.streams import make_dataset, make_mixture
 from tests.test_dict_mlm import random_samples
 from xscale.data import lexicon as lexicons
 from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, load_lexicon
-from xscale.data.loader import StepDataset, StreamObjective
-from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
+from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -170,24 +171,24 @@ def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted:
     """Through the mixture and the loader, rows without text included: the same entries, each once."""
     lexicon = load_lexicon(demo / "lexicon" / "en-xx.txt", tokenizer)
     sources = find_sources([demo])
-    specs = [StreamSpec(name, (0, 1), samples, packed=True) for name, samples in (("a", 5), ("b", 7))]
     calibration = Calibration([bytes_to_tokens(source, tokenizer) for source in sources], {})
     options = align_mlm.AlignMlmOptions(pairs_per_step=wanted)
-    streams = {spec.name: StreamObjective(align_mlm.OBJECTIVE, options, lexicons=(lexicon,)) for spec in specs}
+    stream = Stream("a", align_mlm.OBJECTIVE, options, (0, 1), 5, lexicons=(lexicon,))
+    streams = [stream, replace(stream, name="b", samples=7)]
     context = CollateContext(tokenizer, 64, "drop", {"en": 0, "xx": 1}, 3)
-    dataset = StepDataset(sources, streams, context, 3)
+    dataset = make_dataset(sources, streams, context, 3)
 
     def entries_of(world: int, max_tokens: int) -> list[dict[str, list[Entry]]]:
         places: Any = {"seed": 3, "alpha": 0.7, "max_length": 64, "max_tokens": max_tokens, "world": world}
-        ranks = [Mixture(specs, sources, calibration, rank=rank, **places) for rank in range(world)]
+        ranks = [make_mixture(streams, sources, calibration, rank=rank, **places) for rank in range(world)]
         steps = []
         for _ in range(2):
             found: dict[str, list[Entry]] = {"a": [], "b": []}
             for rank in ranks:
-                plan = rank.next_step()
-                for stream in found:
+                plan = rank.next_part()
+                for stream in streams:
                     for stream_batch in dataset.stream_batches(stream, plan):
-                        found[stream] += dictionary_of(stream_batch)
+                        found[stream.name] += dictionary_of(stream_batch)
             steps.append({name: sorted(entries) for name, entries in found.items()})
         return steps
 

@@ -18,14 +18,14 @@ from transformers import AutoModelForMaskedLM
 
 from tests.plain import links_of
 from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
+from tests.streams import make_dataset, make_mixture
 from tests.test_encoder import CONFIGS
 from xscale.data import links as word_links
 from xscale.data.calibration import Calibration
-from xscale.data.loader import StepDataset, StreamObjective
-from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.ragged import distinct_pairs, indices_within
 from xscale.data.sequences import Example, Sequences
 from xscale.data.shards import Source
+from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split
@@ -235,13 +235,13 @@ def test_options_are_checked() -> None:
 def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None:
     """From shards through the loader: what a masked word is predicted from are its gold translations."""
     source = Source(demo / "pairs")
-    stream = StreamObjective(alignlm.OBJECTIVE, alignlm.AlignLMOptions(shuffle_sides=True))
-    dataset = StepDataset([source], {"alignlm": stream}, context(tokenizer), 5)
-    specs = [StreamSpec("alignlm", (0,), 40, packed=False)]
+    options = alignlm.AlignLMOptions(shuffle_sides=True)
+    stream = Stream("alignlm", alignlm.OBJECTIVE, options, (0,), 40)
+    dataset = make_dataset([source], [stream], context(tokenizer), 5)
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 512, "world": 1, "rank": 0}
-    plan = Mixture(specs, [source], Calibration([(0.3, 0.0)], {}), **arguments).next_step()
+    plan = make_mixture([stream], [source], Calibration([(0.3, 0.0)], {}), **arguments).next_part()
     records = {record.key: record for record in (source.read(0, i) for i in range(source.shards[0].records))}
-    seen, found = 0, dataset.stream_batches("alignlm", plan)
+    seen, found = 0, dataset.stream_batches(stream, plan)
     for stream_batch in found:
         keys = stream_batch.keys
         original = stream_batch.sequences.ids.copy()
@@ -283,10 +283,9 @@ def test_a_pair_that_is_far_too_long_is_not_tokenised_whole(
 
     monkeypatch.setattr(Source, "read", lambda self, shard, record: long)
     monkeypatch.setattr(Tokenizer, "encode_words", encode_words)
-    stream = StreamObjective(alignlm.OBJECTIVE, alignlm.AlignLMOptions())
-    dataset = StepDataset([source], {"alignlm": stream}, replace(context(tokenizer), overlong="drop"), 5)
+    stream = Stream("alignlm", alignlm.OBJECTIVE, alignlm.AlignLMOptions(), (0,), 4)
+    dataset = make_dataset([source], [stream], replace(context(tokenizer), overlong="drop"), 5)
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 1 << 20, "world": 1, "rank": 0}
-    specs = [StreamSpec("alignlm", (0,), 4, packed=False)]
-    plan = Mixture(specs, [source], Calibration([(0.3, 0.0)], {}), **arguments).next_step()
-    stream_batches = dataset.stream_batches("alignlm", plan)
+    plan = make_mixture([stream], [source], Calibration([(0.3, 0.0)], {}), **arguments).next_part()
+    stream_batches = dataset.stream_batches(stream, plan)
     assert sum(stream_batch.too_long for stream_batch in stream_batches) == 4 and max(seen) <= 64 * 128

@@ -203,14 +203,14 @@ def test_ranks_count_tokens_together_and_show_progress(demo: Path, monkeypatch: 
 
     def targets(host_group: HostGroup) -> dict[str, list[int]]:
         noted.clear()
-        found = evals.find_probes(run_spec, host_group, noted.append)
+        found = evals.find_probes(loader, host_group, noted.append)
         return {name: probe["trained"].targets_C.tolist() for name, probe in found.items()}
 
     monkeypatch.setattr(sample, "_CHUNK", 100)
     noted: list[str] = []
     sets = [f"data.lexicons=[{demo / 'lexicon' / 'en-xx.txt'}]"]
-    run_spec = launch.run_spec_of(["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets])
-    lists = sum(-(-source.records // 100) for source in run_spec.sources if "xx" in source.langs)
+    loader = launch.loader_of(["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets])
+    lists = sum(-(-source.records // 100) for source in loader.corpus.sources if "xx" in source.langs)
     alone = targets(HostGroup())
     assert noted == ["counting the tokens of the text in xx"] * lists and lists > 9
     assert targets(Rank(0)) == alone and len(noted) == lists
@@ -227,12 +227,10 @@ def test_too_few_words_have_no_score(
     table = torch.randn(tokenizer.vocab_size, 8)
     for heldout, noted in ((0.2, True), (0.0, False)):
         sets = [f"data.lexicons=[{tmp_path / 'en-xx.txt'}]", f"data.lexicon_heldout={heldout}"]
-        run_spec = launch.run_spec_of(
-            ["--ds_config", "x", "--recipe", "align_mlm", "--data", str(demo), "--set", *sets]
-        )
+        loader = launch.loader_of(["--ds_config", "x", "--recipe", "align_mlm", "--data", str(demo), "--set", *sets])
         caplog.clear()
         with caplog.at_level("INFO"):
-            found = evals.find_probes(run_spec, HostGroup(), lambda doing: None)["en-xx"]
+            found = evals.find_probes(loader, HostGroup(), lambda doing: None)["en-xx"]
         assert (
             f"alignment/en-xx is left out: only {len(found['withheld'].queries)} withheld words" in caplog.text
         ) == noted

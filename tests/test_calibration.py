@@ -11,26 +11,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import launch
+from tests.launch import open_run
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibrate import bytes_to_tokens, estimate, fit_line, similar_samples
 from xscale.data.calibration import Calibration, Estimate
+from xscale.data.loader import Loader
 from xscale.data.mixture import Mixture, initial_state
 from xscale.metric_keys import MetricKey
 from xscale.ranks import Process
 from xscale.run.going_on import resume_calibration
-from xscale.run_spec import RunSpec, resolve_run
 
 MAX_LENGTH = 128
 RECIPES = ["mixed", "tlm", "mlm", "alignlm", "ppa", "xlm", "contextual"]
 
 
 @pytest.fixture(scope="module")
-def run_spec(demo: Path):
+def loader(demo: Path):
     """job(recipe, "key=value", ...): a calibrated job on the demo corpus. Each is measured once."""
 
     @cache
-    def make(recipe: str, *sets: str) -> RunSpec:
-        return resolve_run(recipe, ["data.workers=0", *sets], [demo]).calibrated()
+    def make(recipe: str, *sets: str) -> Loader:
+        return open_run(recipe, ["data.workers=0", *sets], [demo])
 
     return make
 
@@ -39,8 +41,8 @@ def place(rank: int = 0, world: int = 1) -> Process:
     return Process(rank, world, rank, world)
 
 
-def mixture_of(run_spec: RunSpec) -> Mixture:
-    return run_spec.mixture(place(), "cpu", run_spec.specs, initial_state(run_spec.specs))
+def mixture_of(loader: Loader) -> Mixture:
+    return loader.mixture(place(), "cpu", initial_state(loader.streams))
 
 
 # 1. Records
@@ -128,62 +130,60 @@ def test_streams_without_an_estimate_of_their_own() -> None:
     ).tolist() == [10, 999]
 
 
-def test_it_is_kept_as_json(run_spec) -> None:
-    found = run_spec("mixed").calibration
+def test_it_is_kept_as_json(loader) -> None:
+    found = loader("mixed").calibration
     kept = json.loads(json.dumps(found.to_dict()))
-    made = run_spec("mixed")
-    assert Calibration.from_dict(kept, len(made.sources), list(made.recipe.streams)) == found
+    made = loader("mixed")
+    assert Calibration.from_dict(kept, len(made.corpus.sources), list(made.recipe.streams)) == found
     # At a resume it is not measured again: other dropped pairs in the same data would cut other rows.
     nobody: Any = None
-    assert (
-        resume_calibration(made, Checkpoint(Path(), {"calibration": kept, "identity": made.identity()}), nobody)
-        == found
-    )
+    checkpoint = Checkpoint(Path(), {"calibration": kept, "identity": launch.identity(made)})
+    assert resume_calibration(made.recipe, made.corpus, checkpoint, nobody) == found
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_rows_have_as_many_tokens_as_estimated(run_spec, recipe: str) -> None:
+def test_rows_have_as_many_tokens_as_estimated(loader, recipe: str) -> None:
     """Over some steps within 1.5 %."""
-    made = run_spec(recipe, "train.max_tokens=1500")
-    mixture, dataset = mixture_of(made), made.dataset(made.specs)
+    made = loader(recipe, "train.max_tokens=1500")
+    mixture, dataset = mixture_of(made), made.dataset()
     tokens, estimated = 0, 0.0
     for _ in range(8):
         start = mixture.state
-        estimated += mixture.next_batch().tokens_of_bins().sum()
+        estimated += mixture.next_plan().row_tokens.sum()
         mixture.state = start
-        tokens += sum(row.cost["tokens"] for row in dataset[mixture.next_step()].rows)
+        tokens += sum(row.cost["tokens"] for row in dataset[mixture.next_part()].rows)
     assert tokens == pytest.approx(estimated, rel=0.015)
 
 
-def test_long_pairs_are_estimated_as_what_becomes_of_them(run_spec) -> None:
+def test_long_pairs_are_estimated_as_what_becomes_of_them(loader) -> None:
     """Where a third is over the length: dropped or cut, the sum is right."""
     for overlong in ("drop", "truncate"):
-        made = run_spec("tlm", "data.max_length=28", f"data.overlong={overlong}")
-        mixture, dataset = mixture_of(made), made.dataset(made.specs)
+        made = loader("tlm", "data.max_length=28", f"data.overlong={overlong}")
+        mixture, dataset = mixture_of(made), made.dataset()
         beyond = made.calibration.estimate_for("tlm").beyond
         assert beyond is not None and (beyond < 5 if overlong == "drop" else 25 < beyond <= 28)
         found = []
         for _ in range(4):
             start = mixture.state
-            estimated = sum(int(tokens.sum()) for tokens in mixture.next_batch().tokens.values())
+            estimated = mixture.next_plan().row_tokens.sum()
             mixture.state = start
-            batch = dataset[mixture.next_step()]
+            batch = dataset[mixture.next_part()]
             found.append([batch.counts()[MetricKey("too_long", "tlm")] / 128, batch.cost()["tokens"] / estimated])
         too_long, ratio = np.mean(found, axis=0)
         assert 0.1 < too_long < 0.6 and ratio == pytest.approx(1, abs=0.05)
 
 
-def test_the_same_everywhere(run_spec, demo: Path) -> None:
+def test_the_same_everywhere(loader, demo: Path) -> None:
     """On each rank, at each resume, with other rows and another number of samples a step."""
-    found = run_spec("ppa").calibration
-    assert resolve_run("ppa", ["data.workers=0"], [demo]).calibrated().calibration == found
-    assert run_spec("ppa", "train.max_tokens=512", "train.steps=9", "streams.ppa.samples=7").calibration == found
-    assert run_spec("ppa", "train.seed=1").calibration != found
+    found = loader("ppa").calibration
+    assert open_run("ppa", ["data.workers=0"], [demo]).calibration == found
+    assert loader("ppa", "train.max_tokens=512", "train.steps=9", "streams.ppa.samples=7").calibration == found
+    assert loader("ppa", "train.seed=1").calibration != found
 
 
-def test_rows_have_no_filling(run_spec) -> None:
-    made = run_spec("mixed", "train.max_tokens=700")
-    for batch in made.batches(place(), "cpu", initial_state(made.specs), 2):
+def test_rows_have_no_filling(loader) -> None:
+    made = loader("mixed", "train.max_tokens=700")
+    for batch in made.batches(place(), "cpu", initial_state(made.streams), 2):
         assert len(batch.rows) > 3
         for row in batch.rows:
             assert len(row.tokens.input_ids) == row.cost["tokens"] and (row.tokens.lengths > 0).all()

@@ -9,6 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForMaskedLM, BertConfig
 
+from tests import launch
+from tests.launch import open_run
 from tests.rows import CPU, pass_row
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, Tokens
@@ -19,7 +21,6 @@ from xscale.objectives import OBJECTIVES
 from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.ranks import Process
 from xscale.recipe import Recipe, load_recipe
-from xscale.run_spec import resolve_run
 from xscale.step import cost
 from xscale.step.module import StepModule
 from xscale.step.step import encode_auxiliary, run_row
@@ -191,9 +192,9 @@ def counter() -> FlopCounterMode:
 
 
 def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, Row]:
-    run_spec = resolve_run(recipe, ["data.workers=0", *sets], [demo]).calibrated()
-    (batch,) = run_spec.batches(Process(0, 1, 0, 1), "cpu", initial_state(run_spec.specs), 1)
-    return StepModule(run_spec.encoder(), run_spec.recipe), batch.rows[0]
+    loader = open_run(recipe, ["data.workers=0", *sets], [demo])
+    (batch,) = loader.batches(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams), 1)
+    return StepModule(launch.encoder(loader), loader.recipe), batch.rows[0]
 
 
 @pytest.mark.parametrize("preset", ["tiny", "mini"])

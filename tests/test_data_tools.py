@@ -21,7 +21,7 @@ from xscale.data.shards import Source, find_sources
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.run.describe import start_notes
-from xscale.run_spec import resolve_run
+from xscale.run.resolve import resolve_run
 
 
 def write_mono(out: Path, *options: object) -> None:
@@ -391,10 +391,10 @@ def test_demo_corpus_is_the_same_again(made: Path, tmp_path: Path) -> None:
 
 def test_the_recipe_mixed_reads_the_demo_corpus(made: Path) -> None:
     """The TMX has no word links; objectives that need links read the other pairs, and the run says so."""
-    run_spec = resolve_run("mixed", [], [made])
-    read = {spec.name: [run_spec.sources[s].directory.name for s in spec.sources] for spec in run_spec.specs}
+    recipe, corpus = resolve_run("mixed", [], [made])
+    read = {s.name: [corpus.sources[n].directory.name for n in s.sources] for s in corpus.streams.last}
     assert read["alignlm"] == read["contextual"] == ["pairs"] and read["tlm"] == read["ppa"] == ["pairs", "pairs_yy"]
-    (note,) = [line for line in start_notes(run_spec) if "alignlm" in line]
+    (note,) = [line for line in start_notes(recipe, corpus) if "alignlm" in line]
     assert "pairs_yy" in note and "no word links" in note
 
 

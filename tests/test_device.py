@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import launch
 from tests.rows import CPU, pass_row, rows_of_step, totals_of
 from xscale.checkpoint import store
+from xscale.data.loader import Loader
 from xscale.data.packed_row import Row
 from xscale.files import sha256_file
 from xscale.ranks import HostGroup
-from xscale.run_spec import RunSpec
 from xscale.step.module import StepModule
 from xscale.step.step import encode_auxiliary, run_row, step_weights
 
@@ -23,15 +23,15 @@ SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "contextual=4", "align_mlm=3"]
 
 
 @pytest.fixture(scope="module")
-def run_spec(demo: Path) -> RunSpec:
+def loader(demo: Path) -> Loader:
     sets = [f"streams.{name.replace('=', '.samples=')}" for name in SMALL]
     sets += ["data.workers=0", "streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=8"]
-    return launch.run_spec_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
+    return launch.loader_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
 
 
 @pytest.fixture(scope="module")
-def row(run_spec: RunSpec) -> Row:
-    ((row,),) = next(rows_of_step(run_spec))
+def row(loader: Loader) -> Row:
+    ((row,),) = next(rows_of_step(loader))
     return row
 
 
@@ -53,11 +53,11 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_host_does_not_wait_for_the_device(run_spec: RunSpec, row: Row) -> None:
+def test_the_host_does_not_wait_for_the_device(loader: Loader, row: Row) -> None:
     """Forward, backward and the companions' update of a row of all objectives. But for the weights of the predictions,
     which come from the host, and on a CPU the head, which looks whether the incoming gradient is 1."""
-    module = StepModule(run_spec.encoder(), run_spec.recipe)
-    weights = step_weights(run_spec.recipe, totals_of([row]), 0)
+    module = StepModule(launch.encoder(loader), loader.recipe)
+    weights = step_weights(loader.recipe, totals_of([row]), 0)
     on_device = row.to(CPU)
     with Waits() as copies:
         for auxiliary in row.auxiliary.values():
@@ -100,9 +100,9 @@ def test_checkpointed_activations_give_the_same_step(demo: Path, row: Row) -> No
     for on in ("false", "true"):
         sets = [f"streams.{name.replace('=', '.samples=')}" for name in SMALL]
         sets += [f"train.activation_checkpointing={on}", "streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=8"]
-        run_spec = launch.run_spec_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
-        module = StepModule(run_spec.encoder(), run_spec.recipe)
-        loss, _ = pass_row(module, row, step_weights(run_spec.recipe, totals_of([row]), 0))
+        loader = launch.loader_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
+        module = StepModule(launch.encoder(loader), loader.recipe)
+        loss, _ = pass_row(module, row, step_weights(loader.recipe, totals_of([row]), 0))
         loss.backward()
         tokens = row.to(CPU).tokens
         kept = saved_bytes(module, lambda m=module, t=tokens: m.encoder(t))

@@ -8,18 +8,19 @@ import pytest
 
 from data_tools import tokenizer as tokenizers
 from tests import launch
+from tests.launch import open_run
+from xscale.data.loader import Loader
 from xscale.data.shards import find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.dry_run import dry_run
 from xscale.ranks import Process
 from xscale.run.describe import dropped_pairs_warnings
-from xscale.run_spec import RunSpec, resolve_run
 
 SETS = ["data.workers=0", "streams.tlm.samples=32"]
 
 
-def run_spec_of(data: Path, recipe: str, *sets: str) -> RunSpec:
-    return resolve_run(recipe, ["data.workers=0", *sets], [data]).calibrated()
+def loader_of(data: Path, recipe: str, *sets: str) -> Loader:
+    return open_run(recipe, ["data.workers=0", *sets], [data])
 
 
 def share_over(max_length: int, tokenizer: Tokenizer, data: Path) -> float:
@@ -37,10 +38,10 @@ def share_over(max_length: int, tokenizer: Tokenizer, data: Path) -> float:
 def test_the_share_is_known_before_step_1(demo: Path, tokenizer: Tokenizer, max_length: int) -> None:
     """As all pairs have it, to a few standard errors of the 512 and more that are read of 2,048."""
     share = share_over(max_length, tokenizer, demo / "pairs")
-    run_spec = run_spec_of(demo, "tlm", f"data.max_length={max_length}", "streams.tlm.languages=[en-xx]")
-    found = run_spec.calibration.estimate_for("tlm").too_long
+    loader = loader_of(demo, "tlm", f"data.max_length={max_length}", "streams.tlm.languages=[en-xx]")
+    found = loader.calibration.estimate_for("tlm").too_long
     assert found == pytest.approx(share, abs=0.01 + 0.06 * (share * (1 - share)) ** 0.5)
-    assert bool(dropped_pairs_warnings(run_spec)) == (found > 0.03)
+    assert bool(dropped_pairs_warnings(loader)) == (found > 0.03)
     assert max_length != 20 or share > 0.5
     assert max_length != 128 or found == 0
 
@@ -56,21 +57,21 @@ def test_on_real_text(real: Path, tmp_path: Path, write_pairs: Callable[..., Non
     tokenizers.main(["--data", str(tmp_path / "data"), *out])
     for max_length in (64, 100, 160):
         share = share_over(max_length, Tokenizer(tmp_path / "data" / "tokenizer"), tmp_path / "data")
-        run_spec = run_spec_of(tmp_path / "data", "tlm", f"data.max_length={max_length}")
-        assert run_spec.calibration.estimate_for("tlm").too_long == pytest.approx(share, abs=0.03), max_length
-        assert bool(dropped_pairs_warnings(run_spec)) == (run_spec.calibration.estimate_for("tlm").too_long > 0.03)
+        loader = loader_of(tmp_path / "data", "tlm", f"data.max_length={max_length}")
+        assert loader.calibration.estimate_for("tlm").too_long == pytest.approx(share, abs=0.03), max_length
+        assert bool(dropped_pairs_warnings(loader)) == (loader.calibration.estimate_for("tlm").too_long > 0.03)
 
 
 def test_the_warning_names_stream_share_and_remedy(demo: Path) -> None:
     sets = ["data.max_length=28", "streams.more={objective: tlm, samples: 4}"]
-    run_spec = run_spec_of(demo, "xlm", *sets)
-    tlm, more = dropped_pairs_warnings(run_spec)  # monolingual text is no pair
-    share = run_spec.calibration.estimate_for("more").too_long
+    loader = loader_of(demo, "xlm", *sets)
+    tlm, more = dropped_pairs_warnings(loader)  # monolingual text is no pair
+    share = loader.calibration.estimate_for("more").too_long
     assert tlm.startswith("warning: streams.tlm drops ") and more == (
         f"warning: streams.more drops {share:.1%} of its pairs, those longer than data.max_length: 28; take a larger "
         "one, or data.overlong=truncate, or leave them out when shards are written: --max_tokens 28"
     )
-    assert dropped_pairs_warnings(run_spec_of(demo, "xlm", *sets, "data.overlong=truncate")) == []
+    assert dropped_pairs_warnings(loader_of(demo, "xlm", *sets, "data.overlong=truncate")) == []
 
 
 @pytest.mark.parametrize("max_length", [28, 128])

@@ -18,13 +18,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
 from tests.plain import originals, sequences_of
+from tests.streams import make_dataset, make_mixture
 from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
-from xscale.data.loader import StepDataset, StreamObjective
-from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.ragged import indices_within
 from xscale.data.sequences import Example, Sequences, fit_pairs, join_segments, pack_sentences
 from xscale.data.shards import find_sources
+from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, StreamBatch, mask_tokens
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
@@ -372,21 +372,20 @@ def test_masks_do_not_depend_on_the_batch(tokenizer, pairs) -> None:
 def step_rows(demo: Path, tokenizer: Tokenizer, world: int, max_tokens: int, steps: int, seed: int = 3) -> list[Any]:
     """Everything that the steps hold, over all ranks: {stream: sorted sequences} for each step."""
     sources = find_sources([demo])
-    specs = [StreamSpec("mlm", (0, 1), 9, packed=True), StreamSpec("tlm", (3,), 25, packed=False)]
     calibration = Calibration([bytes_to_tokens(source, tokenizer) for source in sources], {})
-    collates = {
-        "mlm": StreamObjective(mlm.OBJECTIVE, mlm.MaskedOptions()),
-        "tlm": StreamObjective(tlm.OBJECTIVE, tlm.TlmOptions(whole_word=True, shuffle_sides=True)),
-    }
-    dataset = StepDataset(sources, collates, context(tokenizer, 64), seed)
+    streams = [
+        Stream("mlm", mlm.OBJECTIVE, mlm.MaskedOptions(), (0, 1), 9),
+        Stream("tlm", tlm.OBJECTIVE, tlm.TlmOptions(whole_word=True, shuffle_sides=True), (3,), 25),
+    ]
+    dataset = make_dataset(sources, streams, context(tokenizer, 64), seed)
     arguments: Any = {"seed": seed, "alpha": 0.7, "max_length": 64, "max_tokens": max_tokens, "world": world}
-    ranks = [Mixture(specs, sources, calibration, rank=rank, **arguments) for rank in range(world)]
+    ranks = [make_mixture(streams, sources, calibration, rank=rank, **arguments) for rank in range(world)]
     result = []
     for _ in range(steps):
         found: dict[str, list] = {"mlm": [], "tlm": [], "keys": []}
         for rank in ranks:
-            plan = rank.next_step()
-            stream_batches = {stream: dataset.stream_batches(stream, plan) for stream in collates}
+            plan = rank.next_part()
+            stream_batches = {stream.name: dataset.stream_batches(stream, plan) for stream in streams}
             for stream, of_rows in stream_batches.items():
                 for stream_batch in of_rows:
                     rows = found_in(stream_batch)

@@ -31,7 +31,7 @@ from xscale.recipe import load_recipe
 from xscale.run import folder
 from xscale.run.folder import Status
 from xscale.run.going_on import find_own
-from xscale.run_spec import resolve_run
+from xscale.run.resolve import resolve_run
 from xscale.step.ds_config import read_ds_config
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
@@ -169,7 +169,7 @@ def test_other_special_tokens_are_another_run(demo: Path, tmp_path: Path) -> Non
     changed = Tokenizer(tmp_path / "tokenizer")
     assert changed.fingerprint == same.fingerprint and changed.mask_id != same.mask_id
     both = demo / "tokenizer", path.parent
-    was, now = (resolve_run("tlm", [f"model.tokenizer={at}"], [demo / "pairs"]).identity() for at in both)
+    was, now = (resolve_run("tlm", [f"model.tokenizer={at}"], [demo / "pairs"])[1].identity() for at in both)
     now["recipe"] = was["recipe"]
     with pytest.raises(UserError, match=rf"special_tokens\.mask: was {same.mask_id}, is now {changed.mask_id}"):
         (tmp_path / "run").mkdir()
@@ -333,10 +333,10 @@ def test_one_rank_cannot_read_its_records(demo: Path, tmp_path: Path) -> None:
     run = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--out", str(tmp_path / "out"), "--set"]
     run += [f"model.tokenizer={demo / 'tokenizer'}", "train.steps=12", "checkpoint.every=1", "checkpoint.keep=99"]
     run += ["streams.tlm.samples=16", "data.workers=0", "--data", str(tmp_path / "pairs")]
-    run_spec = launch.run_spec_of(run)
-    *_, fifth = islice(run_spec.batches(Process(1, 2, 1, 2), "cpu", initial_state(run_spec.specs), 5), 5)
+    loader = launch.loader_of(run)
+    *_, fifth = islice(loader.batches(Process(1, 2, 1, 2), "cpu", initial_state(loader.streams), 5), 5)
     key = fifth.keys()["tlm"][0]
-    (source,) = run_spec.sources
+    (source,) = loader.corpus.sources
     places = [(shard, n) for shard, count in enumerate(source.counts) for n in range(count)]
     shard, number = next(place for place in places if source.read(*place).key == key)
     path, at = source.directory / source.shards[shard].name, int(source.entries(shard)["offset"][number])

@@ -11,6 +11,8 @@ import yaml
 
 from data_tools import write_shards
 from tests import launch
+from tests.launch import open_run
+from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state, positions_report
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.errors import UserError
@@ -18,8 +20,6 @@ from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.recipe import load_recipe
 from xscale.run.describe import start_notes
-from xscale.run_spec import RunSpec, records_of
-from xscale.run_spec import resolve_run as prepare_job
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 
@@ -43,18 +43,18 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "data"
 
 
-def resolve_run(data: Path, demo: Path, recipe: str, *sets: str) -> RunSpec:
-    return prepare_job(recipe, ["data.workers=0", f"model.tokenizer={demo / 'tokenizer'}", *sets], [data])
+def loader_of(data: Path, demo: Path, recipe: str, *sets: str) -> Loader:
+    return open_run(recipe, ["data.workers=0", f"model.tokenizer={demo / 'tokenizer'}", *sets], [data])
 
 
-def consumed(run_spec: RunSpec, steps: int) -> dict[str, list[str]]:
+def consumed(loader: Loader, steps: int) -> dict[str, list[str]]:
     """Keys of the records of the first steps, by stream."""
-    mixture = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs))
-    dataset, keys = run_spec.dataset(run_spec.specs), {}
+    mixture = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams))
+    dataset, keys = loader.dataset(), {}
     for _ in range(steps):
-        plan = mixture.next_step()
-        for stream in plan.rows[0]:
-            keys.setdefault(stream, []).extend(
+        plan = mixture.next_part()
+        for stream in loader.streams:
+            keys.setdefault(stream.name, []).extend(
                 key for stream_batch in dataset.stream_batches(stream, plan) for key in stream_batch.keys
             )
     return keys
@@ -88,25 +88,24 @@ def test_each_language_has_its_first_records_in_the_order_given(texts: Path) -> 
 def test_an_epoch_is_the_first_records_once(texts: Path, demo: Path, shard_records: Callable) -> None:
     """150 pairs of en-de and 40 of en-fr, in their proportions: after 190 samples each was read once, no other."""
     sets = ["data.first=150", "data.alpha=1.0", "streams.tlm.samples=19"]
-    run_spec = resolve_run(texts, demo, "tlm", *sets).calibrated()
+    loader = loader_of(texts, demo, "tlm", *sets)
     whole = {name: [r["key"] for shard in shard_records(texts / name) for r in shard] for name in "abc"}
     expected = Counter(whole["a"] + whole["b"][:30] + whole["c"])
-    assert Counter(consumed(run_spec, 10)["tlm"]) == expected
+    assert Counter(consumed(loader, 10)["tlm"]) == expected
     state = {"step": 0, "positions": {"tlm": [[0, 0], [0, 7], [1, 0]]}}
-    assert positions_report(state, run_spec.specs, run_spec.sources)[1] == "tlm de-en: epoch 0, 7 of 30 records"
+    assert positions_report(state, loader.streams, loader.corpus.sources)[1] == "tlm de-en: epoch 0, 7 of 30 records"
 
 
 def test_first_belongs_to_a_run_s_identity(texts: Path, demo: Path) -> None:
-    whole, cut = (resolve_run(texts, demo, "tlm", *sets) for sets in ([], ["data.first=150"]))
-    assert whole.identity() != cut.identity() != resolve_run(texts, demo, "tlm", "data.first=151").identity()
-    assert records_of(cut.specs[0], cut.sources) == 190 and records_of(whole.specs[0], whole.sources) == 260
+    whole, cut = (loader_of(texts, demo, "tlm", *sets) for sets in ([], ["data.first=150"]))
+    other = loader_of(texts, demo, "tlm", "data.first=151")
+    assert launch.identity(whole) != launch.identity(cut) != launch.identity(other)
+    assert [loader.streams[0].records(loader.corpus.sources) for loader in (cut, whole)] == [190, 260]
 
 
 def test_packed_streams_read_the_first_records_alone(texts: Path, demo: Path, shard_records: Callable) -> None:
-    run_spec = resolve_run(
-        texts, demo, "mlm", "data.first=23", "streams.mlm.samples=3", "data.max_length=32"
-    ).calibrated()
-    keys = consumed(run_spec, 12)["mlm"]
+    loader = loader_of(texts, demo, "mlm", "data.first=23", "streams.mlm.samples=3", "data.max_length=32")
+    keys = consumed(loader, 12)["mlm"]
     assert set(keys) == {record["key"] for record in shard_records(texts / "mono_en")[0][:23]}
 
 
@@ -119,20 +118,20 @@ def test_packed_streams_read_the_first_records_alone(texts: Path, demo: Path, sh
 def test_steps_of_epochs(texts: Path, demo: Path, epochs: float, first: int, samples: int) -> None:
     """The least number of steps that draws every pair so often, on average."""
     sets = [f"train.epochs={epochs}", f"data.first={first}", f"streams.tlm.samples={samples}", "train.warmup=0.3"]
-    run_spec = resolve_run(texts, demo, "tlm", *sets)
+    loader = loader_of(texts, demo, "tlm", *sets)
     pairs = first + min(first, 40)
     steps = next(n for n in range(1, 10**6) if n * samples >= Fraction(str(epochs)) * pairs)
-    assert run_spec.recipe.train.steps == steps and run_spec.recipe.train.epochs == epochs
-    assert run_spec.recipe.train.whole_steps(0.3) == round(0.3 * steps)
-    (note,) = [line for line in start_notes(run_spec) if line.startswith("train.epochs")]
+    assert loader.recipe.train.steps == steps and loader.recipe.train.epochs == epochs
+    assert loader.recipe.train.whole_steps(0.3) == round(0.3 * steps)
+    (note,) = [line for line in start_notes(loader.recipe, loader.corpus) if line.startswith("train.epochs")]
     assert f"{epochs:g}: {steps:,} steps, since stream tlm reads {samples:,} of its {pairs:,} pairs" in note
 
 
 def test_the_first_stream_of_pairs_counts(texts: Path, demo: Path) -> None:
     own = ["streams.more={objective: tlm, samples: 4, languages: [en-fr]}", "train.epochs=3"]
-    assert resolve_run(texts, demo, "xlm", "streams.tlm.samples=13", *own).recipe.train.steps == 60  # 3 * 260 / 13
+    assert loader_of(texts, demo, "xlm", "streams.tlm.samples=13", *own).recipe.train.steps == 60  # 3 * 260 / 13
     with pytest.raises(UserError, match=r"train.epochs counts pairs, .* set train.steps"):
-        resolve_run(texts, demo, "mlm", "train.epochs=3")
+        loader_of(texts, demo, "mlm", "train.epochs=3")
 
 
 def test_the_command_line_says_steps_or_epochs(tmp_path: Path) -> None:
@@ -157,24 +156,26 @@ def test_steps_and_epochs_that_differ(texts: Path, demo: Path, tmp_path: Path) -
     for steps in (52, 51):
         path.write_text(f"streams: {{tlm: {{objective: tlm, samples: 10}}}}\ntrain: {{epochs: 2, steps: {steps}}}\n")
         if steps == 52:
-            resolved = resolve_run(texts, demo, str(path)).recipe
+            resolved = loader_of(texts, demo, str(path)).recipe
             path.write_text(yaml.safe_dump(resolved.to_dict(), sort_keys=False))
-            assert resolve_run(texts, demo, str(path)).recipe == resolved
+            assert loader_of(texts, demo, str(path)).recipe == resolved
     with pytest.raises(UserError, match=r"train.steps: 51, but train.epochs: 2 are 52 steps of 10 of 260 pairs; leave"):
-        resolve_run(texts, demo, str(path))
+        loader_of(texts, demo, str(path))
 
 
 def test_warmup_must_fit_the_steps_of_the_epochs(texts: Path, demo: Path) -> None:
     sets = ["train.epochs=1", "streams.tlm.samples=10"]
-    assert resolve_run(texts, demo, "tlm", *sets, "train.warmup=26").recipe.train.steps == 26
+    assert loader_of(texts, demo, "tlm", *sets, "train.warmup=26").recipe.train.steps == 26
     with pytest.raises(UserError, match=r"train.warmup: 27 exceeds the steps: 26"):
-        resolve_run(texts, demo, "tlm", *sets, "train.warmup=27")
+        loader_of(texts, demo, "tlm", *sets, "train.warmup=27")
 
 
 def test_a_resume_may_take_more_epochs(texts: Path, demo: Path) -> None:
-    two, three = (resolve_run(texts, demo, "tlm", f"train.epochs={n}").identity() for n in (2, 3))
-    assert two == three == resolve_run(texts, demo, "tlm", "train.steps=9").identity()
-    assert two != resolve_run(texts, demo, "tlm", "train.epochs=2", "train.lr=0.5").identity()
+    two, three, nine, other = (
+        launch.identity(loader_of(texts, demo, "tlm", *sets))
+        for sets in (["train.epochs=2"], ["train.epochs=3"], ["train.steps=9"], ["train.epochs=2", "train.lr=0.5"])
+    )
+    assert two == three == nine != other
 
 
 @pytest.mark.slow

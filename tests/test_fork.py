@@ -11,16 +11,20 @@ from typing import Any
 import pytest
 
 from tests import launch
-from tests.test_going_on import run_spec_of, save
+from tests.test_going_on import loader_of, save
 from tests.test_training import arguments, same_checkpoint
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.store import manifest_text
 from xscale.data import order
+from xscale.data.calibrate import calibrate
+from xscale.data.corpus import Corpus
+from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.errors import UserError
 from xscale.ranks import HostGroup, Process
+from xscale.recipe import Recipe
 from xscale.run import going_on
-from xscale.run_spec import RunSpec, resolve_run
+from xscale.run.resolve import resolve_run
 from xscale.train import parse_arguments
 
 SETS = ("streams.ppa.queue_size=64", "streams.ppa.projection=24")
@@ -29,8 +33,8 @@ SETS = ("streams.ppa.queue_size=64", "streams.ppa.projection=24")
 @pytest.fixture(scope="module")
 def parent(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of steps 7 and 9."""
-    path, run_spec = tmp_path_factory.mktemp("parent") / "run", run_spec_of(demo, "mixed", *SETS)
-    folder = save(run_spec.module(), run_spec, path / "checkpoints" / "step_00000007")
+    path, loader = tmp_path_factory.mktemp("parent") / "run", loader_of(demo, "mixed", *SETS)
+    folder = save(launch.module(loader), loader, path / "checkpoints" / "step_00000007")
     shutil.copytree(folder, folder.with_name("step_00000009"))
     manifest = json.loads((folder / "manifest.json").read_text()) | {"step": 9, "state": {"step": 9}}
     (folder.with_name("step_00000009") / "manifest.json").write_text(manifest_text(manifest))
@@ -38,7 +42,7 @@ def parent(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begin(demo: Path, out: Path, parent: object, *sets: str, recipe: str = "mixed") -> Any:
-    identity = run_spec_of(demo, recipe, *SETS, *sets).identity()
+    identity = launch.identity(loader_of(demo, recipe, *SETS, *sets))
     return going_on.find_checkpoint(Namespace(out=out, resume="auto", fork=str(parent)), identity, HostGroup())
 
 
@@ -99,7 +103,7 @@ def test_phases_may_change_where_the_saved_state_stays(demo: Path, parent: Path,
     assert begin(demo, tmp_path, parent, mixture).step == 9
     with pytest.raises(UserError, match=r"recipe.phases: was None, is now .*'data.max_length': 256"):
         begin(demo, tmp_path, parent, "phases=[{until: 0.5, data.max_length: 256}]")
-    recipe = run_spec_of(demo, "mixed", *SETS).identity()["recipe"]
+    recipe = loader_of(demo, "mixed", *SETS).recipe.identity()
     some = recipe | {"data": recipe["data"] | {"languages": ["en", "xx"]}}
     for languages, same in (([], True), ([["en", "xx", "yy"]], False)):
         phases = [{"until": 5, "data.alpha": 0.3}, *({"until": 1.0, "data.languages": of} for of in languages)]
@@ -117,7 +121,7 @@ def test_ancestors_are_kept_and_reported(demo: Path, parent: Path, tmp_path: Pat
     for out in (first, second):
         out.mkdir()
         (out / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0}\n')
-    identity = run_spec_of(demo, "mixed", *SETS, "train.lr=0.5").identity()
+    identity = launch.identity(loader_of(demo, "mixed", *SETS, "train.lr=0.5"))
     going_on.write_ancestry(first, checkpoints.read_checkpoint(parent / "checkpoints" / "step_00000007"), identity)
     shutil.copytree(parent / "checkpoints", first / "checkpoints")
     going_on.write_ancestry(second, checkpoints.read_checkpoint(first / "checkpoints" / "step_00000009"), identity)
@@ -161,13 +165,13 @@ Draws = dict[tuple[str, str], list[tuple[int, int, int]]]
 """Epoch, shard and record of what is drawn, by stream and source."""
 
 
-def draw(run_spec: RunSpec, state: dict[str, Any], steps: int) -> tuple[Draws, dict[str, Any]]:
+def draw(loader: Loader, state: dict[str, Any], steps: int) -> tuple[Draws, dict[str, Any]]:
     draws: Draws = defaultdict(list)
-    mixture = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, state)
+    mixture = loader.mixture(Process(0, 1, 0, 1), "cpu", state)
     for _ in range(steps):
-        for stream, records in mixture.next_batch().records.items():
-            for source, *place in zip(records.source, records.epoch, records.shard, records.record, strict=True):
-                draws[stream, run_spec.sources[source].name].append(tuple(map(int, place)))
+        for stream, table in mixture.next_plan().tables.items():
+            for source, *place in zip(table.source, table.epoch, table.shard, table.record, strict=True):
+                draws[stream, loader.corpus.sources[source].name].append(tuple(map(int, place)))
     return draws, mixture.state
 
 
@@ -177,23 +181,25 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(order, "WINDOW_RECORDS", 400)
     monkeypatch.setattr(order, "PART_RECORDS", 20)
 
-    def resolved(*names: str, **fields: object) -> RunSpec:
+    def resolved(*names: str, **fields: object) -> tuple[Recipe, Corpus]:
         sets = [f"{name}={value}" for name, value in fields.items()]
         sets += ["streams.mlm.samples=6", "streams.tlm.samples=5", "data.max_length=40", "data.workers=0"]
         return resolve_run("xlm", sets, [demo / name for name in names])
 
-    parent = resolved("pairs", "mono_en").calibrated()
-    lines = [(1.3 * a, b) for a, b in parent.calibration.lines]
-    parent = parent.calibrated(replace(parent.calibration, lines=lines))  # the order of running text depends on it
-    head, state = draw(parent, initial_state(parent.specs), 5)
+    recipe, corpus = resolved("pairs", "mono_en")
+    measured = calibrate(recipe, corpus)
+    lines = [(1.3 * a, b) for a, b in measured.lines]  # the order of running text depends on it
+    parent = Loader(recipe, corpus, replace(measured, lines=lines))
+    head, state = draw(parent, initial_state(parent.streams), 5)
     alone, _ = draw(parent, state, 40)
-    manifest = {"identity": parent.identity(), "state": state, "calibration": parent.calibration.to_dict(), "step": 5}
+    manifest = {"identity": launch.identity(parent), "state": state, "step": 5}
+    manifest["calibration"] = parent.calibration.to_dict()
     checkpoint = checkpoints.Checkpoint(Path("step_00000005"), json.loads(json.dumps(manifest)))
 
     fork = resolved("mono_xx", "pairs", "mono_en")
-    begun = going_on.with_other_data(checkpoint, fork)
-    fork = fork.calibrated(going_on.resume_calibration(fork, begun, HostGroup()))
-    draws, _ = draw(fork, begun.state, 40)
+    begun = going_on.with_other_data(checkpoint, *fork)
+    calibration = going_on.resume_calibration(*fork, begun, HostGroup())
+    draws, _ = draw(Loader(*fork, calibration), begun.state, 40)
     assert set(alone) == {("mlm", "en"), ("tlm", "en-xx")} and set(draws) == {*alone, ("mlm", "xx")}
     for key, of_parent in alone.items():
         shorter = min(len(of_parent), len(draws[key]))
@@ -201,11 +207,11 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert draws["mlm", "xx"][0][0] == 0
 
     others = resolved("pairs", "mono_xx")
-    positions = going_on.with_other_data(checkpoint, others).state["positions"]
+    positions = going_on.with_other_data(checkpoint, *others).state["positions"]
     assert positions == {"mlm": [[1, 0]], "tlm": state["positions"]["tlm"]}
     with pytest.raises(UserError, match=r"data\.first"):
-        going_on.with_other_data(checkpoint, resolved("pairs", "mono_xx", **{"data.first": 900}))
+        going_on.with_other_data(checkpoint, *resolved("pairs", "mono_xx", **{"data.first": 900}))
     embeddings = {"streams.mlm.language_embeddings": "true", "streams.tlm.language_embeddings": "true"}
     monkeypatch.setattr(going_on, "run_fields_of", lambda path: {"languages": ["neutral", "en", "sw", "xx"]})
     with pytest.raises(UserError, match=r"embeddings of en, sw, xx, but .* en, xx; .*model\.init"):
-        going_on.with_other_data(checkpoint, resolved("pairs", "mono_xx", **embeddings))
+        going_on.with_other_data(checkpoint, *resolved("pairs", "mono_xx", **embeddings))

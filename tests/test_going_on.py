@@ -23,11 +23,14 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertCo
 
 from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
+from tests.streams import pairs
 from tests.test_encoder import CONFIGS, make
 from xscale import export, files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import full_weights, load_run
-from xscale.data.mixture import StreamSpec, sources_read
+from xscale.data.corpus import InitialModel, find_tokenizer
+from xscale.data.loader import Loader
+from xscale.data.mixture import sources_read
 from xscale.data.packed_row import Tokens
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
@@ -43,7 +46,6 @@ from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, copy_saved_heads, load_heads, save_heads
 from xscale.objectives import OBJECTIVES, alignlm, tlm
 from xscale.recipe import Recipe, load_recipe, shipped_recipes
-from xscale.run_spec import RunSpec, find_tokenizer, shows_neutral
 from xscale.step.module import StepModule
 
 
@@ -64,22 +66,23 @@ def test_the_models_own_tokenizer_comes_before_one_beside_the_shards(demo: Path,
         (folder / "config.json").write_text("{}")
     (fast / "tokenizer.json").write_bytes((demo / "tokenizer" / "tokenizer.json").read_bytes())
     (slow / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n")  # as bert-base's first releases
-    names = {init: find_tokenizer(recipe(init), demo) for init in (None, fast, slow, bare, "some/model")}
+    inits = (None, fast, slow, bare, "some/model")
+    names = {init: find_tokenizer(recipe(init), InitialModel(init), demo) for init in inits}
     assert names == {None: auxiliary, fast: str(fast), slow: str(slow), bare: auxiliary, "some/model": "some/model"}
     with pytest.raises(UserError, match=r"model\.init /not/there does not exist"):
-        find_tokenizer(recipe("/not/there"), demo)
+        find_tokenizer(recipe("/not/there"), InitialModel("/not/there"), demo)
     with pytest.raises(UserError, match=rf"no tokenizer in model.init {bare}, and none in {tmp_path}"):
-        find_tokenizer(recipe(bare), tmp_path / "shards")
+        find_tokenizer(recipe(bare), InitialModel(bare), tmp_path / "shards")
     asked = recipe(fast)
     asked = replace(asked, model=replace(asked.model, tokenizer="mine"))
-    assert find_tokenizer(asked, demo) == "mine"
+    assert find_tokenizer(asked, InitialModel(fast), demo) == "mine"
 
 
 def test_the_lines_of_the_docs_enlarge_a_vocabulary(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Old tokens keep their ids and rows, text with a new word has fewer tokens, and the old tokenizer is refused."""
-    lm = run_spec_of(demo, "mlm").module().encoder.lm
+    lm = launch.module(loader_of(demo, "mlm")).encoder.lm
     lm.save_pretrained(tmp_path / "hf" / "xlm")
     old = Tokenizer(demo / "tokenizer")
     old.hf.save_pretrained(tmp_path / "hf" / "xlm")
@@ -90,14 +93,14 @@ def test_the_lines_of_the_docs_enlarge_a_vocabulary(
     monkeypatch.chdir(launch.ROOT)
 
     init = f"model.init={tmp_path / 'hf' / 'larger'}"
-    run_spec = run_spec_of(demo, "mlm", init)
-    new, rows = run_spec.tokenizer, run_spec.module().encoder.embeddings
+    loader = loader_of(demo, "mlm", init)
+    new, rows = loader.corpus.tokenizer, launch.module(loader).encoder.embeddings
     assert len(rows) == new.vocab_size == old.vocab_size + 2
     assert torch.equal(rows[: old.vocab_size], lm.get_input_embeddings().weight)
     assert new.encode(["the dog"]) == old.encode(["the dog"])
     assert new.encode(["the жук"])[0] == [*old.encode(["the"])[0], old.vocab_size]
     with pytest.raises(UserError, match=rf"trained with the tokenizer {tmp_path / 'hf' / 'larger'}.*going-on\.md"):
-        run_spec_of(demo, "mlm", init, f"model.tokenizer={demo / 'tokenizer'}")
+        loader_of(demo, "mlm", init, f"model.tokenizer={demo / 'tokenizer'}")
 
 
 # Languages
@@ -181,7 +184,7 @@ def test_what_trains_the_neutral_row() -> None:
     options = {name: o.options for name, o in OBJECTIVES.items()}
 
     def shown(*sets: str) -> bool:
-        return shows_neutral(load_recipe("paper/tang_xlm", list(sets), options))
+        return load_recipe("paper/tang_xlm", list(sets), options).shows_neutral()
 
     none = [f"streams.{name}.language_dropout=0.0" for name in ("mlm", "tlm")]
     assert shown() and not shown(*none) and shown(none[0])
@@ -231,23 +234,24 @@ def test_languages_of_a_model_of_others_start_as_its_row_0(tmp_path: Path) -> No
 SETS = ("streams.ppa.queue_size=64", "streams.ppa.projection=24", "train.lr=0.003")
 
 
-def run_spec_of(demo: Path, recipe: str | Path, *sets: str) -> RunSpec:
+def loader_of(demo: Path, recipe: str | Path, *sets: str) -> Loader:
     common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", str(recipe), "--data", str(demo)]
-    return launch.run_spec_of([*common, "--set", "data.workers=0", *sets])
+    return launch.loader_of([*common, "--set", "data.workers=0", *sets])
 
 
-def save(module: StepModule, run_spec: RunSpec, path: Path, **more: Any) -> Path:
+def save(module: StepModule, loader: Loader, path: Path, **more: Any) -> Path:
     """As a run at ZeRO stage 0 keeps its step 7. more: further keys of the manifest."""
     module.encoder.lm.config.save_pretrained(path / "hf")
-    run_spec.tokenizer.hf.save_pretrained(path / "hf")
+    loader.corpus.tokenizer.hf.save_pretrained(path / "hf")
     torch.save({"module": module.state_dict()}, path / "mp_rank_00_model_states.pt")
     sealed = {
         str(file.relative_to(path)): {"bytes": file.stat().st_size, "sha256": files.sha256_file(file)}
         for file in path.rglob("*")
         if file.is_file()
     }
-    manifest = {"step": 7, "world_size": 1, "state": {"step": 7}, "identity": run_spec.identity(), "files": sealed}
-    manifest |= {"calibration": run_spec.calibration.to_dict(), "engine": {"stage": 0}} | more
+    manifest = {"step": 7, "world_size": 1, "state": {"step": 7}, "files": sealed}
+    manifest |= {"identity": launch.identity(loader), "calibration": loader.calibration.to_dict()}
+    manifest |= {"engine": {"stage": 0}} | more
     (path / "manifest.json").write_text(checkpoints.manifest_text(manifest))
     return path
 
@@ -256,13 +260,13 @@ def save(module: StepModule, run_spec: RunSpec, path: Path, **more: Any) -> Path
 def ended(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[StepModule, Path, Path]:
     """A run of all objectives with weights like no fresh ones, its checkpoint, and what was exported."""
     path = tmp_path_factory.mktemp("ended")
-    run_spec = run_spec_of(demo, "mixed", *SETS)
-    module = run_spec.module()
+    loader = loader_of(demo, "mixed", *SETS)
+    module = launch.module(loader)
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
-    save(module, run_spec, path / "checkpoints" / "step_00000007")
+    save(module, loader, path / "checkpoints" / "step_00000007")
     export.export(path, path / "hf")
     return module.eval(), path, path / "hf"
 
@@ -287,7 +291,7 @@ def test_heads_are_taken_over(demo: Path, ended: tuple[StepModule, Path, Path], 
     recipe = run / "other.yaml"
     streams = {"links": {"objective": "alignlm", "samples": 8}, "ppa": {"objective": "ppa", "samples": 8}}
     recipe.write_text(yaml.safe_dump({"streams": streams}))
-    gone_on = run_spec_of(demo, recipe, *SETS, f"model.init={init}").module()
+    gone_on = launch.module(loader_of(demo, recipe, *SETS, f"model.init={init}"))
     for ours, theirs in (("links", "alignlm"), ("ppa", "ppa")):
         expected = module.heads[theirs].state_dict()
         found = gone_on.heads[ours].state_dict()
@@ -307,26 +311,26 @@ def test_heads_of_a_plug_in_are_kept_without_it(demo: Path, tmp_path: Path, monk
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("streams: {mine: {objective: odd, samples: 4}}")
     monkeypatch.setitem(OBJECTIVES, "odd", linear)
-    run_spec = run_spec_of(demo, recipe)
-    module = run_spec.module()
-    save(module, run_spec, tmp_path / "checkpoint")
+    loader = loader_of(demo, recipe)
+    module = launch.module(loader)
+    save(module, loader, tmp_path / "checkpoint")
     monkeypatch.delitem(OBJECTIVES, "odd")
     export.export(tmp_path / "checkpoint", tmp_path / "hf")
     (kept,) = load_heads(tmp_path / "hf").values()
     assert kept.objective == "odd" and kept.stream["samples"] == 4
     assert torch.equal(kept.weights["weight"], module.heads["mine"].weight)
     monkeypatch.setitem(OBJECTIVES, "odd", linear)
-    gone_on = run_spec_of(demo, recipe, f"model.init={tmp_path / 'hf'}", "train.seed=5").module()
+    gone_on = launch.module(loader_of(demo, recipe, f"model.init={tmp_path / 'hf'}", "train.seed=5"))
     assert torch.equal(gone_on.heads["mine"].weight, module.heads["mine"].weight)
 
 
 def test_heads_of_another_shape_start_fresh_and_it_is_said(demo: Path, ended: tuple[StepModule, Path, Path]) -> None:
     sets = [*SETS, "streams.ppa.samples=16", "streams.ppa.projection=25"]
-    gone_on, fresh = (run_spec_of(demo, "ppa", *sets, *more).module() for more in ([f"model.init={ended[2]}"], []))
+    gone_on, fresh = (launch.module(loader_of(demo, "ppa", *sets, *more)) for more in ([f"model.init={ended[2]}"], []))
     assert torch.equal(gone_on.heads["ppa"].w1.weight, fresh.heads["ppa"].w1.weight)
     (note,) = gone_on.notes
     assert re.search(r"streams\.ppa .*w2\.weight .*24x128.* 25x128", note)
-    assert not run_spec_of(demo, "tlm", f"model.init={ended[2]}").module().notes
+    assert not launch.module(loader_of(demo, "tlm", f"model.init={ended[2]}")).notes
 
 
 def test_the_stream_of_the_same_name_comes_first() -> None:
@@ -541,12 +545,12 @@ def test_the_tokenizer_returns_the_token_types_that_were_trained(
     demo: Path, ended: tuple[StepModule, Path, Path], tmp_path: Path
 ) -> None:
     """Those of a pair's two sentences; none where both sentences have type 0, or types are languages."""
-    with_segments = run_spec_of(demo, "tlm", "data.segments=true")
-    save(with_segments.module(), with_segments, tmp_path / "segments")
+    with_segments = loader_of(demo, "tlm", "data.segments=true")
+    save(launch.module(with_segments), with_segments, tmp_path / "segments")
     export.export(tmp_path / "segments", tmp_path / "hf-segments")
-    run_spec = run_spec_of(demo, "tlm", "streams.tlm.language_embeddings=true", "streams.tlm.language_dropout=0.0")
-    module = run_spec.module()
-    save(module, run_spec, tmp_path / "checkpoint")
+    loader = loader_of(demo, "tlm", "streams.tlm.language_embeddings=true", "streams.tlm.language_dropout=0.0")
+    module = launch.module(loader)
+    save(module, loader, tmp_path / "checkpoint")
     export.export(tmp_path / "checkpoint", tmp_path / "hf")
     segments = AutoTokenizer.from_pretrained(tmp_path / "hf-segments")("a cat", "a dog")["token_type_ids"]
     assert sorted(segments) == segments and set(segments) == {0, 1}
@@ -668,8 +672,8 @@ def test_pipelines_of_transformers_read_an_export(
     path = ended[2]
     if kind != "mixed":
         more = ["streams.mlm.language_embeddings=true"] if kind == "language_embeddings" else []
-        run_spec = run_spec_of(demo, "mlm" if more else kind, *more)
-        save(run_spec.module(), run_spec, tmp_path / "checkpoint")
+        loader = loader_of(demo, "mlm" if more else kind, *more)
+        save(launch.module(loader), loader, tmp_path / "checkpoint")
         path = tmp_path / "hf"
         export.export(tmp_path / "checkpoint", path)
     ours, text = ExportedModel(path), "the dog [MASK] a cat"
@@ -694,9 +698,9 @@ POOLING = "sentence_transformers.models.Pooling"
 
 def sentence_model(demo: Path, path: Path, *modules: str) -> Path:
     """A model with random weights, and the files of sentence-transformers if it has modules."""
-    run_spec = run_spec_of(demo, "mlm")
-    run_spec.module().encoder.lm.save_pretrained(path)
-    run_spec.tokenizer.hf.save_pretrained(path)
+    loader = loader_of(demo, "mlm")
+    launch.module(loader).encoder.lm.save_pretrained(path)
+    loader.corpus.tokenizer.hf.save_pretrained(path)
     listed = []
     for number, name in enumerate(["sentence_transformers.models.Transformer", *modules]):
         folder = f"{number}_{name.rpartition('.')[2]}" if number else ""
@@ -744,9 +748,9 @@ def test_an_export_keeps_modules_and_prompts_of_model_init(
     (init / "3_Normalize").rmdir()
     (init / "2_Dense" / "model.safetensors").write_bytes(b"weights")
     (init / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
-    run_spec = run_spec_of(demo, "mlm", f"model.init={init}")
+    loader = loader_of(demo, "mlm", f"model.init={init}")
     read = [{"name": "news", "languages": ["en"], "licence": "CC0", "streams": {"mlm": 1234}}]
-    export.export(save(run_spec.module(), run_spec, tmp_path / "checkpoint", sources=read), tmp_path / "hf")
+    export.export(save(launch.module(loader), loader, tmp_path / "checkpoint", sources=read), tmp_path / "hf")
     assert read_modules(tmp_path / "hf") == read_modules(init)
     for name in ("config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (init / name).read_bytes(), name
@@ -760,7 +764,7 @@ def test_an_export_keeps_modules_and_prompts_of_model_init(
 
 def test_the_sources_that_streams_read_are_counted(demo: Path) -> None:
     sources = find_sources([demo / "heldout", demo / "pairs"])
-    streams = [StreamSpec("tlm", (0, 1), 4, False), StreamSpec("ppa", (1,), 4, False)]
+    streams = [pairs("tlm", (0, 1), 4), pairs("ppa", (1,), 4)]
     state = {"positions": {"tlm": [[0, 0], [1, 5]], "ppa": [[0, 7]]}}
     (read,) = sources_read(state, streams, sources)
     assert read["name"] == sources[1].directory.name and read["languages"] == ["en", "xx"]
@@ -796,8 +800,8 @@ def test_an_untrained_export_of_a_sentence_model_is_that_model(demo: Path, tmp_p
     from sentence_transformers import SentenceTransformer
 
     init = sentence_model(demo, tmp_path / "init", POOLING, "sentence_transformers.models.Normalize")
-    run_spec = run_spec_of(demo, "mlm", f"model.init={init}")
-    export.export(save(run_spec.module(), run_spec, tmp_path / "checkpoint"), tmp_path / "hf")
+    loader = loader_of(demo, "mlm", f"model.init={init}")
+    export.export(save(launch.module(loader), loader, tmp_path / "checkpoint"), tmp_path / "hf")
     texts = ["the dog sees a cat", "a house", "word " * 60]
     before, after = (SentenceTransformer(str(path)) for path in (init, tmp_path / "hf"))
     expected = before.encode(texts, prompt_name="query", convert_to_tensor=True)

@@ -9,12 +9,13 @@ import pytest
 
 from data_tools import lexicon as lexicons
 from data_tools import write_shards
+from tests.launch import open_run
 from xscale.data.lexicon import cut_pair, pair_of
 from xscale.data.mixture import initial_state, source_weights
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
 from xscale.ranks import Process
-from xscale.run_spec import resolve_run
+from xscale.run.resolve import resolve_run
 
 PAIRS = {("en", "zh-CN"): 200, ("zh-CN", "pt-BR"): 100, ("en", "zh-Hant"): 60}
 
@@ -44,21 +45,18 @@ def data(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
     sets = ["data.workers=0", "streams.tlm.samples=36", "streams.mlm.samples=8", "train.max_tokens=512"]
     languages = "[zh-CN-en, zh-CN-pt-BR, en-zh-Hant]"  # either way round
-    run_spec = resolve_run(
-        "xlm", [*sets, f"streams.tlm.languages={languages}", "streams.mlm.languages=[zh-CN]"], [data]
-    )
-    run_spec = run_spec.calibrated()
-    names = {spec.name: sorted(run_spec.sources[s].name for s in spec.sources) for spec in run_spec.specs}
+    loader = open_run("xlm", [*sets, f"streams.tlm.languages={languages}", "streams.mlm.languages=[zh-CN]"], [data])
+    names = {spec.name: sorted(loader.corpus.sources[s].name for s in spec.sources) for spec in loader.streams}
     assert names == {"mlm": ["zh-CN"], "tlm": ["en-zh-CN", "en-zh-Hant", "zh-CN-pt-BR"]}
-    tlm = next(spec for spec in run_spec.specs if spec.name == "tlm")
-    weights = dict(zip(tlm.sources, source_weights([run_spec.sources[s] for s in tlm.sources], 0.7), strict=True))
+    tlm = next(spec for spec in loader.streams if spec.name == "tlm")
+    weights = dict(zip(tlm.sources, source_weights([loader.corpus.sources[s] for s in tlm.sources], 0.7), strict=True))
     total = sum(n**0.7 for n in PAIRS.values())
-    assert {run_spec.sources[s].langs: p for s, p in weights.items()} == pytest.approx(
+    assert {loader.corpus.sources[s].langs: p for s, p in weights.items()} == pytest.approx(
         {langs: n**0.7 / total for langs, n in PAIRS.items()}
     )
-    state = initial_state(run_spec.specs)
+    state = initial_state(loader.streams)
     drawn = Counter[str]()
-    for batch in islice(run_spec.batches(Process(0, 1, 0, 1), "cpu", state, 5), 5):
+    for batch in islice(loader.batches(Process(0, 1, 0, 1), "cpu", state, 5), 5):
         for (_, what, name), number in batch.counts().items():
             drawn[name] += number if what == "drawn" else 0
         of_pairs = {name for stream, what, name in batch.counts() if what == "drawn"}
@@ -71,8 +69,8 @@ def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
 
 
 def test_dictionaries_of_such_languages(data: Path) -> None:
-    run_spec = resolve_run("dict_mlm", ["data.workers=0", "streams.dict_mlm.languages=[zh-CN]"], [data])
-    assert [(lexicon.langs, len(lexicon.words) > 100) for lexicon in run_spec.lexicons] == [(("en", "zh-CN"), True)]
+    _, corpus = resolve_run("dict_mlm", ["data.workers=0", "streams.dict_mlm.languages=[zh-CN]"], [data])
+    assert [(lexicon.langs, len(lexicon.words) > 100) for lexicon in corpus.lexicons] == [(("en", "zh-CN"), True)]
     with pytest.raises(UserError, match=r"no pair data for en-zh-SG; --data has en-zh-CN, en-zh-Hant, pt-BR-zh-CN"):
         resolve_run("tlm", ["streams.tlm.languages=[en-zh-SG]"], [data])
 

@@ -15,12 +15,12 @@ from xscale.data.lexicon import pair_of
 from xscale.data.scripts import names_of, one_name_each, same_language, scripts_of, short_code
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
-from xscale.data.streams import matches_languages, share_names
+from xscale.data.stream import matches_languages, share_names
 from xscale.errors import UserError
 from xscale.models.build import _resize_language_rows
 from xscale.objectives.contextual import _anchor_side
 from xscale.run.describe import start_notes
-from xscale.run_spec import resolve_run
+from xscale.run.resolve import resolve_run
 
 SPELLINGS = {
     "ar": "ara arb arb_Arab ar-EG ar_SA",
@@ -134,13 +134,13 @@ def test_sources_in_several_spellings_are_one_language(demo: Path, tmp_path: Pat
     (tmp_path / "data/lexicon/eng-ger.txt").write_text((demo / "lexicon/en-xx.txt").read_text())
     (tmp_path / "data/tokenizer").symlink_to(demo / "tokenizer")
     sets = ["data.workers=0", "data.languages=[eng, ger]", "streams.mlm.languages=[ger]"]
-    run_spec = resolve_run("xlm", sets, [tmp_path / "data"])
-    assert run_spec.languages == ["de", "en"]
-    streams = {spec.name: {run_spec.sources[s].name for s in spec.sources} for spec in run_spec.specs}
+    recipe, corpus = resolve_run("xlm", sets, [tmp_path / "data"])
+    assert corpus.languages == ["de", "en"]
+    streams = {spec.name: {corpus.sources[s].name for s in spec.sources} for spec in corpus.streams.last}
     assert streams == {"mlm": {"de"}, "tlm": {"en-de"}}
-    assert [lexicon.name for lexicon in run_spec.measured] == ["en-de"]
-    assert {run_spec.sources[s].read(0, 3).langs for s in range(3)} == {("de",), ("en",), ("en", "de")}
-    notes = [line for line in start_notes(run_spec) if "deu_Latn" in line]
+    assert [lexicon.name for lexicon in corpus.measured] == ["en-de"]
+    assert {corpus.sources[s].read(0, 3).langs for s in range(3)} == {("de",), ("en",), ("en", "de")}
+    notes = [line for line in start_notes(recipe, corpus) if "deu_Latn" in line]
     assert notes == ["de, deu_Latn of --data are one language, which is called de here"]
 
 

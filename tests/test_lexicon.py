@@ -10,7 +10,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +21,8 @@ from data_tools import lexicon as tool
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
 from tests import launch
-from xscale import run_spec as jobs
 from xscale.data import sample, truecase
+from xscale.data.corpus import Corpus
 from xscale.data.lexicon import (
     Lexicon,
     Ragged,
@@ -40,6 +39,7 @@ from xscale.data.lexicon import (
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
+from xscale.run import resolve
 from xscale.run.describe import start_notes
 
 
@@ -153,18 +153,18 @@ def test_columns_in_the_wrong_order(demo: Path, dictionary, tokenizer: Tokenizer
 # 2. Which dictionaries a run uses
 
 
-def resolve_run(data: Path, recipe: str, *sets: str) -> Any:
-    return jobs.resolve_run(recipe, [*sets], [data])
+def open_corpus(data: Path, recipe: str, *sets: str) -> Corpus:
+    return resolve.resolve_run(recipe, [*sets], [data])[1]
 
 
 def test_dictionaries_beside_the_shards(demo: Path) -> None:
     """One direction of a pair, where an objective needs one and the recipe names none."""
     named = f"data.lexicons=[{demo / 'lexicon' / 'xx-en.txt'}]"
-    found, given = (resolve_run(demo, "dict_mlm", *sets) for sets in ([], [named]))
+    found, given = (open_corpus(demo, "dict_mlm", *sets) for sets in ([], [named]))
     assert [lexicon.path for lexicon in found.lexicons] == [demo / "lexicon" / "en-xx.txt"]
     assert [lexicon.name for lexicon in given.lexicons] == ["xx-en"]
     assert found.identity()["lexicons"] != given.identity()["lexicons"]
-    assert resolve_run(demo, "mlm").lexicons == ()
+    assert open_corpus(demo, "mlm").lexicons == ()
     below = demo / "pairs"
     assert [path.name for path in find_lexicon_paths(find_sources([below]), below)] == ["en-xx.txt"]
 
@@ -189,20 +189,20 @@ def test_a_bad_dictionary_that_nobody_reads(demo: Path, tmp_path: Path) -> None:
     (shards / "lexicon").mkdir()
     bad = shards / "lexicon" / "en-xx.txt"
     bad.write_text("one two three\n")
-    run_spec = jobs.resolve_run("tlm", [], [shards])
-    assert run_spec.measured == () and any(
-        "no alignment score by" in line and f"{bad}" in line for line in start_notes(run_spec)
+    recipe, corpus = resolve.resolve_run("tlm", [], [shards])
+    assert corpus.measured == () and any(
+        "no alignment score by" in line and f"{bad}" in line for line in start_notes(recipe, corpus)
     )
     for recipe, sets in (("align_mlm", []), ("tlm", [f"data.lexicons=[{bad}]"])):
         with pytest.raises(UserError, match="line 1"):
-            jobs.resolve_run(recipe, sets, [shards])
+            resolve.resolve_run(recipe, sets, [shards])
 
 
 def test_a_missing_dictionary_is_an_error(demo: Path, tmp_path: Path) -> None:
     for name in ("mono_en", "mono_xx", "tokenizer"):
         (tmp_path / name).symlink_to(demo / name)
     with pytest.raises(UserError, match=r"streams\.dict_mlm needs a dictionary: set data\.lexicons"):
-        resolve_run(tmp_path, "dict_mlm")
+        open_corpus(tmp_path, "dict_mlm")
 
 
 @pytest.fixture
@@ -234,24 +234,20 @@ def test_a_stream_s_languages_choose_its_dictionaries(three_languages: Path) -> 
             f"  two: {{objective: align_mlm, samples: 4, languages: [yy, en], pairs_per_step: 8}}\n"
             f"  three: {{objective: mlm, samples: 4}}\n"
         )
-        run_spec = resolve_run(three_languages, str(recipe), "data.workers=0")
-        names = {stream: " ".join(x.name for x in read) for stream, read in run_spec.dictionaries.items()}
-        assert names == {"one": expected, "two": "en-yy"}
-        dataset = run_spec.dataset(run_spec.specs)
-        assert {n: how.lexicons for n, how in dataset.streams.items()} == run_spec.dictionaries | {"three": ()}
+        corpus = open_corpus(three_languages, str(recipe), "data.workers=0")
+        names = {stream.name: " ".join(x.name for x in stream.lexicons) for stream in corpus.streams.last}
+        assert names == {"one": expected, "two": "en-yy", "three": ""}
         read = {*expected.split(), "en-yy"}
         assert (
-            {entry["lexicon"] for entry in run_spec.identity()["lexicons"]}
-            == {x.name for x in run_spec.lexicons}
-            == read
+            {entry["lexicon"] for entry in corpus.identity()["lexicons"]} == {x.name for x in corpus.lexicons} == read
         )
-        assert {lexicon.name for lexicon in run_spec.measured} == {"en-xx", "en-yy", "xx-yy"} - read
+        assert {lexicon.name for lexicon in corpus.measured} == {"en-xx", "en-yy", "xx-yy"} - read
 
 
 def test_a_stream_without_a_dictionary_of_its_languages(three_languages: Path) -> None:
     (three_languages / "lexicon" / "xx-yy.txt").unlink()
     with pytest.raises(UserError, match=r"streams\.align_mlm needs a dictionary of its languages, xx, yy .*en-xx\.txt"):
-        resolve_run(three_languages, "align_mlm", "streams.align_mlm.languages=[xx, yy]")
+        open_corpus(three_languages, "align_mlm", "streams.align_mlm.languages=[xx, yy]")
 
 
 def test_a_dictionary_that_is_only_measured_with_may_change(demo: Path, dictionary) -> None:
@@ -259,14 +255,14 @@ def test_a_dictionary_that_is_only_measured_with_may_change(demo: Path, dictiona
     path = demo / "lexicon" / "en-xx.txt"
     other = dictionary("given/en-xx.txt", *path.read_text().splitlines()[:900])
     for recipe, same in (("mlm", True), ("dict_mlm", False)):
-        jobs = [resolve_run(demo, recipe, *sets) for sets in ([], [f"data.lexicons=[{other}]"])]
-        jobs += [resolve_run(demo, recipe, "data.lexicon_heldout=0.1")]
-        assert [[x.path for x in (run_spec.measured if same else run_spec.lexicons)] for run_spec in jobs] == [
+        opened = [open_corpus(demo, recipe, *sets) for sets in ([], [f"data.lexicons=[{other}]"])]
+        opened += [open_corpus(demo, recipe, "data.lexicon_heldout=0.1")]
+        assert [[x.path for x in (corpus.measured if same else corpus.lexicons)] for corpus in opened] == [
             [path],
             [other],
             [path],
         ]
-        assert [run_spec.identity() == jobs[0].identity() for run_spec in jobs] == [True, same, same]
+        assert [corpus.identity() == opened[0].identity() for corpus in opened] == [True, same, same]
 
 
 # 2b. Withheld words
@@ -282,18 +278,18 @@ def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> 
     every = {tuple(pair) for pair in first.single().tolist()}
     assert 0.1 < 1 - len(trained) / len(first.words) < 0.3
     for name in ("en-xx.txt", "xx-en.txt"):
-        run_spec = resolve_run(demo, "dict_mlm", f"data.lexicons=[{path / name}]", "data.workers=0").calibrated()
-        (lexicon,) = run_spec.dictionaries["dict_mlm"]
+        loader = launch.open_run("dict_mlm", [f"data.lexicons=[{path / name}]", "data.workers=0"], [demo])
+        (lexicon,) = loader.streams[0].lexicons
         flip = 1 if name == "en-xx.txt" else -1
         assert {words[::flip] for words in lexicon.words} == {words for words, *_ in trained}
         assert {tuple(p[::flip]) for p in lexicon.single().tolist()} == pairs
-        piece = next(launch.pieces_of(run_spec, 1))["dict_mlm"]
+        piece = next(launch.pieces_of(loader, 1))["dict_mlm"]
         places = piece.states["masked"].columns
         shown = set(zip(piece.labels["mlm"].tolist(), piece.sequences.ids[places].tolist(), strict=True))
         withheld_pairs = {pair for pair in every - pairs if pair[0] != pair[1]}  # a name may stay as it is
         assert len(shown & both_ways(pairs)) > 50 and not shown & both_ways(withheld_pairs)
-        run_spec = resolve_run(demo, "align_mlm", f"data.lexicons=[{path / name}]", "data.workers=0").calibrated()
-        arrays = next(launch.pieces_of(run_spec, 1))["align_mlm"].arrays
+        loader = launch.open_run("align_mlm", [f"data.lexicons=[{path / name}]", "data.workers=0"], [demo])
+        arrays = next(launch.pieces_of(loader, 1))["align_mlm"].arrays
         words = [ids.tolist() for ids in np.split(arrays["ids"], arrays["starts"][1:])]
         n = len(words) // 2
         found = sorted([b, a] if flip == -1 else [a, b] for a, b in zip(words[:n], words[n:], strict=True))
@@ -330,8 +326,8 @@ FIXED = ["word7", "word18"]
 
 def test_the_order_of_dictionaries_does_not_matter(demo: Path) -> None:
     paths = [str(demo / "lexicon" / name) for name in ("en-xx.txt", "xx-en.txt")]
-    jobs = [resolve_run(demo, "align_mlm", f"data.lexicons=[{a}, {b}]") for a, b in (paths, paths[::-1])]
-    assert [lexicon.name for lexicon in jobs[0].lexicons] == [lexicon.name for lexicon in jobs[1].lexicons]
+    one, other = (open_corpus(demo, "align_mlm", f"data.lexicons=[{a}, {b}]") for a, b in (paths, paths[::-1]))
+    assert [lexicon.name for lexicon in one.lexicons] == [lexicon.name for lexicon in other.lexicons]
 
 
 # 3. Tables
@@ -650,11 +646,11 @@ def test_real_dictionaries_meet_their_text(real: Path, tmp_path: Path) -> None:
     spelled = tmp_path / "en-de.txt"
     tool.main(["--dict", str(muse), "--out", str(spelled), "--truecase", str(tmp_path)])
     sets = [f"data.lexicons=[{spelled}]", "data.workers=0", "streams.dict_mlm.samples=200"]
-    run_spec = jobs.resolve_run("dict_mlm", sets, [tmp_path]).calibrated()
-    for entries, least, most in ((read_entries(muse), 0.1, 0.25), (run_spec.lexicons[0].words, 0.5, 0.56)):
+    loader = launch.open_run("dict_mlm", sets, [tmp_path])
+    for entries, least, most in ((read_entries(muse), 0.1, 0.25), (loader.corpus.lexicons[0].words, 0.5, 0.56)):
         meet = sum(a in seen["en"] and b in seen["de"] for a, b in entries)
         assert least <= meet / len(entries) <= most
-    targets = next(launch.pieces_of(run_spec, 1))["dict_mlm"].target_counts
+    targets = next(launch.pieces_of(loader, 1))["dict_mlm"].target_counts
     assert 0.15 < targets["translated"] / targets["mlm"] < 0.25
 
 

@@ -17,11 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from tests import launch
+from tests.launch import open_run
 from tests.triton_kernel import compiled, fenced, memory_instructions
+from xscale.data.loader import Loader
 from xscale.ops import masked_ce
 from xscale.ops import masked_ce_triton as kernel
 from xscale.ops.masked_ce import ROWS, chunk_rows, masked_cross_entropy
-from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
 
 V, H = 61, 16
@@ -603,13 +605,13 @@ def test_the_compiled_kernel_moves_16_bytes_a_lane(dtype: torch.dtype, arch: int
 # 7. From the recipe
 
 
-def run_spec_of(demo: Path, *sets: str) -> RunSpec:
-    return resolve_run("mlm", ["model.dropout=0.0", "data.workers=0", *sets], [demo])
+def loader_of(demo: Path, *sets: str) -> Loader:
+    return open_run("mlm", ["model.dropout=0.0", "data.workers=0", *sets], [demo])
 
 
 def test_the_recipe_s_terms_reach_the_model_s_own_head(demo: Path) -> None:
-    run_spec = run_spec_of(demo, "train.label_smoothing=0.1", "train.z_loss=0.01")
-    module = StepModule(run_spec.encoder(), run_spec.recipe).double()
+    loader = loader_of(demo, "train.label_smoothing=0.1", "train.z_loss=0.01")
+    module = StepModule(launch.encoder(loader), loader.recipe).double()
     out = module.encoder.lm.get_output_embeddings()
     torch.manual_seed(0)
     features, labels = torch.randn(20, out.weight.shape[1]).double(), torch.randint(len(out.weight), (20,))
@@ -622,6 +624,6 @@ def test_the_recipe_s_terms_reach_the_model_s_own_head(demo: Path) -> None:
 
 
 def test_they_belong_to_the_run_s_identity(demo: Path) -> None:
-    changed = run_spec_of(demo, "train.label_smoothing=0.1", "train.z_loss=1e-4").identity()
+    changed = loader_of(demo, "train.label_smoothing=0.1", "train.z_loss=1e-4").recipe.identity()
     assert changed["recipe"]["train"]["label_smoothing"] == 0.1 and changed["recipe"]["train"]["z_loss"] == 1e-4
-    assert changed != run_spec_of(demo).identity()
+    assert changed != loader_of(demo).recipe.identity()

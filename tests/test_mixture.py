@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.streams import make_mixture, mono, pairs
 from xscale import rng
 from xscale.data.calibration import Calibration, Estimate
 from xscale.data.mixture import (
     Mixture,
-    StepPlan,
-    StreamSpec,
+    Plan,
+    PlanTable,
     choose,
     initial_state,
     plain_ranked_choice,
@@ -25,6 +26,7 @@ from xscale.data.mixture import (
     source_weights,
 )
 from xscale.data.shards import find_sources
+from xscale.data.stream import Stream
 from xscale.errors import UserError
 
 LENGTH = 64
@@ -59,9 +61,9 @@ SOURCES: list[Any] = [
     FakeSource("en-fr", [9, 5, 6]),
 ]
 STREAMS = [
-    StreamSpec("mlm", (0, 1), 10, packed=True),
-    StreamSpec("tlm", (2, 3), 13, packed=False),
-    StreamSpec("again", (2,), 3, packed=False),
+    mono("mlm", (0, 1), 10),
+    pairs("tlm", (2, 3), 13),
+    pairs("again", (2,), 3),
 ]
 ESTIMATES = {"again": Estimate(ratio=2.0, beyond=0.0)}
 
@@ -72,13 +74,13 @@ def mixture(
     max_tokens: int = 10_000,
     *,
     sources: list[Any] = SOURCES,
-    streams: list[StreamSpec] = STREAMS,
+    streams: list[Stream] = STREAMS,
     estimates: dict[str, Estimate] = ESTIMATES,
     seed: int = 5,
     alpha: float = 0.7,
     state: dict[str, Any] | None = None,
 ) -> Mixture:
-    return Mixture(
+    return make_mixture(
         streams,
         sources,
         Calibration([(1.0, 0.0)] * len(sources), estimates),
@@ -92,17 +94,30 @@ def mixture(
     )
 
 
-def plain(plan: StepPlan) -> dict[str, list[list[tuple[int, Process]]]]:
+def plain(plan: Plan) -> dict[str, list[list[tuple[int, Process]]]]:
     """stream -> rows -> (number of the sample, place) of each record."""
 
-    def records(draw: Any) -> list[tuple[int, Process]]:
+    def records(draw: PlanTable) -> list[tuple[int, Process]]:
         columns = (draw.sample, draw.source, draw.epoch, draw.shard, draw.record)
         return [(sample, tuple(place)) for sample, *place in zip(*(c.tolist() for c in columns), strict=True)]
 
-    return {name: [records(row[name]) for row in plan.rows] for name in plan.rows[0]}
+    found = defaultdict[str, list[list[tuple[int, Process]]]](list)
+    for row in rows_of(plan):
+        for name, draw in row.items():
+            found[name].append(records(draw))
+    return dict(found)
 
 
-def samples(plans: list[StepPlan]) -> dict[str, dict[int, list[Process]]]:
+def rows_of(plan: Plan) -> list[dict[str, PlanTable]]:
+    """The records of each row of a rank, by stream."""
+    rows: list[dict[str, PlanTable]] = [{} for _ in range(plan.rows)]
+    for name, table in plan.tables.items():
+        for number, row in enumerate(rows):
+            row[name] = table.select(np.flatnonzero(table.row // plan.world == number))
+    return rows
+
+
+def samples(plans: list[Plan]) -> dict[str, dict[int, list[Process]]]:
     """The step's global batch: stream -> sample -> its records in order, over the plans of all ranks."""
     batch: dict[str, dict[int, list[Process]]] = defaultdict(dict)
     for plan in plans:
@@ -117,7 +132,7 @@ def samples(plans: list[StepPlan]) -> dict[str, dict[int, list[Process]]]:
 def consumed(steps: int, **arguments: Any) -> dict[tuple[str, int], list[list[Process]]]:
     """(stream, source) -> samples in order of consumption."""
     found: dict[tuple[str, int], list[list[Process]]] = defaultdict(list)
-    for plan in itertools.islice(iter(mixture(**arguments).next_step, None), steps):
+    for plan in itertools.islice(iter(mixture(**arguments).next_part, None), steps):
         for name, batch in samples([plan]).items():
             for sample in sorted(batch):
                 found[name, batch[sample][0][0]].append(batch[sample])
@@ -133,11 +148,11 @@ def test_global_batch_does_not_depend_on_the_cut(world: int, max_tokens: int) ->
     whole = mixture()
     ranks = [mixture(rank, world, max_tokens) for rank in range(world)]
     for _ in range(12):
-        expected, plans = whole.next_step(), [rank.next_step() for rank in ranks]
-        assert len(expected.rows) == 1 and samples(plans) == samples([expected])
+        expected, plans = whole.next_part(), [rank.next_part() for rank in ranks]
+        assert expected.rows == 1 and samples(plans) == samples([expected])
         assert [plan.state for plan in plans] == [expected.state] * world
-        assert len({len(plan.rows) for plan in plans}) == 1, "ranks differ in their number of rows"
-        for row in (row for plan in plans for row in plan.rows):
+        assert len({plan.rows for plan in plans}) == 1, "ranks differ in their number of rows"
+        for row in (row for plan in plans for row in rows_of(plan)):
             numbers = {name: draw.sample.tolist() for name, draw in row.items()}
             assert [*row] == [stream.name for stream in STREAMS] and all(n == sorted(n) for n in numbers.values())
             if sum(len(set(n)) for n in numbers.values()) > 1:
@@ -150,34 +165,34 @@ def test_global_batch_does_not_depend_on_the_cut(world: int, max_tokens: int) ->
 def test_ranks_get_like_lengths() -> None:
     """No rank waits for another: their rows have equally many tokens."""
     sources = [FakeSource("en-de", [2000])]
-    streams = [StreamSpec("tlm", (0,), 64, packed=False)]
+    streams = [pairs("tlm", (0,), 64)]
     ranks = [mixture(rank, 4, 200, sources=sources, streams=streams) for rank in range(4)]
     for _ in range(5):
-        tokens = [row["tlm"].tokens.sum() for rank in ranks for row in rank.next_step().rows]
+        tokens = [row["tlm"].tokens.sum() for rank in ranks for row in rows_of(rank.next_part())]
         assert len(tokens) > 4 and max(tokens) - min(tokens) <= 0.05 * max(tokens)
 
 
 def test_an_estimate_decides_how_steps_are_cut_and_not_what_they_hold() -> None:
-    streams = [StreamSpec("tlm", (2,), 12, packed=False), StreamSpec("ppa", (2,), 12, packed=False)]
+    streams = [pairs("tlm", (2,), 12), pairs("ppa", (2,), 12)]
     shares, batches = [], []
     for ratio in (1.0, 3.0):
         arguments: Any = {"streams": streams, "estimates": {"ppa": Estimate(ratio=ratio)}}
-        batch = mixture(0, 4, **arguments).next_batch()
-        assert all(tokens.dtype == np.int64 for tokens in batch.tokens.values())
-        tokens = batch.records["ppa"].tokens
-        assert batch.tokens["ppa"].tolist() == (ratio * tokens).tolist()
-        shares.append(np.bincount(batch.bins["ppa"], weights=tokens))
-        batches.append(samples([mixture(rank, 4, **arguments).next_step() for rank in range(4)]))
+        plan = mixture(0, 4, **arguments).next_plan()
+        table = plan.tables["ppa"]
+        tokens = plan.tables["tlm"].tokens.sum() + ratio * table.tokens.sum()
+        assert plan.row_tokens.sum() == tokens and (plan.row_tokens % 1 == 0).all()
+        shares.append(np.bincount(table.row, weights=table.tokens))
+        batches.append(samples([mixture(rank, 4, **arguments).next_part() for rank in range(4)]))
     assert batches[0] == batches[1] and shares[0].tolist() != shares[1].tolist()
 
 
 def test_records_are_promised_what_their_source_s_line_says() -> None:
     plain_lines, lines = Calibration([(1.0, 0.0)] * 4, {}), Calibration([(0.5, 3.0)] * 4, {})
     places: Any = {"seed": 5, "alpha": 0.7, "max_length": LENGTH, "max_tokens": 999, "rank": 0, "world": 1}
-    one, other = (Mixture(STREAMS, SOURCES, found, **places).next_step() for found in (plain_lines, lines))
+    one, other = (make_mixture(STREAMS, SOURCES, found, **places).next_part() for found in (plain_lines, lines))
     assert samples([one])["tlm"] == samples([other])["tlm"]
     for name in ("mlm", "tlm"):
-        draw = next(row[name] for row in other.rows if len(row[name].sample))
+        draw = next(row[name] for row in rows_of(other) if len(row[name].sample))
         sizes = [SOURCES[s].sizes[shard][r] for s, shard, r in zip(draw.source, draw.shard, draw.record, strict=True)]
         assert draw.tokens.tolist() == [0.5 * size + 3 for size in sizes]
 
@@ -189,35 +204,35 @@ def test_records_are_promised_what_their_source_s_line_says() -> None:
 def test_resume_continues_exactly(stop: int) -> None:
     """From the state of any step, through JSON as in a checkpoint, at another world size too."""
     first = mixture()
-    plans = [first.next_step() for _ in range(40)]
+    plans = [first.next_part() for _ in range(40)]
     state = json.loads(json.dumps(plans[stop - 1].state))
     again = mixture(state=state)
     for plan in plans[stop:]:
-        resumed = again.next_step()
+        resumed = again.next_part()
         assert (resumed.step, resumed.state) == (plan.step, plan.state)
         assert plain(resumed) == plain(plan)
     ranks = [mixture(rank, 3, 100, state=state) for rank in range(3)]
     for plan in plans[stop:]:
-        assert samples([rank.next_step() for rank in ranks]) == samples([plan])
+        assert samples([rank.next_part() for rank in ranks]) == samples([plan])
 
 
 def test_a_state_is_not_changed_by_what_follows() -> None:
     """A batch carries its state through prefetch; the mixture runs ahead."""
     run = mixture()
-    plans = [run.next_step() for _ in range(20)]
+    plans = [run.next_part() for _ in range(20)]
     copies = [json.dumps(plan.state) for plan in plans]
     for _ in range(20):
-        run.next_step()
+        run.next_part()
     assert [json.dumps(plan.state) for plan in plans] == copies
     start = initial_state(STREAMS)
     before = json.dumps(start)
-    mixture(state=start).next_step()
+    mixture(state=start).next_part()
     assert json.dumps(start) == before
 
 
 def test_a_state_of_an_earlier_order_is_refused_for_running_text() -> None:
     run = mixture()
-    plans = [run.next_step() for _ in range(4)]
+    plans = [run.next_part() for _ in range(4)]
     for old in ({}, {"order": 2}):
         state = {name: value for name, value in plans[1].state.items() if name != "order"} | old
         with pytest.raises(UserError, match=r"step 2 .*model\.init=DIR"):
@@ -278,14 +293,14 @@ def test_a_pair_of_languages_is_the_same_either_way_round(alpha: float) -> None:
     sources: Any = [FakeSource("en-hi", [300]), FakeSource("de-en", [800]), FakeSource("hi-en", [60, 40])]
     p = 400**alpha / (400**alpha + 800**alpha)
     assert source_weights(sources, alpha) == pytest.approx([p * 3 / 4, 1 - p, p / 4])
-    drawn = consumed(60, sources=sources, streams=[StreamSpec("tlm", (0, 1, 2), 40, packed=False)], alpha=alpha)
+    drawn = consumed(60, sources=sources, streams=[pairs("tlm", (0, 1, 2), 40)], alpha=alpha)
     assert abs(len(drawn["tlm", 2]) - 2400 * p / 4) < 4.5 * (2400 * p / 4) ** 0.5
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.7])
 def test_languages_appear_as_often_as_their_weight(alpha: float) -> None:
     sources = [FakeSource("en", [4000]), FakeSource("de", [400]), FakeSource("sw", [40])]
-    streams = [StreamSpec("mlm", (0, 1, 2), 50, packed=False)]
+    streams = [pairs("mlm", (0, 1, 2), 50)]
     found = consumed(100, sources=sources, streams=streams, alpha=alpha)
     drawn = {source: len(in_turn) for (_, source), in_turn in found.items()}
     assert sum(drawn.values()) == 5000
@@ -296,10 +311,10 @@ def test_languages_appear_as_often_as_their_weight(alpha: float) -> None:
 
 
 def test_languages_of_steps_are_independent() -> None:
-    streams = [StreamSpec("mlm", (0, 1), 20, packed=False)]
+    streams = [pairs("mlm", (0, 1), 20)]
     sources = [FakeSource("en", [1000]), FakeSource("de", [1000])]
     patterns = set()
-    for plan in itertools.islice(iter(mixture(sources=sources, streams=streams).next_step, None), 50):
+    for plan in itertools.islice(iter(mixture(sources=sources, streams=streams).next_part, None), 50):
         batch = samples([plan])["mlm"]
         patterns.add(tuple(batch[sample][0][0] for sample in range(20)))
     assert len(patterns) == 50
@@ -322,16 +337,16 @@ def test_any_mixture_is_complete_and_cut_evenly(
 ) -> None:
     """Tiny sources, so that a step may take several epochs of one."""
     sources = [FakeSource(f"l{i}", c, together=together) for i, c in enumerate(counts)]
-    streams = [StreamSpec(f"s{i}", tuple(range(len(counts))), n, packed) for i, n in enumerate(wanted)]
+    streams = [(mono if packed else pairs)(f"s{i}", tuple(range(len(counts))), n) for i, n in enumerate(wanted)]
     arguments: Any = {"sources": sources, "streams": streams}
     whole = mixture(**arguments)
     ranks = [mixture(rank, world, max_tokens, **arguments) for rank in range(world)]
     seen: Counter = Counter()
     for _ in range(6):
-        plans = [rank.next_step() for rank in ranks]
+        plans = [rank.next_part() for rank in ranks]
         batch = samples(plans)
-        assert batch == samples([whole.next_step()])
-        assert len({len(plan.rows) for plan in plans}) == 1
+        assert batch == samples([whole.next_part()])
+        assert len({plan.rows for plan in plans}) == 1
         assert {name: sorted(found) for name, found in batch.items()} == {s.name: [*range(s.samples)] for s in streams}
         for name, found in batch.items():
             seen.update((name, place) for places in found.values() for place in places)
@@ -349,10 +364,10 @@ def test_an_epoch_of_the_demo_corpus(demo: Path, shard_records) -> None:
     sources = find_sources([demo])
     names = [source.directory.name for source in sources]
     assert names == ["mono_en", "mono_xx", "mono_yy", "pairs", "pairs_yy"]
-    streams = [StreamSpec("mlm", (0, 1), 24, packed=True), StreamSpec("tlm", (3,), 50, packed=False)]
+    streams = [mono("mlm", (0, 1), 24), pairs("tlm", (3,), 50)]
 
     def keys() -> Iterator[tuple[str, str, int, str]]:
-        for plan in itertools.islice(iter(mixture(sources=sources, streams=streams).next_step, None), 70):
+        for plan in itertools.islice(iter(mixture(sources=sources, streams=streams).next_part, None), 70):
             for name, batch in samples([plan]).items():
                 for _, number in sorted(batch.items()):
                     for source, epoch, shard, record in number:

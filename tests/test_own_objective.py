@@ -19,7 +19,7 @@ from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.plugins import import_objective
 from xscale.run.folder import FAULT, explain
-from xscale.run_spec import resolve_run
+from xscale.run.resolve import module_of_run, resolve_run
 
 RECIPE = "streams: {ranking: {objective: 'ranking:OBJECTIVE', samples: 24}}\n"
 PAGE = (launch.ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -182,5 +182,5 @@ def test_a_state_is_told_the_number_of_steps(demo: Path, monkeypatch: pytest.Mon
     """A state without a queue, such as one that follows a schedule."""
     state = SimpleNamespace(steps=0)
     monkeypatch.setitem(OBJECTIVES, "tlm", replace(OBJECTIVES["tlm"], auxiliary_state=lambda *_: state))
-    resolve_run("tlm", ["data.workers=0", "train.steps=7"], [demo]).module()
+    module_of_run(*resolve_run("tlm", ["data.workers=0", "train.steps=7"], [demo]))
     assert state.steps == 7

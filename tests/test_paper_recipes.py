@@ -17,7 +17,7 @@ from xscale.models.build import preset_config
 from xscale.objectives import OBJECTIVES
 from xscale.objectives.ppa import PpaOptions as PPA
 from xscale.recipe import RECIPES, Recipe, load_recipe, shipped_recipes
-from xscale.run_spec import check_start
+from xscale.run.resolve import check_start
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 NAMES = [name for name in shipped_recipes() if name.startswith("paper/")]

@@ -18,20 +18,22 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, ModernBertConfig, ModernBertForMaskedLM, PreTrainedTokenizerFast
 
 from tests import launch
+from tests.launch import open_run
 from tests.test_mixture import SOURCES, mixture
 from tests.test_order import SEED, documents
 from xscale.checkpoint.restore import full_weights
 from xscale.data.calibration import Calibration
-from xscale.data.loader import StepBatch
-from xscale.data.mixture import initial_state
+from xscale.data.loader import Loader, StepBatch
+from xscale.data.mixture import Mixture, initial_state
 from xscale.data.order import EpochOrder
+from xscale.data.stream import Stream
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
-from xscale.recipe import load_recipe
+from xscale.recipe import Schedule, load_recipe
 from xscale.run.describe import share_lines, start_notes
 from xscale.run.going_on import resume_calibration
-from xscale.run_spec import RunSpec, resolve_run
+from xscale.run.resolve import encoder_of_run, resolve_run
 from xscale.step.ds_config import Hardware, resolve_ds_config
 
 BASE: dict[str, Any] = {
@@ -74,16 +76,16 @@ def write(folder: Path, phases: list[dict[str, Any]] = PHASES, **changes: Any) -
 
 
 @pytest.fixture
-def plan(demo: Path, tmp_path: Path) -> RunSpec:
-    return resolve_run(write(tmp_path), [], [demo]).calibrated()
+def plan(demo: Path, tmp_path: Path) -> Loader:
+    return open_run(write(tmp_path), [], [demo])
 
 
-def steps_of(run_spec: RunSpec, state: dict[str, Any] | None = None, place: Process = ALONE) -> Iterator[StepBatch]:
-    state = state or initial_state(run_spec.specs)
-    return run_spec.batches(place, "cpu", state, run_spec.recipe.train.steps - state["step"])
+def steps_of(loader: Loader, state: dict[str, Any] | None = None, place: Process = ALONE) -> Iterator[StepBatch]:
+    state = state or initial_state(loader.streams)
+    return loader.batches(place, "cpu", state, loader.recipe.train.steps - state["step"])
 
 
-def test_each_step_is_that_of_its_phase(plan: RunSpec) -> None:
+def test_each_step_is_that_of_its_phase(plan: Loader) -> None:
     """The samples, lengths, languages and masks of every step; a stream rests and comes back."""
     wanted = {"mlm": [5] * 4 + [11] * 3 + [16] * 7 + [13] * 6, "tlm": [0] * 4 + [8] * 16}
     masked = np.zeros((3, 2))
@@ -100,25 +102,24 @@ def test_each_step_is_that_of_its_phase(plan: RunSpec) -> None:
     assert (masked[1, 0] / masked[1, 1]) / (masked[2, 0] / masked[2, 1]) > 1.5
 
 
-def test_positions_go_on(plan: RunSpec) -> None:
+def test_positions_go_on(plan: Loader) -> None:
     """No record is read twice in an epoch and none is left out, though lengths, languages and shares change."""
     read = Counter[tuple[Any, ...]]()
-    for of_step in plan.plans(ALONE, "cpu", initial_state(plan.specs), 20):
-        for row in of_step.rows:
-            for stream, of in row.items():
-                places = (of.source, of.epoch, of.shard, of.record)
-                read.update((stream, *place) for place in zip(*(array.tolist() for array in places), strict=True))
+    for of_step in plan.plans(ALONE, "cpu", initial_state(plan.streams), 20):
+        for stream, table in of_step.tables.items():
+            places = (table.source, table.epoch, table.shard, table.record)
+            read.update((stream, *place) for place in zip(*(array.tolist() for array in places), strict=True))
     assert max(read.values()) == 1
-    for spec in plan.specs:
+    for spec in plan.streams:
         for source, (epoch, position, *_) in zip(spec.sources, of_step.state["positions"][spec.name], strict=True):
             found = Counter(place[2] for place in read if place[:2] == (spec.name, source))
-            assert found.pop(epoch, 0) == position and set(found.values()) <= {plan.sources[source].records}
+            assert found.pop(epoch, 0) == position and set(found.values()) <= {plan.corpus.sources[source].records}
             assert len(found) == epoch
 
 
-def test_a_start_at_any_step_reads_the_same(plan: RunSpec) -> None:
+def test_a_start_at_any_step_reads_the_same(plan: Loader) -> None:
     whole = list(steps_of(plan))
-    states = [initial_state(plan.specs), *(batch.state for batch in whole)]
+    states = [initial_state(plan.streams), *(batch.state for batch in whole)]
     for step in (1, 3, 4, 5, 7, 10, 14, 19):
         state = json.loads(json.dumps(states[step]))
         rest = list(steps_of(plan, state))
@@ -128,7 +129,7 @@ def test_a_start_at_any_step_reads_the_same(plan: RunSpec) -> None:
         assert rest[-1].state == whole[-1].state
 
 
-def test_ranks_share_the_same_steps(plan: RunSpec) -> None:
+def test_ranks_share_the_same_steps(plan: Loader) -> None:
     ranks = [list(steps_of(plan, place=Process(rank, 2, rank, 2))) for rank in range(2)]
     for whole, *parts in zip(steps_of(plan), *ranks, strict=True):
         for stream, keys in whole.keys().items():
@@ -137,61 +138,67 @@ def test_ranks_share_the_same_steps(plan: RunSpec) -> None:
 
 def test_without_phases_it_is_the_recipe(demo: Path, tmp_path: Path) -> None:
     """A phase that changes nothing changes nothing, and a phase of all steps is a recipe with its fields."""
-    same = resolve_run(write(tmp_path, [{"until": 5}, {"until": 0.5}]), [], [demo]).calibrated()
-    none = resolve_run(write(tmp_path, []), [], [demo]).calibrated()
+    same = open_run(write(tmp_path, [{"until": 5}, {"until": 0.5}]), [], [demo])
+    none = open_run(write(tmp_path, []), [], [demo])
     for ours, theirs in zip(steps_of(same), steps_of(none), strict=True):
         assert (ours.keys(), ours.targets(), ours.state) == (theirs.keys(), theirs.targets(), theirs.state)
     phase = {"until": 1.0, "data.alpha": 0.2, "data.languages": ["en", "yy"], "streams.mlm.samples": 7}
-    found = resolve_run(write(tmp_path, [phase]), [], [demo]).calibrated()
+    found = open_run(write(tmp_path, [phase]), [], [demo])
     data, streams = BASE["data"] | {"alpha": 0.2, "languages": ["en", "yy"]}, json.loads(json.dumps(BASE["streams"]))
     streams["mlm"]["samples"] = 7
-    plain = resolve_run(write(tmp_path, [], data=data, streams=streams), [], [demo]).calibrated()
+    plain = open_run(write(tmp_path, [], data=data, streams=streams), [], [demo])
     for ours, theirs in zip(steps_of(found), steps_of(plain), strict=True):
         assert (ours.keys(), ours.targets()) == (theirs.keys(), theirs.targets())
 
 
-def test_shares_of_each_phase(plan: RunSpec) -> None:
+def drawing_of(loader: Loader, stream: Stream) -> Mixture:
+    """A mixture of one stream alone, with the recipe's data settings."""
+    corpus = replace(loader.corpus, streams=Schedule.constant([stream]))
+    alone = replace(loader, corpus=corpus, calibration=replace(loader.calibration, phases=[]))
+    return alone.mixture(ALONE, "cpu", initial_state([stream]))
+
+
+def test_shares_of_each_phase(plan: Loader) -> None:
     """Samples of each language, by counting the order's records: n^alpha to 1 %."""
-    for phase in plan.phases:
-        spec = next(spec for spec in phase.specs if spec.name == "tlm")
-        spec = replace(spec, samples=500)
-        drawing = phase.mixture(ALONE, "cpu", [spec], initial_state([spec]))
+    for phase, streams in zip(plan.recipe.phases, plan.corpus.streams.values, strict=False):
+        stream = next(replace(stream, samples=500) for stream in streams if stream.name == "tlm")
+        drawing = drawing_of(replace(plan, recipe=phase.recipe), stream)
         drawn = Counter[int]()
         for _ in range(20):
-            drawn.update(drawing.next_batch().records["tlm"].source.tolist())
+            drawn.update(drawing.next_plan().tables["tlm"].source.tolist())
         named = phase.recipe.data.languages
-        of = {s: plan.sources[s].records ** phase.recipe.data.alpha for s in spec.sources}
-        of = {s: n for s, n in of.items() if named is None or set(plan.sources[s].langs) <= set(named)}
+        sources = plan.corpus.sources
+        of = {s: sources[s].records ** phase.recipe.data.alpha for s in stream.sources}
+        of = {s: n for s, n in of.items() if named is None or set(sources[s].langs) <= set(named)}
         assert drawn.keys() == of.keys()
         for source, weight in of.items():
             assert drawn[source] / 10_000 == pytest.approx(weight / sum(of.values()), abs=0.01)
 
 
-def test_the_calibration_of_the_phases_is_kept(plan: RunSpec, tmp_path: Path) -> None:
+def test_the_calibration_of_the_phases_is_kept(plan: Loader, tmp_path: Path) -> None:
     kept = json.loads(json.dumps(plan.calibration.to_dict()))
-    again = plan.calibrated(Calibration.from_dict(kept, len(plan.sources), list(plan.recipe.streams)))
-    assert again.calibration == plan.calibration
-    assert [p.calibration for p in again.phases] == [p.calibration for p in plan.phases]
-    assert resume_calibration(plan, None, HostGroup(alone=True)).phases == plan.calibration.phases
+    again = Calibration.from_dict(kept, len(plan.corpus.sources), list(plan.recipe.streams))
+    assert again == plan.calibration and len(again.phases) == len(PHASES)
+    assert resume_calibration(plan.recipe, plan.corpus, None, HostGroup(alone=True)).phases == again.phases
 
 
 @pytest.mark.parametrize("by", ["records", "tokens", "bytes"])
 def test_shares_by_what_a_language_has(demo: Path, tmp_path: Path, by: str) -> None:
-    run_spec = resolve_run(write(tmp_path, []), [f"data.alpha_by={by}", "data.languages=null"], [demo]).calibrated()
-    lines = run_spec.calibration.lines
-    for spec in run_spec.specs:
-        sources = [run_spec.sources[s] for s in spec.sources]
+    loader = open_run(write(tmp_path, []), [f"data.alpha_by={by}", "data.languages=null"], [demo])
+    lines = loader.calibration.lines
+    for stream in loader.streams:
+        sources = [loader.corpus.sources[s] for s in stream.sources]
         size = [sum(int(s.lengths(i, slice(None)).sum()) for i in range(len(s.counts))) for s in sources]
-        tokens = [
-            lines[i][0] * n + lines[i][1] * run_spec.sources[i].records for i, n in zip(spec.sources, size, strict=True)
-        ]
+        tokens = []
+        for i, n, source in zip(stream.sources, size, sources, strict=True):
+            tokens.append(lines[i][0] * n + lines[i][1] * source.records)
         n = {"records": [source.records for source in sources], "bytes": size, "tokens": tokens}[by]
-        drawing = run_spec.mixture(ALONE, "cpu", [replace(spec, samples=1000)], initial_state([spec]))
-        drawn = Counter(drawing.next_batch().records[spec.name].source.tolist())
+        drawing = drawing_of(loader, replace(stream, samples=1000))
+        drawn = Counter(drawing.next_plan().tables[stream.name].source.tolist())
         wanted = np.array(n) ** 0.7 / (np.array(n) ** 0.7).sum()
-        assert drawing.weights[0] == pytest.approx(wanted, rel=0.02)
-        if not spec.packed:
-            assert [drawn[s] / 1000 for s in spec.sources] == pytest.approx(wanted, abs=0.01)
+        assert drawing.weights.last[0] == pytest.approx(wanted, rel=0.02)
+        if not stream.packed:
+            assert [drawn[s] / 1000 for s in stream.sources] == pytest.approx(wanted, abs=0.01)
 
 
 @settings(max_examples=60, deadline=None)
@@ -229,10 +236,11 @@ def test_the_room_of_a_sample_may_change_within_an_epoch(
 def test_a_longer_room_begins_at_once() -> None:
     """Positions remember what an epoch was packed by until it ends."""
     one = mixture(sources=SOURCES)
-    first = one.next_batch().state
+    first = one.next_plan().state
     other = mixture(sources=SOURCES, state=first)
-    other.room *= 2
-    state = other.next_batch().state
+    longer = replace(other.data.last, max_length=2 * other.data.last.max_length)
+    other.data = Schedule.constant(longer)
+    state = other.next_plan().state
     for (epoch, at), (then, _, *before) in zip(first["positions"]["mlm"], state["positions"]["mlm"], strict=True):
         assert before == ([at, first["room"]] if then == epoch else []) and state["room"] > first["room"]
     assert [len(p) for p in state["positions"]["tlm"]] == [2, 2], "the order of pairs has no room"
@@ -275,7 +283,7 @@ def test_phases_are_in_order_and_of_steps(demo: Path, tmp_path: Path) -> None:
 
 def test_a_phase_without_steps_is_told(demo: Path, tmp_path: Path) -> None:
     phases = [{"until": 4}, {"until": 4}, {"until": 9}, {"until": 12}]
-    notes = start_notes(resolve_run(write(tmp_path, phases), ["train.steps=6"], [demo]))
+    notes = start_notes(*resolve_run(write(tmp_path, phases), ["train.steps=6"], [demo]))
     found = [line.partition(", changes")[0] for line in notes if line.startswith("phase ")]
     none = "no step of this run"
     assert found == ["phase 1, steps 1 to 4", f"phase 2, {none}", "phase 3, steps 5 to 6", f"phase 4, {none}"]
@@ -288,7 +296,8 @@ def test_a_step_has_the_rate_and_the_dropout_of_its_phase(demo: Path, tmp_path: 
         half = 7 <= step < 14
         assert recipe.at(step).train.learning_rate(step) == plain.train.learning_rate(step) / (2 if half else 1)
         assert recipe.at(step).model.dropout == (0.2 if step >= 14 else 0.1)
-    dropout = resolve_run(write(tmp_path, [{"until": 7, "model.dropout": 0.3}]), [], [demo]).encoder().dropout
+    early = resolve_run(write(tmp_path, [{"until": 7, "model.dropout": 0.3}]), [], [demo])
+    dropout = encoder_of_run(*early).dropout
     assert dropout == 0.3, "a queue is filled before step 1"
     scheduler = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
     plain_train = replace(recipe.train, schedule=None, decay=None)
@@ -298,11 +307,11 @@ def test_a_step_has_the_rate_and_the_dropout_of_its_phase(demo: Path, tmp_path: 
         )
 
 
-def test_the_shares_are_told(plan: RunSpec) -> None:
+def test_the_shares_are_told(plan: Loader) -> None:
     """For each phase and stream, with the shares by which it draws."""
     lines = [line for line in share_lines(plan) if "stream tlm" in line]
     assert [line.split(": ")[0] for line in lines] == ["steps 5 to 7", "steps 8 to 14", "steps 15 to 20"]
-    pairs = {source.pair: source.records for source in plan.sources if len(source.langs) == 2}
+    pairs = {source.pair: source.records for source in plan.corpus.sources if len(source.langs) == 2}
     for line, alpha, read in zip(lines, (0.7, 0.5, 0.3), (["en-xx"], pairs, pairs), strict=True):
         total = sum(pairs[pair] ** alpha for pair in read)
         assert "8 samples a step" in line and all(f"{pairs[p] ** alpha / total:.2%}" in line for p in read)

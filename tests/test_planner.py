@@ -20,22 +20,23 @@ import pytest
 from torch.utils.data import Dataset
 
 from tests import launch
+from tests.launch import open_run
+from tests.streams import pairs
 from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
 from xscale.data import forks, shards
 from xscale.data.loader import batches_of, step_plans, worker_count
-from xscale.data.mixture import StepPlan, StreamSpec, initial_state
+from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure, Node, start_planner
 from xscale.errors import MachineError, RankError, UserError
 from xscale.ranks import Process
 from xscale.run import metrics
 from xscale.run.folder import MACHINE, USER_ERROR, explain
-from xscale.run_spec import resolve_run
 
 
 class Plans(Dataset):
     """Workers that give back what they got."""
 
-    def __getitem__(self, plan: StepPlan | Failure) -> Any:
+    def __getitem__(self, plan: Plan | Failure) -> Any:
         return plan
 
 
@@ -79,7 +80,7 @@ def of_node(steps: int, **how: Any) -> list[Iterator[Any]]:
 
 
 def test_one_process_plans_for_all_ranks_of_a_node() -> None:
-    alone = [[run.next_step() for _ in range(60)] for run in (mixture(rank, 4, 100) for rank in (0, 1, 3))]
+    alone = [[run.next_part() for _ in range(60)] for run in (mixture(rank, 4, 100) for rank in (0, 1, 3))]
     found = list(zip(*of_node(60), strict=True))  # as ranks go, step by step
     assert len(multiprocessing.active_children()) <= 1
     for steps, expected in zip(found, zip(*alone, strict=True), strict=True):
@@ -164,7 +165,7 @@ def test_an_error_of_the_plan_is_the_run_s() -> None:
             return super().lengths_and_follows(shard, records)
 
     source: Any = Damaged("en-xx", [300] * 3)
-    run = mixture(sources=[source], streams=[StreamSpec("tlm", (0,), 30, packed=False)])
+    run = mixture(sources=[source], streams=[pairs("tlm", (0,), 30)])
     with pytest.raises(RankError, match=r"xx-000001\.idx is damaged"):
         list(through_workers(run, 1, 100))
 
@@ -183,7 +184,7 @@ def test_what_a_file_system_answers_names_the_file(
 ) -> None:
     """With its exit code, also from another process, whose errors torch makes anew without errno and file."""
     workers = "data.workers=0" if which == "the trainer" else "data.workers=1"
-    run_spec = resolve_run("tlm", [workers, "streams.tlm.samples=8"], [demo]).calibrated()
+    loader = open_run("tlm", [workers, "streams.tlm.samples=8"], [demo])
     trainer, pread = os.getpid(), os.pread
 
     def broken(fd: int, size: int, at: int) -> bytes:
@@ -195,7 +196,7 @@ def test_what_a_file_system_answers_names_the_file(
     monkeypatch.setattr(os, "pread", broken)
     monkeypatch.setattr(shards, "ENTRIES", "absent")  # so that a planner reads too
     with pytest.raises(OSError) as raised:
-        list(run_spec.batches(Process(0, 1, 0, 1), "cpu", initial_state(run_spec.specs), 3))
+        list(loader.batches(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams), 3))
     error, memory = raised.value, number == errno.ENOMEM
     assert explain(error)[0] == (USER_ERROR if memory else MACHINE)
     said = explain(error)[1]

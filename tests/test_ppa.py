@@ -20,6 +20,7 @@ from tests.plain import ids_of, part_of, sequences_of
 from tests.rows import CPU, FILLER, OneStream, PlainEngine, assert_same_gradients, gradients, sums
 from tests.rows import one_thread as one_thread
 from xscale import export, rng
+from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example
@@ -38,7 +39,6 @@ from xscale.ranks import Process
 from xscale.recipe import load_recipe
 from xscale.run import start as prefilling
 from xscale.run.describe import start_notes
-from xscale.run_spec import RunSpec
 from xscale.step.engine import build_engine
 from xscale.step.module import StepModule
 from xscale.step.step import optimizer_step, run_row, shared_states
@@ -379,10 +379,10 @@ def test_an_encoder_in_evaluation_has_keys_without_dropout(tokenizer: Tokenizer)
 def test_the_momentum_rises_over_the_run(demo: Path) -> None:
     """Of a step's number and the run's alone: through skipped steps, after a resume, and with a longer schedule."""
     ramp = ["streams.ppa.momentum=0.5", "streams.ppa.momentum_ramp=0.9", "streams.ppa.prefill=false"]
-    run_spec = make_job(demo, "train.steps=5", *ramp)
+    loader = make_job(demo, "train.steps=5", *ramp)
     rising = [0.9 - 0.4 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(5)]
     assert rising[0] == 0.5 and rising[2] == pytest.approx(0.7) and rising[4] == 0.9
-    module, query = StepModule(run_spec.encoder(), run_spec.recipe), None
+    module, query = StepModule(launch.encoder(loader), loader.recipe), None
     moco = module.auxiliary_states["ppa"]
     for step, m in enumerate(rising):
         before = [k.clone() for k in moco.momentum.masters.parameters()]
@@ -394,7 +394,7 @@ def test_the_momentum_rises_over_the_run(demo: Path) -> None:
         for k, was, q in zip(moco.momentum.masters.parameters(), before, query, strict=True):
             torch.testing.assert_close(k, was if step == 1 else m * was + (1 - m) * q, rtol=1e-5, atol=1e-6)
         if step == 2:  # a fresh companion goes on, as after a resume
-            fresh = StepModule(run_spec.encoder(), run_spec.recipe).auxiliary_states["ppa"]
+            fresh = StepModule(launch.encoder(loader), loader.recipe).auxiliary_states["ppa"]
             fresh.load_state_dict(moco.state_dict())
             fresh.momentum.query = moco.momentum.query
             moco = fresh
@@ -521,25 +521,25 @@ SETS = [
 ]  # fmt: skip
 
 
-def make_job(demo: Path, *sets: str) -> RunSpec:
+def make_job(demo: Path, *sets: str) -> Loader:
     recipe = ["--ds_config", "x.json", "--recipe", "ppa", "--data", str(demo / "pairs")]
-    return launch.run_spec_of([*recipe, "--set", *SETS, *sets])
+    return launch.loader_of([*recipe, "--set", *SETS, *sets])
 
 
-def warm_up_queues(engine: PlainEngine, run_spec: RunSpec, process: Process) -> None:
-    prefilling.warm_up_queues(engine.module, run_spec, process, torch.device("cpu"))
+def warm_up_queues(engine: PlainEngine, loader: Loader, process: Process) -> None:
+    prefilling.warm_up_queues(engine.module, loader, process, torch.device("cpu"))
 
 
-def run_steps(run_spec: RunSpec, steps: int, skip: set[int], check: Any) -> None:
+def run_steps(loader: Loader, steps: int, skip: set[int], check: Any) -> None:
     """Prefill and some steps of the recipe."""
     process = Process(0, 1, 0, 1)
-    engine = PlainEngine(StepModule(run_spec.encoder(), run_spec.recipe), skip)
+    engine = PlainEngine(StepModule(launch.encoder(loader), loader.recipe), skip)
     moco = engine.module.auxiliary_states["ppa"]
-    warm_up_queues(engine, run_spec, process)
-    for batch in run_spec.batches(process, "cpu", initial_state(run_spec.specs), steps):
+    warm_up_queues(engine, loader, process)
+    for batch in loader.batches(process, "cpu", initial_state(loader.streams), steps):
         before = copy.deepcopy(moco.state_dict())
         totals = {count_key("ppa", "moco"): 7, count_key("ppa", "tlm"): 50}
-        result = optimizer_step(engine, run_spec.recipe, batch.rows, totals, step=batch.step, rank=0, world=1)
+        result = optimizer_step(engine, loader.recipe, batch.rows, totals, step=batch.step, rank=0, world=1)
         check(batch, before, engine)
     assert {"contrastive_accuracy_step", "sentence_cosine"} <= {key.name for key in result.sums.keys}
 
@@ -570,31 +570,31 @@ def test_momentum_moves_once_per_applied_step(demo: Path) -> None:
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -> None:
     """K keys of the key encoder, of records in another order than the stream's, before the state at step 0."""
-    run_spec, place = make_job(demo, f"streams.ppa.pooling={pooling}"), Process(0, 1, 0, 1)
-    engine = PlainEngine(StepModule(run_spec.encoder(), run_spec.recipe))
+    loader, place = make_job(demo, f"streams.ppa.pooling={pooling}"), Process(0, 1, 0, 1)
+    engine = PlainEngine(StepModule(launch.encoder(loader), loader.recipe))
     moco: Any = engine.module.auxiliary_states["ppa"]
     assert isinstance(moco, HasQueue) and moco.prefill_samples == 17
-    warm_up_queues(engine, run_spec, place)
-    warm_up = run_spec.copy_of_stream("ppa", "ppa.prefill")
+    warm_up_queues(engine, loader, place)
+    warm_up = prefilling.prefill_loader(loader, "ppa")
     filling, stream = (
         [
             key
-            for batch in of.batches(place, "cpu", initial_state(of.specs), 3)
-            for key in batch.keys()[of.specs[0].name]
+            for batch in of.batches(place, "cpu", initial_state(of.streams), 3)
+            for key in batch.keys()[of.streams[0].name]
         ]
-        for of in (warm_up, run_spec)
+        for of in (warm_up, loader)
     )
     assert len(set(filling)) == 21 and len(set(filling) & set(stream)) < 7
     expected, plain = [], []
     key_encoder, projection = moco.momentum.masters
     key = key_encoder.lm, projection.w1.weight, projection.w2.weight
-    for batch in warm_up.batches(place, "cpu", initial_state(warm_up.specs), 3):
+    for batch in warm_up.batches(place, "cpu", initial_state(warm_up.streams), 3):
         for row in batch.rows:
             keys = row.auxiliary["ppa.prefill"].to(CPU)
             tokens = keys.tokens
             moco.encode(engine.module.encoder, keys, [row.to(CPU).arrays["ppa.prefill"]])
             for ids in tokens.input_ids.split(tokens.lengths.tolist()):
-                plain.append(plain_z(*key, run_spec.tokenizer, ids[1:-1].tolist(), moco.options).tolist())
+                plain.append(plain_z(*key, loader.corpus.tokenizer, ids[1:-1].tolist(), moco.options).tolist())
         expected += moco._batch.start_exchange()()[0].tolist()
     torch.testing.assert_close(torch.tensor(sorted(expected)), torch.tensor(sorted(plain)), rtol=0, atol=1e-6)
     order = [(moco.queue.next + i) % 17 for i in range(17)]
@@ -605,19 +605,19 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
 
 def test_no_prefill_where_not_wanted(demo: Path) -> None:
     """The queue starts empty, the first loss is log 1."""
-    run_spec = make_job(demo, "streams.ppa.prefill=false")
+    loader = make_job(demo, "streams.ppa.prefill=false")
 
     def check(batch: Any, before: dict, engine: PlainEngine) -> None:
         assert before["queue"]["filled"] == min(7 * batch.step, 17)
 
-    run_steps(run_spec, 3, set(), check)
+    run_steps(loader, 3, set(), check)
 
 
 def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     """from_pretrained gives a model in eval mode; post-pretraining needs its dropout."""
     build(tokenizer).lm.save_pretrained(tmp_path)
-    run_spec = make_job(demo, f"model.init={tmp_path}")
-    assert all(module.training for module in StepModule(run_spec.encoder(), run_spec.recipe).modules())
+    loader = make_job(demo, f"model.init={tmp_path}")
+    assert all(module.training for module in StepModule(launch.encoder(loader), loader.recipe).modules())
 
 
 # What users may get wrong
@@ -640,9 +640,9 @@ def test_queue_smaller_than_a_step_is_refused(demo: Path) -> None:
 
 
 def test_zero_stage_3_is_refused(demo: Path) -> None:
-    run_spec = make_job(demo)
+    loader = make_job(demo)
     with pytest.raises(UserError, match="ZeRO stage 3"):
-        build_engine(StepModule(run_spec.encoder(), run_spec.recipe), {"zero_optimization": {"stage": 3}})
+        build_engine(StepModule(launch.encoder(loader), loader.recipe), {"zero_optimization": {"stage": 3}})
 
 
 # A whole run

@@ -154,7 +154,6 @@ def test_ints_are_floats_and_null_is_optional(recipe) -> None:
         ("train.max_grad_norm", "-1"),
         ("train.label_smoothing", "1.0"),
         ("train.z_loss", "-0.1"),
-        ("train.max_tokens", "127"),
         ("data.max_length", "4"),
         ("data.alpha", "1.5"),
         ("data.workers", "-1"),
@@ -219,12 +218,6 @@ def test_unknown_keys(recipe, text: str, named: str) -> None:
 def test_missing_parts(recipe, text: str, named: str) -> None:
     (line,) = problems(recipe, text)
     assert line.strip().startswith(named)
-
-
-def test_a_row_holds_a_sequence() -> None:
-    assert load("mlm").train.max_tokens is None and load("mlm", "train.max_tokens=128").train.max_tokens == 128
-    (line,) = problems(load, "mlm", "train.max_tokens=511", "data.max_length=512")
-    assert line.strip().startswith("train.max_tokens: 511") and line.endswith("512")
 
 
 def test_every_preset_has_a_name_in_recipes() -> None:

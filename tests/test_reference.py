@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,15 +12,14 @@ from transformers import AutoModelForMaskedLM, DistilBertConfig, ModernBertConfi
 
 from tests import launch, plain
 from tests.rows import CPU, PlainEngine, assert_same_gradients, one_thread, pass_row, rows_of_step, shared_of, totals_of  # noqa: F401
+from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.sequences import Example
 from xscale.data.stream_batch import StreamBatch
 from xscale.metric_keys import MetricKey, loss_key
-from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.recipe import RECIPES
-from xscale.run_spec import RunSpec
 from xscale.step import step
 from xscale.step.module import StepModule
 from xscale.step.step import optimizer_step, run_row, step_weights
@@ -83,14 +81,14 @@ CUTS = {"one row": (1, 4096), "four ranks": (4, 64)}
 """(ranks, train.max_tokens)"""
 
 
-def resolve_run(demo: Path, recipe: str, *sets: str) -> RunSpec:
+def resolve_run(demo: Path, recipe: str, *sets: str) -> Loader:
     arguments = ["--ds_config", "x.json", "--recipe", recipe, "--data", str(demo)]
-    return launch.run_spec_of([*arguments, "--set", *SMALL, *SIZES[recipe], *sets])
+    return launch.loader_of([*arguments, "--set", *SMALL, *SIZES[recipe], *sets])
 
 
-def make_module(run_spec: RunSpec, dtype: torch.dtype = torch.float64) -> StepModule:
+def make_module(loader: Loader, dtype: torch.dtype = torch.float64) -> StepModule:
     """Companions and trained weights have moved apart, the queue holds some keys."""
-    module = StepModule(run_spec.encoder(), run_spec.recipe).to(dtype)
+    module = StepModule(launch.encoder(loader), loader.recipe).to(dtype)
     torch.manual_seed(5)
     with torch.no_grad():
         for p in module.parameters():
@@ -107,7 +105,7 @@ def make_module(run_spec: RunSpec, dtype: torch.dtype = torch.float64) -> StepMo
 
 @dataclass(frozen=True)
 class Case:
-    run_spec: RunSpec
+    loader: Loader
     module: StepModule
     model: plain.Model
     stream_batches: dict[str, StreamBatch]
@@ -118,29 +116,29 @@ class Case:
     """Of the parameters that the loss depends on."""
 
 
-def make_case(run_spec: RunSpec) -> Case:
-    module = make_module(run_spec)
-    stream_batches, examples = samples_of(run_spec)
-    model = plain_model(module, run_spec)
+def make_case(loader: Loader) -> Case:
+    module = make_module(loader)
+    stream_batches, examples = samples_of(loader)
+    model = plain_model(module, loader)
     terms = {
         name: plain.terms(
-            stream.objective, model, name, stream_batches[name], examples[name], stream.options, run_spec.tokenizer
+            stream.objective, model, name, stream_batches[name], examples[name], stream.options, loader.corpus.tokenizer
         )
-        for name, stream in run_spec.recipe.streams.items()
+        for name, stream in loader.recipe.streams.items()
     }
     shares = []
     for name, found in terms.items():
-        stream = run_spec.recipe.streams[name]
+        stream = loader.recipe.streams[name]
         rising = 1 / stream.warm_in if stream.warm_in else 1.0
         shares += [stream.weight * rising * term.factor * term.mean for term in found.values()]
     loss: Any = sum(shares)
     names, parameters = zip(*module.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     kept = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
-    return Case(run_spec, module, model, stream_batches, terms, loss.detach(), kept)
+    return Case(loader, module, model, stream_batches, terms, loss.detach(), kept)
 
 
-def plain_model(module: StepModule, run_spec: RunSpec) -> plain.Model:
+def plain_model(module: StepModule, loader: Loader) -> plain.Model:
     frozen: dict[str, Any] = {}
     queue = None
     for stream, auxiliary_state in module.auxiliary_states.items():
@@ -150,17 +148,20 @@ def plain_model(module: StepModule, run_spec: RunSpec) -> plain.Model:
             queue = auxiliary_state.queue.keys.clone()
         else:
             frozen[stream] = copy.deepcopy(auxiliary_state.initial.lm).double()
-    entropy = plain.CrossEntropy(run_spec.recipe.train.label_smoothing, run_spec.recipe.train.z_loss)
+    entropy = plain.CrossEntropy(loader.recipe.train.label_smoothing, loader.recipe.train.z_loss)
     return plain.Model(module.encoder.lm, dict(module.heads.items()), frozen, queue, entropy)
 
 
-def samples_of(run_spec: RunSpec) -> tuple[dict[str, StreamBatch], dict[str, list[Example]]]:
+def samples_of(loader: Loader) -> tuple[dict[str, StreamBatch], dict[str, list[Example]]]:
     """The first step as one piece of each stream, and its records."""
-    (stream_batches,) = launch.pieces_of(run_spec, 1)
-    mixture = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs))
-    dataset, records = run_spec.dataset(run_spec.specs), mixture.next_batch().records
-    in_order = {stream: read.select(np.arange(len(read.sample))) for stream, read in records.items()}
-    return stream_batches, {stream: list(dataset._examples(stream, [read])) for stream, read in in_order.items()}
+    (stream_batches,) = launch.pieces_of(loader, 1)
+    mixture = loader.mixture(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams))
+    mixture.max_tokens = 1 << 40
+    dataset, plan = loader.dataset(), mixture.next_part()
+    examples = {}
+    for stream in loader.streams:
+        examples[stream.name] = list(dataset.examples(stream, plan.tables[stream.name], dataset.context_of(stream)))
+    return stream_batches, examples
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +174,7 @@ def case(demo: Path, request: pytest.FixtureRequest) -> Case:
 
 def through_rows(case: Case, ranks: list[list[Row]]) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
     """Loss, gradients and metrics of the first step: rows of all ranks, by the targets of all."""
-    module, recipe = case.module, case.run_spec.recipe
+    module, recipe = case.module, case.loader.recipe
     totals = totals_of([row for rows in ranks for row in rows])
     weights = step_weights(recipe, totals, 0)
     module.zero_grad()
@@ -203,7 +204,7 @@ def assert_equal_the_reference(case: Case, ranks: list[list[Row]], rtol: float =
         assert shares[name] == pytest.approx(value, rel=rtol), name
     for stream, auxiliary_state in case.module.auxiliary_states.items():
         if hasattr(auxiliary_state, "queue"):
-            options = case.run_spec.recipe.streams[stream].options
+            options = case.loader.recipe.streams[stream].options
             _, keys = plain.views(case.model, stream, case.stream_batches[stream], options)
             torch.testing.assert_close(auxiliary_state._batch.start_exchange()()[0], keys, rtol=0, atol=rtol)
 
@@ -214,7 +215,7 @@ def expected_metrics(case: Case) -> dict[str, float]:
         means = {term: float(t.mean.detach()) for term, t in found.items()}
         named[f"loss/{name}"] = sum(found[term].factor * mean for term, mean in means.items())
         named |= {f"loss/{name}.{term}": mean for term, mean in means.items() if len(found) > 1}
-        objective = case.run_spec.recipe.streams[name].objective
+        objective = case.loader.recipe.streams[name].objective
         if objective == "contextual":
             continue
         if "align" in found:
@@ -240,7 +241,7 @@ def test_every_recipe_is_here() -> None:
 def test_a_step_is_the_reference(case: Case, cut: str) -> None:
     """Loss, metrics, keys and the gradient of every parameter, to 1e-9 of its norm."""
     world, max_tokens = CUTS[cut]
-    (ranks,) = rows_of_step(case.run_spec, world, max_tokens)
+    (ranks,) = rows_of_step(case.loader, world, max_tokens)
     assert len(ranks) == world and (cut == "one row") == (len(ranks) == len(ranks[0]) == 1)
     assert_equal_the_reference(case, ranks)
 
@@ -251,7 +252,7 @@ def test_other_options(demo: Path, recipe: str, options: list[str]) -> None:
     sets = [f"streams.{option}" for option in options]
     sets += ["data.max_length=20", "data.overlong=truncate"] * (recipe != "ppa")
     case = make_case(resolve_run(demo, recipe, *sets))
-    (ranks,) = rows_of_step(case.run_spec, 2, 100)
+    (ranks,) = rows_of_step(case.loader, 2, 100)
     assert_equal_the_reference(case, ranks)
 
 
@@ -265,7 +266,7 @@ def test_models_of_other_types(demo: Path, tmp_path: Path, tokenizer: Any, recip
     AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
     case = make_case(resolve_run(demo, recipe, f"model.init={tmp_path}", "train.lr=0.001"))
     assert case.module.encoder.lm.config.model_type == config.model_type
-    (ranks,) = rows_of_step(case.run_spec, 2, 100)
+    (ranks,) = rows_of_step(case.loader, 2, 100)
     turned_in_fp32 = config.model_type == "modernbert"  # by Hugging Face: queries and keys, whatever their type
     assert_equal_the_reference(case, ranks, rtol=1e-7 if turned_in_fp32 else 1e-9)
 
@@ -273,12 +274,12 @@ def test_models_of_other_types(demo: Path, tmp_path: Path, tokenizer: Any, recip
 @pytest.mark.parametrize("case", ["mixed"], indirect=True)
 def test_an_optimizer_step_applies_the_references_gradient(case: Case) -> None:
     """Each of two ranks multiplies by their number what a mean over them divides; SGD, to the rounding of weights."""
-    (ranks,) = rows_of_step(case.run_spec, 2, 100)
+    (ranks,) = rows_of_step(case.loader, 2, 100)
     totals = totals_of([row for rows in ranks for row in rows])
     moved: dict[str, Tensor] = {}
     for rank, rows in enumerate(ranks):
         engine = PlainEngine(copy.deepcopy(case.module), lr=0.5)
-        result = optimizer_step(engine, case.run_spec.recipe, rows, totals, step=0, rank=rank, world=2)
+        result = optimizer_step(engine, case.loader.recipe, rows, totals, step=0, rank=rank, world=2)
         assert result.gradient_norms == {} and engine.steps == 1
         for (name, p), before in zip(engine.module.named_parameters(), case.module.parameters(), strict=True):
             moved[name] = moved.get(name, 0) + (before - p).detach() / 2 / 0.5
@@ -288,15 +289,14 @@ def test_an_optimizer_step_applies_the_references_gradient(case: Case) -> None:
 # 2. What a row touches
 
 
-def piece_of_nothing(run_spec: RunSpec, stream: str) -> StreamBatch:
-    config = run_spec.recipe.streams[stream]
-    context = run_spec.dataset(run_spec.specs).context_of(stream)
-    return OBJECTIVES[config.objective].collate([], config.options, context)
+def piece_of_nothing(loader: Loader, name: str) -> StreamBatch:
+    stream = next(stream for stream in loader.streams if stream.name == name)
+    return stream.objective.collate([], stream.options, loader.dataset().context_of(stream))
 
 
 def row_gradients(case: Case, stream_batches: dict[str, StreamBatch]) -> tuple[Tensor, dict[str, Tensor | None]]:
-    row = pack_row(stream_batches, case.run_spec.tokenizer.sep_id)
-    weights = step_weights(case.run_spec.recipe, totals_of([row]), 0)
+    row = pack_row(stream_batches, case.loader.corpus.tokenizer.sep_id)
+    weights = step_weights(case.loader.recipe, totals_of([row]), 0)
     loss, _ = pass_row(case.module, row, weights)
     names, parameters = zip(*case.module.named_parameters(), strict=True)
     return loss.detach(), dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
@@ -312,7 +312,7 @@ def forget_keys(case: Case) -> None:
 def test_every_row_touches_every_weight(case: Case) -> None:
     """Also one that has no sample of a stream, or none at all: then with a gradient of 0. A recipe that predicts
     nothing has no use for the word head."""
-    nothing = {name: piece_of_nothing(case.run_spec, name) for name in case.stream_batches}
+    nothing = {name: piece_of_nothing(case.loader, name) for name in case.stream_batches}
     assert not any(stream_batch.samples or len(stream_batch.sequences.ids) for stream_batch in nothing.values())
     predicts = any(stream_batch.labels for stream_batch in case.stream_batches.values())
     for absent in case.stream_batches:
@@ -378,9 +378,9 @@ def test_shares_by_hand(demo: Path) -> None:
 @pytest.mark.parametrize("case", ["mixed", "contextual"], indirect=True)
 def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each stream alone, its weight included; several rows, two ranks. The step's own gradient stays as it was."""
-    (ranks,) = rows_of_step(case.run_spec, 2, 100)
+    (ranks,) = rows_of_step(case.loader, 2, 100)
     totals = totals_of([row for rows in ranks for row in rows])
-    weights = step_weights(case.run_spec.recipe, totals, 0)
+    weights = step_weights(case.loader.recipe, totals, 0)
     engine = PlainEngine(case.module)
     case.module.zero_grad()
     others: list[Tensor] = []
@@ -398,10 +398,10 @@ def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatc
     assert all(p.grad is None for p in case.module.parameters()) and not others
     assert list(norms) == [f"grad_norm/{stream}" for stream in case.stream_batches]
     parameters = list(case.module.parameters())
-    model = plain_model(case.module, case.run_spec)
-    _, examples = samples_of(case.run_spec)
-    for name, stream in case.run_spec.recipe.streams.items():
-        arguments = case.stream_batches[name], examples[name], stream.options, case.run_spec.tokenizer
+    model = plain_model(case.module, case.loader)
+    _, examples = samples_of(case.loader)
+    for name, stream in case.loader.recipe.streams.items():
+        arguments = case.stream_batches[name], examples[name], stream.options, case.loader.corpus.tokenizer
         terms = plain.terms(stream.objective, model, name, *arguments)
         loss = sum(t.factor * t.mean for t in terms.values())
         loss = loss * stream.weight / max(stream.warm_in, 1)

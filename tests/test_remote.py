@@ -19,7 +19,10 @@ import pytest
 
 from data_tools import write_shards
 from data_tools.demo_world import World
+from tests import launch
+from tests.launch import open_run
 from xscale.data import order, remote
+from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state, remote_window_bytes
 from xscale.data.remote import Cache
 from xscale.data.shards import Source, find_sources
@@ -28,7 +31,7 @@ from xscale.eval.in_training import find_task_sources
 from xscale.ranks import Process
 from xscale.recipe import EvalTask
 from xscale.run.folder import MACHINE, explain
-from xscale.run_spec import RunSpec, resolve_run
+from xscale.run.resolve import resolve_run
 
 RELEASED = threading.Event()
 """It ends the answers that stall."""
@@ -136,9 +139,9 @@ def cached_shards(cache: Path) -> list[Path]:
     return sorted(cache.glob("*/*.tar"))
 
 
-def open_spec(location: str | Path, demo: Path, cache: Path, *sets: str) -> RunSpec:
+def open_spec(location: str | Path, demo: Path, cache: Path, *sets: str) -> Loader:
     sets = (f"model.tokenizer={demo / 'tokenizer'}", f"data.cache={cache}", "streams.tlm.samples=60", *sets)
-    return resolve_run("xlm", ["streams.mlm.samples=20", *sets], [remote.location(str(location))]).calibrated()
+    return open_run("xlm", ["streams.mlm.samples=20", *sets], [remote.location(str(location))])
 
 
 def test_sources_are_those_of_the_disk(corpus: Path, server: type[Handler], tmp_path: Path) -> None:
@@ -159,12 +162,13 @@ def test_a_run_consumes_what_it_would_from_disk(
     corpus: Path, server: type[Handler], demo: Path, tmp_path: Path
 ) -> None:
     near, far = (open_spec(at, demo, tmp_path, "data.workers=2") for at in (corpus, server.url))
-    assert near.identity() == far.identity()
+    assert launch.identity(near) == launch.identity(far)
     with pytest.raises(UserError, match="training data of this run"):
-        find_task_sources(EvalTask("heldout", [server.url]), far)
+        find_task_sources(EvalTask("heldout", [server.url]), far.recipe, far.corpus)
     steps = 10  # more than two epochs of pairs
     near_keys, far_keys = (
-        [batch.keys() for batch in spec.batches(ALONE, "cpu", initial_state(spec.specs), steps)] for spec in (near, far)
+        [batch.keys() for batch in loader.batches(ALONE, "cpu", initial_state(loader.streams), steps)]
+        for loader in (near, far)
     )
     assert near_keys == far_keys
 
@@ -276,16 +280,16 @@ def test_windows_are_fetched_before_they_are_read(
     """With room for two windows the next one is fetched too, and every shard is asked for before a step needs it."""
     monkeypatch.setattr(order, "WINDOW_SHARDS", 2)
     spec = open_spec(server.url, demo, tmp_path, "streams.tlm.samples=20")
-    size = round(room * remote_window_bytes(spec.specs, spec.sources))
-    for source in spec.sources:
+    size = round(room * remote_window_bytes(spec.streams, spec.corpus.sources))
+    for source in spec.corpus.sources:
         source.remote = replace(source.remote, cache=Cache(tmp_path, size))
-    mixture = spec.mixture(ALONE, "cpu", spec.specs, initial_state(spec.specs))
+    mixture = spec.mixture(ALONE, "cpu", initial_state(spec.streams))
     asked: set[int] = set()
     for step in range(12):
         new = [shard for source, shard in mixture.remote_shards() if source.kind == "pair"]
         assert len(new) in ((0, 2, together) if step else (together,))
         asked |= set(new)
-        assert set(mixture.next_batch().records["tlm"].shard.tolist()) <= asked
+        assert set(mixture.next_plan().tables["tlm"].shard.tolist()) <= asked
 
 
 def test_the_planner_fetches_ahead(server: type[Handler], demo: Path, tmp_path: Path) -> None:
@@ -294,7 +298,7 @@ def test_the_planner_fetches_ahead(server: type[Handler], demo: Path, tmp_path: 
     spec = open_spec(server.url, demo, tmp_path, *sets)
     for path in cached_shards(tmp_path):
         path.unlink()
-    next(spec.batches(ALONE, "cpu", initial_state(spec.specs), 10_000))
+    next(spec.batches(ALONE, "cpu", initial_state(spec.streams), 10_000))
     deadline = time.monotonic() + 30
     while len(cached_shards(tmp_path)) < 12:
         assert time.monotonic() < deadline

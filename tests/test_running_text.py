@@ -7,6 +7,7 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,17 @@ from transformers import PreTrainedTokenizerFast
 
 from data_tools import index, inspect, readers, write_shards
 from tests.plain import originals
-from xscale.data.calibrate import calibrate
-from xscale.data.loader import StepDataset, StreamObjective
-from xscale.data.mixture import Mixture, StreamSpec
+from tests.streams import make_dataset, make_mixture
+from xscale.data.calibrate import bytes_to_tokens, estimate_stream
+from xscale.data.calibration import Calibration
 from xscale.data.shards import PART_BYTES, Source
+from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext
 from xscale.data.text import piece_of_text
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.objectives import mlm
+from xscale.recipe import DataConfig
 
 LENGTH, SPECIAL = 64, 4
 Documents = list[list[list[int]]]
@@ -113,21 +116,20 @@ class Run:
     """Steps of a stream of MLM: of each the sequences as ranges of words, over all ranks."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, world: int = 1, max_tokens: int = 4096, samples: int = 8):
-        self.tokenizer, self.spec = tokenizer, StreamSpec("mlm", (0,), samples, packed=True)
-        context = CollateContext(tokenizer, LENGTH, "drop", {"en": 0}, stream="mlm")
-        self.dataset = StepDataset([source], {"mlm": StreamObjective(mlm.OBJECTIVE, mlm.MaskedOptions())}, context, 0)
-        arguments: Any = {"seed": 0, "alpha": 0.7, "max_length": LENGTH}
-        found = calibrate([self.spec], [source], self.dataset, **arguments)
-        self.ranks = [
-            Mixture([self.spec], [source], found, max_tokens=max_tokens, rank=rank, world=world, **arguments)
-            for rank in range(world)
-        ]
+        self.tokenizer = tokenizer
+        self.stream = Stream("mlm", mlm.OBJECTIVE, mlm.MaskedOptions(), (0,), samples)
+        self.dataset = make_dataset([source], [self.stream], CollateContext(tokenizer, LENGTH, "drop", {"en": 0}), 0)
+        lines = Calibration([bytes_to_tokens(source, tokenizer)], {})
+        data = DataConfig(max_length=LENGTH)
+        found = replace(lines, streams={"mlm": estimate_stream(self.stream, data, self.dataset, lines)})
+        places: Any = {"seed": 0, "max_length": LENGTH, "max_tokens": max_tokens, "world": world}
+        self.ranks = [make_mixture([self.stream], [source], found, rank=rank, **places) for rank in range(world)]
 
     def step(self) -> list[tuple[range, tuple[int, ...]]]:
         """Of each sequence its words, and which of its tokens are masked."""
         found = []
         for mixture in self.ranks:
-            for stream_batch in self.dataset.stream_batches("mlm", mixture.next_step()):
+            for stream_batch in self.dataset.stream_batches(self.stream, mixture.next_part()):
                 targets = set(stream_batch.states["masked"].columns.tolist())
                 for ids, start in zip(originals(stream_batch), stream_batch.sequences.starts.tolist(), strict=True):
                     assert len(ids) <= LENGTH and (ids[0], ids[-1]) == (1, 2)
@@ -329,7 +331,7 @@ def test_long_lines_train(tmp_path: Path, words: Tokenizer) -> None:
     assert all(sum(len(masked) for _, masked in step) > 20 for step in first)
     assert sorted(itertools.chain(*Run(source, words, samples=1).epoch())) == list(range(12 * 2600))
     for _ in range(5):
-        rows = run.dataset[run.ranks[0].next_step()].rows
+        rows = run.dataset[run.ranks[0].next_part()].rows
         assert max(row.cost["tokens"] for row in rows) <= 1000 and sum(row.samples for row in rows) == 8
 
 
@@ -340,7 +342,7 @@ def test_a_sample_is_estimated_as_it_is(shards, words: Tokenizer) -> None:
     for _ in range(20):
         mixture = run.ranks[0]
         state = mixture.state
-        estimated += int(mixture.next_batch().tokens["mlm"].sum())
+        estimated += int(mixture.next_plan().row_tokens.sum())
         mixture.state = state
         found += sum(len(sequence) + 2 for sequence, _ in run.step())
     assert found == pytest.approx(estimated, rel=0.03)
@@ -354,7 +356,7 @@ def test_long_sentences_are_cut_between_words(tmp_path: Path, tokenizer: Tokeniz
     run = Run(source, tokenizer, samples=1)
     found = []
     while run.position[0] == 0:
-        (stream_batch,) = run.dataset.stream_batches("mlm", run.ranks[0].next_step())
+        (stream_batch,) = run.dataset.stream_batches(run.stream, run.ranks[0].next_part())
         found += originals(stream_batch)
     stream_batches = [tokenizer.hf.convert_ids_to_tokens(ids[1:-1]) for ids in found]
     assert len(found) > 100 and not any(tokens[0].startswith("##") for tokens in stream_batches)

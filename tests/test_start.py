@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.launch import ROOT
+from tests.launch import ROOT, open_run
 from xscale import files, train
 from xscale.data import calibrate, shards
 from xscale.data.mixture import initial_state
@@ -23,8 +23,8 @@ from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.files import parallel_map
 from xscale.ranks import HostGroup, Process
+from xscale.run.resolve import resolve_run
 from xscale.run.start import check_ranks_agree
-from xscale.run_spec import resolve_run
 from xscale.step.ds_config import Hardware, load_ds_config
 
 SETS = ["data.workers=0", "streams.tlm.samples=16"]
@@ -76,9 +76,9 @@ def test_ranks_that_were_started_otherwise_are_told(demo: Path) -> None:
     def started(host_group: Threads, other: list[str], resume: str = "auto") -> str:
         mine = host_group.rank == 1
         args = train.parse_arguments(["--ds_config", "x.json", "--out", "run", "--resume", resume if mine else "auto"])
-        run_spec = resolve_run("tlm", [*SETS, *(other if mine else [])], [demo])
-        config = load_ds_config(ROOT / "ds_configs" / "zero2_cpu.json", run_spec.recipe, 2, hardware)
-        check_ranks_agree(args, run_spec, config, host_group)
+        recipe, corpus = resolve_run("tlm", [*SETS, *(other if mine else [])], [demo])
+        config = load_ds_config(ROOT / "ds_configs" / "zero2_cpu.json", recipe, 2, hardware)
+        check_ranks_agree(args, recipe, corpus, config, host_group)
         return "same"
 
     assert on_ranks(2, lambda host_group: started(host_group, [])) == ["same", "same"]
@@ -106,8 +106,8 @@ def test_files_are_looked_at_once(demo: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "stat", stat)
     for ranks in (1, 2, 3):
         looked.clear()
-        jobs = on_ranks(ranks, lambda host_group: resolve_run("tlm", SETS, [demo], host_group))
-        assert {run_spec.identity() == jobs[0].identity() for run_spec in jobs} == {True}
+        opened = on_ranks(ranks, lambda host_group: resolve_run("tlm", SETS, [demo], host_group)[1])
+        assert {corpus.identity() == opened[0].identity() for corpus in opened} == {True}
         assert looked == Counter(str(f) for suffix in ("tar", "idx") for f in demo.glob(f"*/*.{suffix}"))
 
 
@@ -116,12 +116,12 @@ def test_word_links_are_looked_for_once(demo: Path, monkeypatch: pytest.MonkeyPa
     looked, plain = list[int](), Source.read
     monkeypatch.setattr(Source, "read", lambda self, *place: (looked.append(1), plain(self, *place))[1])
     sets = ["data.workers=0", f"data.lexicons=[{demo}/lexicon/en-xx.txt]"]
-    monkeypatch.setattr("xscale.run_spec.check_column_order", lambda *_: None)
+    monkeypatch.setattr("xscale.data.corpus.check_column_order", lambda *_: None)
     for ranks in (1, 3):
         looked.clear()
-        jobs = on_ranks(ranks, lambda host_group: resolve_run("mixed", sets, [demo], host_group))
-        assert {run_spec.identity() == jobs[0].identity() for run_spec in jobs} == {True}
-        pairs = [source for source in jobs[0].sources if source.kind == "pair"]
+        opened = on_ranks(ranks, lambda host_group: resolve_run("mixed", sets, [demo], host_group)[1])
+        assert {corpus.identity() == opened[0].identity() for corpus in opened} == {True}
+        pairs = [source for source in opened[0].sources if source.kind == "pair"]
         assert len(looked) == 16 * len(pairs), ranks
     looked.clear()
     resolve_run("alignlm", [*sets, "data.languages=[en-xx]"], [demo])
@@ -143,13 +143,13 @@ def test_every_rank_hears_of_a_file_that_is_missing(demo: Path, monkeypatch: pyt
 
 
 def test_ranks_measure_together_what_one_would(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_spec = resolve_run("mixed", ["data.workers=0"], [demo])
-    alone = run_spec.calibrated().calibration
+    recipe, corpus = resolve_run("mixed", ["data.workers=0"], [demo])
+    alone = calibrate.calibrate(recipe, corpus)
     reads, plain = Counter[int](), Source.read
     monkeypatch.setattr(
         Source, "read", lambda self, *place: (reads.update([threading.get_ident()]), plain(self, *place))[1]
     )
-    measured = on_ranks(2, lambda host_group: run_spec.calibrated(run_spec.measure_calibration(host_group)).calibration)
+    measured = on_ranks(2, lambda host_group: calibrate.calibrate(recipe, corpus, host_group))
     assert measured == [alone, alone]
     assert len(reads) == 2 and min(reads.values()) > 0.1 * max(reads.values())
 
@@ -158,10 +158,12 @@ def test_few_shards_of_many_are_measured(demo: Path, monkeypatch: pytest.MonkeyP
     """Of every source some at least, from all over it; a run draws from all records all the same."""
     monkeypatch.setattr(calibrate, "SHARDS", 4)
     monkeypatch.setattr(calibrate, "LINE_SHARDS", 1)
-    run_spec, opened, plain = resolve_run("tlm", SETS, [demo]), list[tuple[str, str]](), shards.OpenFile
-    run_spec.sources[0].shards *= 50
-    run_spec.sources[0].counts = np.tile(run_spec.sources[0].counts, 50)
-    run_spec.sources[0].starts = np.tile(run_spec.sources[0].starts, 50)
+    recipe, corpus = resolve_run("tlm", SETS, [demo])
+    opened, plain = list[tuple[str, str]](), shards.OpenFile
+    first = corpus.sources[0]
+    first.shards *= 50
+    first.counts = np.tile(first.counts, 50)
+    first.starts = np.tile(first.starts, 50)
 
     def open_file(path: str) -> shards.OpenFile:
         if path.endswith(".tar"):
@@ -169,12 +171,12 @@ def test_few_shards_of_many_are_measured(demo: Path, monkeypatch: pytest.MonkeyP
         return plain(path)
 
     monkeypatch.setattr(shards, "OpenFile", open_file)
-    before = [source.counts.tolist() for source in run_spec.sources]
-    found = run_spec.calibrated().calibration
-    assert len(opened) <= 2 * len(run_spec.sources)
-    assert {name for name, _ in opened} >= {source.directory.name for source in run_spec.sources}
-    assert found and len(found.lines) == len(run_spec.sources)
-    assert [source.counts.tolist() for source in run_spec.sources] == before
+    before = [source.counts.tolist() for source in corpus.sources]
+    found = calibrate.calibrate(recipe, corpus)
+    assert len(opened) <= 2 * len(corpus.sources)
+    assert {name for name, _ in opened} >= {source.directory.name for source in corpus.sources}
+    assert found and len(found.lines) == len(corpus.sources)
+    assert [source.counts.tolist() for source in corpus.sources] == before
 
 
 @pytest.mark.parametrize(("ranks", "asked"), [(1, True), (4, True), (8, False)])
@@ -183,9 +185,9 @@ def test_a_node_asks_for_whole_shards_where_it_reads_much_of_them(
 ) -> None:
     advised: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, *_: advised.append(fd))
-    run_spec = resolve_run("tlm", SETS, [demo]).calibrated()
+    loader = open_run("tlm", SETS, [demo])
     assert not advised, "a look at a few records"
-    next(run_spec.batches(Process(0, ranks, 0, 1), "cpu", initial_state(run_spec.specs), 1))
+    next(loader.batches(Process(0, ranks, 0, 1), "cpu", initial_state(loader.streams), 1))
     assert bool(advised) == asked
 
 

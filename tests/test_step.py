@@ -89,26 +89,26 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     arguments += ["streams.tlm.warm_in=4", "streams.alignlm.warm_in=0.9", "train.measure_every=5"]
     launch.run(2, arguments)
     measured = launch.metrics(out)
-    run_spec = launch.run_spec_of([*arguments, "data.workers=0"])
-    module = StepModule(run_spec.encoder(), run_spec.recipe)
+    loader = launch.loader_of([*arguments, "data.workers=0"])
+    module = StepModule(launch.encoder(loader), loader.recipe)
     process = Process(0, 1, 0, 1)
     fake = SimpleNamespace(module=module, device=torch.device("cpu"))
-    warm_up_queues(fake.module, run_spec, process, fake.device)
+    warm_up_queues(fake.module, loader, process, fake.device)
     vectors = [p for p in module.parameters() if p.ndim == 1]
     matrices = [p for p in module.parameters() if p.ndim > 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, eps=EPS)
-    for step, stream_batches in enumerate(launch.pieces_of(run_spec, STEPS)):
+    for step, stream_batches in enumerate(launch.pieces_of(loader, STEPS)):
         optimizer.zero_grad()
         for name, stream_batch in stream_batches.items():
-            row = pack_row({name: stream_batch}, run_spec.tokenizer.sep_id)
-            objective = OBJECTIVES[run_spec.recipe.streams[name].objective]
-            terms = objective.terms(run_spec.recipe.streams[name].options)
+            row = pack_row({name: stream_batch}, loader.corpus.tokenizer.sep_id)
+            objective = OBJECTIVES[loader.recipe.streams[name].objective]
+            terms = objective.terms(loader.recipe.streams[name].options)
             shared = {"alignlm": "mono", "contextual": "tokens"}  # what divides all terms of a stream
             counts = {term: stream_batch.target_counts[shared.get(name, term)] for term in terms}
             warm = {"tlm": min((step + 1) / 4, 1), "alignlm": min((step + 1) / 9, 1)}.get(name, 1)
             weights = {
-                (name, term): warm * run_spec.recipe.streams[name].weight * factor / counts[term]
+                (name, term): warm * loader.recipe.streams[name].weight * factor / counts[term]
                 for term, factor in terms.items()
             }
             loss, _ = pass_row(module, row, weights, (name, step))
@@ -140,14 +140,14 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
 
 
 def plain_loop(model: torch.nn.Module, arguments: list[str]) -> list[float]:
-    run_spec = launch.run_spec_of(arguments)
+    loader = launch.loader_of(arguments)
     vectors = [p for p in model.parameters() if p.ndim == 1]
     matrices = [p for p in model.parameters() if p.ndim > 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, eps=EPS)
-    weights = {name: stream.weight for name, stream in run_spec.recipe.streams.items()}
+    weights = {name: stream.weight for name, stream in loader.recipe.streams.items()}
     losses = []
-    for step, stream_batches in enumerate(launch.pieces_of(run_spec, STEPS)):
+    for step, stream_batches in enumerate(launch.pieces_of(loader, STEPS)):
         optimizer.zero_grad()
         total = torch.zeros(())
         for stream, weight in weights.items():

@@ -84,11 +84,11 @@ def gradient_of_a_rank(rank: int, folder: Path, demo: Path, recipe: str) -> None
     """Write the gradient of one rank's rows of the first step."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    run_spec = resolve_run(demo, recipe, MORE_SAMPLES[recipe])
-    module = make_module(run_spec)
-    (ranks,) = rows_of_step(run_spec, 2, 40)
+    loader = resolve_run(demo, recipe, MORE_SAMPLES[recipe])
+    module = make_module(loader)
+    (ranks,) = rows_of_step(loader, 2, 40)
     assert all(len(rows) >= 2 for rows in ranks)
-    weights = step_weights(run_spec.recipe, totals_of([row for rows in ranks for row in rows]), 0)
+    weights = step_weights(loader.recipe, totals_of([row for rows in ranks for row in rows]), 0)
     rows = [row.to(torch.device("cpu")) for row in ranks[rank]]
     seeds = [(0, number) for number in range(len(rows))]
     loss = 0.0

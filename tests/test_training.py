@@ -181,9 +181,6 @@ def test_rescale(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for part, (world, last) in enumerate(RESCALED_TO):
         monkeypatch.setenv("UNTIL", str(last))
         train(world, moved, {name: stages[part] for name, stages in RESCALED.items()})
-        if part == 0:  # what they send: bytes of a dry run
-            for arguments in json.loads((moved / "list.json").read_text()):
-                launch.check_sent(arguments, world)
     for name in RESCALED:
         for ours, theirs in zip(launch.metrics(moved / name), launch.metrics(straight / name), strict=True):
             assert ours["step"] == theirs["step"] and ours["lr"] == theirs["lr"]

@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from data_tools import write_shards
 from data_tools.demo_world import World
 from tests import launch, plain
+from tests.launch import open_run
 from tests.rows import one_thread  # noqa: F401
 from tests.test_training import same_checkpoint
+from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source, find_sources
 from xscale.data.stream_batch import CollateContext, StreamBatch
@@ -30,7 +32,7 @@ from xscale.eval.in_training import (
     RetrievalTask,
     find_number,
     find_task_sources,
-    heldout_stream_specs,
+    heldout_streams,
     names_in_run,
     review_tasks,
     sample_heldout_links,
@@ -43,8 +45,8 @@ from xscale.ranks import HostGroup, Process
 from xscale.recipe import EvalConfig, EvalTask, load_recipe
 from xscale.report.read import read_runs
 from xscale.run.metrics import LOG, JsonLines, Reporter, entries_from_end, start_logging
+from xscale.run.resolve import resolve_run
 from xscale.run.validation import Validation
-from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.step import measure_rows, run_row, step_weights
 from xscale.step.sums import language_metrics, stream_metrics
 
@@ -65,14 +67,14 @@ def heldout(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_of(run_spec: RunSpec) -> Any:
-    module = run_spec.module().double()
+def engine_of(loader: Loader) -> Any:
+    module = launch.module(loader).double()
     return SimpleNamespace(module=module, device=torch.device("cpu"))
 
 
-def mean_losses(lm: Any, run_spec: RunSpec, stream_batches: dict[str, Any]) -> dict[str, float]:
+def mean_losses(lm: Any, loader: Loader, stream_batches: dict[str, Any]) -> dict[str, float]:
     """By transformers on padded sequences: stream/language or pair -> mean loss of its masked tokens."""
-    names = {number: language for number, language in enumerate(run_spec.languages, start=1)}
+    names = {number: language for number, language in enumerate(loader.corpus.languages, start=1)}
     sums: dict[str, list[float]] = {}
     for stream, stream_batch in stream_batches.items():
         logits_BLV = plain.run(lm, stream_batch.sequences, stream_batch.types).logits
@@ -89,16 +91,16 @@ def mean_losses(lm: Any, run_spec: RunSpec, stream_batches: dict[str, Any]) -> d
 def test_losses_by_language(demo: Path) -> None:
     """Of a step of several streams, beside transformers: mean and count of each language; too long pairs."""
     sets = ["data.workers=0", "data.max_length=40", "model.dropout=0.0", "streams.mlm.samples=8"]
-    run_spec = resolve_run("xlm", sets, [demo]).calibrated()
-    engine = engine_of(run_spec)
+    loader = open_run("xlm", sets, [demo])
+    engine = engine_of(loader)
     engine.module.eval()
-    (batch,) = run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 1)
+    (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.streams), 1)
     (row,) = batch.rows
-    (stream_batches,) = launch.pieces_of(run_spec, 1)
-    weights = step_weights(run_spec.recipe, batch.targets(), 0)
+    (stream_batches,) = launch.pieces_of(loader, 1)
+    weights = step_weights(loader.recipe, batch.targets(), 0)
     _, sums = run_row(engine.module, row.to(engine.device), {}, weights, (0,))
-    found = language_metrics(sums.by_key(), batch.counts(), run_spec.recipe)
-    expected = mean_losses(engine.module.encoder.lm, run_spec, stream_batches)
+    found = language_metrics(sums.by_key(), batch.counts(), loader.recipe)
+    expected = mean_losses(engine.module.encoder.lm, loader, stream_batches)
     by_language = {name: loss for name, loss in expected.items() if "/" in name}
     assert {name.removeprefix("loss/") for name in found if name.startswith("loss/")} == set(by_language)
     assert {"mlm/en", "mlm/xx", "mlm/yy", "tlm/en-xx", "tlm/en-yy"} <= set(by_language)
@@ -107,10 +109,12 @@ def test_losses_by_language(demo: Path) -> None:
     for stream in ("mlm", "tlm"):
         counts = [n for name, n in found.items() if name.startswith(f"count/{stream}/")]
         assert sum(counts) == batch.counts()[count_key(stream, "mlm")]
-    special = run_spec.tokenizer.pair.special
-    (plan,) = [run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs)).next_step()]
+    special = loader.corpus.tokenizer.pair.special
+    plan = loader.mixture(ALONE, "cpu", initial_state(loader.streams)).next_part()
+    pairs = next(stream for stream in loader.streams if stream.name == "tlm")
+    dataset = loader.dataset()
     long: dict[str, list[bool]] = {}
-    for example in run_spec.dataset(run_spec.specs)._examples("tlm", [plan.rows[0]["tlm"]]):
+    for example in dataset.examples(pairs, plan.tables["tlm"], dataset.context_of(pairs)):
         name = "-".join(sorted(example.langs))
         long.setdefault(name, []).append(sum(map(len, example.ids)) + special > 40)
     shares = {name: sum(of) / len(of) for name, of in long.items() if any(of)}
@@ -134,16 +138,16 @@ def test_a_metric_with_a_number_for_each_target_is_reported_by_language(
         return replace(tlm.OBJECTIVE.loss(parts, states, arrays, options), metrics=metrics)
 
     monkeypatch.setitem(OBJECTIVES, "tlm", replace(tlm.OBJECTIVE, collate=collate, loss=loss))
-    run_spec = resolve_run("tlm", ["data.workers=0"], [demo]).calibrated()
-    engine = engine_of(run_spec)
-    (batch,) = run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 1)
-    sums = measure_rows(engine, run_spec.recipe, batch.rows, rank=0).by_key()
-    found = language_metrics(sums, batch.counts(), run_spec.recipe)
+    loader = open_run("tlm", ["data.workers=0"], [demo])
+    engine = engine_of(loader)
+    (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.streams), 1)
+    sums = measure_rows(engine, loader.recipe, batch.rows, rank=0).by_key()
+    found = language_metrics(sums, batch.counts(), loader.recipe)
     pairs = batch.rows[0].language_groups[loss_key("tlm", "pairs")].languages
     expected = {f"index_{term}/tlm/{pair}": pairs.index(pair) for term in ("mlm", "pairs") for pair in pairs}
     assert expected.items() >= {n: v for n, v in found.items() if n.startswith("index_")}.items() != set()
     numbers = np.concatenate([row.arrays["tlm"]["pairs"] for row in batch.rows])
-    whole = stream_metrics(sums, batch.counts(), run_spec.recipe)
+    whole = stream_metrics(sums, batch.counts(), loader.recipe)
     assert whole["index_pairs/tlm"] == pytest.approx(numbers.mean(), rel=1e-9)
 
 
@@ -153,25 +157,25 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
     dropout, no smoothing; the queue and the random numbers of the training are left alone."""
     queue = ["streams.ppa.queue_size=128"] if recipe in ("mixed", "ppa") else []
     sets = ["data.workers=0", "train.label_smoothing=0.1", *queue]
-    run_spec = resolve_run(recipe, sets, [demo]).calibrated()
-    engine = engine_of(run_spec)
-    held = HeldoutTask(EvalTask(name="heldout", data=[str(heldout)], limit=60), run_spec, engine, ALONE, print)
-    of, rows = held.run_spec.recipe, held.batch.rows
+    loader = open_run(recipe, sets, [demo])
+    engine = engine_of(loader)
+    held = HeldoutTask(EvalTask(name="heldout", data=[str(heldout)], limit=60), loader, engine, ALONE, print)
+    of, rows = held.loader.recipe, held.batch.rows
     sums, again = (measure_rows(engine, of, rows, rank=0) for _ in range(2))
     assert torch.equal(sums.values_K, again.values_K) and engine.module.training
     for auxiliary_state in engine.module.auxiliary_states.values():
         if isinstance(auxiliary_state, ppa.Moco):
             assert not auxiliary_state._batch.parts and not auxiliary_state.queue.filled
     results = held.measure()
-    assert set(run_spec.recipe.streams) <= set(results) and all(
-        "loss" in results[stream] for stream in run_spec.recipe.streams
+    assert set(loader.recipe.streams) <= set(results) and all(
+        "loss" in results[stream] for stream in loader.recipe.streams
     )
     if recipe != "mixed":
         return
     assert len({key for row in rows for key in row.keys["tlm"]}) == sum(len(row.keys["tlm"]) for row in rows) == 60
-    (stream_batches,) = launch.pieces_of(held.run_spec, 1)
+    (stream_batches,) = launch.pieces_of(held.loader, 1)
     engine.module.eval()
-    expected = mean_losses(engine.module.encoder.lm, run_spec, {name: stream_batches[name] for name in ("mlm", "tlm")})
+    expected = mean_losses(engine.module.encoder.lm, loader, {name: stream_batches[name] for name in ("mlm", "tlm")})
     assert set(expected) == {"mlm", "mlm/en", "mlm/xx", "tlm", "tlm/en-xx"}
     for name, loss in expected.items():
         assert results[name.replace("/", " ")]["loss"] == pytest.approx(loss, rel=1e-9), name
@@ -180,13 +184,11 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
 def test_no_language_is_hidden_from_what_is_held_out(demo: Path, heldout: Path) -> None:
     """As language_dropout hides them in training."""
     sets = [f"streams.tlm.{field}" for field in ("language_embeddings=true", "language_dropout=1.0", "samples=4")]
-    run_spec = resolve_run("tlm", ["data.workers=0", *sets], [demo]).calibrated()
-    held = HeldoutTask(
-        EvalTask(name="heldout", data=[str(heldout)], limit=20), run_spec, engine_of(run_spec), ALONE, print
-    )
-    (batch,) = run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 1)
+    loader = open_run("tlm", ["data.workers=0", *sets], [demo])
+    held = HeldoutTask(EvalTask(name="heldout", data=[str(heldout)], limit=20), loader, engine_of(loader), ALONE, print)
+    (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.streams), 1)
     types = [{int(n) for row in of.rows for n in row.tokens.types} for of in (batch, held.batch)]
-    assert types == [{0}, {1 + run_spec.languages.index(language) for language in ("en", "xx")}]
+    assert types == [{0}, {1 + loader.corpus.languages.index(language) for language in ("en", "xx")}]
 
 
 def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
@@ -198,54 +200,55 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     def task(**fields: Any) -> str:
         return f"eval.tasks=[{json.dumps(fields)}]"
 
-    assert "eval.tasks[0].name: 'xnli' is none of heldout, retrieval, alignment" in refused(task(name="xnli"))
-    assert "data: needs shard directories" in refused(task(name="heldout"))
+    assert "eval.tasks[0].name: 'xnli': the text must match pattern '^(heldout|retrieval|alignment)" in refused(
+        task(name="xnli")
+    )
     assert "eval.tasks[0].data: 'x' is not a list; write [x]" in refused(task(name="heldout", data="x"))
-    assert "best: 'loss' is not of the form TASK/ROW/NUMBER" in refused("checkpoint.best=loss")
+    assert "best: 'loss': the text must match pattern" in refused("checkpoint.best=loss")
     best = "checkpoint.best=heldot/tlm/loss"
     assert "heldot/tlm/loss names no task of eval.tasks, which has: none" in refused(best)
     assert "which has: alignment" in refused(best, task(name="alignment"))
-    run_spec = resolve_run("tlm", ["data.workers=0"], [demo]).calibrated()
-    engine = engine_of(run_spec)
+    loader = open_run("tlm", ["data.workers=0"], [demo])
+    engine = engine_of(loader)
     with pytest.raises(UserError, match="is training data of this run; give records"):
-        HeldoutTask(EvalTask(name="heldout", data=[str(demo / "pairs")]), run_spec, engine, ALONE, print)
+        HeldoutTask(EvalTask(name="heldout", data=[str(demo / "pairs")]), loader, engine, ALONE, print)
     with pytest.raises(UserError, match="recipe reads data such as en"):
-        HeldoutTask(EvalTask(name="heldout", data=[str(heldout / "en")]), run_spec, engine, ALONE, print)
+        HeldoutTask(EvalTask(name="heldout", data=[str(heldout / "en")]), loader, engine, ALONE, print)
 
 
 def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path, tmp_path: Path) -> None:
     """Retrieval uses token type 0, the neutral one, as transformers does; held-out losses are refused."""
     sets = ["data.workers=0", "streams.tlm.language_embeddings=true", f"model.tokenizer={demo / 'tokenizer'}"]
-    run_spec = resolve_run("tlm", sets, [demo / "pairs_yy"]).calibrated()
-    task, engine = EvalTask(name="retrieval", data=[str(heldout / "pairs")], limit=60), engine_of(run_spec)
-    measured = replace(run_spec, recipe=replace(run_spec.recipe, eval=EvalConfig(every=1, tasks=[task])))
+    loader = open_run("tlm", sets, [demo / "pairs_yy"])
+    task, engine = EvalTask(name="retrieval", data=[str(heldout / "pairs")], limit=60), engine_of(loader)
+    measured = replace(loader, recipe=replace(loader.recipe, eval=EvalConfig(every=1, tasks=[task])))
     (note,) = review_tasks(measured, 2, HostGroup())
     assert "eval.retrieval reads xx with the neutral language embedding" in note
     with torch.no_grad():
         engine.module.encoder.lm.base_model.embeddings.token_type_embeddings.weight.mul_(50)  # so that they matter
-    (scores,) = RetrievalTask(task, run_spec, engine, ALONE, print).measure().values()
+    (scores,) = RetrievalTask(task, loader, engine, ALONE, print).measure().values()
     (source,) = find_sources([heldout / "pairs"])
-    lm, numbers = engine.module.encoder.lm.eval(), {"en": 1 + run_spec.languages.index("en"), "xx": 0}
+    lm, numbers = engine.module.encoder.lm.eval(), {"en": 1 + loader.corpus.languages.index("en"), "xx": 0}
     sides = []
     for side, language in enumerate(source.langs):
         vectors = []
         for number in range(60):
-            ids = run_spec.tokenizer.hf(source.read(0, number).texts[side], return_tensors="pt").input_ids
+            ids = loader.corpus.tokenizer.hf(source.read(0, number).texts[side], return_tensors="pt").input_ids
             with torch.no_grad():
                 states = lm.base_model(ids, token_type_ids=torch.full_like(ids, numbers[language])).last_hidden_state
             vectors.append(F.normalize(states[0, 1:-1].mean(0), dim=0))
         sides.append(torch.stack(vectors))
     assert scores == accuracies(sides[0], sides[1], "cosine", source.langs)
     with pytest.raises(UserError, match=r"has text in xx, but the run's --data has none; leave it out"):
-        HeldoutTask(replace(task, name="heldout"), run_spec, engine, ALONE, print)
+        HeldoutTask(replace(task, name="heldout"), loader, engine, ALONE, print)
     untrained = resolve_run("tlm", [*sets, "streams.tlm.language_dropout=0"], [demo / "pairs_yy"])
     with pytest.raises(UserError, match=r"text in xx, which .* leave the source out, or set .*language_dropout"):
-        find_task_sources(task, untrained)
+        find_task_sources(task, *untrained)
     copy = tmp_path / "pairs"
     shutil.copytree(heldout / "pairs", copy)
     index = (copy / "index.json").read_text()
     (copy / "index.json").write_text(index.replace('"xx"', '"YY"'))
-    (renamed,) = find_task_sources(replace(task, data=[str(copy)]), run_spec)
+    (renamed,) = find_task_sources(replace(task, data=[str(copy)]), loader.recipe, loader.corpus)
     assert renamed.langs == ("en", "yy")  # another spelling of the run's own language
 
 
@@ -265,10 +268,10 @@ def test_a_language_of_a_task_has_the_runs_name(written: str, languages: list[st
 
 def test_a_rank_reads_its_share_of_the_texts(demo: Path, heldout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each record is read by one rank; a damaged one is the error of that rank."""
-    run_spec = resolve_run("tlm", ["data.workers=0"], [demo])
+    loader = open_run("tlm", ["data.workers=0"], [demo])
     task, engine, read = (
         EvalTask(name="retrieval", data=[str(heldout / "pairs")], limit=41),
-        engine_of(run_spec),
+        engine_of(loader),
         list[int](),
     )
 
@@ -277,9 +280,9 @@ def test_a_rank_reads_its_share_of_the_texts(demo: Path, heldout: Path, monkeypa
         return plain(self, shard, record)
 
     monkeypatch.setattr(Source, "read", recorded)
-    ranks = [RetrievalTask(task, run_spec, engine, Process(rank, 3, rank, 3), lambda doing: None) for rank in range(3)]
+    ranks = [RetrievalTask(task, loader, engine, Process(rank, 3, rank, 3), lambda doing: None) for rank in range(3)]
     assert sorted(read) == list(range(41))
-    alone = RetrievalTask(task, run_spec, engine, ALONE, lambda doing: None)
+    alone = RetrievalTask(task, loader, engine, ALONE, lambda doing: None)
     assert sorted(texts for rank in ranks for (own,) in [rank.texts] for texts in own) == sorted(alone.texts[0])
 
     def damaged(self: Source, shard: int, record: int) -> Any:
@@ -287,7 +290,7 @@ def test_a_rank_reads_its_share_of_the_texts(demo: Path, heldout: Path, monkeypa
 
     monkeypatch.setattr(Source, "read", damaged)
     with pytest.raises(RankError, match="record 7"):
-        RetrievalTask(task, run_spec, engine, ALONE, lambda doing: None)
+        RetrievalTask(task, loader, engine, ALONE, lambda doing: None)
 
 
 @pytest.fixture(scope="module")
@@ -309,10 +312,10 @@ def odd(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_held_out_pairs_without_word_links(demo: Path, heldout: Path, odd: Path) -> None:
     """Objectives that need links leave such a source out if another has links; others measure it."""
-    run_spec = resolve_run("mixed", ["data.workers=0"], [demo])
+    recipe, corpus = resolve_run("mixed", ["data.workers=0"], [demo])
     sources = find_sources([odd / "bare", heldout / "pairs"])
-    samples = sample_heldout_links(run_spec, sources, HostGroup())
-    measured = {spec.name: (spec.sources, spec.samples) for spec in heldout_stream_specs(run_spec, sources, samples)}
+    samples = sample_heldout_links(recipe, sources, HostGroup())
+    measured = {s.name: (s.sources, s.samples) for s in heldout_streams(recipe, corpus, sources, samples)}
     linked, both = ((1,), 1000), ((0, 1), 1060)
     assert measured == {"tlm": both, "alignlm": linked, "ppa": both, "contextual": linked}
 
@@ -558,7 +561,7 @@ def test_what_a_terminal_would_obey_is_shown_as_numbers(tmp_path: Path) -> None:
 def test_a_steps_own_loss_stands_before_held_out_ones(tmp_path: Path, demo: Path) -> None:
     """Progress lines come every so many seconds, and at every step that is measured."""
     sets = ["train.steps=9", "eval.every=3", "eval.tasks=[{name: retrieval, data: [x]}]"]
-    reporter, shown = Reporter(tmp_path, 0, resolve_run("tlm", sets, [demo]).recipe), []
+    reporter, shown = Reporter(tmp_path, 0, resolve_run("tlm", sets, [demo])[0]), []
     reporter.line = lambda entry: shown.append(entry["step"]) or ""  # type: ignore
     for step in range(1, 10):
         numbers = dict.fromkeys(("loss", "loss/tlm", "lr", "tokens_per_s", "step_s"), 1.0)

@@ -7,14 +7,15 @@ recipe are reported at once.
 import contextlib
 import copy
 import dataclasses
+import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import ConfigDict, Field, PlainValidator, PositiveFloat, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, PositiveFloat, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from xscale.errors import UserError
@@ -109,12 +110,6 @@ class DataConfig:
     cache_gb: PositiveFloat = 100.0
     """The maximum size of the shards in `cache` in GB. The least recently used shards are deleted first."""
 
-    @model_validator(mode="after")
-    def caches_on_this_machine(self) -> Self:
-        if self.cache and "://" in self.cache:
-            raise ValueError(f"cache: {self.cache} is a URL; name a folder of the machine")
-        return self
-
     lexicons: list[str] = dataclasses.field(default_factory=list)
     """Dictionary files, named after the pair: en-de.txt. If the list is empty, `lexicon/*.txt` in the first --data
     directory or its parent is used. A stream whose objective uses dictionaries reads those of its languages.
@@ -181,15 +176,10 @@ class TrainConfig:
     After a loss spike, resume from a checkpoint before the spike and exclude the spike's steps."""
 
     @model_validator(mode="after")
-    def leaves_a_step(self) -> Self:
-        first_kept = 1
-        for first, last in sorted(self.skip_ranges()):
+    def skips_steps(self) -> Self:
+        for first, last in self.skip_ranges():
             if first < 1 or last < first:
                 raise ValueError(f"skip_steps: {self.skip_steps}: steps count from 1, and a range goes upwards")
-            if first <= first_kept:
-                first_kept = max(first_kept, last + 1)
-        if first_kept > self.steps:
-            raise ValueError(f"skip_steps: {self.skip_steps} excludes all {self.steps} steps; name fewer")
         return self
 
     def skip_ranges(self) -> list[tuple[int, int]]:
@@ -237,24 +227,14 @@ class CheckpointConfig:
     """The number of newest complete checkpoints that stay on disk."""
     background: bool = True
     """A thread writes each checkpoint from a copy in host memory while training goes on; false: training waits."""
-    best: str | None = None
+    best: Annotated[str, Field(pattern="^.+/.+/.+$")] | None = None
     """A number that `eval` measures, as TASK/ROW/NUMBER, such as heldout/tlm/loss. The checkpoint with the best value
     stays on disk, and checkpoints/best names it. Losses, perplexities and error rates (aer) are best when lowest."""
-
-    @model_validator(mode="after")
-    def can_be_done(self) -> Self:
-        if self.best is not None and self.best.count("/") < 2:
-            raise ValueError(f"best: {self.best!r} is not of the form TASK/ROW/NUMBER, such as heldout/tlm/loss")
-        return self
-
-
-INLINE = ("heldout", "retrieval", "alignment")
-"""The kinds of tasks that a run can measure while it trains."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class EvalTask:
-    name: str
+    name: Annotated[str, Field(pattern=r"^(heldout|retrieval|alignment)(\.[A-Za-z0-9_.-]+)?$")]
     """heldout measures the loss of each stream, language and pair on the records of `data`. retrieval finds the
     translations of sentences among the pairs of `data`. alignment measures the words of the run's dictionaries. A
     second task of one kind is named with a suffix, such as heldout.test."""
@@ -266,17 +246,6 @@ class EvalTask:
     @property
     def kind(self) -> str:
         return self.name.partition(".")[0]
-
-    @model_validator(mode="after")
-    def can_be_measured(self) -> Self:
-        if self.kind not in INLINE or not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
-            there = f"{', '.join(INLINE)}, with or without a suffix of letters, digits, dot, _ and -"
-            raise ValueError(
-                f"name: {self.name!r} is none of {there}; xscale.eval.run measures others, from a checkpoint's export"
-            )
-        if not self.data and self.kind != "alignment":
-            raise ValueError("data: needs shard directories")
-        return self
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -324,6 +293,16 @@ class Schedule(Generic[Value]):
         """Return the value of a step, counted from 0."""
         return self.values[bisect_right(self.ends, step)]
 
+    @property
+    def last(self) -> Value:
+        """The value of the steps after the last phase."""
+        return self.values[-1]
+
+    @classmethod
+    def constant(cls, value: Value) -> "Schedule[Value]":
+        """Return the schedule that has one value for all steps."""
+        return cls((), (value,))
+
     def map(self, function: Callable[[Value], Other]) -> "Schedule[Other]":
         """Return the schedule of the function's results."""
         return Schedule(self.ends, tuple(function(value) for value in self.values))
@@ -370,6 +349,19 @@ class Recipe:
         steps = stream.warm_in * self.train.steps if stream.warm_in < 1 else stream.warm_in
         return stream.weight * min(1.0, (step + 1) / max(steps, 1.0))
 
+    def any_stream(self, option: str) -> bool:
+        """Return whether any stream sets this option to true."""
+        return any(getattr(stream.options, option, False) for stream in self.streams.values())
+
+    def shows_neutral(self) -> bool:
+        """Return whether any sequence has the neutral token type 0, because its stream has no language embeddings or
+        hides some sequences' languages (language_dropout)."""
+        for stream in self.streams.values():
+            named = getattr(stream.options, "language_embeddings", False)
+            if not named or getattr(stream.options, "language_dropout", 0) > 0:
+                return True
+        return False
+
     def to_dict(self) -> dict[str, Any]:
         fields = dataclasses.asdict(self)
         for stream in fields["streams"].values():
@@ -409,6 +401,9 @@ BY_EPOCHS = MOST
 """The value of train.steps in a recipe with `epochs`, until the number of pairs is known."""
 EITHER = {"train.steps": "epochs", "train.epochs": "steps"}
 """Fields that exclude each other: `--set` of the first removes the second."""
+RESTING = "0 is for a phase with other streams; write 1 or more"
+Objectives = Mapping[str, type]
+"""Name of an objective -> the class of its options."""
 
 
 def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
@@ -422,10 +417,12 @@ def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
             f"train.steps: {train.steps:,}, but train.epochs: {train.epochs:g} are {steps:,} steps of {samples:,} of "
             f"{pairs:,} pairs; leave one of the two out"
         )
-    try:
-        return dataclasses.replace(recipe, train=dataclasses.replace(train, steps=steps))
-    except ValidationError as error:
-        raise UserError("\n".join(describe(details, "train", []) for details in error.errors())) from None
+    problems = list[str]()
+    fields = dataclasses.asdict(train) | {"steps": steps}
+    built = validate(TrainConfig, fields, "train", problems)
+    if problems:
+        raise UserError("\n".join(problems))
+    return dataclasses.replace(recipe, train=built)
 
 
 def defaults(cls: Any) -> dict[str, Any]:
@@ -438,9 +435,12 @@ def shipped_recipes() -> list[str]:
     return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
 
 
-def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Recipe:
+# Reading. A function notes each problem in `problems`, and goes on.
+
+
+def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
     """Return the shipped recipe `name`, or the recipe in the YAML file at the path `name`. sets: overrides
-    `key.sub=value`. objectives: name -> the options class of the objective. Raises UserError with every problem."""
+    `key.sub=value`. Raises UserError with every problem."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
     try:
         tree = read_yaml(path.read_text(encoding="utf-8")) or {}
@@ -453,161 +453,35 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
         ) from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: a recipe is a mapping with keys such as model, streams, data, train")
-    reader = Reader(objectives)
+    problems = list[str]()
     for assignment in sets:
-        reader.assign(tree, assignment)
+        try:
+            assign(tree, assignment)
+        except ValueError as error:
+            problems.append(f"--set {assignment[:80]}: {error}")
     phases = tree.pop("phases", None) or []
-    recipe = reader.build_recipe(tree)
-    if recipe and not reader.problems:
-        recipe = reader.add_phases(recipe, phases, tree)
-    if reader.problems or recipe is None:
+    recipe = build_recipe(tree, objectives, problems)
+    if recipe and not problems:
+        recipe = dataclasses.replace(recipe, phases=build_phases(recipe, phases, tree, objectives, problems))
+    if problems or recipe is None:
         source = f"{path} with --set" if sets else f"{path}"
-        raise UserError(f"recipe {source}:\n" + "\n".join(f"  {problem}" for problem in reader.problems))
+        raise UserError(f"recipe {source}:\n" + "\n".join(f"  {problem}" for problem in problems))
     return recipe
 
 
-class Reader:
-    """Builds a recipe from the fields of a YAML file, and collects every problem."""
-
-    def __init__(self, objectives: dict[str, type]):
-        self.objectives = objectives
-        self.problems = list[str]()
-
-    def assign(self, tree: dict[str, Any], assignment: str) -> None:
-        """Set a field of the tree as `--set` says, such as "train.lr=3e-4"."""
-        dotted, equals, text = assignment.partition("=")
-        if not equals:
-            self.problems.append(f"--set {assignment}: needs the form key.sub=value")
-            return
-        try:
-            value = read_yaml(text)
-        except ValueError as error:
-            self.problems.append(f"--set {assignment[:80]} is not YAML: {str(error).splitlines()[0]}")
-            return
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = float(value)  # YAML 1.1 reads 3e-4 as text; on a command line it can only be a number
-        try:
-            put(tree, dotted, value)
-        except ValueError as error:
-            self.problems.append(f"--set {assignment}: {error}")
-
-    def build_recipe(self, tree: dict[str, Any], is_phase: bool = False) -> Recipe | None:
-        """Return the recipe with these fields, without phases, or None if there is a problem."""
-        for name in tree:
-            if name not in SECTIONS and name != "streams":
-                there = ", ".join(["streams", *SECTIONS])
-                self.problems.append(f"{name}: unknown section; the sections are {there}, phases")
-        sections = {}
-        for name, cls in SECTIONS.items():
-            fields = tree.get(name)
-            if name == "train" and isinstance(fields, dict) and fields.get("epochs") is not None:
-                fields = {"steps": BY_EPOCHS} | fields
-            if name == "eval" and isinstance(fields, dict) and isinstance(fields.get("tasks"), list):
-                fields = fields | {"tasks": self.build_tasks(fields["tasks"])}
-            if fields is None:
-                fields = {}
-            sections[name] = self.build(cls, fields, name)
-        streams = {}
-        if isinstance(tree.get("streams"), dict):
-            for name, fields in tree["streams"].items():
-                streams[str(name)] = self.build_stream(str(name), fields, is_phase)
-        if not streams:
-            self.problems.append("streams: needs at least one, such as {mlm: {objective: mlm, samples: 64}}")
-        if self.problems:
-            return None
-        recipe = Recipe(streams=streams, **sections)
-        self.problems += contradictions(recipe)
-        return recipe
-
-    def build(self, cls: Any, fields: Any, where: str, also: Sequence[str] = ()) -> Any:
-        """Return an instance of `cls` with these fields, or None if there is a problem. where: the fields' place in the
-        recipe. also: further field names that errors list."""
-        if not isinstance(fields, dict):
-            self.problems.append(f"{where}: needs fields, got {fields!r}")
-            return None
-        try:
-            return cls(**{str(name): value for name, value in fields.items()})
-        except ValidationError as error:
-            there = [*also, *names_of(cls)]
-            self.problems += [describe(details, where, there) for details in error.errors()]
-            return None
-
-    def build_tasks(self, fields: list[Any]) -> list[EvalTask]:
-        tasks = list[EvalTask]()
-        for i, task_fields in enumerate(fields):
-            task = self.build(EvalTask, task_fields, f"eval.tasks[{i}]")
-            if task:
-                tasks.append(task)
-        return tasks
-
-    def build_stream(self, name: str, fields: Any, is_phase: bool) -> Any:
-        where = f"streams.{name}"
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            self.problems.append(f"{where}: a stream's name may have only letters, digits, _ and -")
-            return None
-        if not isinstance(fields, dict):
-            self.problems.append(f"{where}: needs fields, such as {{objective: mlm, samples: 64}}")
-            return None
-        try:
-            options_class = find_options(str(fields.get("objective")), self.objectives)
-        except UserError as error:
-            self.problems.append(f"{where}.objective: {error}")
-            return None
-        shared = names_of(StreamConfig)
-        stream_fields = dict[str, Any]()
-        options = dict[str, Any]()
-        for key, value in fields.items():
-            part = stream_fields if key in shared else options
-            part[key] = value
-        stream_fields["options"] = self.build(options_class, options, where, also=shared)
-        stream = self.build(StreamConfig, stream_fields, where)
-        if stream and stream.samples == 0 and not is_phase:
-            self.problems.append(f"{where}.samples: 0 is for a phase with other streams; write 1 or more")
-        return stream
-
-    def add_phases(self, recipe: Recipe, phases: Any, tree: dict[str, Any]) -> Recipe:
-        """Return the recipe with its phases. tree: the recipe's fields without the phases."""
-        if not isinstance(phases, list):
-            self.problems.append(f"phases: {phases!r} is not a list; write [{{until: 0.5, data.alpha: 0.3}}]")
-            return recipe
-        if phases and recipe.train.epochs:
-            self.problems.append("phases: need train.steps in the place of train.epochs")
-        built = list[Phase]()
-        for number, fields in enumerate(phases):
-            reader = Reader(self.objectives)
-            first = built[-1].end if built else 0
-            phase = reader.build_phase(fields if isinstance(fields, dict) else {}, recipe, tree, first)
-            self.problems += [f"phases[{number}].{problem}" for problem in reader.problems]
-            if phase:
-                built.append(phase)
-        return dataclasses.replace(recipe, phases=tuple(built))
-
-    def build_phase(self, fields: dict[str, Any], recipe: Recipe, tree: dict[str, Any], first: int) -> Phase | None:
-        """Return a phase that begins at the step `first`, or None if its end is wrong."""
-        until: Any = fields.get("until")
-        end = until if type(until) is int else -1
-        if type(until) is float and 0 < until <= 1:
-            end = round(until * recipe.train.steps)
-        if end < first:
-            self.problems.append(
-                f"until: {until!r} is neither a step (an integer, at least {first}) nor a share of the run (a float, "
-                f"such as 0.8, and 1.0 for its end)"
-            )
-            return None
-        changes = {str(name): value for name, value in fields.items()}
-        del changes["until"]
-        changed = copy.deepcopy(tree)
-        allowed = phase_fields(recipe, self.objectives)
-        for name, value in changes.items():
-            if problem := phase_problem(name, value, changes, recipe, allowed):
-                self.problems.append(problem)
-            elif name == "data.languages_add":
-                put(changed, "data.languages", [*(recipe.data.languages or ()), *value])
-            else:
-                put(changed, name, value)
-        phase_recipe = None if self.problems else self.build_recipe(changed, is_phase=True)
-        return Phase(until, changes, end, phase_recipe)
+def assign(tree: dict[str, Any], assignment: str) -> None:
+    """Set a field of the tree as `--set` says, such as "train.lr=3e-4". Raises ValueError."""
+    dotted, equals, text = assignment.partition("=")
+    if not equals:
+        raise ValueError("needs the form key.sub=value")
+    try:
+        value = read_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"is not YAML: {str(error).splitlines()[0]}") from None
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)  # YAML 1.1 reads 3e-4 as text; on a command line it can only be a number
+    put(tree, dotted, value)
 
 
 def put(tree: dict[str, Any], dotted: str, value: Any) -> None:
@@ -625,7 +499,140 @@ def put(tree: dict[str, Any], dotted: str, value: Any) -> None:
         node.pop(EITHER[dotted], None)
 
 
-def phase_fields(recipe: Recipe, objectives: dict[str, type]) -> list[str]:
+def build_recipe(
+    tree: dict[str, Any], objectives: Objectives, problems: list[str], is_phase: bool = False
+) -> Recipe | None:
+    """Return the recipe with these fields, without phases, or None if there is a problem."""
+    for name in tree:
+        if name not in SECTIONS and name != "streams":
+            there = ", ".join(["streams", *SECTIONS])
+            problems.append(f"{name}: unknown section; the sections are {there}, phases")
+    sections = {}
+    for name, cls in SECTIONS.items():
+        fields = {} if tree.get(name) is None else tree[name]
+        if name == "train" and isinstance(fields, dict) and fields.get("epochs") is not None:
+            fields = {"steps": BY_EPOCHS} | fields
+        sections[name] = validate(cls, fields, name, problems)
+    streams = {}
+    if isinstance(tree.get("streams"), dict):
+        for name, fields in tree["streams"].items():
+            streams[str(name)] = build_stream(str(name), fields, objectives, problems, is_phase)
+    if not streams:
+        problems.append("streams: needs at least one, such as {mlm: {objective: mlm, samples: 64}}")
+    if problems:
+        return None
+    recipe = Recipe(streams=streams, **sections)
+    problems += contradictions(recipe)
+    return recipe
+
+
+def build_stream(
+    name: str, fields: Any, objectives: Objectives, problems: list[str], is_phase: bool
+) -> StreamConfig | None:
+    where = f"streams.{name}"
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        problems.append(f"{where}: a stream's name may have only letters, digits, _ and -")
+        return None
+    if not isinstance(fields, dict):
+        problems.append(f"{where}: needs fields, such as {{objective: mlm, samples: 64}}")
+        return None
+    try:
+        options_class = find_options(str(fields.get("objective")), objectives)
+    except UserError as error:
+        problems.append(f"{where}.objective: {error}")
+        return None
+    shared = names_of(StreamConfig)
+    stream_fields = dict[str, Any]()
+    options = dict[str, Any]()
+    for key, value in fields.items():
+        part = stream_fields if key in shared else options
+        part[key] = value
+    checked = validate(options_class, options, where, problems, also=shared)
+    stream = validate(StreamConfig, stream_fields, where, problems)
+    if stream and stream.samples == 0 and not is_phase:
+        problems.append(f"{where}.samples: {RESTING}")
+    return stream and dataclasses.replace(stream, options=checked)
+
+
+def find_options(objective: str, objectives: Objectives) -> Any:
+    """Return the options class of an objective. Raises UserError."""
+    if objective in objectives:
+        return objectives[objective]
+    if ":" not in objective:
+        there = ", ".join(sorted(objectives))
+        raise UserError(f"{objective!r} is unknown; use one of {there}, or MODULE:NAME for an objective of your own")
+    options_class: Any = import_objective(objective).options
+    shared = [name for name in names_of(options_class) if name in names_of(StreamConfig)]
+    if shared:
+        raise UserError(f"all streams already have fields named {', '.join(shared)}; rename these options")
+    return options_class
+
+
+def contradictions(recipe: Recipe) -> list[str]:
+    """Return a line for each value that does not fit a value of another section."""
+    problems = list[str]()
+    if not any(stream.samples for stream in recipe.streams.values()):
+        problems += [f"streams.{name}.samples: {RESTING}" for name in recipe.streams]
+    tasks = [task.name for task in recipe.eval.tasks]
+    best = recipe.checkpoint.best
+    if best and best.partition("/")[0] not in tasks:
+        there = ", ".join(tasks) or "none"
+        problems.append(f"checkpoint.best: {best} names no task of eval.tasks, which has: {there}")
+    for name, stream in recipe.streams.items():
+        if stream.warm_in > recipe.train.steps:
+            problems.append(f"streams.{name}.warm_in: {stream.warm_in:g} exceeds the steps: {recipe.train.steps}")
+    return problems
+
+
+# Phases
+
+
+def build_phases(
+    recipe: Recipe, phases: Any, tree: dict[str, Any], objectives: Objectives, problems: list[str]
+) -> tuple[Phase, ...]:
+    """Return the phases of the recipe. tree: the recipe's fields without the phases."""
+    if not isinstance(phases, list):
+        problems.append(f"phases: {phases!r} is not a list; write [{{until: 0.5, data.alpha: 0.3}}]")
+        return ()
+    if phases and recipe.train.epochs:
+        problems.append("phases: need train.steps in the place of train.epochs")
+    allowed = phase_fields(recipe, objectives)
+    built = list[Phase]()
+    for number, fields in enumerate(phases):
+        changes = {str(name): value for name, value in (fields if isinstance(fields, dict) else {}).items()}
+        first = built[-1].end if built else 0
+        own_problems = list[str]()
+        until = changes.pop("until", None)
+        end = end_of_phase(until, first, recipe.train.steps, own_problems)
+        changed = copy.deepcopy(tree)
+        for name, value in changes.items():
+            if problem := phase_problem(name, value, changes, recipe, allowed):
+                own_problems.append(problem)
+            elif name == "data.languages_add":
+                put(changed, "data.languages", [*(recipe.data.languages or ()), *value])
+            else:
+                put(changed, name, value)
+        if not own_problems:
+            phase_recipe = build_recipe(changed, objectives, own_problems, is_phase=True)
+            built.append(Phase(until, changes, end, phase_recipe))
+        problems += [f"phases[{number}].{problem}" for problem in own_problems]
+    return tuple(built)
+
+
+def end_of_phase(until: Any, first: int, steps: int, problems: list[str]) -> int:
+    """Return the first step after a phase that begins at the step `first`. steps: those of the run."""
+    end = until if type(until) is int else -1
+    if type(until) is float and 0 < until <= 1:
+        end = round(until * steps)
+    if end < first:
+        problems.append(
+            f"until: {until!r} is neither a step (an integer, at least {first}) nor a share of the run (a float, such "
+            f"as 0.8, and 1.0 for its end)"
+        )
+    return end
+
+
+def phase_fields(recipe: Recipe, objectives: Objectives) -> list[str]:
     """Return the dotted names of the fields that a phase of the recipe may change."""
     names = list[str]()
     for section in ("model", "data", "train"):
@@ -652,60 +659,47 @@ def phase_problem(name: str, value: Any, changes: dict[str, Any], recipe: Recipe
     return ""
 
 
-def contradictions(recipe: Recipe) -> list[str]:
-    """Return a line for each value that does not fit a value of another section."""
-    problems = list[str]()
-    if not any(stream.samples for stream in recipe.streams.values()):
-        for name in recipe.streams:
-            problems.append(f"streams.{name}.samples: 0 is for a phase with other streams; write 1 or more")
-    tasks = [task.name for task in recipe.eval.tasks]
-    best = recipe.checkpoint.best
-    if best and best.partition("/")[0] not in tasks:
-        there = ", ".join(tasks) or "none"
-        problems.append(f"checkpoint.best: {best} names no task of eval.tasks, which has: {there}")
-    for name, stream in recipe.streams.items():
-        if stream.warm_in > recipe.train.steps:
-            problems.append(f"streams.{name}.warm_in: {stream.warm_in:g} exceeds the steps: {recipe.train.steps}")
-    row, longest = recipe.train.max_tokens, recipe.data.max_length
-    if row is not None and row < longest:
-        problems.append(f"train.max_tokens: {row} must be at least data.max_length: {longest}")
-    return problems
+# Checks of types and ranges, by pydantic
 
 
-def find_options(objective: str, objectives: dict[str, type]) -> Any:
-    """Return the options class of an objective. Raises UserError."""
-    if objective in objectives:
-        return objectives[objective]
-    if ":" not in objective:
-        there = ", ".join(sorted(objectives))
-        raise UserError(f"{objective!r} is unknown; use one of {there}, or MODULE:NAME for an objective of your own")
-    options_class: Any = import_objective(objective).options
-    shared = [name for name in names_of(options_class) if name in names_of(StreamConfig)]
-    if shared:
-        raise UserError(f"all streams already have fields named {', '.join(shared)}; rename these options")
-    return options_class
+def validate(cls: Any, fields: Any, where: str, problems: list[str], also: Sequence[str] = ()) -> Any:
+    """Return an instance of `cls` with these fields, or None if there is a problem. where: the fields' place in the
+    recipe. also: further field names that errors list."""
+    known = names_of(cls)
+    if isinstance(fields, dict):
+        for name in fields:
+            if str(name) not in known:
+                there = ", ".join([*also, *known])
+                place = f"{where}.{name}"
+                problems.append(removed_field(place) or f"{place}: unknown key; the keys are {there}")
+        fields = {name: value for name, value in fields.items() if str(name) in known}
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(fields, default=str))
+    except ValidationError as error:
+        problems += [describe(details, where) for details in error.errors()]
+        return None
 
 
 def names_of(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if field.name != "options"]
 
 
-def describe(details: Any, where: str, there: list[str]) -> str:
-    """Return a line about one of pydantic's errors. there: the names of the fields that exist."""
+def describe(details: Any, where: str) -> str:
+    """Return a line about one of pydantic's errors."""
     kind = details["type"]
     value = details["input"]
     name = where
     for part in details["loc"]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
-    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        return removed_field(name) or f"{name}: unknown key; the keys are {', '.join(there)}"
-    if kind in ("missing", "missing_argument"):
+    if kind == "unexpected_keyword_argument":
+        return f"{name}: unknown key"
+    if kind == "missing":
         return f"{name}: is required"
     if kind == "value_error":
         return f"{where}.{details['ctx']['error']}"
     if kind == "list_type":
         return f"{name}: {value!r} is not a list; write [{value}]"
-    message = details["msg"].replace("Input should", "the value must")
+    message = details["msg"].replace("Input should", "the value must").replace("String should", "the text must")
     return f"{name}: {value!r}: {message}{remedy(value, kind)}"
 
 

@@ -55,7 +55,7 @@ class Checkpoint:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the run's identity (RunSpec.identity)."""
+        """Return the run's identity (data/corpus.py identity_of)."""
         return self.manifest["identity"]
 
     @property

@@ -1,21 +1,23 @@
 """Calibration before step 1: compares the tokens of each stream's samples with the estimate from their bytes."""
 
-import copy
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from xscale.data.calibration import Calibration, Estimate
-from xscale.data.loader import StepDataset
-from xscale.data.mixture import Mixture, SampledRecords, StepPlan, StreamSpec
+from xscale.data.corpus import Corpus
+from xscale.data.loader import StepDataset, collate_context
+from xscale.data.mixture import Mixture, Plan
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
+from xscale.data.stream import Stream
 from xscale.data.tokenizer import Tokenizer
+from xscale.ranks import HostGroup
+from xscale.recipe import DataConfig, Recipe, Schedule
 
 DRAWN = 2048
 """The number of samples of each stream whose tokens are estimated."""
@@ -34,64 +36,75 @@ LINE_SHARDS = 8
 LINE_RECORDS = 1024
 """The fit reads LINE_RECORDS / (number of sources) records of each shard, but at least 8 and at most 32."""
 
-Work = Callable[[], Any]
-
-
-def run_serially(works: list[Work]) -> list[Any]:
-    """Call all functions in this process and return their values. HostGroup.divide_work divides them among ranks."""
-    return [work() for work in works]
-
 
 def calibrate(
-    specs: list[StreamSpec],
-    sources: list[Source],
-    dataset: StepDataset,
-    *,
-    seed: int,
-    alpha: float,
-    max_length: int,
-    divide_work: Callable[[list[Work]], list[Any]] = run_serially,
-    lines: list[tuple[float, float]] | None = None,
-    alpha_by: str = "records",
+    recipe: Recipe, corpus: Corpus, host_group: HostGroup | None = None, known: Calibration | None = None
 ) -> Calibration:
-    """Return the calibration of a run, which is equal on every machine. divide_work: a function that calls functions
-    and returns their values. lines: Calibration.lines, if another phase of the run has measured them."""
-    shards = max(SHARDS // len(sources), SHARDS_OF_SOURCE)
-    sample = min(max(LINE_RECORDS // len(sources), 8), 32)
-    dataset = copy.copy(dataset)
-    dataset.sources = [source.with_shards(shards) for source in sources]
-    tokenizer = dataset.context.tokenizer
-    if lines is None:
-        fit_shards = min(shards, LINE_SHARDS)
-        fits: list[Work] = [
-            partial(bytes_to_tokens, source, tokenizer, fit_shards, sample) for source in dataset.sources
-        ]
-        lines = divide_work(fits)
-    fitted = Calibration(lines, {})
-    settings = {"seed": seed, "alpha": alpha, "alpha_by": alpha_by, "max_length": max_length}
-    estimates = divide_work([partial(estimate_stream, spec, dataset, fitted, settings) for spec in specs])
-    names = [spec.name for spec in specs]
-    return replace(fitted, streams=dict(zip(names, estimates, strict=True)))
+    """Return the calibration of a run with its phases, which is equal on every machine. All ranks of `host_group`
+    measure it together. known: a calibration of which only the phases are measured anew."""
+    host_group = host_group or HostGroup(alone=True)
+    shards = max(SHARDS // len(corpus.sources), SHARDS_OF_SOURCE)
+    sources = [source.with_shards(shards) for source in corpus.sources]
+    seed = recipe.train.seed
+    if known is None:
+        lines = fit_lines(sources, corpus.tokenizer, min(shards, LINE_SHARDS), host_group)
+        known = Calibration(lines, {})
+    fitted = Calibration(known.lines, {})
+
+    def estimates(data: DataConfig, streams: Sequence[Stream]) -> dict[str, Estimate]:
+        context = Schedule.constant(collate_context(corpus, data, seed))
+        dataset = StepDataset(sources, Schedule.constant(streams), context, seed)
+        works = list[Callable[[], Estimate]]()
+        for stream in streams:
+            works.append(partial(estimate_stream, stream, data, dataset, fitted))
+        by_stream = dict[str, Estimate]()
+        for stream, estimate_of_stream in zip(streams, host_group.divide_work(works), strict=True):
+            by_stream[stream.name] = estimate_of_stream
+        return by_stream
+
+    streams = known.streams or estimates(recipe.data, corpus.streams.last)
+    phases = list[dict[str, Estimate]]()
+    for phase, of_phase in zip(recipe.phases, corpus.streams.values, strict=False):
+        phases.append(estimates(phase.recipe.data, of_phase))
+    return Calibration(known.lines, streams, phases)
 
 
-def estimate_stream(
-    spec: StreamSpec, dataset: StepDataset, calibration: Calibration, settings: dict[str, Any]
-) -> Estimate:
-    """Return the stream's estimate, from a tokenised sample. calibration: one that has the sources' `lines`."""
-    samples = DRAWN
-    longest: float = settings["max_length"]
-    if spec.packed:
-        samples = min(DRAWN, max(DRAWN_TOKENS // settings["max_length"], GROUP))
+def fit_lines(
+    sources: list[Source], tokenizer: Tokenizer, shards: int, host_group: HostGroup
+) -> list[tuple[float, float]]:
+    """Return Calibration.lines. shards: the maximum number of shards of a source that are read."""
+    records = min(max(LINE_RECORDS // len(sources), 8), 32)
+    return host_group.divide_work([partial(bytes_to_tokens, source, tokenizer, shards, records) for source in sources])
+
+
+def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitted: Calibration) -> Estimate:
+    """Return the stream's estimate, from a tokenised sample. fitted: a calibration with the sources' lines."""
+    drawn = DRAWN
+    longest: float = data.max_length
+    if stream.packed:
+        drawn = min(DRAWN, max(DRAWN_TOKENS // data.max_length, GROUP))
         longest = math.inf  # running text is neither dropped nor truncated
-    spec = replace(spec, samples=samples)
-    mixture = Mixture([spec], dataset.sources, calibration, **settings, max_tokens=1 << 40, rank=0, world=1)
-    records = mixture.next_batch().records[spec.name]
-    estimated_tokens = np.bincount(records.sample, weights=records.tokens)
+    few: Sequence[Stream] = [replace(stream, samples=drawn)]
+    mixture = Mixture(
+        Schedule.constant(few),
+        Schedule.constant(data),
+        Schedule.constant(fitted),
+        dataset.sources,
+        seed=dataset.seed,
+        max_tokens=1 << 40,
+        rank=0,
+        world=1,
+    )
+    table = mixture.next_part().tables[stream.name]
+    estimated_tokens = np.bincount(table.sample, weights=table.tokens)
     groups = similar_samples(estimated_tokens, longest)
-    rows = list[dict[str, SampledRecords]]()
-    for group in groups:
-        rows.append({spec.name: records.select(np.flatnonzero(np.isin(records.sample, group)))})
-    batches = dataset.stream_batches(spec.name, StepPlan(0, rows, {}, rank=0, world=1))
+    group_of_sample = np.full(drawn, -1)
+    for number, group in enumerate(groups):
+        group_of_sample[group] = number
+    row = group_of_sample[table.sample]
+    in_groups = np.argsort(row, kind="stable")[(row < 0).sum() :]
+    rows = replace(table.select(in_groups), row=row[in_groups])
+    batches = dataset.stream_batches(stream, Plan(0, {stream.name: rows}, len(groups), 1, {}, rank=0))
     targets = Counter[str]()
     for batch in batches:
         targets.update(batch.target_counts)

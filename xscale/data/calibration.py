@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from xscale.recipe import Schedule
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -43,8 +45,10 @@ class Calibration:
     phases: list[dict[str, Estimate]] = field(default_factory=list)
     """The streams' estimates in each phase of the run."""
 
-    def phase_calibrations(self) -> list["Calibration"]:
-        return [Calibration(self.lines, streams) for streams in self.phases]
+    def schedule(self, ends: tuple[int, ...]) -> Schedule["Calibration"]:
+        """Return the calibration of each step. ends: the first step after each phase."""
+        phases = [Calibration(self.lines, streams) for streams in self.phases]
+        return Schedule(ends, (*phases, self))
 
     def estimate_for(self, stream: str) -> Estimate:
         """Return the stream's estimate; if it has none, one that leaves the byte-based estimates as they are."""

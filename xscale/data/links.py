@@ -15,6 +15,7 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
+from xscale.data.link_projection import parse
 from xscale.data.ragged import NO_NUMBERS, distinct_pairs, indices_within
 from xscale.data.sequences import Example, Segment, Sequences
 from xscale.data.stream_batch import Gather
@@ -23,8 +24,7 @@ from xscale.errors import UserError
 Layout = list[list[int]]
 """The numbers of each sequence's texts. Text 2p + s is side s of pair p."""
 
-_LINK = r"\d{1,9}-\d{1,9}"
-_PHARAOH = re.compile(rf"\s*({_LINK}(\s+|$))*")
+_PHARAOH = re.compile(r"\s*([0-9]{1,9}-[0-9]{1,9}(\s+|$))*")
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ def _refuse(pair: Example) -> NoReturn:
     if pair.links is None:
         raise UserError(f'record {pair.key!r} has no word links (links "" would mean that no word is linked). {remedy}')
     n, m = (len(text.is_word) for text in pair.words or ())
-    for link in pair.links.split():
-        i, _, j = link.partition("-")
-        if not re.fullmatch(_LINK, link) or int(i) >= n or int(j) >= m:
-            raise UserError(
-                f"record {pair.key!r}: link {link!r} does not fit texts of {n} and {m} words; links are 0-based "
-                f"`first-second` numbers of the words that xscale/data/words.py defines. {remedy}"
-            )
+    try:
+        parse(pair.links, (n, m))
+    except ValueError as error:
+        raise UserError(
+            f"record {pair.key!r}: {error}; links are 0-based `first-second` numbers of the words that "
+            f"xscale/data/words.py defines. {remedy}"
+        ) from None
     raise AssertionError(f"the links of record {pair.key!r} fit")
 
 

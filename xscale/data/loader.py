@@ -6,7 +6,7 @@ the state saved at step t describes what was consumed up to step t, whatever was
 
 import atexit
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby, islice
@@ -16,37 +16,30 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from xscale import rng
+from xscale.data.calibration import Calibration
+from xscale.data.corpus import Corpus
 from xscale.data.forks import children_that_begin
-from xscale.data.mixture import Mixture, SampledRecords, StepPlan, join_records
+from xscale.data.mixture import Mixture, Plan, PlanTable
 from xscale.data.packed_row import Row, pack_row
-from xscale.data.planner import Failure, Node, Plans, failure_of, leave_signals_to_parent, start_planner
+from xscale.data.planner import Failure, Node, Plans, failure_of, find_node, leave_signals_to_parent, start_planner
 from xscale.data.sequences import Example
 from xscale.data.shards import Source, pair_name
+from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, StreamBatch, check_stream_batch
 from xscale.data.words import TokenWords, stands_alone
 from xscale.errors import UserError, adding_note
 from xscale.metric_keys import Counts, MetricKey
-from xscale.ranks import Process, name_process
+from xscale.ranks import HostGroup, Process, name_process
+from xscale.recipe import DataConfig, Recipe, Schedule
 from xscale.record import Record
 
 Key = TypeVar("Key")
 CHARACTERS = 64
 """The maximum number of characters of a text that are tokenised, per token of data.max_length; see `shortened`."""
-
-
-@dataclass(frozen=True)
-class StreamObjective:
-    """The objective of a stream, whose `collate` makes the stream's batches."""
-
-    objective: Any
-    """The Objective (objectives/base.py)."""
-    options: Any
-    name: str = ""
-    """Name of the objective in error messages."""
-    lexicons: tuple[Any, ...] = ()
-    """The stream's dictionaries (data/lexicon.py), without the withheld words."""
-    language_groups: tuple[str, ...] = ()
-    """Languages and pairs whose losses are reported separately."""
+MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
+"""The default of train.max_tokens: a row that takes a GPU longer than its host, or that fits into a CPU's caches."""
+SWEPT = 0.25
+"""A node whose ranks read at least this share of each step asks the operating system to read whole shards ahead."""
 
 
 @dataclass(frozen=True)
@@ -102,95 +95,83 @@ def add_counts(total: dict[Key, int], counts: Mapping[Key, int]) -> None:
 
 
 class StepDataset(Dataset):
-    """Maps a StepPlan to its StepBatch. Forked workers inherit it, so it carries no open files."""
+    """Maps a rank's part of a plan to its StepBatch. Forked workers inherit it, so it carries no open files."""
 
     def __init__(
         self,
         sources: list[Source],
-        streams: dict[str, StreamObjective],
-        context: CollateContext,
+        streams: Schedule[Sequence[Stream]],
+        contexts: Schedule[CollateContext],
         seed: int,
     ):
+        """contexts: the values that all streams of a step share."""
         self.sources = sources
         self.streams = streams
-        self.context = context
+        self.contexts = contexts
         self.seed = seed
-        self.phases: list[tuple[int, StepDataset]] = []
-        """The data sets of earlier phases. Each number is that of the first step (from 0) after the phase."""
         source_keys = [rng.key(source.name, source.fingerprint) for source in sources]
         self.source_keys = np.array(source_keys, dtype=np.uint64)
 
-    def __getitem__(self, plan: StepPlan | Failure) -> StepBatch | Failure:
+    def __getitem__(self, plan: Plan | Failure) -> StepBatch | Failure:
         if isinstance(plan, Failure):
             return plan
-        phase = next((phase for end, phase in self.phases if plan.step < end), self)
+        context = self.contexts.at(plan.step)
+        parts: list[dict[str, StreamBatch]] = [{} for _ in range(plan.rows)]
+        groups = dict[str, tuple[str, ...]]()
         try:
-            stream_batches = {name: phase.stream_batches(name, plan) for name in plan.rows[0]}
+            for stream in self.streams.at(plan.step):
+                groups[stream.name] = stream.language_groups
+                for part, stream_batch in zip(parts, self.stream_batches(stream, plan), strict=True):
+                    part[stream.name] = stream_batch
         except (UserError, OSError) as error:  # not raised: DataLoader would wrap it and lose errno and file
             return failure_of(error, f"step {plan.step}: ")
-        groups = {name: stream.language_groups for name, stream in phase.streams.items()}
-        rows = []
-        for row in range(len(plan.rows)):
-            of_row = {name: of_rows[row] for name, of_rows in stream_batches.items()}
-            rows.append(pack_row(of_row, phase.context.tokenizer.sep_id, language_groups=groups))
+        rows = [pack_row(part, context.tokenizer.sep_id, language_groups=groups) for part in parts]
         return StepBatch(plan.step, rows, plan.state)
 
-    def stream_batches(self, stream: str, plan: StepPlan) -> list[StreamBatch]:
+    def stream_batches(self, stream: Stream, plan: Plan) -> list[StreamBatch]:
         """Return the stream batch of each row. The records of all rows are tokenised together."""
-        how = self.streams[stream]
-        rows = [row[stream] for row in plan.rows]
-        examples = self._examples(stream, rows)
+        shared = self.context_of(stream, plan.step, plan.rows * plan.world)
+        examples = self.examples(stream, plan.tables[stream.name], shared)
         stream_batches = list[StreamBatch]()
-        for row, records in enumerate(rows):
-            of_row = list(islice(examples, len(records.sample)))
+        for row, count in enumerate(plan.records_of_rows(stream.name)):
+            of_row = list(islice(examples, count))
             samples = [list(group) for _, group in groupby(of_row, key=lambda example: example.number)]
-            place = {"step": plan.step, "row": row * plan.world + plan.rank, "rows": len(rows) * plan.world}
-            with adding_note(f"streams.{stream}, objective {how.name}: collate"):
-                stream_batch = how.objective.collate(samples, how.options, self.context_of(stream, **place))
-                check_stream_batch(stream_batch, how.objective.terms(how.options).keys())
+            context = replace(shared, row=row * plan.world + plan.rank)
+            with adding_note(f"streams.{stream.name}, objective {stream.objective_name}: collate"):
+                stream_batch = stream.objective.collate(samples, stream.options, context)
+                check_stream_batch(stream_batch, stream.objective.terms(stream.options).keys())
             stream_batches.append(
                 replace(
                     stream_batch,
-                    too_long=sum(map(self.is_too_long, of_row)),
-                    pair_counts=self.count_pairs(stream, of_row),
+                    too_long=sum(is_too_long(example, context) for example in of_row),
+                    pair_counts=count_pairs(stream.name, of_row, context),
                     keys=[example.key for example in of_row],
                 )
             )
         return stream_batches
 
-    def context_of(self, stream: str, **place: Any) -> CollateContext:
-        how = self.streams[stream]
-        return replace(self.context, stream=stream, **place, lexicons=how.lexicons, language_groups=how.language_groups)
+    def context_of(self, stream: Stream, step: int = 0, rows: int = 1) -> CollateContext:
+        """Return the context of a stream's collate function. rows: the number of packed rows of all ranks."""
+        return replace(
+            self.contexts.at(step),
+            stream=stream.name,
+            step=step,
+            rows=rows,
+            lexicons=stream.lexicons,
+            language_groups=stream.language_groups,
+        )
 
-    def count_pairs(self, stream: str, examples: list[Example]) -> Counts:
-        pairs = [name for name in self.streams[stream].language_groups if name not in self.context.language_ids]
-        counts: Counts = {}
-        for pair in pairs:
-            counts[MetricKey("drawn", stream, language=pair)] = 0
-            counts[MetricKey("too_long", stream, language=pair)] = 0
-        for example in examples if pairs else ():
-            pair = pair_name(example.langs)
-            counts[MetricKey("drawn", stream, language=pair)] += 1
-            counts[MetricKey("too_long", stream, language=pair)] += self.is_too_long(example)
-        return counts
-
-    def is_too_long(self, example: Example) -> bool:
-        """Return True for a pair of more than data.max_length tokens."""
-        room = self.context.max_length - self.context.tokenizer.pair.special
-        return len(example.ids) == 2 and sum(map(len, example.ids)) > room
-
-    def _examples(self, stream: str, rows: list[SampledRecords]) -> Iterator[Example]:
-        sampled = join_records(rows)
-        objective = self.streams[stream].objective
-        words_wanted = objective.words(self.streams[stream].options)
-        places = list(zip(sampled.source.tolist(), sampled.shard.tolist(), sampled.record.tolist(), strict=True))
+    def examples(self, stream: Stream, table: PlanTable, context: CollateContext) -> Iterator[Example]:
+        """Yield the examples of the records, which are tokenised together."""
+        words_wanted = stream.objective.words(stream.options)
+        places = list(zip(table.source.tolist(), table.shard.tolist(), table.record.tolist(), strict=True))
         records = [self.sources[source].read(shard, record) for source, shard, record in places]
         pairs = bool(records) and len(records[0].texts) == 2
         if pairs:
-            records = [self.shortened(record, words_wanted) for record in records]
+            records = [shortened(record, words_wanted, context) for record in records]
         texts = list(chain.from_iterable(record.texts for record in records))
-        follows = self.continues_document(sampled).tolist()
-        if self.context.tokenizer.keeps_space and not pairs:
+        follows = self.continues_document(table).tolist()
+        if context.tokenizer.keeps_space and not pairs:
             for number, text in enumerate(texts):
                 if follows[number] and not stands_alone(text):
                     texts[number] = " " + text
@@ -198,12 +179,12 @@ class StepDataset(Dataset):
         if words_wanted:
             for number, (source, _, _) in enumerate(places):
                 records[number] = self.sources[source].with_words(records[number])
-            ids, words = self.context.tokenizer.encode_words(texts)
+            ids, words = context.tokenizer.encode_words(texts)
         else:
-            ids = self.context.tokenizer.encode(texts)
-        borders = {} if pairs else self.borders(texts, ids)
-        identities = self.identities(stream, sampled)
-        samples = sampled.sample.tolist()
+            ids = context.tokenizer.encode(texts)
+        borders = {} if pairs else borders_of_long_texts(texts, ids, context)
+        identities = self.identities(stream.name, table)
+        samples = table.sample.tolist()
         start = 0
         for number, record in enumerate(records):
             end = start + len(record.texts)
@@ -220,39 +201,128 @@ class StepDataset(Dataset):
             )
             start = end
 
-    def shortened(self, pair: Record, words: bool) -> Record:
-        """Return the pair, with texts cut to CHARACTERS * max_length characters to save time in tokenisation. words:
-        whether the stream needs the pair's words; then it is cut only if data.overlong drops it later."""
-        limit = CHARACTERS * self.context.max_length
-        if max(map(len, pair.texts)) <= limit or (words and self.context.overlong != "drop"):
-            return pair
-        return pair._replace(texts=tuple(text[:limit] for text in pair.texts), links="" if words else pair.links)
-
-    def borders(self, texts: list[str], ids: list[list[int]]) -> dict[int, list[int]]:
-        """Return the tokens before which a text may be cut, by the text's index, for texts longer than a sequence."""
-        long = [i for i, tokens in enumerate(ids) if len(tokens) > self.context.max_length - 2]
-        if not long:
-            return {}
-        _, words = self.context.tokenizer.encode_words([texts[i] for i in long])
-        return dict(zip(long, [text_words.borders() for text_words in words], strict=True))
-
-    def continues_document(self, records: SampledRecords) -> np.ndarray:
+    def continues_document(self, table: PlanTable) -> np.ndarray:
         """Return True for each record that continues the document of the record before it in its sample."""
-        follows = np.zeros(len(records.sample), dtype=bool)
-        follows[1:] = records.record[1:] == records.record[:-1] + 1
-        for column in (records.sample, records.source, records.shard):
+        follows = np.zeros(len(table.sample), dtype=bool)
+        follows[1:] = table.record[1:] == table.record[:-1] + 1
+        for column in (table.sample, table.source, table.shard):
             follows[1:] &= column[1:] == column[:-1]
         for number in np.flatnonzero(follows).tolist():
-            source = self.sources[records.source[number]]
-            follows[number] = source.continues_document(int(records.shard[number]), int(records.record[number]))
+            source = self.sources[table.source[number]]
+            follows[number] = source.continues_document(int(table.shard[number]), int(table.record[number]))
         return follows
 
-    def identities(self, stream: str, records: SampledRecords) -> np.ndarray:
+    def identities(self, stream: str, table: PlanTable) -> np.ndarray:
         """Return the key of all random choices about each record in this stream and epoch, uint64 [n_records]."""
         per_stream = rng.key(self.seed, stream, "record")
-        per_source = rng.hash64(per_stream ^ self.source_keys[records.source], records.epoch)
-        number = (records.shard.astype(np.uint64) << np.uint64(40)) + records.record.astype(np.uint64)
+        per_source = rng.hash64(per_stream ^ self.source_keys[table.source], table.epoch)
+        number = (table.shard.astype(np.uint64) << np.uint64(40)) + table.record.astype(np.uint64)
         return rng.hash64(per_source, number)
+
+
+def is_too_long(example: Example, context: CollateContext) -> bool:
+    """Return True for a pair of more than data.max_length tokens."""
+    room = context.max_length - context.tokenizer.pair.special
+    return len(example.ids) == 2 and sum(map(len, example.ids)) > room
+
+
+def count_pairs(stream: str, examples: list[Example], context: CollateContext) -> Counts:
+    """Return StreamBatch.pair_counts of the examples of a row."""
+    pairs = [name for name in context.language_groups if name not in context.language_ids]
+    counts: Counts = {}
+    for pair in pairs:
+        counts[MetricKey("drawn", stream, language=pair)] = 0
+        counts[MetricKey("too_long", stream, language=pair)] = 0
+    for example in examples if pairs else ():
+        pair = pair_name(example.langs)
+        counts[MetricKey("drawn", stream, language=pair)] += 1
+        counts[MetricKey("too_long", stream, language=pair)] += is_too_long(example, context)
+    return counts
+
+
+def shortened(pair: Record, words: bool, context: CollateContext) -> Record:
+    """Return the pair, with texts cut to CHARACTERS * max_length characters to save time in tokenisation. words:
+    whether the stream needs the pair's words; then it is cut only if data.overlong drops it later."""
+    limit = CHARACTERS * context.max_length
+    if max(map(len, pair.texts)) <= limit or (words and context.overlong != "drop"):
+        return pair
+    return pair._replace(texts=tuple(text[:limit] for text in pair.texts), links="" if words else pair.links)
+
+
+def borders_of_long_texts(texts: list[str], ids: list[list[int]], context: CollateContext) -> dict[int, list[int]]:
+    """Return the tokens before which a text may be cut, by the text's index, for texts longer than a sequence."""
+    long = [i for i, tokens in enumerate(ids) if len(tokens) > context.max_length - 2]
+    if not long:
+        return {}
+    _, words = context.tokenizer.encode_words([texts[i] for i in long])
+    return dict(zip(long, [text_words.borders() for text_words in words], strict=True))
+
+
+def collate_context(corpus: Corpus, data: DataConfig, seed: int) -> CollateContext:
+    """Return the values that all streams of a step share. data: those of the step's phase."""
+    return CollateContext(
+        corpus.tokenizer, data.max_length, data.overlong, corpus.language_ids, seed, segments=corpus.segments
+    )
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Makes the batches of a run."""
+
+    recipe: Recipe
+    corpus: Corpus
+    calibration: Calibration
+
+    @property
+    def streams(self) -> Sequence[Stream]:
+        """The streams of the steps after the last phase."""
+        return self.corpus.streams.last
+
+    def max_tokens(self, device: str) -> int:
+        """Return the maximum number of tokens of a packed row."""
+        default = MAX_TOKENS.get(device, MAX_TOKENS["cpu"])
+        return self.recipe.train.max_tokens or max(default, self.recipe.data.max_length)
+
+    def mixture(self, process: Process, device: str, state: dict[str, Any]) -> Mixture:
+        """Return the mixture of the run, from this state on."""
+        recipes = self.recipe.schedule
+        return Mixture(
+            self.corpus.streams,
+            recipes.map(lambda recipe: recipe.data),
+            self.calibration.schedule(recipes.ends),
+            self.corpus.sources,
+            seed=self.recipe.train.seed,
+            max_tokens=self.recipe.train.max_tokens or MAX_TOKENS.get(device, MAX_TOKENS["cpu"]),
+            rank=process.rank,
+            world=process.world,
+            state=state,
+        )
+
+    def dataset(self) -> StepDataset:
+        seed = self.recipe.train.seed
+        contexts = self.recipe.schedule.map(lambda recipe: collate_context(self.corpus, recipe.data, seed))
+        return StepDataset(self.corpus.sources, self.corpus.streams, contexts, seed)
+
+    def plans(
+        self, process: Process, device: str, state: dict[str, Any], steps: int, host_group: HostGroup | None = None
+    ) -> Plans:
+        """Return the plans of the next steps, which `batches` reads. If there are workers, a process makes the plans
+        ahead of time. With `host_group`, each node has only one such process, and all ranks call this together."""
+        for source in self.corpus.sources:
+            source.close()  # the next read opens the files again
+            source.readahead = process.local_world / process.world >= SWEPT
+        workers = worker_count(self.recipe.data.workers, process, device)
+        node = find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
+        return step_plans(self.mixture(process, device, state), workers, steps, node)
+
+    def batches(
+        self, process: Process, device: str, state: dict[str, Any], steps: int, plans: Plans | None = None
+    ) -> Iterator[StepBatch]:
+        """Return an iterator of this rank's share of each step. state: the positions of the streams in their data.
+        plans: the result of `plans`, if it was called before."""
+        plans = plans or self.plans(process, device, state, steps)
+        workers = worker_count(self.recipe.data.workers, process, device)
+        return batches_of(plans, self.dataset(), workers, process.rank)
 
 
 def worker_count(wanted: int | str, process: Process, device: str) -> int:
@@ -267,7 +337,7 @@ def worker_count(wanted: int | str, process: Process, device: str) -> int:
 
 def step_plans(mixture: Mixture, workers: int, steps: int, node: Node | None = None) -> Plans:
     """Return the plans of the mixture's next steps. With workers, a planner process makes the plans."""
-    return start_planner(mixture, steps, node) if workers else (mixture.next_step() for _ in range(steps))
+    return start_planner(mixture, steps, node) if workers else (mixture.next_part() for _ in range(steps))
 
 
 def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> Iterator[StepBatch]:

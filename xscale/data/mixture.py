@@ -1,14 +1,14 @@
-"""The samples that each optimizer step consumes, and each rank's plan: which records are in which packed row.
+"""The samples that each optimizer step consumes, and the plan of a step: which records are in which packed row.
 
 In each step a stream takes `samples` samples from its sources. Languages (or language pairs) are sampled with p_i
 proportional to n_i^alpha (Conneau & Lample 2019), as evenly as whole numbers allow, and each source is read in its
 epoch order. A sample is one record; in a packed stream, it is running text that fills about one sequence (order.py).
 The state has the step number and each stream's position in each source; it determines all later samples. A step's
-global batch is sampled first and then assigned to ranks and rows (balance.py).
+samples are drawn first and then assigned to ranks and rows (balance.py).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,10 @@ from xscale.data.calibration import Calibration
 from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking, window_count
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
+from xscale.data.stream import Stream
 from xscale.errors import UserError
 from xscale.files import parallel_map
+from xscale.recipe import DataConfig, Schedule
 
 PACK_FILL = 0.94
 """The share of `max_length` that a packed sample fills. The rest is room for errors of the estimated token counts."""
@@ -31,202 +33,185 @@ ORDER = 3
 
 
 @dataclass(frozen=True)
-class StreamSpec:
-    """The part of a stream's recipe that sampling needs."""
-
-    name: str
-    sources: tuple[int, ...]
-    samples: int
-    packed: bool
-    idle: frozenset[int] = frozenset()
-    """The sources that the stream does not sample from in this phase, but does in another phase of the run."""
-
-
-@dataclass(frozen=True)
-class SampledRecords:
-    """Records of some samples of one stream. All arrays are [n_records]. A sample's records are in reading order."""
+class PlanTable:
+    """The records that one stream reads in a step. Each array has an element for each record."""
 
     sample: np.ndarray
-    """Index, in the stream's global batch, of the sample to which the record belongs."""
+    """Number, among the stream's samples of the step, of the sample to which the record belongs."""
     source: np.ndarray
     epoch: np.ndarray
     shard: np.ndarray
     record: np.ndarray
     tokens: np.ndarray
     """Tokens estimated from the record's bytes, float."""
+    row: np.ndarray = field(default_factory=lambda: NO_RECORDS)
+    """The packed row: row r of rank k has the number r * world + k. Empty until rows are assigned."""
 
-    def select(self, places: np.ndarray) -> "SampledRecords":
-        """Return the records at these indices of the arrays, in the order of their samples."""
-        places = places[np.argsort(self.sample[places], kind="stable")]
-        return SampledRecords(*(getattr(self, name)[places] for name in self.__dataclass_fields__))
+    def select(self, places: np.ndarray) -> "PlanTable":
+        """Return the records at these indices."""
+        return PlanTable(*(getattr(self, column.name)[places] for column in fields(PlanTable)))
+
+
+def join_tables(pieces: Sequence[PlanTable]) -> PlanTable:
+    """Return the records of all pieces, in order."""
+    if not pieces:
+        return PlanTable(*[NO_RECORDS] * 6)
+    columns = list[np.ndarray]()
+    for column in fields(PlanTable):
+        columns.append(np.concatenate([getattr(piece, column.name) for piece in pieces]))
+    return PlanTable(*columns)
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """The work of one rank in one optimizer step."""
+class Plan:
+    """The records of one optimizer step: those of all ranks, ordered by source, or the part of one rank, ordered by
+    row, sample and place in the sample."""
 
     step: int
-    rows: list[dict[str, SampledRecords]]
-    """Each row's records by stream. Every rank has the same number of rows; some may be empty."""
-    state: dict[str, Any]
-    rank: int
-    world: int
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """The samples of one optimizer step over all ranks, by stream, and the bin to which each is assigned.
-
-    A stream's records are ordered by source. To save time, `plans` orders only its ranks' records by sample.
-    """
-
-    records: dict[str, SampledRecords]
-    tokens: dict[str, np.ndarray]
-    """Estimated tokens that each sample adds to a packed row [samples]."""
-    bins: dict[str, np.ndarray]
-    """Bin of each sample; bin row * world + rank is one row of one rank [samples]."""
+    tables: dict[str, PlanTable]
+    """The records of each stream."""
     rows: int
+    """The number of packed rows of each rank. Some may be empty."""
     world: int
     state: dict[str, Any]
+    """The mixture's state after the step."""
+    rank: int = -1
+    """The rank of a part; -1: the plan is whole."""
+    row_tokens: np.ndarray = field(default_factory=lambda: NO_RECORDS)
+    """The estimated tokens of each packed row of each rank [rows * world]; empty in the part of a rank."""
 
-    def tokens_of_bins(self) -> np.ndarray:
-        """Return the estimated tokens of each packed row of each rank [rows * world]."""
-        total = np.zeros(self.rows * self.world)
-        for name, tokens in self.tokens.items():
-            total += np.bincount(self.bins[name], weights=tokens, minlength=len(total))
-        return total
+    def parts(self, ranks: Sequence[int]) -> list["Plan"]:
+        """Return the part of each of these ranks."""
+        parts = [Plan(self.step, {}, self.rows, self.world, self.state, rank) for rank in ranks]
+        for name, table in self.tables.items():
+            by_row = np.argsort(table.row, kind="stable")  # numbers of 16 bits are sorted in linear time
+            borders = np.append(0, np.cumsum(np.bincount(table.row, minlength=self.rows * self.world)))
+            for part in parts:
+                places = list[np.ndarray]()
+                for row in range(part.rank, self.rows * self.world, self.world):
+                    in_row = by_row[borders[row] : borders[row + 1]]
+                    places.append(in_row[np.argsort(table.sample[in_row], kind="stable")])
+                part.tables[name] = table.select(np.concatenate(places))
+        return parts
 
-    def plans(self, ranks: list[int]) -> list[StepPlan]:
-        """Return the plan of each of these ranks."""
-        step = self.state["step"] - 1
-        plans = list[StepPlan]()
-        for rank in ranks:
-            rows: list[dict[str, SampledRecords]] = [{} for _ in range(self.rows)]
-            plans.append(StepPlan(step, rows, self.state, rank, self.world))
-        bins = self.rows * self.world
-        for name, records in self.records.items():
-            # Numbers of 16 bits are sorted in linear time.
-            record_bins = self.bins[name].astype(np.min_scalar_type(bins))[records.sample]
-            by_bin = np.argsort(record_bins, kind="stable")
-            borders = np.append(0, np.cumsum(np.bincount(record_bins, minlength=bins)))
-            for plan in plans:
-                for number, row in enumerate(plan.rows):
-                    own_bin = number * self.world + plan.rank
-                    row[name] = records.select(by_bin[borders[own_bin] : borders[own_bin + 1]])
-        return plans
+    def records_of_rows(self, stream: str) -> list[int]:
+        """Return the number of the stream's records in each row of a rank's part."""
+        return np.bincount(self.tables[stream].row // self.world, minlength=self.rows).tolist()
 
 
 class Mixture:
-    """Samples global batches, beginning at `state`."""
+    """Plans the steps of a run, beginning at `state`."""
 
     def __init__(
         self,
-        streams: list[StreamSpec],
+        streams: Schedule[Sequence[Stream]],
+        data: Schedule[DataConfig],
+        calibrations: Schedule[Calibration],
         sources: list[Source],
-        calibration: Calibration,
         *,
         seed: int,
-        alpha: float,
-        max_length: int,
         max_tokens: int,
         rank: int,
         world: int,
         state: dict[str, Any] | None = None,
-        alpha_by: str = "records",
     ):
-        """alpha_by: see data.alpha_by."""
+        """max_tokens: the most tokens of a packed row; a row of data.max_length tokens is always allowed."""
         self.streams = streams
+        self.data = data
+        self.calibrations = calibrations
         self.sources = sources
-        self.calibration = calibration
         self.seed = seed
-        self.max_length = max_length
         self.max_tokens = max_tokens
         self.rank = rank
         self.world = world
-        self.room = int(PACK_FILL * max_length)
-        sizes = source_sizes(sources, calibration, alpha_by)
-        self.weights = [stream_weights(stream, sources, alpha, sizes) for stream in streams]
-        self.state = state or initial_state(streams)
+        self.state = state or initial_state(streams.last)
+        weights = list[list[np.ndarray]]()
+        for of_phase, config, calibration in zip(streams.values, data.values, calibrations.values, strict=True):
+            sizes = source_sizes(sources, calibration, config.alpha_by)
+            weights.append([stream_weights(stream, sources, config.alpha, sizes) for stream in of_phase])
+        self.weights = Schedule(streams.ends, tuple(weights))
+        """The probability of each source of each stream."""
         self._orders: dict[tuple[str, int], tuple[Any, EpochOrder]] = {}
-        self.phases: list[tuple[int, Mixture]] = []
-        """The mixtures of earlier phases. Each number is that of the first step (from 0) after the phase."""
         self._begun: dict[tuple[str, int], tuple[int, int]] = {}
         """The last epoch and window that `remote_shards` yielded for each stream and source."""
-        if self.state.get("order") != ORDER and any(stream.packed for stream in streams):
+        if self.state.get("order") != ORDER and any(stream.packed for stream in streams.last):
             raise UserError(
                 f"the checkpoint of step {self.state['step']} was saved by an xscale that orders text in another way; "
                 f"continue with that version, or start a new run from the checkpoint: model.init=DIR, another --out"
             )
 
-    def next_step(self) -> StepPlan:
-        """Return this rank's plan of the next step, and advance the state."""
-        return self.next_batch().plans([self.rank])[0]
+    def next_part(self) -> Plan:
+        """Return this rank's part of the next step's plan, and advance the state."""
+        return self.next_plan().parts([self.rank])[0]
 
-    def next_batch(self) -> GlobalBatch:
-        """Return the next step's global batch, and advance the state."""
-        mixture = self._of_next_step()
-        batch = mixture._sample()
-        self.state = mixture.state
-        return batch
-
-    def _of_next_step(self) -> "Mixture":
-        """Return the mixture of the next step's phase, set to this mixture's state."""
-        mixture = next((phase for end, phase in self.phases if self.state["step"] < end), self)
-        mixture.state = self.state
-        mixture._orders = self._orders  # most orders are the same in all phases
-        return mixture
-
-    def _sample(self) -> GlobalBatch:
+    def next_plan(self) -> Plan:
+        """Return the plan of the next step, and advance the state."""
         step = self.state["step"]
-        records: dict[str, SampledRecords] = {}
-        positions: dict[str, list[list[int]]] = {}
+        data = self.data.at(step)
+        tables: dict[str, PlanTable] = {}
         tokens: dict[str, np.ndarray] = {}
-        for stream, weights in zip(self.streams, self.weights, strict=True):
-            drawn, positions[stream.name] = self._draw(stream, weights, step)
-            estimated = np.bincount(drawn.sample, weights=drawn.tokens, minlength=stream.samples)
-            records[stream.name] = drawn
-            tokens[stream.name] = self.calibration.estimate_for(stream.name).row_tokens(estimated, self.max_length)
-        self.state = self.state | {"step": step + 1, "positions": positions, "order": ORDER, "room": self.room}
-        return GlobalBatch(records, tokens, *self.assign(tokens), self.world, self.state)
+        positions: dict[str, list[list[int]]] = {}
+        for stream, weights in zip(self.streams.at(step), self.weights.at(step), strict=True):
+            by_source = self._choose_sources(stream, weights)
+            positions[stream.name] = self._positions(stream)
+            pieces = list[PlanTable]()
+            for source, samples, position in zip(stream.sources, by_source, positions[stream.name], strict=True):
+                pieces += self._take(stream, source, samples, position)
+            table = join_tables(pieces)
+            estimated = np.bincount(table.sample, weights=table.tokens, minlength=stream.samples)
+            calibration = self.calibrations.at(step).estimate_for(stream.name)
+            tables[stream.name] = table
+            tokens[stream.name] = calibration.row_tokens(estimated, data.max_length)
+        new = {"step": step + 1, "positions": positions, "order": ORDER, "room": self.room}
+        tokens_of_samples = np.concatenate(list(tokens.values()))
+        row_of_sample, rows = balance(tokens_of_samples, self.world, max(self.max_tokens, data.max_length))
+        row_tokens = np.bincount(row_of_sample, weights=tokens_of_samples, minlength=rows * self.world)
+        row_of_sample = row_of_sample.astype(np.min_scalar_type(rows * self.world))
+        first = 0
+        for name, table in tables.items():
+            end = first + len(tokens[name])
+            tables[name] = replace(table, row=row_of_sample[first:end][table.sample])
+            first = end
+        self.state = self.state | new
+        return Plan(step, tables, rows, self.world, self.state, row_tokens=row_tokens)
 
-    def assign(self, tokens: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
-        """Assign each stream's samples to packed rows. Returns the bin of each sample, `row * world + rank`, and the
-        number of rows of each rank."""
-        bins, rows = balance(np.concatenate(list(tokens.values())), self.world, self.max_tokens)
-        borders = np.cumsum([len(stream_tokens) for stream_tokens in tokens.values()])[:-1]
-        return dict(zip(tokens, np.split(bins, borders), strict=True)), rows
+    @property
+    def room(self) -> int:
+        """The maximum number of estimated tokens of a packed sample of the next step."""
+        return int(PACK_FILL * self.data.at(self.state["step"]).max_length)
 
-    def _draw(self, stream: StreamSpec, weights: np.ndarray, step: int) -> tuple[SampledRecords, list[list[int]]]:
-        """Return the stream's records of a step, and the stream's positions after the step."""
+    def _choose_sources(self, stream: Stream, weights: np.ndarray) -> list[np.ndarray]:
+        """Return the numbers of the samples that the stream takes from each of its sources in the next step."""
         read = np.flatnonzero(weights).astype(np.min_scalar_type(len(weights)))
-        chosen = read[choose(weights[read], stream.samples, rng.key(self.seed, stream.name, "source", step))]
+        key = rng.key(self.seed, stream.name, "source", self.state["step"])
+        chosen = read[choose(weights[read], stream.samples, key)]
         in_order = np.argsort(chosen, kind="stable")  # few bits are sorted in linear time
-        by_source = np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
-        positions = [list(position) for position in self.state["positions"][stream.name]]
-        if stream.packed and self.state.get("room", self.room) != self.room:
-            for position in positions:
-                position += [position[1], self.state["room"]]
-        pieces = list[SampledRecords]()
-        for source, samples, position in zip(stream.sources, by_source, positions, strict=True):
-            pieces += self._take(stream, source, samples, position)
-        return join_records(pieces), positions
+        return np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
 
-    def _take(
-        self, stream: StreamSpec, source: int, samples: np.ndarray, position: list[int]
-    ) -> Iterator[SampledRecords]:
+    def _positions(self, stream: Stream) -> list[list[int]]:
+        """Return a copy of the stream's positions, which note a change of the room before the next step."""
+        positions = [list(position) for position in self.state["positions"][stream.name]]
+        room_before = self.state.get("room", self.room)
+        if stream.packed and room_before != self.room:
+            for position in positions:
+                position += [position[1], room_before]
+        return positions
+
+    def _take(self, stream: Stream, source: int, samples: np.ndarray, position: list[int]) -> Iterator[PlanTable]:
         """Yield the source's next records for these samples. Advances `position` in place."""
+        calibration = self.calibrations.last  # all phases have the same estimates from bytes
         taken = 0
         while taken < len(samples):
             epoch, start = position[:2]
             order = self._order(stream, source, position)
             ends, shard, record, lengths = order.take(start, len(samples) - taken)
-            yield SampledRecords(
+            yield PlanTable(
                 sample=np.repeat(samples[taken : taken + len(ends)], np.diff(ends, prepend=start)),
                 source=np.full(len(record), source, dtype=np.int32),
                 epoch=np.full(len(record), epoch, dtype=np.int32),
                 shard=shard,
                 record=record,
-                tokens=self.calibration.estimated_tokens(source, lengths),
+                tokens=calibration.estimated_tokens(source, lengths),
             )
             taken += len(ends)
             position[1] = int(ends[-1])
@@ -236,26 +221,26 @@ class Mixture:
     def remote_shards(self) -> Iterator[tuple[Source, int]]:
         """Yield the shards of each remote source's current window and, if the cache has room, of the next window of the
         epoch. A source whose window is the same as in the last call is left out."""
-        mixture = self._of_next_step()
-        for stream in mixture.streams:
+        streams = self.streams.at(self.state["step"])
+        for stream in streams:
             for number, position in zip(stream.sources, self.state["positions"][stream.name], strict=True):
                 source = self.sources[number]
                 if not source.remote or number in stream.idle:
                     continue
-                order = mixture._order(stream, number, position)
+                order = self._order(stream, number, position)
                 window = order.window_at(position[1]).number
                 begun = (position[0], window)
                 if self._begun.get((stream.name, number)) == begun:
                     continue
                 self._begun[stream.name, number] = begun
                 shards = order.window_shards(window).tolist()
-                room_for_two = 2 * remote_window_bytes(mixture.streams, self.sources) <= source.remote.cache.size
+                room_for_two = 2 * remote_window_bytes(streams, self.sources) <= source.remote.cache.size
                 if room_for_two and window + 1 < len(order.window_ends):
                     shards += order.window_shards(window + 1).tolist()
                 for shard in shards:
                     yield source, shard
 
-    def _order(self, stream: StreamSpec, source: int, position: list[int]) -> EpochOrder:
+    def _order(self, stream: Stream, source: int, position: list[int]) -> EpochOrder:
         """Return the order of a source in the epoch of `position`. It is kept until the epoch or the room changes."""
         epoch = position[0]
         earlier_rooms = tuple(zip(position[2::2], position[3::2], strict=True))
@@ -266,7 +251,7 @@ class Mixture:
         opened = self.sources[source]
         text = None
         if stream.packed:
-            text = TextPacking(partial(self.calibration.estimated_tokens, source), self.room, earlier_rooms)
+            text = TextPacking(partial(self.calibrations.last.estimated_tokens, source), self.room, earlier_rooms)
         order = EpochOrder(
             opened.counts,
             rng.key(self.seed, stream.name, "order", opened.name, opened.fingerprint),
@@ -280,17 +265,7 @@ class Mixture:
         return order
 
 
-def join_records(pieces: list[SampledRecords]) -> SampledRecords:
-    """Return the records of all pieces, in order."""
-    if not pieces:
-        return SampledRecords(*[NO_RECORDS] * 6)
-    columns = list[np.ndarray]()
-    for name in SampledRecords.__dataclass_fields__:
-        columns.append(np.concatenate([getattr(piece, name) for piece in pieces]))
-    return SampledRecords(*columns)
-
-
-def remote_window_bytes(streams: list[StreamSpec], sources: list[Source]) -> int:
+def remote_window_bytes(streams: Sequence[Stream], sources: list[Source]) -> int:
     """Return the maximum number of bytes of remote shards that the windows of all streams hold at one time."""
     total = 0
     for number, source in enumerate(sources):
@@ -328,18 +303,17 @@ SIZED = 4
 """The number of shards of each source from which the mean length of its records is estimated."""
 
 
-def stream_weights(stream: StreamSpec, sources: list[Source], alpha: float, sizes: list[float]) -> np.ndarray:
+def stream_weights(stream: Stream, sources: list[Source], alpha: float, sizes: list[float]) -> np.ndarray:
     """Return the probability with which each of the stream's sources is drawn; 0 for the sources in `stream.idle`.
     sizes: the size of every source of the run."""
-    read = [source for source in stream.sources if source not in stream.idle]
-    read_sources = [sources[source] for source in read]
-    read_sizes = [sizes[source] for source in read]
+    read_sources = [sources[source] for source in stream.read]
+    read_sizes = [sizes[source] for source in stream.read]
     weights = np.zeros(len(stream.sources))
-    weights[np.isin(stream.sources, read)] = source_weights(read_sources, alpha, read_sizes)
+    weights[np.isin(stream.sources, stream.read)] = source_weights(read_sources, alpha, read_sizes)
     return weights
 
 
-def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
+def initial_state(streams: Sequence[Stream]) -> dict[str, Any]:
     """Return the state before step 0: [epoch, position] of every source of every stream. If the room of a sample of
     running text has changed within the epoch, the numbers of TextPacking.before come after these two."""
     positions: dict[str, list[list[int]]] = {}
@@ -405,7 +379,7 @@ def source_weights(sources: list[Source], alpha: float, sizes: list[float] | Non
     return np.array(weights)
 
 
-def positions_report(state: dict[str, Any], streams: list[StreamSpec], sources: list[Source]) -> list[str]:
+def positions_report(state: dict[str, Any], streams: Sequence[Stream], sources: list[Source]) -> list[str]:
     """Return lines such as "tlm en-de: epoch 1, 6,120 of 29,000 records"."""
     lines = []
     for stream in streams:
@@ -416,7 +390,7 @@ def positions_report(state: dict[str, Any], streams: list[StreamSpec], sources: 
     return lines
 
 
-def sources_read(state: dict[str, Any], streams: list[StreamSpec], sources: list[Source]) -> list[dict[str, Any]]:
+def sources_read(state: dict[str, Any], streams: Sequence[Stream], sources: list[Source]) -> list[dict[str, Any]]:
     """Return the sources from which records were read: "name", "languages", "licence" (None: not stated), and
     "streams": {stream: its number of records, those of earlier epochs included}."""
     listed: list[dict[str, Any]] = []

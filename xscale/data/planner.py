@@ -1,4 +1,4 @@
-"""The planner: a process that samples global batches ahead of the loader, once for all ranks of a node."""
+"""The planner: a process that plans steps ahead of the loader, once for all ranks of a node."""
 
 import atexit
 import ctypes
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xscale.data.forks import children_that_begin
-from xscale.data.mixture import Mixture, StepPlan
+from xscale.data.mixture import Mixture, Plan
 from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError
 from xscale.ranks import HostGroup, name_process
 
@@ -25,7 +25,7 @@ FETCHERS = 4
 """The number of threads that fetch remote shards ahead of their use."""
 Failure = RankError | OSError
 """An error that is sent to the main process, which raises it."""
-Plans = Iterator[StepPlan | Failure]
+Plans = Iterator[Plan | Failure]
 
 
 def failure_of(error: UserError | OSError, where: str = "") -> Failure:
@@ -135,7 +135,7 @@ def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connecti
     leave_signals_to_parent()
     connections = connect()
 
-    def send(items: Sequence[StepPlan | Failure]) -> None:
+    def send(items: Sequence[Plan | Failure]) -> None:
         for rank, item in zip([*connections], items, strict=True):
             try:
                 connections[rank].send(item)
@@ -149,7 +149,7 @@ def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connecti
             if has_remote:
                 for source, shard in mixture.remote_shards():
                     fetchers.submit(source.fetch, shard)  # if it fails, the reader of the shard reports why
-            send(mixture.next_batch().plans([*connections]))
+            send(mixture.next_plan().parts([*connections]))
     except (UserError, OSError) as error:
         send([failure_of(error)] * len(connections))
     finally:

@@ -20,35 +20,26 @@ import zstandard
 from xscale.errors import UserError
 from xscale.files import pointer_in
 
-_BLOCK, _PACKED_BLOCK = 1 << 16, 1 << 10
-"""Bytes read at once, and compressed bytes decoded at once. The latter may expand 32,768-fold: this bounds memory."""
+_BLOCK = 1 << 16
+"""The number of bytes that are read at once."""
+_PACKED_BLOCK = 1 << 10
+"""Compressed bytes decoded at once. They may expand 32,768-fold, so this bounds memory."""
 _LONGEST_LINE = 1 << 26
 """The maximum number of bytes of a line; a file with a longer line is refused, so that memory is bounded."""
 _ZSTD_WINDOW = 1 << 31
 """The largest window of a zstd stream that is read, that of `zstd --long=31`. libzstd alone stops at 2^27."""
 _MARKS = re.compile("(?<=[^ \t])\ufeff|\ufeff(?=[^ \t])")
 """Byte-order marks, but those between spaces: an aligner counts them as words, so they go when links are converted."""
-_PREPARE = "let `python -m data_tools.prepare` read it (`{}:` in corpus.yaml)"
-_PACKED = {
-    b"\x1f\x8b": ("gzip", ".gz"),
-    b"\xfd7zXZ": ("xz", ".xz"),
-    **{b"BZh%d1AY&SY" % level: ("bzip2", ".bz2") for level in range(1, 10)},
-    b"\x28\xb5\x2f\xfd": ("zstd", ".zst"),
-}
-"""First bytes of a compressed file -> the program that wrote it, and the suffix by which the file is decompressed."""
-_UTF16 = b"\xff\xfe"
-_NO_TEXT = {
-    b"PAR1": f"is a parquet table; {_PREPARE.format('parquet')}",
-    b"PK\x03\x04": "is a zip file; extract its members by `unzip`",
-    **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), "is an Arrow file; write it as parquet"),
-    **dict.fromkeys((_UTF16, b"\xfe\xff"), "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`"),
-}
-"""First bytes of a file that is not UTF-8 text -> what its error message says."""
+_REMEDY = (
+    "give lines of UTF-8 text, plain or compressed as .gz, .xz, .bz2 or .zst. `iconv -f ENCODING -t UTF-8` converts an "
+    "encoding, and `python -m data_tools.prepare` reads tables (`parquet:`, `datasets:`, `jsonl:` in corpus.yaml)"
+)
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, line without its end) for a UTF-8 file. Raises UserError."""
-    number, line = 0, ""
+    number = 0
+    line = ""
     try:
         for number, raw in enumerate(_split_lines(read_blocks(path)), start=1):
             if len(raw) > _LONGEST_LINE:
@@ -57,8 +48,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, _MARKS.sub("", line) if "\ufeff" in line else line
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line). Extract the "
-            f"file, or convert it from its encoding, such as by `iconv -f LATIN1 -t UTF-8`"
+            f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line); {_REMEDY}"
         ) from None
     if number == 1 and "\r" in line:
         raise UserError(f"{path} has no line end but carriage returns; convert it first: `tr '\\r' '\\n'`")
@@ -66,7 +56,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
     """Yield the bytes of a file in blocks, decompressed by the file's suffix. Raises UserError, also for a file that is
-    empty, a pointer of Git LFS, a web page or another format than text. is_xml: UTF-16 is text, too."""
+    empty, a pointer of Git LFS, a web page or no text. is_xml: UTF-16 is text, too."""
     lines = 0
     try:
         with path.open("rb") as file:
@@ -78,13 +68,10 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
                 raise UserError(f"{path} {problem}")
             blocks: Iterator[bytes] = chain([head], iter(partial(file.read, size), b""))
             if packed:
-                _check_suffix(path, head)
                 blocks = _decompressed(blocks, path.suffix)
-            is_first = True
             for block in blocks:
-                if is_first and block:
-                    _check_text_head(path, block, packed, is_xml)
-                    is_first = False
+                if lines == 0:
+                    _check_text(path, block, is_xml)
                 lines += block.count(b"\n")
                 yield block
     except FileNotFoundError:
@@ -94,49 +81,27 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
         raise UserError(f"{path} is a folder; give a file of text") from None
     except EOFError as error:
         raise UserError(
-            f"{path}: cannot be decompressed after line {lines} ({error}); the file is damaged, copy it again"
+            f"{path}: cannot be decompressed after line {lines} ({error}): the file is damaged, copy it again; or it "
+            f"is not compressed as its suffix says"
         ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read after line {lines} ({error.strerror or error})") from None
 
 
-def _check_suffix(path: Path, head: bytes) -> None:
-    """Raise UserError if a file is not compressed as its suffix says. head: the file's first bytes."""
-    for magic, (program, suffix) in _PACKED.items():
-        if head.startswith(magic):
-            if suffix != path.suffix:
-                raise UserError(f"{path} is compressed by {program}; name it {suffix}")
-            return
-    try:
-        head[:-3].decode()
-    except UnicodeDecodeError:
-        return
-    if b"\0" not in head and len(head) > 3:
-        raise UserError(f"{path} is plain text and not compressed; leave {path.suffix} out of its name")
-
-
-def _check_text_head(path: Path, head: bytes, unpacked: bool, is_xml: bool) -> None:
-    """Raise UserError unless text begins with `head`. unpacked: the text was decompressed."""
-    pointer = pointer_in(head)
-    if pointer:
-        raise UserError(f"{path} {pointer}")
-    for magic, (program, suffix) in _PACKED.items():
-        if head.startswith(magic):
-            if unpacked:
-                raise UserError(f"{path} is compressed twice, inside by {program}; decompress it once")
-            raise UserError(f"{path} is compressed by {program}; name it {suffix}")
-    form = next((form for start, form in _NO_TEXT.items() if head.startswith(start)), None)
+def _check_text(path: Path, head: bytes, is_xml: bool) -> None:
+    """Raise UserError if the beginning of a file stands for a missing file, or is no text."""
+    problem = pointer_in(head)
+    if problem:
+        raise UserError(f"{path} {problem}")
     line = head.partition(b"\n")[0]
-    if form is None and len(line) >= 8 and 3 * line.count(0) > len(line):
-        form = _NO_TEXT[_UTF16]
-    if form and not (is_xml and form == _NO_TEXT[_UTF16]):
-        raise UserError(f"{path} {form}")
+    if 3 * line.count(0) > len(line) >= 8 and not is_xml:
+        raise UserError(f"{path} is not lines of text; {_REMEDY}")
 
 
 def check_not_datasets_folder(path: Path) -> None:
     """Raise UserError for a folder that `save_to_disk` of the `datasets` library wrote."""
     if is_saved_data_set(path):
-        raise UserError(f"{path} is a data set; {_PREPARE.format('datasets')}")
+        raise UserError(f"{path} is a data set; `python -m data_tools.prepare` reads it (`datasets:` in corpus.yaml)")
 
 
 def is_saved_data_set(path: Path) -> bool:

@@ -22,16 +22,18 @@ import torch
 from torch import nn
 
 from xscale import rng
-from xscale.data.loader import StepDataset, StreamObjective
-from xscale.data.mixture import SampledRecords, StepPlan
+from xscale.data.loader import StepDataset
+from xscale.data.mixture import Plan, PlanTable
 from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example, Sequences
 from xscale.data.shards import Source
+from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import ExportedModel, Scores, read_texts
 from xscale.objectives import OBJECTIVES, Parts, alignlm, tlm
+from xscale.recipe import Schedule
 from xscale.step.module import encoder_states
 
 ROW = 64
@@ -113,9 +115,17 @@ def sums_of_pairs(model: ExportedModel, source: Source, limit: int, stream: Meas
 
     ids = model.language_ids(source.langs)
     context = PairContext(model.tokenizer, model.max_length, "drop", ids, segments=model.segments)
-    reader = StreamObjective(replace(objective, collate=collate), stream.options, language_groups=(source.pair,))
-    dataset = StepDataset([source], {stream.name: reader}, context, seed=0)
-    stream_batches = dataset.stream_batches(stream.name, rows_by_length(source, limit, stream.name))
+    reader = Stream(
+        stream.name,
+        replace(objective, collate=collate),
+        stream.options,
+        sources=(0,),
+        samples=limit,
+        language_groups=(source.pair,),
+        objective_name=stream.objective,
+    )
+    dataset = StepDataset([source], Schedule.constant([reader]), Schedule.constant(context), seed=0)
+    stream_batches = dataset.stream_batches(reader, rows_by_length(source, limit, stream.name))
     parts = Parts(model.encoder, stream.heads)
     records = min(limit, source.records)
     sums = {term: np.zeros((records, 3)) for term in objective.terms(stream.options)}
@@ -135,7 +145,7 @@ def sums_of_pairs(model: ExportedModel, source: Source, limit: int, stream: Meas
     return {term: sums_S3[fitting] for term, sums_S3 in sums.items() if sums_S3[:, 2].any()}
 
 
-def rows_by_length(source: Source, limit: int, name: str) -> StepPlan:
+def rows_by_length(source: Source, limit: int, name: str) -> Plan:
     """Return a plan of the first `limit` records in rows of ROW pairs of about the same length. A record's sample is
     its number. name: the stream's name."""
     places = np.array(source.places(np.arange(min(limit, source.records))))
@@ -143,12 +153,13 @@ def rows_by_length(source: Source, limit: int, name: str) -> StepPlan:
     for shard in np.unique(places[:, 0]):
         lengths.append(source.lengths(int(shard), places[places[:, 0] == shard, 1]))
     by_length = np.concatenate(lengths).argsort(kind="stable")
+    row = np.empty(len(places), dtype=np.int64)
+    row[by_length] = np.arange(len(places)) // ROW
     zeros = np.zeros(len(places), dtype=np.int64)
-    records = SampledRecords(np.arange(len(places)), zeros, zeros, places[:, 0], places[:, 1], zeros.astype(float))
-    rows = []
-    for start in range(0, len(places), ROW):
-        rows.append({name: records.select(by_length[start : start + ROW])})
-    return StepPlan(0, rows, {}, rank=0, world=1)
+    numbers = np.arange(len(places))
+    table = PlanTable(numbers, zeros, zeros, places[:, 0], places[:, 1], zeros.astype(float), row)
+    by_row = table.select(np.argsort(row, kind="stable"))
+    return Plan(0, {name: by_row}, rows=-(-len(places) // ROW), world=1, state={}, rank=0)
 
 
 def loss_scores(sums_S3: np.ndarray, loss_name: str, accuracy_name: str) -> Scores:

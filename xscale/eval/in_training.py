@@ -18,11 +18,21 @@ import torch.distributed as dist
 
 from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
-from xscale.data.mixture import PACK_FILL, StreamSpec, initial_state
+from xscale.data.corpus import (
+    Corpus,
+    LinkSample,
+    check_file_sizes,
+    check_links,
+    languages_of_links,
+    linked_sources,
+    sample_links,
+)
+from xscale.data.loader import Loader
+from xscale.data.mixture import PACK_FILL, initial_state
 from xscale.data.remote import Cache, location
 from xscale.data.scripts import names_of
 from xscale.data.shards import Source, find_sources, take_first
-from xscale.data.streams import matches_languages, share_names
+from xscale.data.stream import Stream, language_groups, matches_languages, share_names
 from xscale.errors import RankError, UserError
 from xscale.eval import retrieval
 from xscale.eval.alignment_score import FEWEST, AlignmentProbe, build_probes, language_tokens
@@ -31,19 +41,9 @@ from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.sentence_files import choose_vectors
 from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
+from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
-from xscale.recipe import EvalTask, StreamConfig
-from xscale.run_spec import (
-    LinkSample,
-    RunSpec,
-    any_stream,
-    check_file_sizes,
-    check_links,
-    languages_of_links,
-    linked_sources,
-    sample_links,
-    shows_neutral,
-)
+from xscale.recipe import EvalTask, Recipe, Schedule
 from xscale.step.step import measure_rows
 from xscale.step.sums import Sums, language_metrics, stream_metrics
 from xscale.step.zero import whole_weight
@@ -54,7 +54,7 @@ Results = dict[str, dict[str, float]]
 
 
 def measure_functions(
-    run_spec: RunSpec, engine: Any, process: Process, alignment: Callable[[], Results], note: Callable[[str], None]
+    loader: Loader, engine: Any, process: Process, alignment: Callable[[], Results], note: Callable[[str], None]
 ) -> dict[str, Callable[[], Results]]:
     """Return {task of the recipe: the function that measures it}. All ranks call a function together, and the results
     are complete on rank 0.
@@ -63,73 +63,75 @@ def measure_functions(
     work, each time that it goes on. Raises UserError.
     """
     functions: dict[str, Callable[[], Results]] = {}
-    for task in run_spec.recipe.eval.tasks:
+    for task in loader.recipe.eval.tasks:
         if task.kind == "alignment":
             functions[task.name] = alignment
         elif task.kind == "heldout":
-            functions[task.name] = HeldoutTask(task, run_spec, engine, process, note).measure
+            functions[task.name] = HeldoutTask(task, loader, engine, process, note).measure
         else:
-            functions[task.name] = RetrievalTask(task, run_spec, engine, process, note).measure
+            functions[task.name] = RetrievalTask(task, loader, engine, process, note).measure
     return functions
 
 
-def review_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup) -> list[str]:
+def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGroup) -> list[str]:
     """Return lines about tasks in languages that the run lacks. Raises UserError if a task cannot be measured at this
     ZeRO stage, or if no task has the results row that checkpoint.best names."""
-    best = run_spec.recipe.checkpoint.best
+    best = recipe.checkpoint.best
     notes: list[str] = []
-    for task in run_spec.recipe.eval.tasks:
+    for task in recipe.eval.tasks:
         if stage >= 3:
             raise UserError(
                 f"eval.{task.name}: tasks need whole weights, which ZeRO stage 3 partitions; evaluate "
                 f"exports of checkpoints (xscale.export, xscale.eval.run), or use a ds_config of stage 2 or lower"
             )
         try:
-            sources = [] if task.kind == "alignment" else find_task_sources(task, run_spec)
-            rows = row_names(task, run_spec, sources, host_group)
+            sources = [] if task.kind == "alignment" else find_task_sources(task, recipe, corpus)
+            rows = row_names(task, recipe, corpus, sources, host_group)
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
         if best and best.partition("/")[0] == task.name and best.split("/", 2)[1] not in rows:
             known = ", ".join(f"{task.name}/{row}" for row in rows)
             raise UserError(f"checkpoint.best: {best} is not measured; choose a number of one of these rows: {known}")
-        new = sorted({language for source in sources for language in source.langs} - {*run_spec.languages})
-        if new and any_stream(run_spec.recipe, "language_embeddings"):
+        new = sorted({language for source in sources for language in source.langs} - {*corpus.languages})
+        if new and recipe.any_stream("language_embeddings"):
             names = ", ".join(new)
             notes.append(f"eval.{task.name} reads {names} with the neutral language embedding, since --data lacks it")
     return notes
 
 
-def row_names(task: EvalTask, run_spec: RunSpec, sources: list[Source], host_group: HostGroup) -> list[str]:
+def row_names(
+    task: EvalTask, recipe: Recipe, corpus: Corpus, sources: list[Source], host_group: HostGroup
+) -> list[str]:
     """Return the names of the results rows of a task. Raises UserError if the task cannot be measured."""
     if task.kind == "alignment":
-        return list(with_overall_means(task.name, empty_alignment_rows(run_spec)))
+        return list(with_overall_means(task.name, empty_alignment_rows(corpus)))
     check_file_sizes(sources, host_group)
     if task.kind == "retrieval":
         return [ALL, *sources_by_row(task, sources)]
-    samples = sample_heldout_links(run_spec, sources, host_group)
-    specs = heldout_stream_specs(run_spec, sources, samples)
-    check_links(run_spec.recipe, specs, sources, samples)
-    streams = [spec.name for spec in specs]
+    samples = sample_heldout_links(recipe, sources, host_group)
+    streams = heldout_streams(recipe, corpus, sources, samples)
+    check_links(streams, sources, samples)
     means: list[str] = []
     languages: list[str] = []
-    for spec in specs:
-        pairs = {sources[s].pair for s in spec.sources}
+    for stream in streams:
+        pairs = {sources[s].pair for s in stream.sources}
         if len(pairs) > 1:
-            means.append(f"{spec.name} {ALL}")
-        for s in spec.sources:
+            means.append(f"{stream.name} {ALL}")
+        for s in stream.sources:
             for language in (sources[s].pair, *sources[s].langs):
-                languages.append(f"{spec.name} {language}")
-    return list(dict.fromkeys([*streams, *means, *languages]))
+                languages.append(f"{stream.name} {language}")
+    names = [stream.name for stream in streams]
+    return list(dict.fromkeys([*names, *means, *languages]))
 
 
-def empty_alignment_rows(run_spec: RunSpec) -> Results:
+def empty_alignment_rows(corpus: Corpus) -> Results:
     """Return a results row for each dictionary, with NaN for each score to measure. Raises UserError if there is
     none."""
-    lexicons = run_spec.lexicons + run_spec.measured
+    lexicons = corpus.lexicons + corpus.measured
     if not lexicons:
         raise UserError("the run has no dictionary; set data.lexicons=[PATH/en-de.txt], or put it into lexicon/")
     nothing = {language: np.empty(0, dtype=np.int64) for lexicon in lexicons for language in lexicon.langs}
-    probes = build_probes(lexicons, run_spec.lexicons, run_spec.unseen, nothing)
+    probes = build_probes(lexicons, corpus.lexicons, corpus.unseen, nothing)
     rows: Results = {}
     for name, probe in probes.items():
         rows[name] = {}
@@ -162,28 +164,27 @@ def with_overall_means(task: str, rows: Results) -> Results:
     return means | rows
 
 
-def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
+def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[Source]:
     """Return the task's sources. Raises UserError if the run trains on a source of the task, or lacks one of its
     languages. Only retrieval may have such a language, if the run trains the neutral language embedding for it."""
-    data = run_spec.recipe.data
-    cache = Cache.of(data.cache, data.cache_gb)
+    cache = Cache.of(recipe.data.cache, recipe.data.cache_gb)
     sources = find_sources([*map(location, task.data)], cache)
-    share_names(sources, preferred=run_spec.languages)
+    share_names(sources, preferred=corpus.languages)
     for source in sources:
-        source.rename_languages(names_in_run(source, run_spec.languages))
+        source.rename_languages(names_in_run(source, corpus.languages))
     sources = take_first(sources, task.limit)
-    trained = {source.fingerprint: source for source in run_spec.sources}
+    trained = {source.fingerprint: source for source in corpus.sources}
     for source in sources:
         if source.fingerprint in trained:
             raise UserError(
                 f"{source.directory} is training data of this run; give records that the run does not train on"
             )
-        new = sorted(set(source.langs) - set(run_spec.languages))
+        new = sorted(set(source.langs) - set(corpus.languages))
         if new and task.kind != "retrieval":
             raise UserError(
                 f"{source.directory} has text in {' and '.join(new)}, but the run's --data has none; leave it out"
             )
-        if new and not shows_neutral(run_spec.recipe):
+        if new and not recipe.shows_neutral():
             raise UserError(
                 f"{source.directory} has text in {' and '.join(new)}, which --data lacks. The neutral language "
                 f"embedding would be used, but no stream trains it with language_dropout 0; leave the source out, or "
@@ -202,29 +203,31 @@ def names_in_run(source: Source, languages: list[str]) -> dict[str, str]:
     return names
 
 
-def sample_heldout_links(run_spec: RunSpec, sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
+def sample_heldout_links(recipe: Recipe, sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
     """Return samples of the word links of held-out sources, even of languages that `data.languages` excludes."""
-    data = replace(run_spec.recipe.data, languages=None)
-    return sample_links(languages_of_links(replace(run_spec.recipe, data=data, phases=())), sources, host_group)
+    recipe = replace(recipe, data=replace(recipe.data, languages=None), phases=())
+    return sample_links(languages_of_links(recipe, OBJECTIVES), sources, host_group)
 
 
-def heldout_stream_specs(run_spec: RunSpec, sources: list[Source], samples: list[LinkSample]) -> list[StreamSpec]:
-    """Return a spec for each stream that can read held-out sources, with one step of all records. Raises UserError."""
-    specs = []
-    for spec in run_spec.specs:
-        kind = "mono" if spec.packed else "pair"
-        languages = run_spec.recipe.streams[spec.name].languages
-        read: list[int] = []
-        for s, source in enumerate(sources):
-            if source.kind == kind and (languages is None or matches_languages(languages, source.langs)):
-                read.append(s)
+def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], samples: list[LinkSample]) -> list[Stream]:
+    """Return each stream that can read held-out sources, with one step of all records. Raises UserError."""
+    streams = list[Stream]()
+    for stream in corpus.streams.last:
+        languages = recipe.streams[stream.name].languages
+        read = list[int]()
+        for number, source in enumerate(sources):
+            wanted = languages is None or matches_languages(languages, source.langs)
+            if source.kind == stream.objective.record_kind and wanted:
+                read.append(number)
         if read:
-            indices = linked_sources(run_spec.recipe.streams[spec.name].objective, tuple(read), samples)
-            specs.append(StreamSpec(spec.name, indices, sum(sources[s].records for s in indices), spec.packed))
-    if not specs:
+            chosen = linked_sources(stream.objective, tuple(read), samples)
+            groups = language_groups(sources, chosen)
+            of_heldout = replace(stream, sources=chosen, idle=frozenset(), language_groups=groups)
+            streams.append(replace(of_heldout, samples=of_heldout.records(sources)))
+    if not streams:
         kinds = ", ".join(sorted({f"{source.pair} ({source.kind})" for source in sources}))
         raise UserError(f"no stream of the recipe reads data such as {kinds}; give other data, or leave out the task")
-    return specs
+    return streams
 
 
 class HeldoutTask:
@@ -233,28 +236,31 @@ class HeldoutTask:
     def __init__(
         self,
         task: EvalTask,
-        run_spec: RunSpec,
+        loader: Loader,
         engine: Any,
         process: Process,
         note: Callable[[str], None],
     ):
         """Prepare one step of all held-out records. Raises UserError."""
         self.note = partial(note, f"measuring {task.name}")
-        recipe = run_spec.recipe
-        sources = find_task_sources(task, run_spec)
-        calibration = Calibration([bytes_to_tokens(source, run_spec.tokenizer) for source in sources], {})
-        samples = sample_heldout_links(run_spec, sources, HostGroup(alone=True))
-        specs = heldout_stream_specs(run_spec, sources, samples)
-        for i, spec in enumerate(specs):
-            if spec.packed:
-                text = sum(estimated_token_count(calibration, s, sources[s]) for s in spec.sources)
-                specs[i] = replace(spec, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))
-        streams = {spec.name: without_language_dropout(recipe.streams[spec.name]) for spec in specs}
+        recipe = loader.recipe
+        sources = find_task_sources(task, recipe, loader.corpus)
+        calibration = Calibration([bytes_to_tokens(source, loader.corpus.tokenizer) for source in sources], {})
+        samples = sample_heldout_links(recipe, sources, HostGroup(alone=True))
+        streams = list[Stream]()
+        for stream in heldout_streams(recipe, loader.corpus, sources, samples):
+            if stream.packed:
+                text = sum(estimated_token_count(calibration, s, sources[s]) for s in stream.sources)
+                stream = replace(stream, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))
+            streams.append(without_language_dropout(stream))
         data = replace(recipe.data, alpha=1.0, alpha_by="records", workers=0, first=None)
-        recipe = replace(recipe, data=data, streams=streams, phases=())
-        run_spec = replace(run_spec, phases=(), calibration=calibration)
-        self.run_spec = replace(run_spec, sources=sources, recipe=recipe, specs=specs)
-        (self.batch,) = self.run_spec.batches(process, engine.device.type, initial_state(specs), 1)
+        measured = {}
+        for stream in streams:
+            measured[stream.name] = replace(recipe.streams[stream.name], options=stream.options)
+        recipe = replace(recipe, data=data, streams=measured, phases=())
+        corpus = replace(loader.corpus, sources=sources, streams=Schedule.constant(streams))
+        self.loader = Loader(recipe, corpus, calibration)
+        (self.batch,) = self.loader.batches(process, engine.device.type, initial_state(streams), 1)
         for source in sources:
             source.close()
         self.engine = engine
@@ -262,7 +268,7 @@ class HeldoutTask:
 
     def measure(self) -> Results:
         """Return a results row for each stream, and for each language of a stream. All ranks call it together."""
-        recipe = self.run_spec.recipe
+        recipe = self.loader.recipe
         counts = self.batch.counts()
         sums = measure_rows(self.engine, recipe, self.batch.rows, rank=self.process.rank, note=self.note)
         numbers = torch.tensor(list(counts.values()), dtype=torch.float64)
@@ -283,7 +289,7 @@ class HeldoutTask:
         return results
 
 
-def without_language_dropout(stream: StreamConfig) -> StreamConfig:
+def without_language_dropout(stream: Stream) -> Stream:
     """Return the stream with a language_dropout of 0."""
     if not hasattr(stream.options, "language_dropout"):
         return stream
@@ -302,11 +308,13 @@ def estimated_token_count(calibration: Calibration, source_index: int, source: S
 class ModelInTraining(ExportedModel):
     """The encoder in training, with the interface of an exported model."""
 
-    def __init__(self, run_spec: RunSpec, engine: Any):
-        self.device, self.encoder, self.tokenizer = engine.device, engine.module.encoder, run_spec.tokenizer
-        self.languages = [NEUTRAL, *run_spec.languages]
-        self.language_embeddings = any_stream(run_spec.recipe, "language_embeddings")
-        self.pooling = choose_vectors(run_spec.recipe.identity()).pooling
+    def __init__(self, recipe: Recipe, corpus: Corpus, engine: Any):
+        self.device = engine.device
+        self.encoder = engine.module.encoder
+        self.tokenizer = corpus.tokenizer
+        self.languages = [NEUTRAL, *corpus.languages]
+        self.language_embeddings = recipe.any_stream("language_embeddings")
+        self.pooling = choose_vectors(recipe.identity()).pooling
 
 
 def sources_by_row(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
@@ -321,10 +329,10 @@ def sources_by_row(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
 class RetrievalTask:
     """A task that measures how often a sentence's translation is its nearest neighbour, on a share of them per rank."""
 
-    def __init__(self, task: EvalTask, run_spec: RunSpec, engine: Any, process: Process, note: Callable[[str], None]):
+    def __init__(self, task: EvalTask, loader: Loader, engine: Any, process: Process, note: Callable[[str], None]):
         """Read this rank's texts. Raises RankError."""
         self.note = partial(note, f"measuring {task.name}")
-        self.sources = sources_by_row(task, find_task_sources(task, run_spec))
+        self.sources = sources_by_row(task, find_task_sources(task, loader.recipe, loader.corpus))
         self.texts: list[list[tuple[str, ...]]] = []
         for source in self.sources.values():
             self.note()
@@ -332,7 +340,7 @@ class RetrievalTask:
                 self.texts.append(read_texts(source, task.limit, process.rank, process.world))
             except UserError as error:
                 raise RankError(str(error)) from None
-        self.model = ModelInTraining(run_spec, engine)
+        self.model = ModelInTraining(loader.recipe, loader.corpus, engine)
 
     def measure(self) -> Results:
         results: Results = {}
@@ -391,30 +399,31 @@ class AlignmentScores:
 
 
 def alignment_scores(
-    run_spec: RunSpec, engine: Any, host_group: HostGroup, note: Callable[[str], None]
+    loader: Loader, engine: Any, host_group: HostGroup, note: Callable[[str], None]
 ) -> AlignmentScores:
     """Return the measure of the run's dictionaries, without words if the recipe never asks for it. All ranks call it
     together."""
-    recipe = run_spec.recipe
+    recipe = loader.recipe
     asked = bool(recipe.train.measure_every) or any(task.kind == "alignment" for task in recipe.eval.tasks)
-    if not asked or not (run_spec.lexicons or run_spec.measured):
+    if not asked or not (loader.corpus.lexicons or loader.corpus.measured):
         return AlignmentScores(engine, {})
-    return AlignmentScores(engine, find_probes(run_spec, host_group, note))
+    return AlignmentScores(engine, find_probes(loader.corpus, host_group, note))
 
 
-def find_probes(run_spec: RunSpec, host_group: HostGroup, note: Callable[[str], None]) -> dict[str, AlignmentProbe]:
+def find_probes(corpus: Corpus, host_group: HostGroup, note: Callable[[str], None]) -> dict[str, AlignmentProbe]:
     """Return {name of a dictionary: words to score}; {} on ranks other than 0. All ranks call it together."""
-    withheld_share, lexicons = run_spec.unseen, run_spec.lexicons + run_spec.measured
-    tokens = tokens_by_language(run_spec, sorted({lexicon.langs[1] for lexicon in lexicons}), host_group, note)
+    withheld_share = corpus.unseen
+    lexicons = corpus.lexicons + corpus.measured
+    tokens = tokens_by_language(corpus, sorted({lexicon.langs[1] for lexicon in lexicons}), host_group, note)
     if not host_group.is_main:
         return {}
-    if withheld_share < run_spec.recipe.data.lexicon_heldout:
+    if withheld_share < corpus.lexicon_heldout:
         LOG.warning(
-            f"data.lexicon_heldout is {run_spec.recipe.data.lexicon_heldout:g}, but the training of model.init "
+            f"data.lexicon_heldout is {corpus.lexicon_heldout:g}, but the training of model.init "
             f"withheld only {withheld_share:g} of the words; alignment/* measures these alone"
         )
-    probes = build_probes(lexicons, run_spec.lexicons, withheld_share, tokens)
-    for lexicon in run_spec.measured:
+    probes = build_probes(lexicons, corpus.lexicons, withheld_share, tokens)
+    for lexicon in corpus.measured:
         LOG.info(f"{lexicon.summary()}; no stream trains on it")
     for name, probe in probes.items():
         words = len(probe["withheld"].queries)
@@ -427,12 +436,12 @@ def find_probes(run_spec: RunSpec, host_group: HostGroup, note: Callable[[str], 
 
 
 def tokens_by_language(
-    run_spec: RunSpec, languages: list[str], host_group: HostGroup, note: Callable[[str], None]
+    corpus: Corpus, languages: list[str], host_group: HostGroup, note: Callable[[str], None]
 ) -> dict[str, np.ndarray]:
     """Return {language: ids of the tokens that occur in its text}. Every rank reads a share of the text."""
     tokens = dict[str, np.ndarray]()
     for language in languages:
-        text = language, run_spec.sources, run_spec.tokenizer
+        text = language, corpus.sources, corpus.tokenizer
         noted = partial(note, f"counting the tokens of the text in {language}")
         count = host_group.size
         ids = host_group.divide_work([partial(language_tokens, *text, i, count, noted) for i in range(count)])

@@ -19,11 +19,13 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from xscale import rng
+from xscale.data.corpus import Corpus
 from xscale.data.scripts import names_of
 from xscale.errors import UserError
 from xscale.files import may_exist, pointer_problem
 from xscale.models.encoder import Encoder
 from xscale.models.flat import first_position
+from xscale.recipe import Recipe
 
 transformers_logging.disable_progress_bar()
 
@@ -149,6 +151,34 @@ def build_encoder(
         raise UserError(f"data.max_length {max_length} exceeds the {limit} positions of model.init {init}; lower it")
     lm.config.xscale = trained | {"languages": [NEUTRAL, *_resize_language_rows(lm, languages, language_embeddings)]}
     return Encoder(lm)
+
+
+def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, float], PreTrainedModel]) -> Encoder:
+    """Return a run's encoder with the weights of step 0. load: the function that loads model.init with a dropout."""
+    model = recipe.model
+    encoder = build_encoder(
+        init=model.init,
+        preset=model.preset,
+        dropout=model.dropout,
+        attention_gain=model.attention_gain,
+        max_length=max(phase.data.max_length for phase in recipe.schedule.values),
+        vocab_size=corpus.tokenizer.vocab_size,
+        pad_id=corpus.tokenizer.pad_id,
+        languages=corpus.languages,
+        language_embeddings=recipe.any_stream("language_embeddings"),
+        reset_positions=recipe.any_stream("reset_positions"),
+        segments=corpus.segments,
+        neutral_trained=recipe.shows_neutral(),
+        seed=recipe.train.seed,
+        load=load,
+    )
+    encoder.lm.config.xscale["lexicon_heldout"] = corpus.unseen  # for eval/alignment_score.py
+    encoder.dropout = model.dropout
+    first = recipe.at(0).model
+    encoder.set_dropout(first.dropout)  # the warm-up of a queue precedes the first step
+    if first.rope_theta:
+        encoder.set_rope_theta(first.rope_theta)
+    return encoder
 
 
 def redraw_attention(base: PreTrainedModel, gain: float) -> None:

@@ -17,13 +17,15 @@ from typing import Any
 from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.store import Checkpoint
+from xscale.data.calibrate import calibrate
 from xscale.data.calibration import Calibration
+from xscale.data.corpus import Corpus, identity_of
 from xscale.errors import UserError
 from xscale.models.build import run_fields_of
 from xscale.ranks import HostGroup
+from xscale.recipe import Recipe
 from xscale.run import folder
 from xscale.run.metrics import LOG, last_entries
-from xscale.run_spec import RunSpec, any_stream
 from xscale.step.ds_config import EngineConfig
 
 ANCESTRY = "ancestry.json"
@@ -116,21 +118,23 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
         )
 
 
-def resume_calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
+def resume_calibration(
+    recipe: Recipe, corpus: Corpus, checkpoint: Checkpoint | None, host_group: HostGroup
+) -> Calibration:
     """Return the checkpoint's calibration, completed by what all ranks measure together: without a checkpoint, all of
     it; otherwise the sources that are new to the run, and the phases of a fork that has other phases."""
     if checkpoint is None:
-        return run_spec.measure_calibration(host_group)
+        return calibrate(recipe, corpus, host_group)
     before = checkpoint.identity
-    now = run_spec.identity()
-    saved = Calibration.from_dict(checkpoint.calibration, len(before["data"]), list(run_spec.recipe.streams))
+    now = identity_of(recipe, corpus)
+    saved = Calibration.from_dict(checkpoint.calibration, len(before["data"]), list(recipe.streams))
     if before["data"] != now["data"]:
         # Streams and old sources keep their estimates, on which the order of running text and packed rows depend.
-        line_of = dict(zip(fingerprints(now), run_spec.measure_calibration(host_group).lines, strict=True))
+        line_of = dict(zip(fingerprints(now), calibrate(recipe, corpus, host_group).lines, strict=True))
         line_of |= zip(fingerprints(before), saved.lines, strict=True)
         saved = replace(saved, lines=[line_of[source] for source in fingerprints(now)])
     if before["recipe"].get("phases") != now["recipe"].get("phases"):
-        saved = run_spec.measure_calibration(host_group, saved)
+        saved = calibrate(recipe, corpus, host_group, saved)
     return saved
 
 
@@ -226,7 +230,7 @@ def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> N
     files.write_text(out / ANCESTRY, text + "\n")
 
 
-def with_other_data(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
+def with_other_data(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) -> Checkpoint:
     """Return the checkpoint with a position in each source of a fork. Raises UserError if recipe or model forbid other
     data.
 
@@ -234,25 +238,25 @@ def with_other_data(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
     position belongs to which of its sources, and all of them begin a new epoch.
     """
     before = fingerprints(checkpoint.identity)
-    now = [source.fingerprint for source in run_spec.sources]
+    now = [source.fingerprint for source in corpus.sources]
     if before == now:
         return checkpoint
-    check_other_data(checkpoint, run_spec)
+    check_other_data(checkpoint, recipe, corpus)
     state = checkpoint.state
     positions = dict[str, list[list[int]]]()
     sources_at_start = dict(state.get("sources_at_start", {}))
-    for spec in run_spec.specs:
-        saved = state["positions"][spec.name]
-        known = [source for source in spec.sources if now[source] in before]
+    for stream in corpus.streams.last:
+        saved = state["positions"][stream.name]
+        known = [source for source in stream.sources if now[source] in before]
         known.sort(key=lambda source: before.index(now[source]))
         if len(known) == len(saved):
             position_of = dict(zip(known, saved, strict=True))
-            positions[spec.name] = [position_of.get(source, [0, 0]) for source in spec.sources]
-            sources_at_start.setdefault(spec.name, len(saved))
+            positions[stream.name] = [position_of.get(source, [0, 0]) for source in stream.sources]
+            sources_at_start.setdefault(stream.name, len(saved))
         else:
             epoch = 1 + max(position[0] for position in saved)
-            positions[spec.name] = [[epoch, 0] for _ in spec.sources]
-            sources_at_start.pop(spec.name, None)
+            positions[stream.name] = [[epoch, 0] for _ in stream.sources]
+            sources_at_start.pop(stream.name, None)
     new = sum(fingerprint not in before for fingerprint in now)
     gone = sum(fingerprint not in now for fingerprint in before)
     LOG.info(f"{new} sources are new, and {gone} sources of {checkpoint.path} are left out")
@@ -260,20 +264,20 @@ def with_other_data(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
     return replace(checkpoint, manifest=checkpoint.manifest | {"state": state})
 
 
-def check_other_data(checkpoint: Checkpoint, run_spec: RunSpec) -> None:
+def check_other_data(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) -> None:
     """Raise UserError if a fork cannot read other data than the run of the checkpoint."""
-    if run_spec.recipe.data.first:
+    if recipe.data.first:
         raise UserError(
             "--fork: data.first limits the number of records of a language in all data together, so that other data "
             "would change which of the old records are read; give the same --data, or start a new run from the "
             f"weights: model.init={checkpoint.path}"
         )
-    if not any_stream(run_spec.recipe, "language_embeddings"):
+    if not recipe.any_stream("language_embeddings"):
         return
     _, *trained = run_fields_of(checkpoint.path / checkpoints.HF)["languages"]
-    if trained != run_spec.languages:
+    if trained != corpus.languages:
         raise UserError(
             f"--fork: the model has language embeddings of {', '.join(trained)}, but --data has text in "
-            f"{', '.join(run_spec.languages)}; give data in the same languages, or start a new run with "
+            f"{', '.join(corpus.languages)}; give data in the same languages, or start a new run with "
             f"model.init={checkpoint.path}, which adds language embeddings"
         )

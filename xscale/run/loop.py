@@ -7,7 +7,7 @@ from typing import Any
 
 from xscale.checkpoint.manager import CheckpointManager
 from xscale.checkpoint.store import Checkpoint
-from xscale.data.loader import StepBatch
+from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
 from xscale.deepspeed_private import count_skipped_step
 from xscale.errors import NotFinite
@@ -22,7 +22,6 @@ from xscale.run.state import RunContext, TrainState
 from xscale.run.stopper import Stopper
 from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, check_targets
 from xscale.run.validation import Validation
-from xscale.run_spec import RunSpec
 from xscale.step.cost import StepFlops
 from xscale.step.step import optimizer_step
 from xscale.step.zero import keeps_whole_weights
@@ -31,12 +30,10 @@ from xscale.step.zero import keeps_whole_weights
 class Trainer:
     """Trains an engine from a checkpoint, or from the beginning, to the last step of the run."""
 
-    def __init__(
-        self, run_spec: RunSpec, context: RunContext, checkpoint: Checkpoint | None, trace: bool = False
-    ) -> None:
+    def __init__(self, loader: Loader, context: RunContext, checkpoint: Checkpoint | None, trace: bool = False) -> None:
         """Prepare to go on from the checkpoint that the engine was loaded from, or to begin if it is None. trace: write
         the keys of the records that are read."""
-        self.recipe = run_spec.recipe
+        self.recipe = loader.recipe
         self.engine = context.engine
         self.out = context.out
         self.process = context.process
@@ -44,7 +41,7 @@ class Trainer:
         self.stop = context.stop
         self.resumed = checkpoint is not None
         steps = self.recipe.train.steps
-        data = checkpoint.state if checkpoint else initial_state(run_spec.specs)
+        data = checkpoint.state if checkpoint else initial_state(loader.streams)
         self.state = TrainState(data["step"], data)
         done = self.state.step
 
@@ -55,7 +52,7 @@ class Trainer:
             context.host_group,
             keep=self.recipe.checkpoint.keep,
             saved=done if checkpoint and is_own(checkpoint, self.out) else None,
-            write_model=partial(write_model, run_spec, self.engine.module.encoder.lm),
+            write_model=partial(write_model, self.recipe, loader.corpus.tokenizer, self.engine.module.encoder.lm),
             note=self.watch.note,
             published=lambda step, path: self.evaluations.published(step, path),
         )
@@ -63,12 +60,12 @@ class Trainer:
         self.metrics = RunMetrics(context, self.recipe, self.finite, done, trace)
         self.synchronizer = StepSynchronizer(context, self.manager, self.metrics, done, steps)
         self.stopper = Stopper(context, self.synchronizer, self.metrics, self.manager, self.state, steps)
-        self.alignment = alignment_scores(run_spec, self.engine, context.host_group, self.watch.note)
-        tasks = measure_functions(run_spec, self.engine, self.process, self.alignment.measure, self.watch.note)
+        self.alignment = alignment_scores(loader, self.engine, context.host_group, self.watch.note)
+        tasks = measure_functions(loader, self.engine, self.process, self.alignment.measure, self.watch.note)
         measured = done if checkpoint else -1  # a start that was killed may have measured step 0 and saved nothing
         self.evaluations = Validation(context, self.recipe, tasks, measured, self.metrics, self.stopper)
         self.checkpoints = Checkpoints(
-            context, run_spec, self.manager, self.finite, self.metrics, self.evaluations, self.stopper
+            context, loader, self.manager, self.finite, self.metrics, self.evaluations, self.stopper
         )
 
     def begin(self) -> None:

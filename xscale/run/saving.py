@@ -6,15 +6,18 @@ from typing import Any
 
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.manager import CheckpointManager
+from xscale.data.corpus import identity_of
+from xscale.data.loader import Loader
 from xscale.data.mixture import sources_read
+from xscale.data.tokenizer import Tokenizer
 from xscale.models.encoder import set_rope_theta
+from xscale.recipe import Recipe
 from xscale.run.finite import FiniteCheck
 from xscale.run.reporting import RunMetrics
 from xscale.run.state import RunContext, TrainState
 from xscale.run.stopper import Stopper
 from xscale.run.synchronizer import PendingStep
 from xscale.run.validation import Validation
-from xscale.run_spec import RunSpec
 
 
 class Checkpoints:
@@ -23,7 +26,7 @@ class Checkpoints:
     def __init__(
         self,
         context: RunContext,
-        run_spec: RunSpec,
+        loader: Loader,
         manager: CheckpointManager,
         finite: FiniteCheck,
         metrics: RunMetrics,
@@ -32,8 +35,8 @@ class Checkpoints:
     ):
         self.config = context.config
         self.world = context.process.world
-        self.run_spec = run_spec
-        self.recipe = run_spec.recipe
+        self.loader = loader
+        self.recipe = loader.recipe
         self.manager = manager
         self.finite = finite
         self.metrics = metrics
@@ -68,20 +71,20 @@ class Checkpoints:
     def manifest(self, state: TrainState) -> dict[str, Any]:
         """Return a checkpoint's manifest without its list of files; see Checkpoint in checkpoint/store.py."""
         return {
-            "identity": self.run_spec.identity(),
+            "identity": identity_of(self.recipe, self.loader.corpus),
             "state": state.data,
-            "sources": sources_read(state.data, self.run_spec.specs, self.run_spec.sources),
-            "calibration": self.run_spec.calibration.to_dict(),
+            "sources": sources_read(state.data, self.loader.streams, self.loader.corpus.sources),
+            "calibration": self.loader.calibration.to_dict(),
             "engine": self.config.saved(),
         }
 
 
-def write_model(run_spec: RunSpec, lm: Any, step: int, path: Path) -> None:
+def write_model(recipe: Recipe, tokenizer: Tokenizer, lm: Any, step: int, path: Path) -> None:
     """Write the model's config, with the settings of the last step done, and the tokenizer to a checkpoint. Rank 0
     only."""
     config = copy.deepcopy(lm.config)
-    theta = run_spec.recipe.at(max(step - 1, 0)).model.rope_theta
+    theta = recipe.at(max(step - 1, 0)).model.rope_theta
     if theta:
         set_rope_theta(config, theta)  # the next step may have set another while this thread writes
     config.save_pretrained(path / checkpoints.HF)
-    run_spec.tokenizer.hf.save_pretrained(path / checkpoints.HF)
+    tokenizer.hf.save_pretrained(path / checkpoints.HF)

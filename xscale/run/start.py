@@ -4,6 +4,7 @@ import argparse
 import os
 import time
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import yaml
 from xscale import files, ranks, rng
 from xscale.checkpoint.restore import load_engine
 from xscale.checkpoint.store import Checkpoint
+from xscale.data.calibration import Calibration
+from xscale.data.corpus import Corpus, identity_of
+from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state, positions_report
 from xscale.data.planner import Plans
 from xscale.data.remote import location
@@ -21,14 +25,15 @@ from xscale.errors import UserError, redact
 from xscale.eval.in_training import review_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
+from xscale.recipe import Recipe, Schedule
 from xscale.run import folder, going_on
 from xscale.run.describe import dropped_pairs_warnings, share_lines, start_notes
 from xscale.run.folder import DONE, STOPPED, Status, dump, indented
 from xscale.run.loop import Trainer
 from xscale.run.metrics import LINE_SECONDS, LOG, start_logging
+from xscale.run.resolve import module_of_run, resolve_run
 from xscale.run.state import RunContext
 from xscale.run.watch import StopRequest, Watch, names_of_ranks
-from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
@@ -48,69 +53,113 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
 
 
+@dataclass(frozen=True)
+class Resolved:
+    """What a run is made of, checked, before its folder is touched."""
+
+    recipe: Recipe
+    corpus: Corpus
+    config: EngineConfig
+    identity: dict[str, Any]
+    notes: list[str]
+    """The lines to print before the first step."""
+
+
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
-    """Train one run in the existing process group. args: the arguments of train.py. Returns the exit code."""
-    run_spec = resolve_run(args.recipe, args.set, args.data, host_group)
-    hardware = Hardware.here()
-    config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
-    task_notes = review_tasks(run_spec, config.stage, host_group)
-    check_ranks_agree(args, run_spec, config, host_group)
-    recipe = run_spec.recipe
-    ranks.set_deterministic(recipe.train.deterministic)
-    stop = StopRequest(recipe.train.time_limit)
-    locks: list[files.Lock] = []  # rank 0 holds one until this function returns
-    host_group.from_main(lambda: locks.append(take_folder(args, run_spec, status)))
+    """Train one run in the existing process group: resolve it, claim its folder, build its engine, and enter the loop.
+    args: the arguments of train.py. Returns the exit code."""
+    run = resolve(args, process, host_group)
+    train = run.recipe.train
+    ranks.set_deterministic(train.deterministic)
+    stop = StopRequest(train.time_limit)
+    locks = claim_folder(args, run.identity, process, host_group, status)
+    watch = Watch(process, names_of_ranks(host_group), start_logging(args.out, process.rank), status.cut_off, stop)
+    watch.begin(train.stall_limit, train.stop_limit)
+    with closing(watch):
+        for lock in locks:
+            if lock.problem:
+                LOG.warning(lock.problem)
+        for note in run.notes:
+            LOG.info(note)
+        checkpoint = find_start(args, run, host_group)
+        first = checkpoint.step if checkpoint else 0
+        if first >= train.steps:
+            LOG.info(f"{args.out} is complete: {first} of {train.steps} steps")
+            status.ended(DONE, f"{first} of {train.steps} steps")
+            return DONE
+        watch.note("measuring the data")
+        calibration = going_on.resume_calibration(run.recipe, run.corpus, checkpoint, host_group)
+        loader = Loader(run.recipe, run.corpus, calibration)
+        if process.is_main:
+            write_start(args.out, run, loader, checkpoint, process)
+        state = checkpoint.state if checkpoint else initial_state(loader.streams)
+        plans = loader.plans(process, Hardware.here().device, state, train.steps - first, host_group)
+        watch.note("building the engine")
+        engine = make_engine(run, checkpoint, host_group)
+        log_start(loader, engine, run.config, process, first)
+        if not checkpoint:
+            warm_up_queues(engine.module, loader, process, engine.device)
+        context = RunContext(run.config, engine, args.out, process, host_group, status, stop, watch, locks)
+        code = run_loop(loader, context, checkpoint, plans, args.trace)
+        status.ended(code, stop.why if code == STOPPED else f"{status.step} of {train.steps} steps")
+    return code
+
+
+def resolve(args: argparse.Namespace, process: Process, host_group: HostGroup) -> Resolved:
+    """Resolve and check the arguments of train.py, on all ranks together. Raises UserError."""
+    recipe, corpus = resolve_run(args.recipe, args.set, args.data, host_group)
+    config = load_ds_config(args.ds_config, recipe, process.world, Hardware.here())
+    task_notes = review_tasks(recipe, corpus, config.stage, host_group)
+    check_ranks_agree(args, recipe, corpus, config, host_group)
+    notes = [*config.notes, *start_notes(recipe, corpus), *task_notes]
+    return Resolved(recipe, corpus, config, identity_of(recipe, corpus), notes)
+
+
+def claim_folder(
+    args: argparse.Namespace, identity: dict[str, Any], process: Process, host_group: HostGroup, status: Status
+) -> list[files.Lock]:
+    """Take the run's folder. Returns its lock on rank 0, which holds until it is garbage. Raises UserError."""
+    locks: list[files.Lock] = []
+    host_group.from_main(lambda: locks.append(take_folder(args, identity, status)))
     status.running()
     if not args.out.is_dir():
         raise UserError(
             f"--out {args.out} does not exist on {os.uname().nodename}, where rank {process.rank} runs; choose a "
             f"folder that all hosts share"
         )
-    watch = Watch(process, names_of_ranks(host_group), start_logging(args.out, process.rank), status.cut_off, stop)
-    watch.begin(recipe.train.stall_limit, recipe.train.stop_limit)
-    with closing(watch):
-        for problem in (lock.problem for lock in locks if lock.problem):
-            LOG.warning(problem)
-        for note in [*config.notes, *start_notes(run_spec), *task_notes]:
-            LOG.info(note)
-        checkpoint = going_on.find_checkpoint(args, run_spec.identity(), host_group)
-        checkpoint = checkpoint and going_on.with_other_data(checkpoint, run_spec)
-        going_on.check_engine(checkpoint, config)
-        first = checkpoint.step if checkpoint else 0
-        if checkpoint and first >= recipe.train.steps and not going_on.is_own(checkpoint, args.out):
-            raise UserError(
-                f"--fork {args.fork} is at step {first}, and train.steps is {recipe.train.steps}; set more steps"
-            )
-        if first >= recipe.train.steps:
-            LOG.info(f"{args.out} is complete: {first} of {recipe.train.steps} steps")
-            status.ended(DONE, f"{first} of {recipe.train.steps} steps")
-            return DONE
-        watch.note("measuring the data")
-        run_spec = run_spec.calibrated(going_on.resume_calibration(run_spec, checkpoint, host_group))
-        if process.is_main:
-            write_config(args.out, run_spec, config)
-            if checkpoint and not going_on.is_own(checkpoint, args.out):
-                going_on.write_ancestry(args.out, checkpoint, run_spec.identity())
-            for line in dropped_pairs_warnings(run_spec):
-                LOG.warning(line)
-            folder.note_start(args.out, first, process.world)
-        state, left = checkpoint.state if checkpoint else initial_state(run_spec.specs), recipe.train.steps - first
-        plans = run_spec.plans(process, hardware.device, state, left, host_group)
-        watch.note("building the engine")
-        engine = make_engine(run_spec, config, checkpoint, host_group)
-        log_start(run_spec, engine, config, process, first)
-        if not checkpoint:
-            warm_up_queues(engine.module, run_spec, process, engine.device)
-        context = RunContext(config, engine, args.out, process, host_group, status, stop, watch, locks)
-        code = run_loop(run_spec, context, checkpoint, plans, args.trace)
-        status.ended(code, stop.why if code == STOPPED else f"{status.step} of {recipe.train.steps} steps")
-    return code
+    return locks
 
 
-def log_start(run_spec: RunSpec, engine: Any, config: EngineConfig, process: Process, first: int) -> None:
-    train = run_spec.recipe.train
+def find_start(args: argparse.Namespace, run: Resolved, host_group: HostGroup) -> Checkpoint | None:
+    """Return the checkpoint from which the run continues, or None for step 0. Raises UserError."""
+    checkpoint = going_on.find_checkpoint(args, run.identity, host_group)
+    if checkpoint is None:
+        return None
+    checkpoint = going_on.with_other_data(checkpoint, run.recipe, run.corpus)
+    going_on.check_engine(checkpoint, run.config)
+    steps = run.recipe.train.steps
+    if checkpoint.step >= steps and not going_on.is_own(checkpoint, args.out):
+        raise UserError(f"--fork {args.fork} is at step {checkpoint.step}, and train.steps is {steps}; set more steps")
+    return checkpoint
+
+
+def write_start(out: Path, run: Resolved, loader: Loader, checkpoint: Checkpoint | None, process: Process) -> None:
+    """Write the run's configuration and what this start begins with, and print warnings about the data. Rank 0 only."""
+    text = yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)
+    files.write_text(out / "config.yaml", redact(text))
+    files.write_text(out / "ds_config.json", dump(run.config.resolved))
+    files.write_text(out / folder.IDENTITY, dump(run.identity))
+    if checkpoint and not going_on.is_own(checkpoint, out):
+        going_on.write_ancestry(out, checkpoint, run.identity)
+    for line in dropped_pairs_warnings(loader):
+        LOG.warning(line)
+    folder.note_start(out, checkpoint.step if checkpoint else 0, process.world)
+
+
+def log_start(loader: Loader, engine: Any, config: EngineConfig, process: Process, first: int) -> None:
+    train = loader.recipe.train
     if process.is_main:
-        for line in share_lines(run_spec):
+        for line in share_lines(loader):
             LOG.info(line)
     LOG.info(
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "
@@ -118,20 +167,22 @@ def log_start(run_spec: RunSpec, engine: Any, config: EngineConfig, process: Pro
     )
 
 
-def run_loop(run_spec: RunSpec, context: RunContext, checkpoint: Checkpoint | None, plans: Plans, trace: bool) -> int:
+def run_loop(loader: Loader, context: RunContext, checkpoint: Checkpoint | None, plans: Plans, trace: bool) -> int:
     """Run the loop from the checkpoint that the engine was loaded from. Returns the exit code."""
-    trainer = Trainer(run_spec, context, checkpoint, trace)
-    left = run_spec.recipe.train.steps - trainer.state.step
-    batches = run_spec.batches(context.process, context.engine.device.type, trainer.state.data, left, plans)
+    trainer = Trainer(loader, context, checkpoint, trace)
+    left = loader.recipe.train.steps - trainer.state.step
+    batches = loader.batches(context.process, context.engine.device.type, trainer.state.data, left, plans)
     with closing(trainer):
         trainer.begin()
         return trainer.loop(batches)
 
 
-def check_ranks_agree(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig, host_group: HostGroup) -> None:
+def check_ranks_agree(
+    args: argparse.Namespace, recipe: Recipe, corpus: Corpus, config: EngineConfig, host_group: HostGroup
+) -> None:
     """Raise UserError on all ranks unless all were started alike, so that they plan the same data."""
-    ours = run_spec.identity() | {
-        "recipe": run_spec.recipe.to_dict(),
+    ours = corpus.identity() | {
+        "recipe": recipe.to_dict(),
         "--ds_config": config.resolved,
         "--resume": args.resume,
         "--fork": args.fork,
@@ -147,55 +198,62 @@ def check_ranks_agree(args: argparse.Namespace, run_spec: RunSpec, config: Engin
             )
 
 
-def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> files.Lock:
+def take_folder(args: argparse.Namespace, identity: dict[str, Any], status: Status) -> files.Lock:
     """Check, create and lock the run's directory. Rank 0 only. Raises UserError."""
     status.has_lock = False  # until train_run calls `running`
     out: Path = args.out
-    folder.check_out(out, run_spec.identity(), args.resume)
+    folder.check_out(out, identity, args.resume)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be created ({error.strerror}); choose another") from None
     lock = files.Lock(out)
-    folder.check_out(out, run_spec.identity(), args.resume)  # it may have waited
+    folder.check_out(out, identity, args.resume)  # it may have waited
     return lock
 
 
-def write_config(out: Path, run_spec: RunSpec, config: EngineConfig) -> None:
-    recipe = yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True)
-    files.write_text(out / "config.yaml", redact(recipe))
-    files.write_text(out / "ds_config.json", dump(config.resolved))
-    files.write_text(out / folder.IDENTITY, dump(run_spec.identity()))
-
-
-def make_engine(run_spec: RunSpec, config: EngineConfig, checkpoint: Checkpoint | None, host_group: HostGroup) -> Any:
+def make_engine(run: Resolved, checkpoint: Checkpoint | None, host_group: HostGroup) -> Any:
     """Build an engine with the initial weights, or with the checkpoint's whole state."""
-    module = run_spec.module()
-    for note in [] if checkpoint else module.notes:
-        LOG.info(note)
-    engine = engines.build_engine(module, config.resolved)
+    module = module_of_run(run.recipe, run.corpus)
+    corpus = run.corpus
+    if not checkpoint:
+        for note in module.notes:
+            LOG.info(note)
+    engine = engines.build_engine(module, run.config.resolved)
     if checkpoint:
         load_engine(engine, checkpoint, host_group)
         apply_schedule(engine)
-        consumed = positions_report(checkpoint.state, run_spec.specs, run_spec.sources)
+        consumed = positions_report(checkpoint.state, corpus.streams.last, corpus.sources)
         LOG.info(f"resumed from {checkpoint.path}: step {checkpoint.step}; " + "; ".join(consumed))
     return engine
 
 
-def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, device: torch.device) -> None:
+def prefill_loader(loader: Loader, stream_name: str) -> Loader:
+    """Return a loader of one stream, which reads the stream's data in a different order."""
+    name = f"{stream_name}.prefill"
+    (stream,) = (replace(stream, name=name) for stream in loader.streams if stream.name == stream_name)
+    recipe = replace(loader.recipe, streams={name: loader.recipe.streams[stream_name]}, phases=())
+    corpus = replace(loader.corpus, streams=Schedule.constant([stream]))
+    calibration = Calibration(loader.calibration.lines, {name: loader.calibration.estimate_for(stream_name)})
+    return Loader(recipe, corpus, calibration)
+
+
+def warm_up_queues(module: StepModule, loader: Loader, process: Process, device: torch.device) -> None:
     """Fill the queues before step 1, with vectors from the initial weights. All ranks call it together. The warm-up
     reads each stream's data in a different order than training does, and does not change the stream's position."""
     for name, auxiliary_state in module.auxiliary_states.items():
         if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue
-        warm_up = run_spec.copy_of_stream(name, f"{name}.prefill")
-        wanted, have, logged = auxiliary_state.prefill_samples, 0, time.monotonic()
+        warm_up = prefill_loader(loader, name)
+        wanted = auxiliary_state.prefill_samples
+        have = 0
+        logged = time.monotonic()
         LOG.info(f"{name}: reading {wanted:,} samples with the initial weights before step 1, to fill the queue")
-        steps = 2 * -(-wanted // warm_up.specs[0].samples)
-        for batch in warm_up.batches(process, device.type, initial_state(warm_up.specs), steps):
+        steps = 2 * -(-wanted // warm_up.streams[0].samples)
+        for batch in warm_up.batches(process, device.type, initial_state(warm_up.streams), steps):
             for number, row in enumerate(batch.rows):
                 place = (batch.step, number, process.rank)
-                torch.manual_seed(rng.torch_seed(run_spec.recipe.train.seed, "prefill", name, *place))
+                torch.manual_seed(rng.torch_seed(loader.recipe.train.seed, "prefill", name, *place))
                 (auxiliary,) = row.auxiliary.values()
                 (arrays,) = row.to(device).arrays.values()
                 auxiliary_state.encode(module.encoder, auxiliary.to(device), [arrays])

@@ -1,4 +1,4 @@
-"""The costs of a run: memory and communication by ZeRO stage, the size of a checkpoint, and the FLOPs of a step."""
+"""The costs of a run: the memory of a rank by ZeRO stage, the size of a checkpoint, and the FLOPs of a step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -66,43 +66,6 @@ def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: s
     return WIDTH[precision] * n + optimizer + module.auxiliary_bytes()
 
 
-def communication(
-    module: StepModule, recipe: Recipe, samples: Mapping[str, int], ds_config: dict[str, Any], precision: str, rows: int
-) -> dict[str, tuple[str, float]]:
-    """Return the large collectives of a step: purpose -> (operation, bytes of the whole tensors).
-
-    Each gradient is reduced once a step, however many rows it has (step/zero.py). Stages 1 and 2 reduce whole buckets
-    by all-reduce, then gather the weights that each rank has updated. Stage 3 gathers large weights once for each
-    packed row, since the forward and the backward pass share them up to stage3_max_live_parameters (10^9), and small
-    weights once a step. samples: the samples of each stream in a step.
-    """
-    n, stage, width = parameter_count(module), stage_of(ds_config), WIDTH[precision]
-    reduced = WIDTH.get(ds_config.get("communication_data_type") or precision, width)
-    found = {"gradients": ("reduce_scatter" if stage >= 3 else "all_reduce", float(n * reduced))}
-    if stage in (1, 2):
-        found["weights"] = ("all_gather", float(n * width))
-    if stage >= 3:
-        least = ds_config.get("zero_optimization", {}).get("stage3_param_persistence_threshold", 1e5)
-        small = sum(p.numel() for p in module.parameters() if p.numel() <= least)
-        found["weights"] = ("all_gather", float(width * (small + (n - small) * rows)))
-    vectors = sum(
-        samples[name] * (4 * stream.options.projection + 24)
-        for name, stream in recipe.streams.items()
-        if name in module.auxiliary_states and hasattr(stream.options, "projection")
-    )
-    if vectors:
-        found["keys"] = ("all_gather", float(vectors))
-    if recipe.train.measure_every and stage < 3:
-        found["gradient norms"] = ("all_reduce", 4.0 * n * len(recipe.streams) / recipe.train.measure_every)
-    return found
-
-
-def bytes_sent(collective: str, size: float, world: int) -> float:
-    """Return the bytes that a rank sends in a ring algorithm, whose all-reduce is a reduce-scatter and an
-    all-gather."""
-    return (2 if collective == "all_reduce" else 1) * size * (world - 1) / world
-
-
 def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, tokens: int) -> float:
     """Return the bytes that a packed row's forward pass keeps for its backward pass, if all its sequences have
     data.max_length tokens.
@@ -113,9 +76,11 @@ def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, 
     attention keeps its probabilities twice.
     """
     c = encoder.lm.config
-    gated = c.model_type == "modernbert"
-    masks = c.hidden_size + (c.intermediate_size if gated else c.hidden_size)
-    layer = width * (9 * c.hidden_size + (4 if gated else 2) * c.intermediate_size)
+    masks = 2 * c.hidden_size
+    layer = width * (9 * c.hidden_size + 2 * c.intermediate_size)
+    if c.model_type == "modernbert":  # its feed-forward layer has a gate
+        masks = c.hidden_size + c.intermediate_size
+        layer += width * 2 * c.intermediate_size
     if device == "cpu":
         layer += width * (masks + 2 * c.num_attention_heads * recipe.data.max_length)
     else:
@@ -131,6 +96,15 @@ def vocabulary_head_bytes(encoder: Encoder, width: int, device: str) -> float:
     return c.vocab_size * (chunk_rows(device, c.vocab_size, width) * width + c.hidden_size * (4 + width))
 
 
+def peak_flops() -> float | None:
+    """Return the peak FLOP/s of this process's GPU; None for a CPU or an unknown GPU."""
+    if torch.cuda.is_available():
+        for device, flops in PEAK_FLOPS.items():
+            if device in torch.cuda.get_device_name():
+                return flops
+    return None
+
+
 class StepFlops:
     """The model FLOPs of a step, by purpose. Recomputation and padding are not counted.
 
@@ -141,19 +115,19 @@ class StepFlops:
     """
 
     def __init__(self, encoder: Encoder):
-        c = encoder.lm.config
-        linear = [module for module in encoder.lm.base_model.modules() if isinstance(module, nn.Linear)]
-        kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
-        self.per_token = 6 * sum(module.weight.numel() for module in linear)
-        self.per_pair = 12 * c.hidden_size
+        config = encoder.lm.config
+        weights = 0
+        for module in encoder.lm.base_model.modules():
+            if isinstance(module, nn.Linear):
+                weights += module.weight.numel()
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self.per_token = 6 * weights
+        self.per_pair = 12 * config.hidden_size
         self.local = kinds.count("sliding_attention")
         self.whole = len(kinds) - self.local
-        self.window = c.local_attention // 2 if self.local else 0
+        self.window = config.local_attention // 2 if self.local else 0
         self.per_prediction = 6 * (encoder.embeddings.numel() + encoder.head.dense.weight.numel())
-        self.peak = None
-        if torch.cuda.is_available():
-            name = torch.cuda.get_device_name()
-            self.peak = next((flops for device, flops in PEAK_FLOPS.items() if device in name), None)
+        self.peak = peak_flops()
 
     def flops(self, cost: Mapping[str, int]) -> dict[str, float]:
         """Return the model FLOPs of a step by purpose. cost: the sum of Row.cost over all packed rows."""
@@ -169,15 +143,18 @@ class StepFlops:
     def attention(self, tokens: int, squares: int) -> float:
         """Return the FLOPs of attention. For layers with a sliding window, every sequence is assumed to have the
         token-weighted mean length, squares / tokens. squares: sum of squared sequence lengths."""
-        w, length = self.window, squares / max(tokens, 1)
-        within = length if length <= w + 1 else 2 * w + 1 - w * (w + 1) / length
+        length = squares / max(tokens, 1)
+        window = self.window
+        within = 2 * window + 1 - window * (window + 1) / max(length, 1)
+        if length <= window + 1:
+            within = length
         return self.per_pair * (self.whole * squares + self.local * tokens * within)
 
     def metrics(self, cost: Mapping[str, int], seconds: float, world: int) -> dict[str, float]:
         """Return the metrics mfu and mem_gb of a step, if there is a GPU. cost: the sum of Row.cost over all ranks."""
         if not torch.cuda.is_available():
             return {}
-        found = {"mem_gb": torch.cuda.max_memory_allocated() / 1e9}
+        metrics = {"mem_gb": torch.cuda.max_memory_allocated() / 1e9}
         if self.peak:
-            found["mfu"] = sum(self.flops(cost).values()) / (max(seconds, 1e-9) * self.peak * world)
-        return found
+            metrics["mfu"] = sum(self.flops(cost).values()) / (max(seconds, 1e-9) * self.peak * world)
+        return metrics

@@ -1,16 +1,72 @@
-"""The sources that each stream of a recipe reads.
+"""A stream of a recipe: its objective, and the sources that it reads.
 
 The languages of a recipe may be written in any spelling (data/scripts.py): `de` reads sources in deu_Latn.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from xscale.data.scripts import one_name_each, same_language
 from xscale.data.shards import Source
 from xscale.errors import UserError
 
 _CODE = re.compile(r"[a-z]{2,3}(_\w+)?")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream of a recipe, in the steps of one phase or of the whole run."""
+
+    name: str
+    objective: Any
+    """The Objective (objectives/base.py), whose `collate` makes the stream's batches."""
+    options: Any
+    """The objective's own fields of the stream."""
+    sources: tuple[int, ...]
+    """Indices of the sources that the stream reads in any phase of the run."""
+    samples: int
+    """Samples per optimizer step over all ranks."""
+    lexicons: tuple[Any, ...] = ()
+    """The stream's dictionaries (data/lexicon.py), without the withheld words."""
+    idle: frozenset[int] = frozenset()
+    """The sources that the stream does not read in this phase, but in another phase of the run."""
+    language_groups: tuple[str, ...] = ()
+    """Languages and pairs whose losses are reported separately."""
+    objective_name: str = ""
+    """The objective's name in error messages."""
+
+    @property
+    def packed(self) -> bool:
+        """True if a sample is running text that fills about one sequence, False if it is a pair."""
+        return self.objective.record_kind == "mono"
+
+    @property
+    def read(self) -> list[int]:
+        """The sources that the stream reads in this phase."""
+        return [source for source in self.sources if source not in self.idle]
+
+    def with_sources(self, sources: Sequence[Source], read_in_any_phase: Collection[int]) -> "Stream":
+        """Return the stream with the sources that it reads in any phase; those that it does not read now are idle."""
+        return replace(
+            self,
+            sources=tuple(sorted(read_in_any_phase)),
+            idle=frozenset(read_in_any_phase).difference(self.sources),
+            language_groups=language_groups(sources, read_in_any_phase),
+        )
+
+    def records(self, sources: Sequence[Source]) -> int:
+        """Return the number of records in the sources that the stream reads."""
+        return sum(sources[source].records for source in self.read)
+
+
+def language_groups(sources: Sequence[Source], chosen: Collection[int]) -> tuple[str, ...]:
+    """Return the languages and pairs of the chosen sources, in alphabetical order."""
+    names = set[str]()
+    for source in chosen:
+        names.update((sources[source].pair, *sources[source].langs))
+    return tuple(sorted(names))
 
 
 def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:

@@ -1,0 +1,426 @@
+"""The corpus of a run: its sources, tokenizer, dictionaries and streams, checked before any weight exists."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xscale.data.lexicon import Lexicon, check_column_order, find_lexicon_paths, load_lexicon
+from xscale.data.mixture import remote_window_bytes
+from xscale.data.remote import Cache
+from xscale.data.shards import Shard, Source, find_sources, take_first
+from xscale.data.stream import (
+    Stream,
+    check_languages,
+    matches_languages,
+    names_some,
+    select_sources,
+    share_names,
+)
+from xscale.data.tokenizer import Tokenizer
+from xscale.errors import UserError
+from xscale.files import may_exist, parallel_map
+from xscale.ranks import HostGroup
+from xscale.recipe import Recipe, Schedule, StreamConfig, steps_of_epochs
+
+LINKED_SAMPLE = 16
+"""The number of records of a source that are checked for word links."""
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
+"""A directory with a tokenizer has at least one of these files."""
+
+Objectives = Mapping[str, Any]
+"""Name -> Objective (objectives/base.py)."""
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """What a corpus must know of the model that its run starts from."""
+
+    directory: str | Path | None = None
+    """The Hugging Face directory or the hub name of model.init; None: random weights."""
+    segments: bool = False
+    """True if the model has token types for the two sentences of a pair."""
+    lexicon_heldout: float = 1.0
+    """The share of the dictionaries' words on which the model has not been trained."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a run reads."""
+
+    sources: list[Source]
+    tokenizer: Tokenizer
+    streams: Schedule[Sequence[Stream]]
+    """The streams of each step. A stream has the same sources in all phases; those that it does not read are idle."""
+    languages: list[str]
+    """The languages of the sources, in alphabetical order."""
+    lexicons: tuple[Lexicon, ...]
+    """The dictionaries that objectives read, with all their words."""
+    measured: tuple[Lexicon, ...]
+    """The dictionaries that only alignment scores read."""
+    lexicon_heldout: float
+    """The share of the dictionaries' words that no objective of this run sees."""
+    unseen: float
+    """The share of the dictionaries' words on which neither this run nor the run of model.init trains."""
+    segments: bool
+    """True if the two sentences of a pair have different token types."""
+    warnings: tuple[str, ...] = ()
+    """Warnings about dictionaries that cannot be read for alignment scores."""
+
+    @property
+    def language_ids(self) -> dict[str, int]:
+        """The number of each language, from 1 on."""
+        return {language: number for number, language in enumerate(self.languages, start=1)}
+
+    def identity(self) -> dict[str, Any]:
+        """Return the values that a resume must not change."""
+        sources = list[dict[str, Any]]()
+        for source in self.sources:
+            sources.append({"source": source.name, "fingerprint": source.fingerprint})
+        lexicons = list[dict[str, Any]]()
+        for lexicon in self.lexicons:
+            entry = {"lexicon": lexicon.name, "fingerprint": lexicon.fingerprint}
+            lexicons.append(entry | {"heldout": self.lexicon_heldout})
+        return {
+            "data": sources,
+            "tokenizer": self.tokenizer.fingerprint,
+            "special_tokens": self.tokenizer.special,
+            "lexicons": lexicons,
+        }
+
+
+def identity_of(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
+    """Return the values of a run that a resume must not change."""
+    return {"recipe": recipe.identity()} | corpus.identity()
+
+
+def open_corpus(
+    recipe: Recipe,
+    objectives: Objectives,
+    data: Sequence[Path | str],
+    initial: InitialModel | None = None,
+    host_group: HostGroup | None = None,
+) -> Corpus:
+    """Open and check what a recipe reads. data: the value of --data. The ranks of `host_group` share the check of the
+    files. Raises UserError."""
+    initial = initial or InitialModel()
+    host_group = host_group or HostGroup(alone=True)
+    every = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
+    share_names(every)
+    sources = take_first(every, recipe.data.first)
+    check_file_sizes(sources, host_group)
+    samples = sample_links(languages_of_links(recipe, objectives), sources, host_group)
+    without_idle = recipe.schedule.map(lambda phase: streams_of(phase, objectives, sources, samples))
+    streams = with_idle_sources(without_idle, sources)
+    check_cache_size(recipe, streams.last, sources)
+    near = next((path for path in data if isinstance(path, Path)), None)
+    tokenizer = Tokenizer(find_tokenizer(recipe, initial, near))
+    check_tokenizer_of_init(recipe.model.init, initial, tokenizer)
+    lexicons = load_lexicons(recipe, objectives, tokenizer, sources, near)
+    with_lexicons = list[Sequence[Stream]]()
+    for phase, of_phase in zip(recipe.schedule.values, streams.values, strict=True):
+        with_lexicons.append([add_lexicons(stream, phase, lexicons.loaded) for stream in of_phase])
+    check_links(streams.last, sources, samples)
+    trained_paths = set[Path]()
+    for stream in chain(*with_lexicons):
+        trained_paths.update(lexicon.path for lexicon in stream.lexicons)
+    trained = [lexicon for lexicon in lexicons.loaded if lexicon.path in trained_paths]
+    measured = [lexicon for lexicon in lexicons.loaded if lexicon.path not in trained_paths]
+    return Corpus(
+        sources,
+        tokenizer,
+        Schedule(streams.ends, tuple(with_lexicons)),
+        sorted(languages_of(sources)),
+        lexicons=tuple(trained),
+        measured=tuple(measured),
+        lexicon_heldout=recipe.data.lexicon_heldout,
+        unseen=min(initial.lexicon_heldout, recipe.data.lexicon_heldout),
+        segments=uses_segments(recipe, initial, tokenizer),
+        warnings=lexicons.warnings,
+    )
+
+
+def languages_of(sources: Sequence[Source]) -> set[str]:
+    languages = set[str]()
+    for source in sources:
+        languages.update(source.langs)
+    return languages
+
+
+def uses_segments(recipe: Recipe, initial: InitialModel, tokenizer: Tokenizer) -> bool:
+    """Return whether the recipe, the tokenizer and the model distinguish the two sentences of a pair by token types."""
+    wanted = recipe.data.segments and not recipe.any_stream("language_embeddings")
+    return wanted and tokenizer.pair.segments and initial.segments
+
+
+# Files
+
+
+def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
+    """Raise UserError if a file of the sources has a wrong size. Each file is checked by one rank."""
+    # Two lists replace a list of pairs, of which the garbage collector would have to visit up to 10^5.
+    owners = list[Source]()
+    shards = list[Shard]()
+    for source in sources:
+        owners += [source] * len(source.shards)
+        shards += source.shards
+
+    def check(number: int) -> None:
+        parallel_map(Source.check_size, owners[number :: host_group.size], shards[number :: host_group.size])
+
+    host_group.divide_work([partial(check, number) for number in range(host_group.size)])
+
+
+def check_cache_size(recipe: Recipe, streams: Sequence[Stream], sources: list[Source]) -> None:
+    """Raise UserError if the cache is too small for the remote shards that the shuffle reads at once."""
+    at_once = remote_window_bytes(streams, sources)
+    if at_once > recipe.data.cache_gb * 1e9:
+        needed = math.ceil(at_once / 1e6) / 1e3
+        raise UserError(
+            f"data.cache_gb: {recipe.data.cache_gb:g}, but the shuffle reads from {needed:g} GB of remote shards at "
+            f"once, which would be fetched again and again; set data.cache_gb={needed:g} or more"
+        )
+
+
+# Streams
+
+
+def streams_of(
+    recipe: Recipe, objectives: Objectives, sources: list[Source], samples: Sequence["LinkSample"]
+) -> list[Stream]:
+    """Return the streams of a recipe, without dictionaries. Raises UserError."""
+    streams = list[Stream]()
+    check_languages(recipe.data.languages, sources)
+    for name, stream in recipe.streams.items():
+        objective = objectives[stream.objective]
+        kind = objective.record_kind
+        chosen = select_sources(name, kind, stream.languages, sources, recipe.data.languages)
+        chosen = linked_sources(objective, chosen, samples)
+        streams.append(Stream(name, objective, stream.options, chosen, stream.samples, objective_name=stream.objective))
+        problem = objective.check(stream.options, stream.samples)
+        if problem:
+            raise UserError(f"streams.{name}.{problem}")
+    return streams
+
+
+def with_idle_sources(streams: Schedule[list[Stream]], sources: list[Source]) -> Schedule[Sequence[Stream]]:
+    """Return the streams, each with the sources that it reads in any phase."""
+    read: dict[str, set[int]] = {}
+    for stream in chain(*streams.values):
+        read.setdefault(stream.name, set()).update(stream.sources)
+
+    def completed(of_phase: list[Stream]) -> Sequence[Stream]:
+        return [stream.with_sources(sources, read[stream.name]) for stream in of_phase]
+
+    return streams.map(completed)
+
+
+def epoch_stream(streams: Sequence[Stream]) -> Stream | None:
+    """Return the stream whose pairs train.epochs counts: the first one that reads pairs, or None."""
+    return next((stream for stream in streams if not stream.packed), None)
+
+
+def with_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
+    """Return the recipe with train.epochs converted to train.steps. Raises UserError."""
+    if recipe.train.epochs is None:
+        return recipe
+    stream = epoch_stream(corpus.streams.last)
+    if stream is None:
+        raise UserError("train.epochs counts pairs, but no stream of this recipe reads pairs; set train.steps")
+    return steps_of_epochs(recipe, stream.records(corpus.sources), stream.samples)
+
+
+# Word links
+
+
+class LinkSample(NamedTuple):
+    """The word links of some records of a source, the first and the last among them."""
+
+    some: bool
+    """True if any record of the sample has links."""
+    bare: str
+    """The place of the sample's first record without links, or an empty string."""
+
+
+def languages_of_links(recipe: Recipe, objectives: Objectives) -> list[list[str] | None]:
+    """Return the languages of each stream that needs word links, also those of phases. None: all languages."""
+    languages = list[list[str] | None]()
+    for phase in recipe.schedule.values:
+        for stream in phase.streams.values():
+            if objectives[stream.objective].needs == "links":
+                languages.append(wanted_languages(phase, stream))
+    return languages
+
+
+def wanted_languages(recipe: Recipe, stream: StreamConfig) -> list[str] | None:
+    """Return the languages that a stream of the recipe reads; None: all."""
+    return recipe.data.languages if stream.languages is None else stream.languages
+
+
+def sample_links(languages: list[list[str] | None], sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
+    """Return the word links of some records of each source that may be read for links, each read by one rank."""
+
+    def look(source: Source) -> LinkSample:
+        if source.kind == "pair":
+            for listed in languages:
+                if listed is None or matches_languages(listed, source.langs):
+                    return sample_links_of(source)
+        return LinkSample(False, "")
+
+    return host_group.divide_work([partial(look, source) for source in sources])
+
+
+def sample_links_of(source: Source) -> LinkSample:
+    """Read some records of a source, and return which of them have word links."""
+    numbers = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
+    some = False
+    bare = ""
+    without_readahead = source.without_readahead()
+    for shard, number in source.places(numbers):
+        record = without_readahead.read(shard, number)
+        if record.links is not None:
+            some = True
+        elif not bare:
+            bare = f"{source.directory / source.shards[shard].name}, record {record.key!r}"
+    return LinkSample(some, bare)
+
+
+def linked_sources(objective: Any, chosen: tuple[int, ...], samples: Sequence[LinkSample]) -> tuple[int, ...]:
+    """Return those of the `chosen` sources that the objective can read: if it needs word links, those that have links.
+    If none has links, return all of them; check_links then raises the error."""
+    if objective.needs != "links":
+        return chosen
+    return tuple(source for source in chosen if samples[source].some) or chosen
+
+
+def check_links(streams: Sequence[Stream], sources: list[Source], samples: Sequence[LinkSample]) -> None:
+    """Raise UserError if an objective that needs word links reads a source without them."""
+    for stream in streams:
+        if stream.objective.needs != "links":
+            continue
+        for source in stream.sources:
+            sources[source].check_links()
+            if samples[source].bare:
+                raise UserError(
+                    f"streams.{stream.name} needs word links; {samples[source].bare}, has none. Write "
+                    f"{sources[source].name} again "
+                    f"with `python -m data_tools.write_shards pairs ... --links F` or `--align`, or name the pairs "
+                    f"that have links: streams.{stream.name}.languages=[...]"
+                )
+
+
+# Dictionaries
+
+
+class LoadedLexicons(NamedTuple):
+    """The dictionaries of a run, sorted by name, and warnings about those that cannot be read."""
+
+    loaded: tuple[Lexicon, ...]
+    warnings: tuple[str, ...]
+
+
+def load_lexicons(
+    recipe: Recipe, objectives: Objectives, tokenizer: Tokenizer, sources: list[Source], data: Path | None
+) -> LoadedLexicons:
+    """Read the dictionaries. Missing or malformed ones, or those with swapped columns, are left out. Raises UserError
+    instead if the recipe names dictionaries or an objective needs them."""
+    paths = [Path(path) for path in recipe.data.lexicons]
+    needed = bool(paths) or any(objectives[stream.objective].needs == "lexicon" for stream in recipe.streams.values())
+    if not paths and data:
+        paths = find_lexicon_paths(sources, data)
+    languages = languages_of(sources)
+    loaded = list[Lexicon]()
+    warnings = list[str]()
+    for path in paths:
+        try:
+            lexicon = load_lexicon(path, tokenizer, languages)
+            check_column_order(lexicon, path, sources)
+            loaded.append(lexicon)
+        except UserError as error:
+            if needed:
+                raise
+            warnings.append(f"warning: no alignment score by {path}: {error}")
+    loaded.sort(key=lambda lexicon: (lexicon.name, lexicon.fingerprint))
+    return LoadedLexicons(tuple(loaded), tuple(warnings))
+
+
+def add_lexicons(stream: Stream, recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> Stream:
+    """Return the stream with the dictionaries that its objective reads, without the withheld words. recipe: that of the
+    stream's phase. Raises UserError if the dictionaries have no word."""
+    if stream.objective.needs != "lexicon":
+        return stream
+    languages = wanted_languages(recipe, recipe.streams[stream.name])
+    # `without_withheld` returns one object for all streams, so that a process builds its tables once.
+    read = list[Lexicon]()
+    for lexicon in lexicons:
+        if reads_lexicon(languages, lexicon):
+            read.append(lexicon.without_withheld(recipe.data.lexicon_heldout))
+    if not any(lexicon.words for lexicon in read):
+        there = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
+        wanted = f" of its languages, {', '.join(languages)} (there are: {there})" if languages else ""
+        raise UserError(
+            f"streams.{stream.name} needs a dictionary{wanted}: set data.lexicons=[PATH/en-de.txt], or put it into "
+            f"lexicon/ beside the shards"
+        )
+    return replace(stream, lexicons=tuple(read))
+
+
+def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
+    """Return whether a stream with these languages reads the dictionary: the list has both of the dictionary's
+    languages, or its only language is one of them."""
+    if languages is None:
+        return True
+    return matches_languages(languages, lexicon.langs) or (
+        len(languages) == 1 and names_some(languages[0], lexicon.langs)
+    )
+
+
+# The tokenizer
+
+
+def find_tokenizer(recipe: Recipe, initial: InitialModel, data: Path | None) -> str:
+    """Return the directory or hub name of the tokenizer: model.tokenizer, else that of model.init, else the one beside
+    the shards. data: the first directory of --data. Raises UserError if there is no tokenizer."""
+    if recipe.model.tokenizer:
+        return recipe.model.tokenizer
+    init = recipe.model.init
+    if has_tokenizer(initial.directory):
+        return str(initial.directory)
+    if init and not Path(init).exists():
+        if not may_exist(init):
+            raise UserError(
+                f"model.init {init} does not exist; give a run, or a Hugging Face directory or name; "
+                f"to resume, put the folder hf of one of the run's checkpoints there"
+            )
+        return init  # a hub name
+    if data is None:
+        raise UserError("all of --data is remote, and a tokenizer is only looked for on disks; set model.tokenizer=DIR")
+    for folder in (data, data.resolve().parent):
+        if (folder / "tokenizer").is_dir():
+            return str(folder / "tokenizer")
+    raise UserError(
+        f"no tokenizer{f' in model.init {init}, and none' if init else '/'} in {data} or its parent. Train one with "
+        f"`python -m data_tools.tokenizer --data {data} --out {data / 'tokenizer'}`, or set model.tokenizer"
+    )
+
+
+def has_tokenizer(directory: str | Path | None) -> bool:
+    """Return whether a folder has the files of a tokenizer."""
+    return directory is not None and any(next(Path(directory).glob(name), None) for name in TOKENIZERS)
+
+
+def check_tokenizer_of_init(init: str | None, initial: InitialModel, tokenizer: Tokenizer) -> None:
+    """Raise UserError if `model.init` has a tokenizer, and it is not the run's."""
+    if initial.directory is None or not has_tokenizer(initial.directory):
+        return
+    trained = Tokenizer(initial.directory)
+    if (trained.fingerprint, trained.special) != (tokenizer.fingerprint, tokenizer.special):
+        raise UserError(
+            f"model.init {init} was trained with the tokenizer {initial.directory}, and the run's tokenizer is another "
+            f"one; set model.tokenizer={initial.directory}, or enlarge the model's vocabulary as docs/how-to/add-language.md shows"
+        )

@@ -1,0 +1,125 @@
+"""What a run is made of: its recipe and its corpus, checked, and the model with the weights of step 0."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.restore import load_initial
+from xscale.data.corpus import Corpus, InitialModel, open_corpus, with_steps
+from xscale.errors import UserError
+from xscale.models.build import dropout_of, has_segments, initial_encoder, run_fields_of
+from xscale.models.encoder import Encoder
+from xscale.models.heads import SavedHeads
+from xscale.objectives import OBJECTIVES
+from xscale.ranks import HostGroup
+from xscale.recipe import Phase, Recipe, load_recipe
+from xscale.step.module import StepModule
+
+ADAPT_RECIPES = {
+    "tlm": "adapt/tlm",
+    "alignlm": "adapt/alignlm",
+    "ppa": "adapt/ppa",
+    "contextual": "adapt/contextual",
+    "word_contrast": "adapt/word_contrast",
+    "translation_ranking": "adapt/ranking",
+}
+"""The recipe that goes on from a pre-trained model, by objective."""
+
+
+def resolve_run(
+    recipe_name: str, sets: list[str], data: Sequence[Path | str], host_group: HostGroup | None = None
+) -> tuple[Recipe, Corpus]:
+    """Return the recipe of a run and what it reads, both checked. The ranks of `host_group` share the check of the
+    files. Raises UserError."""
+    recipe = load_recipe(recipe_name, sets, {name: objective.options for name, objective in OBJECTIVES.items()})
+    check_start(recipe_name, recipe, sets)
+    recipe = with_own_dropout(recipe)
+    corpus = open_corpus(recipe, OBJECTIVES, data, initial_model(recipe), host_group)
+    return with_steps(recipe, corpus), corpus
+
+
+def initial_directory(init: str | None) -> str | Path | None:
+    """Return model.init or, if it is a run or a checkpoint, the Hugging Face folder in the checkpoint."""
+    if init and checkpoints.is_run(Path(init)):
+        return checkpoints.resolve_checkpoint(Path(init)) / checkpoints.HF
+    return init
+
+
+def initial_model(recipe: Recipe) -> InitialModel:
+    """Return what the corpus must know of model.init. Raises UserError."""
+    directory = initial_directory(recipe.model.init)
+    heldout = run_fields_of(directory).get("lexicon_heldout", 1.0)
+    return InitialModel(directory, has_segments(directory, recipe.model.preset), heldout)
+
+
+def check_start(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
+    """Raise UserError if the recipe suits other weights than those that the run starts from (model.starts_from). A user
+    who sets train.lr, or model.init to null, with --set is not refused."""
+    init = recipe.model.init
+    fields_set = {assignment.partition("=")[0] for assignment in sets}
+    if recipe.model.starts_from == "model" and init is None and "model.init" not in fields_set:
+        raise UserError(
+            f"recipe {recipe_name} goes on from a pre-trained model, and model.init is null; name one, as in "
+            f"--set model.init=DIR"
+        )
+    if recipe.model.starts_from != "scratch" or init is None or "train.lr" in fields_set:
+        return
+    if run_fields_of(initial_directory(init)):
+        return  # trained by xscale
+    suited = adapt_recipe(recipe)
+    remedy = f"Use --recipe {suited}, or set" if suited else "Set"
+    raise UserError(
+        f"recipe {recipe_name} is for random weights: its train.lr {recipe.train.lr:g} would harm the pre-trained "
+        f"model.init {init}. {remedy} a learning rate and dropout yourself, as in --set train.lr=5e-5 "
+        f"model.dropout=null"
+    )
+
+
+def adapt_recipe(recipe: Recipe) -> str | None:
+    """Return the name of the recipe with the same objectives that goes on from a pre-trained model, or None."""
+    names = set[str]()
+    for stream in recipe.streams.values():
+        if stream.objective in ADAPT_RECIPES:
+            names.add(ADAPT_RECIPES[stream.objective])
+    if len(names) > 1:
+        return "adapt/mixed"
+    return names.pop() if names else None
+
+
+def with_own_dropout(recipe: Recipe) -> Recipe:
+    """Return the recipe with a number in the place of `model.dropout: null`, also in its phases."""
+    if all(each.model.dropout is not None for each in recipe.schedule.values):
+        return recipe
+    dropout = dropout_of(initial_directory(recipe.model.init))
+    phases = list[Phase]()
+    for phase in recipe.phases:
+        phases.append(replace(phase, recipe=with_dropout(phase.recipe, dropout)))
+    return replace(with_dropout(recipe, dropout), phases=tuple(phases))
+
+
+def with_dropout(recipe: Recipe, dropout: float) -> Recipe:
+    """Return the recipe with this dropout, unless it has one."""
+    if recipe.model.dropout is not None:
+        return recipe
+    return replace(recipe, model=replace(recipe.model, dropout=dropout))
+
+
+def encoder_of_run(recipe: Recipe, corpus: Corpus, kept: dict[str, SavedHeads] | None = None) -> Encoder:
+    """Build the encoder with the weights of step 0. kept: a dictionary that receives the heads of model.init."""
+
+    def load(init: str | Path, dropout: float) -> PreTrainedModel:
+        lm, heads = load_initial(init, dropout)
+        if kept is not None:
+            kept.update(heads)
+        return lm
+
+    return initial_encoder(recipe, corpus, load)
+
+
+def module_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
+    """Build the module of step 0. A stream takes over heads of model.init that the same objective trained."""
+    kept: dict[str, SavedHeads] = {}
+    return StepModule(encoder_of_run(recipe, corpus, kept), recipe, kept)
