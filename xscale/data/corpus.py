@@ -330,7 +330,9 @@ def load_lexicons(
     """Read the dictionaries. Missing or malformed ones, or those with swapped columns, are left out. Raises UserError
     instead if the recipe names dictionaries or an objective needs them."""
     paths = [Path(path) for path in recipe.data.lexicons]
-    needed = bool(paths) or any(objectives[stream.objective].needs == "lexicon" for stream in recipe.streams.values())
+    needed = bool(paths)
+    for stream in recipe.streams.values():
+        needed |= objectives[stream.objective].needs == "lexicon"
     if not paths and data:
         paths = find_lexicon_paths(sources, data)
     languages = languages_of(sources)
@@ -411,7 +413,9 @@ def find_tokenizer(recipe: Recipe, initial: InitialModel, data: Path | None) -> 
 
 def has_tokenizer(directory: str | Path | None) -> bool:
     """Return whether a folder has the files of a tokenizer."""
-    return directory is not None and any(next(Path(directory).glob(name), None) for name in TOKENIZERS)
+    if directory is None:
+        return False
+    return any(list(Path(directory).glob(name)) for name in TOKENIZERS)
 
 
 def check_tokenizer_of_init(init: str | None, initial: InitialModel, tokenizer: Tokenizer) -> None:

@@ -299,7 +299,8 @@ def check_column_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> N
     """Raise UserError if the columns are, judged by the training text, in the opposite order to the file's name."""
     seen: dict[str, set[str]] = {}
     for language in lexicon.langs:
-        seen[language] = {word.lower() for word in count_words(texts_of(language, sources, _ORDER_SAMPLE))}
+        words = count_words(texts_of(language, sources, _ORDER_SAMPLE))
+        seen[language] = set(map(str.lower, words))
     absent = [language for language in lexicon.langs if not seen[language]]
     if absent:
         raise UserError(f"{path}: --data has no text in {', '.join(absent)}; add shards, or leave the dictionary out")

@@ -67,8 +67,8 @@ def project_links(
     words of data/words.py already. Raises ValueError.
     """
     segmented = segment(list(texts))
-    is_word: list[np.ndarray] = []
-    words: list[list[list[int]]] = []
+    is_word = list[np.ndarray]()
+    words = list[list[list[int]]]()
     """For each side and each word that `links` counts, the numbers of the text's words that it overlaps."""
     for side, text in enumerate(texts):
         first_word = segmented.words[side]
@@ -77,21 +77,27 @@ def project_links(
             words.append([[number] for number in range(len(is_word[side]))])
         else:
             word_of_char = segmented.word_of[segmented.chars[side] : segmented.chars[side + 1]] - first_word
-            counted = tokenised[side] if tokenised else text
-            words.append([_numbers(word_of_char[characters]) for characters in places(text, counted)])
-    kept: set[Link] = set()
+            words.append(overlapped_words(text, tokenised[side] if tokenised else text, word_of_char))
+    kept = set[Link]()
     dropped = 0
     for i, j in parse(links, (len(words[0]), len(words[1]))):
-        fitting = {(a, b) for a, b in product(words[0][i], words[1][j]) if is_word[0][a] == is_word[1][b]}
-        if not fitting:
-            dropped += 1
-        kept |= fitting
+        fits = False
+        for a, b in product(words[0][i], words[1][j]):
+            if is_word[0][a] == is_word[1][b]:
+                kept.add((a, b))
+                fits = True
+        dropped += not fits
     return pharaoh(sorted(kept)), dropped
 
 
-def _numbers(word_of: np.ndarray) -> list[int]:
-    """Return the distinct numbers of words. A negative number is that of no word."""
-    return np.unique(word_of[word_of >= 0]).tolist()
+def overlapped_words(text: str, tokenised: str, word_of_char: np.ndarray) -> list[list[int]]:
+    """Return the numbers of the words of `text` that each word (link_words) of `tokenised` overlaps. word_of_char: the
+    number of the word of each character of `text`; negative for a character of no word."""
+    words = list[list[int]]()
+    for characters in places(text, tokenised):
+        numbers = word_of_char[characters]
+        words.append(np.unique(numbers[numbers >= 0]).tolist())
+    return words
 
 
 def places(text: str, tokenised: str) -> list[list[int]]:
@@ -107,20 +113,24 @@ def places(text: str, tokenised: str) -> list[list[int]]:
         tokens = list(map(html.unescape, tokens))  # Moses escapes characters for HTML
         theirs = _folded_characters(tokens)
     place_of = dict(enumerate(visible))
+    """The index in `text` of the characters of `tokens`, counted without white space."""
     if ours != theirs:
-        blocks = difflib.SequenceMatcher(None, ours, theirs, False).get_matching_blocks()
-        if 2 * sum(block.size for block in blocks) < len(theirs):
-            raise ValueError(f"the tokenised text {tokenised[:60]!r} does not match the text {text[:60]!r}")
         place_of = {}
-        for block in blocks:
+        for block in difflib.SequenceMatcher(None, ours, theirs, False).get_matching_blocks():
             for k in range(block.size):
                 place_of[block.b + k] = visible[block.a + k]
-    places_of_tokens = []
-    start = 0
+    if 2 * len(place_of) < len(theirs):
+        raise ValueError(f"the tokenised text {tokenised[:60]!r} does not match the text {text[:60]!r}")
+    places_of_tokens = list[list[int]]()
+    character_number = 0
     for token in tokens:
-        end = start + sum(not character.isspace() for character in token)
-        places_of_tokens.append([place_of[k] for k in range(start, end) if k in place_of])
-        start = end
+        places_of_token = list[int]()
+        for character in token:
+            if not character.isspace():
+                if character_number in place_of:
+                    places_of_token.append(place_of[character_number])
+                character_number += 1
+        places_of_tokens.append(places_of_token)
     return places_of_tokens
 
 

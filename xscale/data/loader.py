@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -116,16 +116,18 @@ class StepDataset(Dataset):
         if isinstance(plan, Failure):
             return plan
         context = self.contexts.at(plan.step)
-        parts: list[dict[str, StreamBatch]] = [{} for _ in range(plan.rows)]
+        stream_batches = dict[str, list[StreamBatch]]()
         groups = dict[str, tuple[str, ...]]()
         try:
             for stream in self.streams.at(plan.step):
                 groups[stream.name] = stream.language_groups
-                for part, stream_batch in zip(parts, self.stream_batches(stream, plan), strict=True):
-                    part[stream.name] = stream_batch
+                stream_batches[stream.name] = self.stream_batches(stream, plan)
         except (UserError, OSError) as error:  # not raised: DataLoader would wrap it and lose errno and file
             return failure_of(error, f"step {plan.step}: ")
-        rows = [pack_row(part, context.tokenizer.sep_id, language_groups=groups) for part in parts]
+        rows = list[Row]()
+        for number in range(plan.rows):
+            of_row = {name: batches[number] for name, batches in stream_batches.items()}
+            rows.append(pack_row(of_row, context.tokenizer.sep_id, language_groups=groups))
         return StepBatch(plan.step, rows, plan.state)
 
     def stream_batches(self, stream: Stream, plan: Plan) -> list[StreamBatch]:
@@ -135,19 +137,20 @@ class StepDataset(Dataset):
         stream_batches = list[StreamBatch]()
         for row, count in enumerate(plan.records_of_rows(stream.name)):
             of_row = list(islice(examples, count))
-            samples = [list(group) for _, group in groupby(of_row, key=lambda example: example.number)]
+            samples = list[list[Example]]()
+            for _, sample in groupby(of_row, key=lambda example: example.number):
+                samples.append(list(sample))
             context = replace(shared, row=row * plan.world + plan.rank)
             with adding_note(f"streams.{stream.name}, objective {stream.objective_name}: collate"):
                 stream_batch = stream.objective.collate(samples, stream.options, context)
                 check_stream_batch(stream_batch, stream.objective.terms(stream.options).keys())
-            stream_batches.append(
-                replace(
-                    stream_batch,
-                    too_long=sum(is_too_long(example, context) for example in of_row),
-                    pair_counts=count_pairs(stream.name, of_row, context),
-                    keys=[example.key for example in of_row],
-                )
-            )
+            too_long = 0
+            keys = list[str]()
+            for example in of_row:
+                too_long += int(is_too_long(example, context))
+                keys.append(example.key)
+            counts = count_pairs(stream.name, of_row, context)
+            stream_batches.append(replace(stream_batch, too_long=too_long, pair_counts=counts, keys=keys))
         return stream_batches
 
     def context_of(self, stream: Stream, step: int = 0, rows: int = 1) -> CollateContext:
@@ -165,11 +168,15 @@ class StepDataset(Dataset):
         """Yield the examples of the records, which are tokenised together."""
         words_wanted = stream.objective.words(stream.options)
         places = list(zip(table.source.tolist(), table.shard.tolist(), table.record.tolist(), strict=True))
-        records = [self.sources[source].read(shard, record) for source, shard, record in places]
+        records = list[Record]()
+        texts = list[str]()
+        for source, shard, number in places:
+            record = self.sources[source].read(shard, number)
+            if len(record.texts) == 2:
+                record = shortened(record, words_wanted, context)
+            records.append(record)
+            texts += record.texts
         pairs = bool(records) and len(records[0].texts) == 2
-        if pairs:
-            records = [shortened(record, words_wanted, context) for record in records]
-        texts = list(chain.from_iterable(record.texts for record in records))
         follows = self.continues_document(table).tolist()
         if context.tokenizer.keeps_space and not pairs:
             for number, text in enumerate(texts):
@@ -246,16 +253,19 @@ def shortened(pair: Record, words: bool, context: CollateContext) -> Record:
     limit = CHARACTERS * context.max_length
     if max(map(len, pair.texts)) <= limit or (words and context.overlong != "drop"):
         return pair
-    return pair._replace(texts=tuple(text[:limit] for text in pair.texts), links="" if words else pair.links)
+    first, second = pair.texts
+    cut = pair._replace(texts=(first[:limit], second[:limit]))
+    return cut._replace(links="") if words else cut
 
 
 def borders_of_long_texts(texts: list[str], ids: list[list[int]], context: CollateContext) -> dict[int, list[int]]:
     """Return the tokens before which a text may be cut, by the text's index, for texts longer than a sequence."""
-    long = [i for i, tokens in enumerate(ids) if len(tokens) > context.max_length - 2]
-    if not long:
-        return {}
-    _, words = context.tokenizer.encode_words([texts[i] for i in long])
-    return dict(zip(long, [text_words.borders() for text_words in words], strict=True))
+    borders = dict[int, list[int]]()
+    for number, tokens in enumerate(ids):
+        if len(tokens) > context.max_length - 2:
+            _, words = context.tokenizer.encode_words([texts[number]])
+            borders[number] = words[0].borders()
+    return borders
 
 
 def collate_context(corpus: Corpus, data: DataConfig, seed: int) -> CollateContext:
@@ -337,7 +347,9 @@ def worker_count(wanted: int | str, process: Process, device: str) -> int:
 
 def step_plans(mixture: Mixture, workers: int, steps: int, node: Node | None = None) -> Plans:
     """Return the plans of the mixture's next steps. With workers, a planner process makes the plans."""
-    return start_planner(mixture, steps, node) if workers else (mixture.next_part() for _ in range(steps))
+    if workers:
+        return start_planner(mixture, steps, node)
+    return (mixture.next_part() for _ in range(steps))
 
 
 def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> Iterator[StepBatch]:

@@ -49,7 +49,15 @@ class PlanTable:
 
     def select(self, places: np.ndarray) -> "PlanTable":
         """Return the records at these indices."""
-        return PlanTable(*(getattr(self, column.name)[places] for column in fields(PlanTable)))
+        return PlanTable(
+            self.sample[places],
+            self.source[places],
+            self.epoch[places],
+            self.shard[places],
+            self.record[places],
+            self.tokens[places],
+            self.row[places],
+        )
 
 
 def join_tables(pieces: Sequence[PlanTable]) -> PlanTable:
@@ -82,7 +90,9 @@ class Plan:
 
     def parts(self, ranks: Sequence[int]) -> list["Plan"]:
         """Return the part of each of these ranks."""
-        parts = [Plan(self.step, {}, self.rows, self.world, self.state, rank) for rank in ranks]
+        parts = list[Plan]()
+        for rank in ranks:
+            parts.append(Plan(self.step, {}, self.rows, self.world, self.state, rank))
         for name, table in self.tables.items():
             by_row = np.argsort(table.row, kind="stable")  # numbers of 16 bits are sorted in linear time
             borders = np.append(0, np.cumsum(np.bincount(table.row, minlength=self.rows * self.world)))

@@ -210,10 +210,15 @@ def arrange_by_rooms(
     tokens: np.ndarray, follows: np.ndarray, packing: TextPacking, begin: int, key: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what `arrange` returns for a part, packed anew where the room has changed. begin: the part's position."""
-    changes = [(at - begin, room) for at, room in packing.before if 0 < at - begin < len(tokens)]
-    rooms = [*(room for _, room in changes), packing.room]
+    ends = list[int]()
+    rooms = list[int]()
+    for position, room in packing.before:
+        if 0 < position - begin < len(tokens):
+            ends.append(position - begin)
+            rooms.append(room)
+    rooms.append(packing.room)
     order, sample_ends = arrange(tokens, follows, rooms[0], key)
-    for (done, _), room in zip(changes, rooms[1:], strict=True):
+    for done, room in zip(ends, rooms[1:], strict=True):
         left = np.sort(order[done:])
         left_follows = follows[left] & (np.diff(left, prepend=-1) == 1)
         left_follows[0] = False

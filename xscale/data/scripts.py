@@ -139,11 +139,16 @@ def short_code(lang: str) -> str:
 def same_language(a: str, b: str) -> bool:
     """Return whether two names mean one language, such as de and deu_Latn. Names that both say a script, a region or a
     macrolanguage's member, and not the same one, mean two: zh-Hans and zh-Hant, pt-BR and pt-PT, pes and prs."""
-    first, second = parse_language(a), parse_language(b)
+    first = parse_language(a)
+    second = parse_language(b)
     if first.code != second.code:
         return False
-    parts = [(first.member, second.member), (first.script, second.script), (first.region, second.region)]
-    return all(x == y or not (x and y) for x, y in parts)
+    for part in ("member", "script", "region"):
+        said_first = getattr(first, part)
+        said_second = getattr(second, part)
+        if said_first and said_second and said_first != said_second:
+            return False
+    return True
 
 
 def spelling_key(lang: str) -> str:
@@ -155,7 +160,9 @@ def spelling_key(lang: str) -> str:
 def names_of(language: str, names: Iterable[str]) -> list[str]:
     """Return those of `names` that mean a language: the same name if it is there, else all its other spellings."""
     listed = list(names)
-    return [language] if language in listed else [name for name in listed if same_language(language, name)]
+    if language in listed:
+        return [language]
+    return [name for name in listed if same_language(language, name)]
 
 
 def one_name_each(names: Iterable[str], preferred: Iterable[str] = ()) -> dict[str, str]:
@@ -179,4 +186,8 @@ def scripts_of(lang: str) -> tuple[str, ...]:
     tag = parse_language(lang)
     if tag.script in _TAGS:
         return _TAGS[tag.script]
-    return tuple(script for script, codes in _LANGUAGES.items() if tag.code in map(short_code, codes.split()))
+    scripts = list[str]()
+    for script, codes in _LANGUAGES.items():
+        if tag.code in map(short_code, codes.split()):
+            scripts.append(script)
+    return tuple(scripts)

@@ -418,7 +418,8 @@ def check_languages(langs: list[str] | tuple[str, ...]) -> None:
 
 def fingerprint(index: dict[str, Any]) -> str:
     """Return a hash of a source's content: languages, shard order and shard bytes, not the directory's name."""
-    content = [1, index["langs"], [[s["records"], s["sha256"]] for s in index["shards"]]]
+    shards = [[shard["records"], shard["sha256"]] for shard in index["shards"]]
+    content = [1, index["langs"], shards]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 

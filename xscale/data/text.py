@@ -175,5 +175,10 @@ def _end_of(text: str, number: int, of: int) -> int:
     if number in (0, of):
         return end
     second_half = range(end, end - len(text) // of // 2, -1)
-    spaces = (at for at in second_half if text[at - 1].isspace())
-    return next(spaces, next((at for at in second_half if unicodedata.category(text[at])[0] != "M"), end))
+    for place in second_half:
+        if text[place - 1].isspace():
+            return place
+    for place in second_half:
+        if unicodedata.category(text[place])[0] != "M":
+            return place
+    return end

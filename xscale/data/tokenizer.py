@@ -44,13 +44,18 @@ def special_ids(tokenizer: Any) -> dict[str, Any]:
 
 def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
     """Raise UserError if masked language models cannot be trained with these special ids."""
-    missing = [name for name, token in special.items() if token is None and name != "unk"]
+    missing = list[str]()
+    same = list[str]()
+    for name, token in special.items():
+        if token is None and name != "unk":
+            missing.append(name)
+        if token == special["mask"]:
+            same.append(name)
     if missing:
         raise UserError(
             f"tokenizer {path} has no {', '.join(missing)} token, which masked language models need. "
             f"Add it to the tokenizer's special tokens, or train a tokenizer with `python -m data_tools.tokenizer`"
         )
-    same = [name for name, token in special.items() if token == special["mask"]]
     if len(same) > 1:
         raise UserError(
             f"tokenizer {path} has one token for {' and '.join(same)}, {mask!r}; a masked language "
@@ -66,7 +71,8 @@ def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
     """Return console lines about unknown tokens. shares: the share of unknown tokens in each language's text."""
     if not shares:
         return []
-    lines = ["unknown tokens: " + ", ".join(f"{language} {share:.2%}" for language, share in shares.items())]
+    shown = ", ".join(f"{language} {share:.2%}" for language, share in shares.items())
+    lines = [f"unknown tokens: {shown}"]
     for language, share in shares.items():
         if share > UNKNOWN:
             lines.append(
@@ -212,8 +218,11 @@ class Tokenizer:
             texts.append(comma + word)
         word_ids = list[list[int]]()
         for comma, encoding in zip(commas, self.backend.encode_batch(texts, add_special_tokens=False), strict=True):
-            token_ends = [end for _, end in encoding.offsets]
-            word_ids.append([token for token, end in zip(encoding.ids, token_ends, strict=True) if end > len(comma)])
+            ids = list[int]()
+            for token, (_, end) in zip(encoding.ids, encoding.offsets, strict=True):
+                if end > len(comma):
+                    ids.append(token)
+            word_ids.append(ids)
         return word_ids
 
     def encode_words(self, texts: list[str]) -> tuple[list[list[int]], list[TokenWords]]:

@@ -234,6 +234,8 @@ def split(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
         first = first_words[number]
         end = first_words[number + 1]
         char = first_chars[number]
-        pieces = [text[starts[word] - char : ends[word] - char] for word in range(first, end)]
+        pieces = list[str]()
+        for word in range(first, end):
+            pieces.append(text[starts[word] - char : ends[word] - char])
         result.append((pieces, segmented.is_word[first:end]))
     return result
