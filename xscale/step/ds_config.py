@@ -6,7 +6,7 @@
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xscale.errors import UserError
 from xscale.recipe import Recipe
@@ -40,6 +40,9 @@ class Hardware:
     fp16: bool
     bf16: bool
 
+    def supports(self, precision: str) -> bool:
+        return precision == "fp32" or bool(getattr(self, precision))
+
     @classmethod
     def here(cls) -> "Hardware":
         from deepspeed.accelerator import get_accelerator
@@ -61,7 +64,9 @@ class EngineConfig:
     def saved(self) -> dict[str, Any]:
         """Return the settings that a checkpoint records, since DeepSpeed restores them whatever the ds_config says."""
         optimizer = self.resolved["optimizer"]
-        params = {name: value for name, value in optimizer["params"].items() if name not in MAY_CHANGE}
+        params = dict(optimizer["params"])
+        for name in MAY_CHANGE:
+            params.pop(name, None)
         return {
             "stage": self.stage,
             "precision": self.precision,
@@ -108,8 +113,10 @@ def resolve_ds_config(
     problems = list[str]()
     # Whatever the number of rows, DeepSpeed counts a step as one pass of each rank.
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
-    problems += [f"{key} = {resolved[key]}: {ROWS}" for key in sizes if resolved.get(key, AUTO) != AUTO]
-    resolved |= sizes
+    for key, size in sizes.items():
+        if resolved.get(key, AUTO) != AUTO:
+            problems.append(f"{key} = {resolved[key]}: {ROWS}")
+        resolved[key] = size
     problems += fill(resolved, "", {"gradient_clipping": ("train.max_grad_norm", recipe.train.max_grad_norm)})
     problems += fill_optimizer(resolved, recipe, hardware)
     problems += fill_scheduler(resolved, recipe)
@@ -122,17 +129,18 @@ def resolve_ds_config(
         raise UserError(
             f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{indented(problems)}'
         )
-    precision, notes = fill_precision(resolved, recipe.train.precision, hardware)
-    if unfilled := [key for key, value in leaves(resolved) if value == AUTO]:
+    precision = fill_precision(resolved, recipe.train.precision, hardware)
+    unfilled = [key for key, value in leaves(resolved) if value == AUTO]
+    if unfilled:
         raise UserError(
             f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{indented(unfilled)}'
         )
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    problem = stage_problem(resolved, precision, world) or building_problem(resolved)
+    problem = stage_problem(resolved, precision.name, world) or building_problem(resolved)
     if problem:
         raise UserError(f"ds_config {path}: {problem}")
-    return EngineConfig(resolved, precision, stage_of(resolved), notes)
+    return EngineConfig(resolved, precision.name, stage_of(resolved), precision.notes)
 
 
 def indented(lines: list[str]) -> str:
@@ -170,10 +178,12 @@ def fill_scheduler(resolved: dict[str, Any], recipe: Recipe) -> list[str]:
     """Complete the ds_config's scheduler. Without a scheduler, the recipe's learning rate is set in each step."""
     if "scheduler" not in resolved:
         return []
-    scheduler, train = resolved["scheduler"], recipe.train
+    scheduler = resolved["scheduler"]
+    train = recipe.train
     problems = list[str]()
     for field in ("schedule", "decay"):
-        if (value := getattr(train, field)) is not None:
+        value = getattr(train, field)
+        if value is not None:
             problems.append(f"scheduler = {scheduler['type']} contradicts the recipe's train.{field} = {value}")
     if any("train.lr" in phase.fields for phase in recipe.phases):
         problems.append(f"scheduler = {scheduler['type']} contradicts the train.lr of a phase")
@@ -181,48 +191,73 @@ def fill_scheduler(resolved: dict[str, Any], recipe: Recipe) -> list[str]:
     params = scheduler.setdefault("params", {"warmup_type": "linear"} if takes else {})
     if "warmup_min_lr" in takes and params.get("warmup_min_lr", AUTO) == AUTO:
         params["warmup_min_lr"] = 0.0  # the decay ends at 0, too
-    owned = {
+    values = {
         "total_num_steps": ("train.steps", train.steps),
         "warmup_num_steps": ("train.warmup, in steps", max(train.whole_steps(train.warmup), 2)),
         "warmup_max_lr": ("train.lr", train.lr),
     }
-    owned = {key: entry for key, entry in owned.items() if key in params or key in takes}
-    return problems + fill(params, "scheduler.params.", owned)
+    for key in [key for key in values if key not in params and key not in takes]:
+        del values[key]
+    return problems + fill(params, "scheduler.params.", values)
 
 
 def precision_problems(resolved: dict[str, Any], wanted: str) -> list[str]:
     """Return a line for each contradiction about the precision. wanted: train.precision."""
     problems = list[str]()
-    in_file = {name: resolved[name].get("enabled", AUTO) for name in ("fp16", "bf16") if name in resolved}
-    if list(in_file.values()) == [True, True]:
-        problems.append("fp16.enabled = true contradicts bf16.enabled = true")
-    for name, enabled in in_file.items():
-        if wanted != AUTO and enabled not in (AUTO, name == wanted):
-            shown = str(enabled).lower()
+    enabled = list[str]()
+    for name in ("fp16", "bf16"):
+        if name not in resolved:
+            continue
+        value = resolved[name].get("enabled", AUTO)
+        if value is True:
+            enabled.append(name)
+        if wanted != AUTO and value not in (AUTO, name == wanted):
+            shown = str(value).lower()
             problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
+    if len(enabled) == 2:
+        problems.insert(0, "fp16.enabled = true contradicts bf16.enabled = true")
     return problems
 
 
-def fill_precision(resolved: dict[str, Any], wanted: str, hardware: Hardware) -> tuple[str, list[str]]:
-    """Write fp16.enabled and bf16.enabled. Return the precision and the lines to print. Raises UserError if a precision
-    other than "auto" is set that the device lacks; "auto" falls back to fp32."""
-    supported = {"fp16": hardware.fp16, "bf16": hardware.bf16, "fp32": True}
-    notes = list[str]()
-    precision = wanted
-    if wanted == AUTO:
-        enabled = {name: resolved.get(name, {}).get("enabled", False) for name in ("fp16", "bf16")}
-        demanded = [name for name in enabled if enabled[name] is True]
-        preferred = demanded or [name for name in enabled if enabled[name] == AUTO]
-        precision = next((name for name in preferred if supported[name]), [*preferred, "fp32"][0])
-        if not supported[precision] and not demanded:
-            notes = [f"precision: {precision} is not native on this {hardware.device}; this run trains in fp32"]
-            precision = "fp32"
-    if not supported[precision]:
+class Precision(NamedTuple):
+    """The precision of a run, and the lines to print about it."""
+
+    name: str
+    notes: list[str]
+
+
+def fill_precision(resolved: dict[str, Any], wanted: str, hardware: Hardware) -> Precision:
+    """Write fp16.enabled and bf16.enabled, and return the precision. Raises UserError if a precision other than "auto"
+    is set that the device lacks; "auto" falls back to fp32."""
+    precision = choose_precision(resolved, wanted, hardware)
+    if not hardware.supports(precision.name):
+        name = precision.name
         raise UserError(
-            f"precision {precision} was requested, but this {hardware.device} has no native {precision}. "
-            f"Use train.precision auto, bf16 or fp32, or a device that has {precision}"
+            f"precision {name} was requested, but this {hardware.device} has no native {name}. "
+            f"Use train.precision auto, bf16 or fp32, or a device that has {name}"
         )
     for name in ("fp16", "bf16"):
-        if name in resolved or precision == name:
-            resolved[name] = resolved.get(name, {}) | {"enabled": precision == name}
-    return precision, notes
+        if name in resolved or precision.name == name:
+            resolved[name] = resolved.get(name, {}) | {"enabled": precision.name == name}
+    return precision
+
+
+def choose_precision(resolved: dict[str, Any], wanted: str, hardware: Hardware) -> Precision:
+    """Return train.precision; if it is auto, the one that the ds_config demands, or else the first that it allows and
+    the device has."""
+    if wanted != AUTO:
+        return Precision(wanted, [])
+    allowed = list[str]()
+    for name in ("fp16", "bf16"):
+        enabled = resolved.get(name, {}).get("enabled", False)
+        if enabled is True:
+            return Precision(name, [])
+        if enabled == AUTO:
+            allowed.append(name)
+    for name in allowed:
+        if hardware.supports(name):
+            return Precision(name, [])
+    if not allowed:
+        return Precision("fp32", [])
+    note = f"precision: {allowed[0]} is not native on this {hardware.device}; this run trains in fp32"
+    return Precision("fp32", [note])
