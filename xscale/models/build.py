@@ -156,6 +156,8 @@ def build_encoder(
 def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, float], PreTrainedModel]) -> Encoder:
     """Return a run's encoder with the weights of step 0. load: the function that loads model.init with a dropout."""
     model = recipe.model
+    first = recipe.at(0).model
+    assert model.dropout is not None and first.dropout is not None  # run/resolve.py with_own_dropout
     encoder = build_encoder(
         init=model.init,
         preset=model.preset,
@@ -174,7 +176,6 @@ def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, 
     )
     encoder.lm.config.xscale["lexicon_heldout"] = corpus.unseen  # for eval/alignment_score.py
     encoder.dropout = model.dropout
-    first = recipe.at(0).model
     encoder.set_dropout(first.dropout)  # the warm-up of a queue precedes the first step
     if first.rope_theta:
         encoder.set_rope_theta(first.rope_theta)
@@ -186,7 +187,8 @@ def redraw_attention(base: PreTrainedModel, gain: float) -> None:
 
     With a gain of 1, these layers' outputs are about as large as their inputs.
     """
-    width, ends = base.config.hidden_size, ("self.value.weight", "attention.output.dense.weight", "attn.Wo.weight")
+    width = base.config.hidden_size
+    ends = ("self.value.weight", "attention.output.dense.weight", "attn.Wo.weight")
     for name, weight in base.named_parameters():
         if name.endswith(ends):
             nn.init.normal_(weight.detach(), std=gain * width**-0.5)
@@ -249,7 +251,10 @@ def run_fields(config: Any, model_name: str) -> dict[str, Any]:
     found = getattr(config, "xscale", None) or {}
     kinds: dict[str, Any] = {"languages": list, "lexicon_heldout": (int, float)}
     kinds |= dict.fromkeys(("language_embeddings", "neutral_trained", "segments", "reset_positions"), bool)
-    sound = isinstance(found, dict) and all(isinstance(value, kinds.get(name, object)) for name, value in found.items())
+    sound = isinstance(found, dict)
+    if sound:
+        for name, value in found.items():
+            sound &= isinstance(value, kinds.get(name, object))
     if not sound or not all(isinstance(language, str) for language in found.get("languages", [])):
         raise UserError(f"{model_name}: the field `xscale` of its config.json is damaged; export the run again")
     if found.get("language_embeddings") and found.get("languages", [])[:1] != [NEUTRAL]:
@@ -328,6 +333,10 @@ def _resize_language_rows(lm: PreTrainedModel, languages: list[str], wanted: boo
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups: with weight decay, and without it (biases, norms and other vectors)."""
-    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    decayed = list[nn.Parameter]()
+    others = list[nn.Parameter]()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            group = decayed if parameter.ndim > 1 else others
+            group.append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
