@@ -28,6 +28,7 @@ from common import ALONE, CUDA, DEVICE, ROOT, free_port, make_run, now, print_ta
 from xscale import ranks
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
+from xscale.recipe import Schedule
 from xscale.run.resolve import encoder_of_run
 from xscale.step import engine
 from xscale.step.cost import StepFlops
@@ -84,9 +85,9 @@ class Bench:
         mixture = loader.mixture(ALONE, DEVICE.type, initial_state(loader.streams))
         tokens = mixture.next_plan().row_tokens.sum()
         factor = self.args.rows_per_step * max_tokens * FILL / tokens
-        specs = [replace(spec, samples=max(1, round(factor * spec.samples))) for spec in loader.streams]
-        loader = replace(loader, specs=specs)
-        *batches, last = loader.batches(ALONE, DEVICE.type, initial_state(specs), WARM + STEPS + 1)
+        streams = [replace(of, samples=max(1, round(factor * of.samples))) for of in loader.streams]
+        loader = replace(loader, corpus=replace(loader.corpus, streams=Schedule.constant(streams)))
+        *batches, last = loader.batches(ALONE, DEVICE.type, initial_state(streams), WARM + STEPS + 1)
         self.train(loader, batches[:WARM])
         seconds = self.train(loader, batches[WARM:]) / STEPS
         tokens = 0.0

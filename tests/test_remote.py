@@ -279,11 +279,11 @@ def test_windows_are_fetched_before_they_are_read(
 ) -> None:
     """With room for two windows the next one is fetched too, and every shard is asked for before a step needs it."""
     monkeypatch.setattr(order, "WINDOW_SHARDS", 2)
-    spec = open_spec(server.url, demo, tmp_path, "streams.tlm.samples=20")
-    size = round(room * remote_window_bytes(spec.streams, spec.corpus.sources))
-    for source in spec.corpus.sources:
+    loader = open_spec(server.url, demo, tmp_path, "streams.tlm.samples=20")
+    size = round(room * remote_window_bytes(loader.streams, loader.corpus.sources))
+    for source in loader.corpus.sources:
         source.remote = replace(source.remote, cache=Cache(tmp_path, size))
-    mixture = spec.mixture(ALONE, "cpu", initial_state(spec.streams))
+    mixture = loader.mixture(ALONE, "cpu", initial_state(loader.streams))
     asked: set[int] = set()
     for step in range(12):
         new = [shard for source, shard in mixture.remote_shards() if source.kind == "pair"]
@@ -295,10 +295,10 @@ def test_windows_are_fetched_before_they_are_read(
 def test_the_planner_fetches_ahead(server: type[Handler], demo: Path, tmp_path: Path) -> None:
     """All shards of the windows come, though a step reads only two records and no further step is asked for."""
     sets = ["data.workers=1", "streams.tlm.samples=1", "streams.mlm.samples=1"]
-    spec = open_spec(server.url, demo, tmp_path, *sets)
+    loader = open_spec(server.url, demo, tmp_path, *sets)
     for path in cached_shards(tmp_path):
         path.unlink()
-    next(spec.batches(ALONE, "cpu", initial_state(spec.streams), 10_000))
+    next(loader.batches(ALONE, "cpu", initial_state(loader.streams), 10_000))
     deadline = time.monotonic() + 30
     while len(cached_shards(tmp_path)) < 12:
         assert time.monotonic() < deadline
