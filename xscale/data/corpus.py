@@ -426,5 +426,6 @@ def check_tokenizer_of_init(init: str | None, initial: InitialModel, tokenizer: 
     if (trained.fingerprint, trained.special) != (tokenizer.fingerprint, tokenizer.special):
         raise UserError(
             f"model.init {init} was trained with the tokenizer {initial.directory}, and the run's tokenizer is another "
-            f"one; set model.tokenizer={initial.directory}, or enlarge the model's vocabulary as docs/how-to/add-language.md shows"
+            f"one; set model.tokenizer={initial.directory}, or enlarge the model's vocabulary as "
+            f"docs/how-to/add-language.md shows"
         )
