@@ -189,7 +189,7 @@ def test_workers_that_are_neither(value: str) -> None:
     ("text", "named"),
     [
         (STREAM + "optimizer: {lr: 1.0}", "optimizer"),
-        (STREAM + "train: {learning_rate: 1.0}", "train.learning_rate"),
+        (STREAM + "train: {speed: 1.0}", "train.speed"),
         ("streams: {mlm: {objective: mlm, samples: 8, reset_positions: true}}", "streams.mlm.reset_positions"),
         ("streams: {mlm: {objective: mlm, samples: 8, options: {}}}", "streams.mlm.options"),
     ],
