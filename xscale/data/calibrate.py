@@ -74,7 +74,10 @@ def fit_lines(
 ) -> list[tuple[float, float]]:
     """Return Calibration.lines. shards: the maximum number of shards of a source that are read."""
     records = min(max(LINE_RECORDS // len(sources), 8), 32)
-    return host_group.divide_work([partial(bytes_to_tokens, source, tokenizer, shards, records) for source in sources])
+    works = list[Callable[[], tuple[float, float]]]()
+    for source in sources:
+        works.append(partial(bytes_to_tokens, source, tokenizer, shards, records))
+    return host_group.divide_work(works)
 
 
 def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitted: Calibration) -> Estimate:

@@ -124,7 +124,10 @@ def open_corpus(
     lexicons = load_lexicons(recipe, objectives, tokenizer, sources, near)
     with_lexicons = list[Sequence[Stream]]()
     for phase, of_phase in zip(recipe.schedule.values, streams.values, strict=True):
-        with_lexicons.append([add_lexicons(stream, phase, lexicons.loaded) for stream in of_phase])
+        completed = list[Stream]()
+        for stream in of_phase:
+            completed.append(add_lexicons(stream, phase, lexicons.loaded))
+        with_lexicons.append(completed)
     check_links(streams.last, sources, samples)
     trained_paths = set[Path]()
     for stream in chain(*with_lexicons):

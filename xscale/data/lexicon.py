@@ -177,8 +177,9 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
     langs = pair_of(path, languages)
     file_entries = read_entries(path)
     unknown = tokenizer.hf.unk_token_id
-    sources = _encoded([source for source, _ in file_entries], tokenizer, path)
-    targets = _encoded([target for _, target in file_entries], tokenizer, path)
+    source_words, target_words = zip(*file_entries, strict=True)
+    sources = _encoded(list(source_words), tokenizer, path)
+    targets = _encoded(list(target_words), tokenizer, path)
     words = list[tuple[str, str]]()
     source_ids = list[list[int]]()
     target_ids = list[list[int]]()

@@ -138,7 +138,10 @@ class Mixture:
         weights = list[list[np.ndarray]]()
         for of_phase, config, calibration in zip(streams.values, data.values, calibrations.values, strict=True):
             sizes = source_sizes(sources, calibration, config.alpha_by)
-            weights.append([stream_weights(stream, sources, config.alpha, sizes) for stream in of_phase])
+            weights_of_phase = list[np.ndarray]()
+            for stream in of_phase:
+                weights_of_phase.append(stream_weights(stream, sources, config.alpha, sizes))
+            weights.append(weights_of_phase)
         self.weights = Schedule(streams.ends, tuple(weights))
         """The probability of each source of each stream."""
         self._orders: dict[tuple[str, int], tuple[Any, EpochOrder]] = {}
