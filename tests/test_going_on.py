@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertConfig, PreTrainedModel, pipeline
 
-from tests import launch, plain, streams
+from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
+from tests.streams import pairs as stream_of_pairs
 from tests.test_encoder import CONFIGS, make
 from xscale import export, files
 from xscale.checkpoint import store as checkpoints
@@ -763,7 +764,7 @@ def test_an_export_keeps_modules_and_prompts_of_model_init(
 
 def test_the_sources_that_streams_read_are_counted(demo: Path) -> None:
     sources = find_sources([demo / "heldout", demo / "pairs"])
-    read_by = [streams.pairs("tlm", (0, 1), 4), streams.pairs("ppa", (1,), 4)]
+    read_by = [stream_of_pairs("tlm", (0, 1), 4), stream_of_pairs("ppa", (1,), 4)]
     state = {"positions": {"tlm": [[0, 0], [1, 5]], "ppa": [[0, 7]]}}
     (read,) = sources_read(state, read_by, sources)
     assert read["name"] == sources[1].directory.name and read["languages"] == ["en", "xx"]
