@@ -28,6 +28,7 @@ from xscale.data.mixture import Mixture, initial_state
 from xscale.data.order import EpochOrder
 from xscale.data.stream import Stream
 from xscale.errors import UserError
+from xscale.metric_keys import count_key
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import Schedule, load_recipe
@@ -97,7 +98,7 @@ def test_each_step_is_that_of_its_phase(plan: Loader) -> None:
         assert lengths.max() <= (longest := [64, 64, 128, 96][phase]) and (lengths > 0.7 * longest).any()
         assert ("yy" in str(batch.keys())) == (phase >= 2) or phase == 3
         if phase in (1, 2):
-            masked[phase] += batch.targets()["mlm", "mlm"], batch.cost()["tokens"]
+            masked[phase] += batch.targets()[count_key("mlm", "mlm")], batch.cost()["tokens"]
         assert plan.recipe.at(batch.step) is plan.recipe.phases[phase].recipe
     assert (masked[1, 0] / masked[1, 1]) / (masked[2, 0] / masked[2, 1]) > 1.5
 
