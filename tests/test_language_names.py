@@ -14,6 +14,7 @@ from xscale.data.lexicon import cut_pair, pair_of
 from xscale.data.mixture import initial_state, source_weights
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
+from xscale.metric_keys import count_key
 from xscale.ranks import Process
 from xscale.run.resolve import resolve_run
 
@@ -57,14 +58,17 @@ def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
     state = initial_state(loader.streams)
     drawn = Counter[str]()
     for batch in islice(loader.batches(Process(0, 1, 0, 1), "cpu", state, 5), 5):
-        for (_, what, name), number in batch.counts().items():
-            drawn[name] += number if what == "drawn" else 0
-        of_pairs = {name for stream, what, name in batch.counts() if what == "drawn"}
-        assert of_pairs == {"en-zh-CN", "pt-BR-zh-CN", "en-zh-Hant"}
+        pairs = set[str]()
         targets = Counter[str]()
-        for (stream, what, _), number in batch.counts().items():
-            targets[stream] += number if what == "mlm" else 0
-        assert targets["tlm"] == batch.targets()["tlm", "mlm"] and targets["mlm"] == batch.targets()["mlm", "mlm"]
+        for key, number in batch.counts().items():
+            if key.name == "drawn":
+                drawn[key.language] += number
+                pairs.add(key.language)
+            elif key == count_key(key.stream, "mlm", key.language) and key.language:
+                targets[key.stream] += number
+        assert pairs == {"en-zh-CN", "pt-BR-zh-CN", "en-zh-Hant"}
+        for stream in ("tlm", "mlm"):
+            assert targets[stream] == batch.targets()[count_key(stream, "mlm")]
     assert drawn.total() == 5 * 36 and drawn["en-zh-CN"] > drawn["pt-BR-zh-CN"] > drawn["en-zh-Hant"] > 0
 
 
