@@ -52,7 +52,7 @@ def link_statistics(records: list[Record]) -> dict[str, Any]:
         words += len(first), len(second)
         linked_words += len(np.unique(links_K2[:, 0])), len(np.unique(links_K2[:, 1]))
         links += len(links_K2)
-        symbols += np.count_nonzero(~first_is_word[links_K2[:, 0]])
+        symbols += int(np.count_nonzero(~first_is_word[links_K2[:, 0]]))
     return {
         "words": (words / len(records)).tolist(),
         "linked_share": (linked_words / np.maximum(words, 1)).tolist(),
