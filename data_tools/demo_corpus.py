@@ -23,6 +23,7 @@ from .command import run
 from .demo_world import FIRST_YY, WRITTEN, World
 
 HELDOUT = 1000
+WORD_OR_SYMBOL = re.compile(r"\w+|[^\w\s]")
 CORPUS = """\
 # What `python -m data_tools.prepare` makes of the files in raw/; docs/reference/corpus.md describes every key.
 sources:
@@ -57,13 +58,13 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0) -> 
     en-xx pairs, and of sentences of en and of xx. Raises UserError."""
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; choose another --out or remove it")
-    partial = files.partial_path(out)
-    files.remove(partial)
-    raw, corpus, made = partial / "raw", partial / "corpus.yaml", partial / "made"
-    try:
+    with files.publish(out) as partial:
+        raw = partial / "raw"
+        corpus = partial / "corpus.yaml"
+        made = partial / "made"
         raw.mkdir(parents=True)
         write_raw(World(seed), raw, pairs, mono)
-        files.write_text(corpus, corpus_yaml(raw))
+        write_corpus_yaml(corpus, raw)
         with redirect_stdout(io.StringIO()):  # it would name folders that are moved
             prepare.main([str(corpus), "--out", str(made), "--workers", "1"])
         for name, pair in (("heldout", "en-xx"), ("heldout_yy", "en-yy")):
@@ -75,32 +76,34 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0) -> 
             path.rename(partial / path.name)
         (partial / "shards").rmdir()
         made.rmdir()
-        files.write_text(corpus, corpus_yaml(out / "raw"))
-        files.rename_into_place(partial, out)
-    except BaseException:
-        files.remove(partial)
-        raise
+        write_corpus_yaml(corpus, out / "raw")
 
 
-def corpus_yaml(raw: Path) -> str:
-    """Return the text of corpus.yaml for the raw files in the folder `raw`."""
-    return CORPUS.replace("RAW", json.dumps(str(raw), ensure_ascii=False)[1:-1]).replace("HELDOUT", str(HELDOUT))
+def write_corpus_yaml(path: Path, raw: Path) -> None:
+    """Write the corpus.yaml for the raw files in the folder `raw`."""
+    folder = json.dumps(str(raw), ensure_ascii=False)[1:-1]
+    files.write_text(path, CORPUS.replace("RAW", folder).replace("HELDOUT", str(HELDOUT)))
 
 
 def write_raw(world: World, raw: Path, pairs: int, mono: int) -> None:
     """Write the raw files of the three languages to the folder `raw`. pairs, mono: as in `build`."""
-    fifth = -(-pairs // 5)
-    lines = ["\t".join(link_whitespace_words(*world.pair(number))) for number in range(count_with_heldout(pairs))]
+    lines = list[str]()
+    for number in range(count_with_heldout(pairs)):
+        en, xx, links = world.pair(number)
+        lines.append(f"{en}\t{xx}\t{link_whitespace_words(en, xx, links)}")
     write_lines(raw / "en-xx.tsv", lines)
-    units = [
-        UNIT.format(*world.pair(number, "yy")[:2]) for number in range(FIRST_YY, FIRST_YY + count_with_heldout(fifth))
-    ]
-    files.write_text(raw / "en-yy.tmx", TMX % "".join(units))
+    fifth = -(-pairs // 5)
+    units = ""
+    for number in range(FIRST_YY, FIRST_YY + count_with_heldout(fifth)):
+        en, yy, _ = world.pair(number, "yy")
+        units += UNIT.format(en, yy)
+    files.write_text(raw / "en-yy.tmx", TMX % units)
     for language in WRITTEN:
         wanted = -(-mono // 5) if language == "yy" else mono
         write_wiki(world, raw / f"wiki_{language}" / "AA", language, wanted)
-    for name, flip in (("en-xx", 1), ("xx-en", -1)):
-        write_lines(raw / f"{name}.txt", sorted(" ".join(entry[::flip]) for entry in world.dictionary()))
+    entries = world.dictionary()
+    write_lines(raw / "en-xx.txt", sorted(f"{en} {xx}" for en, xx in entries))
+    write_lines(raw / "xx-en.txt", sorted(f"{xx} {en}" for en, xx in entries))
 
 
 def count_with_heldout(pairs: int) -> int:
@@ -108,32 +111,39 @@ def count_with_heldout(pairs: int) -> int:
     return pairs + min(HELDOUT, pairs // 9)
 
 
-def link_whitespace_words(en: str, xx: str, links: str) -> tuple[str, str, str]:
-    """Return a pair with its links renumbered from words and symbols (data/words.py) to white-space words, as a TSV has
+def link_whitespace_words(en: str, xx: str, links: str) -> str:
+    """Return the links of a pair renumbered from words and symbols (data/words.py) to white-space words, as a TSV has
     them. Links of symbols are left out."""
-    sides = [[(n, word) for n, piece in enumerate(text.split()) for word in re.findall(r"\w+|\W", piece)]
-             for text in (en, xx)]  # fmt: skip
-    numbers = (map(int, link.split("-")) for link in links.split())
-    linked = ((sides[0][i], sides[1][j]) for i, j in numbers)
-    pieces = sorted({(i, j) for (i, word), (j, _) in linked if word.isalnum()})
-    return en, xx, " ".join(f"{i}-{j}" for i, j in pieces)
+    en_words = list(WORD_OR_SYMBOL.finditer(en))
+    xx_words = list(WORD_OR_SYMBOL.finditer(xx))
+    renumbered = set[tuple[int, int]]()
+    for link in links.split():
+        i, j = map(int, link.split("-"))
+        if en_words[i][0].isalnum():
+            i = en.count(" ", 0, en_words[i].start())
+            j = xx.count(" ", 0, xx_words[j].start())
+            renumbered.add((i, j))
+    return " ".join(f"{i}-{j}" for i, j in sorted(renumbered))
 
 
 def write_wiki(world: World, folder: Path, language: str, sentence_count: int) -> None:
     """Write documents with `sentence_count` sentences in total to the folder, in the format of WikiExtractor."""
-    lines, written, number = list[str](), 0, 0
+    space = "" if language == "yy" else " "
+    lines = list[str]()
+    written = 0
+    number = 0
     while written < sentence_count:
         number += 1
         sentences = world.document(language, number)[: sentence_count - written]
-        text = ("" if language == "yy" else " ").join(sentences)
-        lines += [f'<doc id="{number}" url="" title="{language} {number}">', text, "", "</doc>", ""]
+        title = f'<doc id="{number}" url="" title="{language} {number}">'
+        lines += [title, space.join(sentences), "", "</doc>", ""]
         written += len(sentences)
     folder.mkdir(parents=True)
     write_lines(folder / "wiki_00", lines)
 
 
 def write_lines(path: Path, lines: list[str]) -> None:
-    files.write_text(path, "".join(line + "\n" for line in lines))
+    files.write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def main(argv: list[str] | None = None) -> None:
