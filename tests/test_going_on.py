@@ -86,7 +86,7 @@ def test_the_lines_of_the_docs_enlarge_a_vocabulary(
     lm.save_pretrained(tmp_path / "hf" / "xlm")
     old = Tokenizer(demo / "tokenizer")
     old.hf.save_pretrained(tmp_path / "hf" / "xlm")
-    page = (launch.ROOT / "docs" / "going-on.md").read_text(encoding="utf-8")
+    page = (launch.ROOT / "docs" / "how-to" / "add-language.md").read_text(encoding="utf-8")
     (lines,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(lines, {})
@@ -99,7 +99,7 @@ def test_the_lines_of_the_docs_enlarge_a_vocabulary(
     assert torch.equal(rows[: old.vocab_size], lm.get_input_embeddings().weight)
     assert new.encode(["the dog"]) == old.encode(["the dog"])
     assert new.encode(["the жук"])[0] == [*old.encode(["the"])[0], old.vocab_size]
-    with pytest.raises(UserError, match=rf"trained with the tokenizer {tmp_path / 'hf' / 'larger'}.*going-on\.md"):
+    with pytest.raises(UserError, match=rf"trained with the tokenizer {tmp_path / 'hf' / 'larger'}.*add-language\.md"):
         loader_of(demo, "mlm", init, f"model.tokenizer={demo / 'tokenizer'}")
 
 

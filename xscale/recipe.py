@@ -513,7 +513,7 @@ def build_recipe(
         if name == "train" and isinstance(fields, dict) and fields.get("epochs") is not None:
             fields = {"steps": BY_EPOCHS} | fields
         sections[name] = validate(cls, fields, name, problems)
-    streams = {}
+    streams = dict[str, Any]()
     if isinstance(tree.get("streams"), dict):
         for name, fields in tree["streams"].items():
             streams[str(name)] = build_stream(str(name), fields, objectives, problems, is_phase)
