@@ -24,6 +24,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -172,7 +173,7 @@ def run_ray(tasks: TaskList, workers: int) -> Iterator[None]:
     remote = ray.remote(do_task)
     folder = tasks.folder.resolve()
     left = list(tasks.numbers)
-    running = []
+    running = list[Any]()
     try:
         while left or running:
             while left and len(running) < workers:
