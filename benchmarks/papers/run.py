@@ -379,7 +379,8 @@ def run_grid(grid: Grid) -> None:
         write_tables(grid.out, grid.grid, grid.scale, done)
         if number == 2 and grid.scale["learns"] and (found := problems(done)):
             raise UserError("cells of this size do not learn; take more steps: " + "; ".join(found))
-    draw_pictures(grid.out, grid.grid, done)
+    if not grid.starts_from_encoder:  # whose world has neither dictionary nor tokenizer
+        draw_pictures(grid.out, grid.grid, done)
     print((grid.out / "table.md").read_text(encoding="utf-8"))
 
 
