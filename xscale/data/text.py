@@ -68,6 +68,8 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
                 raise UserError(f"{path} {problem}")
             blocks: Iterator[bytes] = chain([head], iter(partial(file.read, size), b""))
             if packed:
+                if _is_plain(head):
+                    raise UserError(f"{path} is plain text and not compressed; leave {path.suffix} out of its name")
                 blocks = _decompressed(blocks, path.suffix)
             for block in blocks:
                 if lines == 0:
@@ -86,6 +88,15 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
         ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read after line {lines} ({error.strerror or error})") from None
+
+
+def _is_plain(head: bytes) -> bool:
+    """Return whether a file that its suffix calls compressed begins with text, as one that a browser has unpacked."""
+    try:
+        head[:-3].decode()
+    except UnicodeDecodeError:
+        return False
+    return len(head) > 3 and b"\0" not in head
 
 
 def _check_text(path: Path, head: bytes, is_xml: bool) -> None:
