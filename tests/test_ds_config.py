@@ -334,20 +334,10 @@ def test_other_keys_are_left_to_deepspeed(tmp_path: Path, config: dict[str, Any]
         ({"zero_optimization": {"stage": 2, "reduce_scater": True}}, "reduce_scater"),
         ({"zero_optimization": {"stage": 7}}, "stage.*input_value=7"),
         ({"communication_data_type": "fp8"}, "communication_data_type.*fp8"),
-        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer = .*1.5"),
-        ({"optimizer": {"type": "Adam", "params": {"betas": "high"}}}, "optimizer = .*'betas': 'high'"),
-        ({"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}, "optimizer = .*'weight_deacy'"),
-        ({"optimizer": {"type": "AdamWW"}}, "optimizer = .*no attribute 'AdamWW'"),
-        ({"optimizer": {"type": "Optimizer"}}, "optimizer = .*unexpected keyword"),
-        ({"scheduler": {"type": "OneCycle"}}, "scheduler = .*cycle_min_lr"),
-        ({"scheduler": {"type": "StepLR"}}, "scheduler = .*step_size"),
-        ({"scheduler": {"type": "Warmup"}}, "scheduler = .*no attribute 'Warmup'"),
-        ({"scheduler": {"type": "math"}}, "scheduler = .*not callable"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_stesp": 3}}}, "scheduler = .*'warmup_stesp'"),
         ({"elasticity": {}}, "'elasticity' configuration block is no longer supported"),
     ],
 )
-def test_what_deepspeed_would_say_when_the_engine_is_built(config: dict[str, Any], message: str) -> None:
+def test_what_deepspeed_says_of_a_configuration(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=rf"ds_config X\.json: .*{message}"):
         resolve(config)
 

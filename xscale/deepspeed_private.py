@@ -54,20 +54,6 @@ def config_error_and_dtypes() -> tuple[Any, Any, Any]:
     return DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 
 
-def optimizer_names() -> list[str]:
-    """Return the names of DeepSpeed's own optimizers, which optimizer.type may have besides torch's."""
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-
-    return list(DEEPSPEED_OPTIMIZERS)
-
-
-def scheduler_classes() -> dict[str, Any]:
-    """Return {name: class} of DeepSpeed's own schedulers, which scheduler.type may have besides torch's."""
-    from deepspeed.runtime import lr_schedules
-
-    return {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
-
-
 def compile_operator(builder: str) -> None:
     """Compile and load an operator, without debugging information, which doubles the time that g++ takes. builder:
     "CPUAdamBuilder" or "FusedAdamBuilder"."""

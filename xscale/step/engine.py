@@ -34,7 +34,15 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     private.import_muon_uncompiled()
     try:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
-    except (ValueError, TypeError, ImportError, NotImplementedError, AssertionError, ConfigError) as error:
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        NotImplementedError,
+        AssertionError,
+        ConfigError,
+    ) as error:
         raise UserError(f"--ds_config: DeepSpeed refuses this configuration: {error}") from error
     private.check_overflow_by_norm(engine)
     private.zero_padding(engine)
