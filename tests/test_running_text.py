@@ -372,7 +372,7 @@ def test_wikipedia(tmp_path: Path, real: Path, language: str) -> None:
     path = real / "mono" / f"wiki_{language}" / "wiki_00.txt.xz"
     with lzma.open(path, "rt", encoding="utf-8") as file:
         text = file.read()
-    arguments = ["mono", "--text", path, "--lang", language, "--out", tmp_path / "out", "--shard_lines", 100]
+    arguments = ["mono", "--text", path, "--lang", language, "--out", tmp_path / "out", "--shard_lines", 20]
     write_shards.main(list(map(str, arguments)))
     source = Source(tmp_path / "out")
     expected = []
