@@ -20,6 +20,7 @@ from xscale.checkpoint.restore import full_weights
 from xscale.data.packed_row import pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.deepspeed_private import model_state_path
+from xscale.metric_keys import loss_key
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.run.start import warm_up_queues
@@ -108,7 +109,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
             counts = {term: stream_batch.target_counts[shared.get(name, term)] for term in terms}
             warm = {"tlm": min((step + 1) / 4, 1), "alignlm": min((step + 1) / 9, 1)}.get(name, 1)
             weights = {
-                (name, term): warm * loader.recipe.streams[name].weight * factor / counts[term]
+                loss_key(name, term): warm * loader.recipe.streams[name].weight * factor / counts[term]
                 for term, factor in terms.items()
             }
             loss, _ = pass_row(module, row, weights, (name, step))
