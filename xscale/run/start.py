@@ -1,8 +1,9 @@
-"""A start of a run resolves its arguments, builds an engine that is ready for its next step, and enters the loop."""
+"""The start of a run: resolve what it is, claim its folder, build what trains it, and enter the loop."""
 
 import argparse
 import os
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +17,8 @@ from xscale.checkpoint.restore import load_engine
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus, identity_of
-from xscale.data.loader import Loader
+from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state, positions_report
-from xscale.data.planner import Plans
 from xscale.data.remote import location
 from xscale.deepspeed_private import apply_schedule
 from xscale.errors import UserError, redact
@@ -65,69 +65,70 @@ class Resolved:
     """The lines to print before the first step."""
 
 
+@dataclass(frozen=True)
+class ClaimedFolder:
+    """The run's folder, which no other run may use, and what may end this rank before the run's last step."""
+
+    locks: list[files.Lock]
+    """The lock on the folder on rank 0, which holds until it is garbage; empty on the other ranks."""
+    stop: StopRequest
+    watch: Watch
+
+
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
-    """Train one run in the existing process group: resolve it, claim its folder, build its engine, and enter the loop.
+    """Train one run in the existing process group: resolve what it is, claim its folder, build what trains it, train.
     args: the arguments of train.py. Returns the exit code."""
     run = resolve(args, process, host_group)
-    train = run.recipe.train
-    ranks.set_deterministic(train.deterministic)
-    stop = StopRequest(train.time_limit)
-    locks = claim_folder(args, run.identity, process, host_group, status)
-    watch = Watch(process, names_of_ranks(host_group), start_logging(args.out, process.rank), status.cut_off, stop)
-    watch.begin(train.stall_limit, train.stop_limit)
-    with closing(watch):
-        for lock in locks:
-            if lock.problem:
-                LOG.warning(lock.problem)
-        for note in run.notes:
-            LOG.info(note)
+    steps = run.recipe.train.steps
+    claimed = claim_folder(args, run, process, host_group, status)
+    with closing(claimed.watch):
         checkpoint = find_start(args, run, host_group)
-        first = checkpoint.step if checkpoint else 0
-        if first >= train.steps:
-            LOG.info(f"{args.out} is complete: {first} of {train.steps} steps")
-            status.ended(DONE, f"{first} of {train.steps} steps")
+        if checkpoint and checkpoint.step >= steps:
+            LOG.info(f"{args.out} is complete: {checkpoint.step} of {steps} steps")
+            status.ended(DONE, f"{checkpoint.step} of {steps} steps")
             return DONE
-        watch.note("measuring the data")
-        calibration = going_on.resume_calibration(run.recipe, run.corpus, checkpoint, host_group)
-        loader = Loader(run.recipe, run.corpus, calibration)
-        if process.is_main:
-            write_start(args.out, run, loader, checkpoint, process)
-        state = checkpoint.state if checkpoint else initial_state(loader.streams)
-        plans = loader.plans(process, Hardware.here().device, state, train.steps - first, host_group)
-        watch.note("building the engine")
-        engine = make_engine(run, checkpoint, host_group)
-        log_start(loader, engine, run.config, process, first)
-        if not checkpoint:
-            warm_up_queues(engine.module, loader, process, engine.device)
-        context = RunContext(run.config, engine, args.out, process, host_group, status, stop, watch, locks)
-        code = run_loop(loader, context, checkpoint, plans, args.trace)
-        status.ended(code, stop.why if code == STOPPED else f"{status.step} of {train.steps} steps")
+        trainer, batches = build(args, run, claimed, checkpoint, process, host_group, status)
+        with closing(trainer):
+            trainer.begin()
+            code = trainer.loop(batches)
+        status.ended(code, claimed.stop.why if code == STOPPED else f"{status.step} of {steps} steps")
     return code
 
 
 def resolve(args: argparse.Namespace, process: Process, host_group: HostGroup) -> Resolved:
-    """Resolve and check the arguments of train.py, on all ranks together. Raises UserError."""
+    """Return what the run is, checked, before its folder is touched. All ranks call it together. Raises UserError."""
     recipe, corpus = resolve_run(args.recipe, args.set, args.data, host_group)
     config = load_ds_config(args.ds_config, recipe, process.world, Hardware.here())
     task_notes = review_tasks(recipe, corpus, config.stage, host_group)
     check_ranks_agree(args, recipe, corpus, config, host_group)
+    ranks.set_deterministic(recipe.train.deterministic)
     notes = [*config.notes, *start_notes(recipe, corpus), *task_notes]
     return Resolved(recipe, corpus, config, identity_of(recipe, corpus), notes)
 
 
 def claim_folder(
-    args: argparse.Namespace, identity: dict[str, Any], process: Process, host_group: HostGroup, status: Status
-) -> list[files.Lock]:
-    """Take the run's folder. Returns its lock on rank 0, which holds until it is garbage. Raises UserError."""
-    locks: list[files.Lock] = []
-    host_group.from_main(lambda: locks.append(take_folder(args, identity, status)))
+    args: argparse.Namespace, run: Resolved, process: Process, host_group: HostGroup, status: Status
+) -> ClaimedFolder:
+    """Lock the run's folder, log to it, and begin to listen to signals and to watch this rank. Raises UserError."""
+    train = run.recipe.train
+    stop = StopRequest(train.time_limit)
+    locks = list[files.Lock]()
+    host_group.from_main(lambda: locks.append(take_folder(args, run.identity, status)))
     status.running()
     if not args.out.is_dir():
         raise UserError(
             f"--out {args.out} does not exist on {os.uname().nodename}, where rank {process.rank} runs; choose a "
             f"folder that all hosts share"
         )
-    return locks
+    stacks = start_logging(args.out, process.rank)
+    watch = Watch(process, names_of_ranks(host_group), stacks, status.cut_off, stop)
+    watch.begin(train.stall_limit, train.stop_limit)
+    for lock in locks:
+        if lock.problem:
+            LOG.warning(lock.problem)
+    for note in run.notes:
+        LOG.info(note)
+    return ClaimedFolder(locks, stop, watch)
 
 
 def find_start(args: argparse.Namespace, run: Resolved, host_group: HostGroup) -> Checkpoint | None:
@@ -141,6 +142,35 @@ def find_start(args: argparse.Namespace, run: Resolved, host_group: HostGroup) -
     if checkpoint.step >= steps and not going_on.is_own(checkpoint, args.out):
         raise UserError(f"--fork {args.fork} is at step {checkpoint.step}, and train.steps is {steps}; set more steps")
     return checkpoint
+
+
+def build(
+    args: argparse.Namespace,
+    run: Resolved,
+    claimed: ClaimedFolder,
+    checkpoint: Checkpoint | None,
+    process: Process,
+    host_group: HostGroup,
+    status: Status,
+) -> tuple[Trainer, Iterator[StepBatch]]:
+    """Return a trainer that is ready for the step after the checkpoint, or for step 1, and the batches of its steps."""
+    watch = claimed.watch
+    watch.note("measuring the data")
+    calibration = going_on.resume_calibration(run.recipe, run.corpus, checkpoint, host_group)
+    loader = Loader(run.recipe, run.corpus, calibration)
+    if process.is_main:
+        write_start(args.out, run, loader, checkpoint, process)
+    data = checkpoint.state if checkpoint else initial_state(loader.streams)
+    left = run.recipe.train.steps - data["step"]
+    plans = loader.plans(process, Hardware.here().device, data, left, host_group)
+    watch.note("building the engine")
+    engine = make_engine(run, checkpoint, host_group)
+    log_start(loader, engine, run.config, process, data["step"])
+    if not checkpoint:
+        warm_up_queues(engine.module, loader, process, engine.device)
+    context = RunContext(run.config, engine, args.out, process, host_group, status, claimed.stop, watch, claimed.locks)
+    trainer = Trainer(loader, context, checkpoint, args.trace)
+    return trainer, loader.batches(process, engine.device.type, data, left, plans)
 
 
 def write_start(out: Path, run: Resolved, loader: Loader, checkpoint: Checkpoint | None, process: Process) -> None:
@@ -165,16 +195,6 @@ def log_start(loader: Loader, engine: Any, config: EngineConfig, process: Proces
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "
         f"{process.world} rank(s) of {engine.device.type}, ZeRO stage {config.stage}, steps {first} to {train.steps}"
     )
-
-
-def run_loop(loader: Loader, context: RunContext, checkpoint: Checkpoint | None, plans: Plans, trace: bool) -> int:
-    """Run the loop from the checkpoint that the engine was loaded from. Returns the exit code."""
-    trainer = Trainer(loader, context, checkpoint, trace)
-    left = loader.recipe.train.steps - trainer.state.step
-    batches = loader.batches(context.process, context.engine.device.type, trainer.state.data, left, plans)
-    with closing(trainer):
-        trainer.begin()
-        return trainer.loop(batches)
 
 
 def check_ranks_agree(
