@@ -221,8 +221,8 @@ def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path, t
     sets = ["data.workers=0", "streams.tlm.language_embeddings=true", f"model.tokenizer={demo / 'tokenizer'}"]
     loader = open_run("tlm", sets, [demo / "pairs_yy"])
     task, engine = EvalTask(name="retrieval", data=[str(heldout / "pairs")], limit=60), engine_of(loader)
-    measured = replace(loader, recipe=replace(loader.recipe, eval=EvalConfig(every=1, tasks=[task])))
-    (note,) = review_tasks(measured, 2, HostGroup())
+    measured = replace(loader.recipe, eval=EvalConfig(every=1, tasks=[task]))
+    (note,) = review_tasks(measured, loader.corpus, 2, HostGroup())
     assert "eval.retrieval reads xx with the neutral language embedding" in note
     with torch.no_grad():
         engine.module.encoder.lm.base_model.embeddings.token_type_embeddings.weight.mul_(50)  # so that they matter
