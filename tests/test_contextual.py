@@ -119,7 +119,7 @@ def test_the_copy_computes_in_the_encoders_type_and_stays_fp32(tokenizer: Tokeni
     exact = auxiliary_state.encode(encoder, *given)
     encoder.bfloat16()
     rounded = auxiliary_state.encode(encoder, *given)
-    assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, encoder(row.tokens)[row.gather.columns])
+    assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, encoder(row.tokens, row.places)[row.gather.columns])
     assert torch.equal(auxiliary_state.encode(encoder.float(), *given), exact), "the fp32 weights were rounded"
     assert {w.dtype for w in auxiliary_state.state_dict().values() if w.is_floating_point()} == {torch.float32}
 

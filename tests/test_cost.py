@@ -62,7 +62,8 @@ def saved_bytes(encoder: Encoder, sequences: int, length: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = encoder(row_of(sequences, length))
+        places = torch.arange(int(cost.READ_SHARE * sequences * length))
+        hidden = encoder(row_of(sequences, length), places)
     del hidden
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -146,7 +147,7 @@ def test_gradients_wait_for_the_one_reduction_at_stages_2_and_3() -> None:
 @pytest.mark.parametrize(("recipe", "preset"), [("tlm", "tiny"), ("mixed", "tiny"), ("mixed", "mini")])
 def test_peak_of_a_row(demo: Path, recipe: str, preset: str) -> None:
     """Activations, head and gradients: what a row allocates at most, on a CPU; its sequences are shorter than they
-    might be."""
+    might be, and `tlm` reads fewer states than the estimate takes."""
     module, row = first_row(demo, recipe, f"model.preset={preset}", "model.dropout=0.1")
     on_device = row.to(CPU)
     (shared,) = encode_auxiliary(module, [on_device], [(0,)])
@@ -158,7 +159,7 @@ def test_peak_of_a_row(demo: Path, recipe: str, preset: str) -> None:
     recipe_here = recipe_of("data.max_length=128")
     expected = cost.activation_bytes(module.encoder, recipe_here, 4, "cpu", row.cost["tokens"])
     expected += cost.vocabulary_head_bytes(module.encoder, 4, "cpu") + 4 * sum(p.numel() for p in module.parameters())
-    assert 0.85 * peak < expected < 1.3 * peak
+    assert 0.85 * peak < expected < 1.35 * peak
 
 
 # FLOPs
@@ -201,11 +202,11 @@ def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, Row]:
 def test_flops_by_term(preset: str) -> None:
     """Against torch's own count of each part, forward and backward: exact where sequences are equally long."""
     encoder = Encoder(AutoModelForMaskedLM.from_config(preset_config(preset, 900, 0, 64, 0.0)).train())
-    row_cost = {"tokens": 512, "squares": 8 * 64**2, "predictions": 30}
-    row_cost |= {"auxiliary_tokens": 128, "auxiliary_squares": 2 * 64**2}
+    row_cost = {"tokens": 512, "places": 75, "squares": 8 * 64**2, "predictions": 30}
+    row_cost |= {"auxiliary_tokens": 128, "auxiliary_places": 128, "auxiliary_squares": 2 * 64**2}
     found = cost.StepFlops(encoder).flops(row_cost)
     with counter() as counted:
-        encoder(row_of(8, 64)).sum().backward()
+        encoder(row_of(8, 64), torch.arange(75)).sum().backward()
     in_attention = sum(counted.get_flop_counts()["Global"][operator] for operator in ATTENTION)
     assert in_attention == found["attention"]
     assert counted.get_total_flops() - in_attention == found["encoder"]

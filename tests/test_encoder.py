@@ -126,6 +126,24 @@ def test_states_and_gradients_are_those_of_transformers(kind: str, lengths: list
     same_states_and_gradients(make(kind), row_of(lengths))
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_states_at_chosen_places_are_those_of_the_whole_row(kind: str) -> None:
+    """With their gradients: the tokens that no loss reads have none behind the last layer's attention."""
+    encoder, row = make(kind), row_of(LENGTHS[0])
+    places = torch.tensor([0, 3, 4, len(row.input_ids) - 1])
+    parameters = list(encoder.lm.base_model.parameters())
+    whole = encoder(row)[places]
+    chosen = encoder(row, places)
+    torch.testing.assert_close(chosen, whole, rtol=0, atol=1e-12)
+    weights = torch.randn_like(whole)
+    expected = torch.autograd.grad((whole * weights).sum(), parameters, allow_unused=True)
+    found = torch.autograd.grad((chosen * weights).sum(), parameters, allow_unused=True)
+    for gradient, other in zip(found, expected, strict=True):
+        assert (gradient is None) == (other is None)
+        if other is not None:
+            torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize(("kind", "before"), [*((kind, 0.0) for kind in CONFIGS), ("bert", 0.1), ("modernbert", 0.1)])
 def test_dropout_can_be_changed(kind: str, before: float) -> None:
     """The states are those of a model that is built with the probability, and the momentum encoder follows."""

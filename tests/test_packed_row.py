@@ -158,8 +158,11 @@ def test_a_row_has_the_sequences_and_states_of_its_streams() -> None:
             counts[stream] = {name: states.size for name, states in stream_batch.states.items()}
             for states in stream_batch.states.values():
                 summed += [stream_batch.sequences.ids[tokens].tolist() for tokens in lists(states)]
-        assert [ids[tokens].tolist() for tokens in lists(row.gather)] == summed and row.state_counts == counts
-        assert lists(row.transposed) == lists(row.gather.transpose(len(ids)))
+        read = ids[row.places]
+        assert [read[columns].tolist() for columns in lists(row.gather)] == summed and row.state_counts == counts
+        assert lists(row.transposed) == lists(row.gather.transpose(len(row.places)))
+        assert row.places.tolist() == (sorted(set(row.places.tolist())) if any(summed) else [0])
+        assert len(row.places) == max(1, len(set(row.gather.columns.tolist()))), "a place that no state reads"
 
         auxiliary = stream_batches["b"].auxiliary
         assert list(row.auxiliary) == ["b"] and auxiliary is not None
@@ -189,6 +192,8 @@ def test_a_row_counts_labels_targets_and_cost(empty: bool) -> None:
         "predictions": 0 if empty else 9,
         "auxiliary_tokens": int(auxiliary.sequences.lengths.sum()),
         "auxiliary_squares": sum(n**2 for n in auxiliary.sequences.lengths.tolist()),
+        "places": len(row.places),
+        "auxiliary_places": len(row.auxiliary["b"].places),
     }
 
 
@@ -218,10 +223,13 @@ def test_auxiliary_rows_as_one_row() -> None:
     assert sequences_in(whole.tokens) == [sequence for row in rows for sequence in sequences_in(row.tokens)]
     assert whole.tokens.positions.tolist() == [n for row in rows for n in row.tokens.positions.tolist()]
     assert whole.tokens.longest == max(row.tokens.longest for row in rows)
-    ids = whole.tokens.input_ids
-    summed = [row.tokens.input_ids[tokens].tolist() for row in rows for tokens in lists(row.gather)]
-    assert [ids[tokens].tolist() for tokens in lists(whole.gather)] == summed
-    assert lists(whole.transposed) == lists(whole.gather.transpose(len(ids)))
+    summed = []
+    for row in rows:
+        read = row.tokens.input_ids[row.places]
+        summed += [read[columns].tolist() for columns in lists(row.gather)]
+    read = whole.tokens.input_ids[whole.places]
+    assert [read[columns].tolist() for columns in lists(whole.gather)] == summed
+    assert lists(whole.transposed) == lists(whole.gather.transpose(len(whole.places)))
 
 
 # 4. To the device
@@ -265,8 +273,8 @@ def test_copying_at_once_is_copying_one_by_one(device: Any, monkeypatch: pytest.
 def test_a_row_on_the_device_has_the_same_numbers(empty: bool) -> None:
     row = pack_row(random_stream_batches(0, empty), FILLER)
     moved = row.to(torch.device("cpu"))
-    on_device = [*moved.tokens[:5], *moved.gather, *moved.transposed, moved.labels]
-    on_host = [*row.tokens[:5], *row.gather, *row.transposed, row.labels]
+    on_device = [*moved.tokens[:5], moved.places, *moved.gather, *moved.transposed, moved.labels]
+    on_host = [*row.tokens[:5], row.places, *row.gather, *row.transposed, row.labels]
     for there, here in zip(
         [*on_device, moved.arrays["b"]["number"]], [*on_host, row.arrays["b"]["number"]], strict=True
     ):

@@ -145,7 +145,7 @@ def test_accuracy_and_age_of_known_keys(tokenizer: Tokenizer) -> None:
     parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 4)
     stream_batch = collate(tokenizer, pairs, options)
     row = pack_row({"s": stream_batch}, FILLER).to(CPU)
-    places = row.gather.columns[-4:].long()
+    places = row.places[row.gather.columns[-4:]]
     zq = parts.heads(parts.encoder(row.tokens)[places]).detach()
     parts.auxiliary_state.step = 6
     for keys, born, accuracy, age in [(-zq, 1, 0, 6.0), (zq, 5, 4, (6 + 2) / 2)]:

@@ -3,7 +3,8 @@
 One row is one forward and backward pass of a rank. Its arrays are numpy arrays in a worker, and tensors after
 `Row.to(device)`.
 
-Shape letters: N tokens of a row, B sequences, S states that a loss reads, M predictions, T targets of a term.
+Shape letters: N tokens of a row, P places (tokens) that states read, B sequences, S states that a loss reads,
+M predictions, T targets of a term.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,10 +52,12 @@ def no_numbers() -> np.ndarray:
 @dataclass(frozen=True)
 class Row:
     tokens: Tokens
+    places: Any
+    """The tokens whose hidden states are read, in ascending order, at least one [P], int64."""
     gather: Gather
-    """All states that any loss reads."""
+    """All states that any loss reads. Its columns are indices of `places`."""
     transposed: Gather
-    """`gather.transpose(N)`, by which the backward pass gathers."""
+    """`gather.transpose(P)`, by which the backward pass gathers."""
     state_counts: dict[str, dict[str, int]] = field(default_factory=dict)
     """Number of states by stream and name, in the order of `gather`."""
     labels: Any = field(default_factory=no_numbers)
@@ -73,8 +76,9 @@ class Row:
     samples: int = 0
     """Number of samples."""
     cost: dict[str, int] = field(default_factory=dict)
-    """What the cost of the row depends on: the numbers of "tokens", of "predictions" and of "auxiliary_tokens"; and
-    "squares" and "auxiliary_squares", sums of squared sequence lengths (attention)."""
+    """What the cost of the row depends on: the numbers of "tokens", of "places" (tokens whose states are read) and
+    of "predictions", and "squares", the sum of squared sequence lengths (attention); "auxiliary_tokens",
+    "auxiliary_places" and "auxiliary_squares" are those of the auxiliary rows."""
     keys: dict[str, list[str]] = field(default_factory=dict)
     """Keys of each stream's records, in the order in which they were sampled."""
 
@@ -84,19 +88,24 @@ class Row:
         if len(rows) == 1:
             return rows[0]
         tokens = list[Tokens]()
+        places = list[np.ndarray]()
         gathers = list[Gather]()
         transposed = list[Gather]()
-        first_token = [0]
+        first_token = 0
+        first_place = [0]
         first_state = [0]
         for row in rows:
             tokens.append(row.tokens)
+            places.append(row.places + first_token)
             gathers.append(row.gather)
             transposed.append(row.transposed)
-            first_token.append(first_token[-1] + len(row.tokens.input_ids))
+            first_token += len(row.tokens.input_ids)
+            first_place.append(first_place[-1] + len(row.places))
             first_state.append(first_state[-1] + row.gather.size)
         return Row(
             tokens=concat_tokens(tokens),
-            gather=Gather.concat(gathers, first_token[:-1]),
+            places=np.concatenate(places),
+            gather=Gather.concat(gathers, first_place[:-1]),
             transposed=Gather.concat(transposed, first_state[:-1]),
         )
 
@@ -107,6 +116,7 @@ class Row:
             "input_ids": self.tokens.input_ids,
             "positions": self.tokens.positions,
             "starts": self.tokens.starts,
+            "places": self.places,
             "offsets": self.gather.offsets,
             "columns": self.gather.columns,
             "transposed offsets": self.transposed.offsets,
@@ -139,6 +149,7 @@ class Row:
         return replace(
             self,
             tokens=tokens,
+            places=moved["places"],
             gather=Gather(moved["offsets"], moved["columns"]),
             transposed=Gather(moved["transposed offsets"], moved["transposed columns"]),
             labels=moved["labels"],
@@ -185,7 +196,11 @@ def pack_row(
     """
     parts = list(stream_batches.values())
     tokens, places = lay_out(parts, filler)
-    gather = gather_of_row(parts, places)
+    states = gather_of_row(parts, places)
+    tokens_read, columns = np.unique(states.columns, return_inverse=True)
+    gather = Gather(states.offsets, columns.astype(np.int32))
+    if not len(tokens_read):  # a row without states reads its first token, so that no kernel gets an empty tensor
+        tokens_read = np.zeros(1)
     state_counts = dict[str, dict[str, int]]()
     labels = [NO_NUMBERS]
     label_counts: Counts = {}
@@ -213,8 +228,9 @@ def pack_row(
             groups |= group_by_language(stream, part, languages)
     return Row(
         tokens=tokens,
+        places=tokens_read.astype(np.int64),
         gather=gather,
-        transposed=gather.transpose(len(tokens.input_ids)),
+        transposed=gather.transpose(len(tokens_read)),
         state_counts=state_counts,
         labels=np.concatenate(labels),
         label_counts=label_counts,
@@ -223,7 +239,7 @@ def pack_row(
         auxiliary=auxiliary,
         counts=counts | language_counts(groups) | pair_counts,
         samples=sum(part.samples for part in parts),
-        cost=cost_of(parts),
+        cost=cost_of(parts, len(tokens_read), list(auxiliary.values())),
         keys=keys,
     )
 
@@ -353,18 +369,18 @@ def language_counts(groups: Mapping[MetricKey, LanguageGroups]) -> Counts:
     return counts
 
 
-def cost_of(stream_batches: Sequence[StreamBatch]) -> dict[str, int]:
-    """Return Row.cost of the row of these stream batches."""
-    names = ("tokens", "squares", "predictions", "auxiliary_tokens", "auxiliary_squares")
+def cost_of(stream_batches: Sequence[StreamBatch], places: int, auxiliary_rows: Sequence[Row]) -> dict[str, int]:
+    """Return Row.cost of the row of these stream batches. places: the number of tokens whose states are read."""
+    names = ("tokens", "squares", "predictions", "auxiliary_tokens", "auxiliary_squares", "auxiliary_places")
     cost = dict.fromkeys(names, 0)
+    cost["places"] = places
     for stream_batch in stream_batches:
         lengths = stream_batch.sequences.lengths
         cost["tokens"] += int(lengths.sum())
         cost["squares"] += int((lengths**2).sum())
         for ids in stream_batch.labels.values():
             cost["predictions"] += len(ids)
-        if stream_batch.auxiliary is not None:
-            lengths = stream_batch.auxiliary.sequences.lengths
-            cost["auxiliary_tokens"] += int(lengths.sum())
-            cost["auxiliary_squares"] += int((lengths**2).sum())
+    for row in auxiliary_rows:
+        for name in ("tokens", "squares", "places"):
+            cost[f"auxiliary_{name}"] += row.cost[name]
     return cost

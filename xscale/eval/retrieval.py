@@ -204,7 +204,7 @@ def layer_states(model: ExportedModel, stream_batch: StreamBatch, layers: Sequen
     """Return for each layer the hidden states [S, H] of the stream batch."""
     row = pack_row({"": stream_batch}, model.tokenizer.sep_id).to(model.device)
     hidden = model.encoder.hidden_states(row.tokens)
-    return [alignment_gather(hidden[layer], *row.gather, *row.transposed) for layer in layers]
+    return [alignment_gather(hidden[layer][row.places], *row.gather, *row.transposed) for layer in layers]
 
 
 def make_stream_batch(

@@ -1,7 +1,7 @@
 """The encoder of a run: a Hugging Face masked-LM model that reads packed rows, and whose head is called separately.
 
-Shape letters: N tokens of a row, B sequences, H hidden width, E width of the embeddings, M selected states,
-V vocabulary.
+Shape letters: N tokens of a row, P of them whose states are read, B sequences, H hidden width, E width of the
+embeddings, M selected states, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -99,11 +99,11 @@ class Encoder(nn.Module):
     def head(self) -> Head:
         return HEADS[self.lm.config.model_type](self.lm)
 
-    def forward(self, row: Tokens) -> Tensor:
-        """Return the last hidden states [N, H]."""
+    def forward(self, row: Tokens, places: Tensor | None = None) -> Tensor:
+        """Return the last hidden states [N, H], or those of the tokens at `places` [P, H], which are all different."""
         seed = torch.randint(2**62, ()) if self.training else torch.zeros((), dtype=torch.int64)
         run = partial(checkpoint, use_reentrant=False) if self._checkpointing and torch.is_grad_enabled() else _call
-        return self._states(self.lm.base_model, row, seed, run)
+        return self._states(self.lm.base_model, row, seed, run, places)
 
     def hidden_states(self, row: Tokens) -> list[Tensor]:
         """Return the states [N, H] of all layers: first the embeddings' output, last the output of `forward`. There is

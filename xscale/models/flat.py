@@ -1,10 +1,13 @@
 """Forward passes that take a packed (flat) row of tokens, use Hugging Face's weights, and return the row's hidden
-states.
+states, of all tokens or of those that a loss reads.
+
+The last layer computes its feed-forward part only for the tokens whose states are returned: nothing else reads it.
 
 If ZeRO-3 partitions the weights, the forward passes use them only by calling the modules that own them, so that ZeRO-3
 can gather them.
 
-Shape letters: N tokens of a row, B sequences, L tokens of the longest, H hidden width, A heads, D width of a head.
+Shape letters: N tokens of a row, P places (tokens) whose states are returned, B sequences, L tokens of the longest,
+H hidden width, A heads, D width of a head.
 """
 
 import inspect
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from xscale.data.packed_row import Tokens
 from xscale.deepspeed_private import is_partitioned
@@ -29,22 +33,47 @@ def _dropout_rate(drop: nn.Module) -> float:
     return getattr(drop, "p", 0.0) if drop.training else 0.0
 
 
-def bert_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
-    """Return the last hidden states [N, H] of a row for BertModel and models of the same structure."""
+class _TakePlaces(torch.autograd.Function):
+    """`x[places]`, whose backward pass writes each row once, since no place is listed twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, places_P: Tensor) -> Tensor:
+        ctx.save_for_backward(places_P)
+        ctx.tokens = len(x_NH)
+        return x_NH.index_select(0, places_P)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PH: Tensor) -> tuple[Tensor, None]:
+        (places_P,) = ctx.saved_tensors
+        return grad_PH.new_zeros(ctx.tokens, grad_PH.shape[1]).index_copy_(0, places_P, grad_PH), None
+
+
+def take_places(x_NH: Tensor, places_P: Tensor | None) -> Tensor:
+    """Return the states [P, H] at these places, which are all different; all states if there is no list."""
+    return x_NH if places_P is None else _TakePlaces.apply(x_NH, places_P)
+
+
+def bert_states(model: Any, row: Tokens, seed: Tensor, run: Run, places: Tensor | None = None) -> Tensor:
+    """Return the last hidden states of a row [N, H], or those at `places` [P, H], for BertModel and models of the same
+    structure."""
     e = model.embeddings
     types = row.input_ids.new_zeros(1) if row.types is None else row.types
     positions = row.positions + first_position(model.config)
     x = e.word_embeddings(row.input_ids) + e.position_embeddings(positions) + e.token_type_embeddings(types)
     x = dropout(e.LayerNorm(x), _dropout_rate(e.dropout))
+    last = len(model.encoder.layer) - 1
     for number, layer in enumerate(model.encoder.layer):
-        x = run(_bert_layer, layer, x, row, seed, number)
+        x = run(_bert_layer, layer, x, row, seed, number, places if number == last else None)
     return x
 
 
-def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int) -> Tensor:
+def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int, places: Tensor | None) -> Tensor:
     own, out, ffn = layer.attention.self, layer.attention.output, layer.output
     heads, p = own.num_attention_heads, _dropout_rate(own.dropout)
     attended = attention(_qkv(own, x), row.starts, row.lengths, row.longest, seed, number, heads, p)
+    attended = take_places(attended, places)
+    x = take_places(x, places)
     x = _add_norm(out.dense(attended), x, _dropout_rate(out.dropout), out.LayerNorm, seed, 2 * number)
     return _add_norm(
         ffn.dense(layer.intermediate(x)), x, _dropout_rate(ffn.dropout), ffn.LayerNorm, seed, 2 * number + 1
@@ -68,24 +97,36 @@ def _qkv(own: Any, x: Tensor) -> Tensor:
     return F.linear(x, torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
 
 
-def modernbert_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
-    """Return the last hidden states [N, H] of a row for ModernBertModel (Warner et al. 2024)."""
+def modernbert_states(model: Any, row: Tokens, seed: Tensor, run: Run, places: Tensor | None = None) -> Tensor:
+    """Return the last hidden states of a row [N, H], or those at `places` [P, H], for ModernBertModel (Warner et al.
+    2024)."""
     c, e = model.config, model.embeddings
     x = dropout(e.norm(e.tok_embeddings(row.input_ids)), _dropout_rate(e.drop))
     rotations = {kind: _rotation(c, row.positions, kind, x.dtype) for kind in dict.fromkeys(c.layer_types)}
+    last = len(model.layers) - 1
     for number, (layer, kind) in enumerate(zip(model.layers, c.layer_types, strict=True)):
         window = c.local_attention // 2 if kind == "sliding_attention" else None
-        x = run(_modernbert_layer, layer, x, row, seed, number, rotations[kind], window)
+        places_here = places if number == last else None
+        x = run(_modernbert_layer, layer, x, row, seed, number, rotations[kind], window, places_here)
     return model.final_norm(x)
 
 
 def _modernbert_layer(
-    layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int, rotation: tuple[Tensor, Tensor], window: int | None
+    layer: Any,
+    x: Tensor,
+    row: Tokens,
+    seed: Tensor,
+    number: int,
+    rotation: tuple[Tensor, Tensor],
+    window: int | None,
+    places: Tensor | None,
 ) -> Tensor:
     own, mlp = layer.attn, layer.mlp
     heads, p = own.config.num_attention_heads, own.attention_dropout if own.training else 0.0
     qkv = rotate_(own.Wqkv(layer.attn_norm(x)), *rotation, heads)
     attended = attention(qkv, row.starts, row.lengths, row.longest, seed, number, heads, p, window)
+    attended = take_places(attended, places)
+    x = take_places(x, places)
     x = dropout(own.Wo(attended), _dropout_rate(own.out_drop), x)
     states, gate = mlp.Wi(layer.mlp_norm(x)).chunk(2, -1)
     return x + mlp.Wo(dropout(mlp.act(states) * gate, _dropout_rate(mlp.drop)))
@@ -103,9 +144,10 @@ def _rotation(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tup
     return torch.cat([cos, cos], 1)[:, None, None], torch.cat([-sin, sin], 1)[:, None, None]
 
 
-def padded_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
-    """Return any Hugging Face encoder's last hidden states [N, H], by its own forward pass over padded sequences."""
-    return padded_layers(model, row)[-1]
+def padded_states(model: Any, row: Tokens, seed: Tensor, run: Run, places: Tensor | None = None) -> Tensor:
+    """Return any Hugging Face encoder's last hidden states [N, H], or those at `places` [P, H], by its own forward pass
+    over padded sequences."""
+    return take_places(padded_layers(model, row)[-1], places)
 
 
 def padded_layers(model: Any, row: Tokens, all_layers: bool = False) -> list[Tensor]:
@@ -134,7 +176,7 @@ def padded_layers(model: Any, row: Tokens, all_layers: bool = False) -> list[Ten
     return [hidden_BLH.flatten(0, 1).index_select(0, places_N) for hidden_BLH in layers]
 
 
-FLAT: dict[str, Callable[[Any, Tokens, Tensor, Run], Tensor]] = {
+FLAT: dict[str, Callable[..., Tensor]] = {
     "bert": bert_states,
     "roberta": bert_states,
     "xlm-roberta": bert_states,
@@ -144,7 +186,7 @@ FLAT: dict[str, Callable[[Any, Tokens, Tensor, Run], Tensor]] = {
 """Model type -> its flat forward pass. Models of other types read padded sequences."""
 
 
-def forward_pass_of(config: Any) -> Callable[[Any, Tokens, Tensor, Run], Tensor]:
+def forward_pass_of(config: Any) -> Callable[..., Tensor]:
     """Return the model's forward pass: a flat one if its type has one and its rotary embeddings are not scaled,
     otherwise padded_states."""
     ropes = (getattr(config, "rope_parameters", None) or {}).values()

@@ -60,7 +60,7 @@ class Frozen:
         theirs = next(trained.parameters())
         if (ours.device, ours.dtype) != (theirs.device, theirs.dtype):
             self.running = copy.deepcopy(self.initial).to(theirs.device, theirs.dtype)
-        return alignment_gather(self.running(row.tokens), *row.gather, *row.transposed)
+        return alignment_gather(self.running(row.tokens, row.places), *row.gather, *row.transposed)
 
     def update(self, weights_changed: bool) -> None:
         pass

@@ -256,7 +256,7 @@ class Moco:
         """Return z_k of each pair's key view [B, D]. In training, the z_k enter the queue after the optimizer step."""
         self.queue.move_to(row.tokens.input_ids.device)
         key_encoder, projection = self.momentum.key_modules(trained.training and not self.options.momentum_eval)
-        z_BD = projection(alignment_gather(key_encoder(row.tokens), *row.gather, *row.transposed))
+        z_BD = projection(alignment_gather(key_encoder(row.tokens, row.places), *row.gather, *row.transposed))
         if trained.training:
             numbers_B = torch.cat([of_row["number"] for of_row in arrays])
             texts_B2 = torch.cat([of_row["texts"] for of_row in arrays])

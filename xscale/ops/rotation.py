@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def rotate_(qkv_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int) -> Tensor:
@@ -39,6 +40,7 @@ class _Rotation(torch.autograd.Function):
         return qkv_NX
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_NX: Tensor) -> tuple[Tensor, None, None, None]:
         """Rotate the gradient back, by the opposite angles."""
         (cos_N11D, sin_N11D), heads = ctx.saved_tensors, ctx.heads

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 LONGEST, WIDTHS = 128, (16, 32, 64)
 """The maximum length of a sequence, and the widths of a head, that the kernel supports."""
@@ -47,6 +48,7 @@ class _ShortAttention(torch.autograd.Function):
         return attend(qkv_NX, starts_B1, longest, seed, *rest)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor | None, ...]:
         qkv_NX, starts_B1, seed = ctx.saved_tensors
         gradient = gradient_op if torch.compiler.is_compiling() else _gradient

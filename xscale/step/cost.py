@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from xscale.models.encoder import Encoder
+from xscale.models.flat import bert_states, forward_pass_of, modernbert_states
 from xscale.ops.masked_ce import chunk_rows
 from xscale.recipe import Recipe
 from xscale.step.module import StepModule
@@ -16,6 +17,10 @@ WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Precision -> the bytes of one number."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "V100": 125e12, "L40S": 362e12, "B200": 2250e12}
 """Part of a GPU's name -> its dense 16-bit matrix FLOP/s by its data sheet, for MFU (model FLOPs utilization)."""
+
+
+READ_SHARE = 0.4
+"""The share of a row's tokens whose states losses read, for the estimate of memory: 0.15 in `tlm`, 0.37 in `mixed`."""
 
 
 def memory(
@@ -73,21 +78,27 @@ def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, 
     For each token, a layer keeps 9 H + 2 F numbers, where F is the width of the feed-forward layer (4 F if it has a
     gate), and two dropout masks of H elements (with a gate: H and F). That is about 34 H bytes at 16 bits (Korthikanti
     et al. 2022, without attention's probabilities). On a CPU, an element of a mask takes as much as a number, and
-    attention keeps its probabilities twice.
+    attention keeps its probabilities twice. Behind its attention, the last layer keeps the tokens alone that losses
+    read.
     """
     c = encoder.lm.config
     masks = 2 * c.hidden_size
-    layer = width * (9 * c.hidden_size + 2 * c.intermediate_size)
+    feed_forward = 2 * c.intermediate_size
     if c.model_type == "modernbert":  # its feed-forward layer has a gate
         masks = c.hidden_size + c.intermediate_size
-        layer += width * 2 * c.intermediate_size
+        feed_forward = 4 * c.intermediate_size
+    layer = width * (9 * c.hidden_size + feed_forward)
     if device == "cpu":
         layer += width * (masks + 2 * c.num_attention_heads * recipe.data.max_length)
     else:
         layer += masks
     if recipe.train.activation_checkpointing:
         return tokens * (c.num_hidden_layers * c.hidden_size * width + layer)
-    return tokens * c.num_hidden_layers * layer
+    skipped = 0.0
+    if after_last_attention(encoder):
+        behind_attention = width * (4 * c.hidden_size + feed_forward)
+        skipped = behind_attention * (1 - READ_SHARE)
+    return tokens * (c.num_hidden_layers * layer - skipped)
 
 
 def vocabulary_head_bytes(encoder: Encoder, width: int, device: str) -> float:
@@ -105,10 +116,24 @@ def peak_flops() -> float | None:
     return None
 
 
+def after_last_attention(encoder: Encoder) -> list[nn.Linear]:
+    """Return the linear layers behind the last layer's attention, if the encoder's forward pass skips tokens there."""
+    base: Any = encoder.lm.base_model
+    forward_pass = forward_pass_of(encoder.lm.config)
+    if forward_pass is bert_states:
+        last = base.encoder.layer[-1]
+        return [last.attention.output.dense, last.intermediate.dense, last.output.dense]
+    if forward_pass is modernbert_states:
+        last = base.layers[-1]
+        return [last.attn.Wo, last.mlp.Wi, last.mlp.Wo]
+    return []
+
+
 class StepFlops:
     """The model FLOPs of a step, by purpose. Recomputation and padding are not counted.
 
-    encoder: 6 n for each token, where n is the number of weights in linear layers. attention: 12 H for each layer and
+    encoder: 6 n for each token, where n is the number of weights in linear layers; what follows the last layer's
+    attention counts for the tokens alone whose states are read. attention: 12 H for each layer and
     each pair of tokens in a sequence; local layers count the pairs within their window. head: 6 E (V + H) for each
     predicted token. auxiliary: a third of encoder and attention, for the tokens that auxiliary encoders read. The
     objectives' own heads are small and left out.
@@ -121,7 +146,10 @@ class StepFlops:
             if isinstance(module, nn.Linear):
                 weights += module.weight.numel()
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        self.per_token = 6 * weights
+        self.per_place = 0
+        for linear in after_last_attention(encoder):
+            self.per_place += 6 * linear.weight.numel()
+        self.per_token = 6 * weights - self.per_place
         self.per_pair = 12 * config.hidden_size
         self.local = kinds.count("sliding_attention")
         self.whole = len(kinds) - self.local
@@ -131,10 +159,10 @@ class StepFlops:
 
     def flops(self, cost: Mapping[str, int]) -> dict[str, float]:
         """Return the model FLOPs of a step by purpose. cost: the sum of Row.cost over all packed rows."""
-        auxiliary = float(self.per_token * cost["auxiliary_tokens"])
+        auxiliary = float(self.per_token * cost["auxiliary_tokens"] + self.per_place * cost["auxiliary_places"])
         auxiliary += self.attention(cost["auxiliary_tokens"], cost["auxiliary_squares"])
         return {
-            "encoder": self.per_token * cost["tokens"],
+            "encoder": self.per_token * cost["tokens"] + self.per_place * cost["places"],
             "attention": self.attention(cost["tokens"], cost["squares"]),
             "head": self.per_prediction * cost["predictions"],
             "auxiliary": auxiliary / 3,

@@ -179,7 +179,7 @@ def language_sums(name: str, term: MetricKey, values_T: Tensor, row: Row) -> lis
 
 def encoder_states(encoder: Encoder, row: Row) -> States:
     """Return the encoder's states that losses read, by stream and name [S, H]. row: a row on the device."""
-    states_SH = alignment_gather(encoder(row.tokens), *row.gather, *row.transposed)
+    states_SH = alignment_gather(encoder(row.tokens, row.places), *row.gather, *row.transposed)
     sizes = list[int]()
     for counts in row.state_counts.values():
         sizes += counts.values()
