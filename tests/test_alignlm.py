@@ -267,7 +267,7 @@ def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None
             assert all(any(partner.removeprefix("##") in word for word in fits) for partner in theirs)
             assert set(of_token[partners.columns[a:b]]) == {sequence}
             seen += 1
-        assert stream_batch.target_counts["bi"] > 0.8 * stream_batch.target_counts["mono"] > 0
+        assert stream_batch.target_counts["bi"] > 0.7 * stream_batch.target_counts["mono"] > 0
     assert seen > 100 and len(found) > 1
 
 

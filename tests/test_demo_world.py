@@ -11,7 +11,7 @@ from data_tools.demo_world import NAMES, WRITTEN, World
 from xscale.data.words import split
 
 PUNCTUATION = {".", ",", "?"}
-NAMES_OF_BOTH = set(NAMES["P"].split())
+NAMES_OF_BOTH = set(NAMES.split())
 
 Pair = tuple[list[str], list[str], list[tuple[int, int]]]
 

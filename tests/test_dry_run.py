@@ -32,7 +32,7 @@ def test_shares_and_epochs(demo: Path) -> None:
     """Epochs by language, of pairs and of running text, are about those that the first steps consume."""
     loader = loader_of(demo, "xlm", "streams.mlm.samples=20", "streams.tlm.samples=30", "train.steps=500")
     found: Counter[str] = Counter()
-    for batch in loader.batches(ALONE, "cpu", initial_state(loader.streams), 32):
+    for batch in loader.batches(ALONE, "cpu", initial_state(loader.streams), 64):
         for stream, keys in batch.keys().items():
             found.update(f"{stream} {key.split('-0')[0].rpartition('.')[2]}" for key in keys)
     shown = {}
@@ -40,7 +40,7 @@ def test_shares_and_epochs(demo: Path) -> None:
         stream, _, sources = line.partition("of stream ")[2].partition(": ")
         shown |= {f"{stream} {pair}": float(n) for pair, n in re.findall(r"(\S+) \S+% \((\S+) epochs\)", sources)}
     records = {source.name: source.records for source in loader.corpus.sources}
-    drawn = {name: 500 / 32 * n / records[name.split()[1]] for name, n in found.items()}
+    drawn = {name: 500 / 64 * n / records[name.split()[1]] for name, n in found.items()}
     assert len(shown) == sum(len(spec.sources) for spec in loader.streams) and shown == pytest.approx(drawn, rel=0.1)
 
 

@@ -296,7 +296,7 @@ def test_evaluation_text_is_left_out(tmp_path: Path) -> None:
     sentences only."""
     world = World(0)
     english, other = zip(*(world.pair(n)[:2] for n in range(40)), strict=True)
-    held = " ".join(world.document("en", 900)[:3])[:150].replace(". ", ", ").strip(" .") + "."
+    held = " ".join(world.document("en", 900)[:3])[:150].replace(". ", ", ").replace("? ", ", ").strip(" .?") + "."
     (tmp_path / "test.en").write_text(f"\nKeep this OUT, please!\n{held}\n{other[7]}\n", encoding="utf-8")
     near = held[:70] + "x" + held[70:]
     pairs = [*zip(english, other, strict=True), ("keep this out - please", "lass das"), ("so: " + near, "das")]
