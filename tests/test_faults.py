@@ -19,6 +19,7 @@ import torch
 from tests import launch
 from tests.test_training import wait_for
 from xscale.checkpoint import store as checkpoints
+from xscale.data.corpus import identity_of
 from xscale.data.mixture import initial_state
 from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 from xscale.data.tokenizer import Tokenizer
@@ -168,9 +169,10 @@ def test_other_special_tokens_are_another_run(demo: Path, tmp_path: Path) -> Non
     path.write_text(json.dumps(fields | {"mask_token": other, "unk_token": before}))
     changed = Tokenizer(tmp_path / "tokenizer")
     assert changed.fingerprint == same.fingerprint and changed.mask_id != same.mask_id
-    both = demo / "tokenizer", path.parent
-    was, now = (resolve_run("tlm", [f"model.tokenizer={at}"], [demo / "pairs"])[1].identity() for at in both)
-    now["recipe"] = was["recipe"]
+    was, now = (
+        identity_of(*resolve_run("tlm", [f"model.tokenizer={directory}"], [demo / "pairs"]))
+        for directory in (demo / "tokenizer", path.parent)
+    )
     with pytest.raises(UserError, match=rf"special_tokens\.mask: was {same.mask_id}, is now {changed.mask_id}"):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / folder.IDENTITY).write_text(json.dumps(was))

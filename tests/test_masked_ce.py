@@ -625,5 +625,5 @@ def test_the_recipe_s_terms_reach_the_model_s_own_head(demo: Path) -> None:
 
 def test_they_belong_to_the_run_s_identity(demo: Path) -> None:
     changed = loader_of(demo, "train.label_smoothing=0.1", "train.z_loss=1e-4").recipe.identity()
-    assert changed["recipe"]["train"]["label_smoothing"] == 0.1 and changed["recipe"]["train"]["z_loss"] == 1e-4
+    assert changed["train"]["label_smoothing"] == 0.1 and changed["train"]["z_loss"] == 1e-4
     assert changed != loader_of(demo).recipe.identity()

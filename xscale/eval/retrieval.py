@@ -189,7 +189,7 @@ def embed(model: ExportedModel, texts: list[str], language_id: int, variants: Se
     longest_first = sorted(range(len(ids)), key=lambda number: -len(ids[number]))
     vectors: Vectors = {}
     for key in product(poolings, layers):
-        vectors[key] = torch.empty(len(ids), model.encoder.width, device=model.device)
+        vectors[key] = model.encoder.embeddings.new_empty(len(ids), model.encoder.width)
     for start in range(0, len(ids), BATCH):
         numbers = longest_first[start : start + BATCH]
         stream_batch = make_stream_batch(model, [ids[number] for number in numbers], language_id, poolings)
