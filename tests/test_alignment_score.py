@@ -203,7 +203,7 @@ def test_ranks_count_tokens_together_and_show_progress(demo: Path, monkeypatch: 
 
     def targets(host_group: HostGroup) -> dict[str, list[int]]:
         noted.clear()
-        found = evals.find_probes(loader, host_group, noted.append)
+        found = evals.find_probes(loader.corpus, host_group, noted.append)
         return {name: probe["trained"].targets_C.tolist() for name, probe in found.items()}
 
     monkeypatch.setattr(sample, "_CHUNK", 100)
@@ -230,7 +230,7 @@ def test_too_few_words_have_no_score(
         loader = launch.loader_of(["--ds_config", "x", "--recipe", "align_mlm", "--data", str(demo), "--set", *sets])
         caplog.clear()
         with caplog.at_level("INFO"):
-            found = evals.find_probes(loader, HostGroup(), lambda doing: None)["en-xx"]
+            found = evals.find_probes(loader.corpus, HostGroup(), lambda doing: None)["en-xx"]
         assert (
             f"alignment/en-xx is left out: only {len(found['withheld'].queries)} withheld words" in caplog.text
         ) == noted

@@ -22,7 +22,7 @@ from xscale.run.folder import FAULT, explain
 from xscale.run.resolve import module_of_run, resolve_run
 
 RECIPE = "streams: {ranking: {objective: 'ranking:OBJECTIVE', samples: 24}}\n"
-PAGE = (launch.ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+PAGE = (launch.ROOT / "docs" / "how-to" / "own-objective.md").read_text(encoding="utf-8")
 SETS = ["streams.ranking.temperature=1.0"]
 CHANGED = "streams.ranking.objective=changed:OBJECTIVE"
 
