@@ -20,7 +20,7 @@ def run(*command: str, **env: str) -> str:
 @pytest.mark.slow
 def test_the_stock_loop_has_the_same_loss() -> None:
     """The stock loop against which steps are measured computes the same objectives: benchmarks/step.py --check."""
-    recipes = ["mlm", "tlm", "alignlm", "ppa"]
+    recipes = ["mlm", "tlm", "alignlm"]
     words = ["--check", "--recipes", *recipes, "--preset", "tiny", "--vocab_size", "0", "--stock_micro_batch", "4"]
     found = run(sys.executable, "benchmarks/step.py", *words)
     losses = re.findall(r"^ +(\w+), (\w+) +(\S+) +(\S+) +\S+$", found, re.MULTILINE)
