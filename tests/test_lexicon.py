@@ -656,7 +656,8 @@ def test_real_dictionaries_meet_their_text(real: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_eflomal_finds_the_gold_links(tmp_path: Path, corpus_files, shard_records) -> None:
-    """The command aligns 4,000 pairs of the demo world; eflomal seeds itself, so its scores vary. It is refused under mpirun, which would start it twice."""
+    """The command aligns 4,000 pairs of the demo world; eflomal seeds itself, so its scores vary. It is refused under
+    mpirun, which would start it twice."""
     world = World(0)
     pairs = [world.pair(i) for i in range(4000)]
     src, tgt = corpus_files([pair[0] for pair in pairs], [pair[1] for pair in pairs])
