@@ -19,7 +19,7 @@ from xscale.data.packed_row import Tokens
 from xscale.data.tokenizer import transformers_tokenizer
 from xscale.errors import UserError
 from xscale.eval.card import CARD
-from xscale.eval.sentence_files import SentenceVectors, save_vectors, write_json
+from xscale.eval.sentence_files import SentenceVectors, write_json, write_vector_files
 from xscale.models.build import longest_sequence, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, load_heads, save_heads
@@ -68,7 +68,7 @@ def write_directory(
         tokenizer.save_pretrained(partial)
         write_names_of_transformers_4(partial)
         save_heads(heads, partial)
-        save_vectors(partial, vectors, lm.config, longest)
+        write_vector_files(partial, vectors, lm.config, longest)
         if card:
             card.save(partial / CARD)
         files.apply_umask(partial)

@@ -109,7 +109,7 @@ def read_pooling(folder: Path) -> str | None:
     return "mean"
 
 
-def save_vectors(folder: Path, vectors: SentenceVectors, config: Any, max_length: int) -> None:
+def write_vector_files(folder: Path, vectors: SentenceVectors, config: Any, max_length: int) -> None:
     """Write the files of sentence-transformers into a folder that has the tokenizer. config: the model's. max_length:
     the most tokens of a sentence."""
     if vectors.folder:

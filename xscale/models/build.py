@@ -265,7 +265,7 @@ def run_fields(config: Any, model_name: str) -> dict[str, Any]:
 
 
 def _config_of(init: str | Path) -> Any:
-    """Return the config, or None if it cannot be read. The later loading of the weights reports the error."""
+    """Return the config, or None if it cannot be read. Loading the weights reports an error here later."""
     with suppress(Exception):
         return AutoConfig.from_pretrained(init, trust_remote_code=False)
 

@@ -61,7 +61,7 @@ class MomentumEncoder:
     @torch.no_grad()
     def update(self) -> None:
         """Update the masters as a moving average of the query encoder's weights. Call it after each optimizer step that
-        changed these weights. Buffers are constants in all supported models."""
+        changed these weights. Only parameters are averaged: buffers are constants in all supported models."""
         self._move()
         masters: list[Tensor] = list(self.masters.parameters())
         query: list[Tensor] = list(self.query.parameters())
