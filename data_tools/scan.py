@@ -29,7 +29,7 @@ class StoredRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class ScannedTar:
-    """What index.json says of a tar."""
+    """The facts that index.json records about one tar."""
 
     shard: Shard
     layout: str

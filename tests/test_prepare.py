@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 import datasets
@@ -825,7 +826,11 @@ def test_a_task_that_was_killed_before_its_mark_is_done_again(
     monkeypatch.setattr(steps, "CHUNK_UNITS", 100)
     expected = hashes(run(tmp_path, tree, out="once"))
     for name, step in list(steps.STEPS.items()):
-        twice = lambda folder, number, step=step: [step.function(folder, number) for _ in range(2)]  # noqa: E731
+
+        def twice(folder: Path, number: int, function: Any = step.function) -> None:
+            function(folder, number)
+            function(folder, number)
+
         monkeypatch.setitem(steps.STEPS, name, step._replace(function=twice))
     assert hashes(run(tmp_path, tree, out="twice")) == expected
 

@@ -34,7 +34,6 @@ def write_encoder(folder: Path, texts: list[str]) -> None:
 
 @pytest.mark.slow
 def test_the_tutorial_s_commands(tmp_path: Path) -> None:
-    pytest.importorskip("eflomal")
     for name in ("xscale", "ds_configs"):
         (tmp_path / name).symlink_to(launch.ROOT / name)
     world = World(0)
