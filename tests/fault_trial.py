@@ -237,7 +237,14 @@ class Trial:
     def compare(self) -> None:
         """Raises AssertionError where the struck run differs from the whole one."""
         assert launch.trace(self.out) == launch.trace(self.whole), "other records"
-        assert launch.without_times(self.out) == launch.without_times(self.whole), "other metrics"
+        struck_metrics = launch.without_times(self.out)
+        whole_metrics = launch.without_times(self.whole)
+        assert len(struck_metrics) == len(whole_metrics), "other steps"
+        for ours, theirs in zip(struck_metrics, whole_metrics, strict=True):
+            other = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+            assert not other, (
+                f"step {ours['step']}: other metrics {[(key, ours.get(key), theirs.get(key)) for key in other]}"
+            )
         struck, whole = (
             launch.checkpoint_tensors(checkpoints.resolve_checkpoint(out)) for out in (self.out, self.whole)
         )
