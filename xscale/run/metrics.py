@@ -28,6 +28,8 @@ LINE_SECONDS = 5.0
 """The least number of seconds between progress lines. The first and last step and each evaluation always have one."""
 BUFFER = 1 << 16
 """Lines wait in memory until they have more than this number of bytes, or until the next flush."""
+MOST_WAITING = 1 << 24
+"""Lines that cannot be written, as on a full disk, wait until they have more than this number of bytes."""
 
 
 def start_logging(out: Path, rank: int) -> Path:
@@ -73,7 +75,8 @@ class _Printable(logging.Formatter):
 class JsonLines:
     """An append-only file of JSON objects with a "step" field, or no file if `path` is None.
 
-    Training goes on while lines cannot be written, as on a full disk. These lines are lost.
+    Training continues while lines cannot be written, as on a full disk. The lines wait in memory, up to MOST_WAITING
+    bytes; more are lost.
     """
 
     def __init__(self, path: Path | None, after_step: int):
@@ -98,8 +101,10 @@ class JsonLines:
         """The lines that wait."""
         self.size = 0
         """Their size in bytes."""
+        self.failing = False
+        """True if the last attempt to write failed."""
         self.lost = 0
-        """The number of lines that could not be written since a line was last written."""
+        """The number of lines that were dropped."""
 
     def write(self, entry: dict[str, Any]) -> None:
         """Add a line, which waits for `flush` or until BUFFER bytes wait. A number that is not finite becomes null."""
@@ -112,13 +117,15 @@ class JsonLines:
     def flush(self, to_disk: bool = False) -> None:
         if self.file and self.lines:
             problem = self._append(b"".join(self.lines))
-            if problem and not self.lost:
-                LOG.error(f"{self.path}: {problem}; training goes on, and lines are lost until this is fixed")
-            elif self.lost and not problem:
+            if problem and not self.failing:
+                LOG.error(f"{self.path}: {problem}; training continues, and the lines wait until this is fixed")
+            elif self.failing and not problem:
                 LOG.warning(f"{self.path}: works again; {self.lost:,} lines are missing")
-            self.lost = self.lost + len(self.lines) if problem else 0
-            self.lines = []
-            self.size = 0
+            self.failing = problem is not None
+            if not problem or self.size > MOST_WAITING:
+                self.lost += len(self.lines) if problem else 0
+                self.lines = []
+                self.size = 0
         if self.file and to_disk:
             try:
                 os.fsync(self.file.fileno())
@@ -143,8 +150,8 @@ class JsonLines:
 
     def close(self) -> None:
         self.flush(to_disk=True)
-        if self.file and self.lost:
-            LOG.error(f"{self.path}: its last {self.lost:,} lines are missing")
+        if self.file and self.failing:
+            LOG.error(f"{self.path}: its last {self.lost + len(self.lines):,} lines are missing")
 
 
 def _encoded(entry: dict[str, Any]) -> bytes:
