@@ -42,6 +42,17 @@ td, th { padding: .2em .8em; text-align: left; vertical-align: top }
 {% endfor %}
 </table>
 {% endif %}
+{% if lexicons %}
+<h2>Dictionaries</h2>
+<table>
+<tr><th>dictionary<th>entries<th>can be used<th>of one token on either side<th>same tokens on both<th>unknown tokens
+{% for lexicon in lexicons %}
+<tr><td>{{ lexicon.name }}<td>{{ "{:,}".format(lexicon.entries) }}<td>{{ "{:,}".format(lexicon.usable) }}
+  <td>{{ "{:,}".format(lexicon.one_token) }}<td>{{ "{:,}".format(lexicon.same_tokens) }}
+  <td>{{ "{:,}".format(lexicon.unknown) }}
+{% endfor %}
+</table>
+{% endif %}
 <h2>Held out</h2>
 <table>
 <tr><th>languages<th>records
@@ -81,7 +92,10 @@ def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
     for path in sorted(folder.glob("result/heldout/*/index.json")):
         heldout[path.parent.name] = read_json(path)["records"]
     tokenizer = read_json(folder / "tokenizer.json") if corpus.tokenizer else None
-    return {"sources": sources, "heldout": heldout, "tokenizer": tokenizer}
+    lexicons = list[dict[str, Any]]()
+    if corpus.tokenizer:
+        lexicons = [read_json(folder / f"lexicons/{number}.json") for number in range(len(corpus.lexicons))]
+    return {"sources": sources, "heldout": heldout, "tokenizer": tokenizer, "lexicons": lexicons}
 
 
 def source_warnings(folder: Path, number: int) -> list[str]:
@@ -121,6 +135,12 @@ def summary(out: Path, report: dict[str, Any]) -> str:
             lines.append(f"warning: {place}: {line}")
     for name, count in report["heldout"].items():
         lines.append(f"{out}/heldout/{name}: {count:,} records")
+    for lexicon in report["lexicons"]:
+        lines.append(
+            f"{out}/lexicon/{lexicon['name']}: {lexicon['usable']:,} of {lexicon['entries']:,} entries can be used, "
+            f"{lexicon['one_token']:,} of them of one token on either side; {lexicon['same_tokens']:,} have the same "
+            f"tokens on both sides, {lexicon['unknown']:,} unknown ones"
+        )
     lines.append(f"{out}/report.html says what each rule removed, with examples")
     return "\n".join(lines)
 

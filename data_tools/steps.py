@@ -9,6 +9,7 @@ wrote, and writes whole files of its own. All files are in one folder:
     tars/CHUNK.*, held/CHUNK    shards: a shard, and the records that are held out
     result/{shards,heldout}/    gather: the shards of each source under their names, with index.json
     result/lexicon/             lexicons: the dictionaries, respelled as the text spells their words
+    lexicons/NUMBER.json        lexicons: how many of their entries the tokenizer can use
 
 Chunks do not depend on the number of workers, so every byte depends on the input alone, except eflomal's links. All
 files are JSON, text or arrays of numbers: reading them runs nothing, whoever wrote them.
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xscale import files
-from xscale.data.lexicon import pair_of, read_entries, truecased
+from xscale.data.lexicon import load_lexicon, pair_of, read_entries, truecased
 from xscale.data.link_projection import project_links
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
@@ -570,14 +571,39 @@ def gather_heldout(folder: Path, number: int) -> None:
 
 
 def respell_lexicon(folder: Path, number: int) -> None:
-    """Write dictionary `number` with each word in its most frequent spelling in the kept text."""
+    """Write dictionary `number` with each word in its most frequent spelling in the kept text, and how many of its
+    entries the tokenizer can use."""
     corpus = read_plan(folder).corpus
     path = Path(corpus.lexicons[number])
     langs = pair_of(path, corpus.languages)
     sources = [Source(path.parent) for path in folder.glob("result/shards/*/index.json")]
     entries, _ = truecased(read_entries(path), langs, commonest_forms(sources, langs))
-    with replacing(folder / "result/lexicon" / path.name) as partial:
+    out = folder / "result/lexicon" / path.name
+    with replacing(out) as partial:
         write_entries(entries, partial)
+    if corpus.tokenizer:
+        tokenizer = load_tokenizer(str((folder / "result/tokenizer").absolute()))
+        write_json(folder / f"lexicons/{number}.json", {"name": path.name} | count_usable(out, langs, tokenizer))
+
+
+def count_usable(path: Path, langs: tuple[str, str], tokenizer: Tokenizer) -> dict[str, int]:
+    """Return how many entries a dictionary has, how many of them can be used in training and, of these, how many are of
+    one token on either side. The others have the same tokens on both sides, or unknown ones."""
+    entries = read_entries(path)
+    counts = {"entries": len(entries), "usable": 0, "one_token": 0, "same_tokens": 0, "unknown": len(entries)}
+    try:
+        lexicon = load_lexicon(path, tokenizer, langs)
+    except UserError:  # no entry is left
+        return counts
+    sources, targets = lexicon.ids
+    for source, target in zip(sources, targets, strict=True):
+        if source == target:
+            counts["same_tokens"] += 1
+        else:
+            counts["usable"] += 1
+            counts["one_token"] += len(source) == len(target) == 1
+    counts["unknown"] = len(entries) - len(lexicon.words)
+    return counts
 
 
 STEPS: dict[str, PrepareStep] = {

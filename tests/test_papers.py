@@ -45,7 +45,9 @@ def test_grids_name_what_there_is(driver: Any, tmp_path: Path, name: str, scale:
         assert set(product["worlds"]) <= grid.grid["worlds"].keys() and set(product["arms"]) <= grid.grid["arms"].keys()
     cells = [f"{world}/{arm}" for part in grid.grid["cells"] for world in part["worlds"] for arm in part["arms"]]
     assert {one for pair in grid.grid["compare"] for one in pair} <= grid.grid["arms"].keys() | set(cells)
-    assert "steps" in grid.scale and {"epochs", "limit", "lr", "seeds"} == grid.scale["tune"].keys()
+    assert "steps" in grid.scale
+    for kind in filter(None, [grid.scale["tune"], grid.scale.get("probe")]):
+        assert {"epochs", "limit", "lr", "seeds"} == kind.keys() - {"tasks", "batch", "test_limit"}
     options, dropouts = {objective: of.options for objective, of in OBJECTIVES.items()}, set()
     for arm in filter(None, [*grid.grid["arms"].values(), grid.grid.get("pretrain")]):
         shipped = yaml.safe_load((RECIPES / f"{arm['recipe']}.yaml").read_text(encoding="utf-8"))

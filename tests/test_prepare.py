@@ -753,6 +753,31 @@ def test_dictionaries_are_spelled_as_the_text(tmp_path: Path) -> None:
     assert (out / "lexicon" / "en-de.txt").read_text() == "dog Hund\ncat katze\nParis Paris\n"
 
 
+@pytest.mark.parametrize("demo_entries", [300, 0])
+def test_the_report_counts_the_entries_that_the_tokenizer_can_use(
+    tmp_path: Path, demo: Path, capsys: pytest.CaptureFixture[str], demo_entries: int
+) -> None:
+    entries = [*read_entries(demo / "lexicon/en-xx.txt")[:demo_entries], ("\u2603", "\u2602")]
+    if demo_entries:
+        entries.append((entries[0][0], entries[0][0]))
+    (tmp_path / "en-xx.txt").write_text("".join(f"{first} {second}\n" for first, second in entries))
+    pairs = [World(0).pair(n)[:2] for n in range(20)]
+    tree = {"sources": [{"pairs": ["en", "xx"], "text": moses(tmp_path, pairs)}]}
+    out = run(tmp_path, tree | {"lexicons": [str(tmp_path / "en-xx.txt")], "tokenizer": str(demo / "tokenizer")})
+    hf = PreTrainedTokenizerFast.from_pretrained(demo / "tokenizer")
+    expected = Counter[str](entries=0, usable=0, one_token=0, same_tokens=0, unknown=0)
+    for entry in read_entries(out / "lexicon/en-xx.txt"):
+        first, second = map(hf.tokenize, entry)
+        kind = "unknown" if "[UNK]" in first + second else "same_tokens" if first == second else "usable"
+        expected.update(["entries", kind])
+        expected["one_token"] += kind == "usable" and len(first) == len(second) == 1
+    report = json.loads((out / "report.json").read_text())
+    assert report["lexicons"] == [{"name": "en-xx.txt", **expected}]
+    assert expected["unknown"] and bool(expected["usable"]) == bool(demo_entries)
+    line = f"lexicon/en-xx.txt: {expected['usable']} of {expected['entries']} entries can be used"
+    assert line in capsys.readouterr().out and "<h2>Dictionaries</h2>" in (out / "report.html").read_text()
+
+
 def test_dictionaries_of_real_text(real: Path, tmp_path: Path) -> None:
     """MUSE is in lower case. Respelled, it has every entry whose words are in the text in any case."""
     (tmp_path / "en-de.txt").write_bytes(lzma.decompress((real / "lexicon/muse/en-de.txt.xz").read_bytes()))

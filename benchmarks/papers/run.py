@@ -253,47 +253,62 @@ class Grid:
         """Measure an export in a world of several pairs. Word links and F1 are of the layer with the best AER."""
         spec = self.grid["worlds"][cell.world]
         world = self.world(cell.world)
-        words: list[object] = ["-m", "xscale.eval.run", "--model", hf, "--task", "aer", "retrieval", "heldout"]
-        words += ["--texts", self.data / spec["retrieval"], "--data", *sorted((world / "heldout").iterdir())]
-        words += ["--pooling", "mean", "--layer", "all", "--limit", 1000]
-        for pair, names in spec["aer"].items():
-            words += ["--aer", pair, *(self.data / name for name in names)]
-        file = self.out / f"parts/{cell.path}.json"
-        self.once(file, *words)
+        evaluate = ("-m", "xscale.eval.run", "--model", hf, "--task")
+        pairs = self.scale.get("aer", [*spec["aer"]])
+        links: list[object] = []
+        for pair in pairs:
+            links += ["--aer", pair, *(self.data / name for name in spec["aer"][pair])]
+        file = self.out / f"parts/{cell.path}.words.json"
+        heldout = sorted((world / "heldout").iterdir())
+        self.once(file, *evaluate, "aer", "heldout", "--data", *heldout, *links)
         results = read_results(file)
         scores: dict[str, float] = {}
-        for pair in spec["aer"]:
+        for pair in pairs:
             layers = [row for name, row in results["aer"].items() if name.startswith(f"{pair} argmax")]
             best = min(layers, key=lambda row: row["AER"])
             scores |= {f"AER {pair}": 100 * best["AER"], f"AER {pair}, last layer": 100 * layers[-1]["AER"]}
             scores[f"F1 {pair}"] = 100 * best["F1"]
-        last = max(int(name.split()[-1]) for name in results["retrieval"])
-        found = [row["accuracy"] for name, row in results["retrieval"].items() if name.endswith(f"layer {last}")]
-        scores["retrieval"] = 100 * sum(found) / len(found)
         losses = [row["tlm_loss"] for row in results["heldout"].values()]
         scores["TLM loss"] = sum(losses) / len(losses)
+        file = self.out / f"parts/{cell.path}.sentences.json"
+        self.once(file, *evaluate, "retrieval", "--texts", self.data / spec["retrieval"], "--pooling", "mean",
+                  "--limit", self.scale["tests"])  # fmt: skip
+        found = [row["accuracy"] for row in read_results(file)["retrieval"].values()]
+        scores["retrieval"] = 100 * sum(found) / len(found)
         tasks = json.loads((world / "tasks.json").read_text(encoding="utf-8"))
-        for task, parts in tasks.items() if self.scale["tune"] else ():
-            scores |= self.tune(cell, task, parts, hf)
+        for kind in ("probe", "tune"):
+            for task in tasks if self.scale[kind] else ():
+                if task in self.scale[kind].get("tasks", tasks):
+                    scores |= self.tune(cell, task, tasks[task], hf, kind)
         return scores
 
-    def tune(self, cell: Cell, task: str, parts: dict[str, dict[str, str]], hf: Path) -> dict[str, float]:
-        """Fine-tune an export. Returns zero-shot and supervised scores, their difference, and the majority class's."""
-        tune = self.scale["tune"]
+    def tune(
+        self, cell: Cell, task: str, parts: dict[str, dict[str, str]], hf: Path, kind: str = "tune"
+    ) -> dict[str, float]:
+        """Fine-tune an export (kind tune), or train a linear layer on its states (probe). Returns zero-shot and
+        supervised scores, their difference, and the majority class's."""
+        tune = self.scale[kind]
         words: list[object] = ["--model", hf, "--task", task, "--epochs", tune["epochs"], "--lr", tune["lr"]]
         words += ["--seeds", *tune["seeds"]]
         for part, texts in parts.items():
             words += [f"--{part}", *(f"{lang}={self.world(cell.world) / file}" for lang, file in texts.items())]
         if tune["limit"]:
-            words += ["--limit", tune["limit"], "--test_limit", tune["limit"]]
-        file = self.out / f"parts/{cell.path}.{task}.json"
+            words += ["--limit", tune["limit"], "--test_limit", tune.get("test_limit", tune["limit"])]
+        if "batch" in tune:
+            words += ["--batch", tune["batch"]]
+        if kind == "probe":
+            words.append("--frozen")
+            task_name = f"{task} probe"
+        else:
+            task_name = task
+        file = self.out / f"parts/{cell.path}.{folder_name(task_name)}.json"
         self.once(file, "-m", "xscale.eval.finetune", *words)
         rows = read_results(file)[task]
         if len(parts["test"]) > 1:
-            return {f"{task} {lang}": 100 * rows[lang]["zs"] for lang in parts["test"]}
+            return {f"{task_name} {lang}": 100 * rows[lang]["zs"] for lang in parts["test"]}
         row = rows[next(iter(parts["test"]))]
         names = {"zs": "ZS", "sup": "SUP", "delta": "Δ", "majority": "majority"}
-        return {f"{task} {name}": 100 * row[key] for key, name in names.items() if key in row}
+        return {f"{task_name} {name}": 100 * row[key] for key, name in names.items() if key in row}
 
     def training(self, cell: Cell, started: float) -> dict[str, Any]:
         """Whether the loss fell, and the cost: steps, tokens, minutes since the cell was begun or resumed, minutes of
