@@ -61,7 +61,7 @@ def link_statistics(records: list[Record]) -> dict[str, Any]:
     }
 
 
-def tokens_per_target(records: list[Record], tokenizer: Tokenizer) -> dict[str, float]:
+def linked_tokens_per_target(records: list[Record], tokenizer: Tokenizer) -> dict[str, float]:
     """Return the median and the 95th percentile of the number of linked tokens that AlignLM sums for a target.
     records: pairs with links."""
     _, words = tokenizer.encode_words(list(chain.from_iterable(record.texts for record in records)))
@@ -133,7 +133,7 @@ def describe(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[st
     if linked:
         links = link_statistics(linked)
         if tokenizer:
-            links["tokens_per_target"] = tokens_per_target(linked, tokenizer)
+            links["linked_tokens_per_target"] = linked_tokens_per_target(linked, tokenizer)
         for name, value in links.items():
             print(f"  links: {name} {value}")
     for line in warning_lines(source.langs, [record.texts for record in records]):

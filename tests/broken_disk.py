@@ -70,10 +70,10 @@ class Half:
 
 
 class Lines(metrics.JsonLines):
-    def _append(self, data: bytes) -> str | None:
+    def _append_or_error(self, data: bytes) -> str | None:
         if self.file and not isinstance(self.file, Half):
             self.file: Any = Half(self.file)
-        return super()._append(data)
+        return super()._append_or_error(data)
 
 
 def noted(optimizer_step: Any) -> Any:

@@ -21,7 +21,7 @@ from xscale.eval.finetune import tasks, training
 from xscale.eval.finetune.examples import LabelledExample, LabelledFile
 from xscale.eval.finetune.tasks import BLANK, TASKS
 from xscale.eval.finetune.training import FineTunedModel, FineTuneSettings, SequenceMaker
-from xscale.eval.finetune.transfer import TransferTable, plan_training, switch_codes
+from xscale.eval.finetune.transfer import TransferTable, code_switched_pairs, plan_training
 from xscale.eval.model import ExportedModel
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -378,13 +378,13 @@ def test_both_halves_of_a_switched_pair_stand_together() -> None:
     ]
     assert [group[0].key for group in plan[1].groups] == ["0", "1", "2", "5"]
     with pytest.raises(UserError, match=r"de.tsv.*en.tsv: line 0"):
-        switch_codes(file_of("en"), file_of("de", labels="yx"))
+        code_switched_pairs(file_of("en"), file_of("de", labels="yx"))
 
 
 def test_questions_are_switched_with_the_contexts_answers() -> None:
     a = LabelledExample("q", ("en", "en"), ("who", "Ada wrote"), [("Ada", 0)])
     b = LabelledExample("q", ("de", "de"), ("wer", "Es war Ada"), [("Ada", 7)])
-    ((first, second),) = switch_codes(LabelledFile(Path("en"), [a]), LabelledFile(Path("de"), [b]))
+    ((first, second),) = code_switched_pairs(LabelledFile(Path("en"), [a]), LabelledFile(Path("de"), [b]))
     assert first == LabelledExample("q", ("de", "en"), ("wer", "Ada wrote"), [("Ada", 0)])
     assert second == LabelledExample("q", ("en", "de"), ("who", "Es war Ada"), [("Ada", 7)])
 

@@ -50,7 +50,7 @@ class FakeSource:
     def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
         return self.sizes[shard][records]
 
-    def lengths_and_follows(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+    def lengths_and_continuations(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         return self.lengths(shard, records), self.on[shard][records]
 
 

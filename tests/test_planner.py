@@ -159,10 +159,10 @@ def test_an_error_of_the_plan_is_the_run_s() -> None:
     """After the steps before it."""
 
     class Damaged(FakeSource):
-        def lengths_and_follows(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+        def lengths_and_continuations(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
             if shard == 1:
                 raise UserError("xx-000001.idx is damaged")
-            return super().lengths_and_follows(shard, records)
+            return super().lengths_and_continuations(shard, records)
 
     source: Any = Damaged("en-xx", [300] * 3)
     run = mixture(sources=[source], streams=[pairs("tlm", (0,), 30)])

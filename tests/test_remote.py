@@ -129,7 +129,7 @@ def records_of(source: Source) -> list[Any]:
     """All that is read of a source."""
     read: list[Any] = []
     for shard, count in enumerate(source.counts):
-        read += [array.tolist() for array in source.lengths_and_follows(shard, slice(None))]
+        read += [array.tolist() for array in source.lengths_and_continuations(shard, slice(None))]
         for record in range(count):
             read.append((source.read(shard, record), source.continues_document(shard, record)))
     return read

@@ -547,7 +547,7 @@ def build_stream(
     for key, value in fields.items():
         part = stream_fields if key in shared else options
         part[key] = value
-    checked = validate(options_class, options, where, problems, also=shared)
+    checked = validate(options_class, options, where, problems, further_names=shared)
     stream = validate(StreamConfig, stream_fields, where, problems)
     if stream and stream.samples == 0 and not is_phase:
         problems.append(f"{where}.samples: {RESTING}")
@@ -662,14 +662,14 @@ def phase_problem(name: str, value: Any, changes: dict[str, Any], recipe: Recipe
 # Checks of types and ranges, by pydantic
 
 
-def validate(cls: Any, fields: Any, where: str, problems: list[str], also: Sequence[str] = ()) -> Any:
+def validate(cls: Any, fields: Any, where: str, problems: list[str], further_names: Sequence[str] = ()) -> Any:
     """Return an instance of `cls` with these fields, or None if there is a problem. where: the fields' place in the
-    recipe. also: further field names that errors list."""
+    recipe. further_names: field names that errors list, too."""
     known = names_of(cls)
     if isinstance(fields, dict):
         for name in fields:
             if str(name) not in known:
-                there = ", ".join([*also, *known])
+                there = ", ".join([*further_names, *known])
                 place = f"{where}.{name}"
                 problems.append(removed_field(place) or f"{place}: unknown key; the keys are {there}")
         fields = {name: value for name, value in fields.items() if str(name) in known}

@@ -3,7 +3,7 @@
 import numpy as np
 
 FREE_SHARE = 0.03
-"""The share of train.max_tokens that rows leave free on average, because lengths are only estimates."""
+"""Rows leave this share of train.max_tokens free on average, because lengths are only estimates."""
 ROUNDS = 32
 """The approximate number of rounds in which samples are assigned; more rounds balance better and take longer."""
 FEWEST_BINS = 8
@@ -13,10 +13,10 @@ FEWEST_BINS = 8
 def balance(tokens: np.ndarray, world: int, max_tokens: int) -> tuple[np.ndarray, int]:
     """Return the bin of each sample [samples], and the number of packed rows of each rank, at least 1.
 
-    tokens: estimated tokens of each sample of all streams, whole numbers. Bin `row * world + rank` is one row of one
-    rank. It has at most `max_tokens` tokens, or one longer sample alone.
+    tokens: estimated tokens of each sample of all streams, whole numbers. A bin is one row of one rank; its number is
+    `row * world + rank`. A bin has at most `max_tokens` tokens, or a single sample that is longer.
     """
-    short = np.minimum(tokens, 2**16 - 1).astype(np.uint16)  # 16 bits are sorted in linear time
+    short = np.minimum(tokens, 2**16 - 1).astype(np.uint16)  # numpy sorts 16-bit numbers in linear time
     longest_first = np.argsort(~short, kind="stable")
     sorted_tokens = short[longest_first].astype(np.int64)
     needed = int(np.ceil(np.minimum(sorted_tokens, max_tokens).sum() * (1 + FREE_SHARE) / (world * max_tokens)))
@@ -35,8 +35,8 @@ def balance(tokens: np.ndarray, world: int, max_tokens: int) -> tuple[np.ndarray
 def assign_to_bins(tokens: np.ndarray, bins: int) -> np.ndarray:
     """Return the bin of each sample [samples]. tokens: their lengths, longest first. bins: the number of bins.
 
-    Each round assigns samples to the emptiest bins, in ascending and then descending order of their tokens. The
-    emptiest bins are those with no more tokens than the emptiest bin of all would have after the next sample.
+    Each round assigns samples to the emptiest bins, in ascending order of their tokens, then in descending order, and
+    so on. These are all bins with at most as many tokens as the emptiest one would have with the next sample.
     """
     assigned = np.empty(len(tokens), dtype=np.int64)
     turns = -(-len(tokens) // (ROUNDS * bins))

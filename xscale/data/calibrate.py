@@ -1,4 +1,5 @@
-"""Calibration before step 1: compares the tokens of each stream's samples with the estimate from their bytes."""
+"""Calibration before step 1: tokenises some samples of each stream and compares their length with the estimate from
+their bytes."""
 
 import math
 from collections import Counter
@@ -27,9 +28,10 @@ GROUP = 8
 BEYOND = 64
 """The maximum number of samples beyond data.max_length that are tokenised, one by one."""
 DRAWN_TOKENS = 1 << 22
-"""The approximate limit of the tokens of running text that are estimated. Of long samples, fewer are drawn."""
+"""The samples drawn from running text have at most about this many tokens together, so fewer are drawn if they are
+long."""
 SHARDS = 256
-"""The number of shards of all sources together that are sampled, but at least SHARDS_OF_SOURCE of each source."""
+"""Samples come from this many shards of all sources together, but from at least SHARDS_OF_SOURCE of each source."""
 SHARDS_OF_SOURCE = 4
 LINE_SHARDS = 8
 """The maximum number of shards of each source that the fit of tokens to bytes reads."""
@@ -40,8 +42,8 @@ LINE_RECORDS = 1024
 def calibrate(
     recipe: Recipe, corpus: Corpus, host_group: HostGroup | None = None, known: Calibration | None = None
 ) -> Calibration:
-    """Return the calibration of a run with its phases, which is equal on every machine. All ranks of `host_group`
-    measure it together. known: a calibration of which only the phases are measured anew."""
+    """Return the calibration of a run and its phases. All ranks of `host_group` measure it together and get the same
+    result. known: an earlier calibration; its `lines` are kept, and only the phases are measured again."""
     host_group = host_group or HostGroup(alone=True)
     shards = max(SHARDS // len(corpus.sources), SHARDS_OF_SOURCE)
     sources = [source.with_shards(shards) for source in corpus.sources]
@@ -86,7 +88,7 @@ def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitt
     longest: float = data.max_length
     if stream.packed:
         drawn = min(DRAWN, max(DRAWN_TOKENS // data.max_length, GROUP))
-        longest = math.inf  # running text is neither dropped nor truncated
+        longest = math.inf  # running text is split into samples that fit, so nothing of it is dropped or truncated
     few: Sequence[Stream] = [replace(stream, samples=drawn)]
     mixture = Mixture(
         Schedule.constant(few),
@@ -122,7 +124,8 @@ def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitt
 
 
 def similar_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
-    """Return the indices of the samples to tokenise, in groups of similar estimates; one over max_length is alone."""
+    """Return the indices of the samples to tokenise, in groups of similar estimates. A sample over max_length is a
+    group of its own."""
     shortest_first = np.argsort(estimated_tokens, kind="stable")
     count_within = int((estimated_tokens <= max_length).sum())
     within = shortest_first[:count_within]
@@ -146,9 +149,9 @@ def estimate(
 ) -> Estimate:
     """Return a stream's estimate, computed from groups of samples that were tokenised.
 
-    estimated_tokens: estimates of many samples [samples]. groups: the indices of each group's samples, of which either
-    all or none are estimated over max_length. tokens: tokens of each group's sequences in a packed row [groups].
-    too_long: number of each group's samples that are longer than max_length [groups].
+    estimated_tokens: estimates of many samples [samples]. groups: the indices of each group's samples. The estimates of
+    one group are either all over max_length or all within it. tokens: tokens of each group's sequences in a packed row
+    [groups]. too_long: number of each group's samples that are longer than max_length [groups].
     """
     expected = np.array([estimated_tokens[group].sum() for group in groups])
     samples = np.array([len(group) for group in groups])

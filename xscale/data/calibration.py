@@ -1,7 +1,8 @@
 """Estimates of the number of tokens that a sample adds to a packed row, made before its text is read.
 
 The statistics behind the estimates are measured once, before step 1 (calibrate.py), and saved in the checkpoints. The
-bytes of a record predict the tokens of its text, but not special tokens, dropped pairs and sequences read twice.
+bytes of a record predict the tokens of its text. They cannot predict special tokens, dropped pairs and sequences that
+are read twice.
 """
 
 import math
@@ -18,16 +19,19 @@ class Estimate:
     """Statistics that correct a stream's byte-based token estimates to its real token counts in packed rows."""
 
     ratio: float = 1.0
-    """Real tokens in packed rows per estimated token, without pairs whose estimate exceeds data.max_length."""
+    """Real tokens in packed rows for each estimated token. Pairs whose estimate exceeds data.max_length are left
+    out."""
     beyond: float | None = None
-    """Mean real tokens of a pair whose estimate exceeds data.max_length. None: `ratio` holds for such pairs."""
+    """Mean number of real tokens of a pair whose estimate exceeds data.max_length. None: `ratio` is used for such
+    pairs, too."""
     too_long: float = 0.0
     """Share of the pairs that are longer than data.max_length."""
     counts: dict[str, int] = field(default_factory=dict)
     """Sum of StreamBatch.target_counts over the samples that the calibration has tokenised."""
 
     def row_tokens(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
-        """Return the estimated tokens of each sample in a packed row [samples]; whole, so that sums are exact."""
+        """Return the estimated tokens of each sample in a packed row [samples]. They are whole numbers, so that sums
+        are exact."""
         tokens = estimated_tokens * self.ratio
         if self.beyond is not None:
             tokens = np.where(estimated_tokens > max_length, self.beyond, tokens)
@@ -36,14 +40,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A run's estimates of a text's number of tokens from its bytes. They are equal on all ranks and after a resume,
-    since they decide which samples share a row of the batch."""
+    """Estimates the number of tokens of a text from its bytes. All ranks have the same estimates, also after a resume,
+    because the estimates decide which samples share a row of the batch."""
 
     lines: list[tuple[float, float]]
     """(a, b) of each source: the estimate of a record's tokens is a * (number of its bytes) + b."""
     streams: dict[str, Estimate]
     phases: list[dict[str, Estimate]] = field(default_factory=list)
-    """The streams' estimates in each phase of the run."""
+    """The statistics of each stream, by its name, in each phase of the run."""
 
     def schedule(self, ends: tuple[int, ...]) -> Schedule["Calibration"]:
         """Return the calibration of each step. ends: the first step after each phase."""
@@ -51,11 +55,13 @@ class Calibration:
         return Schedule(ends, (*phases, self))
 
     def estimate_for(self, stream: str) -> Estimate:
-        """Return the stream's estimate; if it has none, one that leaves the byte-based estimates as they are."""
+        """Return the stream's statistics; if it has none, statistics that leave the byte-based estimates as they
+        are."""
         return self.streams.get(stream) or Estimate()
 
     def estimated_tokens(self, source: int, length: np.ndarray) -> np.ndarray:
-        """Return the estimated tokens of records of a source, from each record's bytes, `length` [n_records]."""
+        """Return the estimated tokens of some records of a source [n_records]. length: bytes of each record
+        [n_records]."""
         a, b = self.lines[source]
         return np.maximum(a * length + b, 1.0)
 

@@ -18,7 +18,7 @@ from xscale.data.stream import (
     Stream,
     check_languages,
     matches_languages,
-    names_some,
+    matches_pair_or_one_language,
     select_sources,
     share_names,
 )
@@ -39,7 +39,7 @@ Objectives = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class InitialModel:
-    """What a corpus must know of the model that its run starts from."""
+    """What a corpus must know about the pre-trained model that the run starts from."""
 
     directory: str | Path | None = None
     """The Hugging Face directory or the hub name of model.init; None: random weights."""
@@ -56,7 +56,8 @@ class Corpus:
     sources: list[Source]
     tokenizer: Tokenizer
     streams: Schedule[Sequence[Stream]]
-    """The streams of each step. A stream has the same sources in all phases; those that it does not read are idle."""
+    """The streams of each step. A stream has the same list of sources in all phases; sources that it does not read in a
+    phase are idle."""
     languages: list[str]
     """The languages of the sources, in alphabetical order."""
     lexicons: tuple[Lexicon, ...]
@@ -70,7 +71,7 @@ class Corpus:
     segments: bool
     """True if the two sentences of a pair have different token types."""
     warnings: tuple[str, ...] = ()
-    """Warnings about dictionaries that cannot be read for alignment scores."""
+    """Warnings about dictionaries that were to be read for alignment scores and could not be read."""
 
     @property
     def language_ids(self) -> dict[str, int]:
@@ -78,7 +79,7 @@ class Corpus:
         return {language: number for number, language in enumerate(self.languages, start=1)}
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that a resume must not change."""
+        """Return the values that must be the same when a run resumes."""
         sources = list[dict[str, Any]]()
         for source in self.sources:
             sources.append({"source": source.name, "fingerprint": source.fingerprint})
@@ -95,7 +96,7 @@ class Corpus:
 
 
 def identity_of(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
-    """Return the values of a run that a resume must not change."""
+    """Return the values of a run that must be the same when it resumes."""
     return {"recipe": recipe.identity()} | corpus.identity()
 
 
@@ -166,7 +167,7 @@ def uses_segments(recipe: Recipe, initial: InitialModel, tokenizer: Tokenizer) -
 
 def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
     """Raise UserError if a file of the sources has a wrong size. Each file is checked by one rank."""
-    # Two lists replace a list of pairs, of which the garbage collector would have to visit up to 10^5.
+    # Two lists instead of a list of pairs: the garbage collector would visit each of up to 10^5 pairs.
     owners = list[Source]()
     shards = list[Shard]()
     for source in sources:
@@ -212,13 +213,13 @@ def streams_of(
 
 
 def with_idle_sources(streams: Schedule[list[Stream]], sources: list[Source]) -> Schedule[Sequence[Stream]]:
-    """Return the streams, each with the sources that it reads in any phase."""
+    """Return the streams of each phase. Each stream lists the sources that it reads in any phase."""
     read: dict[str, set[int]] = {}
     for stream in chain(*streams.values):
         read.setdefault(stream.name, set()).update(stream.sources)
 
     def completed(of_phase: list[Stream]) -> Sequence[Stream]:
-        return [stream.with_sources(sources, read[stream.name]) for stream in of_phase]
+        return [stream.with_sources_of_all_phases(sources, read[stream.name]) for stream in of_phase]
 
     return streams.map(completed)
 
@@ -242,16 +243,16 @@ def with_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
 
 
 class LinkSample(NamedTuple):
-    """The word links of some records of a source, the first and the last among them."""
+    """Tells which of some records of a source have word links. The first and the last record are among them."""
 
     some: bool
     """True if any record of the sample has links."""
     bare: str
-    """The place of the sample's first record without links, or an empty string."""
+    """Where the first record without links is; an empty string if all records of the sample have links."""
 
 
 def languages_of_links(recipe: Recipe, objectives: Objectives) -> list[list[str] | None]:
-    """Return the languages of each stream that needs word links, also those of phases. None: all languages."""
+    """Return the languages that each stream with need of word links reads in any phase. None: all languages."""
     languages = list[list[str] | None]()
     for phase in recipe.schedule.values:
         for stream in phase.streams.values():
@@ -266,7 +267,8 @@ def wanted_languages(recipe: Recipe, stream: StreamConfig) -> list[str] | None:
 
 
 def sample_links(languages: list[list[str] | None], sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
-    """Return the word links of some records of each source that may be read for links, each read by one rank."""
+    """Return a sample of the word links of each source that a stream may read for links. Each source is sampled by one
+    rank."""
 
     def look(source: Source) -> LinkSample:
         if source.kind == "pair":
@@ -294,8 +296,8 @@ def sample_links_of(source: Source) -> LinkSample:
 
 
 def linked_sources(objective: Any, chosen: tuple[int, ...], samples: Sequence[LinkSample]) -> tuple[int, ...]:
-    """Return those of the `chosen` sources that the objective can read: if it needs word links, those that have links.
-    If none has links, return all of them; check_links then raises the error."""
+    """Return those of the `chosen` sources that the objective can read. An objective that needs word links can read
+    sources with links. If no source has links, return all of them; check_links then raises the error."""
     if objective.needs != "links":
         return chosen
     return tuple(source for source in chosen if samples[source].some) or chosen
@@ -321,7 +323,7 @@ def check_links(streams: Sequence[Stream], sources: list[Source], samples: Seque
 
 
 class LoadedLexicons(NamedTuple):
-    """The dictionaries of a run, sorted by name, and warnings about those that cannot be read."""
+    """The dictionaries of a run, sorted by name, and a warning about each that could not be read."""
 
     loaded: tuple[Lexicon, ...]
     warnings: tuple[str, ...]
@@ -330,8 +332,8 @@ class LoadedLexicons(NamedTuple):
 def load_lexicons(
     recipe: Recipe, objectives: Objectives, tokenizer: Tokenizer, sources: list[Source], data: Path | None
 ) -> LoadedLexicons:
-    """Read the dictionaries. Missing or malformed ones, or those with swapped columns, are left out. Raises UserError
-    instead if the recipe names dictionaries or an objective needs them."""
+    """Read the dictionaries. A dictionary that is missing or malformed, or has swapped columns, is left out with a
+    warning. Raises UserError in place of the warning if the recipe names dictionaries or an objective needs them."""
     paths = [Path(path) for path in recipe.data.lexicons]
     needed = bool(paths)
     for stream in recipe.streams.values():
@@ -355,12 +357,12 @@ def load_lexicons(
 
 
 def add_lexicons(stream: Stream, recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> Stream:
-    """Return the stream with the dictionaries that its objective reads, without the withheld words. recipe: that of the
-    stream's phase. Raises UserError if the dictionaries have no word."""
+    """Return the stream with the dictionaries that its objective reads, without the withheld words. recipe: the recipe
+    of the stream's phase. Raises UserError if the dictionaries have no word."""
     if stream.objective.needs != "lexicon":
         return stream
     languages = wanted_languages(recipe, recipe.streams[stream.name])
-    # `without_withheld` returns one object for all streams, so that a process builds its tables once.
+    # All streams get the same object from `without_withheld`, so that a process builds its tables once.
     read = list[Lexicon]()
     for lexicon in lexicons:
         if reads_lexicon(languages, lexicon):
@@ -376,12 +378,12 @@ def add_lexicons(stream: Stream, recipe: Recipe, lexicons: tuple[Lexicon, ...]) 
 
 
 def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
-    """Return whether a stream with these languages reads the dictionary: the list has both of the dictionary's
-    languages, or its only language is one of them."""
+    """Return whether a stream with these languages reads the dictionary. It does if it lists both languages of the
+    dictionary, or if it lists a single language and the dictionary has that language."""
     if languages is None:
         return True
     return matches_languages(languages, lexicon.langs) or (
-        len(languages) == 1 and names_some(languages[0], lexicon.langs)
+        len(languages) == 1 and matches_pair_or_one_language(languages[0], lexicon.langs)
     )
 
 
@@ -404,7 +406,9 @@ def find_tokenizer(recipe: Recipe, initial: InitialModel, data: Path | None) -> 
             )
         return init  # a hub name
     if data is None:
-        raise UserError("all of --data is remote, and a tokenizer is only looked for on disks; set model.tokenizer=DIR")
+        raise UserError(
+            "all of --data is remote, and a tokenizer is looked for on disks alone; set model.tokenizer=DIR"
+        )
     for folder in (data, data.resolve().parent):
         if (folder / "tokenizer").is_dir():
             return str(folder / "tokenizer")
@@ -422,7 +426,7 @@ def has_tokenizer(directory: str | Path | None) -> bool:
 
 
 def check_tokenizer_of_init(init: str | None, initial: InitialModel, tokenizer: Tokenizer) -> None:
-    """Raise UserError if `model.init` has a tokenizer, and it is not the run's."""
+    """Raise UserError if `model.init` has a tokenizer that differs from the run's."""
     if initial.directory is None or not has_tokenizer(initial.directory):
         return
     trained = Tokenizer(initial.directory)

@@ -1,9 +1,9 @@
 """Safe forks of a process that has native threads.
 
-Python 3.11 does not hold the lock of its list of threads when it forks. If a library's thread, such as one of torch's,
-holds this lock at that moment, to acquire the GIL, the child waits for the lock forever, inside of fork
-(PyOS_AfterFork_Child, _PyThreadState_DeleteExcept), and the parent waits for the child's records. On a busy machine,
-some starts hung for this reason.
+Python 3.11 forks without taking the lock of its list of threads. A thread of a library, such as torch, may hold this
+lock at that moment, because it acquires the GIL. Then the child waits forever inside of fork (PyOS_AfterFork_Child,
+_PyThreadState_DeleteExcept), and the parent waits for the child's records. On a busy machine, this made some runs hang
+at their start.
 """
 
 import os

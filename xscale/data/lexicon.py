@@ -1,17 +1,18 @@
-"""Bilingual dictionaries in MUSE form (`source target`, one entry a line, several per word), as tables of token ids.
+"""Bilingual dictionaries in MUSE form (one entry `source target` a line; a word may have several), as tables of token
+ids.
 
 Shape letters: N entries.
 
-A side may give token ids in the place of words: `id:17 id:4017` is the entry of token 17 and its translation 4017.
+A side may give token ids in the place of words: in `id:17 id:4017`, token 4017 is the translation of token 17.
 Lines of both kinds may be mixed (OBJECTIVES.md, "Derived languages").
 
 A file is named after the pair, in the order of its columns: en-de.txt, en-zh-CN.txt.
 
 A share of the entries is withheld from all objectives, so that alignment can be measured on words that no objective has
-seen. An entry is withheld if either of its words is, by a hash of the word alone. So all files, directions, runs and
-dictionaries that share a language withhold the same words. (If only one language's words were hashed, a word of the
-other would be withheld only if all its translations are: 3.7 % of MUSE's English words with German, 1.2 % once there is
-a Chinese dictionary too.)
+seen. A hash of a word decides whether the word is withheld, and an entry is withheld if either of its words is. So all
+runs and all dictionaries of a language withhold the same words, in both directions. (If only one language's words were
+hashed, a word of the other would be withheld only if all its translations are: 3.7 % of MUSE's English words with
+German, 1.2 % once there is a Chinese dictionary too.)
 """
 
 import hashlib
@@ -39,7 +40,7 @@ from xscale.data.truecase import Forms, count_words, respelled
 from xscale.errors import UserError
 
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(_\w+)?")
-"""Matches a language in the name of a pair whose only "-" stands between the languages."""
+"""Matches a language in the name of a pair that has a single "-", between the languages."""
 _LANGUAGE_WITH_PARTS = re.compile(r"[a-z]{2,3}(_\w+|-[A-Z][a-z]{3}|-[A-Z]{2}|-\d{3})*")
 """Matches a language in the name of a pair with more "-", as in zh-CN, zh-Hans and es-419."""
 _ORDER_SAMPLE = 3000
@@ -49,7 +50,7 @@ _IDS = re.compile(r"id:\d{1,9}( id:\d{1,9})*")
 """Matches a side of an entry that gives token ids."""
 
 
-@dataclass(frozen=True, eq=False)  # hashed by identity, so that its tables are built once per process
+@dataclass(frozen=True, eq=False)  # hashed by identity: a process builds the tables of a dictionary once
 class Lexicon:
     langs: tuple[str, str]
     words: list[tuple[str, str]]
@@ -59,14 +60,15 @@ class Lexicon:
     fingerprint: str
     path: Path
     entries: tuple[tuple[str, str], ...] = ()
-    """All entries of the file, with those that are left out because of unknown tokens."""
+    """All entries of the file, also those that are left out of `words` because of unknown tokens."""
 
     @property
     def name(self) -> str:
         return "-".join(self.langs)
 
     def without_withheld(self, heldout: float) -> "Lexicon":
-        """Return the dictionary without the entries withheld from objectives. heldout: the entries' share."""
+        """Return the dictionary without the entries that are withheld from objectives. heldout: the share of withheld
+        words."""
         return _without_withheld(self, heldout)
 
     def summary(self) -> str:
@@ -113,7 +115,8 @@ def same_word(word: str) -> str:
 
 
 def is_withheld(word: str, heldout: float) -> bool:
-    """Return True if no objective sees the dictionary entries of this word. heldout: the share of such words."""
+    """Return True if the dictionary entries of this word are withheld from all objectives. heldout: the share of
+    withheld words."""
     return int(rng.key("lexicon_heldout", same_word(word))) < heldout * 2**64
 
 
@@ -129,8 +132,8 @@ class Synonym(NamedTuple):
 
 @lru_cache(maxsize=256)
 def synonyms(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Synonym]]:
-    """Return the translations of each word of a language that have as many tokens as the word, and no token equal to
-    the word's token at the same position. They come from all dictionaries of that language, sorted by token ids."""
+    """Return the translations of each word of a language, from all of its dictionaries, sorted by token ids. A
+    translation has as many tokens as the word, and differs from it at every token."""
     synonyms_of: dict[Word, set[Synonym]] = {}
     for lexicon in lexicons:
         for side in (0, 1):
@@ -138,30 +141,30 @@ def synonyms(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Sy
                 continue
             other_language = lexicon.langs[1 - side]
             for word, translation in zip(lexicon.ids[side], lexicon.ids[1 - side], strict=True):
-                # A token that replaces itself would reveal the token to be predicted.
+                # A token that replaces itself would reveal the token that is to be predicted.
                 if len(word) == len(translation) and not any(map(eq, word, translation)):
                     synonyms_of.setdefault(tuple(word), set()).add(Synonym(tuple(translation), other_language))
     return {word: sorted(translations) for word, translations in synonyms_of.items()}
 
 
 class Ragged:
-    """Lists of token ids, laid end to end."""
+    """Lists of token ids in one array, one list after the other."""
 
     def __init__(self, lists: list[list[int]]):
         self.lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
         self.values = np.array(list(chain.from_iterable(lists)), dtype=np.int64)
 
     def take(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the lists at the indices `which`, laid end to end, and the index at which each of them starts."""
+        """Return the lists at the indices `which`, concatenated, and the index at which each list starts."""
         lengths = self.lengths[which]
         first = np.cumsum(self.lengths)[which] - lengths
         return self.values[np.repeat(first, lengths) + indices_within(lengths)], np.cumsum(lengths) - lengths
 
 
 @lru_cache(maxsize=16)
-def entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged]:
-    """Return the token ids of both sides of every entry whose sides differ, as two Ragged of N lists. single: only
-    entries that have one token on each side."""
+def differing_entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged]:
+    """Return the source sides and the target sides of the entries whose sides have different token ids, as two Ragged
+    of N lists. single: only entries that have one token on each side."""
     sources = list[list[int]]()
     targets = list[list[int]]()
     for lexicon in lexicons:
@@ -198,8 +201,8 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
 
 
 def _spelled(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
-    """Return the word, or the text of the tokens if the dictionary gives their ids: one hash says of both whether they
-    are withheld."""
+    """Return the word, or the text of the tokens if the dictionary gives token ids, so that one hash decides for both
+    forms whether the entry is withheld."""
     if not _IDS.fullmatch(word):
         return word
     text = tokenizer.hf.decode(ids)
@@ -210,7 +213,8 @@ def _spelled(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
 def truecased(
     entries: list[tuple[str, str]], langs: tuple[str, str], forms: Mapping[str, Forms]
 ) -> tuple[list[tuple[str, str]], int]:
-    """Return the entries as the training text spells them, without repeats, and how many were changed."""
+    """Return the entries in the spelling of the training text, without repeats, and the number of entries that this
+    changed."""
     columns = list[list[str]]()
     for side in (0, 1):
         words = [entry[side] for entry in entries]
@@ -220,8 +224,8 @@ def truecased(
 
 
 def _encoded(words: list[str], tokenizer: Tokenizer, path: Path) -> list[list[int]]:
-    """Return the token ids of each word. Each distinct word is encoded once, in batches, as encodings take memory.
-    Raises UserError for an id that the tokenizer does not have."""
+    """Return the token ids of each word. Each distinct word is encoded once, and in batches, because encodings take
+    memory. Raises UserError for an id that the tokenizer does not have."""
     ids: dict[str, list[int]] = {}
     texts = list[str]()
     for word in dict.fromkeys(words):
@@ -229,7 +233,7 @@ def _encoded(words: list[str], tokenizer: Tokenizer, path: Path) -> list[list[in
             ids[word] = [int(part.removeprefix("id:")) for part in word.split()]
             if max(ids[word]) >= len(tokenizer.hf):
                 raise UserError(
-                    f"{path}: {word!r} is no token of the tokenizer, whose ids are below {len(tokenizer.hf):,}; give "
+                    f"{path}: {word!r} is not in the tokenizer, whose ids are below {len(tokenizer.hf):,}; give "
                     f"the dictionary of this tokenizer"
                 )
         else:
@@ -254,14 +258,15 @@ def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
 
 
 def _spelled_as(language: str, languages: Collection[str]) -> str:
-    """Return the one of `languages` that means the language, or else, or if several do, the language itself."""
+    """Return the one of `languages` that means the language. If none or several do, return the language itself."""
     names = names_of(language, languages)
     return names[0] if len(names) == 1 else language
 
 
 def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | None:
-    """Return the two languages in a name, ("en", "zh-CN") for "en-zh-CN"; None if it has no such split, or several. A
-    split into two of `languages` is preferred to splits whose halves only look like languages."""
+    """Return the two languages in a name: ("en", "zh-CN") for "en-zh-CN". Return None if the name cannot be split into
+    two languages, or in several ways. A split into two of `languages` is preferred to splits whose halves only look
+    like languages."""
     parts = name.split("-")
     pattern = _LANGUAGE if len(parts) == 2 else _LANGUAGE_WITH_PARTS
     listed = list[tuple[str, str]]()
@@ -297,7 +302,7 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
 
 
 def check_column_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> None:
-    """Raise UserError if the columns are, judged by the training text, in the opposite order to the file's name."""
+    """Raise UserError if the training text shows that the columns are in the opposite order to the file's name."""
     seen: dict[str, set[str]] = {}
     for language in lexicon.langs:
         words = count_words(texts_of(language, sources, _ORDER_SAMPLE))
@@ -320,13 +325,13 @@ def check_column_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> N
 
 
 def find_lexicon_paths(sources: list[Source], data: Path) -> list[Path]:
-    """Return the paths of the dictionaries in `lexicon/` of `data`, or else of its parent, whose languages the sources
-    have. Of two files of one pair, such as de-en and en-de, only the first by name."""
+    """Return the paths of the dictionaries in the folder `lexicon` of `data`, or else of its parent, whose languages
+    the sources have. If a pair has two files, such as de-en and en-de, only the first by name is returned."""
     languages = set(chain.from_iterable(source.langs for source in sources))
     for folder in (data, data.resolve().parent):
         path_of_pair: dict[frozenset[str], Path] = {}
         for path in sorted((folder / "lexicon").glob("*.txt")):
-            with suppress(UserError):  # a name that is no pair
+            with suppress(UserError):  # the name is not that of a pair
                 pair = frozenset(pair_of(path, languages))
                 if pair <= languages:
                     path_of_pair.setdefault(pair, path)

@@ -14,21 +14,21 @@ LINK = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _LINK_WORD = re.compile(r"[^ \t\n]+")
 
 Link = tuple[int, int]
-"""The number of a word in the first text, and of one in the second, from 0."""
+"""The number of a word in the first text, and of a word in the second text, from 0."""
 
 
 def link_words(text: str) -> list[str]:
     """Return the words that an aligner's links count: the parts of a text between spaces and tabs.
 
-    fast_align and Moses divide words there only, so that a no-break space (U+00A0, U+202F) or an ideographic one
-    (U+3000) stands inside a word. Python's str.split divides words at these, too.
+    fast_align and Moses split a text only there: a no-break space (U+00A0, U+202F) or an ideographic space (U+3000) is
+    part of a word. Python's str.split splits at these, too.
     """
     return _LINK_WORD.findall(text)
 
 
 def links_move(links: str, texts: tuple[str, ...]) -> bool:
-    """Return whether a link would join other words if all white space divided words, as Python's str.split does. Then
-    the links of a program that counts in this way join wrong words."""
+    """Return whether a link would join other words if the text were split at all white space, as by Python's str.split.
+    If so, links from a program that uses str.split would join wrong words."""
     for side, text in enumerate(texts):
         words = link_words(text)
         others = text.split()
@@ -44,7 +44,7 @@ def links_move(links: str, texts: tuple[str, ...]) -> bool:
 
 def parse(links: str, sizes: tuple[int, int]) -> list[Link]:
     """Return links in Pharaoh form, such as "0-0 1-2", as pairs of numbers. sizes: the number of words of both
-    sentences. Raises ValueError naming the link that is malformed or outside of the sentences."""
+    sentences. Raises ValueError with the link that is malformed or outside of the sentences."""
     parsed = []
     for link in links.split():
         match = LINK.fullmatch(link)
@@ -61,15 +61,16 @@ def pharaoh(links: list[Link]) -> str:
 def project_links(
     links: str, texts: tuple[str, ...], tokenised: tuple[str, ...] | None = None, by_words: bool = False
 ) -> tuple[str, int]:
-    """Convert links to links between words of data/words.py. Return them and the number dropped, as of word to symbol.
+    """Convert links to links between words of data/words.py. Return them and the number of dropped links, such as those
+    between a word and a symbol.
 
-    tokenised: the texts whose words `links` counts (link_words); None: the texts themselves. by_words: `links` counts
-    words of data/words.py already. Raises ValueError.
+    tokenised: the texts whose words `links` numbers (see link_words); None: the texts themselves. by_words: True if
+    `links` numbers words of data/words.py already. Raises ValueError.
     """
     segmented = segment(list(texts))
     is_word = list[np.ndarray]()
     words = list[list[list[int]]]()
-    """For each side and each word that `links` counts, the numbers of the text's words that it overlaps."""
+    """For each side: for each word that `links` numbers, the numbers of the words of the text that it overlaps."""
     for side, text in enumerate(texts):
         first_word = segmented.words[side]
         is_word.append(segmented.is_word[first_word : segmented.words[side + 1]])
@@ -92,7 +93,7 @@ def project_links(
 
 def overlapped_words(text: str, tokenised: str, word_of_char: np.ndarray) -> list[list[int]]:
     """Return the numbers of the words of `text` that each word (link_words) of `tokenised` overlaps. word_of_char: the
-    number of the word of each character of `text`; negative for a character of no word."""
+    number of the word to which each character of `text` belongs; negative if it belongs to none."""
     words = list[list[int]]()
     for characters in places(text, tokenised):
         numbers = word_of_char[characters]
@@ -108,10 +109,10 @@ def places(text: str, tokenised: str) -> list[list[int]]:
     visible = [place for place, character in enumerate(text) if not character.isspace()]
     ours = [_folded(text[place]) for place in visible]
     tokens = link_words(tokenised)
-    theirs = _folded_characters(tokens)
+    theirs = _folded_characters_of_all(tokens)
     if ours != theirs:
         tokens = list(map(html.unescape, tokens))  # Moses escapes characters for HTML
-        theirs = _folded_characters(tokens)
+        theirs = _folded_characters_of_all(tokens)
     place_of = dict(enumerate(visible))
     """The index in `text` of the characters of `tokens`, counted without white space."""
     if ours != theirs:
@@ -134,8 +135,8 @@ def places(text: str, tokenised: str) -> list[list[int]]:
     return places_of_tokens
 
 
-def _folded_characters(tokens: list[str]) -> list[str]:
-    """Return the characters of all tokens without white space, folded."""
+def _folded_characters_of_all(tokens: list[str]) -> list[str]:
+    """Return the folded form of each character of all tokens, except white space."""
     return [_folded(character) for character in "".join(tokens) if not character.isspace()]
 
 

@@ -1,8 +1,8 @@
 """Word links of sentence pairs, converted to links between tokens.
 
-The words of a stream batch (data/words.py) are numbered consecutively: first those of the first pair's first text, then
-those of its second text, of the next pair's first text, and so on. Text 2p + s is side s of pair p. A token is named by
-its index in the stream batch.
+The words of a stream batch (data/words.py) are numbered consecutively: the words of the first pair's first text, then
+those of its second text, then those of the next pair's first text, and so on. Side s of pair p is text number 2p + s. A
+token is named by its index in the stream batch.
 
 Shape letters: P pairs, W words, T tokens that belong to a word, K links of words, Z links of tokens, N tokens,
 M masked tokens, R masked tokens with a link.
@@ -22,7 +22,7 @@ from xscale.data.stream_batch import Gather
 from xscale.errors import UserError
 
 Layout = list[list[int]]
-"""The numbers of each sequence's texts. Text 2p + s is side s of pair p."""
+"""The numbers of each sequence's texts. Side s of pair p is text number 2p + s."""
 
 _PHARAOH = re.compile(r"\s*([0-9]{1,9}-[0-9]{1,9}(\s+|$))*")
 
@@ -32,7 +32,8 @@ class WordLinks:
     first: np.ndarray
     """Number of each text's first word, and W at the end [2 P + 1]."""
     links: np.ndarray
-    """The number of each link's word in a pair's first text, and of its word in the second; no link twice [K, 2]."""
+    """Each link as the number of a word of a pair's first text and the number of a word of its second text. No link
+    occurs twice [K, 2]."""
     is_word: np.ndarray
     """True for each word, False for a symbol, such as a punctuation mark [W]."""
 
@@ -45,13 +46,13 @@ class WordTokens:
     """The index in `tokens` at which each word begins [W + 1]."""
 
     def tokens_of(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return these words' tokens, concatenated, and each word's number of tokens."""
+        """Return the tokens of these words, concatenated, and the number of tokens of each word."""
         counts = self.starts[words + 1] - self.starts[words]
         return self.tokens[np.repeat(self.starts[words], counts) + indices_within(counts)], counts
 
 
 def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
-    """Return the word links of the pairs, without links between a word and a symbol. across: with them.
+    """Return the word links of the pairs. across: keep links between a word and a symbol, which are otherwise left out.
 
     Raises UserError for a link that is malformed or outside its sentences.
     """
@@ -111,8 +112,8 @@ def segments(pairs: list[Example], layout: Layout) -> list[list[Segment]]:
 def word_tokens(
     pairs: list[Example], layout: Layout, sequences: Sequences, first: np.ndarray, keep: Literal["all", "first", "last"]
 ) -> WordTokens:
-    """Return each word's tokens; a word that was cut off has none. keep: which tokens of a word to return. first: the
-    number of each text's first word, as in WordLinks."""
+    """Return the tokens of each word; a word that was cut off has none. keep: True for the tokens of words to return.
+    first: the number of each text's first word, as in WordLinks."""
     texts = list(chain.from_iterable(layout))
     words_of_texts = [NO_NUMBERS]
     tokens_of_texts = [NO_NUMBERS]
@@ -140,16 +141,18 @@ def word_tokens(
 
 
 def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
-    """Return all pairs of a token of a link's first word and a token of its second word; no pair twice [Z, 2]."""
+    """Return, for all links, each pair of a token of the first word and a token of the second word. No pair occurs
+    twice [Z, 2]."""
     first_tokens, first_counts = tokens.tokens_of(links[:, 0])
     second_words = np.repeat(links[:, 1], first_counts)
     second_tokens, second_counts = tokens.tokens_of(second_words)
-    # Two tokens may overlap several pairs of linked words, as in Chinese; they are one link.
+    # A token may overlap several words, as in Chinese. So several links between words may be the same pair of tokens.
     return distinct_pairs(np.repeat(first_tokens, second_counts), second_tokens)
 
 
 def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, Gather]:
-    """Return which of the `masked` tokens [M] have a link [R], and for each the sum of the states that it links to.
+    """Return the indices of the elements of `masked` [M] that have a link [R], and for each of them the sum of the
+    states of the tokens that it is linked to.
 
     The sums are rows of A^T H: H are the hidden states, and A[i, j] = 1 if (i, j) or (j, i) is a link. tokens: N.
     """

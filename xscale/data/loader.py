@@ -1,7 +1,8 @@
-"""The loader: worker processes read, tokenise and collate samples and pack them into rows, one StepBatch per plan.
+"""The loader: worker processes read, tokenise and collate samples, and pack them into rows. Each plan becomes one
+StepBatch.
 
-A planner process makes plans ahead of time (planner.py). A batch carries the mixture's state after its step, so that
-the state saved at step t describes what was consumed up to step t, whatever was prefetched.
+A planner process makes plans ahead of time (planner.py). A batch carries the mixture's state after its step. So the
+state that is saved at step t describes what was consumed up to step t, whatever was prefetched.
 """
 
 import atexit
@@ -37,9 +38,11 @@ Key = TypeVar("Key")
 CHARACTERS = 64
 """The maximum number of characters of a text that are tokenised, per token of data.max_length; see `shortened`."""
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
-"""The default of train.max_tokens: a row that takes a GPU longer than its host, or that fits into a CPU's caches."""
+"""The default of train.max_tokens. On a GPU, such a row takes longer than the host needs to launch its kernels; on a
+CPU, it fits into the caches."""
 SWEPT = 0.25
-"""A node whose ranks read at least this share of each step asks the operating system to read whole shards ahead."""
+"""If the ranks of a node read at least this share of each step, they ask the operating system to read whole shards
+ahead."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class StepBatch:
         return counts
 
     def targets(self) -> Counts:
-        """Return the counts of this rank that are not of a single language."""
+        """Return the counts of this rank, without those by language."""
         return {key: count for key, count in self.counts().items() if not key.language}
 
     def language_counts(self) -> Counts:
@@ -95,7 +98,7 @@ def add_counts(total: dict[Key, int], counts: Mapping[Key, int]) -> None:
 
 
 class StepDataset(Dataset):
-    """Maps a rank's part of a plan to its StepBatch. Forked workers inherit it, so it carries no open files."""
+    """Makes the StepBatch of a rank's part of a plan. Forked workers inherit the object, so it holds no open files."""
 
     def __init__(
         self,
@@ -122,7 +125,8 @@ class StepDataset(Dataset):
             for stream in self.streams.at(plan.step):
                 groups[stream.name] = stream.language_groups
                 stream_batches[stream.name] = self.stream_batches(stream, plan)
-        except (UserError, OSError) as error:  # not raised: DataLoader would wrap it and lose errno and file
+        except (UserError, OSError) as error:
+            # If the error were raised here, DataLoader would wrap it and lose errno and file.
             return failure_of(error, f"step {plan.step}: ")
         rows = list[Row]()
         for number in range(plan.rows):
@@ -165,7 +169,7 @@ class StepDataset(Dataset):
         )
 
     def examples(self, stream: Stream, table: PlanTable, context: CollateContext) -> Iterator[Example]:
-        """Yield the examples of the records, which are tokenised together."""
+        """Tokenise the records together, and yield their examples."""
         words_wanted = stream.objective.words(stream.options)
         places = list(zip(table.source.tolist(), table.shard.tolist(), table.record.tolist(), strict=True))
         records = list[Record]()
@@ -248,8 +252,8 @@ def count_pairs(stream: str, examples: list[Example], context: CollateContext) -
 
 
 def shortened(pair: Record, words: bool, context: CollateContext) -> Record:
-    """Return the pair, with texts cut to CHARACTERS * max_length characters to save time in tokenisation. words:
-    whether the stream needs the pair's words; then it is cut only if data.overlong drops it later."""
+    """Return the pair with its texts cut to CHARACTERS * max_length characters, to save time in tokenisation. words:
+    whether the stream needs the pair's words; if so, a pair is cut only if data.overlong will drop it."""
     limit = CHARACTERS * context.max_length
     if max(map(len, pair.texts)) <= limit or (words and context.overlong != "drop"):
         return pair
@@ -259,7 +263,8 @@ def shortened(pair: Record, words: bool, context: CollateContext) -> Record:
 
 
 def borders_of_long_texts(texts: list[str], ids: list[list[int]], context: CollateContext) -> dict[int, list[int]]:
-    """Return the tokens before which a text may be cut, by the text's index, for texts longer than a sequence."""
+    """Return, for each text that is longer than a sequence, the tokens before which it may be cut, by the text's
+    index."""
     borders = dict[int, list[int]]()
     for number, tokens in enumerate(ids):
         if len(tokens) > context.max_length - 2:
@@ -269,7 +274,8 @@ def borders_of_long_texts(texts: list[str], ids: list[list[int]], context: Colla
 
 
 def collate_context(corpus: Corpus, data: DataConfig, seed: int) -> CollateContext:
-    """Return the values that all streams of a step share. data: those of the step's phase."""
+    """Return the values that all streams of a step share. data: the section `data` of the recipe in the step's
+    phase."""
     return CollateContext(
         corpus.tokenizer, data.max_length, data.overlong, corpus.language_ids, seed, segments=corpus.segments
     )
@@ -285,7 +291,7 @@ class Loader:
 
     @property
     def streams(self) -> Sequence[Stream]:
-        """The streams of the steps after the last phase."""
+        """The streams after the last phase."""
         return self.corpus.streams.last
 
     def max_tokens(self, device: str) -> int:
@@ -294,7 +300,7 @@ class Loader:
         return self.recipe.train.max_tokens or max(default, self.recipe.data.max_length)
 
     def mixture(self, process: Process, device: str, state: dict[str, Any]) -> Mixture:
-        """Return the mixture of the run, from this state on."""
+        """Return the mixture of the run, which continues from this state."""
         recipes = self.recipe.schedule
         return Mixture(
             self.corpus.streams,
@@ -317,7 +323,8 @@ class Loader:
         self, process: Process, device: str, state: dict[str, Any], steps: int, host_group: HostGroup | None = None
     ) -> Plans:
         """Return the plans of the next steps, which `batches` reads. If there are workers, a process makes the plans
-        ahead of time. With `host_group`, each node has only one such process, and all ranks call this together."""
+        ahead of time. With `host_group`, there is one such process on each node, and all ranks must call this
+        together."""
         for source in self.corpus.sources:
             source.close()  # the next read opens the files again
             source.readahead = process.local_world / process.world >= SWEPT
@@ -328,8 +335,8 @@ class Loader:
     def batches(
         self, process: Process, device: str, state: dict[str, Any], steps: int, plans: Plans | None = None
     ) -> Iterator[StepBatch]:
-        """Return an iterator of this rank's share of each step. state: the positions of the streams in their data.
-        plans: the result of `plans`, if it was called before."""
+        """Return an iterator over this rank's share of each step. state: the positions of the streams in their data.
+        plans: the result of `plans`, if `plans` was called before."""
         plans = plans or self.plans(process, device, state, steps)
         workers = worker_count(self.recipe.data.workers, process, device)
         return batches_of(plans, self.dataset(), workers, process.rank)
@@ -340,7 +347,7 @@ def worker_count(wanted: int | str, process: Process, device: str) -> int:
     if wanted != "auto":
         return int(wanted)
     cores = len(os.sched_getaffinity(0))
-    if cores == os.cpu_count():  # else the launcher has bound the rank to cores of its own
+    if cores == os.cpu_count():  # otherwise the launcher has given each rank its own cores
         cores //= process.local_world
     return 2 if device == "cpu" else min(max(cores - 2, 4), 6)
 
@@ -366,7 +373,8 @@ def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> I
     )
     with children_that_begin():
         started = iter(loader)
-    for worker in getattr(started, "_workers", ()):  # workers ignore SIGTERM: whoever ends them would wait for ever
+    # Workers ignore SIGTERM, so a parent that terminates them would wait for ever.
+    for worker in getattr(started, "_workers", ()):
         worker.terminate = worker.kill
         atexit.register(worker.kill)
     return map(_raise_failure, started)

@@ -1,10 +1,10 @@
 """The samples that each optimizer step consumes, and the plan of a step: which records are in which packed row.
 
 In each step a stream takes `samples` samples from its sources. Languages (or language pairs) are sampled with p_i
-proportional to n_i^alpha (Conneau & Lample 2019), as evenly as whole numbers allow, and each source is read in its
-epoch order. A sample is one record; in a packed stream, it is running text that fills about one sequence (order.py).
-The state has the step number and each stream's position in each source; it determines all later samples. A step's
-samples are drawn first and then assigned to ranks and rows (balance.py).
+proportional to n_i^alpha (Conneau & Lample 2019), as evenly as whole numbers allow. Each source is read in the order of
+its epoch. A sample is one record; in a packed stream, a sample is running text that fills about one sequence
+(order.py). The state has the step number and each stream's position in each source. It determines all later samples. A
+step's samples are drawn first and then assigned to ranks and rows (balance.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,10 +26,10 @@ from xscale.files import parallel_map
 from xscale.recipe import DataConfig, Schedule
 
 PACK_FILL = 0.94
-"""The share of `max_length` that a packed sample fills. The rest is room for errors of the estimated token counts."""
+"""A packed sample fills this share of `max_length`. The rest is room for errors of the estimated token counts."""
 
 ORDER = 3
-"""Version of the order of running text. Before version 3, samples were consecutive pieces of a permuted window."""
+"""The version of the order of running text. In version 2, samples were consecutive pieces of a permuted window."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PlanTable:
     """The records that one stream reads in a step. Each array has an element for each record."""
 
     sample: np.ndarray
-    """Number, among the stream's samples of the step, of the sample to which the record belongs."""
+    """Number of the sample to which the record belongs, among the stream's samples of the step."""
     source: np.ndarray
     epoch: np.ndarray
     shard: np.ndarray
@@ -45,7 +45,7 @@ class PlanTable:
     tokens: np.ndarray
     """Tokens estimated from the record's bytes, float."""
     row: np.ndarray = field(default_factory=lambda: NO_RECORDS)
-    """The packed row: row r of rank k has the number r * world + k. Empty until rows are assigned."""
+    """Number of the packed row; row r of rank k has the number r * world + k. Empty until rows are assigned."""
 
     def select(self, places: np.ndarray) -> "PlanTable":
         """Return the records at these indices."""
@@ -72,8 +72,8 @@ def join_tables(pieces: Sequence[PlanTable]) -> PlanTable:
 
 @dataclass(frozen=True)
 class Plan:
-    """The records of one optimizer step: those of all ranks, ordered by source, or the part of one rank, ordered by
-    row, sample and place in the sample."""
+    """The records of one optimizer step. A whole plan has the records of all ranks, ordered by source. A part has the
+    records of one rank, ordered by row, sample and place in the sample."""
 
     step: int
     tables: dict[str, PlanTable]
@@ -84,7 +84,7 @@ class Plan:
     state: dict[str, Any]
     """The mixture's state after the step."""
     rank: int = -1
-    """The rank of a part; -1: the plan is whole."""
+    """The rank of a part; -1 for a whole plan."""
     row_tokens: np.ndarray = field(default_factory=lambda: NO_RECORDS)
     """The estimated tokens of each packed row of each rank [rows * world]; empty in the part of a rank."""
 
@@ -94,7 +94,7 @@ class Plan:
         for rank in ranks:
             parts.append(Plan(self.step, {}, self.rows, self.world, self.state, rank))
         for name, table in self.tables.items():
-            by_row = np.argsort(table.row, kind="stable")  # numbers of 16 bits are sorted in linear time
+            by_row = np.argsort(table.row, kind="stable")  # numpy sorts 16-bit numbers in linear time
             borders = np.append(0, np.cumsum(np.bincount(table.row, minlength=self.rows * self.world)))
             for part in parts:
                 places = list[np.ndarray]()
@@ -125,7 +125,8 @@ class Mixture:
         world: int,
         state: dict[str, Any] | None = None,
     ):
-        """max_tokens: the most tokens of a packed row; a row of data.max_length tokens is always allowed."""
+        """max_tokens: the maximum number of tokens of a packed row; a row of data.max_length tokens is always
+        allowed."""
         self.streams = streams
         self.data = data
         self.calibrations = calibrations
@@ -146,7 +147,7 @@ class Mixture:
         """The probability of each source of each stream."""
         self._orders: dict[tuple[str, int], tuple[Any, EpochOrder]] = {}
         self._begun: dict[tuple[str, int], tuple[int, int]] = {}
-        """The last epoch and window that `remote_shards` yielded for each stream and source."""
+        """For each stream and source: the epoch and the window that `remote_shards` yielded last."""
         if self.state.get("order") != ORDER and any(stream.packed for stream in streams.last):
             raise UserError(
                 f"the checkpoint of step {self.state['step']} was saved by an xscale that orders text in another way; "
@@ -198,11 +199,12 @@ class Mixture:
         read = np.flatnonzero(weights).astype(np.min_scalar_type(len(weights)))
         key = rng.key(self.seed, stream.name, "source", self.state["step"])
         chosen = read[choose(weights[read], stream.samples, key)]
-        in_order = np.argsort(chosen, kind="stable")  # few bits are sorted in linear time
+        in_order = np.argsort(chosen, kind="stable")  # numpy sorts small integers in linear time
         return np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
 
     def _positions(self, stream: Stream) -> list[list[int]]:
-        """Return a copy of the stream's positions, which note a change of the room before the next step."""
+        """Return a copy of the stream's positions. If the room changes before the next step, the copy notes the
+        change."""
         positions = [list(position) for position in self.state["positions"][stream.name]]
         room_before = self.state.get("room", self.room)
         if stream.packed and room_before != self.room:
@@ -211,8 +213,8 @@ class Mixture:
         return positions
 
     def _take(self, stream: Stream, source: int, samples: np.ndarray, position: list[int]) -> Iterator[PlanTable]:
-        """Yield the source's next records for these samples. Advances `position` in place."""
-        calibration = self.calibrations.last  # all phases have the same estimates from bytes
+        """Yield the source's next records, which make up these samples. Advances `position` in place."""
+        calibration = self.calibrations.last  # the estimates from bytes are the same in all phases
         taken = 0
         while taken < len(samples):
             epoch, start = position[:2]
@@ -233,7 +235,7 @@ class Mixture:
 
     def remote_shards(self) -> Iterator[tuple[Source, int]]:
         """Yield the shards of each remote source's current window and, if the cache has room, of the next window of the
-        epoch. A source whose window is the same as in the last call is left out."""
+        epoch. A source is left out if its window is the same as in the last call."""
         streams = self.streams.at(self.state["step"])
         for stream in streams:
             for number, position in zip(stream.sources, self.state["positions"][stream.name], strict=True):
@@ -269,7 +271,7 @@ class Mixture:
             opened.counts,
             rng.key(self.seed, stream.name, "order", opened.name, opened.fingerprint),
             epoch,
-            look=partial(lengths_and_follows, opened),
+            look=partial(lengths_and_continuations_of_shards, opened),
             text=text,
             # The further data of a fork (run/going_on.py) must not change the order of the other sources.
             sources=self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources),
@@ -291,11 +293,11 @@ def remote_window_bytes(streams: Sequence[Stream], sources: list[Source]) -> int
     return total
 
 
-def lengths_and_follows(
+def lengths_and_continuations_of_shards(
     source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of records of a source, and whether each continues a document (order.Look)."""
-    lengths, follows = zip(*parallel_map(source.lengths_and_follows, shards, records), strict=True)
+    """Return the length of records of a source in bytes, and whether each record continues a document (order.Look)."""
+    lengths, follows = zip(*parallel_map(source.lengths_and_continuations, shards, records), strict=True)
     return np.concatenate(lengths), np.concatenate(follows)
 
 
@@ -313,7 +315,7 @@ def source_sizes(sources: list[Source], calibration: Calibration, by: str) -> li
 
 
 SIZED = 4
-"""The number of shards of each source from which the mean length of its records is estimated."""
+"""The mean length of a source's records is estimated from this many shards."""
 
 
 def stream_weights(stream: Stream, sources: list[Source], alpha: float, sizes: list[float]) -> np.ndarray:
@@ -328,7 +330,7 @@ def stream_weights(stream: Stream, sources: list[Source], alpha: float, sizes: l
 
 def initial_state(streams: Sequence[Stream]) -> dict[str, Any]:
     """Return the state before step 0: [epoch, position] of every source of every stream. If the room of a sample of
-    running text has changed within the epoch, the numbers of TextPacking.before come after these two."""
+    running text has changed within the epoch, these two numbers are followed by those of TextPacking.before."""
     positions: dict[str, list[list[int]]] = {}
     for stream in streams:
         positions[stream.name] = [[0, 0] for _ in stream.sources]
@@ -336,7 +338,7 @@ def initial_state(streams: Sequence[Stream]) -> dict[str, Any]:
 
 
 def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
-    """Return a source for each sample. Source i is chosen weights[i] * samples times, rounded up or down.
+    """Return the number of a source for each sample. Source i is chosen weights[i] * samples times, rounded up or down.
 
     This is systematic sampling (Madow 1949) in shuffled order: step lengths vary less than with independent draws.
     """
@@ -347,17 +349,17 @@ def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
 
 
 def plain_ranked_choice(numbers: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return for each number, by its rank k among all, the first i with k < ends[i]: the lowest ends[0] numbers get 0,
-    and so on. ends: never falling, the last is the number of numbers."""
+    """Return for each number the first i with k < ends[i], where k is the number's place among the sorted numbers: the
+    lowest ends[0] numbers get 0, and so on. ends: an ascending list that ends with the number of numbers."""
     rank = np.empty(len(numbers), dtype=np.int64)
     rank[np.argsort(numbers, kind="stable")] = np.arange(len(numbers))
     return np.searchsorted(ends, rank, side="right")
 
 
 def ranked_choice(numbers: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return what plain_ranked_choice returns, in a third of its time. numbers: in [0, 1).
+    """Return the same as plain_ranked_choice, in a third of its time. numbers: in [0, 1).
 
-    The leading bits of a number decide nearly all. Only the numbers whose leading bits do not decide are sorted.
+    For nearly every number, its leading bits decide. Only the other numbers are sorted.
     """
     bits = (numbers * BUCKETS).astype(np.uint16)
     borders = np.append(0, np.cumsum(np.bincount(bits, minlength=BUCKETS)))
@@ -377,8 +379,9 @@ BUCKETS = 1 << 12
 
 
 def source_weights(sources: list[Source], alpha: float, sizes: list[float] | None = None) -> np.ndarray:
-    """Return the probability of each source: proportional to n^alpha over languages or (undirected) pairs of languages,
-    and to n among the sources of one language or pair. sizes: n of each source; None: its number of records."""
+    """Return the probability of each source. The probability of a language, or (undirected) pair of languages, is
+    proportional to n^alpha; it is divided among the sources of that language in proportion to n. sizes: n of each
+    source; None: its number of records."""
     if sizes is None:
         sizes = [source.records for source in sources]
     size_of_pair: dict[str, float] = {}
@@ -404,8 +407,8 @@ def positions_report(state: dict[str, Any], streams: Sequence[Stream], sources: 
 
 
 def sources_read(state: dict[str, Any], streams: Sequence[Stream], sources: list[Source]) -> list[dict[str, Any]]:
-    """Return the sources from which records were read: "name", "languages", "licence" (None: not stated), and
-    "streams": {stream: its number of records, those of earlier epochs included}."""
+    """Return each source from which records were read, as {"name", "languages", "licence", "streams"}. "licence" is
+    None if none is stated. "streams" has the number of records that each stream has read, over all epochs."""
     listed: list[dict[str, Any]] = []
     for number, source in enumerate(sources):
         records: dict[str, int] = {}

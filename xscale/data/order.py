@@ -1,17 +1,19 @@
 """The order of a source's records: a function of shard sizes, seed, epoch and, for running text, its documents.
 
 Each epoch divides the shards into windows of about WINDOW_RECORDS records and permutes the records of each window.
-Hence each shard is read about once per epoch, every batch draws from the whole source (benchmarks/RESULTS.md has how
-well), and memory holds one window, however large the source is.
+Hence each shard is read about once per epoch, and memory holds one window, however large the source is. Every batch
+draws from the whole source (benchmarks/RESULTS.md says how evenly).
 
 Running text is permuted in pieces instead of records. A piece is a document, or consecutive sentences of a long
-document that fill a sample. The room that a piece leaves in its sample is filled with shorter pieces. A position is
-always a number of records, not of pieces.
+document that fill a sample. The room that a piece leaves in its sample is filled with shorter pieces. A position always
+counts records, also in running text.
 
-A stream of many sources keeps only one part of each window in memory. The parts of a permuted window are slices of
-it; a part of running text takes a slice of each of the window's shards and is permuted by itself.
+A stream of many sources keeps only one part of each window in memory. For single records, the window is permuted, and
+its parts are slices of it. For running text, a part is a slice of each of the window's shards, and it is permuted by
+itself.
 
-If the room of a sample (its maximum tokens) changes within a part, the part's remaining records are packed anew.
+If the room of a sample (its maximum number of tokens) changes within a part, the part's remaining records are packed
+again.
 """
 
 import bisect
@@ -24,13 +26,13 @@ from xscale import rng
 
 WINDOW_RECORDS = 1 << 20
 WINDOW_SHARDS = 256
-"""The maximum number of shards of a window, so that a reader can keep all of them open."""
+"""The maximum number of shards of a window. A reader can keep so many files open."""
 PART_RECORDS = 1 << 15
 """The minimum number of records of a part, if its window has several parts."""
 
 Look = Callable[[Sequence[int], Sequence[slice | np.ndarray]], tuple[np.ndarray, np.ndarray]]
-"""A function that maps shards, and records of each, to the bytes of every record [n], and to True for every record that
-continues the document of the record before it [n]."""
+"""A function of shards and of records of each shard. It returns the length in bytes of every record [n], and True for
+every record that continues the document of the record before it [n]."""
 
 
 class TextPacking(NamedTuple):
@@ -57,7 +59,7 @@ class OrderedSamples(NamedTuple):
     """Consecutive samples of an epoch, and their n records."""
 
     ends: np.ndarray
-    """The position in the epoch after each sample [samples]."""
+    """The position in the epoch at which each sample ends [samples]."""
     shards: np.ndarray
     records: np.ndarray
     """Number of each record in its shard [n]."""
@@ -66,7 +68,7 @@ class OrderedSamples(NamedTuple):
 
 
 class WindowPart(NamedTuple):
-    """A part of a window, or a whole window, in the order of the epoch."""
+    """A part of a window, or the whole window, in the order of the epoch."""
 
     first: int
     """Position in the epoch of the part's first record."""
@@ -75,7 +77,7 @@ class WindowPart(NamedTuple):
     lengths: np.ndarray
     """Bytes of each record [n]; empty if EpochOrder has no `look`."""
     sample_ends: np.ndarray
-    """End of each sample of running text, in records from the part's start [samples]."""
+    """Number of the part's records up to the end of each sample of running text [samples]."""
 
 
 NO_RECORDS = np.empty(0, dtype=np.int64)
@@ -102,7 +104,7 @@ class EpochOrder:
         self.text = text
         self.sources = sources
         self.key = rng.hash64(seed, np.uint64(epoch))
-        # Of every `windows` consecutive shards, each window gets one, so that a window is a cross-section
+        # Each window gets one of every `windows` consecutive shards, so that a window is a cross-section
         # of a source that is sorted by topic or length.
         windows = window_count(counts, window)
         number = np.arange(len(counts))
@@ -114,7 +116,8 @@ class EpochOrder:
         self.size = int(self.ends[-1])
         self._part = EMPTY_PART
         self._leading = (-1, NO_RECORDS)
-        """A window's number, and the leading bits of its records' hashes. A record's bits determine its part."""
+        """The number of a window, and the leading bits of the hash of each of its records. These bits decide in which
+        part a record is."""
 
     def window_at(self, position: int) -> Window:
         """Return the window that holds the record at `position`."""
@@ -156,7 +159,7 @@ class EpochOrder:
         return self.shards[self.window_ends[window - 1] if window else 0 : self.window_ends[window]]
 
     def _permuted_part(self, position: int) -> WindowPart:
-        """Return the part of a source of single records that holds the record at `position`."""
+        """Return the part with the record at `position`, if the source's samples are single records."""
         window = self.window_at(position)
         shards = self.window_shards(window.number)
         key = rng.hash64(self.key, np.uint64(window.number + 1))
@@ -177,7 +180,7 @@ class EpochOrder:
         return window_part(window.first + first, ordinals[order], lengths, NO_RECORDS)
 
     def _text_part(self, position: int) -> WindowPart:
-        """Return the part of running text that holds the record at `position`."""
+        """Return the part with the record at `position`, if the source is running text."""
         assert self.text and self.look
         window = self.window_at(position)
         parts = self.part_count(position)
@@ -202,14 +205,15 @@ class EpochOrder:
 
 
 def window_part(first: int, ordinals: np.ndarray, lengths: np.ndarray, sample_ends: np.ndarray) -> WindowPart:
-    """Return the part with its arrays in 32 bits."""
+    """Return the part, with its arrays converted to 32 bits."""
     return WindowPart(first, ordinals.astype(np.uint32), lengths.astype(np.uint32), sample_ends.astype(np.uint32))
 
 
 def arrange_by_rooms(
     tokens: np.ndarray, follows: np.ndarray, packing: TextPacking, begin: int, key: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `arrange` returns for a part, packed anew where the room has changed. begin: the part's position."""
+    """Return what `arrange` returns for a part. From each change of the room on, the remaining records are packed
+    again. begin: the part's position."""
     ends = list[int]()
     rooms = list[int]()
     for position, room in packing.before:
@@ -229,7 +233,8 @@ def arrange_by_rooms(
 
 
 def window_count(counts: np.ndarray, window: int = WINDOW_RECORDS) -> int:
-    """Return the number of windows of a source. counts: records of each shard. window: wanted records of a window."""
+    """Return the number of windows of a source. counts: number of records of each shard. window: the wanted number of
+    records of a window."""
     return min(max(int(counts.sum()) // window, -(-len(counts) // WINDOW_SHARDS), 1), len(counts))
 
 
@@ -238,7 +243,8 @@ def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) 
     first = runs(sizes, np.flatnonzero(~follows), room)
     shuffled = rng.permutation(key, len(first))
     sample = fill(np.add.reduceat(sizes, first)[shuffled], room)
-    together = np.argsort(sample.astype(np.min_scalar_type(len(first))), kind="stable")  # 16 bits: linear time
+    # numpy sorts 16-bit numbers in linear time.
+    together = np.argsort(sample.astype(np.min_scalar_type(len(first))), kind="stable")
     piece = shuffled[together]
     sample = sample[together]
     records = np.diff(first, append=len(sizes))[piece]
@@ -248,12 +254,13 @@ def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) 
 
 
 def fill(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Pack items into bins of size `room`. Returns the bin of each item, named by the number of one of the bin's items.
+    """Pack items into bins of size `room`. Returns the bin of each item. The number of a bin is that of one of its
+    items.
 
     sizes: at least 1 [n]; an item larger than `room` is alone in its bin. Each round joins every bin that is more than
     half full, fullest first, with the largest other bin that fits; the remaining bins are joined in pairs.
     """
-    # Sizes above the room need no exact value, and numbers of few bits are sorted in linear time.
+    # Sizes above the room need no exact value, and numpy sorts small integers in linear time.
     bin_of = np.arange(len(sizes))
     filled = np.minimum(sizes, room + 1).astype(np.min_scalar_type(room + 1))
     still = bin_of
@@ -264,7 +271,8 @@ def fill(sizes: np.ndarray, room: int) -> np.ndarray:
         large = still[half:][::-1]
         number = np.arange(len(large))
         fitting = np.searchsorted(filled[small], room - filled[large].astype(np.int64), side="right")
-        # Each large bin gets the largest small bin that no later one needs: strictly increasing, and below `fitting`.
+        # Each large bin gets the largest small bin that no later large bin needs. The numbers are strictly increasing
+        # and below `fitting`.
         chosen = number + np.minimum.accumulate((fitting - 1 - number)[::-1])[::-1]
         joins = chosen >= 0
         left = np.delete(small, chosen[joins])
@@ -282,10 +290,10 @@ def fill(sizes: np.ndarray, room: int) -> np.ndarray:
 
 
 def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
-    """Return the first item of each run. A run has as many items as fit into `room`, at least one, and crosses no
-    border.
+    """Divide items into runs of consecutive items and return the first item of each run. A run has as many items as fit
+    into `room`, at least one, and crosses no border.
 
-    sizes: at least 1 [n]; borders: the items at which a run begins in any case; the first is 0.
+    sizes: at least 1 [n]; borders: the items at which a run must begin; the first is 0.
     """
     if len(borders) == len(sizes):
         return borders
@@ -297,10 +305,10 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
     starts = np.zeros(len(sizes) + 1, dtype=bool)
     starts[border] = True
     at = following[borders]
-    while len(at := at[~starts[at]]) > FEW:  # one run after each border at a time
+    while len(at := at[~starts[at]]) > FEW:  # each turn finds the next run of every border
         starts[at] = True
         at = following[at]
-    is_start = starts.data  # reads and writes single items faster than numpy
+    is_start = starts.data  # a list reads and writes single items faster than numpy
     next_start = following.data
     for start in at.tolist():
         while not is_start[start]:

@@ -1,4 +1,4 @@
-"""The packed row: the sequences of all streams, laid end to end without padding, with what their losses read.
+"""The packed row: the sequences of all streams in one array, without padding, and everything that their losses read.
 
 One row is one forward and backward pass of a rank. Its arrays are numpy arrays in a worker, and tensors after
 `Row.to(device)`.
@@ -21,7 +21,7 @@ from xscale.metric_keys import Counts, MetricKey, count_key, loss_key
 
 
 class Tokens(NamedTuple):
-    """Sequences laid end to end."""
+    """Sequences in one array, one after the other."""
 
     input_ids: Any
     """Token ids [N], int64."""
@@ -32,7 +32,8 @@ class Tokens(NamedTuple):
     starts: Any
     """Start of each sequence, and N [B + 1], int32."""
     lengths: Any
-    """Tokens of each sequence [B], int32. As a tensor it stays on the CPU, where the host reads it without waiting."""
+    """Number of tokens of each sequence [B], int32. As a tensor it stays on the CPU, where the host reads it without
+    waiting."""
     longest: int
     """Length of the longest sequence."""
 
@@ -57,7 +58,7 @@ class Row:
     gather: Gather
     """All states that any loss reads. Its columns are indices of `places`."""
     transposed: Gather
-    """`gather.transpose(P)`, by which the backward pass gathers."""
+    """`gather.transpose(P)`, which the backward pass uses."""
     state_counts: dict[str, dict[str, int]] = field(default_factory=dict)
     """Number of states by stream and name, in the order of `gather`."""
     labels: Any = field(default_factory=no_numbers)
@@ -71,19 +72,19 @@ class Row:
     auxiliary: dict[str, "Row"] = field(default_factory=dict)
     """The row of each stream's auxiliary encoder, by stream: tokens and states, without labels."""
     counts: Counts = field(default_factory=dict)
-    """Number of targets and other counts by `count_key`, also by language, and numbers of pairs: "drawn" and "too_long"
-    by stream and pair of languages, and "too_long" by stream."""
+    """Number of targets, and other counts, by `count_key`, also by language. The numbers of pairs are "drawn" and
+    "too_long" by stream and pair of languages, and "too_long" by stream."""
     samples: int = 0
     """Number of samples."""
     cost: dict[str, int] = field(default_factory=dict)
-    """What the cost of the row depends on: the numbers of "tokens", of "places" (tokens whose states are read) and
-    of "predictions", and "squares", the sum of squared sequence lengths (attention); "auxiliary_tokens",
-    "auxiliary_places" and "auxiliary_squares" are those of the auxiliary rows."""
+    """The numbers on which the cost of the row depends: "tokens", "places" (tokens whose states are read),
+    "predictions", and "squares", the sum of squared sequence lengths, for attention. "auxiliary_tokens",
+    "auxiliary_places" and "auxiliary_squares" are the same numbers of the auxiliary rows."""
     keys: dict[str, list[str]] = field(default_factory=dict)
     """Keys of each stream's records, in the order in which they were sampled."""
 
     @staticmethod
-    def concat(rows: Sequence["Row"]) -> "Row":
+    def concat_auxiliary(rows: Sequence["Row"]) -> "Row":
         """Return the sequences and states of several auxiliary rows as one row, in the order of the rows."""
         if len(rows) == 1:
             return rows[0]
@@ -110,8 +111,8 @@ class Row:
         )
 
     def to(self, device: torch.device) -> "Row":
-        """Return the row with its arrays as tensors on the device, copied at once. Tokens.lengths stays on the host,
-        and auxiliary rows stay as they are."""
+        """Return the row with its arrays as tensors on the device. All arrays are copied at once. Tokens.lengths stays
+        on the host, and auxiliary rows stay as they are."""
         on_host = {
             "input_ids": self.tokens.input_ids,
             "positions": self.tokens.positions,
@@ -159,8 +160,8 @@ class Row:
 
 
 def copy_at_once(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Return `copy_one_by_one(arrays, device)`. A GPU gets all arrays in one pinned buffer, in which each begins at a
-    multiple of 16 bytes, and the host does not wait."""
+    """Return the same as `copy_one_by_one(arrays, device)`. A GPU gets all arrays in one pinned buffer, in which each
+    array begins at a multiple of 16 bytes. The host does not wait for the copy."""
     if device.type == "cpu":
         return copy_one_by_one(arrays, device)
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays.values()]
@@ -199,7 +200,8 @@ def pack_row(
     states = gather_of_row(parts, places)
     tokens_read, columns = np.unique(states.columns, return_inverse=True)
     gather = Gather(states.offsets, columns.astype(np.int32))
-    if not len(tokens_read):  # a row without states reads its first token, so that no kernel gets an empty tensor
+    # If no loss reads a state, the first token is read, so that no kernel gets an empty tensor.
+    if not len(tokens_read):
         tokens_read = np.zeros(1)
     state_counts = dict[str, dict[str, int]]()
     labels = [NO_NUMBERS]
@@ -245,7 +247,7 @@ def pack_row(
 
 
 def gather_of_row(stream_batches: Sequence[StreamBatch], places: Sequence[np.ndarray]) -> Gather:
-    """Return all states of the stream batches. places: the index in the row of each stream batch's tokens."""
+    """Return all states of the stream batches. places: for each stream batch, the index of its tokens in the row."""
     gathers = list[Gather]()
     for stream_batch, place in zip(stream_batches, places, strict=True):
         for states in stream_batch.states.values():
@@ -254,8 +256,8 @@ def gather_of_row(stream_batches: Sequence[StreamBatch], places: Sequence[np.nda
 
 
 def lay_out(stream_batches: Sequence[StreamBatch], filler: int) -> tuple[Tokens, list[np.ndarray]]:
-    """Return the tokens of all sequences, longest sequence first, and for each stream batch its tokens' indices in the
-    row. A row without any token gets a filler sequence of two."""
+    """Return the tokens of all sequences, longest sequence first, and for each stream batch the indices of its tokens
+    in the row. A row without any token gets a filler sequence of two tokens."""
     ids = list[np.ndarray]()
     positions = list[np.ndarray]()
     types = list[np.ndarray]()
@@ -301,7 +303,8 @@ def token_types(stream_batch: StreamBatch) -> np.ndarray:
 
 
 def put(parts: list[np.ndarray], place: np.ndarray) -> np.ndarray:
-    """Return an array that has the elements of the parts at these places, int64 [N]. place: a permutation [N]."""
+    """Return the concatenated parts in another order, int64 [N]. place: the new index of each element, a permutation
+    [N]."""
     row = np.empty(len(place), dtype=np.int64)
     row[place] = np.concatenate(parts)
     return row
@@ -347,13 +350,13 @@ def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
 def group_by_language(
     stream: str, stream_batch: StreamBatch, languages: tuple[str, ...]
 ) -> dict[MetricKey, LanguageGroups]:
-    """Return the languages of the targets of each term for which collate has told them. languages:
+    """Return the languages of the targets of each term for which collate has set group_of_target. languages:
     CollateContext.language_groups of the stream."""
     groups = dict[MetricKey, LanguageGroups]()
     for term, group_of_target in stream_batch.group_of_target.items():
         targets = stream_batch.target_counts[term]
         assert len(group_of_target) == targets, (
-            f"streams.{stream}: {targets} targets of {term}, groups of {len(group_of_target)}"
+            f"streams.{stream}: {targets} targets of {term}, but group_of_target has {len(group_of_target)} elements"
         )
         groups[loss_key(stream, term)] = LanguageGroups(group_of_target, languages)
     return groups
@@ -364,13 +367,13 @@ def language_counts(groups: Mapping[MetricKey, LanguageGroups]) -> Counts:
     counts: Counts = {}
     for key, (group_of_target, languages) in groups.items():
         numbers = np.bincount(group_of_target, minlength=len(languages)).tolist()
-        for language, number in zip(languages, numbers, strict=False):  # the last number is that of targets of no group
+        for language, number in zip(languages, numbers, strict=False):  # the last number counts targets of no group
             counts[count_key(key.stream, key.term, language)] = number
     return counts
 
 
 def cost_of(stream_batches: Sequence[StreamBatch], places: int, auxiliary_rows: Sequence[Row]) -> dict[str, int]:
-    """Return Row.cost of the row of these stream batches. places: the number of tokens whose states are read."""
+    """Return Row.cost of a row with these stream batches. places: the number of tokens whose states are read."""
     names = ("tokens", "squares", "predictions", "auxiliary_tokens", "auxiliary_squares", "auxiliary_places")
     cost = dict.fromkeys(names, 0)
     cost["places"] = places

@@ -24,12 +24,12 @@ from xscale.ranks import HostGroup, name_process
 FETCHERS = 4
 """The number of threads that fetch remote shards ahead of their use."""
 Failure = RankError | OSError
-"""An error that is sent to the main process, which raises it."""
+"""An error that a process sends to the main process, which raises it."""
 Plans = Iterator[Plan | Failure]
 
 
 def failure_of(error: UserError | OSError, where: str = "") -> Failure:
-    """Return the failure that reports an error to the user, such as a full disk. Raises the error if it is a bug."""
+    """Return the failure that reports an error such as a full disk to the user. If the error is a bug, raise it."""
     if isinstance(error, UserError):
         return RankError(f"{where}{error}")
     if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
@@ -38,11 +38,12 @@ def failure_of(error: UserError | OSError, where: str = "") -> Failure:
 
 
 class Node(NamedTuple):
-    """The ranks of one node, which get their plans from the planner of the first one."""
+    """The ranks of one node. They get their plans from the planner that the first rank starts."""
 
     ranks: list[int]
     address: bytes
-    """The name of the planner's socket. The socket is in no folder, so no file remains when processes are killed."""
+    """The name of the planner's socket. It is an abstract socket of Linux: no file remains when processes are
+    killed."""
     listener: socket.socket | None
     """The listening socket, on the first rank."""
 
@@ -66,9 +67,9 @@ def find_node(host_group: HostGroup) -> Node | None:
 
 
 def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Plans:
-    """Return the plans of the next steps, which a background process, the planner, makes ahead of training until the
-    buffers of its connections are full, since ordering a new window may take longer than a step. node: the ranks that
-    share one planner, which the first of them starts; None: this rank has its own."""
+    """Return the plans of the next steps. A background process, the planner, makes them ahead of training until the
+    buffers of its connections are full, because ordering a new window may take longer than a step. node: the ranks that
+    share one planner, which the first of them starts; None: this rank has its own planner."""
     listener = node and node.listener
     if node is None:
         ours, theirs = multiprocessing.Pipe()
@@ -79,7 +80,7 @@ def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Pla
         with children_that_begin():
             planner.start()
         atexit.register(planner.kill)
-        (listener or theirs).close()  # so that the connection ends with the planner
+        (listener or theirs).close()  # then the connection ends when the planner ends
     if node:
         client = socket.socket(socket.AF_UNIX)
         client.connect(node.address)
@@ -89,7 +90,7 @@ def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Pla
 
 
 def _connect_ranks(node: Node) -> dict[int, Connection]:
-    """Return a connection with each rank of the node, by rank. Waits for all of them."""
+    """Wait for all ranks of the node, and return a connection with each, by rank."""
     connections: dict[int, Connection] = {}
     assert node.listener
     with node.listener as listener:
@@ -103,12 +104,12 @@ def _connect_ranks(node: Node) -> dict[int, Connection]:
 
 
 def _received_plans(planner: multiprocessing.Process | None, ours: Connection, steps: int, shared: bool) -> Plans:
-    """Yield the plans that the planner sends. planner: its process, if this rank started it. shared: whether the
-    planner sends plans to other ranks too."""
+    """Yield the plans that the planner sends. planner: the planner's process, if this rank started it. shared: whether
+    the planner sends plans to other ranks, too."""
     left = steps
     try:
         while left:
-            if planner and planner.exitcode:  # it died: the last plan in the connection may be cut off
+            if planner and planner.exitcode:  # the planner died, and the last plan in the connection may be cut off
                 raise EOFError
             plan = ours.recv()
             left -= 1
@@ -157,7 +158,8 @@ def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connecti
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore the signals that the trainer handles, since it alone decides when to stop; die when the trainer dies."""
+    """Ignore the signals that the trainer handles, because only the trainer decides when to stop. Die when the trainer
+    dies."""
     with suppress(OSError, AttributeError):
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -12,7 +12,8 @@ def indices_within(lengths: np.ndarray) -> np.ndarray:
 
 
 def offsets_of(counts: np.ndarray) -> np.ndarray:
-    """Return where each of the parts that have these sizes begins, and where the last one ends, int32 [parts + 1]."""
+    """Return the index at which each part begins, and the end of the last part, int32 [parts + 1]. counts: size of each
+    part."""
     offsets = np.zeros(len(counts) + 1, dtype=np.int32)
     offsets[1:] = np.cumsum(counts)
     return offsets

@@ -1,10 +1,10 @@
-"""Sources at a URL. fsspec copies whole shards into a cache on this machine, which all of its processes share.
+"""Sources at a URL. fsspec copies whole shards into a cache that all processes of this machine share.
 
-Each source has a folder in the cache, whose name contains a hash of the source's index.json. The folder is like the
-source's own directory, but has no .idx files, and only the most recently used shards. A file takes its place once its
-size and its SHA-256 are those of index.json. So a damaged cache, a server that sends too much, and a killed process do
-no harm. fsspec's own `filecache` downloads in place, has no hash and no bound, and its processes do not know each
-other's files; therefore only its `get_file` is used.
+Each source has a folder in the cache, whose name contains a hash of the source's index.json. The folder has the same
+files as the source's own directory, except .idx files, but only the most recently used shards. A file is moved to its
+place only after its size and its SHA-256 were found to be those of index.json. So a damaged cache, a server that sends
+too much, and a killed process do no harm. Only `get_file` of fsspec is used: its `filecache` downloads in place, checks
+no hash, has no limit, and does not share files between processes.
 """
 
 import errno
@@ -30,17 +30,17 @@ from xscale.record import Shard
 TRIES = 7
 """The number of attempts to download a file."""
 FIRST_WAIT = 0.5
-"""The seconds of waiting before the second attempt. They double before each further attempt."""
+"""The seconds to wait before the second attempt. The wait doubles before each further attempt."""
 STALL = 60.0
-"""An attempt over HTTP has failed after this many seconds without a new byte. Other protocols have limits of theirs."""
+"""An attempt over HTTP fails after this many seconds without a new byte. Other protocols have their own limits."""
 LARGEST_INDEX = 1 << 30
 LOG = logging.getLogger("xscale")
 IsWhole = Callable[[Path], bool]
-"""A function that returns whether a file has the content that index.json says."""
+"""A function that returns whether a file has the content that index.json describes."""
 
 
 def location(text: str) -> Path | str:
-    """Return a value of --data as a Path, or as a string if it is a URL, which a Path would change."""
+    """Return a value of --data as a Path, or as a string if it is a URL, because a Path would change "//" to "/"."""
     return text.rstrip("/") if "://" in text else Path(text)
 
 
@@ -65,7 +65,8 @@ class Cache:
             shards = []
             for path in self.folder.glob("*/*.tar*"):
                 if path.suffix != ".lock":
-                    with suppress(FileNotFoundError):  # it was completed under another name, or removed
+                    # Another process may have completed the file under another name, or removed it.
+                    with suppress(FileNotFoundError):
                         status = path.lstat()
                         used += status.st_size
                         shards.append((status.st_mtime_ns, status.st_size, path))
@@ -86,19 +87,20 @@ class Remote:
     """The shards in the cache whose SHA-256 this process has compared."""
 
     def read(self, shard: Shard, length: int, offset: int, again: bool) -> bytes:
-        """Return bytes of a shard, fetched if the cache lacks it. again: the bytes were damaged; fetch the shard anew.
-        The file is not kept open, so that deleting a shard frees the disk."""
+        """Return bytes of a shard, which is fetched if it is not in the cache. again: the bytes were damaged; fetch the
+        shard again. The file is not kept open, so that deleting a shard frees the disk."""
         path = self.folder / shard.name
         if again:
             path.unlink(missing_ok=True)
         while True:
             self.fetch(shard)
-            with suppress(FileNotFoundError), path.open("rb", buffering=0) as file:  # others may have deleted it
+            # Another process may have deleted the file.
+            with suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
                 os.utime(file.fileno())  # make_room deletes the shards with the oldest times
                 return os.pread(file.fileno(), length, offset)
 
     def fetch(self, shard: Shard) -> None:
-        """Fetch a shard unless the cache has it. Other processes that need it wait. Raises OSError."""
+        """Fetch a shard, unless it is in the cache. Other processes that need the shard wait. Raises OSError."""
 
         def is_whole(path: Path) -> bool:
             return path.stat().st_size == shard.bytes and files.sha256_file(path) == shard.sha256
@@ -107,14 +109,14 @@ class Remote:
         if shard.name in self.verified and path.exists():
             return
         with locked(self.folder / f"{shard.name}.lock"):
-            if not path.exists() or not is_whole(path):  # others may have changed it in the cache
+            if not path.exists() or not is_whole(path):  # another process may have changed it in the cache
                 self.cache.make_room(shard.bytes)
                 download(f"{self.url}/{shard.name}", path, shard.bytes, is_whole)
-                self.cache.make_room(0)  # other processes may have fetched others meanwhile
+                self.cache.make_room(0)  # other processes may have fetched other shards meanwhile
             self.verified.add(shard.name)
 
     def fetch_entries(self, name: str, sizes: Sequence[int], checksums: Sequence[int]) -> None:
-        """Fetch the file with the index entries of all shards unless the cache has it. sizes, checksums: bytes and
+        """Fetch the file with the index entries of all shards, unless it is in the cache. sizes, checksums: bytes and
         CRC-32 of each shard's part of the file. Raises OSError, or UserError if the source has no such file."""
 
         def is_whole(path: Path) -> bool:
@@ -154,19 +156,19 @@ def find_remote(url: str, cache: Cache) -> list[Remote]:
 
 
 def open_remote(url: str, cache: Cache) -> Remote:
-    """Return the source at a URL, after its index.json is cached. Raises OSError, of which FileNotFoundError without an
-    index.json."""
+    """Return the source at a URL, after its index.json is cached. Raises OSError; if there is no index.json,
+    FileNotFoundError."""
     with tempfile.TemporaryDirectory(dir=cache.folder) as folder:
         index = Path(folder) / "index.json"
         download(f"{url}/index.json", index, LARGEST_INDEX, is_whole=lambda path: True)
         place = cache.folder / f"{url.rpartition('/')[2]}-{files.sha256_file(index)[:16]}"
         place.mkdir(exist_ok=True)
-        os.replace(index, place / "index.json")  # an existing one has the same bytes
+        os.replace(index, place / "index.json")  # an existing file has the same bytes
     return Remote(url, place, cache)
 
 
 class Bound(Callback):
-    """Ends a download of more than `most` bytes by a ValueError."""
+    """Ends a download with a ValueError after more than `most` bytes."""
 
     def __init__(self, most: int):
         super().__init__()
@@ -196,7 +198,7 @@ def download(url: str, path: Path, most: int, is_whole: IsWhole) -> None:
             raise
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "the server has no such file", redact(url)) from None
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # each file system raises its own errors
             problem = redact(f"{type(error).__name__}: {error}".splitlines()[0])
     raise OSError(errno.EREMOTEIO, f"it could not be fetched in {TRIES} tries ({problem})", redact(url))
 
@@ -223,7 +225,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
 
 
 async def refuse_other_host(session: Any, context: Any, request: Any) -> None:
-    """Raise UserError if a server answers by a redirection to another host, which may be one inside this network."""
+    """Raise UserError if a server redirects to another host, because that host may be inside this network."""
     target = request.url.join(type(request.url)(request.response.headers.get("Location", "")))
     if target.host != request.url.host:
         raise UserError(
@@ -234,7 +236,7 @@ async def refuse_other_host(session: Any, context: Any, request: Any) -> None:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """A context that only one thread of one process of this machine can enter at a time. Raises OSError if the path is
-    a link, which could lead to any file."""
+    a link, because a link could lead to any file."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Evenly spaced records of one language from all its sources, for counts of words or tokens before step 1."""
+"""Reads evenly spaced records of one language from all its sources, to count words or tokens before step 1."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 
 SAMPLE = 100_000
-"""The maximum number of records read of a language."""
+"""The maximum number of records that are read of a language."""
 RUN = 64
 """If a language has more than SAMPLE records, runs of this many are read."""
 _CHUNK = 1024
@@ -18,7 +18,7 @@ def texts_of(
     language: str, sources: list[Source], most: int | None = None, part: int = 0, parts: int = 1
 ) -> Iterator[list[str]]:
     """Yield lists of the language's texts, from at most `most` (default: SAMPLE) records. parts: number of callers that
-    share the work; part: number of this caller, from 0, which gets every `parts`-th list of each source."""
+    share the work; part: number of this caller, from 0. Each caller gets every `parts`-th list of each source."""
     with_language = [source for source in sources if language in source.langs]
     records = sum(source.records for source in with_language)
     chosen = sample_records(records, SAMPLE if most is None else most)

@@ -1,4 +1,4 @@
-"""Names of languages: the code that all spellings of a language share, and the scripts in which it is written."""
+"""Names of languages: finds the code that all spellings of a language share, and the scripts in which it is written."""
 
 import re
 from collections.abc import Iterable
@@ -75,7 +75,7 @@ _MEMBERS = (
 """Two-letter codes of macrolanguages, each followed by the codes of its members that corpora mean by it: CLDR's aliases
 (arb is Arabic, but arz, Egyptian Arabic, is not), those of FLORES-200, and Norwegian Bokmål. Nynorsk stays nn."""
 _COMPOUNDS = {"zh-yue": "yue", "zh-min-nan": "nan", "zh-nan": "nan", "zh-classical": "lzh", "zh-wuu": "wuu"}
-"""Names of languages that are not the language of their first part, as Wikipedia and BCP 47 write them."""
+"""Names, as in Wikipedia and BCP 47, whose first part is the code of another language."""
 _SCRIPT_NAMES = {"simpl": "hans", "trad": "hant", "rom": "latn", "latin": "latn", "cyrillic": "cyrl"}
 """Other names of scripts, as in zho_simpl (FLORES-101), hi_rom (CC-100) and sr@latin -> ISO 15924 tag."""
 _CHINESE_SCRIPTS = {"cn": "hans", "sg": "hans", "tw": "hant", "hk": "hant", "mo": "hant"}
@@ -102,7 +102,7 @@ class LanguageTag:
     code: str
     """The two-letter code, or the lower-case code of a language that has none."""
     member: str = ""
-    """The code of the member if the name is of a macrolanguage's member: prs for a Persian called prs."""
+    """The code in the name if it is the code of a macrolanguage's member: prs for Persian that is called prs."""
     script: str = ""
     """ISO 15924 tag in lower case, such as "hant"."""
     region: str = ""
@@ -131,14 +131,15 @@ def short_code(lang: str) -> str:
     """Return the two-letter code of a language, if it has one, from any of its public names: "de" for de, deu, ger,
     deu_Latn and de-AT, "zh" for zho, cmn and zh-Hans, "fa" for pes and prs, "no" for nb and nob.
 
-    Whatever depends on a language is looked up by this code; the user's name stays in names and reports.
+    Everything that depends on a language is looked up by this code. Names and reports keep the name that the user gave.
     """
     return parse_language(lang).code
 
 
 def same_language(a: str, b: str) -> bool:
-    """Return whether two names mean one language, such as de and deu_Latn. Names that both say a script, a region or a
-    macrolanguage's member, and not the same one, mean two: zh-Hans and zh-Hant, pt-BR and pt-PT, pes and prs."""
+    """Return whether two names mean one language, such as de and deu_Latn. Two names mean two languages if both have a
+    script, a region or a macrolanguage's member, and these differ: zh-Hans and zh-Hant, pt-BR and pt-PT, pes and
+    prs."""
     first = parse_language(a)
     second = parse_language(b)
     if first.code != second.code:
@@ -158,7 +159,8 @@ def spelling_key(lang: str) -> str:
 
 
 def names_of(language: str, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that mean a language: the same name if it is there, else all its other spellings."""
+    """Return those of `names` that mean a language: only the same name if it is among them, else all its other
+    spellings."""
     listed = list(names)
     if language in listed:
         return [language]
@@ -182,7 +184,8 @@ def one_name_each(names: Iterable[str], preferred: Iterable[str] = ()) -> dict[s
 
 
 def scripts_of(lang: str) -> tuple[str, ...]:
-    """Return the scripts in which a language may be written, by the code's tag if it has one; () if it is unknown."""
+    """Return the scripts in which a language may be written. A tag in the name, as in zh-Hant, decides if there is one.
+    The result is () for an unknown language."""
     tag = parse_language(lang)
     if tag.script in _TAGS:
         return _TAGS[tag.script]

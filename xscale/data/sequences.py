@@ -1,6 +1,6 @@
-"""Tokenised records, and the sequences with special tokens that are made of them.
+"""Tokenised records, and the sequences with special tokens that are made from them.
 
-Shape letters: B sequences, N tokens of all of them, laid end to end.
+Shape letters: B sequences, N tokens of all sequences.
 """
 
 from bisect import bisect_right
@@ -34,12 +34,12 @@ class Example:
     follows: bool = False
     """True if the example continues the document of the example before it in its sample."""
     borders: Sequence[int] = ()
-    """Tokens before which a text that is longer than a sequence may be cut, in order."""
+    """The tokens before which the text may be cut if it is longer than a sequence, in order."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of one stream, laid end to end without padding."""
+    """The sequences of one stream in one array, without padding."""
 
     ids: np.ndarray
     """Token ids [N]."""
@@ -131,14 +131,15 @@ def join_segments(
 
 
 def template_of(tokenizer: Tokenizer, sequence: list[Segment]) -> PairTemplate:
-    """Return the special tokens of a sequence: the tokenizer's own for the two texts of one record."""
+    """Return the special tokens of a sequence. The two texts of one record get those of the tokenizer's template for
+    pairs."""
     if len(sequence) == 2 and sequence[0][0] is sequence[1][0]:
         return tokenizer.pair
     return PairTemplate([tokenizer.cls_id], [tokenizer.sep_id], [tokenizer.sep_id], segments=False)
 
 
 def word_numbers(sequences: list[list[Segment]], segment_starts: np.ndarray, tokens: int) -> np.ndarray:
-    """Return Sequences.words of these sequences [N]. segment_starts: see Sequences; tokens: N."""
+    """Return what Sequences.words must be for these sequences [N]. segment_starts: see Sequences; tokens: N."""
     numbers = [NO_NUMBERS]
     lengths = list[int]()
     for sequence in sequences:
@@ -198,7 +199,7 @@ def truncated_pair(pair: Example, excess: int) -> Example:
 
 
 def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:
-    """Join a sample's sentences to texts for `[CLS] text [SEP]`; a text is consecutive sentences of one document.
+    """Join the sentences of a sample to texts for `[CLS] text [SEP]`. A text has consecutive sentences of one document.
 
     A text has as many whole sentences as fit into max_length. A longer sentence is split into several texts, between
     words. Every token is in one text.
@@ -220,7 +221,8 @@ def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:
 
 
 def split_to_fit(example: Example, room: int) -> list[Example]:
-    """Return the text in pieces of at most `room` tokens, cut between words unless a single word is longer."""
+    """Return the text in pieces of at most `room` tokens. It is cut between words; only a word longer than `room` is
+    cut inside."""
     length = len(example.ids[0])
     if length == 0:
         return []
@@ -242,7 +244,7 @@ def split_to_fit(example: Example, room: int) -> list[Example]:
 
 
 def cut_before(borders: Sequence[int], start: int, room: int) -> int:
-    """Return the token before which a text is cut whose piece begins at token `start`. borders: see Example."""
+    """Return the token before which to end the piece of a text that begins at token `start`. borders: see Example."""
     furthest = start + room
     borders_before = bisect_right(borders, furthest)
     if borders_before == 0 or borders[borders_before - 1] <= start:

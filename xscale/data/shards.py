@@ -1,10 +1,10 @@
-"""Shards and their index, with which any record of a WebDataset tar is read by one `pread` and verified.
+"""Shards and their index. With the index, one `pread` reads any record of a WebDataset tar, and a checksum verifies it.
 
 A source directory holds NAME-%06d.tar, one .idx beside each, and index.json. An .idx is an array of IDX_DTYPE with one
-entry a record: the byte range of the record in the tar, and its CRC-32. In the layout "lines" a range is one line of
-JSON inside a `.jsonl` member; in the layout "samples" (tars that others wrote) it is the consecutive members that share
-a key. The file `entries` has the entries of all shards in the order of index.json, so that readers open one file of
-a source beside its tars. If it is absent or does not fit index.json, the .idx are read instead.
+entry a record: the byte range of the record in the tar, and its CRC-32. In the layout "lines", the range is one line of
+JSON inside a `.jsonl` member. In the layout "samples" (tars of other programs), the range is the consecutive members
+that share a key. The file `entries` has the entries of all shards in the order of index.json, so that a reader opens a
+single file besides the tars. If `entries` is absent or does not fit index.json, the .idx files are read instead.
 
 Consecutive monolingual records of one document are marked: FOLLOWS is set in each but the first. A monolingual text of
 more than PART_BYTES has several entries with one byte range. Each is read as a record that has a part of the text, and
@@ -43,15 +43,15 @@ ENTRIES = "entries"
 """Name of the file with the entries of all shards of a source."""
 LAYOUTS = ("lines", "samples")
 SEGMENTATIONS = {"unicode": {"name": "unicode", "version": words.VERSION}, "whitespace": {"name": "whitespace"}}
-"""The kinds of words that a source's links can count: words of data/words.py, or white-space words."""
+"""The kinds of words that the links of a source can number: words of data/words.py, or words between white space."""
 FOLLOWS = 1 << 31
 """The bit of `length` in an entry that continues the document of the entry before it."""
 PART_BYTES = 1024
 """A monolingual text of more than this many UTF-8 bytes is indexed in parts of about this size."""
 OPEN_FILES = 1 << 14
-"""The maximum number of open files of all sources of a process, or half of the process's limit if that is less. The
-most recently used files stay open. So many are enough for the windows of dozens of sources (data/order.py); with more
-sources, most reads of a record open its tar."""
+"""A process keeps at most this many files of all sources open, or half of its limit if that is less. The most recently
+used files stay open. This is enough for the windows of dozens of sources (data/order.py); with more sources, most reads
+of a record open its tar."""
 BLOCK = tarfile.BLOCKSIZE
 
 
@@ -65,7 +65,7 @@ class Source:
         index, self.shards = read_index(self.directory)
         self.fingerprint = fingerprint(index)
         self.index = index | {"shards": []}
-        """The content of index.json without its shards, which may be hundreds of thousands."""
+        """The content of index.json without the list of shards, which may have hundreds of thousands of elements."""
         self.layout: str = index["layout"]
         self.written_langs: tuple[str, ...] = tuple(index["langs"])
         """The languages as index.json and the records name them."""
@@ -82,7 +82,7 @@ class Source:
             remote.fetch_entries(ENTRIES, (self.counts * IDX_DTYPE.itemsize).tolist(), checksums)
         self.has_entries = (self.directory / ENTRIES).exists()
         self.readahead = False
-        """True if shards are read completely: opening a shard then requests all of it from the file system."""
+        """True if shards are read completely. Opening a shard then requests the whole file from the file system."""
 
     @property
     def kind(self) -> str:
@@ -97,7 +97,7 @@ class Source:
         return pair_name(self.langs)
 
     def rename_languages(self, names: Mapping[str, str]) -> None:
-        """Call languages by other names, in the records that are read, too. names: {written name: name}. Raises
+        """Call languages by other names, also in the records that are read. names: {written name: name}. Raises
         UserError if both sides of a pair get one name."""
         langs = tuple(names[lang] for lang in self.written_langs)
         if len(set(langs)) < len(langs):
@@ -132,7 +132,7 @@ class Source:
         return source
 
     def check_links(self) -> None:
-        """Raise UserError if the links count words of an unknown segmentation."""
+        """Raise UserError if the links number the words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
                 f"{self.directory}: the word links count words of segmentation {self.segmentation}, but this xscale "
@@ -141,7 +141,7 @@ class Source:
             )
 
     def with_words(self, record: Record) -> Record:
-        """Return the record with links that count the words of data/words.py. Raises UserError."""
+        """Return the record with links that number the words of data/words.py. Raises UserError."""
         if record.links is None:
             return record
         self.check_links()
@@ -163,9 +163,9 @@ class Source:
 
     def check_size(self, shard: Shard) -> None:
         """Raise UserError if a shard's files have a wrong size, so that an incomplete copy fails before step 1."""
-        if self.remote:  # its files are checked when they are fetched
+        if self.remote:  # remote files are checked when they are fetched
             return
-        path = f"{self.directory}/{shard.name}"  # a Path would take longer than the check
+        path = f"{self.directory}/{shard.name}"  # making a Path would take longer than the check
         for file, expected in ((path, shard.bytes), (f"{path[:-4]}.idx", shard.records * IDX_DTYPE.itemsize)):
             try:
                 size = os.stat(file).st_size
@@ -181,11 +181,11 @@ class Source:
                 )
 
     def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
-        return self.lengths_and_follows(shard, records)[0]
+        return self.lengths_and_continuations(shard, records)[0]
 
-    def lengths_and_follows(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of records of one shard, and True for each record that continues the document of the record
-        before it [n_records], from the shard's entries alone."""
+    def lengths_and_continuations(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+        """Return the length in bytes of records of one shard, and True for each record that continues the document of
+        the record before it [n_records]. Only the shard's entries are read."""
         idx = self.entries(shard)
         lengths = (idx["length"][records] & (FOLLOWS - 1)).astype(np.int64)
         if self.kind == "mono" and (lengths > PART_BYTES).any():
@@ -210,7 +210,9 @@ class Source:
                 if file.fits_index(shard, start, about):
                     return file.read(size, (start + first) * ENTRY.size)
         if self.remote:
-            raise UserError(f"{self.directory}/{ENTRIES} is damaged; remove {self.directory}, which is made again")
+            raise UserError(
+                f"{self.directory}/{ENTRIES} is damaged; remove {self.directory}, and it will be made again"
+            )
         file = self._file(f"{about.name[:-4]}.idx")
         if not file.fits_index(shard, 0, about):
             raise UserError(
@@ -271,7 +273,7 @@ class Source:
 
     def _text_part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
         """Return the record of one part of a long text; each part has an entry in the index. whole: the record of the
-        whole text. most: how many parts the text may have before and after this one."""
+        whole text. most: the maximum number of parts before and after this one."""
         first = max(record - most, 0)
         end = min(record + 1 + most, int(self.counts[shard]))
         near = np.frombuffer(self._entry_bytes(shard, first, end), dtype=IDX_DTYPE)
@@ -290,7 +292,7 @@ class Source:
         return ENTRY.unpack(self._entry_bytes(shard, record, record + 1))
 
     def _file(self, name: str) -> "OpenFile":
-        """Return an open file of the directory. It stays open while it is among the most recently used ones."""
+        """Return an open file of the directory. It stays open while it is among the most recently used files."""
         file = _open.get((id(self), name))
         if file is None:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -309,16 +311,16 @@ class Source:
             _open.pop(key).close()
 
     def __del__(self) -> None:
-        if _open is not None:  # it is None when the interpreter ends
+        if _open is not None:  # module globals are None when the interpreter ends
             self.close()
 
 
 class OpenFile:
     def __init__(self, path: str):
         self.path = path
-        self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a pipe
+        self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not wait
         self.changed = 0
-        """The file's change time when entries in it were last verified."""
+        """The file's change time when its entries were last verified."""
         self.intact: dict[int, bool] = {}
         """The results of fits_index by shard."""
 
@@ -424,7 +426,7 @@ def fingerprint(index: dict[str, Any]) -> str:
 
 
 def directories_below(directory: Path) -> list[Path]:
-    """Return the folders in a directory that have an index.json. A link to a file that is not there does not count."""
+    """Return the folders in a directory that have an index.json. A broken link does not count."""
     found = directory.glob("*/index.json") if directory.is_dir() else iter(())
     return sorted(path.parent for path in found if path.exists())
 
@@ -476,7 +478,8 @@ def check_none_forgotten(directory: Path, found: list[Path]) -> None:
 
 
 def take_first(sources: list[Source], first: int | None) -> list[Source]:
-    """Return the sources, shortened to the first `first` records of each language or pair, without empty ones."""
+    """Return the sources, shortened so that each language or pair has its first `first` records. Sources without
+    records are left out."""
     if first is None:
         return sources
     taken: Counter[frozenset[str]] = Counter()

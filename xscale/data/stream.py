@@ -31,11 +31,11 @@ class Stream:
     lexicons: tuple[Any, ...] = ()
     """The stream's dictionaries (data/lexicon.py), without the withheld words."""
     idle: frozenset[int] = frozenset()
-    """The sources that the stream does not read in this phase, but in another phase of the run."""
+    """The sources that the stream does not read in this phase, but reads in another phase of the run."""
     language_groups: tuple[str, ...] = ()
     """Languages and pairs whose losses are reported separately."""
     objective_name: str = ""
-    """The objective's name in error messages."""
+    """The objective's name, for error messages."""
 
     @property
     def packed(self) -> bool:
@@ -47,8 +47,9 @@ class Stream:
         """The sources that the stream reads in this phase."""
         return [source for source in self.sources if source not in self.idle]
 
-    def with_sources(self, sources: Sequence[Source], read_in_any_phase: Collection[int]) -> "Stream":
-        """Return the stream with the sources that it reads in any phase; those that it does not read now are idle."""
+    def with_sources_of_all_phases(self, sources: Sequence[Source], read_in_any_phase: Collection[int]) -> "Stream":
+        """Return the stream with the sources that it reads in any phase; sources that it does not read in its own phase
+        are idle."""
         return replace(
             self,
             sources=tuple(sorted(read_in_any_phase)),
@@ -102,14 +103,14 @@ def names_all(name: str, langs: tuple[str, ...]) -> bool:
     return False
 
 
-def names_some(name: str, langs: tuple[str, ...]) -> bool:
+def matches_pair_or_one_language(name: str, langs: tuple[str, ...]) -> bool:
     """Return whether a name means the language or pair `langs`, or one language of the pair."""
     return names_all(name, langs) or any(names_language(name, lang) for lang in langs)
 
 
 def share_names(sources: list[Source], preferred: Collection[str] = ()) -> None:
-    """Call each language by one name in all sources, so that en, eng and eng_Latn are one language. preferred: names
-    that are used for their languages. Raises UserError for a pair of one language with itself."""
+    """Call each language by one name in all sources, so that en, eng and eng_Latn are one language. preferred: names to
+    use for their languages, if there is a choice. Raises UserError for a pair of one language with itself."""
     written = list[str]()
     for source in sources:
         written += source.written_langs
@@ -135,7 +136,7 @@ def absent_languages(languages: list[str] | None, sources: list[Source]) -> list
     """Return those of `languages` in which no source has text."""
     absent = []
     for language in languages or []:
-        if not any(names_some(language, source.langs) for source in sources):
+        if not any(matches_pair_or_one_language(language, source.langs) for source in sources):
             absent.append(language)
     return absent
 

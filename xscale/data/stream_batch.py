@@ -2,8 +2,8 @@
 
 `masked_lm` makes the stream batch of a loss that predicts masked tokens.
 
-Shape letters: N tokens of its sequences, B sequences, M predicted tokens, T targets of a term, S states that a loss
-reads, K terms of all their sums.
+Shape letters: N tokens, B sequences, M predicted tokens, T targets of a term, S states that a loss reads, K terms of
+all sums (each state is a sum).
 """
 
 from collections.abc import Iterable, Set
@@ -26,7 +26,7 @@ _NEUTRAL = rng.key("language", "neutral")
 
 @dataclass(frozen=True)
 class CollateContext:
-    """The values that a collate function gets besides its samples and options."""
+    """What a collate function gets besides its samples and options."""
 
     tokenizer: Tokenizer
     max_length: int
@@ -40,7 +40,7 @@ class CollateContext:
     stream: str = ""
     step: int = 0
     row: int = 0
-    """Number of the packed row among the `rows` rows that all ranks have in the step."""
+    """Number of the packed row among the `rows` rows of all ranks in the step."""
     rows: int = 1
     segments: bool = False
     """True if the two sentences of a pair have token types 0 and 1."""
@@ -69,7 +69,7 @@ class CollateContext:
         return groups[which]
 
     def types(self, language_embeddings: bool) -> Types | None:
-        """Return the meaning of the token type ids of a pair; None: all are 0."""
+        """Return what the token type ids of a pair mean; None: all are 0."""
         if language_embeddings:
             return "languages"
         return "segments" if self.segments else None
@@ -78,8 +78,8 @@ class CollateContext:
 class Gather(NamedTuple):
     """States that losses read. State i is the sum of the hidden states of tokens columns[offsets[i]:offsets[i + 1]].
 
-    It is a 0/1 matrix with a row for each state and a column for each token, in the form of compressed sparse rows:
-    numpy arrays in a worker, tensors in a step.
+    A Gather is a 0/1 matrix in compressed sparse row form, with a row for each state and a column for each token. Its
+    arrays are numpy arrays in a worker, and tensors in a step.
     """
 
     offsets: Any
@@ -114,8 +114,8 @@ class Gather(NamedTuple):
         return Gather.sums(np.concatenate(columns), np.concatenate(counts))
 
     def transpose(self, tokens: int) -> "Gather":
-        """Return the transposed matrix, by which the gradient of the states becomes that of the hidden states: for each
-        of `tokens` tokens, the states whose sums contain it."""
+        """Return the transposed matrix, which turns the gradient of the states into that of the hidden states. It has,
+        for each of `tokens` tokens, the states whose sums contain the token."""
         by_column = np.argsort(self.columns, kind="stable")
         states = np.repeat(np.arange(self.size), np.diff(self.offsets))
         return Gather.sums(states[by_column], np.bincount(self.columns, minlength=tokens))
@@ -123,7 +123,8 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """One stream's part of a packed row. A part without samples has the same keys, with empty values."""
+    """One stream's part of a packed row. If the part has no samples, its dictionaries have the same keys with empty
+    arrays."""
 
     sequences: Sequences
     """The sequences as the model sees them, with masked tokens."""
@@ -136,12 +137,12 @@ class StreamBatch:
     labels: dict[str, np.ndarray] = field(default_factory=dict)
     """Term -> the token ids that it predicts [M]; terms are in the order of Losses.predictions."""
     group_of_target: dict[str, np.ndarray] = field(default_factory=dict)
-    """Term -> the index in CollateContext.language_groups of each target's language or pair [T]. The term's loss, if it
-    predicts tokens, and its metrics with a number for each target are then reported by language, too."""
+    """Term -> the index in CollateContext.language_groups of each target's language or pair [T]. The term's loss (if it
+    predicts tokens) and its metrics (if they have a number for each target) are then reported by language, too."""
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     """Further arrays that the loss reads on the device."""
     types: Types | None = None
-    """What the token types mean; None: they are 0 everywhere."""
+    """What the token types mean; None: all token types are 0."""
     auxiliary: "StreamBatch | None" = None
     """The sequences and states of the stream's auxiliary encoder, which has no gradient."""
     too_long: int = 0
@@ -176,8 +177,8 @@ def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
 
 KEEP_FROM = 0.9
 RANDOM_FROM = 0.8
-"""Bounds of a random number from [0, 1) for each chosen token: from KEEP_FROM on the token stays, from RANDOM_FROM to
-KEEP_FROM it becomes a random token, and below RANDOM_FROM it becomes [MASK]."""
+"""A random number from [0, 1) decides about each chosen token: below RANDOM_FROM it becomes [MASK], from RANDOM_FROM to
+KEEP_FROM it becomes a random token, and from KEEP_FROM on it stays."""
 _CHOOSE = rng.key("masking", "choose")
 _ACTION = rng.key("masking", "action")
 _RANDOM_ID = rng.key("masking", "random id")
@@ -194,8 +195,8 @@ def mask_tokens(sequences: Sequences, tokenizer: Tokenizer, mask_prob: float, wh
     """Mask tokens and choose those to predict (Devlin et al. 2019).
 
     Each token that is not a special one is chosen with probability `mask_prob`. A chosen token becomes [MASK] in 80 %
-    of the cases, a random ordinary token in 10 %, and stays in 10 %. Every choice is a function of the sequence's
-    identity and of the index of the token, or the number of the word, in the sequence.
+    of the cases, a random ordinary token in 10 %, and stays in 10 %. Every choice depends only on the identity of the
+    sequence and on the index of the token (or the number of the word) in it.
     """
     identities_N = sequences.identities[sequences.numbers]
     offsets_N = sequences.offsets.astype(np.uint64)
@@ -232,8 +233,8 @@ def masked_lm(
 ) -> StreamBatch:
     """Return the stream batch of MLM and TLM, with one term and the states "masked" [M].
 
-    neutral: share of sequences with language number 0, whose positions do not start again in a second sentence, as
-    transformers reads a pair by default; samples: number of samples, by default that of sequences.
+    neutral: the share of sequences that get language number 0 and positions that run through both sentences, as
+    transformers reads a pair by default. samples: number of samples; by default the number of sequences.
     """
     whole_word = whole_word and len(sequences.ids) > 0  # without sequences there are no word numbers
     masked = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)

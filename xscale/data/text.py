@@ -1,7 +1,7 @@
 """Reads text files line by line: plain, .gz, .xz, .bz2 or .zst. A cut-off file is an error. Errors name file and line.
 
-One rule for all readers: a line ends at "\\n", and "\\r" before it is no text. U+FEFF, the byte-order mark, is no text
-wherever it stands. A file whose only line ends are "\\r" is refused.
+All readers follow one rule: a line ends at "\\n", and "\\r" before it is removed. The byte-order mark, U+FEFF, is
+removed at any place. A file whose only line ends are "\\r" is refused.
 """
 
 import bz2
@@ -23,13 +23,15 @@ from xscale.files import pointer_in
 _BLOCK = 1 << 16
 """The number of bytes that are read at once."""
 _PACKED_BLOCK = 1 << 10
-"""Compressed bytes decoded at once. They may expand 32,768-fold, so this bounds memory."""
+"""The number of compressed bytes that are decoded at once. They may expand 32,768-fold, so this limits memory."""
 _LONGEST_LINE = 1 << 26
-"""The maximum number of bytes of a line; a file with a longer line is refused, so that memory is bounded."""
+"""The maximum number of bytes of a line. A file with a longer line is refused, so that memory is limited."""
 _ZSTD_WINDOW = 1 << 31
-"""The largest window of a zstd stream that is read, that of `zstd --long=31`. libzstd alone stops at 2^27."""
+"""The largest window of a zstd stream that is read; `zstd --long=31` writes it. By default, libzstd refuses more than
+2^27."""
 _MARKS = re.compile("(?<=[^ \t])\ufeff|\ufeff(?=[^ \t])")
-"""Byte-order marks, but those between spaces: an aligner counts them as words, so they go when links are converted."""
+"""Matches byte-order marks, except those between spaces. An aligner counts those as words, so they are removed only
+when links are converted."""
 _REMEDY = (
     "give lines of UTF-8 text, plain or compressed as .gz, .xz, .bz2 or .zst. `iconv -f ENCODING -t UTF-8` converts an "
     "encoding, and `python -m data_tools.prepare` reads tables (`parquet:`, `datasets:`, `jsonl:` in corpus.yaml)"
@@ -55,8 +57,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
-    """Yield the bytes of a file in blocks, decompressed by the file's suffix. Raises UserError, also for a file that is
-    empty, a pointer of Git LFS, a web page or no text. is_xml: UTF-16 is text, too."""
+    """Yield the bytes of a file in blocks, decompressed by the file's suffix. Raises UserError, also if the file is
+    empty, a pointer of Git LFS, a web page, or not text. is_xml: accept UTF-16 as text, too."""
     lines = 0
     try:
         with path.open("rb") as file:
@@ -91,7 +93,7 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
 
 
 def _is_plain(head: bytes) -> bool:
-    """Return whether a file that its suffix calls compressed begins with text, as one that a browser has unpacked."""
+    """Return whether a file with the suffix of a compressed file begins with text. A browser may have unpacked it."""
     try:
         head[:-3].decode()
     except UnicodeDecodeError:
@@ -100,7 +102,7 @@ def _is_plain(head: bytes) -> bool:
 
 
 def _check_text(path: Path, head: bytes, is_xml: bool) -> None:
-    """Raise UserError if the beginning of a file stands for a missing file, or is no text."""
+    """Raise UserError if the beginning of a file is a placeholder for a missing file, or is not text."""
     problem = pointer_in(head)
     if problem:
         raise UserError(f"{path} {problem}")
@@ -127,12 +129,12 @@ _DECODERS: dict[str, Callable[[], Any]] = {
     ".bz2": bz2.BZ2Decompressor,
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj(),
 }
-"""The suffix of a compressed file -> a function that makes a decoder of one stream."""
+"""The suffix of a compressed file -> a function that makes a decoder for one stream."""
 
 
 def _decompressed(blocks: Iterator[bytes], suffix: str) -> Iterator[bytes]:
-    """Yield the text of all compressed streams of a file in blocks. Unlike the libraries' own readers, refuse a cut-off
-    stream and trailing bytes that are no stream. Raises EOFError."""
+    """Yield the text of all compressed streams of a file in blocks. Unlike the libraries' own readers, refuse a stream
+    that is cut off, and bytes after the last stream. Raises EOFError."""
     padding = b"" if suffix == ".zst" else b"\0"
     decoder: Any = None
     data = ignored = b""
@@ -156,7 +158,8 @@ def _decompressed(blocks: Iterator[bytes], suffix: str) -> Iterator[bytes]:
 
 
 def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines, without line ends, of a text that comes in blocks. A line over _LONGEST_LINE may be cut off."""
+    """Yield the lines, without line ends, of a text that comes in blocks. A line longer than _LONGEST_LINE may be cut
+    off."""
     rest = list[bytes]()
     size = 0
     for block in blocks:
@@ -175,7 +178,8 @@ def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 def piece_of_text(text: str, number: int, pieces: int) -> str:
     """Return piece `number` of a text cut into `pieces` pieces of similar length, without outer white space.
 
-    A piece ends at the last white space in its second half, or else before any character that is not a mark.
+    A piece ends at the last white space in its second half. If there is none, it ends at the last place in that half
+    that does not separate a combining mark from its letter.
     """
     return text[_end_of(text, number, pieces) : _end_of(text, number + 1, pieces)].strip()
 

@@ -1,4 +1,4 @@
-"""The tokenizer of the data path: text to token ids, and the special tokens of sequences."""
+"""The tokenizer of the data path: it turns text into token ids, and knows the special tokens of sequences."""
 
 import hashlib
 import json
@@ -31,11 +31,12 @@ class PairTemplate(NamedTuple):
 
 
 MOST_GAPS = 4
-"""The maximum number of ids per token of a tokenizer; a tokenizer with more ids is refused."""
+"""A tokenizer is refused if its largest id exceeds its number of tokens by more than this factor."""
 
 
 def special_ids(tokenizer: Any) -> dict[str, Any]:
-    """Return the id of each use of a special token ("mask", "pad", "cls", "sep", "unk"); None if there is none."""
+    """Return {role of a special token ("mask", "pad", "cls", "sep", "unk"): its id, or None if the tokenizer has
+    none}."""
     found = {"mask": tokenizer.mask_token_id, "pad": tokenizer.pad_token_id}
     found["cls"] = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
     found["sep"] = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
@@ -64,7 +65,7 @@ def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
 
 
 UNKNOWN = 0.002
-"""The share of unknown tokens in a language's text above which there is a warning."""
+"""A run warns if more than this share of the tokens of a language's text is unknown."""
 
 
 def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
@@ -77,14 +78,14 @@ def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
         if share > UNKNOWN:
             lines.append(
                 f"warning: {share:.1%} of the tokens in {language} are unknown to tokenizer {path}: nothing can be "
-                f"learnt from them; train one on text in {language}, with a larger --vocab_size"
+                f"learnt from them; train a tokenizer on text in {language}, with a larger --vocab_size"
             )
     return lines
 
 
 def check_sentencepiece(path: Path) -> None:
-    """Raise UserError if a folder has only sentencepiece's model and that package is absent. Transformers would name
-    tiktoken, which cannot read the model."""
+    """Raise UserError if a folder has only a model of sentencepiece, and the package sentencepiece is not installed.
+    Without this check, transformers would ask for tiktoken, which cannot read such a model."""
     models = sorted(path.glob("*.model"))
     if models and not (path / "tokenizer.json").exists() and find_spec("sentencepiece") is None:
         raise UserError(
@@ -97,8 +98,8 @@ def transformers_tokenizer(path: str | Path) -> Any:
     """Return transformers' tokenizer of a folder or hub name, which gives the ids of its tokenizer.json.
 
     transformers 5 builds the parts of some classes itself, and drops those of tokenizer.json: XLMRobertaTokenizer then
-    has no normaliser, and full-width punctuation becomes unknown. Such a tokenizer is replaced by one of no special
-    class, which every version of transformers loads as it is.
+    has no normaliser, and full-width punctuation becomes unknown. Such a tokenizer is replaced by one of the general
+    class, which every version of transformers loads without changes.
     """
     from tokenizers import Tokenizer as Backend
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -125,7 +126,7 @@ def transformers_tokenizer(path: str | Path) -> Any:
 
 
 def parts_of(backend: Any) -> list[Any]:
-    """Return the parts of a tokenizer of the package tokenizers by which it turns text to ids."""
+    """Return those parts of a tokenizer (of the package tokenizers) that turn text into ids."""
     fields = json.loads(backend.to_str())
     return [fields[part] for part in ("normalizer", "pre_tokenizer", "model", "post_processor")]
 
@@ -138,12 +139,12 @@ class Tokenizer:
             raise UserError(
                 f"tokenizer {path} does not exist; set model.tokenizer to a Hugging Face tokenizer directory"
             )
-        # Workers run in parallel already, and hang if they inherit threads.
+        # Workers already run in parallel, and would hang if they inherited threads.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         has_json = Path(path, "tokenizer.json").exists()
         vocabularies = ("tokenizer.json",) if has_json else ("vocab.*", "merges.txt", "*.model")
         pointer = pointer_problem(Path(path), *vocabularies, "tokenizer_config.json", "config.json")
-        if pointer:  # a pointer could be taken for a vocabulary of three lines
+        if pointer:  # the three lines of a Git LFS pointer could be taken for a vocabulary
             raise UserError(f"tokenizer {path} cannot be loaded: {pointer}")
         try:
             tokenizer = transformers_tokenizer(path)
@@ -174,7 +175,7 @@ class Tokenizer:
         self.is_special[tokenizer.all_special_ids] = True
         self.ordinary_ids = np.flatnonzero(~self.is_special)
         try:
-            self.encode(["\U00010400"])  # a letter that hardly any vocabulary has
+            self.encode(["\U00010400"])  # a letter that is in hardly any vocabulary
         except Exception as error:
             raise UserError(f"tokenizer {path} cannot encode unknown text ({error}); fix its unk token") from None
         try:
@@ -185,18 +186,18 @@ class Tokenizer:
             wrong = f"tokenizer {path} cannot join two sentences ({error}); fix post_processor in its tokenizer.json"
             raise UserError(wrong) from None
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
-        """True if a word has other tokens at the beginning of a text than inside the text (byte-level BPE)."""
+        """True if a word has different tokens at the beginning of a text and inside it (byte-level BPE)."""
         normalizer = self.backend.normalizer
         self.lowercases = normalizer is not None and normalizer.normalize_str("A") == "a"
         self._space: int | None = self.backend.token_to_id("▁")
         self.special: dict[str, int | None] = special
-        """Use of a special token ("mask", "pad", ...) -> its id. tokenizer.json alone does not tell these uses."""
+        """Role of a special token ("mask", "pad", ...) -> its id. tokenizer.json alone does not say these roles."""
         self.fingerprint = hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
 
     @property
     def backend(self) -> Any:
-        """The tokenizer without transformers' wrapper. It neither pads nor truncates, and reads "</s>" or "[MASK]" in a
-        text as ordinary text. A call of `hf` changes these settings, so they are made at each use."""
+        """The tokenizer without transformers' wrapper. It does not pad or truncate, and reads "</s>" or "[MASK]" in a
+        text as ordinary text. A call of `hf` changes these settings, so they are set again at each use."""
         backend = self.hf.backend_tokenizer
         backend.encode_special_tokens = True
         backend.no_padding()
@@ -234,7 +235,8 @@ class Tokenizer:
         spans = np.fromiter(numbers, dtype=np.int64, count=2 * int(counts.sum())).reshape(-1, 2)
         if self._space is not None:
             flat = np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=len(spans))
-            spans[flat == self._space] = 0  # before a text's first word, its span is that of the word's first character
+            # A space before a text's first word has the span of the word's first character.
+            spans[flat == self._space] = 0
         return ids, token_words(texts, counts, spans)
 
     def unknown_share(self, ids: list[list[int]]) -> float:

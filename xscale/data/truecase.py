@@ -1,7 +1,7 @@
-"""Respells dictionary words as the text spells them: dictionaries are lower-case, a cased tokenizer's tokens are not.
+"""Gives dictionary words the spelling of the text, because dictionaries are lower-case and the text is not.
 
-Of the spellings of a word (data/words.py) that differ only in case, the one that is most frequent in the text is used:
-`hund` becomes `Hund` if `Hund` is more frequent.
+If several spellings of a word (data/words.py) differ only in case, the most frequent one in the text is used: `hund`
+becomes `Hund` if `Hund` is more frequent.
 """
 
 from collections import Counter
@@ -22,7 +22,8 @@ def count_words(texts: Iterable[list[str]]) -> Counter[str]:
 
 
 def commonest(counts: Mapping[str, int]) -> Forms:
-    """Return the commonest spelling of each word; in a tie, the last by code points, mostly the lower-case one."""
+    """Return the commonest spelling of each word. In a tie, it is the last by code points, which is mostly the
+    lower-case one."""
     best: dict[str, tuple[int, str]] = {}
     for word, times in counts.items():
         key = word.lower()
@@ -32,7 +33,7 @@ def commonest(counts: Mapping[str, int]) -> Forms:
 
 def respelled(texts: list[str], forms: Forms) -> list[str]:
     """Return the texts with each word in its commonest spelling. Words that `forms` lacks stay as they are."""
-    spelled = [forms.get(text.lower(), "") for text in texts]  # of texts that are one word
+    spelled = [forms.get(text.lower(), "") for text in texts]  # the texts are single words here
     others = [number for number, word in enumerate(spelled) if not word]
     segmented = split([texts[number] for number in others])
     for number, (words, _) in zip(others, segmented, strict=True):
@@ -41,7 +42,7 @@ def respelled(texts: list[str], forms: Forms) -> list[str]:
 
 
 def _with_words_respelled(text: str, words: list[str], forms: Forms) -> str:
-    """Return the text with each of `words`, which are its words in order, in its commonest spelling."""
+    """Return the text with each word in its commonest spelling. words: the text's words, in order."""
     parts = list[str]()
     end = 0
     for word in words:

@@ -5,8 +5,8 @@ Thai, Lao, Khmer, Burmese) is a word, with its marks. Every other visible charac
 marks; an emoji sequence is one symbol. Words and symbols of a text are numbered together: `l'homme` has three, namely
 `l`, `'` and `homme`. Links between words, whole-word masks and word states all use these words.
 
-words.txt has the class of every code point, with a line for each range of one class (tests/word_table.py wrote it
-once); its hash is the version of the segmentation.
+words.txt has the class of every code point: one line for each range of code points of one class (tests/word_table.py
+wrote it once). Its hash is the version of the segmentation.
 
 Shape letters: C characters of all texts, W words of one text, T tokens of words, N tokens of one text.
 """
@@ -44,7 +44,7 @@ class Class(IntEnum):
 
 @lru_cache(maxsize=1)
 def table() -> np.ndarray:
-    """Return the class (letter, mark, digit, ...) of every Unicode code point, by its index, uint8."""
+    """Return an array of uint8 that has the class (letter, mark, digit, ...) of Unicode code point i at index i."""
     firsts, classes = list[int](), list[int]()
     for line in TABLE.read_text(encoding="ascii").splitlines():
         first, name = line.split()
@@ -54,7 +54,7 @@ def table() -> np.ndarray:
 
 
 VERSION = hashlib.sha256(TABLE.read_bytes()).hexdigest()[:16]
-"""The version of the segmentation. Links count words, so links of another version mean other words."""
+"""The version of the segmentation. Links are numbers of words, so links of another version mean other words."""
 
 
 class Segmented(NamedTuple):
@@ -78,10 +78,10 @@ def segment(texts: list[str]) -> Segmented:
     place = np.arange(len(c))
 
     def latest(which: np.ndarray) -> np.ndarray:
-        """Return for each place the last place at or before it where `which` is True; -1 if there is none."""
+        """Return for each index i the last index j <= i at which `which` is True; -1 if there is none."""
         return np.maximum.accumulate(np.where(which, place, -1))
 
-    # A mark or a format character belongs to the last character that is neither.
+    # A mark or a format character belongs to the last character before it that is neither.
     base = latest((c != Class.MARK) & (c != Class.FORMAT) & (c != Class.JOINER) & (c != Class.OWN_MARK))
     of_base = np.where(base >= 0, c[base], np.uint8(Class.BREAK))
     symbol = (of_base == Class.SYMBOL) | (of_base == Class.TONE)
@@ -110,7 +110,7 @@ def segment(texts: list[str]) -> Segmented:
 
 
 def _before(which: np.ndarray) -> np.ndarray:
-    """Return for each place whether `which` is True at the place before it."""
+    """Return for each index i whether `which` is True at i - 1."""
     return np.concatenate([[False], which[:-1]])
 
 
@@ -118,9 +118,11 @@ class TokenWords(NamedTuple):
     """The words of one text, and the tokens that overlap them."""
 
     of_token: np.ndarray
-    """Number of each token's first word; -1 for a token that overlaps no word, such as lone white space [N]."""
+    """Number of the first word that each token overlaps; -1 for a token that overlaps no word, such as white space
+    alone [N]."""
     tokens: np.ndarray
-    """Indices of the words' tokens, ascending; a token that several words share occurs once for each word [T]."""
+    """Indices of the tokens that belong to words, in ascending order. A token that several words share occurs once for
+    each word [T]."""
     words: np.ndarray
     """For each of `tokens`, the number of its word [T]."""
     is_word: np.ndarray
@@ -134,7 +136,7 @@ class TokenWords(NamedTuple):
         )
 
     def borders(self) -> list[int]:
-        """Return the tokens, except the first, before which the text can be cut without cutting a word."""
+        """Return the tokens, except the first, before which the text can be cut without dividing a word."""
         tokens, words = len(self.of_token), len(self.is_word)
         first, last = np.full(words, tokens), np.full(words, -1)
         np.minimum.at(first, self.words, self.tokens)
@@ -147,7 +149,7 @@ class TokenWords(NamedTuple):
 
 
 def join_words(parts: list[TokenWords]) -> TokenWords:
-    """Return the words of one text that consists of several texts laid end to end."""
+    """Return the words of one text that is the concatenation of several texts."""
     of_token = list[np.ndarray]()
     tokens = list[np.ndarray]()
     words = list[np.ndarray]()
@@ -170,7 +172,7 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
     token belongs to every word and symbol of which it has a character; but if it has a character of a word, it does not
     belong to symbols (Unigram tokenizers have tokens such as `en.`).
     """
-    segmented = segment([*texts, "."])  # so that there is at least one word
+    segmented = segment([*texts, "."])  # then there is at least one word
     text_of = np.repeat(np.arange(len(counts)), counts)
     tokens, words = _overlaps(segmented, spans + segmented.chars[text_of, None])
     words -= segmented.words[text_of[tokens]]
@@ -190,8 +192,8 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
 
 
 def _overlaps(segmented: Segmented, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of a token and the number of a word for each word that a token belongs to, in order. spans:
-    first character and end of every token, over all texts [tokens, 2]."""
+    """Return the pairs of a token and a word to which it belongs, in order: the indices of the tokens, and the numbers
+    of the words. spans: first character and end of every token, over all texts [tokens, 2]."""
     start, end = spans.T
     place = np.arange(len(segmented.word_of))
     outside = segmented.word_of < 0
@@ -203,7 +205,7 @@ def _overlaps(segmented: Segmented, spans: np.ndarray) -> tuple[np.ndarray, np.n
     counts = last - first + 1
     tokens = np.repeat(np.arange(len(spans)), counts)
     words = np.repeat(first, counts) + indices_within(counts)
-    # A token with a word does not belong to symbols.
+    # A token that belongs to a word does not belong to symbols.
     words_before = np.concatenate([[0], np.cumsum(segmented.is_word)])
     has_real_word = words_before[last + 1] > words_before[first]
     kept = segmented.is_word[words] | ~has_real_word[tokens]

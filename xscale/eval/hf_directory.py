@@ -20,7 +20,7 @@ from xscale.data.tokenizer import transformers_tokenizer
 from xscale.errors import UserError
 from xscale.eval.card import CARD
 from xscale.eval.sentence_files import SentenceVectors, write_json, write_vector_files
-from xscale.models.build import longest_sequence, run_fields
+from xscale.models.build import longest_sequence, xscale_field
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, load_heads, save_heads
 
@@ -61,7 +61,7 @@ def write_directory(
     tokenizer = transformers_tokenizer(tokenizer_path)
     tokenizer.model_max_length = longest
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
-    if run_fields(lm.config, source).get("segments"):  # token types are a pair's two sentences, not languages
+    if xscale_field(lm.config, source).get("segments"):  # token types are a pair's two sentences, not languages
         tokenizer.model_input_names.insert(1, "token_type_ids")
     with files.publish(out) as partial:
         written.save_pretrained(partial)
@@ -115,7 +115,7 @@ def probe_tokens(lm: PreTrainedModel) -> Tokens:
     ids_N = ids_N[ids_N != lm.config.pad_token_id]
     n = len(ids_N)
     types_N = None
-    fields = run_fields(lm.config, "the model")
+    fields = xscale_field(lm.config, "the model")
     if fields.get("language_embeddings"):
         types_N = torch.arange(n) % len(fields["languages"])
     return Tokens(ids_N, torch.arange(n), types_N, torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)

@@ -16,7 +16,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.bootstrap import intervals, resampled_scores
 from xscale.eval.sentence_files import read_pooling
-from xscale.models.build import longest_sequence, read_pretrained, run_fields
+from xscale.models.build import longest_sequence, read_pretrained, xscale_field
 from xscale.models.encoder import Encoder
 from xscale.models.heads import load_heads
 from xscale.recipe import DataConfig
@@ -58,7 +58,7 @@ class ExportedModel:
         self.headless = not has_head
         """True if the directory has no masked-LM head, so that the head is random."""
         self.heads = load_heads(path)
-        trained = run_fields(lm.config, f"--model {path}")
+        trained = xscale_field(lm.config, f"--model {path}")
         self.languages: list[str] = trained.get("languages", [])
         """The language of each language id; id 0 is no language, but the neutral language embedding."""
         self.language_embeddings: bool = trained.get("language_embeddings", False)

@@ -90,7 +90,7 @@ def read_pretrained(field: str, init: str | Path, dropout: float | None = None) 
             f"{field} {init} has no weights for {len(absent)} parameters of its encoder, such as {absent[0]}; its "
             f"config.json and its weights belong to different models"
         )
-    run_fields(lm.config, f"{field} {init}")
+    xscale_field(lm.config, f"{field} {init}")
     fill_neutral_row(lm)
     infinite = next((name for name, weight in lm.named_parameters() if not weight.isfinite().all()), None)
     if infinite:
@@ -241,11 +241,11 @@ def has_segments(init: str | Path | None, preset: str) -> bool:
 
 
 def run_fields_of(init: str | Path | None) -> dict[str, Any]:
-    """Return the `run_fields` of `model.init`, or {} if `init` is None."""
-    return run_fields(_config_of(init), f"model.init {init}") if init else {}
+    """Return the `xscale_field` of `model.init`, or {} if `init` is None."""
+    return xscale_field(_config_of(init), f"model.init {init}") if init else {}
 
 
-def run_fields(config: Any, model_name: str) -> dict[str, Any]:
+def xscale_field(config: Any, model_name: str) -> dict[str, Any]:
     """Return the field `xscale` of a model's config, which build_encoder writes, or {} if there is none. model_name:
     the model's name for errors. Raises UserError if the field is damaged."""
     found = getattr(config, "xscale", None) or {}

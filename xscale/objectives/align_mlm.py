@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from xscale import rng
-from xscale.data.lexicon import entries
+from xscale.data.lexicon import differing_entries
 from xscale.data.sequences import Example
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.errors import UserError
@@ -53,7 +53,7 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
     `ids` holds the tokens of all source words, then of all target words; `starts` [2 N] says where each word starts.
     """
     stream_batch = mlm.collate(samples, options, context)
-    source, target = entries(context.lexicons, options.subwords == "single")
+    source, target = differing_entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
         raise UserError(
             f"streams.{context.stream}: no entry of data.lexicons can be used: its two words must be one token each, "

@@ -87,7 +87,7 @@ class PpaOptions:
     """Fraction of the maskable tokens that is predicted."""
 
     @model_validator(mode="after")
-    def fits_together(self) -> Self:
+    def check_combination(self) -> Self:
         if not self.moco_weight and not self.tlm_weight:
             raise ValueError("moco_weight and tlm_weight are both 0; one must be positive")
         if self.momentum_ramp is not None and self.momentum_ramp < self.momentum:

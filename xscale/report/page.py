@@ -28,7 +28,7 @@ def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
     """Return the page's HTML. runs, models: by name."""
     sections = []
     if runs:
-        sections = [summary(runs), losses(runs), languages(runs), scores(runs)]
+        sections = [summary_section(runs), losses_section(runs), languages_section(runs), scores_section(runs)]
     if models:
         note = tables.PAIRED if len(models) > 1 else ""
         sections.append(Section("Results", note, tables=tables.compared_tables(models)))
@@ -40,14 +40,14 @@ def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
     return page.encode("utf-8", "replace").decode()  # names of files may have lone surrogates
 
 
-def summary(runs: dict[str, Run]) -> Section:
+def summary_section(runs: dict[str, Run]) -> Section:
     section = Section("Summary", tables=[tables.run_table(runs), tables.summary_table(runs)])
     if not metric_keys(runs):
         section.note = "No step has been written yet."
     return section
 
 
-def losses(runs: dict[str, Run]) -> Section:
+def losses_section(runs: dict[str, Run]) -> Section:
     """Return the section with the training loss, and the loss of each stream and of its terms."""
     section = Section("Losses")
     if "loss" in metric_keys(runs):
@@ -64,7 +64,7 @@ def losses(runs: dict[str, Run]) -> Section:
     return section
 
 
-def languages(runs: dict[str, Run]) -> Section:
+def languages_section(runs: dict[str, Run]) -> Section:
     """Return the section with the loss of each language, or pair of languages, of each stream and term."""
     metric_of_language: dict[str, dict[str, str]] = {}
     for metric, key in metric_keys(runs).items():
@@ -80,7 +80,7 @@ def languages(runs: dict[str, Run]) -> Section:
     return section
 
 
-def scores(runs: dict[str, Run]) -> Section:
+def scores_section(runs: dict[str, Run]) -> Section:
     """Return the section with the scores of the runs' evaluations, and the alignment scores of their logs."""
     section = Section("Scores", tables=tables.run_score_tables(runs))
     alignment: dict[str, str] = {}

@@ -124,8 +124,8 @@ def read_run(folder: Path) -> Run:
         curves_of(metrics),
         curves_of(scores),
         last,
-        read_if_there(folder / "config.yaml", yaml.safe_load, {}),
-        read_if_there(folder / "status.json", json.loads, {}),
+        read_or_default(folder / "config.yaml", yaml.safe_load, {}),
+        read_or_default(folder / "status.json", json.loads, {}),
     )
 
 
@@ -197,7 +197,7 @@ def parse_evaluation(content: Any, path: Path) -> Evaluation:
         ) from None
 
 
-def read_if_there(path: Path, parse: Callable[[str], Any], default: T) -> T:
+def read_or_default(path: Path, parse: Callable[[str], Any], default: T) -> T:
     """Return a file's content, or `default` if there is no file, or if its content is of another type."""
     content = read_file(path, parse) if path.is_file() else default
     return content if isinstance(content, type(default)) else default

@@ -116,7 +116,7 @@ class JsonLines:
 
     def flush(self, to_disk: bool = False) -> None:
         if self.file and self.lines:
-            problem = self._append(b"".join(self.lines))
+            problem = self._append_or_error(b"".join(self.lines))
             if problem and not self.failing:
                 LOG.error(f"{self.path}: {problem}; training continues, and the lines wait until this is fixed")
             elif self.failing and not problem:
@@ -132,7 +132,7 @@ class JsonLines:
             except OSError as error:
                 LOG.error(f"{self.path}: {error.strerror}; its last lines may be lost")
 
-    def _append(self, data: bytes) -> str | None:
+    def _append_or_error(self, data: bytes) -> str | None:
         """Write all of the data or nothing. Returns an error's message, or None."""
         assert self.file
         try:

@@ -147,14 +147,14 @@ class Store:
 
     def __init__(self) -> None:
         self.asking: threading.Thread | None = None
-        self.store = self.ask(self._join)
+        self.store = self.ask_or_none(self._join)
 
     def _join(self) -> dist.Store:
         timeout = timedelta(seconds=ANSWER_SECONDS)
         port = int(os.environ["MASTER_PORT"])
         return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout, wait_for_workers=False)
 
-    def ask(self, question: Callable[[], Any]) -> Any:
+    def ask_or_none(self, question: Callable[[], Any]) -> Any:
         """Return the answer; None if the store does not answer this or an earlier question in time."""
         answers = list[Any]()
 
@@ -169,7 +169,7 @@ class Store:
         return answers[0] if answers else None
 
     def send(self, rank: int, beat: Beat) -> None:
-        self.ask(lambda: self.store.set(KEY.format(rank), json.dumps(beat)))
+        self.ask_or_none(lambda: self.store.set(KEY.format(rank), json.dumps(beat)))
 
     def beats(self, world: int) -> dict[int, Beat] | None:
         """Return the last beat of each rank that has sent one; None if the store does not answer."""
@@ -182,7 +182,7 @@ class Store:
                     beats[rank] = Beat(*json.loads(self.store.get(key)))
             return beats
 
-        return self.ask(read)
+        return self.ask_or_none(read)
 
 
 class Watch:

@@ -59,7 +59,7 @@ def plan_training(train: Files, translated: Files, tests: Files, source: str, co
         groups = alone(file)
         if code_switch:
             name += ", code-switched"
-            groups = switch_codes(train.get(source), file)
+            groups = code_switched_pairs(train.get(source), file)
         settings = {test: TRANSLATE_TRAIN for test in tests if short_code(test) == short_code(language)}
         plan.append(TrainingText(name, file, groups, settings))
     for training in plan:
@@ -93,7 +93,7 @@ def check_labels(task: AnyTask, training: TrainingText, tests: Files) -> None:
                 )
 
 
-def switch_codes(source: LabelledFile | None, translated: LabelledFile) -> list[list[LabelledExample]]:
+def code_switched_pairs(source: LabelledFile | None, translated: LabelledFile) -> list[list[LabelledExample]]:
     """Return groups of two code-switched examples (Pan et al. 2021, 2.3): a pair (a, b) and its translation (a', b')
     become (a', b) and (a, b'). A question has the answers in its new context. An example that is left out takes its
     counterpart with it. Raises UserError."""
