@@ -1,8 +1,8 @@
 """Self-attention over a packed row of sequences as one operator, and a dropout that is cheap on a CPU.
 
-In 16 bits on CUDA, attention is computed by our kernel for short sequences (ops/short_attention.py), or by PyTorch's
-flash kernel. Elsewhere a row is cut into blocks of sequences of similar length, and each block is padded inside the
-operator.
+In 16 bits on CUDA, our kernel for short sequences (ops/short_attention.py) or PyTorch's flash kernel computes
+attention. In all other cases, a row is cut into blocks of sequences of similar length, and each block is padded inside
+the operator.
 
 Shape letters: N tokens of a row, B sequences, A heads, D width of a head, H = A * D, X = 3 * H (queries, keys, values);
 n sequences of a block, L tokens of its longest, R = n * A; P parts of a tensor (3 for queries, keys and values), W its
@@ -21,7 +21,8 @@ from torch import Tensor
 from xscale.ops.short_attention import LONGEST, WIDTHS, short_attention
 
 SIMILAR = (3, 4)
-"""A sequence shorter than 3/4 of the first one of its block starts a new one: few blocks, little padding."""
+"""A sequence starts a new block if it is shorter than 3/4 of the first sequence of the current block. This makes few
+blocks with little padding."""
 
 
 def attention(
@@ -80,7 +81,7 @@ class Block(NamedTuple):
     padded_position: Tensor | None
     """The padded position, in [0, n * L), of each token of the block; None if nothing is padded."""
     source_token: Tensor | None
-    """The index of the block's token that stands at each padded position [n * L]; padding repeats a token."""
+    """The index of the block's token at each padded position [n * L]; padding repeats some token."""
     masks: list[Tensor]
     """Additive attention masks: one hides padding [R, 1, L], one hides tokens outside the sliding window [1, L, L]."""
 
@@ -123,7 +124,7 @@ def _block(
     end: int, lengths: list[int], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Block:
     n, L, tokens = len(lengths), lengths[0], slice(end - sum(lengths), end)
-    outside = torch.finfo(dtype).min / 4  # finite even when both masks add up, so that no softmax is NaN
+    outside = torch.finfo(dtype).min / 4  # the sum of both masks is still finite, so that no softmax is NaN
     real = token = None
     masks = []
     places_L = torch.arange(L, device=device)
@@ -150,7 +151,7 @@ def _views(
     buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bool
 ) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
     """Yield each block with its views of the buffer: padded queries, keys and values [3, R, L, D], and attention
-    weights before and after dropout [R, L, L], which are one view if there is no dropout.
+    weights before and after dropout [R, L, L]. Without dropout, the last two are the same view.
 
     If `keep`, the views of different blocks do not overlap, so that the backward pass can read them; otherwise each
     block begins at the buffer's start.
@@ -177,8 +178,8 @@ def attention_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return the result of `attention` [N, H], computed in blocks, and the buffer that the backward pass reads.
 
-    buffer_elements: the size of the buffer (buffer_size), 0 if no backward pass follows. It is an argument because
-    torch caches compiled programs on disk by their arguments.
+    buffer_elements: the size of the buffer (see buffer_size); 0 if no backward pass follows. The size is an argument
+    because torch caches compiled programs on disk by their arguments.
     """
     N, X = qkv_NX.shape
     qkv, out_NH = qkv_NX.view(N, 3, heads, -1), qkv_NX.new_empty(N, X // 3)
@@ -255,7 +256,7 @@ def dropout_mask(like: Tensor, p: float, generator: torch.Generator | None = Non
     """Return a dropout mask with the shape and type of `like`: 0 with probability p, rounded to 2^-16, else 1 / (1 -
     p).
 
-    Each 64-bit random number is used for four elements, since drawing them is most of dropout's cost on a CPU.
+    Each 64-bit random number is used for four elements, because drawing the numbers is most of dropout's cost on a CPU.
     """
     drop, draws = round(p * 2**16), torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     bits = draws.random_(-(2**63), None, generator=generator).view(torch.int16)[: like.numel()]

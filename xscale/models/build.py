@@ -32,7 +32,7 @@ transformers_logging.disable_progress_bar()
 LOG = logging.getLogger("xscale")
 
 NEUTRAL = "neutral"
-"""The name of token type 0, for text in unknown or unnamed languages. The languages have the token types from 1 on."""
+"""The name of token type 0, which text in an unknown language gets. The languages have the token types from 1 on."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
@@ -154,7 +154,7 @@ def build_encoder(
 
 
 def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, float], PreTrainedModel]) -> Encoder:
-    """Return a run's encoder with the weights of step 0. load: the function that loads model.init with a dropout."""
+    """Return a run's encoder with the weights of step 0. load: a function (model.init, dropout) -> the loaded model."""
     model = recipe.model
     first = recipe.at(0).model
     assert model.dropout is not None and first.dropout is not None  # run/resolve.py with_own_dropout
@@ -185,14 +185,14 @@ def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, 
 def redraw_attention(base: PreTrainedModel, gain: float) -> None:
     """Replace the attention's value and output weights by random ones with standard deviation gain / sqrt(width).
 
-    With a gain of 1, these layers' outputs are about as large as their inputs.
+    With a gain of 1, the outputs of these layers are about as large as their inputs.
     """
     width = base.config.hidden_size
     ends = ("self.value.weight", "attention.output.dense.weight", "attn.Wo.weight")
     for name, weight in base.named_parameters():
         if name.endswith(ends):
             nn.init.normal_(weight.detach(), std=gain * width**-0.5)
-        elif name.endswith("attn.Wqkv.weight"):  # ModernBERT's values follow its queries and keys
+        elif name.endswith("attn.Wqkv.weight"):  # in ModernBERT, one weight has queries, keys and values, in this order
             nn.init.normal_(weight.detach()[2 * width :], std=gain * width**-0.5)
 
 
@@ -259,13 +259,13 @@ def xscale_field(config: Any, model_name: str) -> dict[str, Any]:
         raise UserError(f"{model_name}: the field `xscale` of its config.json is damaged; export the run again")
     if found.get("language_embeddings") and found.get("languages", [])[:1] != [NEUTRAL]:
         raise UserError(
-            f"{model_name}: it is from an older version, which numbers languages differently; train it again"
+            f"{model_name}: an older xscale, which numbers languages differently, has exported it; train it again"
         )
     return found
 
 
 def _config_of(init: str | Path) -> Any:
-    """Return the config, or None if it cannot be read. Loading the weights reports an error here later."""
+    """Return the config, or None if it cannot be read. An error is reported later, when the weights are loaded."""
     with suppress(Exception):
         return AutoConfig.from_pretrained(init, trust_remote_code=False)
 
@@ -281,7 +281,8 @@ def _token_type_count(config: Any) -> int:
 
 
 def fill_neutral_row(lm: PreTrainedModel) -> None:
-    """Set the embedding of token type 0 to the mean of the languages' embeddings, unless the model's run trained it."""
+    """Set the embedding of token type 0 to the mean of the languages' embeddings, unless the run has trained token type
+    0."""
     fields = getattr(lm.config, "xscale", None) or {}
     if fields.get("language_embeddings") and not fields.get("neutral_trained"):
         own = _type_table(lm)[1 : len(fields["languages"])]
@@ -303,8 +304,8 @@ def _resize_language_rows(lm: PreTrainedModel, languages: list[str], wanted: boo
     """Give each language of the run a row of the model's token-type table if `wanted`, else make all rows copies of
     row 0. Return the languages in the order of their rows.
 
-    Languages that the model knows keep their rows, however they are spelled. The row of a new language starts as a copy
-    of row 0: the neutral row, or in a model without language embeddings the row of single sentences.
+    Languages that the model knows keep their rows, in any spelling. The row of a new language starts as a copy of row
+    0, the neutral row. In a model without language embeddings, row 0 is that of single sentences.
     """
     before = getattr(lm.config, "xscale", None) or {}
     known: list[str] = before["languages"][1:] if before.get("language_embeddings") else []

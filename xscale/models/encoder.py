@@ -1,6 +1,6 @@
 """The encoder of a run: a Hugging Face masked-LM model that reads packed rows, and whose head is called separately.
 
-Shape letters: N tokens of a row, P of them whose states are read, B sequences, H hidden width, E width of the
+Shape letters: N tokens of a row, P tokens whose states are read, B sequences, H hidden width, E width of the
 embeddings, M selected states, V vocabulary.
 """
 
@@ -100,7 +100,8 @@ class Encoder(nn.Module):
         return HEADS[self.lm.config.model_type](self.lm)
 
     def forward(self, row: Tokens, places: Tensor | None = None) -> Tensor:
-        """Return the last hidden states [N, H], or those of the tokens at `places` [P, H], which are all different."""
+        """Return the last hidden states [N, H], or with `places` those of the tokens at these places [P, H]. No place
+        occurs twice."""
         seed = torch.randint(2**62, ()) if self.training else torch.zeros((), dtype=torch.int64)
         run = partial(checkpoint, use_reentrant=False) if self._checkpointing and torch.is_grad_enabled() else _call
         return self._states(self.lm.base_model, row, seed, run, places)
@@ -136,7 +137,8 @@ class Encoder(nn.Module):
         module: Any
         for module in self.lm.base_model.modules():
             for name, child in module.named_children():
-                if isinstance(child, nn.Identity) and "drop" in name:  # transformers' dropout of probability 0
+                # Transformers' module for dropout of probability 0.
+                if isinstance(child, nn.Identity) and "drop" in name:
                     setattr(module, name, nn.Dropout(p).train(module.training))
             if isinstance(module, nn.Dropout):
                 module.p = p
@@ -158,7 +160,7 @@ class Encoder(nn.Module):
         return head.norm(head.activation(head.dense(states_MH)))
 
     def vocabulary_loss(self, features_ME: Tensor, labels_M: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return masked_cross_entropy (ops/masked_ce.py) of the features under the tied projection and its bias.
+        """Return masked_cross_entropy (ops/masked_ce.py) of the features with the tied projection and its bias.
         options: the optional arguments of masked_cross_entropy."""
         out = self.lm.get_output_embeddings()
         return masked_cross_entropy(features_ME, out.weight, out.bias, labels_M, **options)

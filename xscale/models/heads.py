@@ -13,7 +13,8 @@ from xscale.errors import UserError
 from xscale.files import pointer_problem
 
 FILE = "xscale_heads.safetensors"
-"""The file of an export with the heads' weights, named STREAM.NAME. Its metadata has the streams' recipe fields."""
+"""The file of an export that has the weights of the heads, under the names STREAM.NAME. Its metadata has the streams'
+recipe fields."""
 
 
 class SavedHeads(NamedTuple):
@@ -63,7 +64,7 @@ def copy_saved_heads(saved: dict[str, SavedHeads], stream: str, objective: str, 
     """Copy saved weights of the same objective into a stream's new heads, if all names and shapes match. Return a line
     for the log, or None if no heads of the objective are saved.
 
-    Heads that were saved from a stream with the same name come first.
+    Heads of a stream with the same name are preferred.
     """
     found = [name for name, of in saved.items() if of.objective == objective]
     if not found:

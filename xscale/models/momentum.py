@@ -19,7 +19,7 @@ class MomentumEncoder:
 
     Its weights (`masters`) are fp32, because in fp16 an update of 0.001 * (theta_q - theta_k) rounds to 0. If the query
     encoder has another data type, the forward pass uses a copy of the masters in that type. At the first use, the
-    masters move to the query encoder's device.
+    masters are moved to the query encoder's device.
     """
 
     def __init__(self, encoder: Encoder, projection: nn.Module, momentum: float):
@@ -31,15 +31,16 @@ class MomentumEncoder:
         base: Any = copy.deepcopy(encoder.lm.base_model, {id(config): config})
         self.masters = nn.ModuleList([Encoder(base), copy.deepcopy(projection)]).requires_grad_(False)
         self.masters.to(torch.promote_types(self._query_parameter().dtype, torch.float32))
-        self.masters.train()  # a loaded model's modules are in evaluation mode
+        self.masters.train()  # the modules of a loaded model are in evaluation mode
         self._cast: nn.ModuleList | None = None
-        """A copy of the masters in the query encoder's data type; None if none was needed so far."""
+        """A copy of the masters in the query encoder's data type; None until a copy is needed."""
 
     def _query_parameter(self) -> nn.Parameter:
         return next(self.query.parameters())
 
     def _move(self) -> None:
-        """Move the masters to the query encoder's device if needed. `Module.to` takes milliseconds in any case."""
+        """Move the masters to the query encoder's device if needed. The check is worthwhile, because `Module.to` always
+        takes milliseconds."""
         device = self._query_parameter().device
         if next(self.masters.parameters()).device != device:
             self.masters.to(device)
@@ -55,7 +56,7 @@ class MomentumEncoder:
             modules.train(dropout)
         encoder, projection = modules
         assert isinstance(encoder, Encoder)
-        encoder.set_dropout(self.encoder.dropout)  # a phase may change it
+        encoder.set_dropout(self.encoder.dropout)  # a phase may change the dropout
         return encoder, projection
 
     @torch.no_grad()
@@ -91,7 +92,8 @@ class Queue:
     def __init__(self, size: int, width: int):
         self.ring_KD = torch.zeros(size, width)
         self.born_K = torch.zeros(size, dtype=torch.int64)
-        """The number of the optimizer step after which each vector was pushed; 0 before the first step."""
+        """The number of the optimizer step after which each vector was pushed; 0 if it was pushed before the first
+        step."""
         self.texts_K2 = torch.zeros(size, 2, dtype=torch.int64)
         """The hashes of each vector's text and of the text's translation; 0 if unknown."""
         self.next = self.filled = 0
@@ -124,7 +126,8 @@ class Queue:
         self.filled = min(self.filled + len(keys_ND), size)
 
     def mean_age(self, step: int) -> Tensor:
-        """Return the mean number of optimizer steps since the vectors were pushed. step: the present one, from 1."""
+        """Return the mean number of optimizer steps since the vectors were pushed. step: the current step, counted from
+        1."""
         return (step - self.born_K[: self.filled]).sum() / max(self.filled, 1)
 
     def state_dict(self) -> dict[str, Tensor | int]:
@@ -139,7 +142,8 @@ class Queue:
 
 
 class GatheredVectors:
-    """Collects the vectors of this rank's rows, and gives every rank those of the global batch, in its order."""
+    """Collects the vectors of this rank's rows, and gives every rank the vectors of the whole global batch, in the
+    order of its samples."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[Tensor, Tensor]] = []
@@ -164,7 +168,8 @@ class GatheredVectors:
             dist.all_gather_object(counts, len(vectors))
         assert counts[dist.get_rank()] == len(vectors), (counts, len(vectors))
         width = vectors.shape[1]
-        rows = torch.cat([vectors, numbers_N3.view(vectors.dtype)], 1)  # as raw bits, so that one message carries both
+        # Integers as raw bits, so that one message has both.
+        rows = torch.cat([vectors, numbers_N3.view(vectors.dtype)], 1)
         rows = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), rows.shape[1])])
         everyone = [torch.empty_like(rows) for _ in counts]
         message = dist.all_gather(everyone, rows, async_op=True)

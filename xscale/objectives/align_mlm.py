@@ -7,8 +7,8 @@ E is the input word-embedding table and b_i the i-th entry of the dictionary B.
 Decided, where the paper is silent:
 - A word of several sub-words is represented by the mean of their embeddings. `subwords: single` keeps only the entries
   whose two words are one token each, as the authors do.
-- At every step, B is all entries of the stream's dictionaries, without the withheld words, or a new sample of
-  `pairs_per_step` entries. These are divided among ranks and rows, so that a step uses each once.
+- At every step, B consists of all entries of the stream's dictionaries without the withheld words, or of a new sample
+  of `pairs_per_step` entries. B is divided among ranks and rows, so that a step uses each entry once.
 - Entries with the same tokens on both sides ("Berlin Berlin", half of MUSE's) are left out of B: their cosine is 1 and
   has no gradient.
 - There are no language embeddings, as the paper argues (G.5).
@@ -41,8 +41,8 @@ class AlignMlmOptions(mlm.MaskedOptions):
     alpha: NotNegative = 10.0
     """The factor alpha of L_ALIGN."""
     subwords: Literal["mean", "single"] = "mean"
-    """How a word of several tokens is represented. mean: by the mean of its tokens' input embeddings; single: not at
-    all, entries with such words are left out."""
+    """How to represent a word of several tokens. mean: by the mean of its tokens' input embeddings; single: leave out
+    entries with such words."""
     pairs_per_step: Count | None = None
     """Number of dictionary entries sampled for each step, without replacement; null: all entries."""
 
@@ -72,7 +72,7 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
 
 
 def entries_of_row(total: int, wanted: int | None, context: CollateContext) -> np.ndarray:
-    """Return the indices of the dictionary entries that this row uses: its share of the step's entries."""
+    """Return the indices of the dictionary entries that this row uses, its share of the step's entries."""
     if wanted is None or wanted >= total:
         return np.arange(context.row, total, context.rows)
     draw = rng.key(context.seed, context.stream, "dictionary", context.step)
@@ -82,7 +82,7 @@ def entries_of_row(total: int, wanted: int | None, context: CollateContext) -> n
 
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: AlignMlmOptions) -> Losses:
     E = parts.encoder.lm.get_input_embeddings()
-    # One lookup of both sides, because each lookup makes a gradient as large as the table.
+    # Both sides are looked up in one call, because each lookup makes a gradient as large as the table.
     b1_NH, b2_NH = word_vectors(E, arrays["ids"], arrays["starts"]).chunk(2)
     cosine = F.cosine_similarity(b1_NH, b2_NH, dim=-1).sum()
     L_ALIGN = -cosine
@@ -91,7 +91,8 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 
 
 def word_vectors(table: nn.Module, ids: Tensor, starts_N: Tensor) -> Tensor:
-    """Return the mean embedding of each word's tokens [N, H], in fp32 or wider. ids: the tokens, word by word."""
+    """Return the mean embedding of each word's tokens [N, H], in fp32 or wider. ids: the tokens of all words, one word
+    after the other."""
     rows = table(ids)
     if rows.dtype in (torch.float16, torch.bfloat16):
         rows = rows.float()

@@ -13,12 +13,14 @@ Decided, where the paper is silent:
 - (5) is a sum, as printed; `normalize: mean` divides it by the number of linked sub-words.
 - A masked token whose words have no link, or whose linked words were cut off, has no bilingual target. The metric
   `bilingual_coverage` is the share of masked tokens that have one, `bilingual_links` the mean number of linked states.
-- Both losses are divided by |M|, the number of masked tokens, since (9-11) add them for each masked token. If L_bp were
-  divided by the number of linked tokens, its weight would be 1.1 to 5 times lambda, depending on the links of the text.
-- W1, b1 and GELU are of the pre-trained head; W3, b3 start as a copy of W1, b1. The head's LayerNorm stays before W:
+- Both losses are divided by |M|, the number of masked tokens, because (9-11) add both for each masked token. If L_bp
+  were divided by the number of linked tokens, its weight would be 1.1 to 5 times lambda, depending on the links of the
+  text.
+- W1, b1 and GELU belong to the pre-trained head; W3, b3 start as a copy of W1, b1. The head's LayerNorm stays before W:
   W . LN(linear(GELU(.))). `linear` and W2 start as the identity, so the first monolingual prediction is that of the
   pre-trained model. W is tied to the embeddings and keeps its bias; both predictions share W, LN and `linear`.
-- W2, W3 and `linear` are exported beside the model (models/heads.py), whose masked-LM head does not contain `linear`.
+- W2, W3 and `linear` are saved in a file beside the exported model (models/heads.py). The masked-LM head of the export
+  does not contain `linear`.
 """
 
 import copy
@@ -46,7 +48,8 @@ class AlignLMOptions:
     bilingual_weight: NotNegative = 1.0
     """The factor lambda of L_bp."""
     expand: Literal["all", "first"] = "all"
-    """Which sub-words of two linked words are linked. all: each with each; first: the first with the first."""
+    """Which sub-words of two linked words are linked. all: every sub-word of one with every sub-word of the other;
+    first: only the first sub-words."""
     normalize: Literal["sum", "mean"] = "sum"
     """How the hidden states of the sub-words linked to a masked token are combined (H* of the paper): sum or mean."""
     shuffle_sides: bool = False
@@ -73,8 +76,8 @@ def _identity(width: int) -> nn.Linear:
 def collate(samples: list[list[Example]], options: AlignLMOptions, context: CollateContext) -> StreamBatch:
     """Return the batch of samples, each of which is a single pair.
 
-    Its states are "masked" [M], hidden states of the masked tokens, and "linked" [R], for each masked token with links
-    the combined hidden states of the tokens that it is linked to (H* of the paper).
+    Its states are "masked" [M], the hidden states of the masked tokens, and "linked" [R]: for each masked token with
+    links, the combined hidden states of the tokens that it is linked to (H* of the paper).
     """
     pairs = context.fit_pairs(samples)
     layout = []
@@ -130,7 +133,7 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=loss,
     terms=lambda options: {"mono": 1.0, "bi": options.bilingual_weight},
-    divisors={"bi": "mono"},  # |M| for both, by (9)
+    divisors={"bi": "mono"},  # both losses are divided by |M|, see (9)
     ratios={"bilingual_coverage": ("bi", "mono"), "bilingual_links": ("links", "bi")},
     words=lambda options: True,
     needs="links",

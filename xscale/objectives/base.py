@@ -1,7 +1,8 @@
 """The interface of an objective: a few functions and a class of options.
 
-In a worker, `collate` turns samples into the stream's batch for one packed row. On the device, `loss` turns the hidden
-states that the batch asks for into features, for the one vocabulary-head call of all streams, or into sums of its own.
+In a worker, `collate` turns samples into the stream's batch for one packed row. On the device, `loss` gets the hidden
+states that the batch asks for. It returns features for the vocabulary head, which is called once for all streams, or
+sums that it has computed itself.
 
 A loss is always a sum over targets. The step divides it by a count over the whole optimizer step (all ranks, all rows):
 the number of the term's targets, or the count that `divisors` names. So the loss does not depend on how the global
@@ -23,7 +24,7 @@ from xscale.models.encoder import Encoder
 
 
 class Prediction(NamedTuple):
-    """Features of one loss term, for the row's one call of the vocabulary head."""
+    """Features of one loss term. The vocabulary head is called once for all terms of the row."""
 
     term: str
     """The loss term. The stream batch has its labels by this name."""
@@ -41,24 +42,27 @@ class Losses:
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Loss term -> scalar, the sum over its targets."""
     metrics: dict[str, tuple[Tensor, str]] = field(default_factory=dict)
-    """Metric -> (value, loss term whose number of targets divides it). The value is one number, the sum over the
-    targets, or has a number for each target [T]; it is then also reported by language, if the stream batch tells the
-    targets' languages (group_of_target)."""
+    """Metric -> (value, loss term). The value is divided by the term's number of targets. It is one number, the sum
+    over the targets, or has a number for each target [T]. A metric with a number for each target is also reported by
+    language, if the stream batch has group_of_target."""
 
 
 class AuxiliaryState(Protocol):
-    """A stream's state without an optimizer, such as a momentum encoder. It is fp32 and the same on every rank."""
+    """A stream's state that no optimizer updates, such as a momentum encoder. It is in fp32 and the same on every
+    rank."""
 
     def encode(self, trained: Encoder, row: Row, arrays: list[dict[str, Tensor]]) -> Tensor:
-        """Return the loss's states["auxiliary"], computed without gradient, one for each state that `row` gathers.
+        """Return the states that the loss gets as states["auxiliary"], one for each state that `row` gathers. They have
+        no gradient.
 
-        It runs on the device and in the data type of `trained`. row: the auxiliary rows (StreamBatch.auxiliary) of one
-        or more packed rows of a step, as one row. arrays: the arrays of each of these packed rows.
+        The computation is on the device and in the data type of `trained`. row: the auxiliary rows
+        (StreamBatch.auxiliary) of one or more packed rows of a step, concatenated. arrays: the arrays of each of these
+        packed rows.
         """
 
     def update(self, weights_changed: bool) -> None:
         """Update the state. All ranks call it after each optimizer step. weights_changed: False if the step was
-        skipped, as for a gradient that is not finite."""
+        skipped, for example because its gradient was not finite."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -71,22 +75,22 @@ class HasQueue(AuxiliaryState, Protocol):
     before step 1, with the initial weights (queue warm-up)."""
 
     steps: int
-    """Number of optimizer steps of the run, set by StepModule. It is not saved, as a resume may change it."""
+    """Number of optimizer steps of the run, which StepModule sets. It is not saved, because a resume may change it."""
     prefill_samples: int
-    """Number of samples that the warm-up reads; 0 for no warm-up."""
+    """Number of samples that the warm-up reads; 0 if there is no warm-up."""
 
     def gather(self, counts: list[int] | None) -> None:
         """Exchange the vectors. All ranks call it after `encode` of the last row of a step, before the first loss.
         counts: number of vectors that each rank has computed; None: the ranks must first exchange these numbers."""
 
     def finish_warmup(self) -> int:
-        """Add the vectors that were computed to the queue. During warm-up, every rank calls this once per global batch,
-        after `encode` of all its rows. Returns the number of samples in the queue."""
+        """Add the computed vectors to the queue. During warm-up, every rank calls this once per global batch, after
+        `encode` of all its rows. Returns the number of samples in the queue."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules that an objective's functions get: the encoder, and what the objective has added to it."""
+    """The modules that an objective's functions get: the encoder and the objective's own heads."""
 
     encoder: Encoder
     heads: Any = None
@@ -97,8 +101,8 @@ class Parts:
 def step_loss_share(losses_V: Tensor, own_S: Tensor) -> Tensor:
     """Return a packed row's part of a loss that compares all samples of the step, for objectives with `vectors`.
 
-    Its value is the loss of the row's own samples; its gradient is that of the whole step's loss, because other rows'
-    losses depend on the row's vectors too. losses_V: loss of each sample of the step; own_S: the row's samples.
+    Its value is the loss of the row's own samples. Its gradient is that of the whole step's loss, because the losses of
+    other rows depend on this row's vectors, too. losses_V: loss of each sample of the step; own_S: the row's samples.
     """
     everything = losses_V.sum()
     return losses_V[own_S].sum().detach() + (everything - everything.detach())
@@ -110,8 +114,8 @@ class Objective:
     """The kind of records that a sample consists of; samples of "mono" are packed to max_length."""
     options: type
     """Frozen dataclass of the objective's own fields of a stream. Its class variable `in_phases` names the fields that
-    a phase may change: only collate, loss and terms may read them, and `terms` must have the same keys for all their
-    values."""
+    a phase may change. Only collate, loss and terms may read these fields, and `terms` must return the same keys for
+    all their values."""
     collate: Callable[[list[list[Example]], Any, CollateContext], StreamBatch]
     """(samples, options, context) -> stream batch. It runs in a worker. A sample is a list of one or more examples."""
     loss: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Losses]
@@ -119,25 +123,27 @@ class Objective:
     terms: Callable[[Any], dict[str, float]]
     """options -> {loss term: its weight in the stream's loss}."""
     divisors: dict[str, str] = field(default_factory=dict)
-    """Loss term -> the name of the count over the step that divides it, if not the term's own number of targets."""
+    """Loss term -> the name of a count. The term's sum is divided by this count over the step, and not by the term's
+    number of targets."""
     ratios: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Metric -> (count of the stream batch, count that divides it)."""
+    """Metric -> the names of two counts of the stream batch; the metric is the first divided by the second."""
     words: Callable[[Any], bool] = lambda options: False
-    """options -> whether collate needs the words of the texts (data/words.py)."""
+    """options -> True if collate needs the words of the texts (data/words.py)."""
     needs: Literal["", "lexicon", "links"] = ""
-    """The data that must exist before step 1, besides text."""
+    """What the data must have besides text. It is checked before step 1."""
     heads: Callable[[Encoder, Any], nn.Module | None] | None = None
-    """(encoder, options) -> the objective's own trainable module, if these options need one."""
+    """(encoder, options) -> the objective's own trainable module; None if these options need none."""
     auxiliary_state: Callable[[Encoder, Any, Any], AuxiliaryState | None] | None = None
-    """(encoder, heads, options) -> the auxiliary state with the initial weights, if these options need one."""
+    """(encoder, heads, options) -> the auxiliary state, with the initial weights; None if these options need none."""
     vectors: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Tensor] | None = None
-    """Like `loss`, but returns vectors [n, D] of the row's samples for the losses of all rows of the step.
+    """Like `loss`, but returns vectors [n, D] of the row's samples. The losses of all rows of the step get them.
 
-    The loss then gets states["step"] [V, D], the vectors of the whole step, of which only the row's own have a
-    gradient, and states["own"] [n], the positions of these in it. This costs a second forward pass. See
+    The loss then gets states["step"] [V, D], the vectors of the whole step, and states["own"] [n], the indices of the
+    row's own vectors in it. Only the row's own vectors have a gradient. This costs a second forward pass. See
     `step_loss_share`.
     """
     check: Callable[[Any, int], str | None] = lambda options, samples: None
-    """(options, samples of a step) -> error message with the remedy; None if the options fit that number."""
+    """(options, number of samples of a step) -> an error message with the remedy; None if the options are valid for
+    this number."""
     advise: Callable[[Any, int, int], list[str]] = lambda options, records, steps: []
     """(options, number of records that the stream reads, steps of the run) -> warnings."""

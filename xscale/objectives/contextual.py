@@ -5,15 +5,15 @@
     L(f) + lambda R(f)
 
 f(i, s) is the last hidden state of word i's last sub-word in s. The two sentences are encoded separately, and nothing
-is masked. R keeps the states from becoming all the same.
+is masked. R prevents all states from becoming equal.
 
 Decided, where the paper is silent:
 - R is a sum over every sub-word of t, not only over the last ones of words. Special tokens belong to neither sum.
 - Both sums are divided by the number of sub-words of both sentences, so that lambda does not depend on the number of
   links.
-- Only one-to-one links count, as the authors have it: links of two words that have no other link, also none to
-  punctuation. A word that was cut is represented by its last remaining sub-word.
-- Links of punctuation are left out after that: they are frequent and alike, and would pull all sentences together.
+- Only one-to-one links count, as in the authors' code: the two words have no other link, also none to punctuation. A
+  word that was cut is represented by its last remaining sub-word.
+- After that, links of punctuation are left out. They are frequent and similar, and would pull all sentences together.
 """
 
 import copy
@@ -40,7 +40,8 @@ from xscale.recipe import STRICT, NotNegative
 class ContextualOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"anchor_weight"})
     anchor: str | None = "en"
-    """Language, in every pair, whose states stay near the initial encoder's; null: each pair's first language."""
+    """The language whose states stay near those of the initial encoder. Every pair must have it. null: each pair's
+    first language."""
     anchor_weight: NotNegative = 1.0
     """The factor lambda of R."""
 
@@ -74,8 +75,8 @@ class Frozen:
 
 
 def collate(samples: list[list[Example]], options: ContextualOptions, context: CollateContext) -> StreamBatch:
-    """Return the batch of samples, each of which is a single pair. Its sequences are the sentences in the anchor
-    language, then the others.
+    """Return the batch of samples, each of which is a single pair. Its sequences are all sentences in the anchor
+    language, then all other sentences.
 
     Its states are "first" and "second" [K], the two words of each link, and "anchors" [T], the tokens of the anchor
     language. The frozen encoder computes "anchors", too.
@@ -144,7 +145,8 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=loss,
     terms=lambda options: {"align": 1.0, "anchor": options.anchor_weight},
-    divisors={"align": "tokens", "anchor": "tokens"},  # the sub-words of both sentences, for both
+    # Both sums are divided by the number of sub-words of both sentences.
+    divisors={"align": "tokens", "anchor": "tokens"},
     words=lambda options: True,
     needs="links",
     auxiliary_state=lambda encoder, heads, options: Frozen(encoder),

@@ -8,12 +8,13 @@ translation t of the same number of tokens (chosen at random if there are severa
     input: it is shown as t, y = x (Tang et al.)     label: it is shown as [MASK], y = t (Chaudhary et al.)
 
 Decided:
-- Words are selected as wholes, so that words of several tokens have translations too.
+- Whole words are selected, so that words of several tokens can be translated, too.
 - A word without a translation of the same number of tokens is treated as in MLM. If it were left visible, as Tang et
   al. write, the model could copy it. For the same reason, a translation is not used if it has the same token as the
   word at any position.
-- Each selected word uses its translation with probability `dict_share`, whatever its neighbours do. So words with a
-  translation are masked as often as the share says, and a small dictionary lowers the share of all selected tokens.
+- Each selected word with a translation uses it with probability `dict_share`, independently of other words. So the
+  share holds among words with a translation; with a small dictionary, a smaller share of all selected tokens is
+  translated.
 - A shown translation has the language embedding of its own language.
 - The language conditioning layer is left out, as by Tang et al.
 
@@ -44,9 +45,9 @@ class DictMlmOptions(mlm.MaskedOptions):
     """Choose whole words. If false, tokens are chosen one by one, and a word is translated only if all its tokens were
     chosen."""
     synonym: Literal["input", "label"] = "input"
-    """The translation replaces the tokens that the model sees (input), or those that it predicts (label)."""
+    """The translation replaces the tokens that the model sees (input), or the tokens that it predicts (label)."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the selected words with a translation that use it, as `synonym` says."""
+    """Of the selected words that have a translation, this share uses it. `synonym` says how."""
 
 
 _USE = rng.key("dict_mlm", "use")

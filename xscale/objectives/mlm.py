@@ -2,9 +2,9 @@
 
     L_MLM = - sum_{i in M} log p(x_i | x with M masked)
 
-A sequence is [CLS] text [SEP] with as many consecutive sentences of one document as fit max_length. There is no
-separator between sentences, as in Devlin et al., RoBERTa's DOC-SENTENCES (Liu et al. 2019) and Tang et al. (G.1), but
-unlike in XLM. Special tokens are never masked.
+A sequence is [CLS] text [SEP]. Its text has as many consecutive sentences of one document as fit into max_length. There
+is no separator between sentences, as in Devlin et al., RoBERTa's DOC-SENTENCES (Liu et al. 2019) and Tang et al. (G.1),
+but unlike in XLM. Special tokens are never masked.
 """
 
 from typing import Annotated, Any, ClassVar
@@ -29,7 +29,7 @@ class MaskedOptions:
     whole_word: bool = False
     """Choose whole words and mask all their tokens."""
     language_embeddings: bool = False
-    """Add an embedding of the language to every token (XLM); kept in the model's token-type table."""
+    """Add an embedding of the language to every token (XLM). The embeddings are in the model's token-type table."""
     language_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the sequences that get the neutral embedding (token type 0) instead of language embeddings, so that the
     model also learns to read text without token types and in other languages."""

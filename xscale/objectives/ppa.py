@@ -5,25 +5,25 @@
     L = L_MoCo + L_TLM                                                                              (4)
 
 A pair's sides are swapped with probability 1/2. The query encoder reads the first side alone, `[CLS] s [SEP]`, and the
-momentum encoder the second (1). TLM reads both in this order, through the query encoder, without reset positions and
-language embeddings.
+momentum encoder the second (1). TLM reads both sides in this order, with the query encoder. Positions do not restart at
+the second side, and there are no language embeddings.
 
 Decided, where the paper is silent:
 - W1 and W2 have no biases, as (2) is written. z is L2-normalised, as in MoCo (`normalize_z`).
 - The queue is filled before the first step (`prefill`). It is the same on every rank, holds the keys of the global
   batch in global order, and does not change during an optimizer step, so the partition into rows does not matter.
-- A key in the queue whose pair shares a text with the query's pair is no negative and is left out of the sum (the
-  metric `own_keys` counts such keys). It comes from the same pair in an earlier epoch or the warm-up, from the same
-  sentence elsewhere, or from another translation of it.
+- A key in the queue is left out of the sum if its pair shares a text with the query's pair; the metric `own_keys`
+  counts such keys. Such a key comes from the same pair in an earlier epoch or in the warm-up, from the same sentence in
+  another pair, or from another translation of it.
 - The momentum encoder is updated once after each optimizer step, but not after a skipped one (fp16 overflow). The keys
-  of a skipped step still enter the queue (0 for those that are not finite), as its forward pass was sound.
-- The key encoder runs with the query encoder's dropout unless `momentum_eval`.
+  of a skipped step still enter the queue, because its forward pass was sound; a key that is not finite becomes 0.
+- The key encoder has the query encoder's dropout, unless `momentum_eval` is set.
 
 While the weights change fast, the model can recognise a pair's key by its age, since the queue's keys are older.
 `contrastive_accuracy` is then higher than `contrastive_accuracy_step`, which compares the keys of one step. With random
-initial weights, the model learns nothing else if z hardly depends on the sentence; `sentence_cosine`, the mean cosine
-of two sentences' keys of a step, is then near 1. This happens with [CLS]: start with `pooling: mean`, or with
-`model.attention_gain: 1.0` and no dropout.
+initial weights, z may hardly depend on the sentence, and then the model learns nothing but the age. `sentence_cosine`,
+the mean cosine of the keys of two sentences of a step, is then near 1. This happens with [CLS]: start with `pooling:
+mean`, or with `model.attention_gain: 1.0` and no dropout.
 
 Shape letters: B pairs of a row, N of the step, M masked tokens, S states, H hidden width, D width of z, K keys in the
 queue.
@@ -82,7 +82,7 @@ class PpaOptions:
     tlm_weight: NotNegative = 1.0
     """Factor of L_TLM; 0: not computed (Table 5, -TLM)."""
     replace_tlm_with_mlm: bool = False
-    """Mask and encode each side alone (Table 5, repl TLM w/ MLM); `tlm_weight` is the factor of this loss."""
+    """Mask and encode each side alone (Table 5, repl TLM w/ MLM). `tlm_weight` is then the factor of MLM."""
     mask_prob: Fraction = 0.15
     """Fraction of the maskable tokens that is predicted."""
 
@@ -97,7 +97,8 @@ class PpaOptions:
         return self
 
     def momentum_at(self, step: int, steps: int) -> float:
-        """Return m for the update after `step` (0, 1, ...) of `steps`, where it begins at `momentum`."""
+        """Return m for the update after `step` (0, 1, ...) of `steps`. Without a ramp it is `momentum`; with one, it
+        rises from there."""
         if self.momentum_ramp is None:
             return self.momentum
         falling = (1 + math.cos(math.pi * min(step / max(steps - 1, 1), 1.0))) / 2
@@ -140,9 +141,9 @@ def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
 def collate(samples: list[list[Example]], options: PpaOptions, context: CollateContext) -> StreamBatch:
     """Return the batch of samples, each of which is a single pair. Its sequences are TLM's, then the query views.
 
-    A query view is a pair's first side alone; a key view, the second. The auxiliary sequences are the key views. The
-    states are "masked" [M] and "query" [B], one for each query view. `number` [B] is the pair's index in the global
-    batch.
+    A query view is the first side of a pair alone, a key view is the second side alone. The auxiliary sequences are the
+    key views. The states are "masked" [M] and "query" [B], one for each query view. `number` [B] is the pair's index in
+    the global batch.
     """
     pairs = context.fit_pairs(samples)
     first_sides = tlm.first_sides(pairs)
@@ -200,8 +201,8 @@ def views(pairs: list[Example], sides: list[int], context: CollateContext) -> Se
 
 
 def pooled(views: Sequences, pooling: str) -> Gather:
-    """Return the tokens whose states are summed for each view's vector. A sum may replace the mean, as only the
-    vector's direction matters."""
+    """Return the tokens whose states are summed for the vector of each view. A sum may replace the mean, because only
+    the direction of the vector matters."""
     if pooling == "cls":
         return Gather.single(views.starts)
     is_special = (views.offsets == 0) | (views.offsets == np.repeat(views.lengths, views.lengths) - 1)
@@ -209,8 +210,8 @@ def pooled(views: Sequences, pooling: str) -> Gather:
 
 
 def text_numbers(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return a hash of each text's tokens, int64 [B]. ids: the tokens of all texts, laid end to end; lengths: the
-    number of tokens of each text, at least 1 [B]."""
+    """Return a hash of each text's tokens, int64 [B]. ids: the tokens of all texts, concatenated; lengths: the number
+    of tokens of each text, at least 1 [B]."""
     if not len(lengths):
         return np.zeros(0, dtype=np.int64)
     token_hashes = rng.hash64(rng.hash64(rng.key("text"), indices_within(lengths)), ids)
@@ -246,14 +247,16 @@ class Moco:
         self.queue = Queue(options.queue_size, options.projection)
         self.prefill_samples = options.queue_size if options.prefill else 0
         self.step = self.steps = 0
-        """Number of optimizer steps done, and number of steps of the whole run, which StepModule sets."""
+        """The number of finished optimizer steps, and the number of steps of the whole run. StepModule sets the
+        latter."""
         self.step_keys: Callable[[], tuple[Tensor, Tensor]] | None = None
         """The function that returns the current step's keys [N, D] and text hashes [N, 2]; None before `gather`."""
         self._batch = GatheredVectors()
 
     @torch.no_grad()
     def encode(self, trained: Encoder, row: Row, arrays: list[dict[str, Tensor]]) -> Tensor:
-        """Return z_k of each pair's key view [B, D]. In training, the z_k enter the queue after the optimizer step."""
+        """Return z_k of each pair's key view [B, D]. In training, these vectors enter the queue after the optimizer
+        step."""
         self.queue.move_to(row.tokens.input_ids.device)
         key_encoder, projection = self.momentum.key_modules(trained.training and not self.options.momentum_eval)
         z_BD = projection(alignment_gather(key_encoder(row.tokens, row.places), *row.gather, *row.transposed))
@@ -331,17 +334,17 @@ def contrast(
 
 
 TIE = 1e-6
-"""Relative rounding error of a dot product. A key of the pair that is nearer than a negative by less than this does not
-count as nearer; so if all vectors are equal, no key is nearer."""
+"""Relative rounding error of a dot product. The pair's key must be nearer than a negative by more than this to count as
+nearer. So if all vectors are equal, no key is nearer."""
 
 
 def nearer(positive_B1: Tensor, negative_BK: Tensor) -> Tensor:
-    """Return whether each positive has a higher similarity than all its negatives [B]."""
+    """Return for each pair whether the similarity of the positive is higher than that of all negatives [B]."""
     return (positive_B1 - TIE * positive_B1.abs() > negative_BK).all(-1)
 
 
 def share_text(texts_B2: Tensor, texts_K2: Tensor) -> Tensor:
-    """Return whether each pair and each key have a text in common [B, K]."""
+    """Return for each pair and each key whether they have a text in common [B, K]."""
     a1_B1, a2_B1 = texts_B2[:, :, None].unbind(1)
     b1_K, b2_K = texts_K2.unbind(1)
     return (a1_B1 == b1_K) | (a1_B1 == b2_K) | (a2_B1 == b1_K) | (a2_B1 == b2_K)

@@ -4,7 +4,7 @@
     loss of sample i = - 1/2 ( log e_ii / sum over j of e_ij  +  log e_ii / sum over j of e_ji )
 
 u_i and v_i are the two sides of sample i. The sums run over the samples of all ranks and packed rows. A sample that has
-a text in common with sample i is no negative of it and is left out of both sums. Each packed row computes all V x V
+a text in common with sample i is not a negative of it, and is left out of both sums. Each packed row computes all V x V
 cosines, so memory grows with the square of the samples of a step.
 
 Shape letters: S samples of a packed row, V samples of the step, H width of a vector, D width of what rows exchange.
@@ -18,12 +18,14 @@ from xscale.objectives.base import Losses, step_loss_share
 from xscale.objectives.ppa import nearer, share_text
 
 _BYTES = 8
-"""The bytes of a text hash. A byte is exact in every floating type, so hashes travel as columns beside the vectors."""
+"""The number of bytes of a text hash. Every floating type represents a byte exactly, so hashes are sent as further
+columns of the vectors."""
 
 
 def exchanged_vectors(first_SH: Tensor, second_SH: Tensor, texts_S2: Tensor) -> Tensor:
-    """Return what the other packed rows of the step need of these samples, in fp32 or wider [S, D]: the unit vectors of
-    both sides, and the hashes of both texts. Only the direction of a vector matters, so a sum may replace a mean."""
+    """Return what the other packed rows of the step need of these samples: the unit vectors of both sides and the
+    hashes of both texts, in fp32 or wider [S, D]. Only the direction of a vector matters, so a sum may replace a
+    mean."""
     wide = torch.promote_types(first_SH.dtype, torch.float32)
     sides = [F.normalize(first_SH.to(wide), dim=-1), F.normalize(second_SH.to(wide), dim=-1)]
     return torch.cat([*sides, byte_columns(texts_S2).to(wide)], 1)
@@ -35,7 +37,7 @@ def byte_columns(numbers_S2: Tensor) -> Tensor:
 
 
 def from_byte_columns(bytes_V16: Tensor) -> Tensor:
-    """Return the int64 numbers whose bytes `byte_columns` has returned [V, 2]."""
+    """Return the int64 numbers that have these bytes [V, 2]. It is the inverse of `byte_columns`."""
     bytes_V28 = bytes_V16.to(torch.int64).unflatten(1, (2, _BYTES))
     return (bytes_V28 << _shifts(bytes_V28)).sum(-1)
 
@@ -45,8 +47,9 @@ def _shifts(tensor: Tensor) -> Tensor:
 
 
 def step_contrast(states: dict[str, Tensor], term: str, temperature: float, margin: float = 0.0) -> Losses:
-    """Return the packed row's part of the contrast as the sum `term`, and the metric contrastive_accuracy: the share of
-    samples whose u is nearer to their own v than to all negatives. states: those of the loss, with "step" and "own"."""
+    """Return the packed row's part of the contrast as the sum `term`. Also return the metric contrastive_accuracy: the
+    share of samples whose u is nearer to their own v than to all negatives. states: the states of the loss, with "step"
+    and "own"."""
     step_VD = states["step"]
     own_S = states["own"]
     texts_V2 = from_byte_columns(step_VD[:, -2 * _BYTES :].detach())

@@ -26,7 +26,7 @@ _SWAP = rng.key("tlm", "swap")
 
 
 def collate(samples: list[list[Example]], options: TlmOptions, context: CollateContext) -> StreamBatch:
-    """Return the masked sequences of samples, each of which is a single pair."""
+    """Return the batch of masked sequences. Each sample is a single pair."""
     pairs = context.fit_pairs(samples)
     segments = []
     for pair, side in zip(pairs, first_sides(pairs, options.shuffle_sides), strict=True):
@@ -42,7 +42,7 @@ def collate(samples: list[list[Example]], options: TlmOptions, context: CollateC
 
 
 def first_sides(pairs: list[Example], shuffled: bool = True) -> list[int]:
-    """Return the number of the sentence with which each pair starts: 0, or if shuffled 1 with probability 1/2."""
+    """Return for each pair which sentence comes first: 0, or, if shuffled, 1 with probability 1/2."""
     if not shuffled:
         return [0] * len(pairs)
     identities = np.array([pair.identity for pair in pairs], dtype=np.uint64)

@@ -5,7 +5,7 @@
 
 s_ik is the cosine of sentence i of one side and sentence k of the other. Each sentence is a sequence of its own, and B
 is the number of pairs of the step, on all ranks and in all packed rows. There is no momentum encoder and no queue. A
-pair that has a text in common with pair i is no negative of it (objectives/step_contrast.py).
+pair that has a text in common with pair i is not a negative of it (objectives/step_contrast.py).
 """
 
 from typing import ClassVar, Literal
@@ -29,15 +29,15 @@ class TranslationRankingOptions:
     temperature: PositiveFloat = 0.05
     """The temperature tau of the softmax over the sentences of the step."""
     margin: NotNegative = 0.3
-    """The margin m, by which a sentence must be nearer to its translation than to others."""
+    """The margin m. A sentence must be nearer to its translation than to other sentences by at least m."""
     pooling: Literal["cls", "mean"] = "mean"
     """Sentence vector: the mean over the ordinary tokens, or the state of [CLS]."""
 
 
 def check(options: TranslationRankingOptions, samples: int) -> str | None:
-    """Return what is wrong with the number of samples of a step and the remedy, or None."""
+    """Return an error message if the number of samples of a step is wrong, or None."""
     if samples == 1:
-        return "samples: 1 leaves a sentence nothing to be compared with; write 2 or more"
+        return "samples: with 1, a sentence cannot be compared with others; write 2 or more"
     return None
 
 
@@ -69,7 +69,7 @@ def vectors(
 def loss(
     parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: TranslationRankingOptions
 ) -> Losses:
-    """Return the sum over the row's pairs of their losses in both directions, halved."""
+    """Return the sum over the row's pairs of half of their losses in both directions."""
     return step_contrast(states, "ranking", options.temperature, options.margin)
 
 

@@ -2,15 +2,15 @@
 
     L = - 1/(2|L|) sum over links (i, j) of  log softmax_j( u_i . v_j / tau ) + log softmax_i( u_i . v_j / tau )
 
-u_i is the mean last hidden state of the sub-words of word i, normalised; v_j that of the word which a link connects
-with it. The two sentences are encoded separately, and nothing is masked. Each softmax runs over all links of the step,
-on all ranks and in all packed rows. No frozen encoder is needed, since the negatives keep the states apart.
+u_i is the mean last hidden state of the sub-words of word i, normalised. v_j is the same for word j of the other
+sentence. The two sentences are encoded separately, and nothing is masked. Each softmax runs over all links of the step,
+on all ranks and in all packed rows. A frozen encoder is not needed, because the negatives keep the states apart.
 
 Decided:
 - The links are those of contextual alignment (objectives/contextual.py): one-to-one links, without punctuation. Links
   of a word that was cut off are left out.
-- A link that has a word in common with link (i, j), by its sub-words, is no negative: its other word is the same word,
-  or another translation (objectives/step_contrast.py).
+- A link is not a negative of link (i, j) if they have a word in common, compared by its sub-words: its other word is
+  the same word, or another translation (objectives/step_contrast.py).
 """
 
 from typing import ClassVar
@@ -67,7 +67,7 @@ def vectors(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], 
 
 
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: WordContrastOptions) -> Losses:
-    """Return the sum over the row's links of their losses in both directions, halved."""
+    """Return the sum over the row's links of half of their losses in both directions."""
     return step_contrast(states, "words", options.temperature)
 
 

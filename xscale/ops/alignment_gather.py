@@ -1,7 +1,7 @@
-"""Gathers all states that a packed row's losses read, each as a sum of the hidden states of some tokens.
+"""Gathers all states that the losses of a packed row read. Each state is a sum of the hidden states of some tokens.
 
 The states are rows of A^T H for a sparse 0/1 matrix A, which is never built. The state of a masked token, or of a
-sequence's first token, is a sum over one token; AlignLM sums the tokens that are linked with a masked token.
+sequence's first token, is a sum over a single token. AlignLM sums the tokens that are linked with a masked token.
 
 Shape letters: N tokens of a row, H hidden width, R states that losses read, K pairs (state, token in its sum).
 """

@@ -7,13 +7,13 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, AHEAD = 4, 2
-"""ROWS: the output rows of a program. AHEAD: the number of summands of a row that are loaded together, so that a lane
-has 8 loads of 16 bytes under way."""
+"""ROWS: the output rows of a program. AHEAD: the number of summands of a row that are loaded together; a lane then has
+8 loads of 16 bytes in flight."""
 
 
 def gather_sum(values: Tensor, offsets: Tensor, columns: Tensor) -> Tensor:
-    """Return a matrix whose row r is the sum of the rows columns[offsets[r]:offsets[r + 1]] of `values`. It takes one
-    kernel launch, without a memset or a wait for the device."""
+    """Return a matrix whose row r is the sum of the rows columns[offsets[r]:offsets[r + 1]] of `values`. This is a
+    single kernel launch, without a memset and without a wait for the device."""
     values = values.contiguous()
     rows, width = len(offsets) - 1, values.shape[1]
     out = values.new_empty(rows, width)

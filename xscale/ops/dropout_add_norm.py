@@ -1,6 +1,7 @@
-"""Dropout, residual and layer norm behind each dense layer of a BERT layer. On a GPU each direction is one kernel.
+"""Dropout, residual and layer norm after each dense layer of a BERT layer. On a GPU, the forward and the backward pass
+are one kernel each.
 
-Separate operators read and write the states five times instead of twice, and take nine launches instead of two.
+Separate operators would read and write the states five times instead of twice, with nine launches instead of two.
 
 Shape letters: N tokens of a row, H hidden width.
 """
@@ -15,8 +16,9 @@ from xscale.deepspeed_private import is_partitioned
 
 
 def runs_fused(x_NH: Tensor, norm: nn.Module) -> bool:
-    """Return True if one kernel should compute it: for 16 bits on CUDA, a norm whose weights are not partitioned, a
-    backward pass that follows (without one, plain operators cost the host less), no compiler (it fuses by itself)."""
+    """Return True if the fused kernel should be used. The conditions: 16 bits on CUDA; the norm's weights are not
+    partitioned; a backward pass follows (otherwise plain operators cost the host less); and torch.compile is not
+    active, because it fuses by itself."""
     if not x_NH.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     if not isinstance(norm, nn.LayerNorm) or norm.bias is None:

@@ -44,7 +44,8 @@ def backward(
 
 
 def launch(width: int) -> dict[str, int]:
-    """Return the launch parameters. A program processes one row at a time, and a lane 8 numbers of it."""
+    """Return the launch parameters. A program processes one row at a time, and a lane processes 8 numbers of the
+    row."""
     block = triton.next_power_of_2(width)
     return {"H": width, "BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
 

@@ -1,4 +1,4 @@
-"""The vocabulary projection and the cross-entropy of predicted tokens only, computed in chunks.
+"""The vocabulary projection and the cross-entropy, for predicted tokens only, computed in chunks.
 
 Shape letters: M predictions, H hidden width, V vocabulary, C predictions of a chunk, B predictions of a block of a
 chunk, K columns.
@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ROWS, GPU_LOGITS, BLOCK = 1536, 2**31, 64
-"""A chunk has up to ROWS predictions, or on a GPU as many as fit into GPU_LOGITS bytes of logits, if these are more. A
+"""A chunk has up to ROWS predictions, or on a GPU up to GPU_LOGITS bytes of logits, if these are more predictions. A
 block has BLOCK predictions, whose fp32 probabilities should fit into a CPU's cache. Each chunk reads and writes the
-weight's gradient in fp32: at V = 250k with fewer than 4,000 predictions, this takes as long as the product."""
+weight's gradient in fp32. At V = 250k, with fewer than 4,000 predictions, this takes as long as the product."""
 
 FP16_SCALE = 4096.0
-"""In fp16, gradients of logits are multiplied by this factor, and later divided by it in fp32. A gradient of 2e-11 then
-does not become 0, and one of 16 is still finite."""
+"""In fp16, gradients of logits are multiplied by this factor, and later divided by it in fp32. Then a gradient of 2e-11
+does not become 0, and a gradient of 16 is still finite."""
 
 
 def chunk_rows(device: str, vocabulary: int, itemsize: int) -> int:
@@ -52,7 +52,7 @@ def masked_cross_entropy(
     gradient, so a gradient that a loss scale makes too large becomes inf. M = 0 gives 0.
     """
     device, dtype = features_MH.device.type, features_MH.dtype
-    if torch.is_autocast_enabled(device) and dtype != torch.float64:  # as F.linear
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:  # as F.linear does
         dtype = torch.get_autocast_dtype(device)
     if weights_M is None:
         weights_M = torch.ones_like(labels_M, dtype=torch.float32)
@@ -136,8 +136,8 @@ def _losses_and_sums(
 def _add_gradients(
     d_logits_CV: Tensor, features_CH: Tensor, weight_VH: Tensor, scale: float, sums: list[Tensor | None], start: int
 ) -> None:
-    """Add `scale` times the gradients of the chunk that begins at row `start` to `sums`. The first one overwrites
-    them."""
+    """Add `scale` times the gradients of the chunk that begins at row `start` to `sums`. The first chunk overwrites the
+    sums."""
     d_features_MH, d_weight_VH, d_bias_V = sums
     for columns in _column_slices(weight_VH):
         d_logits_CK, add = d_logits_CV[:, columns], columns.start > 0
@@ -151,8 +151,8 @@ def _add_gradients(
 
 
 def _column_slices(weight_VH: Tensor) -> list[slice]:
-    """Return the slices of the logits' columns, each of which one matrix product computes. On CUDA the fast kernels
-    need a multiple of 8 columns, so the last V % 8 columns (XLM-R has 250,002) get a product of their own."""
+    """Return slices of the logits' columns; one matrix product computes each slice. On CUDA the fast kernels need a
+    multiple of 8 columns, so the last V % 8 columns (XLM-R has 250,002) get a product of their own."""
     V = len(weight_VH)
     fast = V - V % 8 if weight_VH.is_cuda else V
     return [slice(start, end) for start, end in pairwise(sorted({0, fast, V}))]
@@ -163,8 +163,8 @@ def _matmul_into(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool) -> 
     old = 1.0 if add else 0.0
     if a.is_cuda and a.dtype != out.dtype:
         torch.addmm(out, a, b, beta=old, alpha=scale, out_dtype=out.dtype, out=out)
-    elif a.dtype == torch.bfloat16:  # on a CPU four times as fast as in fp32, for one more rounding of each chunk
-        torch.add(out if add else out.new_zeros(1, 1), a @ b, alpha=scale, out=out)  # fp32, as both are matrices
+    elif a.dtype == torch.bfloat16:  # on a CPU, this is four times as fast as in fp32, and rounds each chunk once more
+        torch.add(out if add else out.new_zeros(1, 1), a @ b, alpha=scale, out=out)  # the result is fp32
     else:
         out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=old, alpha=scale)
 

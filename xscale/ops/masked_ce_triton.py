@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 LAUNCH = {"BLOCK": 4096, "num_warps": 8}
-"""The launch parameters: BLOCK columns at a time, so that each thread processes 16 numbers."""
+"""The launch parameters. A program processes BLOCK columns at a time, so each thread processes 16 numbers."""
 ALIGNED = 16
-"""Each row of logits begins at a multiple of this many numbers, so that 16-byte loads and stores fit at its ends."""
+"""Each row of logits begins at a multiple of this many numbers, so that loads and stores of 16 bytes are aligned."""
 
 
 def losses_(
@@ -64,7 +64,7 @@ def softmax_losses(
     logits += row.to(tl.int64) * stride
     label = tl.load(labels + row).to(tl.int32)
     lane = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], -3.0e38, tl.float32)  # not -inf, whose difference from itself is NaN
+    best = tl.full([BLOCK], -3.0e38, tl.float32)  # not -inf, because -inf - (-inf) is NaN
     place = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float32)
     of_label = tl.zeros([BLOCK], tl.float32)

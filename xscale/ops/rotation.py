@@ -16,9 +16,10 @@ def rotate_(qkv_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int) -> T
 
     Each head x of queries and keys becomes `x * cos + x.roll(D // 2, -1) * sin`, computed in the type of cos and sin,
     which is at least fp32. Number i of a head's first half is rotated with number i of its second half; the first half
-    of sin is negated. On a GPU one kernel does it. The product that made qkv does not need it again.
+    of sin is negated. On a GPU, one kernel does this. It may work in place, because the backward pass of the product
+    that made qkv does not read qkv.
     """
-    if torch.compiler.is_compiling():  # the compiler makes one kernel of all this
+    if torch.compiler.is_compiling():  # torch.compile makes one kernel of these operators
         turned = _turned(_queries_and_keys(qkv_NX, heads), cos_N11D, sin_N11D)
         return torch.cat([turned.to(qkv_NX.dtype).flatten(1), qkv_NX[:, 2 * qkv_NX.shape[1] // 3 :]], 1)
     return _Rotation.apply(qkv_NX, cos_N11D, sin_N11D, heads)

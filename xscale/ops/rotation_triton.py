@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def turn(qkv_NX: Tensor, out_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int, back: bool = False) -> None:
-    """Write the rotated queries and keys to `out`, and the values too unless `out` is qkv itself, by one kernel launch.
-    back: rotate by the opposite angles."""
+    """Write the rotated queries and keys to `out`, by one kernel launch. Unless `out` is qkv itself, also copy the
+    values. back: rotate by the opposite angles."""
     assert qkv_NX.is_contiguous() and out_NX.is_contiguous() and cos_N11D.is_contiguous() and sin_N11D.is_contiguous()
     half = cos_N11D.shape[-1] // 2
     parts = 2 if out_NX.data_ptr() == qkv_NX.data_ptr() else 3
@@ -19,8 +19,8 @@ def turn(qkv_NX: Tensor, out_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, hea
 
 
 def launch(heads: int, half: int) -> dict[str, int]:
-    """Return the launch parameters. A program processes a token's queries, keys or values, and a lane 8 numbers of
-    either half of a head at a time."""
+    """Return the launch parameters. A program processes the queries, keys or values of one token. A lane processes 8
+    numbers of each half of a head at a time."""
     room, wide = triton.next_power_of_2(heads), triton.next_power_of_2(half)
     warps = min(max(room * wide // 256, 1), 8)
     return {"HEADS": heads, "HALF": half, "ROOM": room, "WIDE": wide, "num_warps": warps}
@@ -47,7 +47,7 @@ def turn_heads(
     a = tl.load(qkv + first, mask=live, other=0)
     b = tl.load(qkv + first + HALF, mask=live, other=0)
     if part < 2:
-        place = token * (2 * HALF) + HALF + lane  # the second half, in which the sine is positive
+        place = token * (2 * HALF) + HALF + lane  # the second half of a head, for which the sine is positive
         c = tl.load(cos + place, mask=lane < HALF, other=0)
         s = tl.load(sin + place, mask=lane < HALF, other=0)
         if BACK:

@@ -1,7 +1,7 @@
 """Self-attention over a packed row of sequences of up to 128 tokens on a GPU. One program computes one head of one
 sequence, and holds all of its scores.
 
-PyTorch's flash kernel works in blocks of 128 tokens, of which a sentence fills a third, and its backward pass needs
+PyTorch's flash kernel works in blocks of 128 tokens, and a sentence fills a third of a block. Its backward pass needs
 four kernels and three more passes over memory.
 
 Shape letters: N tokens of a row, B sequences, A heads, D width of a head, H = A * D, X = 3 * H (queries, keys, values).
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LONGEST, WIDTHS = 128, (16, 32, 64)
-"""The maximum length of a sequence, and the widths of a head, that the kernel supports."""
+"""The kernel supports sequences up to this length, and heads of these widths."""
 
 
 def short_attention(
@@ -30,15 +30,15 @@ def short_attention(
     """Return `dropout(softmax(q k^T / sqrt(D))) v` within each sequence [N, H]. window: a token attends only to
     positions with |i - j| <= window.
 
-    qkv has 16 bits. `seed` (int64, on the CPU) and `layer` determine the dropout mask, so that the backward pass draws
-    it again. Only the arguments are kept for the backward pass. Results have the same bits every time.
+    qkv has 16 bits. `seed` (int64, on the CPU) and `layer` determine the dropout mask, so that the backward pass can
+    draw the same mask. Only the arguments are kept for the backward pass. Results have the same bits every time.
     """
     return _ShortAttention.apply(qkv_NX, starts_B1, longest, seed, layer, heads, dropout, window)
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Calls the kernel. Outside of torch.compile it does so directly, because an operator of torch.library would double
-    the host's time for a launch."""
+    """Calls the kernel. Outside of torch.compile, the kernel is called directly, because an operator of torch.library
+    would double the host's time for a launch."""
 
     @staticmethod
     def forward(ctx: Any, qkv_NX: Tensor, starts_B1: Tensor, longest: int, seed: Tensor, *rest: Any) -> Tensor:

@@ -111,8 +111,8 @@ def backward_heads(
 
 @triton.jit
 def _places(first, length, program, stride, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the positions of a sequence's numbers of one head in rows of `stride` numbers, and which exist [BLOCK,
-    D]."""
+    """Return the addresses of one head's numbers in a sequence, whose rows have `stride` numbers, and which of them
+    exist [BLOCK, D]."""
     token = tl.arange(0, BLOCK)[:, None]
     lane = tl.arange(0, D)[None, :]
     place = (first + token).to(tl.int64) * stride + (program % HEADS) * D + lane

@@ -7,7 +7,8 @@ import triton.language as tl
 
 def mask_numbers(seed: int, dropout: float) -> tuple[int, int, int, float]:
     """Return the arguments of `dropout_mask` after `row`: 64 mixed bits of the seed as two signed 32-bit numbers
-    (splitmix64, Steele et al. 2014), the dropout probability in units of 2^-24, and the factor of the others."""
+    (splitmix64, Steele et al. 2014), the dropout probability in units of 2^-24, and the factor of the elements that are
+    kept."""
     z = (seed + 1) * 0x9E3779B97F4A7C15 % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
@@ -19,9 +20,9 @@ def mask_numbers(seed: int, dropout: float) -> tuple[int, int, int, float]:
 
 @triton.jit
 def dropout_mask(place, row, low, high, drop, kept):
-    """Return a mask in the shape of `place`: 0 with probability drop / 2^24, else `kept`. Each place of a row is mixed
-    with two words of 32 bits that depend on the seed and the row (lowbias32, Wellons 2018). This takes about 10 integer
-    operations, where Philox takes about 80."""
+    """Return a mask in the shape of `place`: 0 with probability drop / 2^24, else `kept`. The index of each place of a
+    row is mixed with two 32-bit numbers that depend on the seed and the row (lowbias32, Wellons 2018). This takes about
+    10 integer operations, where Philox takes about 80."""
     number = row.to(tl.uint32)
     one = _mix(number * 0x9E3779B1 ^ low.to(tl.uint32, bitcast=True))
     two = _mix(number * 0x85EBCA6B ^ high.to(tl.uint32, bitcast=True))
