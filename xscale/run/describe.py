@@ -43,7 +43,7 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
 
 
 def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
-    """Return the objective's advice about a stream, and a line about sources that it leaves out."""
+    """Return the objective's advice about a stream, and a line about the sources that the stream leaves out."""
     advice = stream.objective.advise(stream.options, stream.records(corpus.sources), recipe.train.steps)
     lines = [f"streams.{stream.name}.{line}" for line in advice]
     languages = recipe.streams[stream.name].languages
@@ -71,7 +71,8 @@ def phase_notes(recipe: Recipe) -> list[str]:
 
 
 def dropped_pairs_warnings(loader: Loader) -> list[str]:
-    """Return a warning for each stream that drops more than the share DROPPED of its pairs, those of phases first."""
+    """Return a warning for each stream that drops more than the share DROPPED of its pairs. Warnings about phases come
+    first."""
     lines = list[str]()
     recipes = loader.recipe.schedule
     calibrations = loader.calibration.schedule(recipes.ends).values
@@ -92,7 +93,7 @@ def dropped_pairs_warnings(loader: Loader) -> list[str]:
 
 
 class StepRange(NamedTuple):
-    """Consecutive steps with the same recipe: those of a phase, or those after the last phase."""
+    """Consecutive steps with the same recipe: the steps of a phase, or the steps after the last phase."""
 
     first: int
     end: int
@@ -114,7 +115,7 @@ def step_ranges(recipe: Recipe, corpus: Corpus) -> list[StepRange]:
 
 
 def share_lines(loader: Loader) -> Iterator[str]:
-    """Yield lines with the languages' shares of each stream's samples, and their epochs, by range of steps. They read
+    """Yield lines with each language's share of a stream's samples, and its epochs, for each range of steps. This reads
     the lengths of many records."""
     sources = loader.corpus.sources
     sizes = {by: source_sizes(sources, loader.calibration, by) for by in ("records", "tokens", "bytes")}

@@ -15,10 +15,10 @@ from xscale.run.metrics import LOG
 from xscale.run.state import RunContext
 
 NOT_FINITE = "not_finite.jsonl"
-"""The file with the record keys of a step whose loss or gradient is not finite; a line per rank."""
+"""The file that names the records of a step whose loss or gradient is not finite, with one line for each rank."""
 MOST_SKIPPED = 100
-"""The number of consecutive steps skipped by fp16 at which a run fails. Fewer are normal while fp16 looks for a loss
-scale: 32 halvings lead from 2^32 to 1."""
+"""A run fails if fp16 skips this many steps in a row. Fewer are normal while fp16 looks for a loss scale: 32 halvings
+lead from 2^32 to 1."""
 SKIPS_OF = 200
 MOST_SKIPS = 20
 LOW_SCALE = 1.0
@@ -34,7 +34,8 @@ class Skips:
         self.warned = self.low = False
 
     def count(self, skipped: bool, scale: float | None) -> str | None:
-        """Count one step. Returns a warning if there is a new cause for one, or None. scale: fp16's loss scale."""
+        """Count one step. Returns a warning, or None if there is nothing new to warn about. scale: fp16's loss
+        scale."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.last.append(skipped)
         was_low = self.low
@@ -50,7 +51,7 @@ class Skips:
 
 
 class FiniteCheck:
-    """Looks at the losses and the gradient of every step, before the step is saved."""
+    """Checks the losses and the gradient of every step before a checkpoint has the step."""
 
     def __init__(self, context: RunContext, recipe: Recipe, manager: CheckpointManager):
         self.context = context
@@ -86,12 +87,13 @@ class FiniteCheck:
         self.end_run(number, f"the gradient ({error})", batch, finite=True)
 
     def end_run(self, number: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
-        """Write the step's records to not_finite.jsonl, and raise. finite: whether this rank's losses are finite."""
+        """Write the step's records to not_finite.jsonl, and raise NotFinite. finite: whether this rank's losses are
+        finite."""
         self.manager.finish_save()
         path = self.write_records(number, what, batch, finite)
         newest = self.manager.good
         good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
-        # Steps that fp16 skipped have changed nothing, so the update before them is the bad one.
+        # Steps that fp16 skipped have changed nothing, so the update before them has done the damage.
         bad = number - self.skips.in_a_row if self.fp16 else number
         raise NotFinite(
             f"step {number}: {what} is not finite; {good}, in {self.manager.folder}. {path} names the records. "

@@ -1,6 +1,6 @@
 """A run's directory records which run owns it, and the run's status.
 
-status.json also has the exit code, for those who cannot see it because the launcher returns another one:
+status.json also has the exit code, because some launchers return another one:
 
     {"status": "stopped", "code": 75, "why": "SIGUSR2", "step": 120, "rank": 0, "time": "2026-01-31T12:00:00+00:00"}
 
@@ -34,7 +34,8 @@ from xscale.run.metrics import LOG, log_to_files
 
 IDENTITY, STARTS, STATUS = "identity.json", "starts.jsonl", "status.json"
 FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index.json", "config.json", "tokenizer.json")
-"""A folder with one of these, but no identity.json, holds another trainer's run, shards, a model or a tokenizer."""
+"""A folder that has one of these and no identity.json is not a run of xscale, but another trainer's run, shards, a
+model or a tokenizer."""
 
 # The run that owns a directory
 
@@ -46,7 +47,7 @@ def check_out(out: Path, identity: dict[str, Any], resume: str) -> None:
     path = out / IDENTITY
     log = out / "metrics.jsonl"
     begun = any(out.glob("checkpoints/step_*")) or (log.exists() and log.stat().st_size > 0)
-    saved = read_identity(out) if begun else None  # a start that failed before its first step claims nothing
+    saved = read_identity(out) if begun else None  # a start that failed before its first step does not own the folder
     if saved is None and not path.exists() and any(next(out.glob(name), None) for name in FOREIGN):
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
     if resume == "never" and begun and (saved or path.exists()):
@@ -63,7 +64,8 @@ def indented(lines: list[str]) -> str:
 
 
 def read_identity(out: Path) -> dict[str, Any] | None:
-    """Return the identity of the run in a directory, from identity.json or else from the newest readable checkpoint."""
+    """Return the identity of the run in a directory, from identity.json, or else from the newest readable
+    checkpoint."""
     with suppress(OSError, ValueError):
         saved = json.loads((out / IDENTITY).read_text(encoding="utf-8"))
         if isinstance(saved, dict) and saved:
@@ -75,8 +77,8 @@ def read_identity(out: Path) -> dict[str, Any] | None:
 
 
 def is_idle(out: Path) -> bool:
-    """Return whether the directory is new, or is a run's directory that no process has locked. A start that failed
-    before it had the lock may then write its status there."""
+    """Return whether the directory is new, or belongs to a run that no process has locked. If so, a start that has
+    failed before it had the lock may write its status there."""
     if not out.exists():
         return True
     if not out.is_dir() or not ((out / IDENTITY).exists() or (out / STATUS).exists() or not any(out.iterdir())):
@@ -121,8 +123,8 @@ def code_revision() -> dict[str, Any]:
 
 
 def compare_identities(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Return a line for every difference between two identities of runs. A field of the recipe that one of them lacks,
-    since another version of xscale wrote it, has its default there."""
+    """Return a line for every difference between two identities of runs. If one of them lacks a field of the recipe,
+    because another version of xscale wrote it, the field has its default there."""
     return compare(with_defaults(saved), with_defaults(current))
 
 
@@ -163,7 +165,7 @@ NAMES = {DONE: "done", STOPPED: "stopped"}
 """The status by exit code. With any other code, the status is "failed"."""
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "another rank of this node")
 NO_MEMORY = ("can't allocate memory", "out of memory")
-"""Phrases in errors of torch, CUDA and NCCL that report a lack of memory without an exception class of their own."""
+"""Phrases in errors of torch, CUDA and NCCL about a lack of memory for which there is no exception class."""
 KILLED = ("killed by signal: Killed", "killed by signal: Bus error")
 """Phrases that identify errors of torch and of data/loader.py about a killed worker or planner process."""
 
@@ -172,7 +174,7 @@ def explain(error: Exception) -> tuple[int, str]:
     """Return the exit code of an error, and its message, with a remedy if a user or a machine has caused the error."""
     text = str(error)
     first = (text or type(error).__name__).splitlines()[0]
-    if isinstance(error, MachineError):  # this message, or another rank's, already names the remedy
+    if isinstance(error, MachineError):  # the message, which may be another rank's, already names the remedy
         return MACHINE, text
     if isinstance(error, UserError):
         return USER_ERROR, text
@@ -227,7 +229,8 @@ class Status:
         self.out = out
         self.process = process
         self.has_lock: bool | None = None
-        """True if this run has the directory's lock, False if it has asked and does not have it, None before."""
+        """True if this run has the directory's lock, False if it asked for the lock and did not get it, None before it
+        asks."""
         self.step: int | None = None
         """The number of steps done."""
 
@@ -242,7 +245,8 @@ class Status:
             self._write("running", None, "")
 
     def ended(self, code: int, why: str) -> None:
-        """Write why the run ends. If this rank fails after the run has the lock, another rank's reason is kept."""
+        """Write why the run ends. If this rank fails while the run has the lock, and another rank has written a reason,
+        that reason stays."""
         if code not in NAMES and self.has_lock:
             self.cut_off(code, why)
         elif self.process.is_main:
@@ -262,7 +266,8 @@ class Status:
 
     @contextmanager
     def of_failures(self) -> Iterator[None]:
-        """Log an exception of the `with` block, write it to status.json if `out` is this run's, and re-raise it."""
+        """Log an exception of the `with` block, write it to status.json if `out` belongs to this run, and re-raise
+        it."""
         try:
             yield
         except Exception as error:

@@ -1,8 +1,8 @@
 """A run continues from a checkpoint: its own, or for a fork another run's (`train.py --fork RUN@STEP --out NEW`).
 
 A fork takes over weights, optimizer, schedule, auxiliary states and positions in the data. Its recipe may differ from
-the other run's only in fields that are read anew in each step and do not change the order of any source. Its data may
-be other data: a source that the other run had goes on with its next record, and a new source begins with epoch 0.
+the other run's only in fields that every step reads again and that do not change the order of any source. It may read
+other data: a source that the other run had continues with its next record, and a new source begins with epoch 0.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from xscale.run.metrics import LOG, last_entries
 from xscale.step.ds_config import EngineConfig
 
 ANCESTRY = "ancestry.json"
-"""The file of a fork with its ancestor runs, nearest first. Each entry has the ancestor's directory, the step at which
-the fork of this ancestor began, and the settings that this fork changed."""
+"""The file in which a fork lists its ancestor runs, nearest first. Each entry has the ancestor's directory, the step at
+which it was forked, and the settings that the fork changed."""
 MAY_CHANGE = {
     "model": {"dropout"},
     "data": {"alpha"},
@@ -44,8 +44,9 @@ OF_STREAMS = {"samples", "weight", "warm_in"}
 
 
 def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_group: HostGroup) -> Checkpoint | None:
-    """Return the checkpoint to start from: the run's own, or that of --fork if the run has none yet, or None. args: the
-    arguments of train.py. Raises UserError if the checkpoint belongs to another run, or if all are damaged."""
+    """Return the checkpoint to start from: the run's own, or if it has none yet, that of --fork. Without either, return
+    None. args: the arguments of train.py. Raises UserError if the checkpoint belongs to another run, or if all are
+    damaged."""
     if args.resume == "never":
         return None
     if found := find_own(args.out, args.resume, host_group):
@@ -121,15 +122,16 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
 def resume_calibration(
     recipe: Recipe, corpus: Corpus, checkpoint: Checkpoint | None, host_group: HostGroup
 ) -> Calibration:
-    """Return the checkpoint's calibration, completed by what all ranks measure together: without a checkpoint, all of
-    it; otherwise the sources that are new to the run, and the phases of a fork that has other phases."""
+    """Return the checkpoint's calibration. All ranks together measure what it lacks: the sources that are new to the
+    run, and the phases of a fork with other phases. Without a checkpoint, they measure everything."""
     if checkpoint is None:
         return calibrate(recipe, corpus, host_group)
     before = checkpoint.identity
     now = identity_of(recipe, corpus)
     saved = Calibration.from_dict(checkpoint.calibration, len(before["data"]), list(recipe.streams))
     if before["data"] != now["data"]:
-        # Streams and old sources keep their estimates, on which the order of running text and packed rows depend.
+        # Streams and old sources keep their estimates, because the order of running text and the packed rows depend on
+        # them.
         line_of = dict(zip(fingerprints(now), calibrate(recipe, corpus, host_group).lines, strict=True))
         line_of |= zip(fingerprints(before), saved.lines, strict=True)
         saved = replace(saved, lines=[line_of[source] for source in fingerprints(now)])
@@ -193,8 +195,9 @@ def with_new_values(saved: dict[str, Any], identity: dict[str, Any]) -> dict[str
 
 
 def fixed_by_phases(recipe: dict[str, Any]) -> tuple[Any, int]:
-    """Return the values in a recipe's phases on which a saved state depends: the streams' languages, which decide which
-    sources have a reading position, and the largest data.max_length, the number of the model's positions."""
+    """Return the values in a recipe's phases on which a saved state depends: the languages of the streams, because they
+    decide which sources have a position, and the largest data.max_length, because it is the number of the model's
+    positions."""
     languages = set[str]()
     lengths = [recipe["data"]["max_length"]]
     for phase in [{}, *(recipe.get("phases") or [])]:
@@ -207,8 +210,8 @@ def fixed_by_phases(recipe: dict[str, Any]) -> tuple[Any, int]:
 
 
 def _is_factor(value: Any) -> bool:
-    """Return whether a field's value is a factor or a probability, and not 0. A fork may not change a factor from or to
-    0, since a term whose factor is 0 may have no heads."""
+    """Return whether a field's value is a factor or a probability other than 0. A fork may not change a factor from or
+    to 0, because a term with the factor 0 may have no heads."""
     return type(value) is float and value != 0
 
 

@@ -31,8 +31,8 @@ class Trainer:
     """Trains an engine from a checkpoint, or from the beginning, to the last step of the run."""
 
     def __init__(self, loader: Loader, context: RunContext, checkpoint: Checkpoint | None, trace: bool = False) -> None:
-        """Prepare to go on from the checkpoint that the engine was loaded from, or to begin if it is None. trace: write
-        the keys of the records that are read."""
+        """Prepare the loop. checkpoint: the checkpoint that was loaded into the engine; None: begin at step 1. trace:
+        write the keys of the records that are read."""
         self.recipe = loader.recipe
         self.engine = context.engine
         self.out = context.out
@@ -62,14 +62,16 @@ class Trainer:
         self.stopper = Stopper(context, self.synchronizer, self.metrics, self.manager, self.state, steps)
         self.alignment = alignment_scores(loader, self.engine, context.host_group, self.watch.note)
         tasks = measure_functions(loader, self.engine, self.process, self.alignment.measure, self.watch.note)
-        measured = done if checkpoint else -1  # a start that was killed may have measured step 0 and saved nothing
+        # An earlier start may have measured step 0 and been killed before it saved.
+        measured = done if checkpoint else -1
         self.evaluations = Validation(context, self.recipe, tasks, measured, self.metrics, self.stopper)
         self.checkpoints = Checkpoints(
             context, loader, self.manager, self.finite, self.metrics, self.evaluations, self.stopper
         )
 
     def begin(self) -> None:
-        """Evaluate and save before the first step of a run. A run that cannot save fails now, and not after a day."""
+        """Evaluate and save before the first step of a run. So a run that cannot save fails at once, and not after a
+        day."""
         if not self.resumed and self.evaluations.due(0):
             self.evaluations.measure(0)
         if self.manager.saved is None:
@@ -105,13 +107,13 @@ class Trainer:
         return 0
 
     def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> UnreportedStep:
-        """Do one optimizer step. Returns its numbers, of which some are still on the device. started: when the step
+        """Do one optimizer step. Returns its numbers; some are still on the device. started: the time at which the step
         began."""
         engine = self.engine
         train = self.recipe.train
         number = self.state.step + 1
         skipped = engine.skipped_steps
-        # The first step measures too, so that a lack of memory for it shows at once.
+        # The first step measures, too, so that a lack of memory shows at once.
         measure = bool(train.measure_every) and (number == 1 or number % train.measure_every == 0)
         try:
             result = optimizer_step(
@@ -125,7 +127,7 @@ class Trainer:
                 measure=measure and keeps_whole_weights(engine),
                 vector_counts=counts.auxiliary,
             )
-        except NotFinite as error:  # under fp16 all ranks raise it
+        except NotFinite as error:  # all ranks raise it under fp16
             self.metrics.flush()
             self.finite.end_without_scale(number, error, batch)
         numbers: dict[str, Any] = {
@@ -151,7 +153,7 @@ class Trainer:
         return UnreportedStep(number, batch, result, counts.targets, numbers)
 
     def stop_early(self) -> int:
-        """Save a checkpoint of the steps done, and return the exit code."""
+        """Save a checkpoint after the last finished step, and return the exit code."""
         self.watch.note_last_save()
         self.checkpoints.save(self.state, must_succeed=True)
         LOG.info(f"stopped at step {self.state.step} ({self.stop.why}); start again to go on")

@@ -1,6 +1,6 @@
 """Writes a run's metrics and logs: metrics.jsonl, TensorBoard, the trace, the console and run.log.
 
-Each file has every step once, since a resume first removes the lines of steps after its checkpoint.
+Each file has every step once, because a resume first removes the lines of steps after its checkpoint.
 """
 
 import faulthandler
@@ -25,7 +25,8 @@ from xscale.recipe import Recipe
 
 LOG = logging.getLogger("xscale")
 LINE_SECONDS = 5.0
-"""The least number of seconds between progress lines. The first and last step and each evaluation always have one."""
+"""The minimum number of seconds between progress lines. The first step, the last step and each evaluation always have a
+line."""
 BUFFER = 1 << 16
 """Lines wait in memory until they have more than this number of bytes, or until the next flush."""
 MOST_WAITING = 1 << 24
@@ -50,7 +51,7 @@ def start_logging(out: Path, rank: int) -> Path:
         LOG.addHandler(handler)
     stacks = path.open("a")
     faulthandler.enable(stacks)  # a crash writes its stacks to the same file
-    faulthandler.register(signal.SIGUSR1, stacks)  # the loader's processes inherit this
+    faulthandler.register(signal.SIGUSR1, stacks)  # the processes of the loader inherit this setting
     LOG.info(f"rank {rank}: host {os.uname().nodename}, process {os.getpid()}")
     return path
 
@@ -63,7 +64,7 @@ def log_to_files(line: str) -> None:
 
 
 class _Printable(logging.Formatter):
-    """A formatter that escapes the control characters that names of files and records may hold."""
+    """A formatter that escapes control characters, which names of files and records may have."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_controls(super().format(record))
@@ -82,7 +83,7 @@ class JsonLines:
     def __init__(self, path: Path | None, after_step: int):
         """Open the file, without what follows the last complete line of a step up to `after_step`.
 
-        The file is replaced by a new one, since a run that lost this directory may still write to the old one.
+        A new file replaces the old one, because a run that has lost this directory may still write to the old file.
         """
         self.file = None
         if path is None:
@@ -100,7 +101,7 @@ class JsonLines:
         self.lines = list[bytes]()
         """The lines that wait."""
         self.size = 0
-        """Their size in bytes."""
+        """The size of `lines` in bytes."""
         self.failing = False
         """True if the last attempt to write failed."""
         self.lost = 0
@@ -137,7 +138,8 @@ class JsonLines:
         assert self.file
         try:
             if os.fstat(self.file.fileno()).st_size > self.end:
-                self.file.truncate(self.end)  # a failed write has left a part of a line, and could not remove it
+                # An earlier write failed, and left a part of a line that could not be removed.
+                self.file.truncate(self.end)
             rest = memoryview(data)
             while rest:
                 rest = rest[self.file.write(rest) :]
@@ -159,7 +161,7 @@ def _encoded(entry: dict[str, Any]) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with None in the place of every number that is not finite."""
+    """Return the value; every number in it that is not finite becomes None."""
     if isinstance(value, dict):
         return {name: _finite(of) for name, of in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -170,7 +172,7 @@ def entries_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Lines that are incomplete, or have no step, are left out. Only the part of the file that is asked for is read."""
     with path.open("rb") as file:
         start = file.seek(0, os.SEEK_END)
-        data = b""  # the bytes from `start` on that are not yet yielded
+        data = b""  # the bytes from `start` on whose lines are not yet yielded
         while start or data:
             line_start = data.rfind(b"\n", 0, -1) + 1
             if start and not line_start:
@@ -195,7 +197,8 @@ def last_entries(path: Path, most: int) -> list[dict[str, Any]]:
 
 
 class Board:
-    """Writes the metrics for TensorBoard too, besides metrics.jsonl. The run stops using it after its first error."""
+    """Writes the metrics for TensorBoard, in addition to metrics.jsonl. After the first error, the run stops using
+    it."""
 
     def __init__(self, folder: Path, first_step: int):
         from torch.utils.tensorboard import SummaryWriter

@@ -1,4 +1,4 @@
-"""The metrics of steps: they stay on the device until a flush sums them over ranks and reports them."""
+"""The metrics of steps. They stay on the device until a flush sums them over ranks and reports them."""
 
 import time
 from statistics import median_low
@@ -19,7 +19,8 @@ from xscale.step.step import StepResult
 from xscale.step.sums import language_metrics, stream_metrics
 
 FLUSH_SECONDS = 1.0
-"""The least time between two readings of metrics from the device, since each reading waits for the device."""
+"""The minimum number of seconds between two readings of metrics from the device, because each reading waits for the
+device."""
 
 
 class UnreportedStep(NamedTuple):
@@ -35,7 +36,7 @@ class UnreportedStep(NamedTuple):
     """The step's other metrics: numbers or tensors."""
 
     def entry(self, totals: "StepTotals", recipe: Recipe) -> dict[str, Any]:
-        """Return the step's line of metrics.jsonl. recipe: that of the run."""
+        """Return the step's line of metrics.jsonl. recipe: the recipe of the run."""
         recipe = recipe.at(self.step - 1)
         metrics = stream_metrics(totals.sums, self.targets, recipe)
         loss = 0.0
@@ -60,7 +61,7 @@ class StepTotals(NamedTuple):
 
 
 class FlushedSums(NamedTuple):
-    """What the ranks exchange to report some steps."""
+    """The numbers that the ranks exchange to report some steps."""
 
     steps: list[StepTotals]
     seconds_R: list[float]
@@ -68,8 +69,8 @@ class FlushedSums(NamedTuple):
 
 
 def sum_over_ranks(steps: list[UnreportedStep], process: Process) -> FlushedSums:
-    """Return the steps' sums over ranks. All ranks call it together, with the same steps, and one all-reduce has all
-    numbers: of each step the sums and the counts, then the seconds of each rank."""
+    """Return the sums of each step over ranks. All ranks call this together, with the same steps. A single all-reduce
+    has all numbers: the sums and counts of each step, and the seconds of each rank."""
     parts = list[Tensor]()
     counts_of_steps = list[Counts]()
     seconds = 0.0
@@ -95,10 +96,10 @@ def sum_over_ranks(steps: list[UnreportedStep], process: Process) -> FlushedSums
 
 
 def pace_metrics(seconds_R: list[float]) -> dict[str, float]:
-    """Return the slowest rank, and its time over the median rank's.
+    """Return the slowest rank, and the ratio of its time to the median of all ranks.
 
-    seconds_R: each rank's own seconds of a step: its wait for records and its forward and backward passes, without the
-    reduction of gradients, in which the ranks wait for each other.
+    seconds_R: each rank's own seconds of a step. They include the wait for records and the forward and backward passes,
+    but not the reduction of gradients, in which the ranks wait for each other.
     """
     if len(seconds_R) == 1:
         return {}
@@ -120,23 +121,23 @@ class RunMetrics:
         self.trace = JsonLines(traced, done)
         self.unreported: list[UnreportedStep] = []
         self.last_flush = time.monotonic()
-        """The time when metrics were last read, or when rank 0 asked for that."""
+        """The time at which metrics were last read, or at which rank 0 asked to read them."""
         self.too_long = 0
         """The number of pairs longer than data.max_length in the steps of this start."""
 
     def wants_flush(self) -> bool:
-        """Return whether it is time to read metrics. Then the time begins anew."""
+        """Return whether it is time to read metrics. If it is, the next interval begins."""
         if time.monotonic() - self.last_flush < FLUSH_SECONDS:
             return False
         self.last_flush = time.monotonic()
         return True
 
     def add(self, step: UnreportedStep) -> None:
-        """Note a step. Its numbers are read by the next `flush`."""
+        """Note a step. The next `flush` reads its numbers from the device."""
         self.unreported.append(step)
 
     def add_excluded(self, number: int, samples: int, tokens: int) -> None:
-        """Report a step whose records were read, but which has changed nothing."""
+        """Report an excluded step, whose records were read without changing the model."""
         self.flush()
         if self.reporter:
             excluded = {"step": number, "loss": None, "skipped": 1, "excluded": True}
@@ -152,8 +153,8 @@ class RunMetrics:
             self.flush()
 
     def flush(self) -> None:
-        """Read the metrics of unreported steps from the device, sum them over ranks, report them. Raises NotFinite if
-        one of these steps is not finite."""
+        """Read the metrics of unreported steps from the device, sum them over ranks, and report them. Raises NotFinite
+        if one of these steps is not finite."""
         self.last_flush = time.monotonic()
         if not self.unreported:
             return

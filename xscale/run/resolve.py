@@ -1,4 +1,4 @@
-"""What a run is made of: its recipe and its corpus, checked, and the model with the weights of step 0."""
+"""Finds and checks the recipe and the corpus of a run, and builds the model with the weights of step 0."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ ADAPT_RECIPES = {
     "word_contrast": "adapt/word_contrast",
     "translation_ranking": "adapt/ranking",
 }
-"""The recipe that goes on from a pre-trained model, by objective."""
+"""For each objective, the recipe that starts from a pre-trained model."""
 
 
 def resolve_run(
@@ -42,7 +42,7 @@ def resolve_run(
 
 
 def initial_directory(init: str | None) -> str | Path | None:
-    """Return model.init or, if it is a run or a checkpoint, the Hugging Face folder in the checkpoint."""
+    """Return model.init, or if it is a run or a checkpoint, the Hugging Face folder in the checkpoint."""
     if init and checkpoints.is_run(Path(init)):
         return checkpoints.resolve_checkpoint(Path(init)) / checkpoints.HF
     return init
@@ -56,8 +56,8 @@ def initial_model(recipe: Recipe) -> InitialModel:
 
 
 def check_start(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
-    """Raise UserError if the recipe suits other weights than those that the run starts from (model.starts_from). A user
-    who sets train.lr, or model.init to null, with --set is not refused."""
+    """Raise UserError if the recipe suits other weights than those that the run starts from (model.starts_from). There
+    is no error if --set gives train.lr, or sets model.init to null."""
     init = recipe.model.init
     fields_set = {assignment.partition("=")[0] for assignment in sets}
     if recipe.model.starts_from == "model" and init is None and "model.init" not in fields_set:
@@ -79,7 +79,7 @@ def check_start(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
 
 
 def adapt_recipe(recipe: Recipe) -> str | None:
-    """Return the name of the recipe with the same objectives that goes on from a pre-trained model, or None."""
+    """Return the name of the recipe that has the same objectives and starts from a pre-trained model, or None."""
     names = set[str]()
     for stream in recipe.streams.values():
         if stream.objective in ADAPT_RECIPES:
@@ -90,7 +90,7 @@ def adapt_recipe(recipe: Recipe) -> str | None:
 
 
 def with_own_dropout(recipe: Recipe) -> Recipe:
-    """Return the recipe with a number in the place of `model.dropout: null`, also in its phases."""
+    """Return the recipe with a number instead of `model.dropout: null`, also in its phases."""
     if all(each.model.dropout is not None for each in recipe.schedule.values):
         return recipe
     dropout = dropout_of(initial_directory(recipe.model.init))
@@ -120,6 +120,7 @@ def encoder_of_run(recipe: Recipe, corpus: Corpus, kept: dict[str, SavedHeads] |
 
 
 def module_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
-    """Build the module of step 0. A stream takes over heads of model.init that the same objective trained."""
+    """Build the module of step 0. If the same objective has trained heads in model.init, the stream starts from
+    them."""
     kept: dict[str, SavedHeads] = {}
     return StepModule(encoder_of_run(recipe, corpus, kept), recipe, kept)
