@@ -76,11 +76,14 @@ ENGINE = {
     *("optimizer", "lr_scheduler", "checkpoint_engine", "global_steps", "global_samples", "skipped_steps", "module"),
     *("_global_grad_norm", "get_global_grad_norm", "zero_grad", "zero_optimization_stage", "fp16_enabled", "step"),
     *("no_sync", "coalesce_grad_reduction", "allreduce_gradients", "backward", "_copy_recovery_script"),
+    "inside_no_sync_ctxt",
 }
 STAGE_1_AND_2 = {
     *("averaged_gradients", "params_in_partition", "flatten", "cpu_offload", "check_overflow", "loss_scaler"),
     *("bit16_groups", "single_partition_of_fp32_groups", "_hp_optimizer_states_linked", "update_lp_params"),
     *("backward_prologue", "backward_epilogue", "get_gradient_for_reduction", "grad_accum", "_grad_acc_hooks"),
+    *("bit16_groups_flat", "unflatten", "real_dp_process_group", "communication_data_type", "reduce_scatter"),
+    "use_grad_accum_attribute",
 }
 BF16 = {
     *("bf16_groups", "fp32_groups_flat_partition", "update_lp_params", "_hp_optimizer_states_linked"),
@@ -122,7 +125,7 @@ def test_signatures() -> None:
 
 
 def test_what_the_update_looks_at() -> None:
-    """`join_reduced_gradients`, and the norm: an update is skipped for a norm that is not finite, it is of all tensors
+    """`reduce_flat_gradients`, and the norm: an update is skipped for a norm that is not finite, it is of all tensors
     of averaged_gradients as far as there are weights, and a list with a flat_partition is not flattened again."""
     step = inspect.getsource(DeepSpeedZeroOptimizer.step)
     looks = [

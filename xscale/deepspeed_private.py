@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 # The process
@@ -123,32 +124,84 @@ def remove_gradient_hooks(engine: Any) -> None:
         hooks.clear()
 
 
-CHUNK = 1 << 26
-"""The number of elements of each tensor into which a joined gradient is split. DeepSpeed's norm copies one of these
-tensors at a time to fp64."""
+def has_flat_gradients(engine: Any) -> bool:
+    """Return whether this engine's gradients are views of flat tensors, which `reduce_flat_gradients` reduces.
 
-
-def join_reduced_gradients(engine: Any) -> None:
-    """Join this rank's reduced gradients, one tensor per weight, into one flat tensor per group, as the update does
-    later. DeepSpeed's norm (2 operators per tensor) and overflow check (12 in 16 bits) then run on few tensors."""
+    They are at stages 1 and 2, but not with an optimizer in host memory, with gradients that DeepSpeed keeps in fp32
+    beside 16-bit weights, or with `reduce_scatter: false`, for which DeepSpeed has scale factors of its own.
+    """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() not in (1, 2) or is_bf16_optimizer(engine) or optimizer.cpu_offload:
+        return False
+    return optimizer.reduce_scatter and not optimizer.use_grad_accum_attribute
+
+
+def give_flat_gradients(engine: Any) -> list[Tensor]:
+    """Give every trained weight a gradient of zeros, to which backward passes then add. Returns one flat tensor per
+    group, of which these gradients are views, with the order and the padding of DeepSpeed's flat weights."""
+    optimizer = engine.optimizer
+    flat_gradients = list[Tensor]()
+    for weights, flat_weight in zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, strict=True):
+        flat_gradient = torch.zeros_like(flat_weight)
+        for weight, gradient in zip(weights, optimizer.unflatten(flat_gradient, weights), strict=True):
+            weight.grad = gradient
+        flat_gradients.append(flat_gradient)
+    return flat_gradients
+
+
+@contextmanager
+def no_reduction(engine: Any) -> Iterator[None]:
+    """A context whose backward passes reduce nothing. DeepSpeed's own `no_sync` refuses stage 2, where hooks reduce
+    (`remove_gradient_hooks`)."""
+    engine.inside_no_sync_ctxt = True
+    try:
+        yield
+    finally:
+        engine.inside_no_sync_ctxt = False
+
+
+def reduce_flat_gradients(engine: Any, flat_gradients: list[Tensor]) -> None:
+    """Average flat gradients over ranks, and give the update this rank's partition of each. They are summed in place,
+    so that no gradient is copied, unless they travel in another type."""
+    optimizer = engine.optimizer
+    for group, flat_gradient in enumerate(flat_gradients):
+        process_group = optimizer.real_dp_process_group[group]
+        world = dist.get_world_size(process_group)
+        total = flat_gradient.to(optimizer.communication_data_type)
+        partition = total.view(world, -1)[dist.get_rank(process_group)]
+        if world > 1:
+            total.div_(world)
+            sum_over_ranks(total, partition, process_group)
+        weights = len(optimizer.params_in_partition[group])
+        optimizer.averaged_gradients[group] = PartitionGradient(partition, weights)
+
+
+def sum_over_ranks(total: Tensor, partition: Tensor, process_group: Any) -> None:
+    """Sum a flat tensor over ranks, in place. partition: this rank's part of it, a view; the rest need not be summed.
+
+    NCCL sends each rank its part only. Gloo, on CPUs, sums all, since its reduce_scatter takes longer than that.
+    """
+    if not total.is_cuda:
+        dist.all_reduce(total, group=process_group)
         return
-    for group, gradients in optimizer.averaged_gradients.items():
-        if gradients:
-            flat = getattr(gradients, "flat_partition", None)
-            joined = JoinedGradient(optimizer.flatten(gradients) if flat is None else flat)
-            weights = len(optimizer.params_in_partition[group])  # DeepSpeed expects at most this many parts
-            joined.extend(joined.flat_partition.split(max(CHUNK, -(-len(joined.flat_partition) // max(weights, 1)))))
-            optimizer.averaged_gradients[group] = joined
+    # torch 2.13 renamed this function
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(partition, total, group=process_group)
 
 
-class JoinedGradient(list):
-    """The tensors into which a flat gradient is split, and the flat gradient, which DeepSpeed would else make again."""
+CHUNK = 1 << 26
+"""The number of elements of each tensor into which a partition's gradient is split. DeepSpeed's norm copies one of
+these tensors at a time to fp64."""
 
-    def __init__(self, flat: Tensor):
-        super().__init__()
-        self.flat_partition = flat
+
+class PartitionGradient(list):
+    """A partition's flat gradient as DeepSpeed expects it: a list of its parts, and `flat_partition`, which DeepSpeed
+    would else make of them. With few parts, DeepSpeed's norm needs few operators. weights: the most parts that its norm
+    reads."""
+
+    def __init__(self, flat_partition: Tensor, weights: int):
+        super().__init__(flat_partition.split(max(CHUNK, -(-len(flat_partition) // max(weights, 1)))))
+        self.flat_partition = flat_partition
 
 
 def check_overflow_by_norm(engine: Any) -> None:

@@ -34,18 +34,22 @@ def memory(
 ) -> dict[str, float]:
     """Return the bytes that one rank needs at the peak, the backward pass of a packed row: purpose -> bytes.
 
-    Weights, gradients and optimizer states follow Rajbhandari et al. 2020. row_tokens: the tokens of one packed row.
+    Weights, gradients and optimizer states follow Rajbhandari et al. 2020. But until the one reduction of a step, each
+    rank holds all of its gradients at stages 2 and 3, too; stages 1 and 2 reduce them in place, and need buckets only
+    with an optimizer in host memory, or if gradients are summed in fp32 beside 16-bit weights. row_tokens: the tokens
+    of one packed row.
     """
     zero = ds_config.get("zero_optimization", {})
     stage = stage_of(ds_config)
     n = parameter_count(module)
     width = WIDTH[precision]
+    sums_in_fp32 = stage == 1 and width == 2 and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     parts = {"weights": width * n / (world if stage >= 3 else 1)}
     if not offloads(ds_config):
         master = 0 if precision == "fp32" and stage == 0 else 4
         parts["optimizer"] = (master + 8) * n / (world if stage >= 1 else 1)
-        parts["gradients"] = width * n / (world if stage >= 2 else 1)
-    if stage in (1, 2):
+        parts["gradients"] = width * n / (world if stage >= 3 else 1)
+    if stage in (1, 2) and (offloads(ds_config) or sums_in_fp32):
         bucket = zero.get("reduce_bucket_size", 5e8)
         if device == "cpu":  # pages that are never touched take no memory
             bucket = min(bucket, n)
@@ -54,7 +58,7 @@ def memory(
         parts["momentum encoder, queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
     parts["activations"] = activation_bytes(module.encoder, recipe, width, device, row_tokens)
     parts["vocabulary head"] = vocabulary_head_bytes(module.encoder, width, device)
-    if stage >= 2:  # until the one reduction of a step, each rank holds all of its gradients
+    if stage >= 3 or (stage == 2 and offloads(ds_config)):  # until the one reduction of a step
         parts["gradients before they are reduced"] = width * n
     if recipe.train.measure_every and stage < 3:
         parts["gradient norm of a stream"] = (4 + 2 * width) * n

@@ -80,15 +80,26 @@ def gather_for_every_pass(engine: Any, weights: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def one_reduction(engine: Any) -> Iterator[None]:
-    """Keep the gradients of the backward passes in this context on this rank, and reduce their sums at its end, each
-    bucket once.
+    """Keep the gradients of the backward passes in this context on this rank, and reduce their sums at its end, once.
 
-    Stages 1 to 3 use DeepSpeed's `coalesce_grad_reduction`; without it, stages 2 and 3 reduce after every pass. Stage 0
-    and BF16_Optimizer do not support it, and reduce when `allreduce_gradients` is called.
+    At stages 1 and 2, every gradient is a view of one flat tensor per group, in which the passes add up, and which is
+    then reduced as it is: no gradient is copied. Where DeepSpeed keeps gradients in other places
+    (`has_flat_gradients`), and at stage 3, its `coalesce_grad_reduction` reduces them in buckets; without it, stages 2
+    and 3 reduce after every pass. Stage 0 and BF16_Optimizer do not support it, and reduce when `allreduce_gradients`
+    is called.
     """
-    on_request = engine.zero_optimization_stage() == 0 or private.is_bf16_optimizer(engine)
     private.remove_gradient_hooks(engine)
-    with engine.no_sync() if on_request else engine.coalesce_grad_reduction():
+    flat_gradients = None
+    on_request = False
+    if private.has_flat_gradients(engine):
+        flat_gradients = private.give_flat_gradients(engine)
+        passes = private.no_reduction(engine)
+    elif engine.zero_optimization_stage() == 0 or private.is_bf16_optimizer(engine):
+        on_request = True
+        passes = engine.no_sync()
+    else:
+        passes = engine.coalesce_grad_reduction()
+    with passes:
         try:
             yield
             give_zeros(engine)
@@ -97,9 +108,10 @@ def one_reduction(engine: Any) -> Iterator[None]:
             # that no collective waits for ranks that are elsewhere, and the exception reaches the caller.
             private.drop_gradients(engine.module)
             raise
-    if on_request:
+    if flat_gradients is not None:
+        private.reduce_flat_gradients(engine, flat_gradients)
+    elif on_request:
         engine.allreduce_gradients()
-    private.join_reduced_gradients(engine)
 
 
 def take_step(engine: Any) -> bool:
