@@ -1,7 +1,7 @@
 """All uses of DeepSpeed's private attributes and functions. No other file may use them.
 
-pyproject.toml allows DeepSpeed 0.19 only. tests/test_deepspeed_private.py checks what these functions need, so that an
-incompatible update fails there.
+pyproject.toml allows DeepSpeed 0.19 only. tests/test_deepspeed_private.py checks the attributes that these functions
+need, and fails if an update of DeepSpeed changes them.
 """
 
 import copyreg
@@ -56,8 +56,8 @@ def config_error_and_dtypes() -> tuple[Any, Any, Any]:
 
 
 def compile_operator(builder: str) -> None:
-    """Compile and load an operator, without debugging information, which doubles the time that g++ takes. builder:
-    "CPUAdamBuilder" or "FusedAdamBuilder"."""
+    """Compile and load an operator. Debugging information is left out, because g++ would take twice as long with it.
+    builder: "CPUAdamBuilder" or "FusedAdamBuilder"."""
     from deepspeed.ops import op_builder
 
     operator = getattr(op_builder, builder)()
@@ -87,7 +87,7 @@ def drop_gradients(module: nn.Module) -> None:
 
 
 def is_bf16_optimizer(engine: Any) -> bool:
-    """Return whether the engine uses BF16_Optimizer, as at stage 1 in bf16 with gradients in fp32."""
+    """Return whether the engine uses BF16_Optimizer; it does at stage 1 in bf16 with gradients in fp32."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     return isinstance(engine.optimizer, BF16_Optimizer)
@@ -105,7 +105,7 @@ def manual_gradients(engine: Any) -> Iterator[None]:
     """A context in which the caller sets gradients. DeepSpeed then treats them as those of a backward pass."""
     accumulates = engine.zero_optimization_stage() in (1, 2)
     if accumulates:
-        engine.optimizer.backward_prologue()  # BF16_Optimizer clears the gradients of the pass before
+        engine.optimizer.backward_prologue()  # BF16_Optimizer clears the gradients of the previous pass
     yield
     if accumulates:
         engine.optimizer.backward_epilogue()
@@ -114,8 +114,8 @@ def manual_gradients(engine: Any) -> Iterator[None]:
 def remove_gradient_hooks(engine: Any) -> None:
     """Remove the hooks that stages 1 and 2 have on every weight. Calls after the first do nothing.
 
-    They reduce gradients during a backward pass. Inside of `coalesce_grad_reduction` they reduce nothing, but cost the
-    host a call for every weight and pass. After that, gradients are only reduced by `coalesce_grad_reduction`.
+    They reduce gradients during a backward pass. Inside of `coalesce_grad_reduction` they reduce nothing, but each pass
+    still calls one for every weight. Without the hooks, only `coalesce_grad_reduction` reduces gradients.
     """
     hooks = getattr(engine.optimizer, "_grad_acc_hooks", [])
     if engine.zero_optimization_stage() in (1, 2) and not is_bf16_optimizer(engine):
@@ -221,7 +221,7 @@ def set_global_norm(engine: Any, norm: Tensor) -> None:
 
 
 def count_skipped_step(engine: Any) -> None:
-    """Drop the gradients without an update, and count the step as DeepSpeed counts a skipped one."""
+    """Drop the gradients without an update, and count the step as DeepSpeed counts a skipped step."""
     engine.zero_grad()
     engine.global_steps += 1
     engine.skipped_steps += 1
@@ -233,8 +233,8 @@ def is_minimum_scale_error(error: Exception) -> bool:
 
 
 def apply_schedule(engine: Any) -> None:
-    """Set the learning rate of the next step by the present schedule. After a load, DeepSpeed uses the saved rate
-    instead, which is wrong if train.steps has changed."""
+    """Set the learning rate of the next step by the current schedule. After loading a checkpoint, DeepSpeed would use
+    the saved rate, which is wrong if train.steps has changed."""
     scheduler = engine.lr_scheduler
     if scheduler is not None and scheduler.last_batch_iteration >= 0:
         scheduler.step(scheduler.last_batch_iteration)
@@ -352,7 +352,8 @@ def stage_0_state(model_state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[
 
 
 Fragment = tuple[nn.Parameter, int, int, int]
-"""(weight, first, last, at): the elements [first, last) of a flattened weight, which begin at `at` in a flat tensor."""
+"""(weight, first, last, at): the elements [first, last) of a flattened weight. In the flat tensor, they begin at index
+`at`."""
 
 
 def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:

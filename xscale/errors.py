@@ -16,7 +16,7 @@ from typing import NoReturn
 from xscale.removed import removed_flag
 
 TOOLS = "xscale.data_tools" if (Path(__file__).parent / "data_tools").is_dir() else "data_tools"
-"""The name of the package of the data tools, which differs between a wheel and a checkout."""
+"""The name of the package of the data tools. It differs between a wheel and a checkout."""
 
 
 class UserError(ValueError):
@@ -41,7 +41,7 @@ ENVIRONMENT_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST),  # a wrong path
     *(errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.EREMOTEIO, errno.EBUSY),
 }
-"""The error numbers that a failing file system, network or device causes, and not a bug."""
+"""The error numbers of failures of a file system, network or device. A bug does not cause them."""
 
 
 class NotFinite(Exception):
@@ -62,7 +62,8 @@ class RankError(UserError):
 
 @contextmanager
 def refusing_exit(caller: str) -> Iterator[None]:
-    """A context that turns sys.exit, called by `caller`, into a RuntimeError. A run that exits would look complete."""
+    """A context that turns sys.exit, called by `caller`, into a RuntimeError, because a run that exits would look
+    complete."""
     try:
         yield
     except SystemExit as error:
@@ -97,13 +98,14 @@ def report_environment_error(error: OSError) -> int:
 
 
 def escape_controls(text: str) -> str:
-    """Return the text as people may see it: without the secrets of URLs, and with control characters escaped, except
-    line ends and tabs, since a terminal would obey them."""
+    """Return the text as people may see it: without the secrets of URLs, and with control characters escaped (except
+    line ends and tabs), because a terminal would obey them."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: f"\\x{ord(control[0]):02x}", redact(text))
 
 
 def check_arguments(words: list[str]) -> None:
-    """Raise UserError for an argument that is empty, as from an unset variable, is not UTF-8, or is a removed flag."""
+    """Raise UserError if an argument is empty (for example from an unset variable), is not UTF-8, or is a removed
+    flag."""
     for before, word in zip(["", *words], words, strict=False):
         if removed := removed_flag(word):
             raise UserError(removed)

@@ -1,5 +1,5 @@
-"""Writes files and folders so that they are complete or absent: under another name first, then synced and renamed. Also
-locks of directories, and other helpers for files."""
+"""Writes files and folders so that they are either complete or absent: they are written under another name, synced and
+renamed. It also has locks of directories, and other helpers for files."""
 
 import fcntl
 import hashlib
@@ -37,14 +37,15 @@ POINTERS = {
     b"404: not found": SERVER_ERROR,
     b"entry not found": SERVER_ERROR,
 }
-"""The first bytes, in lower case, of what downloads and clones leave in the place of a file, and the remedy."""
+"""Downloads and clones may leave something else in the place of a file. Its first bytes, in lower case -> what it is,
+and the remedy."""
 HEAD_BYTES = 512
 """The number of bytes of a file in which `pointer_in` looks."""
 
 
 def pointer_in(head: bytes) -> str | None:
-    """Return what stands in the place of a file's content and the remedy, such as "is a pointer of Git LFS ...", or
-    None. head: the file's first bytes, before any decompression."""
+    """Return what was found in the place of a file's content, with the remedy, such as "is a pointer of Git LFS ...",
+    or None. head: the file's first bytes, before any decompression."""
     start = head[:HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     if start.startswith(b"<?xml"):
         start = start.partition(b"?>")[2].lstrip()
@@ -55,7 +56,7 @@ def pointer_in(head: bytes) -> str | None:
 
 
 def pointer_problem(path: Path, *names: str) -> str | None:
-    """Return which file is empty or holds a pointer or an error page in the place of its content, with the remedy:
+    """Return a message if a file is empty, or has a pointer or an error page in the place of its content:
     "model/model.safetensors is a pointer of Git LFS ...". Return None if there is no such file.
 
     names: patterns of names in the folder `path`, which are looked at in this order. Without them, `path` is the file.
@@ -187,11 +188,11 @@ class Lock:
             time.sleep(1)
 
     def check(self) -> None:
-        """Raise DirectoryTaken if another process has the directory, which was removed and made again, or has no
-        locks."""
+        """Raise DirectoryTaken if another process has the directory. This can happen if the directory was removed and
+        made again, or has no locks."""
         try:
             text = self.path.read_text()
-        except (OSError, ValueError):  # removed, or unreadable for now
+        except (OSError, ValueError):  # the file was removed, or is not readable at the moment
             return
         if text.count("\n") == 2 and text != self.text:
             raise DirectoryTaken(
@@ -211,7 +212,8 @@ def may_exist(path: Path | str) -> bool:
 
 
 def apply_umask(folder: Path) -> None:
-    """Give a folder and its contents the umask's modes, since only the owner may read what safetensors writes."""
+    """Give a folder and its contents the modes of the umask, because only the owner can read files that safetensors
+    writes."""
     mask = os.umask(0)
     os.umask(mask)
     for path in (folder, *folder.rglob("*")):

@@ -12,9 +12,10 @@ LESS = re.compile(r"loss(?!_scale)|perplexity|\baer\b|delta", re.IGNORECASE)
 NEITHER = re.compile(
     r"(^|_)targets|^(count|sentences|words|identical|dropped|too_long|queue_age|own_keys)|links|coverage|entropy|loss_scale"
 )
-"""Matches the names of metrics that are sizes, or properties of the text, so that no direction is better."""
+"""Matches the names of metrics that have no better direction, because they are sizes or properties of the text."""
 ALL = "all"
-"""The name of the results row with means over languages or pairs, in a run's evaluation; for losses `STREAM all`."""
+"""The name of the results row with means over languages or pairs in a run's evaluation. For losses it is `STREAM
+all`."""
 
 
 class MetricKey(NamedTuple):
@@ -25,7 +26,7 @@ class MetricKey(NamedTuple):
     stream: str = ""
     """The stream; for an alignment score, the pair of languages."""
     term: str = ""
-    """The term of the stream's loss to which the number belongs, if it is not that of all terms."""
+    """The term of the stream's loss to which the number belongs; "" for all terms together."""
     language: str = ""
     """A language or a pair of languages, if the number covers only targets of this language or pair."""
 
@@ -54,10 +55,11 @@ def count_key(stream: str, counted: str, language: str = "") -> MetricKey:
 
 
 def direction(name: str) -> int:
-    """Return 1 if higher values are better, -1 if lower values are, else 0. name: a metric's or a score's."""
+    """Return 1 if higher values are better, -1 if lower values are better, else 0. name: the name of a metric or a
+    score."""
     return 0 if NEITHER.search(name) else -1 if LESS.search(name) else 1
 
 
 def is_better(name: str, number: float, than: float | None) -> bool:
-    """Return whether `number` is better than the earlier number `than`, or there is no earlier one (None)."""
+    """Return whether `number` is better than the earlier number `than`, or `than` is None."""
     return than is None or (number < than if direction(name) < 0 else number > than)

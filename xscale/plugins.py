@@ -18,7 +18,7 @@ def import_objective(name: str) -> Any:
         raise UserError(
             f"{name} cannot be imported ({error}); install its package, or add its folder to PYTHONPATH"
         ) from None
-    except (Exception, SystemExit) as error:  # whatever a module does when it is imported
+    except (Exception, SystemExit) as error:  # importing a module may raise anything
         raise UserError(f"{name} cannot be imported: {type(error).__name__}: {error}") from None
     objective = getattr(module, attribute, None)
     record_kind = getattr(objective, "record_kind", None)

@@ -56,7 +56,7 @@ def read_launcher() -> Process:
         local_world = env_number("LOCAL_WORLD_SIZE", env_number("LOCAL_SIZE", 1))  # deepspeed sets LOCAL_SIZE
         process = Process(env_number("RANK", 0), env_number("WORLD_SIZE", 1), env_number("LOCAL_RANK", 0), local_world)
     elif env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS"):
-        world = env_number("SLURM_STEP_NUM_TASKS", 1)  # of a job step: a batch script is not a rank
+        world = env_number("SLURM_STEP_NUM_TASKS", 1)  # a variable of job steps: a batch script is not a rank
         process = Process(env_number("SLURM_PROCID", 0), world, env_number("SLURM_LOCALID", 0), slurm_local_world())
     else:
         process = Process(0, 1, 0, 1)
@@ -100,7 +100,7 @@ def discover_mpi() -> Process:
         )
     discover_mpi_ranks(DEFAULT_PORT)
     local_world = communicator.Split_type(MPI.COMM_TYPE_SHARED).Get_size()
-    MPI.Finalize()  # the ranks talk by NCCL or gloo, and mpirun must not miss this when a rank fails
+    MPI.Finalize()  # the ranks communicate by NCCL or gloo; mpirun must still notice when a rank fails
     env.update(chosen)
     return Process(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), local_world)
 
@@ -177,8 +177,8 @@ def is_store_open() -> bool:
 
 
 def open_loopback_store(process: Process) -> None:
-    """Open the store at which the ranks of one host meet, on rank 0, so that no other host reaches it. torch would
-    listen on every interface. The variables tell torch, as torchrun's do, that the store is open. Raises
+    """On rank 0, open the store at which the ranks of one host meet, so that other hosts cannot reach it; torch would
+    listen on every interface. Like torchrun's variables, these tell torch that the store is open. Raises
     DistNetworkError if the port is in use."""
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     if not process.is_main:
@@ -210,7 +210,7 @@ def join_process_group(process: Process) -> torch.device:
     # The limit of open files is usually 1,024, and a rank keeps thousands of shards open.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    # gloo then connects a rank only with those that it talks to, its neighbours in a ring.
+    # With this setting, gloo connects a rank only with its neighbours in the ring, the ranks that it talks to.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     disable_shared_memory_op()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -244,7 +244,7 @@ def join_process_group(process: Process) -> torch.device:
 
 def set_deterministic(wanted: bool) -> None:
     """If `wanted`, let torch use only deterministic algorithms, and raise an error for operators that have none."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses cuBLAS
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without this, torch refuses cuBLAS
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted)
 
@@ -304,7 +304,8 @@ class HostGroup:
         return self.broadcast(outcome, 0).value_or_error()
 
     def divide_work(self, works: list[Callable[[], Any]]) -> list[Any]:
-        """Return all functions' values on every rank. One rank calls each; its UserError is raised on all ranks."""
+        """Return the values of all functions on every rank. Each function is called on one rank; its UserError is
+        raised on all ranks."""
 
         def own_values() -> list[Any]:
             return [work() for work in works[self.rank :: self.size]]
@@ -315,7 +316,8 @@ class HostGroup:
         return [values_of_ranks[i % self.size][i // self.size] for i in range(len(works))]
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """Return on every rank the `value` of rank `source`. It suits large values: `gather` holds one per rank."""
+        """Return the `value` of rank `source` on every rank. For large values, this is better than `gather`, which
+        keeps one value per rank."""
         if self.group is None:
             return value
         values = [value if self.rank == source else None]

@@ -29,7 +29,7 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """The pydantic settings of the sections of a recipe, and of an objective's options."""
 NotNegative = Annotated[float, Field(ge=0)]
 MOST = 1 << 40
-"""The maximum number of steps, samples or tokens: more than anybody needs, and exact as a float."""
+"""The maximum number of steps, samples or tokens. It is larger than needed, and a float represents it exactly."""
 Count = Annotated[int, Field(gt=0, le=MOST)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -90,7 +90,8 @@ class DataConfig:
     max_length: Annotated[int, Field(ge=8, le=MOST)] = 128
     """The maximum number of tokens of a sequence, special tokens included."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """What happens to longer pairs; the log gives their number. Monolingual text continues in another sequence."""
+    """What happens to longer pairs; the log gives their number. Monolingual text that is longer continues in the next
+    sequence."""
     segments: bool = True
     """The two sentences of a pair have token types 0 and 1, if the model and the tokenizer have such types and no
     stream has language embeddings; false: both have type 0."""
@@ -222,7 +223,7 @@ class TrainConfig:
 @dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     every: Count = 500
-    """The optimizer steps between checkpoints. The last step always saves."""
+    """The number of optimizer steps between checkpoints. The last step always saves."""
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
     """The number of newest complete checkpoints that stay on disk."""
     background: bool = True
@@ -282,12 +283,13 @@ Other = TypeVar("Other")
 
 @dataclasses.dataclass(frozen=True)
 class Schedule(Generic[Value]):
-    """A value for each step of a run: that of the step's phase, and after the last phase that of the recipe itself."""
+    """A value for each step of a run. A step in a phase has the value of the phase; steps after the last phase have the
+    value of the recipe itself."""
 
     ends: tuple[int, ...]
     """The first step after each phase, counted from 0, in ascending order."""
     values: tuple[Value, ...]
-    """The value of each phase, and at last that of the steps after the last phase."""
+    """The value of each phase, and at the end the value of the steps after the last phase."""
 
     def at(self, step: int) -> Value:
         """Return the value of a step, counted from 0."""
@@ -354,8 +356,8 @@ class Recipe:
         return any(getattr(stream.options, option, False) for stream in self.streams.values())
 
     def shows_neutral(self) -> bool:
-        """Return whether any sequence has the neutral token type 0, because its stream has no language embeddings or
-        hides some sequences' languages (language_dropout)."""
+        """Return whether any sequence has the neutral token type 0. This is so if its stream has no language
+        embeddings, or hides the languages of some sequences (language_dropout)."""
         for stream in self.streams.values():
             named = getattr(stream.options, "language_embeddings", False)
             if not named or getattr(stream.options, "language_dropout", 0) > 0:
@@ -372,7 +374,7 @@ class Recipe:
         return fields
 
     def identity(self) -> dict[str, Any]:
-        """Return the fields that determine the result, which a resume must not change."""
+        """Return the fields that determine the result; a resume must not change them."""
         fields = self.to_dict()
         del fields["checkpoint"], fields["eval"]
         for section, names in NOT_IDENTITY.items():
@@ -435,7 +437,7 @@ def shipped_recipes() -> list[str]:
     return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
 
 
-# Reading. A function notes each problem in `problems`, and goes on.
+# Reading. A function adds each problem to `problems` and continues.
 
 
 def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:

@@ -73,7 +73,7 @@ class Shard(NamedTuple):
 
 
 def parse_json(data: bytes, unique_fields: bool = True) -> Any:
-    """Return the value of a JSON text. unique_fields: refuse a field that occurs twice; the check takes time. Raises
+    """Return the value of a JSON text. unique_fields: refuse a field that occurs twice. This check takes time. Raises
     ValueError."""
     try:
         return (_decode_once if unique_fields else json.loads)(data.decode().removeprefix(_BOM))
@@ -105,7 +105,7 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
     links, key, seen, fields = None, "", set[str](), None
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
         for member in tar:
-            if member.issparse() or not (member.isreg() or member.isdir()):  # it would be unpacked to any size
+            if member.issparse() or not (member.isreg() or member.isdir()):  # a sparse file could unpack to any size
                 raise ValueError(f"member {member.name} is a link, a device or sparse; archive the file itself")
             content = tar.extractfile(member)
             if content is None or not is_sample_member(member.name):

@@ -38,7 +38,8 @@ FLAGS: dict[str, str] = {
     "eval.finetune --keep": "fine-tune by transformers' Trainer what you want to use; --out has the scores",
     "eval.finetune --ds_config": "start it by torchrun --nproc_per_node N; an encoder and its head fit one GPU",
 }
-"""By flag, such as "--data_change"; if another command keeps the flag, after its command: "eval.run --suite"."""
+"""Flag, such as "--data_change" -> what to use instead. If another command keeps the flag, the key names the command:
+"eval.run --suite"."""
 
 FIELDS: dict[str, str] = {
     # One line for each field.
@@ -51,7 +52,7 @@ FIELDS: dict[str, str] = {
     "data.max_epochs": "--dry_run prints the epochs; a larger data.alpha, or a phase's data.languages, lowers them",
     "checkpoint.hook": "a second job: slurm/evaluate_checkpoint.sh CHECKPOINT OUT.json --task ...",
 }
-"""By recipe field, with * for a name that users choose: "checkpoint.hook", "streams.*.tokens"."""
+"""Recipe field -> what to use instead. A * stands for a name that users choose: "streams.*.tokens"."""
 
 HUGGING_FACE: dict[str, str] = {
     "batch_size": "streams.NAME.samples, of a step over all ranks",
@@ -106,7 +107,7 @@ COMMANDS: dict[str, str] = {
     "data_tools.derive": "`python benchmarks/papers/derive.py` of a checkout has the same flags",
     "xscale.eval.compare": "`python -m xscale.report A.json B.json --out table.html`",
 }
-"""By module: "xscale.doctor"."""
+"""Module of a removed command, such as "xscale.doctor" -> what to use instead."""
 
 
 def removed_flag(word: str) -> str:
@@ -121,8 +122,8 @@ def removed_flag(word: str) -> str:
 
 
 def removed_field(name: str) -> str:
-    """Return the error about a field of a recipe, such as streams.mlm.tokens, that is gone or has another name here, or
-    ""."""
+    """Return the error about a field of a recipe that was removed or has another name here, such as streams.mlm.tokens,
+    or ""."""
     for pattern, substitute in FIELDS.items():
         if fnmatch.fnmatchcase(name, pattern):
             return f"{name} is no longer part of xscale: {substitute}"

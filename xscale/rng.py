@@ -38,7 +38,7 @@ def uniform(key: Key, counter: Key) -> np.ndarray:
 
 def permutation(key: Key, n: int) -> np.ndarray:
     """Return a random int64 permutation of range(n)."""
-    return np.argsort(hash64(key, np.arange(n, dtype=np.uint64)))  # no two hashes are the same
+    return np.argsort(hash64(key, np.arange(n, dtype=np.uint64)))  # all hashes are different
 
 
 def part_of_permutation(
@@ -46,8 +46,8 @@ def part_of_permutation(
 ) -> tuple[int, np.ndarray, np.ndarray]:
     """Compute the part of permutation(key, n) that contains place `at`: about n / 2^bits consecutive numbers, whose
     hashes have the same first bits. Return (start, numbers, order): the place of the part's first number, the part's
-    numbers in ascending order, and the indices for which numbers[order] is the part. It takes less time and memory than
-    the whole permutation. leading: the result of leading_bits, if it is known."""
+    numbers in ascending order, and indices such that numbers[order] is the part. It takes less time and memory than the
+    whole permutation. leading: the result of leading_bits, if it is known."""
     if not bits:
         return 0, np.arange(n), permutation(key, n)
     leading = leading_bits(key, n, bits) if leading is None else leading

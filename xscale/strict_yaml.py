@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 MOST_VALUES = 100_000
-"""The maximum number of values of a YAML text, of which each use of an alias counts as a copy."""
+"""The maximum number of values of a YAML text. Each use of an alias counts as a copy."""
 
 
 def read_yaml(text: str) -> Any:
@@ -43,7 +43,7 @@ def count_values(node: yaml.Node, counts: dict[int, int]) -> int:
     """Return the number of values in a node, with aliases as copies. counts: the numbers of the nodes seen, by id."""
     if id(node) in counts:
         return counts[id(node)]
-    counts[id(node)] = 1  # while a node that contains itself is counted
+    counts[id(node)] = 1  # a node that contains itself counts 0 inside itself
     parts = list[yaml.Node]()
     if isinstance(node, yaml.SequenceNode):
         parts = node.value

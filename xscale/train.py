@@ -47,7 +47,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="xscale train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--ds_config", type=Path, required=True, help="DeepSpeed JSON, or a shipped one's name: zero2_fp16"
+        "--ds_config",
+        type=Path,
+        required=True,
+        help="a DeepSpeed JSON file, or the name of a shipped one, such as zero2_fp16",
     )
     add_run_arguments(parser)
     parser.add_argument(
@@ -57,7 +60,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
     parser.add_argument("--seed", type=int, help="short for --set train.seed=N")
     parser.add_argument("--dry_run", action="store_true", help="resolve, validate and print everything; train nothing")
-    parser.add_argument("--ranks", type=int, metavar="N", help="with --dry_run: plan for N ranks, of any machine")
+    parser.add_argument("--ranks", type=int, metavar="N", help="with --dry_run: plan for N ranks, on any machine")
     parser.add_argument("--trace", action="store_true", help="write the key of every record that is read")
     args = parser.parse_args(argv)
     if args.ranks is not None and not (args.dry_run and 0 < args.ranks <= MOST_RANKS):
@@ -98,11 +101,11 @@ def main(argv: list[str] | None = None) -> int:
         code, message = explain(error)
         if code == FAULT:
             raise
-        # Most mistakes are seen by every rank: one message a node is enough.
+        # Every rank sees most mistakes, so one message for each node is enough.
         own = isinstance(error, RankError) or is_out_of_memory(error) or (code == MACHINE and not is_lost_rank(error))
         if process.local_rank == 0 or own:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
-            with suppress(OSError):  # such as a full disk; the exit code remains
+            with suppress(OSError):  # for example, the disk is full; the exit code stays the same
                 print(f"{where}error: {escape_controls(message)}", file=sys.stderr, flush=True)
         return code
 
@@ -129,7 +132,7 @@ def train(args: argparse.Namespace, process: Process, status: Status) -> int:
     find_data(args, process)
     ranks.name_process(f"xscale-rank{process.rank}")
     ranks.join_process_group(process)
-    gc.freeze()  # objects that the imports made are never garbage
+    gc.freeze()  # objects that the imports have made never become garbage
     host_group = HostGroup()
     code = train_run(args, process, host_group, status)
     host_group.barrier()

@@ -44,9 +44,9 @@ class Checkpoints:
         self.stopper = stopper
 
     def after_step(self, state: TrainState, step: PendingStep) -> None:
-        """Publish the checkpoint under way if all ranks have written it, and save one if that is due: every
-        checkpoint.every steps, after the best evaluation so far, and after the last step. A run that stops before the
-        next step saves then."""
+        """Publish the checkpoint that is being written, if all ranks have written it, and save a new one if that is
+        due: every checkpoint.every steps, after the best evaluation so far, and after the last step. A run that is
+        about to stop saves when it stops."""
         if step.counts().written == self.world and step.saving == self.manager.under_way:
             self.manager.finish_save()
         last = state.step == self.recipe.train.steps
@@ -55,8 +55,8 @@ class Checkpoints:
             self.save(state, must_succeed=last)
 
     def save(self, state: TrainState, must_succeed: bool) -> None:
-        """Save a checkpoint of the steps done. must_succeed: wait until it is written, and raise OSError if it
-        fails."""
+        """Save a checkpoint after the last finished step. must_succeed: wait until it is written, and raise OSError if
+        it fails."""
         self.metrics.flush()
         self.metrics.sync()
         self.evaluations.sync()
@@ -80,11 +80,11 @@ class Checkpoints:
 
 
 def write_model(recipe: Recipe, tokenizer: Tokenizer, lm: Any, step: int, path: Path) -> None:
-    """Write the model's config, with the settings of the last step done, and the tokenizer to a checkpoint. Rank 0
+    """Write the tokenizer and the model's config, with the settings of the last finished step, to a checkpoint. Rank 0
     only."""
     config = copy.deepcopy(lm.config)
     theta = recipe.at(max(step - 1, 0)).model.rope_theta
     if theta:
-        set_rope_theta(config, theta)  # the next step may have set another while this thread writes
+        set_rope_theta(config, theta)  # the next step may have changed the setting while this thread writes
     config.save_pretrained(path / checkpoints.HF)
     tokenizer.hf.save_pretrained(path / checkpoints.HF)

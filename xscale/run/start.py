@@ -1,4 +1,4 @@
-"""The start of a run: resolve what it is, claim its folder, build what trains it, and enter the loop."""
+"""The start of a run: find and check its recipe and corpus, claim its folder, build the engine, and enter the loop."""
 
 import argparse
 import os
@@ -43,7 +43,7 @@ DEMO = Path("data/demo")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say what a run is, which train.py and its dry run share."""
+    """Add the arguments that say what a run is. train.py and its dry run share them."""
     parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
     parser.add_argument(
         "--data", type=location, nargs="+", help="shard directories or URLs (default: the generated demo corpus)"
@@ -55,7 +55,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a run is made of, checked, before its folder is touched."""
+    """What a run consists of. It is checked before the folder of the run is touched."""
 
     recipe: Recipe
     corpus: Corpus
@@ -67,17 +67,17 @@ class Resolved:
 
 @dataclass(frozen=True)
 class ClaimedFolder:
-    """The run's folder, which no other run may use, and what may end this rank before the run's last step."""
+    """The folder of the run, locked against other runs, and the objects that may end this rank before the last step."""
 
     locks: list[files.Lock]
-    """The lock on the folder on rank 0, which holds until it is garbage; empty on the other ranks."""
+    """On rank 0, the lock on the folder, which lasts as long as this object; on other ranks, an empty list."""
     stop: StopRequest
     watch: Watch
 
 
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
-    """Train one run in the existing process group: resolve what it is, claim its folder, build what trains it, train.
-    args: the arguments of train.py. Returns the exit code."""
+    """Train one run in the existing process group: resolve it, claim its folder, build the trainer, train. args: the
+    arguments of train.py. Returns the exit code."""
     run = resolve(args, process, host_group)
     steps = run.recipe.train.steps
     claimed = claim_folder(args, run, process, host_group, status)
@@ -96,7 +96,8 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
 
 
 def resolve(args: argparse.Namespace, process: Process, host_group: HostGroup) -> Resolved:
-    """Return what the run is, checked, before its folder is touched. All ranks call it together. Raises UserError."""
+    """Find and check what the run consists of, before its folder is touched. All ranks call it together. Raises
+    UserError."""
     recipe, corpus = resolve_run(args.recipe, args.set, args.data, host_group)
     config = load_ds_config(args.ds_config, recipe, process.world, Hardware.here())
     task_notes = review_tasks(recipe, corpus, config.stage, host_group)
@@ -109,7 +110,7 @@ def resolve(args: argparse.Namespace, process: Process, host_group: HostGroup) -
 def claim_folder(
     args: argparse.Namespace, run: Resolved, process: Process, host_group: HostGroup, status: Status
 ) -> ClaimedFolder:
-    """Lock the run's folder, log to it, and begin to listen to signals and to watch this rank. Raises UserError."""
+    """Lock the run's folder, start to log there, to listen to signals and to watch this rank. Raises UserError."""
     train = run.recipe.train
     stop = StopRequest(train.time_limit)
     locks = list[files.Lock]()
@@ -174,7 +175,8 @@ def build(
 
 
 def write_start(out: Path, run: Resolved, loader: Loader, checkpoint: Checkpoint | None, process: Process) -> None:
-    """Write the run's configuration and what this start begins with, and print warnings about the data. Rank 0 only."""
+    """Write the run's configuration and the state at which it starts, and print warnings about the data. Rank 0
+    only."""
     text = yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)
     files.write_text(out / "config.yaml", redact(text))
     files.write_text(out / "ds_config.json", dump(run.config.resolved))
@@ -220,7 +222,7 @@ def check_ranks_agree(
 
 def take_folder(args: argparse.Namespace, identity: dict[str, Any], status: Status) -> files.Lock:
     """Check, create and lock the run's directory. Rank 0 only. Raises UserError."""
-    status.has_lock = False  # until train_run calls `running`
+    status.has_lock = False  # kept until train_run calls `running`
     out: Path = args.out
     folder.check_out(out, identity, args.resume)
     try:
@@ -249,7 +251,7 @@ def make_engine(run: Resolved, checkpoint: Checkpoint | None, host_group: HostGr
 
 
 def prefill_loader(loader: Loader, stream_name: str) -> Loader:
-    """Return a loader of one stream, which reads the stream's data in a different order."""
+    """Return a loader that has a single stream and reads its data in a different order."""
     name = f"{stream_name}.prefill"
     (stream,) = (replace(stream, name=name) for stream in loader.streams if stream.name == stream_name)
     recipe = replace(loader.recipe, streams={name: loader.recipe.streams[stream_name]}, phases=())

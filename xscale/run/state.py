@@ -1,4 +1,4 @@
-"""The objects that the parts of a run's loop share, and where the run stands."""
+"""The objects that the parts of a run's loop share, and the progress of the run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run stands between two steps."""
+    """The progress of a run between two steps."""
 
     step: int
     """The number of steps done."""

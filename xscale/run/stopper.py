@@ -1,4 +1,4 @@
-"""A run ends before its last step: because it was asked to, or because a rank cannot go on."""
+"""Ends a run before its last step, if it was asked to stop or if a rank cannot continue."""
 
 from typing import NamedTuple, NoReturn
 
@@ -12,7 +12,7 @@ from xscale.run.synchronizer import StepSynchronizer
 
 
 class RankFailure(NamedTuple):
-    """Why a rank cannot go on, for the other ranks."""
+    """The reason why a rank cannot continue, which is sent to the other ranks."""
 
     code: int
     """The exit code."""

@@ -5,8 +5,8 @@ not read its records, was asked to stop, asks to read metrics, or has written it
 gloo, between the hosts' CPUs: this notices at once that a rank is gone, and the host reads the sum without waiting for
 the device.
 
-A sum goes twice around a ring of all ranks, so that its time grows with their number, and may exceed that of a step.
-Messages are therefore sent `steps_ahead` steps ahead. The content of a step does not depend on this number, but a
+A sum goes twice around a ring of all ranks, so its time grows with the number of ranks, and may exceed the time of a
+step. Messages are therefore sent `steps_ahead` steps ahead. The content of a step does not depend on this number, but a
 request to stop takes effect that many steps later.
 """
 
@@ -30,7 +30,7 @@ from xscale.run.reporting import RunMetrics
 from xscale.run.state import RunContext
 
 RANKS_OF_A_STEP = 128
-"""The number of ranks by which messages become slower by about a step."""
+"""With this many more ranks, messages take about one step longer."""
 
 
 def steps_ahead(world: int) -> int:
@@ -39,7 +39,7 @@ def steps_ahead(world: int) -> int:
 
 
 class GlobalCounts(NamedTuple):
-    """The numbers of a step: those of one rank in its message, later their sums over ranks."""
+    """The numbers of a step. A rank's message has the numbers of this rank; later they are summed over ranks."""
 
     targets: Counts
     """The counts of the step that are not of a single language, see Row.counts."""
@@ -65,16 +65,17 @@ class PendingStep:
     batch: Any
     """The StepBatch, or None if this rank has an error."""
     error: Exception | None
-    """The error that kept this rank from reading its records, or that forbids it to go on."""
+    """The error because of which this rank could not read its records, or may not continue."""
     message: PendingSum
-    """The message says if a rank has failed and if one was asked to stop, and has the leaves of GlobalCounts."""
+    """The message says whether a rank has failed and whether a rank was asked to stop, and has the numbers of
+    GlobalCounts."""
     form: TreeSpec | None
     saving: int | None
-    """The step of the checkpoint that was under way when the message was sent, or None."""
+    """The step of the checkpoint that was being written when the message was sent, or None."""
 
     @cached_property
     def sums(self) -> list[int]:
-        """The sums of the message over ranks, for which the first call waits."""
+        """The sums of the message over ranks. The first call waits for them."""
         return self.message.wait()
 
     def failed(self) -> bool:
@@ -116,8 +117,8 @@ class StepSynchronizer:
 
     def next(self, batches: Iterator[StepBatch]) -> PendingStep:
         """Announce the steps that are due, and return the one that begins now. If a rank cannot read a step, all ranks
-        end at that step. `batches` is an argument and no attribute: in a reference cycle, a garbage collection would
-        wait for its worker processes."""
+        end at that step. `batches` is an argument instead of an attribute, because in a reference cycle the garbage
+        collector would wait for its worker processes."""
         while len(self.pending) <= self.ahead and self.announced < self.steps:
             self.announced += 1
             self.pending.append(self._failed(self.error) if self.error else self._read(batches))
@@ -132,7 +133,7 @@ class StepSynchronizer:
             for lock in self.context.locks:
                 lock.check()
         except Exception as error:
-            if not self.length:  # at the first step there is no message yet: the others end because this rank does
+            if not self.length:  # before the first message, the other ranks end because this rank ends
                 raise
             return self._failed(error)
         assert batch.step == self.announced - 1, (batch.step, self.announced)

@@ -25,7 +25,7 @@ from xscale.run.stopper import Stopper
 EVALS = "evals.jsonl"
 ROWS = 12
 MAIN = ("loss", "accuracy", "withheld")
-"""The log shows at most ROWS results rows, and of each row the first number in MAIN that the row has."""
+"""The log shows at most ROWS results rows. For each row, it shows the first score in MAIN that the row has."""
 
 
 class ResultsRow(NamedTuple):
@@ -57,8 +57,8 @@ class Validation:
         metrics: RunMetrics,
         stopper: Stopper,
     ):
-        """Prepare to measure. tasks: the result of in_training.measure_functions. step: the last step whose evaluation
-        is kept, or -1."""
+        """Prepare to measure. tasks: the result of in_training.measure_functions. step: evaluations up to this step are
+        kept in evals.jsonl; -1: none."""
         self.section = recipe.eval
         self.best_of = recipe.checkpoint.best
         self.last = recipe.train.steps
@@ -75,9 +75,9 @@ class Validation:
         self.best: tuple[int, float] | None = None
         """The step and the number of the best checkpoint."""
         self.candidate: tuple[int, float] | None = None
-        """The step and the number of a better evaluation whose checkpoint is not published yet."""
+        """The step and the number of a better evaluation, if its checkpoint is not published yet."""
         self.best_numbers: dict[str, tuple[int, float]] = {}
-        """The best step, and its main number, by the title of the results row."""
+        """Title of a results row -> the best step and its main score."""
         earlier = list[tuple[int, dict[str, Results]]]()
         for _, entry in entries_from_end(path) if path else ():
             earlier.insert(0, (entry["step"], with_nan(entry.get("results") or {})))
@@ -114,7 +114,7 @@ class Validation:
         return bool(self.section.tasks) and (step % self.section.every == 0 or step == self.last)
 
     def after_step(self, state: TrainState) -> None:
-        """Measure the tasks if that is due, unless the run stops before the next step."""
+        """Measure the tasks if an evaluation is due, unless the run is about to stop."""
         if self.due(state.step) and not self.stopper.stops_next():
             self.metrics.flush()
             self.measure(state.step)
@@ -182,7 +182,7 @@ class Validation:
         return first + whole + single
 
     def mark_of(self, row: ResultsRow, step: int) -> str:
-        """Return what the log says about the row's best number so far, after noting this step's number."""
+        """Note the row's number of this step, and return what the log says about the best number so far."""
         number = row.scores[row.main]
         best = self.best_numbers.get(row.title)
         if math.isfinite(number) and is_better(row.main, number, best and best[1]):
@@ -195,7 +195,7 @@ class Validation:
     def published(self, step: int, path: Path) -> set[int]:
         """Note a new checkpoint. Returns the steps whose checkpoints must stay. Rank 0 only."""
         if self.candidate and self.candidate[0] == step:
-            with suppress(OSError):  # the file `best` then still names the checkpoint before
+            with suppress(OSError):  # until then, the file `best` names the previous checkpoint
                 files.write_text(path.parent / checkpoints.BEST, path.name + "\n")
                 self.best = self.candidate
         return {self.best[0]} if self.best else set()
@@ -209,14 +209,14 @@ class Validation:
 
 
 def is_single(row: ResultsRow, rows: Results) -> bool:
-    """Return whether a row is that of a single language or pair. rows: all rows of the task."""
+    """Return whether a row has the scores of a single language or pair. rows: all rows of the task."""
     if row.task.startswith("heldout"):
         return " " in row.name
     return row.name != ALL and ALL in rows
 
 
 def with_nan(results: dict[str, Results]) -> dict[str, Results]:
-    """Return the results of a line of evals.jsonl with NaN for null."""
+    """Return the results of a line of evals.jsonl, with NaN in place of null."""
     with_numbers = dict[str, Results]()
     for task, rows in results.items():
         with_numbers[task] = {}

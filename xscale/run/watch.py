@@ -1,6 +1,6 @@
 """A run ends early if it is asked to stop (`StopRequest`), or if a rank hangs (`Watch`).
 
-A thread of every rank tells the other ranks what its own rank is doing, through torch's TCPStore, by which the ranks
+A thread of every rank tells the other ranks what its rank is doing. It uses torch's TCPStore, through which the ranks
 found each other. A rank that makes no progress for `train.stall_limit` minutes writes its stacks into logs/rankN.log,
 logs which ranks it waits for, and ends with exit code 5. The watch notices processes that are suspended or gone, and
 hangs in a file system, a collective or a lock. A rank that was asked to stop and has not begun its last save after
@@ -37,13 +37,15 @@ LOOK_SECONDS = 5.0
 """The longest time between two checks by the watch thread."""
 FIRST_WARNING_SECONDS = 60.0
 ANSWER_SECONDS = 3.0
-"""The longest wait for the store, whose own timeouts do not notice that rank 0, where it runs, is suspended."""
+"""The longest wait for an answer of the store. The store runs on rank 0, and its own timeouts do not notice that rank 0
+is suspended."""
 END_SECONDS = 8.0
-"""The time between the report of a stall and the exit, which follows even if writing the report hangs."""
+"""The seconds from the report of a stall to the exit. The process exits even if writing the report hangs."""
 KEY = "xscale/beat/{}"
 """The name of a rank's beat in the store."""
 LISTENERS = (0, 1)
-"""The ranks that ask the store which rank is missing. All ranks would be too many, and a single one may be missing."""
+"""The ranks that ask the store which rank is missing. All ranks would ask too often, and a single rank may itself be
+missing."""
 
 
 class StopRequest:
@@ -57,11 +59,12 @@ class StopRequest:
         self.launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
         """The launchers of this rank. Some launchers leave their ranks running when they are killed."""
         self.has_stepped = False
-        """True once this start has made a step. Before that, the time limit has no effect, since a limit that is
-        shorter than the startup would allow no progress."""
+        """True once this start has made a step. Before that, the time limit has no effect; otherwise a limit shorter
+        than the start-up would allow no progress."""
         self.terminals = [number for number in range(3) if os.isatty(number)]
         for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            # Nohup makes processes ignore SIGHUP.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note)  # threads older than `hold_signals` may get SIGUSR2
         # Python runs handlers between its own instructions, and so never while a collective hangs. Each signal is
         # therefore also written into a pipe at once.
@@ -71,7 +74,7 @@ class StopRequest:
 
     def _note(self, number: int, frame: Any) -> None:
         self.reason = signal.Signals(number).name
-        if number == signal.SIGHUP:  # a closed terminal takes no more lines
+        if number == signal.SIGHUP:  # nothing can be written to a closed terminal
             nowhere = os.open(os.devnull, os.O_RDWR)
             for terminal in self.terminals:
                 os.dup2(nowhere, terminal)
@@ -141,9 +144,9 @@ class LastBeat(NamedTuple):
 
 
 class Store:
-    """The store by which the ranks found each other, on a connection of the watch's own, since the main thread's may be
-    waiting for an answer. An answer that does not come in time is None, as the store hangs while rank 0, where it runs,
-    is suspended."""
+    """The store through which the ranks found each other. The watch has its own connection, because that of the main
+    thread may be waiting for an answer. The store runs on rank 0 and hangs while rank 0 is suspended, so an answer that
+    does not come in time is None."""
 
     def __init__(self) -> None:
         self.asking: threading.Thread | None = None
@@ -207,12 +210,14 @@ class Watch:
         self.stopping = False
         """True once the run makes no further step and only saves, so that `stop_limit` no longer applies."""
         self.clock = 0.0
-        """The seconds since `begin`, without those in which this process was suspended, as by SIGSTOP or SLURM."""
+        """The seconds since `begin`, without the time in which this process was suspended, for example by SIGSTOP or
+        SLURM."""
         self.last_beats: dict[int, LastBeat] = {}
         self.closed = threading.Event()
 
     def note(self, doing: str) -> None:
-        """Record that the rank makes progress, and what it does next. The main thread calls this many times a step."""
+        """Record that the rank makes progress, and what it does next. The main thread calls this several times in each
+        step."""
         self.doing = doing
         self.marks += 1
 
@@ -238,7 +243,7 @@ class Watch:
         return min(LOOK_SECONDS, self.limit / 8, self.stop_limit / 8)
 
     def _watch(self) -> None:
-        """Check this rank until `close`: if it stops in time once it is asked to, and if it makes progress."""
+        """Until `close`, check that this rank makes progress, and that it stops in time when it is asked to."""
         store = Store() if self.process.world > 1 else None
         number = 0
         marks = self.marks
@@ -248,7 +253,7 @@ class Watch:
         checked = time.monotonic()
         while not self.closed.wait(self.pause):
             now = time.monotonic()
-            self.clock += min(now - checked, 2 * self.pause)  # a suspended process has checked nothing
+            self.clock += min(now - checked, 2 * self.pause)  # while the process was suspended, it has checked nothing
             checked = now
             number += 1
             if store:
@@ -288,8 +293,8 @@ class Watch:
         return self._waits_for(beats)
 
     def _waits_for(self, beats: dict[int, Beat]) -> str:
-        """Return which ranks do not answer, or else which have made the least progress. beats: of all ranks that have
-        sent one."""
+        """Return which ranks do not answer; if all answer, return which ranks have made the least progress. beats: the
+        last beat of each rank that has sent one."""
         for rank, beat in beats.items():
             last = self.last_beats.get(rank)
             if last is None or last.beat.number != beat.number:
