@@ -1,4 +1,4 @@
-"""Align the words of sentence pairs: run eflomal in both directions, then symmetrise its links.
+"""Align the words of sentence pairs: run eflomal in both directions, then symmetrise the links.
 
     python -m data_tools.align --src F --tgt F --out links.txt [--symmetrize intersection]
 
@@ -34,9 +34,9 @@ NEIGHBOURS = ((-1, 0), (0, -1), (1, 0), (0, 1), (-1, -1), (-1, 1), (1, -1), (1, 
 
 
 def grow_diag_final_and(forward: Links, reverse: Links) -> Links:
-    """Return symmetrised links (Koehn et al. 2003): the intersection; then the neighbours of these links in the union
-    that link a word without a link so far; then the links of either direction between two words without any link so
-    far."""
+    """Return symmetrised links (Koehn et al. 2003). Begin with the intersection. Then add links of the union that are
+    neighbours of these links and link a word that has no link yet. Then add links of either direction between two words
+    that have no link yet."""
     union = sorted(forward | reverse)
     links = forward & reverse
     first_linked = {i for i, _ in links}
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
             for _, line in read_lines(text):
                 ((words, _),) = split([line])
                 file.write(" ".join(words) + "\n")
-    print(f"{args.out}: the links number the words of {' and '.join(map(str, texts.values()))}")
+    print(f"{args.out}: the links are numbers of the words in {' and '.join(map(str, texts.values()))}")
 
 
 if __name__ == "__main__":

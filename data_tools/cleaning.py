@@ -1,4 +1,4 @@
-"""The cleaning rules of a corpus. The texts that each rule removes are counted, and a few examples are kept."""
+"""The cleaning rules of a corpus. For each rule, the removed texts are counted, and a few examples are kept."""
 
 import re
 import unicodedata
@@ -29,7 +29,7 @@ LID_PROBABILITY = 0.9
 least LID_LETTERS letters."""
 LID_LETTERS = 20
 LID_CHARACTERS = 1000
-"""The number of first characters of a document by which its language is identified."""
+"""The language of a document is identified by this many characters from its beginning."""
 SHINGLE = 5
 PERMUTATIONS = 108
 BANDS = 9
@@ -59,7 +59,7 @@ NORMALISE: dict[str, Callable[[str], str]] = {
 
 
 class RemovalCounts:
-    """The number of pairs, of documents, or of sentences of documents that each rule removed, with examples."""
+    """For each rule: the number of pairs, documents, or sentences of documents that it removed, with examples."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -72,7 +72,7 @@ class RemovalCounts:
             examples.append([text[:EXAMPLE_LENGTH] for text in texts])
 
     def join(self, other: dict[str, Any]) -> None:
-        """Add counts and examples in the form of `to_json`."""
+        """Add the counts and examples of `other`, which has the form of `to_json`."""
         self.counts.update(other["counts"])
         for rule, examples in other["examples"].items():
             known = self.examples.setdefault(rule, [])
@@ -96,8 +96,8 @@ class Cleaner:
         self.changes = [change for name, change in NORMALISE.items() if name in rules.normalise]
 
     def clean(self, unit: Unit) -> Unit | None:
-        """Return a unit with its clean sides or sentences; None if a rule removes it. `linked` keeps the texts whose
-        words its links number. The rule `exclude` is applied later, by `without_excluded`."""
+        """Return a unit with its clean sides or sentences, or None if a rule removes it. The unit's `linked` keeps the
+        texts whose words the links number. The rule `exclude` is applied later, by `without_excluded`."""
         if not unit.texts:
             self.removed.add("language missing" if self.source.pairs else "empty", [])
             return None
@@ -224,8 +224,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def letters_hash(text: str) -> bytes:
-    """Return an 8-byte hash of a text's letters, marks and digits, ignoring case; b"" if there are none. Without its
-    marks, a word of Hindi or Arabic would be the same as others that differ from it in vowels."""
+    """Return an 8-byte hash of a text's letters, marks and digits, ignoring case; b"" if there are none. Marks are
+    kept, because words of Hindi or Arabic that differ only in vowels would otherwise be the same."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     letters = "".join(filter(_is_letter, folded))
     return blake2b(letters.encode(), digest_size=8).digest() if letters else b""
@@ -242,7 +242,7 @@ class Exclusion:
     def __init__(self, paths: tuple[str, ...]):
         """Read the files. Raises UserError if a file has no text."""
         self.locations = dict[Any, str]()
-        """The location of the first line with a `letters_hash`, or with a value of a band: (band, value)."""
+        """`letters_hash`, or (band, value of this band) -> the location of the first line that has it."""
         for path in paths:
             numbered = [(number, line) for number, line in read_lines(Path(path)) if letters_hash(line)]
             if not numbered:
@@ -253,8 +253,8 @@ class Exclusion:
                     self.locations.setdefault(key, f"{path}: line {number}")
 
     def find(self, texts: list[str]) -> list[tuple[str, str]]:
-        """Return for each text by which rule it is removed, and the line that is the same ("exclude") or similar
-        ("exclude (near)"); or empty strings if no line of the evaluation files is."""
+        """Return for each text the rule that removes it and the location of the evaluation line: "exclude" for an equal
+        line, "exclude (near)" for a similar one, and two empty strings if there is no such line."""
         hits = list[tuple[str, str]]()
         for text, values in zip(texts, minhash_bands(texts).tolist(), strict=True):
             exact = self.locations.get(letters_hash(text))

@@ -13,7 +13,9 @@ def run(main: Callable[[], None]) -> None:
     code = 0
     try:
         if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-            raise UserError("this tool is one process; start it without mpirun. data_tools.prepare uses many cores")
+            raise UserError(
+                "this tool is a single process; start it without mpirun. data_tools.prepare uses many cores"
+            )
         check_arguments(sys.argv[1:])
         main()
     except UserError as error:

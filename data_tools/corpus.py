@@ -37,7 +37,8 @@ FORMATS: dict[str, set[str]] = {
     "datasets": {"columns", "field", "config", "split"},
     "shards": set(),
 }
-"""The key of a source that names its files, one for each format -> the keys that only some formats have."""
+"""For each format: the key of a source that names its files -> further keys that are allowed with this format, but not
+with all formats."""
 
 
 class Strict(BaseModel):
@@ -46,10 +47,10 @@ class Strict(BaseModel):
 
 class Length(Strict):
     characters: tuple[int, int] | None = Field(default=None, strict=False)
-    """The fewest and the most characters of a sentence, and of each side of a pair."""
+    """The minimum and the maximum number of characters of a sentence, or of each side of a pair."""
     tokens: tuple[int, int] | None = Field(default=None, strict=False)
-    """The fewest tokens of a sentence or side, and the most tokens of a whole sequence, as data.max_length counts them.
-    This rule needs `tokenizer`."""
+    """The minimum number of tokens of a sentence or side, and the maximum number of tokens of a whole sequence, counted
+    as for data.max_length. This rule needs `tokenizer`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -60,7 +61,7 @@ class Length(Strict):
 
 
 class Rules(Strict):
-    """Text passes the rules in the order below. A rule of a source replaces the corpus's rule of the same name."""
+    """The rules are applied in the order below. A rule of a source replaces the corpus's rule of the same name."""
 
     normalise: list[Literal["ftfy", "nfc", "controls", "spaces"]] = ["nfc", "controls", "spaces"]
     """ftfy repairs, by the package ftfy, text that was decoded in a wrong encoding; nfc changes text to Unicode's
@@ -114,8 +115,8 @@ class SourceSpec(Strict):
     field: str = "text"
     """The field that holds a document's text in JSON lines, parquet and data sets."""
     links: int | str | None = None
-    """Word links in Pharaoh format, of words between spaces and tabs: a file with one line per pair, or the number of a
-    TSV's column."""
+    """Word links in Pharaoh format, which number the words between spaces and tabs: a file with one line per pair, or
+    the number of a column of the TSV."""
     linked: tuple[str, str] | None = Field(default=None, strict=False)
     """Two files: the texts whose words `links` numbers, if an aligner read other texts than `text`."""
     documents: Literal["auto", "doc", "blank", "lines"] = "auto"
@@ -155,7 +156,7 @@ class SourceSpec(Strict):
 
     @property
     def kind(self) -> str:
-        """Return what the source consists of, for people."""
+        """Return what the source consists of, in words for messages."""
         return "pairs" if self.pairs else "documents"
 
     @property
@@ -208,7 +209,8 @@ class TokenizerSpec(Strict):
     type: Literal["wordpiece", "unigram", "bpe"] = "wordpiece"
     vocab_size: int = Field(default=32000, gt=0)
     alpha: float = Field(default=0.5, ge=0, le=1)
-    """A language is sampled in proportion to its share of the text to the power of alpha."""
+    """The tokenizer's training text is sampled by language, with probability proportional to (share of the
+    text)^alpha."""
 
 
 class HeldoutSpec(Strict):
@@ -225,7 +227,8 @@ class Corpus(Strict):
     align: bool = False
     """True: eflomal makes word links for the pairs that have none. Its links differ a little from run to run."""
     tokenizer: TokenizerSpec | str | None = None
-    """The tokenizer to train; or the folder or hub name of an existing one, by which lengths and the report count."""
+    """The tokenizer to train, or the folder or hub name of an existing tokenizer. Lengths and the report count its
+    tokens."""
     heldout: HeldoutSpec = HeldoutSpec()
     lexicons: list[str] = []
     """The dictionaries, such as en-de.txt, that are written to the folder `lexicon` of the output, respelled as the
@@ -255,7 +258,7 @@ class Corpus(Strict):
         return self
 
     def rules_of(self, source: SourceSpec) -> Rules:
-        """Return the corpus's rules, with the source's own rules in the place of those of the same name."""
+        """Return the corpus's rules; a rule of the source replaces the rule of the same name."""
         return Rules.model_validate(self.rules.model_dump(exclude_unset=True) | source.rules)
 
     @property
@@ -323,8 +326,8 @@ def parse_corpus(tree: dict[str, Any], place: str) -> Corpus:
 
 
 def add_languages(place: str, source: dict[str, Any]) -> None:
-    """Add the languages of shards to their entry in corpus.yaml: those of the index, or of the first sample of others'
-    tars. Raises UserError. place: the corpus.yaml."""
+    """Add the languages of shards to their entry in corpus.yaml. They come from the index or, for tars of other
+    programs, from the first sample. Raises UserError. place: the corpus.yaml, for errors."""
     named = source.keys() & {"pairs", "mono"}
     if is_foreign(source["shards"]):
         if named:

@@ -1,4 +1,4 @@
-"""Generate the demo corpus: raw files of a small world of three languages, and what `prepare` makes of them.
+"""Generate the demo corpus: raw files in one natural and two invented languages, and what `prepare` makes of them.
 
     python -m data_tools.demo_corpus [--out data/demo] [--pairs 20000] [--mono 20000] [--seed 0]
 
@@ -65,10 +65,10 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0) -> 
         raw.mkdir(parents=True)
         write_raw(World(seed), raw, pairs, mono)
         write_corpus_yaml(corpus, raw)
-        with redirect_stdout(io.StringIO()):  # it would name folders that are moved
+        with redirect_stdout(io.StringIO()):  # the report would name folders that are moved
             prepare.main([str(corpus), "--out", str(made), "--workers", "1"])
         for name, pair in (("heldout", "en-xx"), ("heldout_yy", "en-yy")):
-            if (made / "heldout" / pair).exists():  # a few pairs have none
+            if (made / "heldout" / pair).exists():  # a few pairs have no links
                 (partial / name).mkdir()
                 (made / "heldout" / pair).rename(partial / name / "pairs")
         files.remove(made / "heldout")

@@ -78,7 +78,7 @@ PARTICLES = {"topic": "的", "question": "了", "not": "吗", "after not": "吧"
 ONSETS = ("k", "t", "p", "m", "n", "l", "r", "z", "v", "g", "b", "d", "sh", "j")
 VOWELS = ("a", "i", "o", "u", "ei")
 CODAS = "vzjh"
-"""The ends of verbs and of short words. With them, hardly a word comes out as an English one."""
+"""The ends of verbs and of short words. With them, hardly any word is also an English word."""
 CHARACTERS = [chr(0x4E00 + 29 * number) for number in range(300)]
 """The characters from which stems of yy are made. A stem has two of them, and a suffix has one other character."""
 ALL_SUFFIXES = sorted({*NOUN_SUFFIXES.values(), *VERB_SUFFIXES.values()} - {""})
@@ -249,7 +249,8 @@ class World:
 
 
 def coin_stem(rng: Random, word: Word, suffixes: dict[str, str], taken_forms: set[str]) -> str:
-    """Return the stem of a word of xx, whose forms are new, and add these to `taken_forms`. A name is its own stem."""
+    """Return a stem for a word of xx whose forms are all new, and add these forms to `taken_forms`. The stem of a name
+    is the name itself."""
     if "sg.nom" in word.en and word.en["sg.nom"].istitle():
         return word.en["sg.nom"]
     while True:
@@ -381,7 +382,7 @@ class Composer:
             do = {"past": "did", "pres.3sg": "does"}
             auxiliary = Phrase([(do.get(tense) or do.get(key, "do"), ())])
             form = verb.en["fut.3sg"]
-        is_dropped = subject.person[0] in "12"  # only the verb's suffix expresses it
+        is_dropped = subject.person[0] in "12"  # only the verb's suffix expresses the subject
         expressed = (action, subject.concept) if is_dropped else (action,)
         predicate = Phrase([(form, (action,))], [(verb.xx[key], expressed)])
         topic = denied = undone = asked = NOTHING

@@ -41,7 +41,7 @@ class TaskList:
     name: str
     """The name of the step."""
     function: Callable[[Path, int], None]
-    """Does task n of the step, from (folder, n), according to the plan in the folder."""
+    """A function (folder, n) that does task n of the step, according to the plan in the folder."""
     numbers: list[int]
 
 
@@ -63,8 +63,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock a folder until the returned file descriptor is closed. Raises UserError if another process has the lock, as
-    workers of a killed start may have for a moment."""
+    """Lock a folder until the returned file descriptor is closed. Raises UserError if another process has the lock.
+    Workers of a killed start may have it for a moment."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +87,7 @@ def do_task(folder: Path, name: str, function: Callable[[Path, int], None], numb
     if not done.exists():
         function(folder, number)
         done.parent.mkdir(parents=True, exist_ok=True)
-        done.touch()  # it needs no sync: a task whose mark is lost is done again
+        done.touch()  # the mark needs no sync: a task whose mark is lost is done again
 
 
 def run_tasks(executor: str, workers: int, tasks: TaskList) -> None:
@@ -105,7 +105,7 @@ def run_local(tasks: TaskList, workers: int) -> Iterator[None]:
             do_task(tasks.folder, tasks.name, tasks.function, number)
             yield
         return
-    # Forked workers hold the folder's lock too, so a new start cannot write while those of a killed start live.
+    # Forked workers hold the folder's lock, too. So a new start cannot write while workers of a killed start live.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(workers, context, start_worker, (os.getpid(),))
     try:
@@ -194,4 +194,5 @@ EXECUTORS: dict[str, Callable[[TaskList, int], Iterator[None]]] = {
     "slurm": run_slurm,
     "ray": run_ray,
 }
-"""The name of an executor -> a function that does tasks, at most so many at a time, and yields while it does."""
+"""The name of an executor -> a function that does the tasks, at most as many at a time as its second argument says, and
+yields after finished tasks."""

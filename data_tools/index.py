@@ -68,13 +68,13 @@ def index_tar(
     """Write the .idx file of a tar. langs, segmentations: see scan_tar. Raises UserError."""
     tar, idx = scan_tar(path, langs, segmentations)
     with files.publish(path.with_suffix(".idx")) as partial_path:
-        partial_path.write_bytes(idx.tobytes())  # numpy's tofile does not tell what the system said
+        partial_path.write_bytes(idx.tobytes())  # numpy's tofile hides the system's error
     return tar
 
 
 def link_segmentations(directory: Path) -> dict[str, dict[str, str]]:
-    """Return the words that links number in each layout: those that an existing index.json names; without one, words
-    of data/words.py in .jsonl members, and white-space words in samples."""
+    """Return which kind of words the links number, for each layout. An existing index.json says it. Without one, links
+    in .jsonl members number words of data/words.py, and links of samples number white-space words."""
     try:
         existing = read_index(directory)[0].get("segmentation", SEGMENTATIONS["whitespace"])
     except UserError:

@@ -62,8 +62,8 @@ def link_statistics(records: list[Record]) -> dict[str, Any]:
 
 
 def linked_tokens_per_target(records: list[Record], tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the median and the 95th percentile of the number of linked tokens that AlignLM sums for a target.
-    records: pairs with links."""
+    """Return the median and the 95th percentile of the number of tokens that AlignLM sums for each masked token, its
+    linked tokens. records: pairs with links."""
     _, words = tokenizer.encode_words(list(chain.from_iterable(record.texts for record in records)))
     sums = list[int]()
     for record, first, second in zip(records, words[::2], words[1::2], strict=True):
@@ -85,7 +85,7 @@ def link_array(record: Record, first: int, second: int) -> np.ndarray:
 
 
 def damage(source: Source, number: int) -> str:
-    """Return what is wrong with shard `number`, with its first damaged record; "" if it is as index.json says."""
+    """Return what is wrong with shard `number`, and its first damaged record; "" if the shard is as index.json says."""
     about = source.shards[number]
     path = source.directory / about.name
     idx = path.with_suffix(".idx")

@@ -114,8 +114,8 @@ def commonest_forms(sources: list[Source], langs: tuple[str, str]) -> dict[str, 
 
 
 def sample_entries(entries: list[Entry], share: float, seed: int) -> list[Entry]:
-    """Return, in their order, all entries of round(share * n) of the n words of the first language: those with the
-    smallest hashes. Spellings that differ only in case are one word."""
+    """Return the entries of a share of the words of the first language, in their order. Of n words, the round(share *
+    n) with the smallest hashes are chosen. Spellings that differ only in case are one word."""
     distinct = {same_word(word) for word, _ in entries}
     by_hash = sorted(distinct, key=lambda word: int(rng.key(seed, "lexicon", word)))
     chosen = set(by_hash[: round(share * len(by_hash))])

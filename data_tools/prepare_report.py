@@ -11,7 +11,7 @@ from .steps import read_json, read_plan, read_units_of, source_chunks, source_co
 from .survey import warning_lines
 
 IDENTIFIED = 200
-"""The maximum number of first pairs or sentences by which the language of a source is identified."""
+"""The language of a source is identified by at most this many pairs or sentences from its beginning."""
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Corpus</title>
 <style>
@@ -99,7 +99,7 @@ def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
 
 
 def source_warnings(folder: Path, number: int) -> list[str]:
-    """Return a line for each suspicious property of the texts of source `number`, by its first chunk."""
+    """Return a line for each suspicious property of the texts of source `number`. Only its first chunk is looked at."""
     source = read_plan(folder).corpus.sources[number]
     chunk = source_chunks(folder, number)[0]
     records = list[list[str]]()

@@ -27,11 +27,12 @@ from .corpus import SourceSpec
 PARAGRAPHS = 1000
 """A document with more paragraphs than this is split into several."""
 HEAD_LINES = 500
-"""The number of first lines by which the form of a file is found."""
+"""The form of a file is found by this many lines from its beginning."""
 SHARE = 0.8
-"""A file is no text if at least this share of its first lines are of another format. In real text at most 6 % are."""
+"""A file is refused if at least this share of its first lines look like another format. In real text, at most 6 %
+do."""
 BLOCK_LINES = 50
-"""Blank lines separate documents if, on average, at most this many lines are between two of them."""
+"""Blank lines separate documents if, on average, there are at most this many lines between two blank lines."""
 XML_LANG = "{http://www.w3.org/XML/1998/namespace}lang"
 NATIVE_CODES = ("bpt", "ept", "ph", "it", "ut")
 """The elements of TMX whose content is markup of the document's own format, and not text."""
@@ -41,11 +42,12 @@ NumberedLine = tuple[int, str]
 
 class Unit(NamedTuple):
     number: int
-    """The number of its line, row or translation unit in the source, from 1. A document has that of its first line."""
+    """The number of the unit's line, row or translation unit in the source, from 1. A document has the number of its
+    first line."""
     texts: list[str]
     """Both sides of a pair, or a document's paragraphs."""
     links: str | None = None
-    """A pair's word links in Pharaoh form, of the words between spaces and tabs."""
+    """A pair's word links in Pharaoh form, which number the words between spaces and tabs."""
     linked: list[str] | None = None
     """The texts whose words `links` numbers; None: `texts`."""
 
@@ -70,7 +72,7 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
         yield unit
         if unit.texts:
             complete += 1
-        if complete == source.first:  # what follows is not read, so it may be damaged
+        if complete == source.first:  # the rest of the file is not read, so it may be damaged
             return
     if unit is None:
         raise UserError(f"{', '.join(source.paths)}: the source is empty; give another one")
@@ -128,7 +130,8 @@ def checked_lines(path: Path) -> Iterator[NumberedLine]:
 
 
 def is_text(line: str) -> bool:
-    """Return False for a row of a table, a JSON object, and a line that begins with a tag, but not WikiExtractor's."""
+    """Return False for a row of a table, a JSON object, and a line that begins with a tag. WikiExtractor's tags are
+    allowed."""
     is_object = line.startswith(("{", "[{")) and line.endswith(("}", "},"))
     is_tag = TAG.match(line) and not line.startswith(("<doc ", "</doc>"))
     return not (is_object or is_tag or "\t" in line)
@@ -136,15 +139,15 @@ def is_text(line: str) -> bool:
 
 def text_documents(source: SourceSpec) -> Iterator[Unit]:
     """Yield documents: WikiExtractor's, lines between blank lines, or single lines."""
-    numbers = count(1)  # of the lines of all files
+    numbers = count(1)  # the numbers of the lines of all files
     files = input_files(list(map(Path, source.paths)))
     paragraphs = (text_paragraphs(path, source.documents, numbers) for path in files)
     return join_paragraphs(chain.from_iterable(paragraphs))
 
 
 def text_paragraphs(path: Path, form: str, numbers: Iterator[int]) -> Iterator[Paragraph]:
-    """Yield the lines of a file that have text. form: see SourceSpec.documents. numbers: of this file's lines and of
-    the next ones'. Raises UserError."""
+    """Yield the lines of a file that have text. form: see SourceSpec.documents. numbers: an iterator of line numbers,
+    which continues over all files. Raises UserError."""
     lines: Iterator[NumberedLine]
     if form == "auto":
         lines = checked_lines(path)
@@ -285,7 +288,7 @@ def translations(unit: Any, langs: tuple[str, ...]) -> list[str]:
 
 
 def segment_text(element: Any, is_text: bool) -> str:
-    """Return the text of a segment or of an element inside it. is_text: its own content is text."""
+    """Return the text of a segment, or of an element inside it. is_text: whether the element's own content is text."""
     parts = [element.text or ""] if is_text else []
     for child in element:
         name = tag_of(child)
@@ -376,7 +379,8 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def data_set_rows(source: SourceSpec) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a folder of `save_to_disk`, of another local data set, or of a hub's, which is streamed."""
+    """Yield the rows of a folder of `save_to_disk`, of another local data set, or of a data set on the hub, which is
+    streamed."""
     import datasets
 
     name = source.paths[0]
@@ -401,7 +405,7 @@ class ShardRecord(NamedTuple):
 
 
 def shard_units(source: SourceSpec) -> Iterator[Unit]:
-    """Yield the pairs or documents of shards, of our own or of others'."""
+    """Yield the pairs or documents of shards: folders with an index, or tars of other programs."""
     records = foreign_records(source.paths[0], source.langs) if source.is_foreign else own_records(source.paths[0])
     numbered = enumerate(records, start=1)
     if source.mono:
@@ -424,8 +428,8 @@ def own_records(directory: str) -> Iterator[ShardRecord]:
 
 
 def foreign_records(urls: str, langs: tuple[str, ...] = ()) -> Iterator[ShardRecord]:
-    """Yield the records of tars that webdataset opens: paths and URLs with braces, `pipe:` and others. langs: their
-    languages, in this order; (): those of each sample. Raises UserError."""
+    """Yield the records of tars that webdataset opens: paths and URLs with braces, `pipe:` and others. langs: the
+    languages of each record, in this order; (): each sample has its own. Raises UserError."""
     import webdataset
 
     place = "the start"
@@ -439,7 +443,7 @@ def foreign_records(urls: str, langs: tuple[str, ...] = ()) -> Iterator[ShardRec
                     raise ValueError(f"it has texts in {', '.join(record.langs)}, not in {' and '.join(langs)}")
                 yield ShardRecord(record, record.doc is None or record.doc != doc, "jsonl" in sample)
                 doc = record.doc
-    except Exception as error:  # of tars, of servers, of programs behind pipes, of JSON: there are many
+    except Exception as error:  # tars, servers, programs behind pipes and JSON raise many types of errors
         raise UserError(f"{urls}: at or after {place}: {error}; correct the tar, or its address") from None
 
 

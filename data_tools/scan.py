@@ -21,7 +21,7 @@ from xscale.record import Record, Shard, is_sample_member, parse_json, parse_sam
 class StoredRecord(NamedTuple):
     record: Record
     layout: str
-    """How the tar holds records, one of shards.LAYOUTS."""
+    """The form of the records in the tar, one of shards.LAYOUTS."""
     offset: int
     data: bytes
     """The record's bytes in the tar, which begin at `offset`."""
@@ -139,7 +139,8 @@ def idx_entries(stored: StoredRecord, follows: bool) -> list[tuple[int, int, int
     length = len(stored.data)
     if length >= FOLLOWS:
         raise ValueError(f"record {record.key!r} has {length:,} bytes, more than 2 GiB; split its text")
-    text_bytes = [len(text.encode()) for text in record.texts]  # raises for a lone surrogate, which no tokenizer takes
+    # Raises an error for a lone surrogate, which no tokenizer accepts.
+    text_bytes = [len(text.encode()) for text in record.texts]
     crc = zlib.crc32(stored.data)
     if len(record.texts) == 2:
         return [(stored.offset, length, crc)]

@@ -56,7 +56,7 @@ from .readers import Unit, from_line, read_units, to_line
 
 CHUNK_UNITS = 8192
 CHUNK_BYTES = 4 << 20
-"""A chunk, which becomes a shard, ends after so many units or bytes."""
+"""A chunk ends after this many units or bytes. It becomes a shard."""
 MEMBER_RECORDS = 256
 """The number of records in a .jsonl member of a tar."""
 KEPT, REPEATED, NEAR, HELD_OUT = range(4)
@@ -66,11 +66,11 @@ REMOVED = {REPEATED: "dedup", NEAR: "dedup (near)"}
 SYMMETRIZE = "grow-diag-final-and"
 """How eflomal's links of both directions are joined."""
 HELD_SHARE = 10
-"""About one of this many kept sentences or pairs, at most, is held out."""
+"""At most about one of this many kept sentences or pairs is held out."""
 SAMPLE = 2_000_000
 """The maximum number of sentences and sides of pairs on which the tokenizer is trained."""
 COUNTED = 2_000
-"""The maximum number of texts of each language by which the tokenizer's report counts tokens."""
+"""The report on the tokenizer counts the tokens of at most this many texts of each language."""
 EXACT, SENTENCES, FIRST_BAND = range(3)
 """The columns of clean/CHUNK.npy: the hash of a unit's text, the number of its sentences, the MinHash bands."""
 
@@ -95,9 +95,9 @@ class Chunk(NamedTuple):
 
 class PrepareStep(NamedTuple):
     function: Callable[[Path, int], None]
-    """Does task n, from (work folder, n)."""
+    """A function (work folder, n) that does task n."""
     count: Callable[[Path], int]
-    """Returns the number of tasks. It is known when the step before has ended."""
+    """A function (work folder) that returns the number of tasks, once the previous step has ended."""
 
 
 @lru_cache(maxsize=1)
@@ -178,7 +178,7 @@ def cut_source(folder: Path, number: int) -> None:
 
 
 def source_stamp(corpus: Corpus, number: int) -> list[Any]:
-    """Return what must not change after source `number` was cut: its entry in corpus.yaml, and the size and
+    """Return what identifies the state of source `number` when it was cut: its entry in corpus.yaml, and the size and
     modification time of each of its files."""
     source = corpus.sources[number]
     stamp: list[Any] = [source.model_dump(mode="json"), CHUNK_UNITS, CHUNK_BYTES]
@@ -189,7 +189,7 @@ def source_stamp(corpus: Corpus, number: int) -> list[Any]:
 
 
 def is_cut(folder: Path, corpus: Corpus, number: int) -> bool:
-    """Return whether source `number` was cut as it is now."""
+    """Return whether source `number` is unchanged since it was cut."""
     return read_json(folder / f"raw/{number}.json")["stamp"] == source_stamp(corpus, number)
 
 
@@ -300,7 +300,7 @@ def occurs_earlier(values: np.ndarray) -> np.ndarray:
 
 
 def nothing_left(folder: Path, group: tuple[str, ...]) -> str:
-    """Return the error about a group of which the rules removed all text."""
+    """Return the error that says that the rules have removed all text of a group."""
     corpus = read_plan(folder).corpus
     names = list[str]()
     reasons = RemovalCounts()

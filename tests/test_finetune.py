@@ -102,7 +102,7 @@ BAD = {
     "two columns": ("xnli", "a.tsv", "a\tb\tneutral\nc\td\n", "line 2 .*2 columns.*premise<TAB>hypothesis<TAB>label"),
     "no label": ("xnli", "a.jsonl", '{"premise": "a", "hypothesis": "b", "label": -1}\n', "line 1 has no label"),
     "no column": ("xnli", "a.jsonl", '{"premise": "a", "b": "c"}\n', "line 1 has no column hypothesis.*premise, b"),
-    "a number": ("xnli", "a.jsonl", '{"premise": 1, "hypothesis": "b", "label": 1}\n', "line 1: 1 is no sentence"),
+    "a number": ("xnli", "a.jsonl", '{"premise": 1, "hypothesis": "b", "label": 1}\n', "line 1: 1 is not a sentence"),
     "not json": ("xquad", "a.json", '{"data": [\n{,}]}', "is not JSON.*line 2"),
     "not SQuAD's form": ("xquad", "a.json", '{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "KeyError: 'id'"),
     "no answer": ("xquad", "a.json", squad(("q3", "Who?", "", 0)), "question q3 has no answer"),

@@ -100,7 +100,7 @@ def discover_mpi() -> Process:
         )
     discover_mpi_ranks(DEFAULT_PORT)
     local_world = communicator.Split_type(MPI.COMM_TYPE_SHARED).Get_size()
-    MPI.Finalize()  # the ranks communicate by NCCL or gloo; mpirun must still notice when a rank fails
+    MPI.Finalize()  # ranks talk by NCCL or gloo, and without MPI, mpirun notices a rank that fails
     env.update(chosen)
     return Process(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), local_world)
 

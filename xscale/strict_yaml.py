@@ -43,7 +43,7 @@ def count_values(node: yaml.Node, counts: dict[int, int]) -> int:
     """Return the number of values in a node, with aliases as copies. counts: the numbers of the nodes seen, by id."""
     if id(node) in counts:
         return counts[id(node)]
-    counts[id(node)] = 1  # a node that contains itself counts 0 inside itself
+    counts[id(node)] = 1  # for a node that contains itself
     parts = list[yaml.Node]()
     if isinstance(node, yaml.SequenceNode):
         parts = node.value

@@ -1,4 +1,5 @@
-"""Aligns words by hidden states: alignment error rate (Och & Ney 2003) against links made by hand, by layer.
+"""Aligns words by hidden states, and measures the alignment error rate (Och & Ney 2003) of each layer against links
+made by hand.
 
     AER = 1 - (|A & S| + |A & P|) / (|A| + |S|);    precision = |A & P| / |A|;    recall = |A & S| / |S|
 
@@ -10,8 +11,8 @@ Two words are linked if any of their tokens are. Tokens are linked by one of two
     argmax   each of the two tokens is the other's nearest by cosine (SimAlign; Jalili Sabet et al. 2020)
     softmax  the softmaxes of dot products over both sentences exceed 0.001 (awesome-align; Dou & Neubig 2021)
 
-Words are separated by spaces and tabs alone, as aligners and the links' files count them. The two sentences go through
-the encoder separately.
+Only spaces and tabs separate words, because aligners and the files of links number words in this way. The two sentences
+go through the encoder separately.
 
 Shape letters: I tokens of the first sentence, J of the second, T of either, L layers, H width.
 """
@@ -53,7 +54,7 @@ class LinkedPair:
 
 
 def argmax_links(x_IH: Tensor, y_JH: Tensor) -> Tensor:
-    """Return [I, J], True for linked pairs of tokens: those that are each other's nearest by cosine."""
+    """Return [I, J]: True where each of the two tokens is the other's nearest by cosine."""
     cosine = F.normalize(x_IH, dim=-1) @ F.normalize(y_JH, dim=-1).T
     there = F.one_hot(cosine.argmax(1), cosine.shape[1])
     back = F.one_hot(cosine.argmax(0), cosine.shape[0])
@@ -61,7 +62,7 @@ def argmax_links(x_IH: Tensor, y_JH: Tensor) -> Tensor:
 
 
 def softmax_links(x_IH: Tensor, y_JH: Tensor) -> Tensor:
-    """Return [I, J], True for linked pairs of tokens: those whose softmaxes over I and over J exceed THRESHOLD."""
+    """Return [I, J]: True where both softmaxes, over I and over J, exceed THRESHOLD."""
     product_IJ = x_IH @ y_JH.T
     return (product_IJ.softmax(1) > THRESHOLD) & (product_IJ.softmax(0) > THRESHOLD)
 
@@ -75,7 +76,7 @@ class EncodedSentence:
     words: list[int]
     """The index of each token's word [T]."""
     is_truncated: bool
-    """True if tokens were left out, because the sentence has more than the model has positions."""
+    """True if tokens were left out, because the sentence has more tokens than the model has positions."""
 
 
 def evaluate(
@@ -104,7 +105,7 @@ def evaluate(
 def encode_words(
     model: ExportedModel, pairs: Sequence[LinkedPair], side: int, language: str, layers: Sequence[int]
 ) -> list[EncodedSentence]:
-    """Return the words of each pair's sentence of one side, with the hidden states of their tokens."""
+    """Return the words of one sentence of each pair, with the hidden states of their tokens. side: 0 or 1."""
     longest = model.max_length - 2
     ids: list[list[int]] = []
     words: list[list[int]] = []

@@ -1,6 +1,6 @@
 """Computes alignment scores (Tang et al. 2022): is a word's nearest neighbour in the input embeddings its translation?
 
-The words are from dictionary entries with one token on each side. Their neighbours are searched by cosine among all
+Only dictionary entries with one token on each side are used. Their neighbours are searched by cosine among all
 tokens of the other language's text. A token is not its own neighbour: "Hand" does not translate "Hand" if the languages
 share a vocabulary.
 
@@ -73,7 +73,7 @@ AlignmentProbe = dict[str, ProbeWords]
 def evaluate(
     model: ExportedModel, langs: Sequence[str], sources: list[Source], lexicon_paths: list[Path], withheld_share: float
 ) -> Scores:
-    """Return the alignment scores of the dictionaries of two languages, and the numbers of query words.
+    """Return the alignment scores of the dictionaries of two languages, and the number of query words of each score.
 
     sources: the sources in whose text translations are searched. lexicon_paths: all dictionaries that the model was
     trained with. withheld_share: the share of the dictionaries' words that training withheld.
@@ -157,8 +157,9 @@ def language_tokens(
     note: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
     """Return the ids of the tokens in a sample (data/sample.py) of a language's text, without special tokens. Text
-    under other names of the language is read if there is none under `language`. part, parts: the index and number of
-    callers that share the sample. note: called before each batch, to show that work goes on."""
+    under other names of the language is read if there is none under `language`. part, parts: the index of this caller,
+    and the number of callers that share the sample. note: a function that is called before each batch, to show
+    progress."""
     occurs = np.zeros(tokenizer.vocab_size, dtype=bool)
     known = sorted(set(chain.from_iterable(source.langs for source in sources)))
     for name in names_of(language, known):

@@ -1,8 +1,8 @@
 """Confidence intervals of scores over sentences, by scipy's bootstrap (Efron 1979).
 
-A score is a function of sums over sentences: an accuracy uses two counts (right answers, sentences), an F1 three. The
-sentences are resampled with replacement REPLICATES times; the interval has 95 % of the resampled scores. Texts with the
-same number of sentences are resampled in the same way, so that the scores of two models on one text are paired.
+A score is a function of sums over sentences: an accuracy uses two sums (right answers, sentences), an F1 uses three.
+The sentences are resampled with replacement REPLICATES times; the interval has 95 % of the resampled scores. Texts with
+the same number of sentences are resampled in the same way, so that the scores of two models on one text are paired.
 
 Shape letters: S sentences, C sums, R replicates, K classes.
 """
@@ -17,13 +17,13 @@ from scipy import stats
 REPLICATES = 1000
 BOUNDS = (0.025, 0.975)
 AT_ONCE = 2_000_000
-"""The most sentences that are drawn at once, in one or more resampled texts."""
+"""The maximum number of sentences that are drawn at once, in one or more resampled texts."""
 ScoresOf = Callable[[np.ndarray], dict[str, np.ndarray]]
 """Maps the sums of texts [..., C] to {name: scores of these texts [...]}."""
 
 
 class Score(float):
-    """A score that knows its values in resampled texts. Pickling or copying turns it into a plain float."""
+    """A score together with its values in resampled texts. Pickling or copying turns it into a plain float."""
 
     resampled: np.ndarray
     """The score in each resampled text [R]."""
@@ -92,7 +92,7 @@ def p_value(difference: Score) -> float:
 
 
 def map_scores(results: Any, function: Callable[[Score], list[float]]) -> Any:
-    """Return the nested mappings with function(score) in place of each Score, without numbers that are no Score."""
+    """Return the nested mappings with function(score) in place of each Score. Other numbers are left out."""
     if not isinstance(results, Mapping):
         return function(results) if isinstance(results, Score) else None
     mapped = {}
@@ -104,7 +104,7 @@ def map_scores(results: Any, function: Callable[[Score], list[float]]) -> Any:
 
 
 def intervals(results: Any) -> Any:
-    """Return the nested mappings with [low, high] in place of each Score, without numbers that are no Score."""
+    """Return the nested mappings with [low, high] in place of each Score. Other numbers are left out."""
     return map_scores(results, lambda score: list(score.interval))
 
 
@@ -115,7 +115,7 @@ def resampled_scores(results: Any) -> Any:
 
 
 def format_score(name: str, value: float) -> str:
-    """Return text such as `accuracy 0.94 [0.92, 0.96]`; a value that is no Score has no interval."""
+    """Return text such as `accuracy 0.94 [0.92, 0.96]`. Only a Score has an interval."""
     if not isinstance(value, Score):
         return f"{name} {value:,.4g}"
     low, high = value.interval

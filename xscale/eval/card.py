@@ -27,8 +27,8 @@ Numbers = Mapping[str, Any]
 def checkpoint_card(
     checkpoint: Checkpoint, config: Any, name: str, vectors: SentenceVectors, layers: int | None = None
 ) -> ModelCard:
-    """Return the card of an exported checkpoint. config: the model's. layers: the number of first layers that the
-    export has; None: all."""
+    """Return the card of an exported checkpoint. config: the config of the model. layers: the number of first layers
+    that the export has; None: all."""
     recipe = checkpoint.identity["recipe"]
     init = recipe["model"]["init"]
     objectives = sorted({stream["objective"] for stream in recipe["streams"].values()})

@@ -2,7 +2,7 @@
 
     L = - sum_{i in M} log p(x_i | x with M masked);    loss = L / |M|
 
-Pairs are read and predicted by the objectives' own functions. The sums are those of each pair, so that pairs can be
+The objectives' own functions read and predict the pairs. There are separate sums for each pair, so that pairs can be
 resampled for intervals.
 
 TLM's score comes with the text's unigram entropy, the loss of a model that knows only the frequencies of the held-out
@@ -37,15 +37,15 @@ from xscale.recipe import Schedule
 from xscale.step.module import encoder_states
 
 ROW = 64
-"""The pairs of a row. They have about the same length, which saves time."""
+"""The number of pairs of a row. They have about the same length, which saves time."""
 _MASKS = rng.key("heldout")
 
 
 def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
-    """Return the loss (nats per masked token) and accuracy of TLM, the unigram entropy, the number of masked tokens and
-    of pairs that were dropped because they exceed the model's positions. For each AlignLM stream that trained the
-    model, STREAM_mono_loss of masked tokens and, if records have word links, STREAM_bi_loss of masked tokens with a
-    link. Raises UserError."""
+    """Return the loss of TLM (nats per masked token), its accuracy, the unigram entropy, the number of masked tokens,
+    and the number of pairs that were dropped because they exceed the model's positions. For each AlignLM stream that
+    trained the model, STREAM_mono_loss of masked tokens and, if records have word links, STREAM_bi_loss of masked
+    tokens with a link. Raises UserError."""
     if model.headless:  # transformers would add a random one
         raise UserError(
             "the model has no masked-LM head, which task heldout measures; give a directory that was saved from "
@@ -88,7 +88,7 @@ class MeasuredStream:
 
 
 class PairContext(CollateContext):
-    """The context of a batch in which each pair, and not each language, has sums of its own."""
+    """The context of a batch with separate sums for each pair instead of each language."""
 
     def group_numbers(self, sequences: Sequences) -> np.ndarray:
         """Return the number of each sequence, which has one pair [S]."""

@@ -1,6 +1,6 @@
 """Measures a run while it trains, by the tasks of the recipe's `eval` section. All ranks share the work.
 
-Every evaluation uses the same random numbers, and not those of training, so a run trains bit for bit the same with and
+All evaluations use the same random numbers, which training does not use. So a run trains bit for bit the same with and
 without evaluations.
 """
 
@@ -59,8 +59,8 @@ def measure_functions(
     """Return {task of the recipe: the function that measures it}. All ranks call a function together, and the results
     are complete on rank 0.
 
-    alignment: the function that measures alignment scores. note: a function that is called with a description of the
-    work, each time that it goes on. Raises UserError.
+    alignment: the function that measures alignment scores. note: a function that is called again and again with a
+    description of the work, to show progress. Raises UserError.
     """
     functions: dict[str, Callable[[], Results]] = {}
     for task in loader.recipe.eval.tasks:
@@ -327,7 +327,8 @@ def sources_by_row(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
 
 
 class RetrievalTask:
-    """A task that measures how often a sentence's translation is its nearest neighbour, on a share of them per rank."""
+    """A task that measures how often a sentence's translation is its nearest neighbour. Each rank encodes a share of
+    the sentences."""
 
     def __init__(self, task: EvalTask, loader: Loader, engine: Any, process: Process, note: Callable[[str], None]):
         """Read this rank's texts. Raises RankError."""
@@ -353,8 +354,8 @@ class RetrievalTask:
 
 
 def find_number(results: dict[str, Results], path: str) -> float | None:
-    """Return the number at TASK/ROW/METRIC; None for an unmeasured task. Raises UserError if a measured task lacks
-    it."""
+    """Return the number at TASK/ROW/METRIC, or None if the task was not measured. Raises UserError if the task was
+    measured and has no such number."""
     task, row, name = path.split("/", 2)
     if row == ALL and len(rows := results.get(task, {})) == 1:
         (row,) = rows  # a single pair has no row of means
@@ -401,8 +402,8 @@ class AlignmentScores:
 def alignment_scores(
     loader: Loader, engine: Any, host_group: HostGroup, note: Callable[[str], None]
 ) -> AlignmentScores:
-    """Return the measure of the run's dictionaries, without words if the recipe never asks for it. All ranks call it
-    together."""
+    """Return the alignment scores of the run's dictionaries. They have no words if the recipe never measures alignment.
+    All ranks call it together."""
     recipe = loader.recipe
     asked = bool(recipe.train.measure_every) or any(task.kind == "alignment" for task in recipe.eval.tasks)
     if not asked or not (loader.corpus.lexicons or loader.corpus.measured):

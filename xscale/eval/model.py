@@ -46,7 +46,7 @@ class ExportedModel:
         except UserError as error:
             raise UserError(f"--model {path}: {error}") from None
         self.tokenizer, rows = Tokenizer(path), lm.config.vocab_size
-        if not len(self.tokenizer.ordinary_ids):  # transformers makes one without words if there is none
+        if not len(self.tokenizer.ordinary_ids):  # if there is no tokenizer, transformers makes one without words
             raise UserError(
                 f"--model {path} has no tokenizer; save the model's tokenizer there: `tokenizer.save_pretrained(DIR)`"
             )
@@ -64,7 +64,7 @@ class ExportedModel:
         self.language_embeddings: bool = trained.get("language_embeddings", False)
         self.segments: bool = trained.get("segments", False)
         self.reset_positions: bool = trained.get("reset_positions", False)
-        """This and the two options above are those of the model's training."""
+        """This option and the two above have their values in the model's training."""
         self.lexicon_heldout: float = trained.get("lexicon_heldout", DataConfig.lexicon_heldout)
         """The share of a dictionary's words that training withheld."""
 
@@ -78,8 +78,8 @@ class ExportedModel:
         return self.encoder.lm.config.num_hidden_layers
 
     def language_ids(self, languages: Sequence[str]) -> dict[str, int]:
-        """Return the id of each language by its own name or, if the model has only another spelling (`deu_Latn` for
-        `de`), by that; 0, the neutral embedding, for languages that the model does not know."""
+        """Return the id of each language. The model may know it by another spelling (`deu_Latn` for `de`). A language
+        that the model does not know has the id 0, the neutral embedding."""
         ids = dict.fromkeys(languages, 0)
         for language in languages:
             for name in names_of(language, self.languages[1:])[:1]:
@@ -100,8 +100,9 @@ def check_output_file(path: Path) -> None:
 
 
 def write_results(out: Path | None, model: Path, results: dict, failed: dict, **more: Any) -> None:
-    """Write scores, their intervals and their values in resampled texts to `out`, unless it is None. Differences of the
-    resampled values of two models on one text are paired. results, failed: {task: {results row: scores or error}}."""
+    """Write scores, their intervals and their values in resampled texts to `out`, unless it is None. All models are
+    resampled with the same sentences, so values of two models can be subtracted. results, failed: {task: {results row:
+    scores or error}}."""
     if out:
         content = {"model": str(model), "results": results, "intervals": intervals(results), "failed": failed, **more}
         files.write_text(out, json.dumps(content | {"resampled": resampled_scores(results)}) + "\n")

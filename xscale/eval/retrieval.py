@@ -4,7 +4,8 @@ Neighbours are ranked by `cosine`, or by LASER's margin `ratio`, which lowers th
 
     ratio(x, y) = cos(x, y) / ((r(x) + r(y)) / 2)
 
-where r(x) is the mean cosine of x with its k = 4 nearest neighbours in the other language. Among these x is matched.
+where r(x) is the mean cosine of x with its k = 4 nearest neighbours in the other language. The match of x is one of
+these.
 
 Layers are counted like transformers' hidden_states: 0 is the output of the embeddings, 1 the first layer, -1 the last.
 
@@ -59,8 +60,8 @@ def make_variants(
     layers: Sequence[str | int] = (-1,),
     margins: Sequence[str] = MARGINS[:1],
 ) -> list[Variant]:
-    """Return every combination of pooling, layer and margin. A variant is named by what the caller asks for, so that
-    the rows of models with other defaults and sizes have the same names. poolings: None stands for the model's own.
+    """Return every combination of pooling, layer and margin. The name of a variant consists of what the caller asks
+    for. So rows of models with other defaults and sizes have the same names. poolings: None stands for the model's own.
     layers: numbers from either end, or ALL. Raises UserError for layers that the model lacks."""
     variants = []
     for pooling, layer, margin in product(poolings or [model.pooling], layer_numbers(layers, model), margins):
@@ -113,7 +114,7 @@ def evaluate(
 
 
 def gather_vectors(mine_NH: Tensor) -> Tensor:
-    """Return the vectors of all ranks in the order of the pairs. mine_NH: those of this rank (see `evaluate`)."""
+    """Return the vectors of all ranks in the order of the pairs. mine_NH: the vectors of this rank (see `evaluate`)."""
     if not dist.is_initialized():
         return mine_NH
     vectors_NH, _ = gather_rows(mine_NH.float())
@@ -132,8 +133,8 @@ def compare(first: Vectors, second: Vectors, langs: Sequence[str], variants: Seq
 
 
 def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: Sequence[str]) -> Scores:
-    """Return the retrieval accuracy by direction, the mean of both, and the number of sentences: the share of rows
-    whose match in the other matrix has the same index. Rows are unit vectors."""
+    """Return the retrieval accuracy in each direction, the mean of both, and the number of sentences. The accuracy is
+    the share of rows whose match in the other matrix has the same index. Rows are unit vectors."""
     if margin == "cosine":
         matches = [nearest(first_NH, second_NH, 1)[1][:, 0], nearest(second_NH, first_NH, 1)[1][:, 0]]
     else:
@@ -199,7 +200,7 @@ def embed(model: ExportedModel, texts: list[str], language_id: int, variants: Se
     return vectors
 
 
-@torch.no_grad()  # not inference_mode: masks are kept for later passes, of training too
+@torch.no_grad()  # not inference_mode, because masks are kept for later passes, also of training
 def layer_states(model: ExportedModel, stream_batch: StreamBatch, layers: Sequence[int]) -> list[Tensor]:
     """Return for each layer the hidden states [S, H] of the stream batch."""
     row = pack_row({"": stream_batch}, model.tokenizer.sep_id).to(model.device)

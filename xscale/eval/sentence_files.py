@@ -1,4 +1,4 @@
-"""Chooses the sentence vectors of an export, and writes the files by which sentence-transformers computes them.
+"""Chooses the sentence vectors of an export, and writes the files with which sentence-transformers computes them.
 
 sentence-transformers reads modules.json (the modules that texts pass through), the modules' folders, such as 1_Pooling,
 and config_sentence_transformers.json (prompts).
@@ -29,14 +29,15 @@ class SentenceVectors:
     pooling: str
     """"cls", or "mean" over a sentence's tokens."""
     reason: str
-    """Why they are chosen, in words that follow `pooling, `."""
+    """Why these vectors are chosen, in words that follow `pooling, `."""
     folder: Path | None = None
     """The folder of model.init whose modules and prompts the export keeps. None: the mean is taken without [CLS] and
     [SEP], and vectors are normalised."""
 
 
 def choose_vectors(recipe: dict[str, Any], pooling: str | None = None, layers: int | None = None) -> SentenceVectors:
-    """Return the vectors of a run's export: those that were asked for, or that a stream trained, or of model.init.
+    """Return the vectors of a run's export: the pooling that the user asks for, or else the one that a stream trained,
+    or else that of model.init.
 
     recipe: the recipe as a checkpoint has it. pooling: the one asked for, if any. layers: the number of first layers
     that are exported; None: all.

@@ -18,7 +18,7 @@ from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.model import ExportedModel, Scores, read_texts
 
 LANGUAGE = re.compile(r"(?!(bin|csv|dev|idx|log|md|pdf|py|sh|tar|tsv|txt|zip)$)[a-z]{2,3}([-_]\w+)*")
-"""Matches the language in the name of a file of parallel text, and no usual ending of a file's name."""
+"""Matches the language in the name of a file of parallel text, but not a usual suffix of a file."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TaskRow:
     name: str
     """A pair of languages in alphabetical order."""
     path: Path
-    """The path of the row's data, which tells apart rows with the same name."""
+    """The path of the row's data. It distinguishes rows with the same name."""
     evaluate: Callable[[ExportedModel], dict[str, Scores]]
     """Returns {variant: scores}; a task without variants has the only variant ""."""
 
@@ -36,11 +36,11 @@ class TaskRow:
 def add_flags(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, nargs="+", default=[], help="shards of held-out text; for alignment, of any text")
-    add("--texts", type=Path, nargs="+", default=[], metavar="DIR", help="folders of public test sets for retrieval: "
-        "a file per language, whose lines n translate one another (FLORES, NTREX, Tatoeba)")  # fmt: skip
+    add("--texts", type=Path, nargs="+", default=[], metavar="DIR", help="folders of public test sets for "
+        "retrieval (FLORES, NTREX, Tatoeba): one file per language; line n has the same sentence in all files")  # fmt: skip
     add("--pairs", choices=("english", "all"), default="english", help="pairs of --texts (default: with English)")
-    add("--limit", type=int, help="maximum of records of a source or pairs of --aer (default: 1000), or of lines of "
-        "--texts (default: all)")  # fmt: skip
+    add("--limit", type=int, help="maximum number of records of a source or pairs of --aer (default: 1000), "
+        "or of lines of --texts (default: all)")  # fmt: skip
     add("--lexicons", type=Path, nargs="+", help="dictionaries for alignment (default: lexicon/*.txt)")
     add("--lexicon_heldout", type=float, metavar="SHARE", help="share of a dictionary's words that training withheld; "
         "their scores are separate (default: the model's own, else 0.2; 1: no word was trained)")  # fmt: skip
@@ -59,7 +59,8 @@ def parse_layer(text: str) -> str | int:
 
 
 def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, TaskRow]]:
-    """Return {task: {name of a row: row}}. The path follows the name of rows that share one. Raises UserError."""
+    """Return {task: {name of a row: row}}. If several rows have the same name, their paths follow it. Raises
+    UserError."""
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit} must be 1 or more")
     if args.lexicon_heldout is not None and not 0 <= args.lexicon_heldout <= 1:

@@ -18,7 +18,7 @@ COLOURS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#be185d", "#0
 MARKERS = "os^Dv<>P"
 MOST_LINES = len(COLOURS)
 MOST_POINTS = 100
-"""The most points of a line: more would only show noise."""
+"""The maximum number of points of a line. More would only show noise."""
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "xscale",
@@ -58,9 +58,9 @@ def has_numbers(curve: pd.Series) -> bool:
 
 
 def draw_charts(title: str, curves: Curves, worst: int = 1) -> list[Chart]:
-    """Return charts of the labels: one with a line for each label of a single run, or one for each label with a line
-    for each of several runs. Of more than MOST_LINES labels, the worst are shown. worst: 1 if these are those that end
-    highest, -1 if these are those that end lowest."""
+    """Return charts of the labels. For a single run, one chart has a line for each label. For several runs, each label
+    has a chart with a line for each run. If there are more than MOST_LINES labels, only the worst are shown. worst: 1
+    if the worst curves end highest, -1 if they end lowest."""
     ends: dict[str, float] = {}
     for label, runs in curves.items():
         if any(map(has_numbers, runs.values())):

@@ -1,4 +1,4 @@
-"""Makes the report page: one HTML file that stands alone, for light and dark mode, wide and narrow screens."""
+"""Makes the report page: one HTML file that needs no other file, for light and dark mode, wide and narrow screens."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ class Section:
 
 
 def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
-    """Return the page's HTML. runs, models: by name."""
+    """Return the page's HTML. runs: {name: run}; models: {name: results}."""
     sections = []
     if runs:
         sections = [summary_section(runs), losses_section(runs), languages_section(runs), scores_section(runs)]

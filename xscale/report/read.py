@@ -31,7 +31,7 @@ class ScoreName(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """A score with what is known of its spread."""
+    """A score, with its interval or its deviation if they are known."""
 
     value: float
     """A Score if its values in resampled texts are known; NaN for null."""
@@ -167,9 +167,9 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_results(paths: list[Path]) -> dict[str, Results]:
-    """Return {model, as its files name it: results}, in the order of the files. Files of one model are put together; if
-    they have a score in common, the later file has results of its own, under the file's name. Raises UserError for a
-    file that is no result file."""
+    """Return {model as its files name it: results}, in the order of the files. Files of one model are joined. If two of
+    them have a score in common, the later file is listed separately, under the file's name. Raises UserError for a file
+    that is not a result file."""
     models: dict[str, Results] = {}
     for path in paths:
         evaluation = parse_evaluation(read_file(path, json.loads), path)

@@ -1,7 +1,7 @@
 """Labelled examples, and the rows of the files that have them.
 
-A row is a mapping of columns. Tables (JSON lines, parquet, folders that `datasets` saved) have columns; the other files
-get the names by which `datasets` has them: premise, hypothesis, label; tokens, tags; question, context, answers.
+A row is a mapping of columns. Tables (JSON lines, parquet, folders that `datasets` saved) have columns. The columns of
+other files get the names that `datasets` uses: premise, hypothesis, label; tokens, tags; question, context, answers.
 """
 
 import json
@@ -108,8 +108,8 @@ def read_table(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def read_tabs(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tuple[str, Row]]:
-    """Yield (line number, columns) of each line. If the first line is no header, its columns are called by the first of
-    the names that each may have. columns: these names, those of the label last."""
+    """Yield (line number, columns) of each line. If the first line is not a header, each column gets the first of the
+    names that it may have. columns: the possible names of each column; the label is the last column."""
     names: list[str] = []
     for number, line in read_lines(path):
         fields = list(map(str.strip, line.split("\t")))

@@ -46,15 +46,15 @@ SYNONYMS = {"contradictory": "contradiction"}
 NO_AGREEMENT = "-"
 """MultiNLI's label for pairs on which its annotators did not agree."""
 NO_LABEL = (None, "", -1, "-1")
-"""The values that stand for an absent label; `datasets` uses -1."""
+"""The values that mean that a label is absent; `datasets` uses -1."""
 BLANK = "a sentence is blank"
 """Why a row without text is left out, such as the failed translations in PAWS-X's training text."""
 WITHHELD = "its words are withheld (each is `_`); get the text from the treebank's makers"
-"""Why a sentence is left out that has no words, as in UD's treebanks of LDC's and Twitter's text."""
+"""Why a sentence without words is left out, as in UD's treebanks of text from LDC and Twitter."""
 UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X".split()  # noqa: SIM905
 """Universal parts of speech (UD v2)."""
 BIO = r"O|[BI]-.+"
-"""The form of entities' tags."""
+"""The pattern of the tags of entities."""
 WORDS = ("tokens", "words")
 TAGS = ("upos", "ner_tags", "pos_tags", "tags")
 """The names that a table's columns of words and of tags may have."""
@@ -92,7 +92,7 @@ class Task(ABC):
     unit: ClassVar[str] = "line"
 
     def default_lr(self, width: int) -> float:
-        """Return the learning rate for an encoder of this hidden width: smaller ones take larger rates."""
+        """Return the learning rate for an encoder of this hidden width. Smaller encoders get larger rates."""
         return self.lr * max(1.0, PAPERS_WIDTH / width)
 
     def read(self, path: Path, language: str, limit: int | None = None) -> LabelledFile:
@@ -113,7 +113,7 @@ class Task(ABC):
 
     @abstractmethod
     def rows(self, path: Path) -> Iterator[tuple[str, Row]]:
-        """Yield (key, columns) of each row of a file that is no table. Raises UserError."""
+        """Yield (key, columns) of each row of a file that is not a table. Raises UserError."""
 
     @abstractmethod
     def example(self, key: str, row: Row, language: str, where: str) -> LabelledExample:
@@ -136,7 +136,7 @@ class Classification(Task):
         texts = tuple(column_value(row, names, where) for names in self.columns)
         for text in texts:
             if not isinstance(text, str):
-                raise UserError(f"{where}: {text!r} is no sentence; give text in this column")
+                raise UserError(f"{where}: {text!r} is not a sentence; give text in this column")
         label = column_value(row, LABEL, where)
         left_out = ""
         if label == NO_AGREEMENT:
@@ -351,8 +351,9 @@ class QuestionAnswering(Task):
         return bootstrap(np.array(scores_S2, dtype=float), scores_of)
 
     def normalize(self, text: str, language: str) -> str:
-        """Return the answer in lower case, without punctuation and articles: of SQuAD's rules ASCII's and English ones,
-        of MLQA's all of Unicode's and the language's own; MLQA's rules set Chinese characters apart."""
+        """Return the answer in lower case, without punctuation and articles. SQuAD's rules remove ASCII punctuation and
+        English articles. MLQA's rules remove all punctuation of Unicode and the language's own articles, and make each
+        Chinese character a word."""
         code = short_code(language) if self.mlqa else "en"
         letters = []
         for letter in text.lower():

@@ -46,7 +46,7 @@ class Feature:
 
 
 class SequenceMaker:
-    """Joins texts to sequences as in the encoder's training: with its special tokens and its token types."""
+    """Joins texts to sequences as in the training of the encoder, with the same special tokens and token types."""
 
     def __init__(self, model: ExportedModel, languages: Sequence[str], max_length: int):
         self.model = model
@@ -55,12 +55,13 @@ class SequenceMaker:
         self.max_length = min(max_length, model.max_length)
 
     def room(self, texts: int) -> int:
-        """Return the tokens of a sequence of one or two texts that are not special ones."""
+        """Return the number of tokens of a sequence of one or two texts that are not special tokens."""
         return self.max_length - (2 if texts == 1 else self.tokenizer.pair.special)
 
     def join(self, texts: Sequence[list[int]], languages: Sequence[str]) -> dict[str, list[int]]:
         """Return the encoder's inputs for `[CLS] a [SEP]`, or for the tokenizer's form of `[CLS] a [SEP] b [SEP]`.
-        Texts that are too long are cut off, of two the longer one first. texts: the token ids of one or two texts."""
+        Texts that are too long are cut off at their ends; of two texts, the longer one is cut first. texts: the token
+        ids of one or two texts."""
         room = self.room(len(texts))
         if len(texts) == 1:
             sides = [[self.tokenizer.cls_id, *texts[0][:room], self.tokenizer.sep_id]]
@@ -170,7 +171,7 @@ class FineTuneSettings:
     warmup: float
     """The steps of warm-up; below 1, their share of all steps."""
     frozen: bool
-    """Train the head alone, on the states of the encoder as it came, without dropout (a linear probe)."""
+    """Train only the head, on the states of the unchanged encoder, without dropout (a linear probe)."""
     max_length: int
     """The tokens of a sequence."""
     weight_decay: float = 0.01

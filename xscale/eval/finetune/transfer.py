@@ -1,8 +1,8 @@
 """Plans the fine-tuning runs that measure transfer between languages, and tabulates their scores.
 
-A model that was trained on text in the source language is tested in all languages, which is zero-shot in all but its
-own. A model that was trained on other text is tested in the text's language: supervised if the text is original,
-translate-train if it was translated.
+A model that was trained in the source language is tested in all languages; in all languages but its own, the test is
+zero-shot. A model that was trained in another language is tested in that language. The test is supervised if the text
+is original, and translate-train if the text was translated.
 
     delta = supervised - zero-shot        of each seed (Tang et al. 2022); smaller is better
 
@@ -95,8 +95,8 @@ def check_labels(task: AnyTask, training: TrainingText, tests: Files) -> None:
 
 def code_switched_pairs(source: LabelledFile | None, translated: LabelledFile) -> list[list[LabelledExample]]:
     """Return groups of two code-switched examples (Pan et al. 2021, 2.3): a pair (a, b) and its translation (a', b')
-    become (a', b) and (a, b'). A question has the answers in its new context. An example that is left out takes its
-    counterpart with it. Raises UserError."""
+    become (a', b) and (a, b'). A question gets the answers in its new context. If an example is left out, its
+    counterpart is left out, too. Raises UserError."""
     if source is None:
         raise UserError("--code_switch needs --train with the source-language file from which --translated was made")
     originals = {example.key: example for example in source.rows}
@@ -152,7 +152,7 @@ class TransferTable:
 
     def add(self, training: TrainingText, predictions: dict[str, list[list[Any]]]) -> list[str]:
         """Score the models that were trained on one text, and return warnings about scores below the majority's.
-        predictions: {language of a test: those of each seed}."""
+        predictions: {language of a test: the predictions of each seed}."""
         warnings = []
         for language, predictions_of_seeds in predictions.items():
             setting = training.settings[language]
