@@ -36,8 +36,8 @@ class TaskRow:
 def add_flags(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, nargs="+", default=[], help="shards of held-out text; for alignment, of any text")
-    add("--texts", type=Path, nargs="+", default=[], metavar="DIR", help="folders of public test sets for "
-        "retrieval (FLORES, NTREX, Tatoeba): one file per language; line n has the same sentence in all files")  # fmt: skip
+    add("--texts", type=Path, nargs="+", default=[], metavar="DIR", help="folders of public test sets for retrieval "
+        "(FLORES, NTREX, Tatoeba): one file per language; line n has the same sentence in all files")  # fmt: skip
     add("--pairs", choices=("english", "all"), default="english", help="pairs of --texts (default: with English)")
     add("--limit", type=int, help="maximum number of records of a source or pairs of --aer (default: 1000), "
         "or of lines of --texts (default: all)")  # fmt: skip

@@ -15,8 +15,8 @@ from xscale.report.read import Measured, Results, Run, ScoreName
 Cell = str | float | None
 SUMMARY = "Losses and speed are means of the last tenth of steps, scores are those of the last evaluation."
 COMPARED = (
-    " ✓ marks the best score; where 95 % intervals [low, high] overlap, the difference may be noise. Losses of different "
-    "recipes are different quantities, so none is marked as better. A dash: the run has no such number, because its "
+    " ✓ marks the best score; where 95 % intervals [low, high] overlap, the difference may be noise. Losses of "
+    "different recipes are different quantities, so none is marked as better. A dash: the run has no such number, because its "
     "recipe has no such stream or evaluation."
 )
 PAIRED = (
