@@ -16,8 +16,8 @@ Cell = str | float | None
 SUMMARY = "Losses and speed are means of the last tenth of steps, scores are those of the last evaluation."
 COMPARED = (
     " ✓ marks the best score; where 95 % intervals [low, high] overlap, the difference may be noise. Losses of "
-    "different recipes are different quantities, so none is marked as better. A dash: the run has no such number, because its "
-    "recipe has no such stream or evaluation."
+    "different recipes are different quantities, so none is marked as better. A dash: the run has no such number, "
+    "because its recipe has no such stream or evaluation."
 )
 PAIRED = (
     "Brackets are 95 % intervals. Differences from the first model (`− first`) have the interval and the p value of a "
