@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union
 
 from xscale import recipe
 from xscale.objectives import OBJECTIVES
+from xscale.objectives.mlm import MaskedOptions
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "recipe.md"
 SECTIONS = {
@@ -42,13 +43,23 @@ def page(text: str) -> str:
 
 
 def table(cls: Any) -> str:
+    """The table of a class. Fields that it takes from mlm's options without a change are one row."""
+    shared = set(rows_of(MaskedOptions)) if cls is not MaskedOptions else set()
+    rows = rows_of(cls)
+    own = [row for row in rows if row not in shared]
+    if len(shared.intersection(rows)) < 2:
+        return HEADING + "".join(rows)
+    names = [row.split("`")[1] for row in rows if row in shared]
+    return HEADING + f"| `{'`, `'.join(names)}` | | | as in [mlm](#mlm) |\n" + "".join(own)
+
+
+def rows_of(cls: Any) -> list[str]:
     hints, notes = typing.get_type_hints(cls, include_extras=True), notes_of(cls)
-    rows = [
+    return [
         f"| `{field.name}` | {values(hints[field.name])} | {default(field)} | {notes.get(field.name, '')} |\n"
         for field in dataclasses.fields(cls)
         if field.name != "options"
     ]
-    return HEADING + "".join(rows)
 
 
 def notes_of(cls: Any) -> dict[str, str]:
