@@ -2,9 +2,9 @@
 
     python -m data_tools.index DIR [--langs en de]
 
-Tars may hold `.jsonl` members (one record a line), or one sample per record: KEY.json, KEY.en.txt + KEY.de.txt
-(+ KEY.links.txt), or KEY.txt with --langs. Links of samples number white-space words, unless an index.json that is
-there says otherwise.
+Tars may hold `.jsonl` members (one record a line), or one sample per record: KEY.json, KEY.en.txt + KEY.de.txt (+
+KEY.links.txt), or KEY.txt with --langs. Links of samples number white-space words, unless an existing index.json names
+another kind of words.
 """
 
 import argparse
@@ -73,8 +73,8 @@ def index_tar(
 
 
 def link_segmentations(directory: Path) -> dict[str, dict[str, str]]:
-    """Return which kind of words the links number, for each layout. An existing index.json says it. Without one, links
-    in .jsonl members number words of data/words.py, and links of samples number white-space words."""
+    """Return which kind of words the links number, for each layout. An existing index.json names it. Without an
+    index.json, links in .jsonl members number words of data/words.py, and links of samples number white-space words."""
     try:
         existing = read_index(directory)[0].get("segmentation", SEGMENTATIONS["whitespace"])
     except UserError:

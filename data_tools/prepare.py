@@ -205,7 +205,10 @@ def main(argv: list[str] | None = None) -> None:
         "--executor", choices=EXECUTORS, default="local", help="processes here, an array of SLURM jobs, or Ray's tasks"
     )
     parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="tasks at once (default: the cores)"
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="maximum number of tasks at the same time (default: the number of cores)",
     )
     parser.add_argument("--dry_run", action="store_true", help="print what would be done, with estimated counts")
     parser.add_argument("--tasks", nargs=4, metavar=("FOLDER", "STEP", "JOB", "JOBS"), help=argparse.SUPPRESS)

@@ -393,8 +393,8 @@ def kept_counts(folder: Path) -> Counter[str]:
 
 
 def sample_texts(folder: Path, counts: Counter[str], size: int, alpha: float) -> Iterator[tuple[str, str]]:
-    """Yield an evenly spread sample of at most `size` of the kept (language, text). counts: of each language's texts. A
-    language's share of the sample is proportional to its count ** alpha."""
+    """Yield an evenly spread sample of at most `size` of the kept (language, text). counts: the number of texts of each
+    language. A language's share of the sample is proportional to its count ** alpha."""
     total = sum(count**alpha for count in counts.values())
     wanted = {lang: min(count, int(size * count**alpha / total)) for lang, count in counts.items()}
     passed = Counter[str]()
@@ -481,7 +481,8 @@ def write_chunk_shard(folder: Path, number: int) -> None:
 def with_allowed_lengths(
     folder: Path, records: list[Record], source: SourceSpec, removed: RemovalCounts
 ) -> list[Record]:
-    """Return the records that the rule length.tokens leaves, if it needs the tokenizer that was trained on the text."""
+    """Return the records that the rule length.tokens keeps. This is for the case that the rule needs the tokenizer that
+    was trained on the text."""
     corpus = read_plan(folder).corpus
     bounds = corpus.rules_of(source).length.tokens
     if not bounds or not isinstance(corpus.tokenizer, TokenizerSpec):
@@ -535,7 +536,7 @@ def gather_shards(folder: Path, number: int) -> None:
     for chunk in source_chunks(folder, number):
         if read_json(folder / f"tars/{chunk.number}.json")["counts"]["records"]:
             out.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # it was moved before
+            with suppress(FileNotFoundError):  # the shard was moved earlier
                 tar = folder / f"tars/{chunk.number}.tar"
                 tar.replace(out / f"{plan.shard_name or out.name}-{shards:06d}.tar")
             shards += 1
@@ -588,12 +589,12 @@ def respell_lexicon(folder: Path, number: int) -> None:
 
 def count_usable(path: Path, langs: tuple[str, str], tokenizer: Tokenizer) -> dict[str, int]:
     """Return how many entries a dictionary has, how many of them can be used in training and, of these, how many are of
-    one token on either side. The others have the same tokens on both sides, or unknown ones."""
+    one token on either side. The other entries have the same tokens on both sides, or unknown tokens."""
     entries = read_entries(path)
     counts = {"entries": len(entries), "usable": 0, "one_token": 0, "same_tokens": 0, "unknown": len(entries)}
     try:
         lexicon = load_lexicon(path, tokenizer, langs)
-    except UserError:  # no entry is left
+    except UserError:  # the dictionary has no entries left
         return counts
     sources, targets = lexicon.ids
     for source, target in zip(sources, targets, strict=True):

@@ -1,4 +1,5 @@
-"""Warnings about texts that need no knowledge of their languages: scripts, repeated texts, lengths of pairs."""
+"""Warnings about texts that can be found without knowledge of their languages: scripts, repeated texts, lengths of
+pairs."""
 
 import unicodedata
 from collections import Counter
@@ -13,7 +14,8 @@ REPEATED = 0.5
 SAME = 0.1
 IN_SCRIPT = 0.5
 CORRELATION = 0.2
-"""The shares, and the correlation of the lengths of FEWEST or more pairs, beyond which there is a warning."""
+"""There is a warning if a share is above its limit, or if the lengths of at least FEWEST pairs have a lower correlation
+than CORRELATION."""
 FEWEST = 1000
 
 
@@ -41,8 +43,8 @@ def share_in_language(letters: Counter[str], lang: str) -> float:
 
 
 def warning_lines(langs: tuple[str, ...], records: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line about each suspicious property of the texts. records: the texts of each record, of which there is
-    one in each language."""
+    """Return a line about each suspicious property of the texts. records: the texts of each record, one in each
+    language."""
     sides = list(zip(*records, strict=True))
     lines = list[str]()
     letters = list[Counter[str]]()
@@ -66,6 +68,6 @@ def warning_lines(langs: tuple[str, ...], records: Sequence[Sequence[str]]) -> l
         lines.append(f"{same:.0%} of the pairs have the same text on both sides; are these translations?")
     lengths = np.log([list(map(len, texts)) for texts in sides])
     if len(records) >= FEWEST and lengths.std(axis=1).min() > 0 and np.corrcoef(lengths)[0, 1] < CORRELATION:
-        lines.append(f"long texts in {langs[0]} do not go with long ones in {langs[1]}: is line n of one file the "
+        lines.append(f"long texts in {langs[0]} do not have long translations in {langs[1]}: is line n of one file the "
                      f"translation of line n of the other?")  # fmt: skip
     return lines

@@ -2,8 +2,8 @@
 
 python -m data_tools.tokenizer --data DIR... --out DIR [--type wordpiece|unigram|bpe] [--vocab_size 32000]
 
-A WordPiece or Unigram vocabulary holds the characters that make up `--coverage` of each language's text. A word with
-another character is [UNK] in WordPiece; Unigram and byte-level BPE write it in bytes.
+A WordPiece or Unigram vocabulary has the characters that make up the share `--coverage` of each language's text. A word
+with another character is [UNK] in WordPiece; Unigram and byte-level BPE encode the character as bytes.
 """
 
 import argparse
@@ -41,13 +41,13 @@ _BYTE_LEVEL_WORD = rf" ?[\p{{L}}\p{{M}}]+| ?\p{{N}}+|{_SYMBOLS}|\s+(?!\S)|\s+"
 COVERAGE = 0.9995
 """The default share of each language's text whose characters the vocabulary contains."""
 _ALPHABET = 1000
-"""The vocabulary contains this number of the most frequent characters, as far as they fit, whatever the coverage is."""
+"""The vocabulary contains at least this number of the most frequent characters, as far as they fit."""
 _ROOM = 0.75
 """The maximum share of the vocabulary that single characters may take."""
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 """The byte tokens by which Unigram writes a character that is not in its vocabulary."""
 _SAMPLE = 2000
-"""The number of first texts of each language over which the trained tokenizer's statistics are computed."""
+"""The statistics of the trained tokenizer are computed over this many texts of each language."""
 
 Texts = Iterable[tuple[str, str]]
 """Pairs (language, text)."""
@@ -86,8 +86,9 @@ def train(
 
 
 def _train_wordpiece(texts: Texts, vocab_size: int, lowercase: bool, coverage: float) -> Tokenizer:
-    """WordPieceTrainer numbers the characters inside words in the order of a hash table and breaks ties by number; here
-    they are its first tokens, in a fixed order, so that every run gives the same vocabulary."""
+    """Train WordPiece so that every run gives the same vocabulary. WordPieceTrainer numbers the characters inside words
+    in the order of a hash table, and breaks ties by number. So these characters are given to it as its first tokens, in
+    a fixed order."""
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     special = list(WORDPIECE_SPECIAL.values())
 
@@ -160,8 +161,8 @@ def _train_unigram(texts: Texts, vocab_size: int, lowercase: bool, coverage: flo
 
 def _reproducible_unigram(tokenizer: Tokenizer, special: int) -> models.Unigram:
     """Return the trained Unigram model, made the same in every run, with tokens for bytes. UnigramTrainer iterates over
-    hash tables, so that the last digits of its scores vary, and so does the order in which rare characters get the
-    lowest scores (the lowest, the lowest + 0.0001, ...). special: the number of special tokens."""
+    hash tables. So the last digits of its scores vary from run to run, and rare characters get the lowest scores (the
+    lowest, the lowest + 0.0001, ...) in a varying order. special: the number of special tokens."""
     model = json.loads(tokenizer.to_str())["model"]
     lowest = min(score for _, score in model["vocab"][special:])
     pieces = list[tuple[str, float]]()
@@ -179,7 +180,7 @@ def _reproducible_unigram(tokenizer: Tokenizer, special: int) -> models.Unigram:
 @contextmanager
 def _normalised_lines(texts: Texts, normalizer: Any) -> Iterator[tuple[Iterator[str], dict[str, Counter[str]]]]:
     """Yield the normalised texts, one a line, and each language's counts of characters other than spaces. The texts are
-    read once and are in a file meanwhile, as they may not fit into memory."""
+    read once and kept in a file, because they may not fit into memory."""
     characters = defaultdict[str, Counter[str]](Counter)
     with tempfile.TemporaryFile("w+", encoding="utf-8") as spool:
         for language, text in texts:
@@ -200,7 +201,8 @@ def _alphabet(
     returns the number of tokens that a character takes. Raises UserError if none fits."""
     total = Counter[str]()
     share_before = dict[str, float]()
-    """Share of a language's text in more frequent characters, the least of all languages."""
+    """For each character: the share of a language's text that has more frequent characters; the minimum over
+    languages."""
     for counts in characters.values():
         passed = 0
         for char, count in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])):
@@ -248,7 +250,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--coverage", type=float, default=COVERAGE,
                         help="share of each language's text whose characters the vocabulary has")  # fmt: skip
     parser.add_argument("--lowercase", action="store_true")
-    parser.add_argument("--max_records", type=int, default=1_000_000, help="the most records of each source")
+    parser.add_argument("--max_records", type=int, default=1_000_000, help="maximum number of records of each source")
     args = parser.parse_args(argv)
     if not args.data and not args.text:
         raise UserError("give --data or --text to train on")

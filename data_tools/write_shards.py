@@ -3,7 +3,8 @@
     python -m data_tools.write_shards pairs --src F --tgt F --langs en de --out DIR [--links F | --align]
     python -m data_tools.write_shards mono  --text F... --lang en --out DIR
 
-It does what `data_tools.prepare` does for one source without rules. Input is UTF-8 text, plain, .gz, .xz, .bz2 or .zst;
+It does the same as `data_tools.prepare` for one source without rules. Input is UTF-8 text, plain, .gz, .xz, .bz2 or
+.zst;
 - is standard input, which must be plain. The directory appears only when it is complete.
 """
 
@@ -38,7 +39,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     links.add_argument("--links", type=text_path, help="word links in Pharaoh form, one line a pair")
     links.add_argument("--align", action="store_true", help="make word links with eflomal (data_tools/align.py)")
     for side in ("src", "tgt"):
-        pairs.add_argument(f"--links_{side}", type=text_path, help=f"--{side} as the aligner saw it, if not as given")
+        pairs.add_argument(
+            f"--links_{side}", type=text_path, help=f"the text of --{side} that the aligner read, if it differs"
+        )
     mono = commands.add_parser("mono", help="plain text or WikiExtractor output; files or directories")
     mono.add_argument("--text", type=text_path, nargs="+", required=True, help="- is standard input")
     mono.add_argument("--lang", required=True)

@@ -83,7 +83,9 @@ def test_entries_of_ids_are_mixed_with_words(dictionary, tokenizer: Tokenizer) -
     lexicon = load_lexicon(path, tokenizer)
     assert lexicon.ids == ([a, a, [a[0], b[0]]], [b, c, c])
     assert lexicon.words[0][0] == "the"  # so that the word and its id are withheld together
-    with pytest.raises(UserError, match=r"en-xx\.txt: 'id:999999' is no token.*ids are below [\d,]+; give the dict"):
+    with pytest.raises(
+        UserError, match=r"en-xx\.txt: 'id:999999' is not in the tokenizer, whose ids are below [\d,]+; give the dict"
+    ):
         load_lexicon(dictionary("en-xx.txt", "the id:999999"), tokenizer)
 
 

@@ -122,7 +122,8 @@ def check_launch() -> None:
 
 
 def choose_port(process: Process) -> int:
-    """Return the port at which the ranks connect. A run of one rank uses any free port, so that two runs differ."""
+    """Return the port at which the ranks connect. A run of one rank uses any free port, so that two runs on one machine
+    do not use the same port."""
     if process.world == 1:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return server.getsockname()[1]

@@ -1,4 +1,5 @@
-"""Saves the checkpoints of a run and decides which of them to keep: the newest ones, the newest good one, the best one.
+"""Saves the checkpoints of a run. Decides which of them to keep: the newest ones, the newest good one, and the best
+one.
 
 Every rank writes and hashes its own files. With checkpoint.background a thread does this while training continues.
 """
@@ -32,7 +33,7 @@ it."""
 
 
 class RankFiles(NamedTuple):
-    """What one rank has written of a checkpoint."""
+    """The files that one rank has written of a checkpoint."""
 
     problem: Exception | None
     """The error that kept the rank from writing its files."""
@@ -48,7 +49,7 @@ class Save(NamedTuple):
     manifest: dict[str, Any]
     """The manifest without its list of files."""
     good: bool
-    """True if fp16 skips no steps, so that the weights are probably sound."""
+    """True if fp16 is not skipping steps at the moment, so that the weights are probably sound."""
     files: "Future[RankFiles]"
     """The files of this rank, once they are written."""
 
@@ -121,8 +122,8 @@ class CheckpointManager:
     def save(self, step: int, manifest: dict[str, Any], *, good: bool, background: bool, must_succeed: bool) -> None:
         """Save a checkpoint of `step`, unless it exists.
 
-        manifest: the manifest without its list of files. good: fp16 is skipping no steps, so the weights are probably
-        sound. background: write the files from a copy in host memory while training continues.
+        manifest: the manifest without its list of files. good: True if fp16 is not skipping steps, so that the weights
+        are probably sound. background: write the files from a copy in host memory while training continues.
         must_succeed: wait until the files are written, and raise OSError if that fails.
         """
         self.finish_save()
@@ -187,8 +188,8 @@ class CheckpointManager:
         return times
 
     def _snapshot(self, step: int, copies: bool) -> tuple[dict[str, Any], Exception | None]:
-        """Return the content of this rank's files by name, and None. If a rank has an error, return {} and this rank's
-        own error or None."""
+        """Return (content of this rank's files by name, None). If any rank has an error, return ({}, this rank's own
+        error or None)."""
         problem = self._make_room(self.partial_of(step)) if self.host_group.is_main else None
         if not self.host_group.agree(problem is None):
             return {}, problem
@@ -217,7 +218,7 @@ class CheckpointManager:
         return None
 
     def _write(self, save: Save, contents: dict[str, Any], problem: Exception | None) -> None:
-        """Write, check and hash this rank's files, and complete `save.files`."""
+        """Write, check and hash this rank's files, and give the result to `save.files`."""
         started = time.monotonic()
         sealed = dict[str, Any]()
         if contents:
@@ -287,7 +288,8 @@ def unwrap_os_error(error: Exception) -> Exception:
 
 
 def check_types(paths: list[Path]) -> None:
-    """Raise UserError if a resume would refuse one of the files, since a new DeepSpeed may write unknown types."""
+    """Raise UserError if a resume would refuse one of the files, because a new version of DeepSpeed may write unknown
+    types."""
     for path in paths:
         if foreign := store.foreign_types(path):
             import deepspeed

@@ -15,13 +15,13 @@ from torch import Tensor
 from xscale import deepspeed_private as private
 
 WEIGHT = "fp32"
-"""The key of the weights in SavedGroup.flats. The others, such as exp_avg, are the optimizer's states."""
+"""The key of the weights in SavedGroup.flats. The other keys, such as exp_avg, are the optimizer's states."""
 
 
 class SavedPlace(NamedTuple):
-    """The place at which a parameter is saved. The `length` elements from `first` on, of the group's flat tensor in
-    each rank's file, form one vector if they are joined in the order of ranks. At stage 3 this vector is the
-    parameter's own, otherwise the whole group's."""
+    """The place at which a parameter is saved. Each rank's file has a flat tensor of the group. Its `length` elements
+    from `first` on, joined in the order of ranks, form one vector. At stage 3 this vector has only the parameter,
+    otherwise the whole group."""
 
     group: int
     start: int
@@ -36,7 +36,7 @@ class SavedGroup(NamedTuple):
     flats: dict[str, Tensor]
     """The flat tensor of the weights and of each of the optimizer's states, by key."""
     steps: dict[str, Any]
-    """The optimizer's values that are not tensors of the weights' size, such as its count of steps."""
+    """Values of the optimizer other than tensors of the weights' size, such as its count of steps."""
 
     @classmethod
     def from_state(cls, weights: Tensor, state: dict[str, Any]) -> "SavedGroup":
@@ -92,8 +92,8 @@ class SavedPartitions:
         return content
 
     def _read_whole(self, names: list[str]) -> list[SavedGroup]:
-        """Fill `places` from a checkpoint of ZeRO stage 0, in which one file has all weights, and the optimizer's
-        states are numbered instead of named. Return the groups."""
+        """Fill `places` from a checkpoint of ZeRO stage 0, and return its groups. There, one file has all weights, and
+        the optimizer's states have numbers instead of names."""
         weights, states = private.stage_0_state(self.model)
         decayed_first = sorted(names, key=lambda name: weights[name].ndim <= 1)  # models/build.py's decay_groups
         flats = [weights[name].flatten() for name in decayed_first]

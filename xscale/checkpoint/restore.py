@@ -60,7 +60,7 @@ def full_weights(path: Path) -> dict[str, Tensor]:
     if partition_paths(path):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        unread = io.StringIO()  # progress bars and remarks
+        unread = io.StringIO()  # hides progress bars and remarks
         with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread), known_types_only():
             return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
     return stage_0_state(load_state(model_state_path(path)))[0]

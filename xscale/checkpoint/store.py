@@ -86,7 +86,7 @@ def complete_steps(folder: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether `path` is a run or a checkpoint of xscale, and not a Hugging Face directory."""
+    """Return True if `path` is a run or a checkpoint of xscale, False for a Hugging Face directory."""
     return (path / MANIFEST).exists() or (path / "checkpoints").is_dir()
 
 

@@ -72,8 +72,8 @@ class Row:
     auxiliary: dict[str, "Row"] = field(default_factory=dict)
     """The row of each stream's auxiliary encoder, by stream: tokens and states, without labels."""
     counts: Counts = field(default_factory=dict)
-    """Number of targets, and other counts, by `count_key`, also by language. The numbers of pairs are "drawn" and
-    "too_long" by stream and pair of languages, and "too_long" by stream."""
+    """Number of targets, and other counts, by `count_key`, also by language. The counts of pairs have the names "drawn"
+    and "too_long", by stream and pair of languages; "too_long" is also counted by stream."""
     samples: int = 0
     """Number of samples."""
     cost: dict[str, int] = field(default_factory=dict)

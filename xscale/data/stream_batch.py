@@ -137,8 +137,9 @@ class StreamBatch:
     labels: dict[str, np.ndarray] = field(default_factory=dict)
     """Term -> the token ids that it predicts [M]; terms are in the order of Losses.predictions."""
     group_of_target: dict[str, np.ndarray] = field(default_factory=dict)
-    """Term -> the index in CollateContext.language_groups of each target's language or pair [T]. The term's loss (if it
-    predicts tokens) and its metrics (if they have a number for each target) are then reported by language, too."""
+    """Term -> for each target, the index of its language or pair in CollateContext.language_groups [T]. The term's loss
+    (if it predicts tokens) and its metrics (if they have a number for each target) are then reported by language,
+    too."""
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     """Further arrays that the loss reads on the device."""
     types: Types | None = None

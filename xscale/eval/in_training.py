@@ -165,8 +165,9 @@ def with_overall_means(task: str, rows: Results) -> Results:
 
 
 def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[Source]:
-    """Return the task's sources. Raises UserError if the run trains on a source of the task, or lacks one of its
-    languages. Only retrieval may have such a language, if the run trains the neutral language embedding for it."""
+    """Return the task's sources. Raises UserError if the run trains on a source of the task, or has no text in one of
+    the task's languages. Only retrieval may have such a language, and only if the run trains the neutral language
+    embedding."""
     cache = Cache.of(recipe.data.cache, recipe.data.cache_gb)
     sources = find_sources([*map(location, task.data)], cache)
     share_names(sources, preferred=corpus.languages)

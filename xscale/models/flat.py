@@ -1,5 +1,5 @@
-"""Forward passes that take a packed (flat) row of tokens, use Hugging Face's weights, and return the row's hidden
-states, of all tokens or of those that a loss reads.
+"""Forward passes over a packed (flat) row of tokens with Hugging Face's weights. They return the hidden states of all
+tokens, or only of those that a loss reads.
 
 The last layer computes its feed-forward part only for the tokens whose states are returned: nothing else reads it.
 
@@ -34,7 +34,7 @@ def _dropout_rate(drop: nn.Module) -> float:
 
 
 class _TakePlaces(torch.autograd.Function):
-    """`x[places]`, whose backward pass writes each row once, since no place is listed twice."""
+    """`x[places]`. Its backward pass writes each row once, because no place occurs twice."""
 
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, places_P: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class _TakePlaces(torch.autograd.Function):
 
 
 def take_places(x_NH: Tensor, places_P: Tensor | None) -> Tensor:
-    """Return the states [P, H] at these places, which are all different; all states if there is no list."""
+    """Return the states [P, H] at these places; no place occurs twice. Without places, return all states."""
     return x_NH if places_P is None else _TakePlaces.apply(x_NH, places_P)
 
 
@@ -82,9 +82,8 @@ def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int, p
 
 def _add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: Tensor, number: int) -> Tensor:
     if runs_fused(x, norm):
-        return dropout_add_norm(
-            x, residual, p, norm, int(seed) + 2**62 + number
-        )  # attention's seeds are below 2^62 + layers
+        # The seeds of attention are below 2^62 + layers.
+        return dropout_add_norm(x, residual, p, norm, int(seed) + 2**62 + number)
     return norm(dropout(x, p, residual))
 
 
@@ -135,7 +134,7 @@ def _modernbert_layer(
 def _rotation(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines and signed sines [N, 1, 1, D] for ops/rotation.py.
 
-    They are computed here, because a model that was cast to 16 bits has rounded its own frequencies.
+    They are computed here, because the frequencies of a model that was cast to 16 bits are rounded.
     """
     D = c.hidden_size // c.num_attention_heads
     steps = torch.arange(0, D, 2, device=positions_N.device, dtype=torch.float32) / D
@@ -168,7 +167,7 @@ def padded_layers(model: Any, row: Tokens, all_layers: bool = False) -> list[Ten
         given["token_type_ids"] = padded(row.types)
     taken = inspect.signature(model.forward).parameters
     inputs: dict[str, Any] = {name: values for name, values in given.items() if name in taken}
-    mask_BL = torch.arange(L, device=device) < lengths_B.clamp(min=1)[:, None]  # softmax over no token is NaN
+    mask_BL = torch.arange(L, device=device) < lengths_B.clamp(min=1)[:, None]  # a softmax over no token would be NaN
     if all_layers:
         inputs["output_hidden_states"] = True
     found = model(padded(row.input_ids, pad), attention_mask=mask_BL.long(), **inputs)

@@ -5,7 +5,7 @@
 MLM selects the positions M; the share `dict_share` of them uses a translation. For a selected word x_i..x_j with a
 translation t of the same number of tokens (chosen at random if there are several), `synonym` decides:
 
-    input: it is shown as t, y = x (Tang et al.)     label: it is shown as [MASK], y = t (Chaudhary et al.)
+    input: the word is shown as t, y = x (Tang et al.)     label: the word is shown as [MASK], y = t (Chaudhary et al.)
 
 Decided:
 - Whole words are selected, so that words of several tokens can be translated, too.

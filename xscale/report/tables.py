@@ -59,7 +59,7 @@ def late_means(runs: dict[str, Run], metric: str) -> list[Cell]:
 
 
 def run_table(runs: dict[str, Run]) -> Table:
-    """Return a table with a row for each run: what it trains, its state, and how far it has come."""
+    """Return a table with a row for each run: what it trains, its state, and its last step."""
     table = Table("", ["run", "streams and model", "state", "steps", "tokens", "hours", "skipped steps"])
     for name, run in runs.items():
         model = run.recipe.get("model", {})
@@ -83,7 +83,8 @@ def join(parts: list[Any], separator: str) -> str:
 
 
 def summary_table(runs: dict[str, Run]) -> Table:
-    """Return the runs' last losses, speed and main scores. ✓ marks the best of several runs' scores, never a loss."""
+    """Return a table of the runs' last losses, speed and main scores. If there are several runs, ✓ marks the best
+    score. Losses are not marked."""
     table = Table("", ["", *runs], note=SUMMARY)
     if len(runs) > 1:
         table.note += COMPARED
@@ -101,7 +102,7 @@ def summary_table(runs: dict[str, Run]) -> Table:
 
 
 def best_place(results: Sequence[Results], name: ScoreName) -> int | None:
-    """Return the index of the results with the best of several scores; None for a loss."""
+    """Return the index of the results with the best score, if there are several; None for a loss."""
     values: dict[int, float] = {}
     for place, one in enumerate(results):
         if name in one.scores and math.isfinite(one.scores[name].value):
@@ -112,7 +113,8 @@ def best_place(results: Sequence[Results], name: ScoreName) -> int | None:
 
 
 def main_scores(results: list[Results]) -> list[ScoreName]:
-    """Return the first score of each task's row of means, or of its only row; for held-out losses, of each stream."""
+    """Return the main score of each task: the first score of its row of means, or of its only row. Held-out losses have
+    one main score for each stream."""
     names: dict[ScoreName, None] = {}
     for one in results:
         first_of_row: dict[tuple[str, str], ScoreName] = {}
@@ -186,7 +188,8 @@ def score_cells(results: Sequence[Results], name: ScoreName, absent: Cell) -> li
 
 
 def difference_cells(results: Sequence[Results], name: ScoreName) -> list[Cell]:
-    """Return the difference of each other score from the first one; None if one is absent or none is better."""
+    """Return the difference of each further score from the first one. It is None if one of the two is absent, or if the
+    metric has no better direction."""
     cells: list[Cell] = []
     for other in results[1:]:
         if name not in results[0].scores or name not in other.scores or not direction(name.metric):
@@ -225,7 +228,7 @@ def mean_rows(results: Sequence[Results], task: str) -> list[list[Cell]]:
 
 
 def mean_of(results: Results, name: ScoreName, members: list[ScoreName]) -> Results:
-    """Return results with one score: the mean of the members, with an interval if all of them are Scores."""
+    """Return results with a single score, the mean of the members. It has an interval if all members are Scores."""
     scores = [results.scores[member].value for member in members]
     average = mean(scores)
     if are_scores(scores):

@@ -1,4 +1,4 @@
-"""Checks of a ds_config: what DeepSpeed would ignore or misread in silence, and what it refuses."""
+"""Checks of a ds_config. They find what DeepSpeed would silently ignore or misread, and what it refuses."""
 
 import copy
 import difflib
@@ -35,7 +35,7 @@ ZERO_KEYS = {
 """Keys of zero_optimization with which xscale would save wrong checkpoints or train wrongly, with the remedy."""
 ADAM = ("adam", "adamw")
 WHOLE_WEIGHTS = ("lamb", "adafactor", "muon")
-"""Optimizers whose update of a number depends on other numbers of the same weight."""
+"""Optimizers that need whole weights, because the update of a number depends on other numbers of the same weight."""
 
 
 def config_problems(config: dict[str, Any]) -> list[str]:
@@ -81,7 +81,7 @@ def section_problems(name: str, section: dict[str, Any]) -> list[str]:
 
 
 def unknown_key(key: str, value: Any) -> list[str]:
-    """Return a line about a key that has no effect, unless it is a section of another name that is switched off."""
+    """Return a line about a key that has no effect. There is no line about an unknown section that is switched off."""
     similar = difflib.get_close_matches(key.lower(), KEYS, n=1, cutoff=0.65)
     if similar:
         return [f"{key} has no effect in a run of xscale; did you mean {similar[0]}? Else leave it out"]
@@ -108,6 +108,6 @@ def building_problem(resolved: dict[str, Any]) -> str | None:
     del config["train_batch_size"]
     try:
         DeepSpeedConfig(config)
-    except Exception as error:  # may be of any type
+    except Exception as error:  # the error may be of any type
         return f"DeepSpeed: {' '.join(str(error).split()) or type(error).__name__}"
     return None

@@ -1,6 +1,6 @@
 """The ds_config of a run: a DeepSpeed JSON file, completed with the values of the recipe.
 
-"auto", or no value, leaves a field to the recipe. A value that differs from the recipe's is an error.
+If a field is "auto" or absent, the recipe sets it. A value that differs from the recipe's is an error.
 """
 
 import copy
@@ -87,7 +87,7 @@ def find_ds_config(path: Path) -> Path:
 
 
 def read_ds_config(path: Path) -> dict[str, Any]:
-    """Read and check a file, given by its path or by the name of a shipped one. Raises UserError."""
+    """Read and check a ds_config, given by its path or by the name of a shipped file. Raises UserError."""
     path = find_ds_config(path)
     try:
         config = parse_json(path.read_bytes())
@@ -111,7 +111,7 @@ def resolve_ds_config(
     """Return DeepSpeed's config with a value for every "auto". Raises a UserError that names every contradiction."""
     resolved = copy.deepcopy(config)
     problems = list[str]()
-    # Whatever the number of rows, DeepSpeed counts a step as one pass of each rank.
+    # For DeepSpeed, a step is one pass of each rank, for any number of rows.
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
     for key, size in sizes.items():
         if resolved.get(key, AUTO) != AUTO:
@@ -227,8 +227,8 @@ class Precision(NamedTuple):
 
 
 def fill_precision(resolved: dict[str, Any], wanted: str, hardware: Hardware) -> Precision:
-    """Write fp16.enabled and bf16.enabled, and return the precision. Raises UserError if a precision other than "auto"
-    is set that the device lacks; "auto" falls back to fp32."""
+    """Write fp16.enabled and bf16.enabled, and return the precision. Raises UserError if the user has set a
+    precision that the device lacks. With "auto", fp32 is used in this case."""
     precision = choose_precision(resolved, wanted, hardware)
     if not hardware.supports(precision.name):
         name = precision.name
@@ -243,8 +243,8 @@ def fill_precision(resolved: dict[str, Any], wanted: str, hardware: Hardware) ->
 
 
 def choose_precision(resolved: dict[str, Any], wanted: str, hardware: Hardware) -> Precision:
-    """Return train.precision; if it is auto, the one that the ds_config demands, or else the first that it allows and
-    the device has."""
+    """Return train.precision. If it is auto, return the precision that the ds_config demands, or else the first one
+    that the ds_config allows and the device has."""
     if wanted != AUTO:
         return Precision(wanted, [])
     allowed = list[str]()

@@ -35,8 +35,8 @@ class StepModule(nn.Module):
     """The encoder, the heads of the objectives, and the computation of a row's loss."""
 
     def __init__(self, encoder: Encoder, recipe: Recipe, kept: dict[str, SavedHeads] | None = None):
-        """Build heads and auxiliary states. kept: trained heads by stream, used if objective and shapes are the
-        same."""
+        """Build heads and auxiliary states. kept: trained heads by stream. They are used if the objective and the
+        shapes are the same."""
         super().__init__()
         self.encoder = encoder
         self.smoothing = {"label_smoothing": recipe.train.label_smoothing, "z_loss": recipe.train.z_loss}

@@ -35,7 +35,7 @@ class StepResult:
     begin: Any
     """The time at which this rank's passes began, by `time_on`."""
     end: Any
-    """The time at which they ended, before the reduction."""
+    """The time at which the passes ended, before the reduction."""
 
     def own_s(self) -> float:
         """Return the seconds that this rank's passes took. On CUDA it waits for the device."""
@@ -82,8 +82,8 @@ def optimizer_step(
 ) -> StepResult:
     """Train on the rows of one step.
 
-    The step's loss is sum over streams of weight * sum over terms of factor * (sum over targets / targets of all
-    ranks). DeepSpeed divides gradients by the number of ranks, so the weights are multiplied by it.
+    The loss of the step is a sum over streams and terms of weight * factor * (sum over targets / number of targets on
+    all ranks). DeepSpeed divides gradients by the number of ranks, so the weights are multiplied by it.
 
     totals: the targets of all ranks by `count_key`. measure: measure the gradient norm of each stream. vector_counts:
     stream -> number of vectors of each rank that enter the stream's queue.

@@ -52,8 +52,8 @@ class Sums:
 
 
 def stream_metrics(sums: dict[MetricKey, float], counts: Counts, recipe: Recipe) -> dict[str, float]:
-    """Return the losses and metrics of whole streams by name, each divided by its targets. sums, counts: of all
-    ranks."""
+    """Return the losses and metrics of whole streams by name, each divided by its number of targets. sums, counts:
+    summed over all ranks."""
     metrics = dict[str, float]()
     for key, value in sums.items():
         stream = recipe.streams[key.stream]

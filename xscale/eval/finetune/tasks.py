@@ -42,7 +42,7 @@ PAIR = (("premise", "sentence1"), ("hypothesis", "sentence2"))
 """For each text of an example, the names that its column may have."""
 LABEL = ("label", "gold_label", "category")
 SYNONYMS = {"contradictory": "contradiction"}
-"""{label in XNLI's translated training text: the same label elsewhere}."""
+"""{label in XNLI's translated training text: the name of this label in XNLI's other files}."""
 NO_AGREEMENT = "-"
 """MultiNLI's label for pairs on which its annotators did not agree."""
 NO_LABEL = (None, "", -1, "-1")
@@ -243,7 +243,8 @@ class PartsOfSpeech(Tagging):
         return UPOS
 
     def score(self, examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
-        """Return the accuracy of words, which is F1 over all tags, and the mean of the gold tags' F1."""
+        """Return two scores: the accuracy of words (equal to the F1 over all tags together), and the mean F1 of the
+        tags that occur in the gold text."""
         gold = [example.labels for example in examples]
         return class_scores(gold, predictions, sorted(count_labels(examples)))
 
