@@ -194,5 +194,5 @@ EXECUTORS: dict[str, Callable[[TaskList, int], Iterator[None]]] = {
     "slurm": run_slurm,
     "ray": run_ray,
 }
-"""The name of an executor -> a function that does the tasks, at most as many at a time as its second argument says, and
-yields after finished tasks."""
+"""The name of an executor -> a function (tasks, workers). It does the tasks, at most `workers` at a time, and yields
+when tasks are finished."""

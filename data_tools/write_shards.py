@@ -48,14 +48,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     mono.add_argument("--documents", choices=["auto", "doc", "blank", "lines"], default="auto",
                       help="a document is from <doc> to </doc>, the lines between blank ones, or a line; auto: as the "
                       "first lines of each file show")  # fmt: skip
-    mono.add_argument("--whole_lines", action="store_true", help="a record is a line, not a sentence")
+    mono.add_argument("--whole_lines", action="store_true", help="each line is a record, instead of each sentence")
     for command in (pairs, mono):
         command.add_argument("--out", type=Path, required=True, help="directory to make")
         command.add_argument("--name", help="shards are NAME-%%06d.tar")
         command.add_argument("--shard_lines", type=int, default=steps.CHUNK_UNITS, help="pairs or documents of a shard")
         command.add_argument("--tokenizer", help="needed by --min_tokens and --max_tokens")
-        command.add_argument("--min_tokens", type=int, help="the fewest tokens of each side")
-        command.add_argument("--max_tokens", type=int, help="the most tokens of a sequence")
+        command.add_argument("--min_tokens", type=int, help="minimum number of tokens of each side")
+        command.add_argument("--max_tokens", type=int, help="maximum number of tokens of a sequence")
     return parser.parse_args(argv)
 
 

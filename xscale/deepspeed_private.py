@@ -316,8 +316,9 @@ def partition_paths(path: Path) -> list[Path]:
 def saved_groups(
     model_state: dict[str, Any], rank_file: dict[str, Any]
 ) -> Iterator[tuple[dict[str, torch.Size], bool]]:
-    """Yield, for each group of weights at stages 1 to 3, {name: shape} of the weights in order, and whether each weight
-    is partitioned by itself (stage 3) or the whole flat group is. model_state, rank_file: loaded files."""
+    """Yield ({name: shape}, is_partitioned) for each group of weights at stages 1 to 3. The weights are in order. At
+    stage 3 each weight is partitioned by itself, otherwise the whole flat group is. model_state, rank_file: loaded
+    files."""
     for shapes in model_state["param_shapes"]:
         yield shapes, "fp32_flat_groups" in rank_file["optimizer_state_dict"]
 

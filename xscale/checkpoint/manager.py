@@ -229,7 +229,7 @@ class CheckpointManager:
         save.files.set_result(RankFiles(problem, sealed, time.monotonic() - started))
 
     def _write_files(self, step: int, contents: dict[str, Any]) -> dict[str, Any]:
-        """Write this rank's files. Returns the size and hash of each."""
+        """Write this rank's files. Returns the size and hash of each file."""
         folder = self.partial_of(step)
         names = list(contents)
         for name in names:

@@ -74,8 +74,8 @@ def measure_functions(
 
 
 def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGroup) -> list[str]:
-    """Return lines about tasks in languages that the run lacks. Raises UserError if a task cannot be measured at this
-    ZeRO stage, or if no task has the results row that checkpoint.best names."""
+    """Return a line for each task with languages in which the run has no text. Raises UserError if a task cannot be
+    measured at this ZeRO stage, or if no task has the results row that checkpoint.best names."""
     best = recipe.checkpoint.best
     notes: list[str] = []
     for task in recipe.eval.tasks:

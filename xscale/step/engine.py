@@ -15,9 +15,9 @@ from xscale.step.zero import gather_for_every_pass, offloads, stage_of
 def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     """Build the engine. Raises UserError if DeepSpeed refuses the ds_config.
 
-    ZeRO makes each weight a view of one flat tensor per group. A weight whose size is not a multiple of 8, such
-    as the vocabulary's bias of XLM-R (250,002), therefore comes last in its group: behind it, no weight would begin at
-    a multiple of 16 bytes, as CUDA's fast kernels of matrix products and layer norms need.
+    ZeRO makes each weight a view of one flat tensor per group. CUDA's fast kernels of matrix products and layer norms
+    need weights that begin at a multiple of 16 bytes. Therefore a weight whose size is not a multiple of 8, such as the
+    vocabulary's bias of XLM-R (250,002), comes last in its group.
     """
     import deepspeed
 
