@@ -164,9 +164,9 @@ def main(argv: list[str] | None = None) -> None:
     moved = index.get("links_by_other_spaces")
     if moved:
         print(
-            f"warning: {args.directory}: in {moved['pairs']:,} pairs, the first of which is {moved['first']}, links "
-            f"count words divided at spaces and tabs, as aligners do; a program that divides at no-break spaces too "
-            f"would mean other words"
+            f"warning: {args.directory}: in {moved['pairs']:,} pairs, the first of which is {moved['first']}, the "
+            f"links are read as numbers of words between spaces and tabs, as aligners write them; a program that also "
+            f"splits at no-break spaces would mean other words"
         )
 
 
