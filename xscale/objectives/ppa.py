@@ -133,7 +133,7 @@ def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
     if options.queue_size > records:
         lines.append(
             f"queue_size {options.queue_size:,} exceeds the stream's {records:,} records, so most pairs meet the same "
-            f"negatives again; a smaller queue_size is as good"
+            f"negatives again. This does no harm, and a smaller queue_size is as good"
         )
     return lines
 

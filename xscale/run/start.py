@@ -188,14 +188,14 @@ def write_start(out: Path, run: Resolved, loader: Loader, checkpoint: Checkpoint
     folder.note_start(out, checkpoint.step if checkpoint else 0, process.world)
 
 
-def log_start(loader: Loader, engine: Any, config: EngineConfig, process: Process, first: int) -> None:
+def log_start(loader: Loader, engine: Any, config: EngineConfig, process: Process, done: int) -> None:
     train = loader.recipe.train
     if process.is_main:
         for line in share_lines(loader):
             LOG.info(line)
     LOG.info(
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "
-        f"{process.world} rank(s) of {engine.device.type}, ZeRO stage {config.stage}, steps {first} to {train.steps}"
+        f"{process.world} rank(s) of {engine.device.type}, ZeRO stage {config.stage}, steps {done + 1} to {train.steps}"
     )
 
 
