@@ -108,8 +108,8 @@ class SourceSpec(Strict):
     split: str = "train"
     """The part of a data set."""
     shards: str | None = None
-    """A folder of shards, whose index gives the languages; or tars of others that webdataset opens, with braces, as a
-    URL or after `pipe:`."""
+    """A folder of shards, whose index gives the languages; or tars of other programs, which webdataset opens: with
+    braces, as a URL or after `pipe:`."""
     columns: tuple[int | str, int | str] | None = Field(default=None, strict=False)
     """The columns of the two texts: numbers from 1 in a TSV, otherwise names (default: the names of the languages)."""
     field: str = "text"

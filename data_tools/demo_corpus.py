@@ -112,8 +112,8 @@ def count_with_heldout(pairs: int) -> int:
 
 
 def link_whitespace_words(en: str, xx: str, links: str) -> str:
-    """Return the links of a pair renumbered from words and symbols (data/words.py) to white-space words, as a TSV has
-    them. Links of symbols are left out."""
+    """Return the links of a pair as numbers of white-space words, as in a TSV. links: numbers of words and symbols of
+    data/words.py. Links of symbols are left out."""
     en_words = list(WORD_OR_SYMBOL.finditer(en))
     xx_words = list(WORD_OR_SYMBOL.finditer(xx))
     renumbered = set[tuple[int, int]]()

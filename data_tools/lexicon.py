@@ -4,10 +4,10 @@
     python -m data_tools.lexicon --from_links DIR ... --out out/en-de.txt [--min_count 3] [--min_share 0.2]
     python -m data_tools.lexicon --dict en-de.txt --out out/en-de.txt --truecase DIR ...
 
-A file's name, such as en-de.txt, gives the order of its columns, and --out that of the output. Entries keep the order
-of the input; induced ones begin with the most frequent. --share samples the vocabulary, as Tang et al. (2022) do: it
-selects words of the first column by a hash of the word, and keeps all entries of each. A sample of 10 % is a part of
-the sample of 20 %.
+The name of a file, such as en-de.txt, gives the order of its columns. The name of --out gives the order of the output's
+columns. Entries keep the order of the input; induced ones begin with the most frequent. --share samples the vocabulary,
+as Tang et al. (2022) do: it selects words of the first column by a hash of the word, and keeps all entries of each. A
+sample of 10 % is a part of the sample of 20 %.
 """
 
 import argparse

@@ -85,8 +85,8 @@ def read_text(source: SourceSpec) -> Iterator[Unit]:
 
 
 def text_pairs(paths: list[Path]) -> Iterator[Unit]:
-    """Yield the pairs of two files of lines. paths: both, then that of links, then those of the texts that the aligner
-    read. Raises UserError."""
+    """Yield the pairs of two files of lines. paths: the two files, then the file of links, then the two texts that the
+    aligner read. Raises UserError."""
     for path in paths:
         if paths.count(path) > 1 and (paths[0] == paths[1] or not path.is_file()):
             raise UserError(f"{path} is given {paths.count(path)} times; give a file for each side, and for links")
@@ -112,7 +112,7 @@ def zip_lines(paths: list[Path], columns: Sequence[Iterator[NumberedLine]]) -> I
 
 
 def checked_lines(path: Path) -> Iterator[NumberedLine]:
-    """Yield (number, line) of a file. Raises UserError if most of its first lines are no text."""
+    """Yield (number, line) of a file. Raises UserError if most of its first lines are not text."""
     lines = read_lines(path)
     head = list(islice(lines, HEAD_LINES))
     texts = [line.strip(" ") for _, line in head if line.strip()]

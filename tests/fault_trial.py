@@ -150,7 +150,7 @@ class Trial:
         assert json.loads((self.out / "status.json").read_text())["status"] in ("stopped", "done")
 
     def full_disk(self) -> None:
-        """Nothing more can be written for a while; the run goes on, or ends and goes on."""
+        """Nothing more can be written for a while; the run continues, or ends and goes on."""
         filler = self.out / "filler"
 
         def strike(process: subprocess.Popen) -> None:

@@ -23,7 +23,7 @@ CASES = [("mixed", 1), ("mixed", 2), ("alignlm", 3), ("dict_mlm", 3)]
 @pytest.fixture(scope="module")
 def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """OUT/RECIPE-STAGE, trained on 2 ranks; metrics.jsonl of the first time beside, as whole.jsonl. Then the last
-    checkpoint is lost, and the run goes on from the one before."""
+    checkpoint is lost, and the run continues from the one before."""
     out = tmp_path_factory.mktemp("fp16")
     listed = []
     for recipe, stage in CASES:

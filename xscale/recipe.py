@@ -67,7 +67,7 @@ class StreamConfig:
     samples: Annotated[int, Field(ge=0, le=MOST)]
     """Samples per optimizer step over all ranks. In a stream of pairs, a sample is one pair. In a stream of monolingual
     text, it is about data.max_length tokens of running text: consecutive sentences of a document, or several short
-    documents, each in a sequence of its own. Text beyond data.max_length continues in another sequence; nothing is
+    documents, each in a separate sequence. Text beyond data.max_length continues in another sequence; nothing is
     dropped. A phase may set 0 samples, which pauses the stream."""
     weight: PositiveFloat = 1.0
     """The factor of the stream's loss in the loss of the step."""
@@ -98,7 +98,7 @@ class DataConfig:
     first: Count | None = None
     """The maximum number of records of each language and pair, in the order of --data and shards; null: no limit."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
-    """Languages ("en") or pairs ("en-de") that streams without `languages` of their own read; null: all."""
+    """Languages ("en") or pairs ("en-de") for streams that do not set `languages` themselves; null: all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
     """A language, or pair of languages, is sampled with probability proportional to n^alpha; alpha_by defines n."""
     alpha_by: Literal["records", "tokens", "bytes"] = "records"
@@ -227,7 +227,7 @@ class CheckpointConfig:
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
     """The number of newest complete checkpoints that stay on disk."""
     background: bool = True
-    """A thread writes each checkpoint from a copy in host memory while training goes on; false: training waits."""
+    """A thread writes each checkpoint from a copy in host memory while training continues; false: training waits."""
     best: Annotated[str, Field(pattern="^.+/.+/.+$")] | None = None
     """A number that `eval` measures, as TASK/ROW/NUMBER, such as heldout/tlm/loss. The checkpoint with the best value
     stays on disk, and checkpoints/best names it. Losses, perplexities and error rates (aer) are best when lowest."""

@@ -159,7 +159,7 @@ class CheckpointManager:
             raise OSError(errno.EIO, text, str(self.folder))
         if problem and self.host_group.is_main:
             LOG.error(
-                f"{self.folder}: step {step} is not saved ({problem}). Training goes on, older checkpoints are "
+                f"{self.folder}: step {step} is not saved ({problem}). Training continues, older checkpoints are "
                 f"untouched, and the next save tries again"
             )
         if not problem:

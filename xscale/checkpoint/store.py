@@ -209,8 +209,8 @@ def sync_and_hash(path: Path) -> dict[str, Any]:
 
 
 def remove_old(folder: Path, keep: int, needed_steps: set[int]) -> None:
-    """Remove old checkpoints, and incomplete directories that a kill has left. The newest `keep` checkpoints and those
-    of the steps `needed_steps` are kept."""
+    """Remove old checkpoints, and incomplete directories that a kill has left. The newest `keep` checkpoints are kept,
+    and the checkpoints of the steps `needed_steps`."""
     for path in folder.glob(f"step_*{PARTIAL}"):
         files.remove(path)
     for path in complete_steps(folder)[:-keep]:

@@ -112,7 +112,7 @@ def segments(pairs: list[Example], layout: Layout) -> list[list[Segment]]:
 def word_tokens(
     pairs: list[Example], layout: Layout, sequences: Sequences, first: np.ndarray, keep: Literal["all", "first", "last"]
 ) -> WordTokens:
-    """Return the tokens of each word; a word that was cut off has none. keep: True for the tokens of words to return.
+    """Return the tokens of each word; a word that was cut off has none. keep: True for each token that may be returned.
     first: the number of each text's first word, as in WordLinks."""
     texts = list(chain.from_iterable(layout))
     words_of_texts = [NO_NUMBERS]

@@ -1,7 +1,7 @@
 """The order of a source's records: a function of shard sizes, seed, epoch and, for running text, its documents.
 
 Each epoch divides the shards into windows of about WINDOW_RECORDS records and permutes the records of each window.
-Hence each shard is read about once per epoch, and memory holds one window, however large the source is. Every batch
+Hence each shard is read about once per epoch, and memory holds one window, also for a very large source. Every batch
 draws from the whole source (benchmarks/RESULTS.md says how evenly).
 
 Running text is permuted in pieces instead of records. A piece is a document, or consecutive sentences of a long

@@ -8,7 +8,7 @@ single file besides the tars. If `entries` is absent or does not fit index.json,
 
 Consecutive monolingual records of one document are marked: FOLLOWS is set in each but the first. A monolingual text of
 more than PART_BYTES has several entries with one byte range. Each is read as a record that has a part of the text, and
-these records belong to one document. So the length of records is bounded, whatever the tar contains.
+these records belong to one document. So the length of records is limited for any tar.
 """
 
 import copy

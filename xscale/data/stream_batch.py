@@ -147,7 +147,8 @@ class StreamBatch:
     auxiliary: "StreamBatch | None" = None
     """The sequences and states of the stream's auxiliary encoder, which has no gradient."""
     too_long: int = 0
-    """Number of sampled pairs that are longer than max_length. The loader sets it, whatever collate has set."""
+    """Number of sampled pairs that are longer than max_length. The loader sets it, and replaces what collate has
+    set."""
     pair_counts: Counts = field(default_factory=dict)
     """Number of sampled pairs ("drawn") and of overlong ones ("too_long"), by pair of languages. Set by the loader."""
     keys: list[str] = field(default_factory=list)

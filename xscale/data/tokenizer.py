@@ -59,8 +59,8 @@ def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
         )
     if len(same) > 1:
         raise UserError(
-            f"tokenizer {path} has one token for {' and '.join(same)}, {mask!r}; a masked language "
-            f"model needs a mask token of its own: add it to the tokenizer's special tokens"
+            f"tokenizer {path} has one token for {' and '.join(same)}, {mask!r}; "
+            f"a masked language model needs a separate mask token: add it to the tokenizer's special tokens"
         )
 
 

@@ -36,7 +36,7 @@ from xscale.eval.retrieval import ALL, layer_numbers, layer_states, make_stream_
 
 BATCH = 32
 THRESHOLD = 1e-3
-"""The least probability of a softmax link, as in awesome-align."""
+"""The minimum probability of a softmax link, as in awesome-align."""
 LINK = re.compile(r"([0-9]{1,6})([-p])([0-9]{1,6})")
 Links = set[tuple[int, int]]
 """Pairs (index of a word of the first sentence, index of a word of the second sentence)."""

@@ -60,7 +60,7 @@ class ExportedModel:
         self.heads = load_heads(path)
         trained = xscale_field(lm.config, f"--model {path}")
         self.languages: list[str] = trained.get("languages", [])
-        """The language of each language id; id 0 is no language, but the neutral language embedding."""
+        """The language of each language id. Id 0 is the neutral language embedding."""
         self.language_embeddings: bool = trained.get("language_embeddings", False)
         self.segments: bool = trained.get("segments", False)
         self.reset_positions: bool = trained.get("reset_positions", False)

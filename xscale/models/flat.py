@@ -150,8 +150,8 @@ def padded_states(model: Any, row: Tokens, seed: Tensor, run: Run, places: Tenso
 
 
 def padded_layers(model: Any, row: Tokens, all_layers: bool = False) -> list[Tensor]:
-    """Return the last layer's hidden states [N, H], or with `all_layers` those of the embeddings and of all layers, by
-    the model's own forward pass over padded sequences."""
+    """Return the last layer's hidden states [N, H], computed by the model's own forward pass over padded sequences.
+    With `all_layers`, return the states of the embeddings and of all layers."""
     B, L = len(row.lengths), int(row.lengths.max())
     N, device, pad = len(row.input_ids), row.input_ids.device, model.config.pad_token_id or 0
     lengths_B = row.starts.diff().long()

@@ -3,9 +3,9 @@
     L = - 1/(2B) sum over i of  log e^{(s_ii - m) / tau} / ( e^{(s_ii - m) / tau} + sum over k != i of e^{s_ik / tau} )
                               + the same with s_ki in the place of s_ik
 
-s_ik is the cosine of sentence i of one side and sentence k of the other. Each sentence is a sequence of its own, and B
-is the number of pairs of the step, on all ranks and in all packed rows. There is no momentum encoder and no queue. A
-pair that has a text in common with pair i is not a negative of it (objectives/step_contrast.py).
+s_ik is the cosine of sentence i of one side and sentence k of the other. Each sentence is a separate sequence. B is the
+number of pairs of the step, on all ranks and in all packed rows. There is no momentum encoder and no queue. A pair that
+has a text in common with pair i is not a negative of it (objectives/step_contrast.py).
 """
 
 from typing import ClassVar, Literal

@@ -151,7 +151,7 @@ def curves_of(steps: dict[int, dict[Any, float]]) -> dict[Any, pd.Series]:
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of lines; nothing without the file. A broken last line is left out: a run is writing
-    it, or its machine failed. Raises UserError for another line that is no object with a step."""
+    it, or its machine failed. Raises UserError for any other line that is not an object with a step."""
     if not path.is_file():
         return
     lines = path.read_bytes().splitlines()

@@ -51,7 +51,7 @@ def check_out(out: Path, identity: dict[str, Any], resume: str) -> None:
     if saved is None and not path.exists() and any(next(out.glob(name), None) for name in FOREIGN):
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
     if resume == "never" and begun and (saved or path.exists()):
-        raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
+        raise UserError(f"{out} already holds a run; --resume auto continues it, or choose another --out")
     if saved and (differences := compare_identities(saved, identity)):
         raise UserError(
             f"{out} belongs to another run. Start with that run's settings, or choose another --out: there, --set "
@@ -188,14 +188,14 @@ def explain(error: Exception) -> tuple[int, str]:
     if said := killed_process_line(error):
         return MACHINE, (
             f"{said.rstrip('. ')}: the machine's memory may have run out (see dmesg or the job's accounting); "
-            f"ask for more memory, or set a lower data.workers, and start again: the run goes on"
+            f"ask for more memory, or set a lower data.workers, and start again: the run continues"
         )
     if is_lost_rank(error):
         return MACHINE, (
-            f"another rank has ended; status.json or its log says why ({first}). Start again: the run goes on"
+            f"another rank has ended; status.json or its log says why ({first}). Start again: the run continues"
         )
     if isinstance(error, OSError) and error.errno in ENVIRONMENT_ERRNOS:
-        return MACHINE, f"{error.filename or 'a file'}: {error.strerror}; fix that and start again: the run goes on"
+        return MACHINE, f"{error.filename or 'a file'}: {error.strerror}; fix that and start again: the run continues"
     if isinstance(error, dist.DistNetworkError):
         advice = "if another run uses the port, give --master_port N to the launcher, or set MASTER_PORT"
         return MACHINE, f"the ranks cannot meet: {first}; {advice}"

@@ -156,7 +156,7 @@ class Trainer:
         """Save a checkpoint after the last finished step, and return the exit code."""
         self.watch.note_last_save()
         self.checkpoints.save(self.state, must_succeed=True)
-        LOG.info(f"stopped at step {self.state.step} ({self.stop.why}); start again to go on")
+        LOG.info(f"stopped at step {self.state.step} ({self.stop.why}); start again to continue")
         return STOPPED
 
     def close(self) -> None:

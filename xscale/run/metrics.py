@@ -212,7 +212,7 @@ class Board:
             return function()
         except Exception as error:  # the library may raise any type
             self.failed = True
-            LOG.error(f"{self.folder}: {error}; training goes on without it, and metrics.jsonl has all metrics")
+            LOG.error(f"{self.folder}: {error}; training continues without it, and metrics.jsonl has all metrics")
             return None
 
     def call(self, function: str, *arguments: Any) -> None:

@@ -56,8 +56,8 @@ def initial_model(recipe: Recipe) -> InitialModel:
 
 
 def check_start(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
-    """Raise UserError if the recipe suits other weights than those that the run starts from (model.starts_from). There
-    is no error if --set gives train.lr, or sets model.init to null."""
+    """Raise UserError if the recipe suits other weights than those that the run starts from (model.starts_from). A user
+    who gives train.lr, or model.init=null, by --set gets no error."""
     init = recipe.model.init
     fields_set = {assignment.partition("=")[0] for assignment in sets}
     if recipe.model.starts_from == "model" and init is None and "model.init" not in fields_set:

@@ -327,7 +327,7 @@ class Watch:
                 if child.pid:
                     os.kill(child.pid, signal.SIGUSR1)
             time.sleep(0.2)
-        LOG.error(f"rank {self.process.rank}: {why}. Its stacks are in {self.stacks}; start again: the run goes on")
+        LOG.error(f"rank {self.process.rank}: {why}. Its stacks are in {self.stacks}; start again: the run continues")
         self.ended(code, why)
         threading.Event().wait()
 

@@ -62,7 +62,8 @@ class EngineConfig:
     """The lines to print about the precision."""
 
     def saved(self) -> dict[str, Any]:
-        """Return the settings that a checkpoint records, since DeepSpeed restores them whatever the ds_config says."""
+        """Return the settings that a checkpoint records, because DeepSpeed restores them and ignores those of the
+        ds_config."""
         optimizer = self.resolved["optimizer"]
         params = dict(optimizer["params"])
         for name in MAY_CHANGE:

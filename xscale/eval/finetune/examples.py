@@ -60,7 +60,7 @@ class LabelledFile:
 
 
 def count_labels(examples: list[LabelledExample]) -> Counter[str]:
-    """Return how often each label occurs. The examples are no questions."""
+    """Return how often each label occurs. The examples must not be questions."""
     counts: Counter[str] = Counter()
     for example in examples:
         counts.update(example.labels)
