@@ -47,7 +47,9 @@ def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> N
         with known_types_only():
             loaded_path, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
         if loaded_path is None:
-            raise UserError(f"{path} has no files that DeepSpeed can load; remove it to continue from an older checkpoint")
+            raise UserError(
+                f"{path} has no files that DeepSpeed can load; remove it to continue from an older checkpoint"
+            )
     assert engine.global_steps == checkpoint.step, (engine.global_steps, checkpoint.step)
     if (auxiliary := path / store.AUXILIARY_STATES).exists():
         for name, state in torch.load(auxiliary, map_location="cpu", weights_only=True).items():
