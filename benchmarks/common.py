@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ STEADY_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "10000000
 """glibc's malloc keeps freed memory. By default it returns large tensors to the system; new ones cost page faults."""
 SENTENCES = (3.4, 1.0)
 """The mean and the standard deviation of the logarithm of a document's number of sentences. With the demo world's
-sentences of 13 tokens, a document has a median of 390 tokens and a mean of 640."""
+sentences of 12 tokens, a document has a median of 360 tokens and a mean of 590."""
 
 Pair = tuple[str, str, str | None]
 """Two texts, and their word links in Pharaoh form; None if the links are not known."""
@@ -214,6 +215,19 @@ def spread(ratios: Iterable[float]) -> str:
     ordered = sorted(ratios)
     few = len(ordered) // 10
     return f"{ordered[few]:.2f}-{ordered[-1 - few]:.2f}"
+
+
+def compare(
+    title: str, header: Sequence[str], times: Mapping[str, list[float]], cells: Mapping[str, list[str]]
+) -> None:
+    """Print the ms of each work, and how many times those of the first one, beside `cells` of its own. times: the
+    seconds of each round."""
+    first = next(iter(times.values()))
+    rows = []
+    for name, seconds in times.items():
+        ratios = [theirs / ours for theirs, ours in zip(seconds, first, strict=True)]
+        rows.append([name, f"{1e3 * median(seconds):,.3f}", f"{median(ratios):.2f}", spread(ratios), *cells[name]])
+    print_table(title, header, rows)
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

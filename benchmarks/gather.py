@@ -15,15 +15,15 @@ glibc's malloc keeps freed memory here; otherwise page faults dominate the times
 import argparse
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import CUDA, in_turns, print_table, spread, use_allocator
+from common import CUDA, compare, in_turns, use_allocator
 from torch import Tensor
 
 from xscale.ops.alignment_gather import alignment_gather
@@ -32,8 +32,7 @@ CASES = {"case 1": (128, 128, 768), "case 2": (32, 512, 1024)}
 SMALL = {"case 1": (8, 32, 64), "case 2": (4, 64, 96)}
 MASKED = 0.3
 LINKS = 1.3
-OURS = "alignment_gather"
-HEADER = ["us", "forward", "backward", "both", "of ours", "middle 80 %", "goal"]
+HEADER = ["", "ms", "of ours", "middle 80 %", "forward, us", "backward, us"]
 
 
 class Problem:
@@ -132,29 +131,20 @@ def dense_both(p: Problem) -> list[Tensor]:
     return [p.hidden.index_select(0, p.masked), *dense(p)]
 
 
-@dataclass
-class Implementation:
-    name: str
-    forward: Callable[[Problem], list[Tensor]]
-    cpu: tuple[float, float] = (1, 1)
-    """The goals on a CPU in cases 1 and 2: the time relative to that of xscale's gather is to be at least this."""
-    cuda: tuple[float, float] = (1, 1)
-
-
-HEADS = {
-    1: [
-        Implementation(OURS, ours),
-        Implementation("dense bmm, select", dense, cpu=(9, 28), cuda=(3, 3.5)),
-        Implementation("sparse.mm, CSR", sparse_csr, cpu=(2.5, 2.5), cuda=(5, 5)),
-        Implementation("embedding_bag", embedding_bag, cpu=(1.4, 1.4), cuda=(4, 4)),
-        Implementation("index_select, index_add", index_add, cpu=(2, 2), cuda=(2.5, 2.5)),
-        Implementation("index_select, segment_reduce", segment_reduce, cpu=(5, 5), cuda=(3, 3)),
-    ],
-    2: [
-        Implementation(OURS, ours_both),
-        Implementation("index_select; embedding_bag", unfused, cpu=(2, 2), cuda=(2.5, 2.5)),
-        Implementation("index_select; dense bmm, select", dense_both, cpu=(8, 8), cuda=(4, 4)),
-    ],
+HEADS: dict[int, dict[str, Callable[[Problem], list[Tensor]]]] = {
+    1: {
+        "alignment_gather": ours,
+        "dense bmm, select": dense,
+        "sparse.mm, CSR": sparse_csr,
+        "embedding_bag": embedding_bag,
+        "index_select, index_add": index_add,
+        "index_select, segment_reduce": segment_reduce,
+    },
+    2: {
+        "alignment_gather": ours_both,
+        "index_select; embedding_bag": unfused,
+        "index_select; dense bmm, select": dense_both,
+    },
 }
 
 
@@ -162,48 +152,38 @@ def backward(p: Problem, outputs: list[Tensor]) -> Tensor:
     return torch.autograd.grad(outputs, p.hidden, p.upstream[2 - len(outputs) :], retain_graph=True)[0]
 
 
-def checked_outputs(implementation: Implementation, p: Problem) -> list[Tensor]:
+def checked_outputs(name: str, forward: Callable[[Problem], list[Tensor]], p: Problem) -> list[Tensor]:
     """Return the outputs of an implementation; none if it does not support the problem. They are right."""
     try:
-        outputs = implementation.forward(p)
+        outputs = forward(p)
         results = [*outputs, backward(p, outputs)]
     except (NotImplementedError, RuntimeError) as error:
-        print(f"{implementation.name}, {p.hidden.dtype}: {str(error).splitlines()[0]}")
+        print(f"{name}, {p.hidden.dtype}: {str(error).splitlines()[0]}")
         return []
     for result, exact in zip(results, p.exact(len(outputs)), strict=True):
         error = (result.double() - exact).norm() / exact.norm()
-        assert error < 4 * torch.finfo(result.dtype).eps, f"{implementation.name} is wrong"
+        assert error < 4 * torch.finfo(result.dtype).eps, f"{name} is wrong"
     return outputs
 
 
 def run(case: str, heads: int, dtype: torch.dtype, device: str, rounds: int) -> None:
     p = Problem(case, dtype, device)
-    works = {}
-    for implementation in HEADS[heads]:
-        outputs = checked_outputs(implementation, p)
+    forwards: dict[str, Callable[[], Any]] = {}
+    backwards: dict[str, Callable[[], Any]] = {}
+    for name, forward in HEADS[heads].items():
+        outputs = checked_outputs(name, forward, p)
         if outputs:
-            works[f"{implementation.name}, forward"] = partial(implementation.forward, p)
-            works[f"{implementation.name}, backward"] = partial(backward, p, outputs)
-    times = in_turns(works, rounds)
-    rows = []
-    for implementation in HEADS[heads]:
-        if f"{implementation.name}, forward" not in times:
-            rows.append([implementation.name, "unsupported", *[""] * (len(HEADER) - 2)])
-            continue
-        forward = np.array(times[f"{implementation.name}, forward"])
-        both = forward + times[f"{implementation.name}, backward"]
-        if implementation.name == OURS:
-            ours_seconds = both
-            goal = ""
-        else:
-            goals = implementation.cuda if device == "cuda" else implementation.cpu
-            goal = f">= {goals[[*CASES].index(case)]}"
-        ratios = (both / ours_seconds).tolist()
-        cells = [f"{1e6 * median(seconds):,.1f}" for seconds in (forward, both - forward, both)]
-        rows.append([implementation.name, *cells, f"{median(ratios):.2f}", spread(ratios), goal])
+            forwards[name] = partial(forward, p)
+            backwards[name] = partial(backward, p, outputs)
+    both = {}
+    cells = {}
+    forward_times = in_turns(forwards, rounds)
+    for name, times in in_turns(backwards, rounds).items():
+        both[name] = [first + second for first, second in zip(forward_times[name], times, strict=True)]
+        cells[name] = [f"{1e6 * median(seconds):,.1f}" for seconds in (forward_times[name], times)]
     shape = " x ".join(map(str, CASES[case]))
     title = f"{case}, {heads} head(s), {str(dtype).removeprefix('torch.')}: {shape}"
-    print_table(f"{title}, {len(p.masked):,} rows, {p.links:,} links", HEADER, rows)
+    compare(f"{title}, {len(p.masked):,} rows, {p.links:,} links", HEADER, both, cells)
 
 
 def main() -> None:

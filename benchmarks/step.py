@@ -1,7 +1,6 @@
 """Compare optimizer steps of xscale with a stock loop, Hugging Face models on DeepSpeed ZeRO-2.
 
     python benchmarks/step.py [--recipes tlm alignlm ...] [--data DIR ...] [--rounds 4] [--max_tokens 4096 8192]
-    python benchmarks/step.py --check [--recipes ...]       both losses on the same masked inputs, without dropout
     python benchmarks/step.py --before DIR [--recipes ...]  against train.py of another checkout of xscale
     python benchmarks/step.py --recipes alignlm tlm --preset base --vocab_size 120000 --words 62 --samples 128 \\
         --stock_micro_batch 64 --max_tokens 8192 16384 --workers 4 on a GPU: BERT-base at 128 pairs of 128 tokens
@@ -11,7 +10,8 @@ optimizer step, with the same ds_config, and take turns in one process. The stoc
 user writes: micro-batches in random order, padded to their longest sequence, logits at all positions. Its data are
 tokenised, masked and collated beforehand, and it is never compiled. xscale does this work in its steps (with --workers,
 partly during the stock loop's turn; loader.py measures the loader alone). Prints for each recipe samples/s, the ratio
-to the stock loop (medians, and the middle 80 % of the rounds), the ratio that FLOPs allow and, on a GPU, MFU.
+to the stock loop (medians, and the middle 80 % of the rounds), the ratio that FLOPs allow, on a GPU MFU, and the last
+loss of each loop, which masks and dropout make a little different.
 The FLOPs that an objective needs are those of cost.StepFlops, and MFU = needed FLOPs / (seconds x peak) for both loops.
 The FLOPs that the stock loop computes are counted by torch (FlopCounterMode) in one step. The ratio that FLOPs allow is
 computed by the stock loop / needed.
@@ -32,10 +32,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from itertools import chain, groupby, islice
+from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from common import (
@@ -53,24 +52,20 @@ from common import (
     with_words,
     write_world,
 )
-from stock import Example, Mlm, StockModule
-from torch.nn.utils.rnn import pad_sequence
+from stock import Example, StockModule, Tlm
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers.utils import logging as transformers_logging
 
 from xscale import ranks
 from xscale.data.loader import Loader
-from xscale.data.mixture import Mixture, PlanTable, initial_state
-from xscale.data.packed_row import Row, pack_row
-from xscale.data.stream_batch import StreamBatch
-from xscale.metric_keys import Counts
+from xscale.data.mixture import PlanTable, initial_state
 from xscale.run.resolve import encoder_of_run
 from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config
 from xscale.step.module import StepModule
-from xscale.step.step import encode_auxiliary, optimizer_step, run_row, step_weights
-from xscale.step.sums import Sums, stream_metrics
+from xscale.step.step import optimizer_step
+from xscale.step.sums import stream_metrics
 
 PAIRS = 4000
 DEMO_IDS = 32_768
@@ -109,8 +104,8 @@ class XscaleLoop:
 
     def loss(self) -> float:
         """The loss of the last step."""
-        losses = stream_losses(self.loader, self.sums, self.targets)
-        return sum(stream.weight * losses[name] for name, stream in self.loader.recipe.streams.items())
+        metrics = stream_metrics(self.sums.by_key(), self.targets, self.loader.recipe)
+        return sum(stream.weight * metrics[f"loss/{name}"] for name, stream in self.loader.recipe.streams.items())
 
 
 class StockLoop:
@@ -139,7 +134,7 @@ class StockLoop:
             samples = samples_of(self.loader, part, draw)
             starts = range(0, len(samples), self.micro_batch)
             for start in starts:
-                examples = [*chain.from_iterable(samples[start : start + self.micro_batch])]
+                examples = samples[start : start + self.micro_batch]
                 weight = self.loader.recipe.streams[name].weight / len(starts)
                 micro_batches.append((name, part.collate(examples), weight))
         return micro_batches
@@ -161,34 +156,18 @@ class StockLoop:
         return float(sum(self.losses))
 
 
-def stream_losses(loader: Loader, sums: Sums, counts: Counts) -> dict[str, float]:
-    """The loss of each stream, without the stream's weight."""
-    metrics = stream_metrics(sums.by_key(), counts, loader.recipe)
-    return {name: metrics[f"loss/{name}"] for name in loader.recipe.streams}
-
-
 def global_batches(loader: Loader) -> Iterator[dict[str, PlanTable]]:
     """Yield the samples of each optimizer step, by stream, in the order in which they were drawn."""
-    mixture = whole_steps(loader)
+    mixture = loader.mixture(ALONE, "cpu", initial_state(loader.streams))
+    mixture.max_tokens = 1 << 40  # all samples of a step are in one packed row
     while plan := mixture.next_part():
         yield plan.tables
 
 
-def whole_steps(loader: Loader) -> Mixture:
-    """The run's mixture, with all samples of a step in one packed row."""
-    mixture = loader.mixture(ALONE, "cpu", initial_state(loader.streams))
-    mixture.max_tokens = 1 << 40
-    return mixture
-
-
-def samples_of(loader: Loader, part: Mlm, draw: PlanTable) -> list[list[Example]]:
-    """The stock loop's examples of each sample, in the draw's order."""
-    columns = (draw.sample.tolist(), draw.source.tolist(), draw.shard.tolist(), draw.record.tolist())
-    samples = []
-    for _, places in groupby(zip(*columns, strict=True), key=lambda place: place[0]):
-        records = [loader.corpus.sources[source].read(shard, record) for _, source, shard, record in places]
-        samples.append(part.examples(records))
-    return samples
+def samples_of(loader: Loader, part: Tlm, draw: PlanTable) -> list[Example]:
+    """The stock loop's example of each sample, in the draw's order."""
+    places = zip(draw.source.tolist(), draw.shard.tolist(), draw.record.tolist(), strict=True)
+    return [part.example(loader.corpus.sources[source].read(shard, record)) for source, shard, record in places]
 
 
 # Times
@@ -280,70 +259,6 @@ def train(checkout: Path, recipe: str, fields: dict[str, object], args: argparse
     return median(json.loads(line)["step_s"] for line in lines[args.warm :])
 
 
-# The same objective?
-
-
-def check(recipes: list[str], args: argparse.Namespace) -> bool:
-    """Compare both loops' losses of a first step: same model, no dropout, same samples, xscale's masks and swaps."""
-    rows = []
-    good = True
-    for recipe in recipes:
-        fields = step_fields(recipe, args, 1) | {"model.dropout": "0.0", "data.segments": "false"}
-        fields["data.lexicon_heldout"] = 0
-        loader = make_run(recipe, fields, args.data, args.vocab_size)
-        encoder = encoder_of_run(loader.recipe, loader.corpus)
-        module = StepModule(encoder, loader.recipe)
-        stock = StockModule(encoder.lm, loader)
-        stream_batches = first_stream_batches(loader)
-        ours = losses_of(loader, module, pack_row(stream_batches, loader.corpus.tokenizer.sep_id))
-        for name, draw in next(global_batches(loader)).items():
-            part: Any = stock.streams[name]
-            examples = [*chain.from_iterable(samples_of(loader, part, draw))]
-            give_masks(part, stream_batches[name])
-            with torch.no_grad():
-                theirs = float(stock(name, part.collate(examples)))
-            difference = abs(ours[name] - theirs) / abs(ours[name])
-            good = good and difference < 1e-5
-            rows.append([f"{recipe}, {name}", f"{ours[name]:.6f}", f"{theirs:.6f}", f"{difference:.1e}"])
-    print_table("Loss of the same step, no dropout", ["", "xscale", "stock", "difference"], rows)
-    return good
-
-
-def first_stream_batches(loader: Loader) -> dict[str, StreamBatch]:
-    plan = whole_steps(loader).next_part()
-    dataset = loader.dataset()
-    return {stream.name: dataset.stream_batches(stream, plan)[0] for stream in loader.streams}
-
-
-@torch.no_grad()
-def losses_of(loader: Loader, module: StepModule, row: Row) -> dict[str, float]:
-    on_device = row.to(torch.device("cpu"))
-    (shared,) = encode_auxiliary(module, [on_device], [(0,)])
-    _, sums = run_row(module, on_device, shared, step_weights(loader.recipe, row.counts, 0), (0,))
-    return stream_losses(loader, sums, row.counts)
-
-
-def give_masks(part: Any, stream_batch: StreamBatch) -> None:
-    """Let the stock objective mask as xscale did."""
-    lengths = stream_batch.sequences.lengths.tolist()
-    masked = torch.from_numpy(stream_batch.sequences.ids)
-    labels = torch.full_like(masked, -100)
-    places = stream_batch.states["masked"].columns
-    labels[places] = torch.from_numpy(next(iter(stream_batch.labels.values())))
-
-    def mask(ids: torch.Tensor, special: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        pad_id = part.tokenizer.pad_token_id
-        padded_labels = padded(labels, -100)
-        original = torch.where(padded_labels == -100, padded(masked, pad_id), padded_labels)
-        assert torch.equal(ids, original), "other tokens"
-        return padded(masked, pad_id), padded_labels
-
-    def padded(flat: torch.Tensor, fill: int) -> torch.Tensor:
-        return pad_sequence(flat.split(lengths), batch_first=True, padding_value=fill)
-
-    part.mask = mask
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -365,7 +280,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--workers", type=int, default=0, help="loader processes of xscale")
     add("--threads", type=int, default=2)
     add("--allocator", choices=("steady", "default"), default="default")
-    add("--check", action="store_true", help="compare the losses instead of the times")
     add("--before", type=Path, metavar="DIR", help="another checkout, to compare steps with instead")
     return parser.parse_args()
 
@@ -380,19 +294,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
         if not args.data:
             pairs = with_words(text_pairs(None), args.words) if args.words else text_pairs(None)
-            pool = [*islice(pairs, 500 if args.check else PAIRS)]
-            words_of_several_tokens = 1000
-            ids = words_of_several_tokens if args.check else args.vocab_size or DEMO_IDS
             pad_to = args.vocab_size if args.before else 0
-            args.data = write_world(pool, ids, Path(folder) / "world", pad_to=pad_to)
+            ids = args.vocab_size or DEMO_IDS
+            args.data = write_world([*islice(pairs, PAIRS)], ids, Path(folder) / "world", pad_to=pad_to)
         args.data = [path.resolve() for path in args.data]
         args.ds_config = args.ds_config.resolve()
         if args.before:
             compare_checkouts(args, Path(folder))
             return
-        args.samples = args.samples or (args.stock_micro_batch if args.check else 128)
-        if args.check:
-            sys.exit(not check(args.recipes, args))
+        args.samples = args.samples or 128
         ranks.join_process_group(ranks.read_launcher())
         model = f"preset {args.preset}, vocabulary {args.vocab_size:,}"
         print(f"{model}, {args.threads} threads, malloc: {args.allocator}; {args.data[0]}")

@@ -246,8 +246,6 @@ def test_text_tags_and_entities_of_a_sentence_have_one_french_order(tmp_path: Pa
     [
         (["text", "--how", "trans"], "--tokenizer DIR"),
         (["text", "--how", "syn"], "--conllu F"),
-        (["text", "--how", "inv", "--overlap", "0.5"], "--overlap.*leave out --overlap"),
-        (["conllu", "--how", "syn", "--conllu", "F"], "leave it out"),
         (["ner", "--how", "inv"], "line 1.*token<TAB>tag"),
         (["pairs", "--how", "inv"], "line 1.*1 column"),
         (["conllu", "--how", "inv"], "line 1.*1 columns"),

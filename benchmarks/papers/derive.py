@@ -235,33 +235,25 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise UserError if the options contradict each other or an output cannot be written."""
+    """Raise UserError if an option is missing or an output cannot be written."""
     if len(args.sources) != len(args.out):
         raise UserError(f"--in has {len(args.sources)} files and --out {len(args.out)}; give one --out for each --in")
     trans = args.how.startswith("trans")
     if trans and not args.tokenizer:
         raise UserError(f"--how {args.how} shifts the ids of a WordPiece tokenizer; name its folder by --tokenizer DIR")
-    for name in ("overlap", "tokenizer", "dictionary_out", "tokenizer_out"):
-        if getattr(args, name) and not trans:
-            raise UserError(f"--{name} works only with --how trans, but --how is {args.how}; leave out --{name}")
     needs_parses = args.how.endswith("syn") and args.kind != "conllu"
     if needs_parses and not args.conllu:
         raise UserError(f"--how {args.how} needs the parses of {args.sources[0]}; name their file by --conllu F")
-    if args.conllu and not needs_parses:
-        raise UserError(f"--conllu: {args.kind} --how {args.how} reads no other file's parses; leave it out")
-    outputs = [*args.out, *filter(None, [args.dictionary_out, args.tokenizer_out])]
-    for path in outputs:
+    for path in [*args.out, *filter(None, [args.dictionary_out, args.tokenizer_out])]:
         if path.exists():
             raise UserError(f"{path} exists; choose another place or remove it")
         files.check_writable(path)
-    if len(set(map(Path.absolute, outputs))) < len(outputs):
-        raise UserError(f"{' '.join(map(str, outputs))}: two outputs are one file; choose different ones")
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(sys.argv[1:] if argv is None else argv)
     check_options(args)
-    script = Script(args.tokenizer, args.overlap, args.seed) if args.tokenizer else None
+    script = Script(args.tokenizer, args.overlap, args.seed) if args.how.startswith("trans") else None
     derivation = Derivation(args.how, script, args.conllu, args.seed)
     for source, out in zip(args.sources, args.out, strict=True):
         with files.publish(out) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
