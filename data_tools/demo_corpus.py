@@ -11,11 +11,12 @@ tokenizer/, lexicon/{en-xx,xx-en}.txt, report.html and report.json.
 import argparse
 import io
 import json
-import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from xscale import files
+from xscale.data.link_projection import Link, parse, pharaoh
+from xscale.data.words import split
 from xscale.errors import UserError
 
 from . import prepare
@@ -23,7 +24,6 @@ from .command import run
 from .demo_world import FIRST_YY, WRITTEN, World
 
 HELDOUT = 1000
-WORD_OR_SYMBOL = re.compile(r"\w+|[^\w\s]")
 CORPUS = """\
 # What `python -m data_tools.prepare` makes of the files in raw/; docs/reference/corpus.md describes every key.
 sources:
@@ -113,17 +113,13 @@ def count_with_heldout(pairs: int) -> int:
 
 def link_whitespace_words(en: str, xx: str, links: str) -> str:
     """Return the links of a pair as numbers of white-space words, as in a TSV. links: numbers of words and symbols of
-    data/words.py. Links of symbols are left out."""
-    en_words = list(WORD_OR_SYMBOL.finditer(en))
-    xx_words = list(WORD_OR_SYMBOL.finditer(xx))
-    renumbered = set[tuple[int, int]]()
-    for link in links.split():
-        i, j = map(int, link.split("-"))
-        if en_words[i][0].isalnum():
-            i = en.count(" ", 0, en_words[i].start())
-            j = xx.count(" ", 0, xx_words[j].start())
-            renumbered.add((i, j))
-    return " ".join(f"{i}-{j}" for i, j in sorted(renumbered))
+    data/words.py. Links of symbols are left out. Each symbol is at the end of a white-space word."""
+    (_, en_is_word), (_, xx_is_word) = split([en, xx])
+    kept = list[Link]()
+    for i, j in parse(links, (len(en_is_word), len(xx_is_word))):
+        if en_is_word[i]:
+            kept.append((int(en_is_word[:i].sum()), int(xx_is_word[:j].sum())))
+    return pharaoh(kept)
 
 
 def write_wiki(world: World, folder: Path, language: str, sentence_count: int) -> None:

@@ -1,20 +1,16 @@
 """A seeded world: parallel sentences with gold word links and monolingual documents, for demos and tests.
 
 "xx" is an invented verb-final language with postpositions, adjectives after the noun, suffixes for case, number, tense
-and person, no articles, and dropped first and second person subjects. A small grammar builds each sentence in both
-languages at once: every rule samples its parts and puts them in the order of each language. A token has the concepts
-that it expresses; tokens of the two sides that share a concept are linked.
-
-Text looks like natural text: punctuation is attached to its word, a sentence begins with a capital, xx has a clitic
-after an apostrophe, and names are the same in both languages except for suffixes. "yy" is xx in another script, one
-without spaces, in which many words share a character. The sentences of a document reuse its words.
+and person, no articles, and dropped pronouns. "yy" is xx in a script without spaces. GRAMMAR builds a sentence in both
+languages at once. A token has the concepts that it expresses; tokens of the two sides that share a concept are linked.
+Names and punctuation are the same in English and xx. The sentences of a document reuse its words.
 """
 
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import chain, count, product
+from itertools import count, product
 from random import Random
 from typing import NamedTuple
 
@@ -33,7 +29,6 @@ NOUNS = {
     "shirt shoe dress scarf/scarves glove ring book letter story song map poem door table box window chair bottle cup",
     "place": "house city village garden river school market forest kitchen mountain temple island bridge",
 }
-NAMES = "Anna Tom Maria Peter Clara John Lucy Henry Emma David"
 VERBS = {
     "transitive": "see/saw find/found buy/bought use love open follow carry help clean wash sell/sold break/broke "
     "repair close draw/drew meet/met feed/fed hear/heard borrow",
@@ -45,46 +40,91 @@ OTHERS = {
     "adjective": "old big good small new beautiful bad strange young hungry strong tired angry clever happy rich poor "
     "sad brave kind fresh cold sweet heavy broken white black red green brown famous long quiet dark warm dirty",
     "adverb": "quickly often slowly quietly always carefully sometimes suddenly usually together rarely",
-    "past": "yesterday recently",
-    "pres": "today now",
-    "fut": "tomorrow soon",
+    "before": "yesterday recently",
+    "after": "tomorrow soon",
     "number": "two three many four several five six seven ten",
     "determiner": "my his her your our their",
     "preposition": "in near behind under with without",
-    "subordinate": "because when if although before while",
-    "coordinate": "and but",
+    "conjunction": "because and but when if although while",
+    "negation": "not",
+    "undone": "not-undone",
+    "asked": "asked",
+    "topic": "topic",
 }
-CONTENT = ("noun", "verb", "adjective", "adverb", "past", "pres", "fut", "number")
-"""The parts of speech that the dictionary has."""
-PRONOUNS = {"i": "1sg", "you": "2", "he": "3sg", "she": "3sg", "we": "1pl", "they": "3pl"}
-"""Pronouns, which are subjects, and their persons."""
-OTHER_ENGLISH = {"a", "an", "the", "of", "to", "will", "do", "does", "did", "not"}
+"""Words without inflection. The last three pools are particles that only xx has."""
+NAMES = "Anna Tom Maria Peter Clara John Lucy Henry Emma David"
+SIGNS = {"stop": ".", "comma": ",", "question": "?"}
+FUNCTION = ("determiner", "preposition", "conjunction", "negation", "undone", "asked", "topic", *SIGNS)
+"""The pools of words that the dictionary does not have."""
 
 CASES = {"nom": "", "acc": "n", "dat": "ke", "gen": "zo", "loc": "ma"}
-PERSONS = {"1sg": "om", "2": "us", "3sg": "", "1pl": "omi", "3pl": "er"}
-TENSES = {"past": "it", "pres": "ad", "fut": "osh"}
+NUMBERS = {"one": "", "many": "ri"}
+PERSONS = {"one": "", "many": "er", "i": "om", "you": "us", "we": "omi"}
+TENSES = {"past": "it", "did": "it", "pres": "ad", "fut": "osh"}
+"""The tenses and the suffixes of xx; `did` is the past after "did", where the English verb has its base form."""
 
-
-def suffix_table(first: dict[str, str], second: dict[str, str]) -> dict[str, str]:
-    """Return "a.b" -> the suffix of a, then that of b."""
-    return {f"{a}.{b}": first[a] + second[b] for a, b in product(first, second)}
-
-
-NOUN_SUFFIXES = suffix_table({"sg": "", "pl": "ri"}, CASES)
-VERB_SUFFIXES = suffix_table(TENSES, PERSONS)
-SUFFIXES = {"noun": NOUN_SUFFIXES, "verb": VERB_SUFFIXES}
-PARTICLES = {"topic": "的", "question": "了", "not": "吗", "after not": "吧"}
-"""The particles of xx, and how they are written in yy."""
+GRAMMAR = {
+    "sentence": [
+        "clause stop",
+        "clause stop",
+        "did one_subject predicate.did.one question = one_subject predicate.did.one asked question",
+        "did many_subject predicate.did.many question = many_subject predicate.did.many asked question",
+        "clause.a comma conjunction clause.b stop",
+        "conjunction clause.a comma clause.b stop = clause.a conjunction comma clause.b stop",
+        "clause.a conjunction clause.b stop = clause.b conjunction comma clause.a stop",
+    ],
+    "clause": [
+        "one_subject predicate.past.one before = before one_subject topic predicate.past.one",
+        "many_subject predicate.past.many",
+        "one_subject predicate.pres.one",
+        "many_subject predicate.pres.many = many_subject topic predicate.pres.many",
+        "one_subject will+predicate.fut.one predicate.fut.one after = after one_subject predicate.fut.one",
+        "i+predicate.pres.i predicate.pres.i = predicate.pres.i",
+        "we+predicate.past.we predicate.past.we = predicate.past.we",
+        "you+predicate.fut.you will+predicate.fut.you predicate.fut.you = predicate.fut.you",
+        "one_subject did negation predicate.did.one = one_subject negation predicate.did.one undone+negation",
+        "many_subject did negation predicate.did.many = many_subject negation predicate.did.many undone+negation",
+    ],
+    "predicate": [
+        "*transitive.{0}.{1} noun.thing.acc adverb = noun.thing.acc adverb *transitive.{0}.{1}",
+        "*transitive.{0}.{1} noun.animal.acc where = where noun.animal.acc *transitive.{0}.{1}",
+        "*transitive.{0}.{1} noun.person.acc = noun.person.acc *transitive.{0}.{1}",
+        "*transitive.{0}.{1} owned.acc = owned.acc *transitive.{0}.{1}",
+        "*intransitive.{0}.{1} where adverb = where adverb *intransitive.{0}.{1}",
+        "*motion.{0}.{1} to+noun.place.dat noun.place.dat = noun.place.dat *motion.{0}.{1}",
+        "*giving.{0}.{1} noun.thing.acc to+noun.person.dat noun.person.dat = "
+        "noun.person.dat noun.thing.acc *giving.{0}.{1}",
+        "*giving.{0}.{1} noun.thing.acc to+name.one.dat name.one.dat = name.one.dat noun.thing.acc *giving.{0}.{1}",
+    ],
+    "one_subject": ["one.person.nom", "one.person.nom", "one.animal.nom", "name.one.nom"],
+    "many_subject": ["many.person.nom", "many.person.nom", "many.animal.nom"],
+    "where": [
+        "preposition noun.place.loc = noun.place.loc preposition",
+        "preposition noun.thing.loc = noun.thing.loc preposition",
+    ],
+    "owned": ["*noun.thing.{0} of+noun.person.gen noun.person.gen = noun.person.gen *noun.thing.{0}"],
+    "noun": ["*one.{0}.{1}", "*one.{0}.{1}", "*many.{0}.{1}"],
+    "one": [
+        "the *{0}.one.{1} = *{0}.one.{1}",
+        "a *{0}.one.{1} = *{0}.one.{1}",
+        "the adjective *{0}.one.{1} = *{0}.one.{1} adjective",
+        "a adjective *{0}.one.{1} = *{0}.one.{1} adjective",
+        "determiner *{0}.one.{1} = *{0}.one.{1} determiner",
+    ],
+    "many": [
+        "the *{0}.many.{1} = *{0}.many.{1}",
+        "number *{0}.many.{1} = *{0}.many.{1} number",
+        "adjective *{0}.many.{1} = *{0}.many.{1} adjective",
+        "determiner adjective *{0}.many.{1} = *{0}.many.{1} adjective determiner",
+    ],
+}
+"""Each phrase, and the ways to write it, of which one is chosen: in English, then behind " = " in xx, if that differs.
+A part is a phrase or a word's pool, and after dots its features: {0} and {1} are those of the phrase itself. The head
+has a star. `to+PART` is the word "to", which expresses the concept of PART. Another word expresses nothing."""
+LITERALS = {"a", "an", "the", "of", "to", "will", "did", "i", "we", "you"}
+SYLLABLE = re.compile("[^aeiou]*[aeiou]+|[^aeiou]+")
 ONSETS = ("k", "t", "p", "m", "n", "l", "r", "z", "v", "g", "b", "d", "sh", "j")
 VOWELS = ("a", "i", "o", "u", "ei")
-CODAS = "vzjh"
-"""The ends of verbs and of short words. With them, hardly any word is also an English word."""
-CHARACTERS = [chr(0x4E00 + 29 * number) for number in range(300)]
-"""The characters from which stems of yy are made. A stem has two of them, and a suffix has one other character."""
-ALL_SUFFIXES = sorted({*NOUN_SUFFIXES.values(), *VERB_SUFFIXES.values()} - {""})
-SUFFIX_CHARACTERS = {"": ""} | {suffix: chr(0x7101 + number) for number, suffix in enumerate(ALL_SUFFIXES)}
-GLUED = re.compile(r" (?=[.,?])| ?’ ?")
-"""Matches spaces between tokens that the written text does not have: those beside punctuation."""
 RETURN = 0.35
 """The probability that a document reuses the word that it last sampled from a pool."""
 
@@ -92,48 +132,36 @@ Token = tuple[str, tuple[int, ...]]
 """A form, and the numbers of the concepts that it expresses."""
 
 
-@dataclass(eq=False)
-class Word:
+class Word(NamedTuple):
     """A word. `en` and `xx` map the same grammatical keys to its forms; invariable words have the key ""."""
 
-    pos: str
     en: dict[str, str]
-    person: str = "3sg"
-    xx: dict[str, str] = field(default_factory=dict)
+    xx: dict[str, str]
 
 
 class Phrase(NamedTuple):
-    """Tokens of (a part of) a sentence in both languages, and the concept and the person of its head."""
+    """Tokens of (a part of) a sentence by language, and the concept of its head."""
 
-    en: Sequence[Token] = ()
-    xx: Sequence[Token] = ()
-    concept: int = -1
-    person: str = "3sg"
-
-
-NOTHING = Phrase()
+    tokens: dict[str, list[Token]]
+    concept: int
 
 
 def choose(rng: Random, options: Sequence[str]) -> str:
     return options[int(rng.random() * len(options))]
 
 
-def join(en: Sequence[Phrase], xx: Sequence[Phrase]) -> Phrase:
-    """Return a phrase that joins phrases: in English in the order of `en`, in xx in the order of `xx`."""
-    en_tokens = list[Token]()
-    for part in en:
-        en_tokens += part.en
-    xx_tokens = list[Token]()
-    for part in xx:
-        xx_tokens += part.xx
-    return Phrase(en_tokens, xx_tokens)
-
-
 def written_text(tokens: Sequence[Token]) -> str:
     """Return the tokens as written text. Each token is one word or symbol of data/words.py."""
-    spaced = re.sub(r"\ba (?=[aeiou])", "an ", " ".join(word for word, _ in tokens))
-    written = GLUED.sub(lambda match: match[0].strip(), spaced)
-    return written[0].upper() + written[1:]
+    text = " ".join(word for word, _ in tokens)
+    text = re.sub(r"\ba (?=[aeiou])", "an ", re.sub(r" (?=[.,?])", "", text))
+    return text[0].upper() + text[1:]
+
+
+def in_yy(form: str) -> str:
+    """Return a form of xx in the script of yy, which has a Chinese character for each syllable."""
+    if form in SIGNS.values():
+        return {".": "。", ",": "，", "?": "？"}[form]
+    return "".join(chr(0x4E00 + zlib.crc32(syllable.encode()) % 20_000) for syllable in SYLLABLE.findall(form))
 
 
 def add_ed(verb: str) -> str:
@@ -148,33 +176,51 @@ def add_s(word: str) -> str:
     return word + ("es" if word.endswith(("s", "x", "z", "ch", "sh", "o")) else "s")
 
 
-def english_lexicon() -> dict[str, list[Word]]:
-    """Return the words of each pool, without xx forms."""
-    pools = defaultdict[str, list[Word]](list)
+def english_words() -> list[tuple[str, dict[str, str]]]:
+    """Return the pool of each word, and its English forms by their grammatical keys."""
+    words = list[tuple[str, dict[str, str]]]()
     for pool, items in NOUNS.items():
         for item in items.split():
             noun, _, plural = item.partition("/")
             forms = dict[str, str]()
             for case in CASES:
-                forms[f"sg.{case}"] = noun
-                forms[f"pl.{case}"] = plural or add_s(noun)
-            pools[pool].append(Word("noun", forms))
+                forms[f"one.{case}"] = noun
+                forms[f"many.{case}"] = plural or add_s(noun)
+            words.append((pool, forms))
     for name in NAMES.split():
-        pools["name"].append(Word("noun", {f"sg.{case}": name for case in CASES}))
+        words.append(("name", {f"one.{case}": name for case in CASES}))
     for pool, items in VERBS.items():
         for item in items.split():
             base, _, past = item.partition("/")
-            forms = dict.fromkeys(VERB_SUFFIXES, base)
-            forms["pres.3sg"] = add_s(base)
+            forms = {f"{tense}.{person}": base for tense, person in product(TENSES, PERSONS)}
+            forms["pres.one"] = add_s(base)
             for person in PERSONS:
                 forms[f"past.{person}"] = past or add_ed(base)
-            pools[pool].append(Word("verb", forms))
-    for form, person in PRONOUNS.items():
-        pools["pronoun"].append(Word("pronoun", {"": form}, person))
-    for pool, items in OTHERS.items():
+            words.append((pool, forms))
+    for pool, items in (OTHERS | SIGNS).items():
         for form in items.split():
-            pools[pool].append(Word(pool, {"": form}))
-    return pools
+            words.append((pool, {"": form}))
+    return words
+
+
+def xx_suffix(pool: str, key: str) -> str:
+    """Return the suffix of a word of xx for a grammatical key, such as "many.acc" or "past.one"."""
+    first, _, second = key.partition(".")
+    if pool in VERBS:
+        return TENSES[first] + PERSONS[second]
+    return NUMBERS[first] + CASES[second] if key else ""
+
+
+def coin_stem(rng: Random, pool: str, en: dict[str, str], taken: set[str]) -> str:
+    """Return the stem of a word of xx, none of whose forms is taken. A name or sign is its own stem."""
+    if pool == "name" or pool in SIGNS:
+        return next(iter(en.values()))
+    while True:
+        stem = ""
+        for _ in range(2 if rng.random() < 0.7 else 3):
+            stem += choose(rng, ONSETS) + choose(rng, VOWELS)
+        if taken.isdisjoint(stem + xx_suffix(pool, key) for key in en):
+            return stem
 
 
 class World:
@@ -182,44 +228,33 @@ class World:
 
     def __init__(self, seed: int = 0):
         self.seed = seed
-        self.pools = english_lexicon()
-        self.yy = {".": "。", ",": "，", "?": "？", "’": ""}
-        """xx token -> its yy form."""
-        self.particles = dict[str, str]()
+        self.pools = defaultdict[str, list[Word]](list)
         rng = Random(f"{seed}/lexicon")
-        taken = set(OTHER_ENGLISH)
-        for word in chain.from_iterable(self.pools.values()):
-            taken.update(word.en.values())
-        yy_stems = set[str]()
-        for word in chain.from_iterable(self.pools.values()):
-            suffixes = {key: SUFFIXES.get(word.pos, {"": ""})[key] for key in word.en}
-            stem = coin_stem(rng, word, suffixes, taken)
-            yy_stem = coin_yy_stem(rng, yy_stems)
-            for key, suffix in suffixes.items():
-                word.xx[key] = stem + suffix
-                self.yy[stem + suffix] = yy_stem + SUFFIX_CHARACTERS[suffix]
-        for use, character in PARTICLES.items():
-            particle = coin_stem(rng, Word("particle", {}), {"": ""}, taken)
-            self.particles[use] = particle
-            self.yy[particle] = character
+        words = english_words()
+        taken = LITERALS.union(*(en.values() for _, en in words))
+        for pool, en in words:
+            stem = coin_stem(rng, pool, en, taken)
+            xx = {key: stem + xx_suffix(pool, key) for key in en}
+            taken.update(xx.values())
+            self.pools[pool].append(Word(en, xx))
 
     def pair(self, index: int, other: str = "xx") -> tuple[str, str, str]:
         """Return the English text of parallel sentence `index`, its translation into `other` ("xx" or "yy"), and their
         links "i-j ..." between words and symbols."""
-        sentence = Composer(self, Random(f"{self.seed}/pair/{index}"), 0.0).sentence()
-        places: dict[int, list[int]] = {}
+        tokens = Composer(self, Random(f"{self.seed}/pair/{index}"), 0.0).sentence()
+        places = defaultdict[int, list[int]](list)
         end = 0
-        for token, concepts in sentence.xx:
+        for form, concepts in tokens["xx"]:
             start = end
-            end += len(self.yy[token]) if other == "yy" else 1
+            end += len(in_yy(form)) if other == "yy" else 1
             for concept in concepts:
-                places.setdefault(concept, []).extend(range(start, end))
+                places[concept] += range(start, end)
         links = set[tuple[int, int]]()
-        for i, (_, concepts) in enumerate(sentence.en):
+        for i, (_, concepts) in enumerate(tokens["en"]):
             for concept in concepts:
-                links.update((i, j) for j in places.get(concept, ()))
+                links.update((i, j) for j in places[concept])
         pharaoh = " ".join(f"{i}-{j}" for i, j in sorted(links))
-        return written_text(sentence.en), self._written(sentence, other), pharaoh
+        return text_in(tokens, "en"), text_in(tokens, other), pharaoh
 
     def document(self, language: str, index: int) -> list[str]:
         """Return the sentences of monolingual document `index` of a language."""
@@ -228,198 +263,78 @@ class World:
         rng = Random(f"{self.seed}/{language}/{index}")
         sentences = min(1 + int(rng.expovariate(1 / 5)), 40)
         composer = Composer(self, rng, RETURN)
-        return [self._written(composer.sentence(), language) for _ in range(sentences)]
-
-    def _written(self, sentence: Phrase, language: str) -> str:
-        if language == "yy":
-            return "".join(self.yy[token] for token, _ in sentence.xx)
-        return written_text(sentence.en if language == "en" else sentence.xx)
+        return [text_in(composer.sentence(), language) for _ in range(sentences)]
 
     def dictionary(self) -> list[tuple[str, str]]:
         """Return (en form, xx form) of all content words, without duplicates."""
         entries = dict[tuple[str, str], None]()
-        for word in chain.from_iterable(self.pools.values()):
-            if word.pos in CONTENT:
-                for key, form in word.en.items():
-                    entries[form, word.xx[key]] = None
-            if word.pos == "verb":  # the base form goes with auxiliaries in all tenses and persons
-                for form in word.xx.values():
-                    entries[word.en["fut.3sg"], form] = None
+        for pool, words in self.pools.items():
+            for word in words if pool not in FUNCTION else ():
+                entries |= dict.fromkeys(zip(word.en.values(), word.xx.values(), strict=True))
         return list(entries)
 
 
-def coin_stem(rng: Random, word: Word, suffixes: dict[str, str], taken_forms: set[str]) -> str:
-    """Return a stem for a word of xx whose forms are all new, and add these forms to `taken_forms`. The stem of a name
-    is the name itself."""
-    if "sg.nom" in word.en and word.en["sg.nom"].istitle():
-        return word.en["sg.nom"]
-    while True:
-        syllables = 1
-        if word.pos in CONTENT:
-            syllables = 2 if rng.random() < 0.7 else 3
-        stem = ""
-        for _ in range(syllables):
-            stem += choose(rng, ONSETS) + choose(rng, VOWELS)
-        if word.pos == "verb" or word.pos not in (*CONTENT, "pronoun"):
-            stem += choose(rng, CODAS)
-        forms = {stem + suffix for suffix in suffixes.values()}
-        if taken_forms.isdisjoint(forms):
-            taken_forms |= forms
-            return stem
-
-
-def coin_yy_stem(rng: Random, taken_stems: set[str]) -> str:
-    """Return two characters that are not among `taken_stems`, and add them."""
-    stem = ""
-    while not stem or stem in taken_stems:
-        stem = choose(rng, CHARACTERS) + choose(rng, CHARACTERS)
-    taken_stems.add(stem)
-    return stem
+def text_in(tokens: dict[str, list[Token]], language: str) -> str:
+    """Return a sentence in a language."""
+    if language == "yy":
+        return "".join(in_yy(form) for form, _ in tokens["xx"])
+    return written_text(tokens[language])
 
 
 class Composer:
-    """The grammar. Each rule is a method that samples a phrase in both languages."""
+    """Writes phrases of GRAMMAR in both languages."""
 
     def __init__(self, world: World, rng: Random, returning: float):
         """returning: the probability that a word that was sampled last from a pool is used again."""
-        self.world = world
+        self.pools = world.pools
         self.rng = rng
         self.returning = returning
         self.last = dict[str, Word]()
         """The word that was sampled last from each pool."""
         self.concepts = count()
 
-    def chance(self, probability: float) -> bool:
-        return self.rng.random() < probability
+    def sentence(self) -> dict[str, list[Token]]:
+        """Return the tokens of a sentence, of 5 to 22 in English, by language."""
+        tokens = {"en": list[Token]()}
+        while not 5 <= len(tokens["en"]) <= 22:
+            tokens = self.phrase("sentence").tokens
+        return tokens
 
-    def draw(self, pool: str) -> Word:
-        """Return a word of a pool. The n-th of N words is drawn about sqrt(N / n) times as often as the last."""
-        if pool not in self.last or not self.chance(self.returning):
-            words = self.world.pools[pool]
+    def phrase(self, symbol: str) -> Phrase:
+        """Return a phrase of GRAMMAR, or a word of a pool."""
+        name, *features = symbol.split(".")
+        if name not in GRAMMAR:
+            return self.word(name, ".".join(features))
+        rule = choose(self.rng, GRAMMAR[name]).format(*features)
+        english, _, other = rule.partition(" = ")
+        parts = dict[str, Phrase]()
+        tokens: dict[str, list[Token]] = {}
+        concept = -1
+        for language, side in zip(LANGUAGES, (english, other or english), strict=True):
+            tokens[language] = []
+            for item in side.split():
+                literal, _, part = item.removeprefix("*").rpartition("+")
+                known = part.partition(".")[0] in (*GRAMMAR, *self.pools)
+                if known and part not in parts:
+                    parts[part] = self.phrase(part)
+                if item.startswith("*"):
+                    concept = parts[part].concept
+                if literal in self.pools:
+                    tokens[language].append((self.pools[literal][0].xx[""], (parts[part].concept,)))
+                elif literal:
+                    tokens[language].append((literal, (parts[part].concept,)))
+                elif known:
+                    tokens[language] += parts[part].tokens[language]
+                else:
+                    tokens[language].append((part, ()))
+        return Phrase(tokens, concept)
+
+    def word(self, pool: str, key: str) -> Phrase:
+        """Return a word of a pool, which expresses a new concept. The n-th of N words is drawn about sqrt(N / n) times
+        as often as the last."""
+        if pool not in self.last or self.rng.random() >= self.returning:
+            words = self.pools[pool]
             self.last[pool] = words[int(len(words) * self.rng.random() ** 2)]
-        return self.last[pool]
-
-    def express(self, word: Word, key: str = "") -> Phrase:
-        """Return a phrase of one form of a word in both languages, which expresses a new concept."""
+        word = self.last[pool]
         concept = next(self.concepts)
-        return Phrase([(word.en[key], (concept,))], [(word.xx[key], (concept,))], concept, word.person)
-
-    def maybe_word(self, pool: str, probability: float = 1.0) -> Phrase:
-        """Return an invariable word from a pool with this probability, otherwise NOTHING."""
-        return self.express(self.draw(pool)) if self.chance(probability) else NOTHING
-
-    def particle(self, use: str, *concepts: int) -> Phrase:
-        return Phrase(xx=[(self.world.particles[use], concepts)])
-
-    def punctuation(self, sign: str) -> Phrase:
-        concept = next(self.concepts)
-        return Phrase([(sign, (concept,))], [(sign, (concept,))])
-
-    def adposition(self, preposition: str, phrase: Phrase) -> Phrase:
-        """Return the noun phrase after an English preposition. In xx, its case suffix has that meaning."""
-        return phrase._replace(en=[(preposition, (phrase.concept,)), *phrase.en])
-
-    def noun_phrase(self, pools: Sequence[str], case: str, depth: int = 1) -> Phrase:
-        """Return a noun phrase. At depth 0 it may have an owner."""
-        pool = choose(self.rng, pools)
-        if pool == "name":
-            return self.express(self.draw(pool), f"sg.{case}")
-        number = "pl" if self.chance(0.3) else "sg"
-        noun = self.express(self.draw(pool), f"{number}.{case}")
-        roll = self.rng.random()
-        front = NOTHING
-        if roll < 0.14:
-            front = self.maybe_word("determiner")
-        elif roll < 0.35 and number == "pl":
-            front = self.maybe_word("number")
-        elif roll < 0.7:
-            front = Phrase([("the", ())])
-        elif number == "sg":
-            front = Phrase([("a", ())])
-        adjective = self.maybe_word("adjective", 0.4)
-        owner = NOTHING
-        if depth == 0 and self.chance(0.15):
-            owner = self.adposition("of", self.noun_phrase(("person", "name"), "gen"))
-        whole = join((front, adjective, noun, owner), (owner, noun, adjective, front))
-        return whole._replace(concept=noun.concept, person="3pl" if number == "pl" else "3sg")
-
-    def complements(self, kind: str) -> Phrase:
-        """Return the complements of a verb of a kind. In English they follow it, in xx most precede it."""
-        thing = goal = place = NOTHING
-        if kind == "transitive":
-            thing = self.noun_phrase(("thing", "thing", "animal", "person", "name"), "acc", 0)
-        elif kind == "giving":
-            thing = self.noun_phrase(("thing",), "acc")
-            goal = self.adposition("to", self.noun_phrase(("person", "name"), "dat"))
-        elif kind == "motion":
-            goal = self.adposition("to", self.noun_phrase(("place",), "dat"))
-        if self.chance(0.25):
-            preposition = self.maybe_word("preposition")
-            where = self.noun_phrase(("place", "thing"), "loc")
-            place = join((preposition, where), (where, preposition))
-        adverb = self.maybe_word("adverb", 0.2)
-        return join((thing, goal, place, adverb), (place, goal, thing, adverb))
-
-    def clause(self, ask: bool = False) -> Phrase:
-        kind = choose(self.rng, ("transitive", "transitive", "transitive", "intransitive", "motion", "giving"))
-        tense = choose(self.rng, ("past", "past", "past", "pres", "pres", "pres", "fut", "fut"))
-        verb = self.draw(kind)
-        if self.chance(0.2):
-            subject = self.express(self.draw("pronoun"))
-        else:
-            subject = self.noun_phrase(("person", "person", "animal", "name"), "nom", 0)
-        rest = self.complements(kind)
-        time = self.maybe_word(tense, 0.25)
-        is_negated = self.chance(0.14)
-
-        key = f"{tense}.{subject.person}"
-        action = next(self.concepts)
-        auxiliary = NOTHING
-        form = verb.en[key]
-        if tense == "fut":
-            auxiliary = Phrase([("will", (action,))])
-        elif ask or is_negated:
-            do = {"past": "did", "pres.3sg": "does"}
-            auxiliary = Phrase([(do.get(tense) or do.get(key, "do"), ())])
-            form = verb.en["fut.3sg"]
-        is_dropped = subject.person[0] in "12"  # only the verb's suffix expresses the subject
-        expressed = (action, subject.concept) if is_dropped else (action,)
-        predicate = Phrase([(form, (action,))], [(verb.xx[key], expressed)])
-        topic = denied = undone = asked = NOTHING
-        if not is_dropped and self.chance(0.3):
-            topic = Phrase(xx=[("’", ()), *self.particle("topic").xx])
-        if is_negated:
-            denial = next(self.concepts)
-            denied = self.particle("not", denial)._replace(en=[("not", (denial,))])
-            undone = self.particle("after not", denial)
-        opening = (subject, auxiliary)
-        if ask:
-            asked = self.particle("question")
-            opening = (auxiliary, subject)
-        return join(
-            (*opening, denied, predicate, rest, time),
-            (time, NOTHING if is_dropped else subject, topic, rest, denied, predicate, undone, asked),
-        )
-
-    def sentence(self) -> Phrase:
-        """Return a sentence of 5 to 22 English tokens."""
-        sentence = NOTHING
-        while not 5 <= len(sentence.en) <= 22:
-            sentence = self.any_sentence()
-        return sentence
-
-    def any_sentence(self) -> Phrase:
-        roll = self.rng.random()
-        whole = main = self.clause(ask=roll < 0.14)
-        if roll > 0.65:
-            other = self.clause()
-            conjunction = self.maybe_word("subordinate" if roll < 0.85 else "coordinate")
-            comma = self.punctuation(",")
-            if roll > 0.85:
-                whole = join((main, conjunction, other), (main, comma, conjunction, other))
-            elif self.chance(0.4):
-                whole = join((conjunction, other, comma, main), (other, conjunction, comma, main))
-            else:
-                whole = join((main, conjunction, other), (other, conjunction, comma, main))
-        end = self.punctuation("?" if roll < 0.14 else ".")
-        return join((whole, end), (whole, end))
+        return Phrase({"en": [(word.en[key], (concept,))], "xx": [(word.xx[key], (concept,))]}, concept)
