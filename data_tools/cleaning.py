@@ -43,14 +43,7 @@ SAME_WORDS = 4
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
-def _ftfy(text: str) -> str:
-    import ftfy
-
-    return ftfy.fix_text(text)
-
-
 NORMALISE: dict[str, Callable[[str], str]] = {
-    "ftfy": _ftfy,
     "nfc": lambda text: unicodedata.normalize("NFC", text),
     "controls": lambda text: _CONTROLS.sub(" ", text),
     "spaces": lambda text: " ".join(text.split()),
@@ -83,8 +76,7 @@ class RemovalCounts:
 
 
 class Cleaner:
-    """Applies the rules of one source to its units (pairs or documents). `removed` counts the units that rules removed,
-    `changed` the units whose text `normalise` changed."""
+    """Applies the rules of one source to its units (pairs or documents), and counts in `removed` what they remove."""
 
     def __init__(self, source: SourceSpec, rules: Rules, tokenizer: Tokenizer | None = None):
         """tokenizer: for rules.length.tokens; None: that rule is applied later."""
@@ -92,18 +84,15 @@ class Cleaner:
         self.rules = rules
         self.tokenizer = tokenizer
         self.removed = RemovalCounts()
-        self.changed = 0
         self.changes = [change for name, change in NORMALISE.items() if name in rules.normalise]
 
     def clean(self, unit: Unit) -> Unit | None:
-        """Return a unit with its clean sides or sentences, or None if a rule removes it. The unit's `linked` keeps the
-        texts whose words the links number. The rule `exclude` is applied later, by `without_excluded`."""
+        """Return a unit with its clean sides or sentences; None if a rule removes it. `linked` keeps the texts whose
+        words its links number."""
         if not unit.texts:
             self.removed.add("language missing" if self.source.pairs else "empty", [])
             return None
         texts = list(map(self.normalise_text, unit.texts))
-        if texts != list(map(str.strip, unit.texts)):
-            self.changed += 1
         if not self.source.pairs:
             texts = self.split_paragraphs(texts)
         reason = self.unit_problem(texts)
@@ -137,6 +126,8 @@ class Cleaner:
         kept = list[str]()
         for sentence in sentences:
             reason = self.length_problem([sentence])
+            if not reason and self.is_excluded(sentence):
+                reason = "exclude"
             if reason:
                 self.removed.add(f"{reason} (sentences)", [sentence])
             else:
@@ -156,11 +147,17 @@ class Cleaner:
                 return "identical sides"
         else:
             sides = [" ".join(texts)[:LID_CHARACTERS]]
+        if self.source.pairs and any(map(self.is_excluded, texts)):
+            return "exclude"
         if self.rules.lid:
             for text, lang in zip(sides, self.source.langs, strict=True):
                 if is_in_other_language(text, lang, self.rules.lid):
                     return "lid"
         return ""
+
+    def is_excluded(self, text: str) -> bool:
+        """Return whether a line of the rule's evaluation files has the same letters, marks and digits."""
+        return bool(self.rules.exclude) and letters_of(text) in excluded_letters(tuple(self.rules.exclude))
 
     def length_problem(self, texts: list[str]) -> str:
         """Return the name of the rule by which a pair, or a single sentence, is removed; "" if no rule removes it."""
@@ -173,37 +170,6 @@ class Cleaner:
         if self.tokenizer and length.tokens:
             return tokens_problem(self.tokenizer, texts, length.tokens)
         return ""
-
-    def without_excluded(self, units: list[Unit]) -> list[Unit]:
-        """Return the units without the pairs and sentences that the rule `exclude` removes."""
-        if not self.rules.exclude:
-            return units
-        texts = list[str]()
-        for unit in units:
-            texts += unit.texts
-        hits = load_exclusion(tuple(self.rules.exclude)).find(texts)
-        kept = list[Unit]()
-        first = 0
-        for unit in units:
-            unit_hits = hits[first : first + len(unit.texts)]
-            first += len(unit.texts)
-            left = self.not_excluded(unit.texts, unit_hits)
-            if left:
-                kept.append(unit._replace(texts=left))
-        return kept
-
-    def not_excluded(self, texts: list[str], hits: list[tuple[str, str]]) -> list[str]:
-        """Return the texts of a pair, if no text has a hit; or the sentences of a document that have none."""
-        left = list[str]()
-        for text, (rule, location) in zip(texts, hits, strict=True):
-            if not rule:
-                left.append(text)
-            elif self.source.pairs:
-                self.removed.add(rule, [*texts, location])
-                return []
-            else:
-                self.removed.add(f"{rule} (sentences)", [text, location])
-        return left
 
 
 def tokens_problem(tokenizer: Tokenizer, texts: Sequence[str], bounds: tuple[int, int]) -> str:
@@ -223,12 +189,10 @@ def load_tokenizer(name: str) -> Tokenizer:
     return Tokenizer(name)
 
 
-def letters_hash(text: str) -> bytes:
-    """Return an 8-byte hash of a text's letters, marks and digits, ignoring case; b"" if there are none. Marks are
-    kept, because words of Hindi or Arabic that differ only in vowels would otherwise be the same."""
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    letters = "".join(filter(_is_letter, folded))
-    return blake2b(letters.encode(), digest_size=8).digest() if letters else b""
+def letters_of(text: str) -> str:
+    """Return a text's letters, marks and digits, ignoring case. Without its marks, a word of Hindi or Arabic would be
+    the same as others that differ from it in vowels."""
+    return "".join(filter(_is_letter, unicodedata.normalize("NFKC", text).casefold()))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -236,41 +200,16 @@ def _is_letter(character: str) -> bool:
     return unicodedata.category(character)[0] in "LMN"
 
 
-class Exclusion:
-    """An index of the lines of evaluation files, in which texts are looked up."""
-
-    def __init__(self, paths: tuple[str, ...]):
-        """Read the files. Raises UserError if a file has no text."""
-        self.locations = dict[Any, str]()
-        """`letters_hash`, or (band, value of this band) -> the location of the first line that has it."""
-        for path in paths:
-            numbered = [(number, line) for number, line in read_lines(Path(path)) if letters_hash(line)]
-            if not numbered:
-                raise UserError(f"rules.exclude: {path} has no text; give a file of evaluation text, or leave it out")
-            bands = minhash_bands([line for _, line in numbered])
-            for (number, line), values in zip(numbered, bands.tolist(), strict=True):
-                for key in (letters_hash(line), *enumerate(values)):
-                    self.locations.setdefault(key, f"{path}: line {number}")
-
-    def find(self, texts: list[str]) -> list[tuple[str, str]]:
-        """Return for each text the rule that removes it and the location of the evaluation line: "exclude" for an equal
-        line, "exclude (near)" for a similar one, and two empty strings if there is no such line."""
-        hits = list[tuple[str, str]]()
-        for text, values in zip(texts, minhash_bands(texts).tolist(), strict=True):
-            exact = self.locations.get(letters_hash(text))
-            near = [self.locations[key] for key in enumerate(values) if key in self.locations]
-            if exact:
-                hits.append(("exclude", exact))
-            elif near:
-                hits.append(("exclude (near)", near[0]))
-            else:
-                hits.append(("", ""))
-        return hits
-
-
 @cache
-def load_exclusion(paths: tuple[str, ...]) -> Exclusion:
-    return Exclusion(paths)
+def excluded_letters(paths: tuple[str, ...]) -> set[str]:
+    """Return the letters of each line of evaluation files. Raises UserError if a file has no text."""
+    excluded = set[str]()
+    for path in paths:
+        lines = {letters_of(line) for _, line in read_lines(Path(path))} - {""}
+        if not lines:
+            raise UserError(f"rules.exclude: {path} has no text; give a file of evaluation text, or leave it out")
+        excluded |= lines
+    return excluded
 
 
 def text_hash(texts: list[str]) -> bytes:

@@ -1,6 +1,5 @@
 """Runs a tool as a command."""
 
-import os
 import sys
 from collections.abc import Callable
 
@@ -12,10 +11,6 @@ def run(main: Callable[[], None]) -> None:
     escape_unprintable()
     code = 0
     try:
-        if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-            raise UserError(
-                "this tool is a single process; start it without mpirun. data_tools.prepare uses many cores"
-            )
         check_arguments(sys.argv[1:])
         main()
     except UserError as error:

@@ -63,10 +63,9 @@ class Length(Strict):
 class Rules(Strict):
     """The rules are applied in the order below. A rule of a source replaces the corpus's rule of the same name."""
 
-    normalise: list[Literal["ftfy", "nfc", "controls", "spaces"]] = ["nfc", "controls", "spaces"]
-    """ftfy repairs, by the package ftfy, text that was decoded in a wrong encoding; nfc changes text to Unicode's
-    composed form; controls replaces control characters by spaces; spaces replaces each run of white space by one
-    space."""
+    normalise: list[Literal["nfc", "controls", "spaces"]] = ["nfc", "controls", "spaces"]
+    """nfc changes text to Unicode's composed form; controls replaces control characters by spaces; spaces replaces each
+    run of white space by one space."""
     identical: bool = False
     """False: a pair with the same text of four words or more on both sides is removed."""
     length: Length = Length()
@@ -77,7 +76,7 @@ class Rules(Strict):
     a fastText model, such as GlotLID's, that is used instead."""
     exclude: list[str] = []
     """Files of evaluation text. A pair or a sentence is removed if it has the same letters, marks and digits as a line
-    of these files, or nearly the same characters."""
+    of these files."""
     dedup: Literal["exact", "near"] | None = None
     """Only the first of equal, or nearly equal, pairs or documents is kept, among all sources of the same languages."""
 
@@ -227,8 +226,7 @@ class Corpus(Strict):
     align: bool = False
     """True: eflomal makes word links for the pairs that have none. Its links differ a little from run to run."""
     tokenizer: TokenizerSpec | str | None = None
-    """The tokenizer to train, or the folder or hub name of an existing tokenizer. Lengths and the report count its
-    tokens."""
+    """The tokenizer to train; or the folder or hub name of an existing one, by which lengths count."""
     heldout: HeldoutSpec = HeldoutSpec()
     lexicons: list[str] = []
     """The dictionaries, such as en-de.txt, that are written to the folder `lexicon` of the output, respelled as the
@@ -283,12 +281,8 @@ class Corpus(Strict):
         return sorted({source.group for source in self.sources})
 
 
-def is_url(path: str) -> bool:
-    return "://" in path
-
-
 def is_foreign(shards: str) -> bool:
-    return is_url(shards) or shards.startswith("pipe:") or shards.endswith(".tar") or "{" in shards
+    return "://" in shards or shards.startswith("pipe:") or shards.endswith(".tar") or "{" in shards
 
 
 def default_name(source: SourceSpec) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files
-from xscale.data.shards import ENTRIES, FORMAT_VERSION, SEGMENTATIONS, fingerprint, read_index
+from xscale.data.shards import ENTRIES, FORMAT_VERSION, SEGMENTATIONS, check_languages, fingerprint, read_index
 from xscale.errors import MachineError, UserError
 
 from .command import run
@@ -89,7 +89,6 @@ def index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dict[str
     first = in_order[0]
     records = documents = size = 0
     shards = list[dict[str, Any]]()
-    moved = list[str]()
     for tar in in_order:
         if (tar.layout, tar.langs) != (first.layout, first.langs):
             raise UserError(
@@ -100,12 +99,9 @@ def index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dict[str
         documents += tar.documents
         size += tar.shard.bytes
         shards.append(tar.shard._asdict())
-        moved += tar.moved
     optional: dict[str, Any] = {}
     if len(first.langs) == 1:
         optional["documents"] = documents
-    if moved:
-        optional["links_by_other_spaces"] = {"pairs": len(moved), "first": moved[0]}
     return {
         "format": "xscale shards",
         "version": FORMAT_VERSION,
@@ -155,19 +151,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--langs", nargs="+", help="languages, for samples that do not name theirs")
     args = parser.parse_args(argv)
     langs = tuple(args.langs) if args.langs else None
-    if langs and (len(langs) > 2 or len(set(langs)) < len(langs)):
-        raise UserError(f"--langs {' '.join(langs)}: needs one language, or two different ones")
-    if langs and not "".join(langs).isprintable():
-        raise UserError(f"--langs {langs}: the name of a language must not contain control characters")
+    try:
+        check_languages(langs or ("en",))
+    except ValueError as error:
+        raise UserError(f"--langs: {error}") from None
     index = build_index(args.directory, langs, {"tool": "data_tools.index"}, check_links=True)
     print(summary_line(args.directory, index))
-    moved = index.get("links_by_other_spaces")
-    if moved:
-        print(
-            f"warning: {args.directory}: in {moved['pairs']:,} pairs, the first of which is {moved['first']}, the "
-            f"links are read as numbers of words between spaces and tabs, as aligners write them; a program that also "
-            f"splits at no-break spaces would mean other words"
-        )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from xscale.record import Record
 from .command import run
 from .index import summary_line
 from .scan import scan_tar
-from .survey import warning_lines
 
 SAMPLE = 10_000
 """The maximum number of records of a source whose words, links and tokens are counted."""
@@ -136,8 +135,6 @@ def describe(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[st
             links["linked_tokens_per_target"] = linked_tokens_per_target(linked, tokenizer)
         for name, value in links.items():
             print(f"  links: {name} {value}")
-    for line in warning_lines(source.langs, [record.texts for record in records]):
-        print(f"warning: {source.directory}: {line}")
     for line in unknown_lines(unknown, tokenizer.hf.name_or_path if tokenizer else ""):
         print(line)
     for number in evenly_spaced(len(records), shown):

@@ -42,19 +42,6 @@ class LinkCounts:
     """Occurrences by language and word."""
 
 
-def read_oriented(path: Path, langs: tuple[str, str]) -> list[Entry]:
-    """Return a file's entries in the order of `langs`. Raises UserError if the file has other languages."""
-    order = pair_of(path, langs)
-    entries = read_entries(path)
-    if order == langs:
-        return entries
-    if order[::-1] != langs:
-        raise UserError(
-            f"{path} names the languages {' and '.join(order)}, but --out names {' and '.join(langs)}; use one pair"
-        )
-    return [(second, first) for first, second in entries]
-
-
 def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
     """Return the counts over all records with links. langs: the languages of the columns. Raises UserError for a source
     in other languages, and if there are no links."""
@@ -174,7 +161,9 @@ def main(argv: list[str] | None = None) -> None:
     else:
         entries = []
         for path in args.dict:
-            entries += read_oriented(path, langs)
+            if pair_of(path, langs) != langs:
+                raise UserError(f"{path} names other columns than --out, {' '.join(langs)}; rename or swap them")
+            entries += read_entries(path)
     report = [f"{len(entries):,} entries"]
     if args.truecase:
         entries, changed = truecased(entries, langs, commonest_forms(find_sources(args.truecase), langs))

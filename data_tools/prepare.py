@@ -16,7 +16,6 @@ import json
 import os
 import sys
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,8 @@ from xscale.errors import UserError
 from . import align, prepare_report, steps
 from .cleaning import identifiable_languages, language_code, load_tokenizer
 from .command import run
-from .corpus import Corpus, SourceSpec, TokenizerSpec, is_url, load_corpus
+from .corpus import Corpus, load_corpus
 from .engine import EXECUTORS, TaskList, do_task, lock_folder, mark_path, run_tasks
-from .readers import read_units
-
-DRY_RUN_UNITS = 2000
-"""The number of units of a source that --dry_run reads."""
-COMPRESSION = 3
-"""The size of a compressed file is multiplied by this number to estimate the size of its text."""
-RECORD_BYTES = 100
-"""The approximate number of bytes of a record of shards without its texts."""
 
 
 def check_corpus(corpus: Corpus) -> None:
@@ -45,7 +36,8 @@ def check_corpus(corpus: Corpus) -> None:
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         rules = corpus.rules_of(source)
         for path in rules.paths if source.is_foreign else [*source.paths, *rules.paths]:
-            check_path(path, source, name)
+            if not Path(path).exists() and not (source.datasets == path and files.may_exist(path)):
+                raise UserError(f"{path} (source {name}) not found; give a path, relative to {Path.cwd()}, not a URL")
         known = identifiable_languages(rules.lid) if rules.lid else set[str]()
         for lang in source.langs:
             if known and language_code(lang) not in known:
@@ -61,15 +53,6 @@ def check_corpus(corpus: Corpus) -> None:
         align.find_aligner()
 
 
-def check_path(path: str, source: SourceSpec, name: str) -> None:
-    """Raise UserError unless the path is a file or folder, which a restart can read again. name: the source's."""
-    if Path(path).is_file() or Path(path).is_dir() or (source.datasets == path and files.may_exist(path)):
-        return
-    if is_url(path):
-        raise UserError(f"{path} (source {name}) is a URL; download the file, as by `curl -LO`, and give its path")
-    raise UserError(f"{path} not found (source {name}); paths are relative to {Path.cwd()}")
-
-
 def check_lexicons(corpus: Corpus) -> None:
     """Raise UserError unless training can read each dictionary and recognise its languages by its name."""
     names = Counter(Path(name).name for name in corpus.lexicons)
@@ -82,29 +65,22 @@ def check_lexicons(corpus: Corpus) -> None:
         read_entries(path)
 
 
-def start_or_continue(plan: steps.CorpusPlan, folder: Path) -> None:
-    """Write plan.json. Raise UserError if corpus.yaml or an input file has changed since work on it began. A changed
-    source is cut again if all work is in the step `cut`, and no SLURM job may still read the earlier one."""
-    changed = list[str]()
+def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
+    """Write what the work in a folder depends on: corpus.yaml, and the size and modification time of each input file.
+    Raise UserError if it has changed since the first task was done."""
+    stamp: list[Any] = [plan.corpus.model_dump(mode="json")]
+    for source in plan.corpus.sources:
+        for path in steps.files_below([*source.paths, *plan.corpus.rules_of(source).paths]):
+            stamp.append([str(path), path.stat().st_size, path.stat().st_mtime_ns])
+    path = folder / "stamp.json"
     if any((folder / "done").glob("*/*")):
         print(f"continuing after the finished tasks in {folder}", file=sys.stderr)
-        if fields_beside_sources(steps.read_plan(folder).corpus) != fields_beside_sources(plan.corpus):
-            changed.append("corpus.yaml")
-    is_cutting = not (folder / "done" / "clean").exists() and not (folder / "logs").exists()
-    for number, name in enumerate(plan.corpus.names):
-        mark = mark_path(folder, "cut", number)
-        if mark.exists() and not steps.is_cut(folder, plan.corpus, number):
-            if is_cutting:
-                mark.unlink()
-            else:
-                changed.append(f"the source {name}")
-    if changed:
-        raise UserError(f"{changed[0]} changed after the work in {folder} began; to start anew, remove {folder}")
-    steps.write_plan(folder, plan)
-
-
-def fields_beside_sources(corpus: Corpus) -> dict[str, Any]:
-    return corpus.model_dump(mode="json") | {"sources": len(corpus.sources)}
+        if steps.read_json(path) != stamp:
+            raise UserError(
+                f"corpus.yaml or a file that it names changed after the work in {folder} began; to start anew, "
+                f"remove {folder}"
+            )
+    steps.write_json(path, stamp)
 
 
 def do_steps(folder: Path, executor: str, workers: int) -> None:
@@ -116,21 +92,6 @@ def do_steps(folder: Path, executor: str, workers: int) -> None:
             run_tasks(executor, workers, TaskList(folder, name, step.function, left))
         if count:
             print(f"{name}: did {len(left):,} of {count:,} tasks", file=sys.stderr, flush=True)
-        if name == "select":
-            print_selection(folder)
-
-
-def print_selection(folder: Path) -> None:
-    """Print how many pairs or documents of each source the rules have left, before they are aligned."""
-    corpus = steps.read_plan(folder).corpus
-    for number, source in enumerate(corpus.sources):
-        read = 0
-        left = 0
-        for chunk in steps.source_chunks(folder, number):
-            read += steps.read_json(folder / f"clean/{chunk.number}.json")["counts"]["read"]
-            states = steps.unit_states(folder, chunk)
-            left += int(((states == steps.KEPT) | (states == steps.HELD_OUT)).sum())
-        print(f"{corpus.names[number]}: {left:,} of {read:,} {source.kind} are left", file=sys.stderr, flush=True)
 
 
 def finish(corpus: Corpus, folder: Path, out: Path) -> None:
@@ -146,39 +107,6 @@ def finish(corpus: Corpus, folder: Path, out: Path) -> None:
     print(prepare_report.summary(out, report))
 
 
-def dry_run_text(corpus: Corpus) -> str:
-    """Return what the command would read and write, estimated from the first pairs or documents of each source."""
-    lines = list[str]()
-    for source, name in zip(corpus.sources, corpus.names, strict=True):
-        count = estimated_count(source)
-        lines.append(f"{name}: {source.format}, {'-'.join(source.langs)}, {count} {source.kind}")
-    tokenizer: Any = corpus.tokenizer or "none"
-    if isinstance(tokenizer, TokenizerSpec):
-        tokenizer = f"{tokenizer.type} of {tokenizer.vocab_size:,} tokens"
-    lines.append(f"tokenizer: {tokenizer}")
-    held_out = corpus.heldout
-    lines.append(f"held out: {held_out.pairs:,} pairs a language pair, {held_out.mono:,} sentences a language")
-    return "\n".join(lines)
-
-
-def estimated_count(source: SourceSpec) -> str:
-    """Return the number of a source's pairs or documents, such as "about 20,000"."""
-    paths = [] if source.is_foreign else steps.files_below(source.paths)
-    if not paths:
-        return "uncounted, because remote,"
-    units = [unit for unit in islice(read_units(source), DRY_RUN_UNITS) if unit.texts]
-    if len(units) < DRY_RUN_UNITS:
-        return f"{len(units):,}"
-    file_bytes = 0
-    for path in paths:
-        is_packed = path.suffix in (*files.COMPRESSED, ".parquet")
-        file_bytes += path.stat().st_size * (COMPRESSION if is_packed else 1)
-    unit_bytes = len("".join("\n".join(unit.texts) for unit in units).encode()) / len(units) + 1
-    if source.shards:
-        unit_bytes += RECORD_BYTES
-    return f"about {min(int(file_bytes / unit_bytes), source.first or sys.maxsize):,}"
-
-
 def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:
     """Make the folder `out` of a corpus. Raises UserError, MachineError and OSError."""
     files.check_writable(out)
@@ -188,7 +116,9 @@ def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} exists; choose another --out, or remove it")
-        start_or_continue(steps.CorpusPlan(corpus), folder)
+        plan = steps.CorpusPlan(corpus)
+        check_unchanged(plan, folder)
+        steps.write_plan(folder, plan)
         do_steps(folder, executor, workers)
         finish(corpus, folder, out)
     finally:
@@ -210,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
         default=len(os.sched_getaffinity(0)),
         help="maximum number of tasks at the same time (default: the number of cores)",
     )
-    parser.add_argument("--dry_run", action="store_true", help="print what would be done, with estimated counts")
+    parser.add_argument("--dry_run", action="store_true", help="check corpus.yaml and print its sources")
     parser.add_argument("--tasks", nargs=4, metavar=("FOLDER", "STEP", "JOB", "JOBS"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.tasks:
@@ -223,7 +153,8 @@ def main(argv: list[str] | None = None) -> None:
     corpus = load_corpus(args.corpus)
     check_corpus(corpus)
     if args.dry_run:
-        print(dry_run_text(corpus))
+        for source, name in zip(corpus.sources, corpus.names, strict=True):
+            print(f"{name}: {source.format}, {'-'.join(source.langs)}, {source.kind}")
     else:
         prepare(corpus, args.out, args.executor, args.workers)
 

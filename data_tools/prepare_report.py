@@ -5,13 +5,9 @@ from typing import Any
 
 from jinja2 import Environment
 
-from .cleaning import LID_PROBABILITY, identifiable_languages, identify_language, language_code
 from .corpus import Corpus
-from .steps import read_json, read_plan, read_units_of, source_chunks, source_counts
-from .survey import warning_lines
+from .steps import read_json, source_counts
 
-IDENTIFIED = 200
-"""The language of a source is identified by at most this many pairs or sentences from its beginning."""
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Corpus</title>
 <style>
@@ -20,28 +16,15 @@ td, th { padding: .2em .8em; text-align: left; vertical-align: top }
 </style>
 <h1>Corpus</h1>
 <table>
-<tr><th>source<th>languages<th>licence<th>read<th>changed<th>removed<th>held out<th>records<th>linked<th>MB
+<tr><th>source<th>languages<th>licence<th>read<th>removed<th>held out<th>records<th>linked<th>MB
 {% for source in sources %}
 <tr><td>{{ source.name }}<td>{{ source.languages | join("-") }}<td>{{ source.licence or "not said" }}
-  <td>{{ "{:,}".format(source.counts.read) }}<td>{{ "{:,}".format(source.counts.changed) }}
+  <td>{{ "{:,}".format(source.counts.read) }}
   <td>{{ "{:,}".format(source.removed.values() | sum) }}<td>{{ "{:,}".format(source.counts.held) }}
   <td>{{ "{:,}".format(source.counts.records) }}<td>{{ "{:,}".format(source.counts.linked) }}
   <td>{{ "%.1f" | format(source.bytes / 1e6) }}
 {% endfor %}
 </table>
-{% for source in sources %}{% for line in source.warnings %}
-<p>Warning: {{ source.name }}: {{ line }}</p>
-{% endfor %}{% endfor %}
-{% if tokenizer %}
-<h2>Tokenizer: {{ "{:,}".format(tokenizer.tokens) }} tokens</h2>
-<table>
-<tr><th>language<th>texts<th>tokens a word<th>characters a token<th>share unknown
-{% for lang, numbers in tokenizer.languages.items() %}
-<tr><td>{{ lang }}<td>{{ "{:,}".format(numbers.texts) }}<td>{{ numbers.tokens_per_word }}
-  <td>{{ numbers.characters_per_token }}<td>{{ numbers.unknown }}
-{% endfor %}
-</table>
-{% endif %}
 {% if lexicons %}
 <h2>Dictionaries</h2>
 <table>
@@ -86,38 +69,14 @@ def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
             "rules": corpus.rules_of(source).model_dump(mode="json"),
             **source_counts(folder, number),
             "bytes": read_json(index)["bytes"] if index.exists() else 0,
-            "warnings": source_warnings(folder, number),
         })  # fmt: skip
     heldout = dict[str, int]()
     for path in sorted(folder.glob("result/heldout/*/index.json")):
         heldout[path.parent.name] = read_json(path)["records"]
-    tokenizer = read_json(folder / "tokenizer.json") if corpus.tokenizer else None
     lexicons = list[dict[str, Any]]()
     if corpus.tokenizer:
         lexicons = [read_json(folder / f"lexicons/{number}.json") for number in range(len(corpus.lexicons))]
-    return {"sources": sources, "heldout": heldout, "tokenizer": tokenizer, "lexicons": lexicons}
-
-
-def source_warnings(folder: Path, number: int) -> list[str]:
-    """Return a line for each suspicious property of the texts of source `number`. Only its first chunk is looked at."""
-    source = read_plan(folder).corpus.sources[number]
-    chunk = source_chunks(folder, number)[0]
-    records = list[list[str]]()
-    for unit in read_units_of(folder / f"clean/{chunk.number}.jsonl"):
-        if source.pairs:
-            records.append(unit.texts)
-        else:
-            records += [[text] for text in unit.texts]
-    if not records:
-        return []
-    lines = warning_lines(source.langs, records)
-    for side, lang in enumerate(source.langs):
-        text = " ".join(record[side] for record in records[:IDENTIFIED])
-        code, probability = identify_language(text, True)
-        known = language_code(lang)
-        if known in identifiable_languages(True) and code != known and probability >= LID_PROBABILITY:
-            lines.append(f"{lang}: py3langid takes its text for {code}; correct the language if that is right")
-    return lines
+    return {"sources": sources, "heldout": heldout, "lexicons": lexicons}
 
 
 def summary(out: Path, report: dict[str, Any]) -> str:
@@ -131,8 +90,6 @@ def summary(out: Path, report: dict[str, Any]) -> str:
             f"{place}: {counts['records']:,} records of {counts['read']:,} {kind} ({'-'.join(source['languages'])}); "
             f"removed: {removed or 'nothing'}; held out: {counts['held']:,} records"
         )
-        for line in source["warnings"]:
-            lines.append(f"warning: {place}: {line}")
     for name, count in report["heldout"].items():
         lines.append(f"{out}/heldout/{name}: {count:,} records")
     for lexicon in report["lexicons"]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from xscale.data.scripts import names_of
 from xscale.data.shards import Source
-from xscale.data.text import check_not_datasets_folder, is_saved_data_set, read_blocks, read_lines
+from xscale.data.text import read_blocks, read_lines
 from xscale.data.words import split
 from xscale.errors import UserError, can_be_encoded
 from xscale.files import pointer_problem
@@ -122,8 +122,8 @@ def checked_lines(path: Path) -> Iterator[NumberedLine]:
     if others >= SHARE * len(texts) > 0:
         raise UserError(
             f"{path} is not lines of text: {others} of its first {len(texts)} lines are rows of a table, JSON or "
-            f"markup. In corpus.yaml, `python -m data_tools.prepare` reads tables by `tsv:`, JSON lines by `jsonl:` "
-            f"and TMX by `tmx:`"
+            f"markup. In corpus.yaml, `python -m data_tools.prepare` reads tables by `tsv:`, JSON lines by `jsonl:`, "
+            f"TMX by `tmx:` and data sets by `datasets:`"
         )
     yield from head
     yield from lines
@@ -202,7 +202,6 @@ def input_files(paths: list[Path]) -> list[Path]:
     files = list[Path]()
     for path in paths:
         if path.is_dir():
-            check_not_datasets_folder(path)
             below = sorted(path.rglob("*"))
             files += [file for file in below if file.is_file() and not is_hidden(file.relative_to(path))]
         else:
@@ -384,7 +383,7 @@ def data_set_rows(source: SourceSpec) -> Iterator[dict[str, Any]]:
     import datasets
 
     name = source.paths[0]
-    if not is_saved_data_set(Path(name)):
+    if not any(Path(name, file).exists() for file in ("dataset_dict.json", "state.json")):
         streaming = not Path(name).exists()
         yield from datasets.load_dataset(name, source.config, split=source.split, streaming=streaming)
         return

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xscale.data.link_projection import links_move, project_links
+from xscale.data.link_projection import project_links
 from xscale.data.shards import BLOCK, FOLLOWS, IDX_DTYPE, PART_BYTES, check_languages
 from xscale.errors import UserError
 from xscale.files import sha256_file
@@ -35,8 +35,6 @@ class ScannedTar:
     layout: str
     langs: tuple[str, ...]
     documents: int
-    moved: list[str]
-    """Keys of pairs whose links would join other words if all white space divided words (link_projection.py)."""
 
 
 def scan_tar(
@@ -49,7 +47,6 @@ def scan_tar(
     number (an entry of shards.SEGMENTATIONS), to check that the links fit the texts; None: do not check.
     """
     entries = list[tuple[int, int, int]]()
-    moved = list[str]()
     layout = ""
     doc = None
     try:
@@ -62,10 +59,7 @@ def scan_tar(
             elif record.langs != langs:
                 raise ValueError(f"languages {record.langs} after records with {langs}; give each its own directory")
             if segmentations and record.links is not None and len(langs) == 2:
-                by_words = segmentations[layout]["name"] == "unicode"
-                project_links(record.links, record.texts, by_words=by_words)
-                if not by_words and links_move(record.links, record.texts):
-                    moved.append(record.key)
+                project_links(record.links, record.texts, by_words=segmentations[layout]["name"] == "unicode")
             entries += idx_entries(stored, follows=record.doc is not None and record.doc == doc)
             doc = record.doc
     except (ValueError, tarfile.TarError, EOFError) as error:
@@ -75,7 +69,7 @@ def scan_tar(
     idx = np.array(entries, dtype=IDX_DTYPE)
     shard = Shard(path.name, len(idx), path.stat().st_size, sha256_file(path), zlib.crc32(idx.tobytes()))
     documents = int(np.count_nonzero(idx["length"] < FOLLOWS))
-    return ScannedTar(shard, layout, langs, documents, moved), idx
+    return ScannedTar(shard, layout, langs, documents), idx
 
 
 def read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[StoredRecord]:

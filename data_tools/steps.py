@@ -33,7 +33,6 @@ from xscale.data.lexicon import load_lexicon, pair_of, read_entries, truecased
 from xscale.data.link_projection import project_links
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.words import split
 from xscale.errors import UserError
 from xscale.record import Record, parse_json
 
@@ -43,7 +42,7 @@ from .cleaning import (
     BANDS,
     Cleaner,
     RemovalCounts,
-    load_exclusion,
+    excluded_letters,
     load_tokenizer,
     minhash_bands,
     text_hash,
@@ -69,8 +68,6 @@ HELD_SHARE = 10
 """At most about one of this many kept sentences or pairs is held out."""
 SAMPLE = 2_000_000
 """The maximum number of sentences and sides of pairs on which the tokenizer is trained."""
-COUNTED = 2_000
-"""The report on the tokenizer counts the tokens of at most this many texts of each language."""
 EXACT, SENTENCES, FIRST_BAND = range(3)
 """The columns of clean/CHUNK.npy: the hash of a unit's text, the number of its sentences, the MinHash bands."""
 
@@ -110,7 +107,7 @@ def read_plan(folder: Path) -> CorpusPlan:
 def write_plan(folder: Path, plan: CorpusPlan) -> None:
     corpus = plan.corpus.model_dump(mode="json", exclude_unset=True)
     write_json(folder / "plan.json", plan._asdict() | {"corpus": corpus})
-    for cache in (read_plan, all_chunks, load_exclusion):
+    for cache in (read_plan, all_chunks, excluded_letters):
         cache.cache_clear()
 
 
@@ -160,7 +157,6 @@ def read_units_of(path: Path) -> Iterator[Unit]:
 def cut_source(folder: Path, number: int) -> None:
     """Write the pairs or documents of source `number` to chunk files of limited size."""
     plan = read_plan(folder)
-    stamp = source_stamp(plan.corpus, number)
     most = plan.shard_units or CHUNK_UNITS
     chunks = 0
     size = 0
@@ -174,23 +170,7 @@ def cut_source(folder: Path, number: int) -> None:
         lines.append(to_line(unit))
         size += len(lines[-1])
     write_lines(folder / f"raw/{number}/{chunks:06d}.jsonl", lines)
-    write_json(folder / f"raw/{number}.json", {"chunks": chunks + 1, "stamp": stamp})
-
-
-def source_stamp(corpus: Corpus, number: int) -> list[Any]:
-    """Return what identifies the state of source `number` when it was cut: its entry in corpus.yaml, and the size and
-    modification time of each of its files."""
-    source = corpus.sources[number]
-    stamp: list[Any] = [source.model_dump(mode="json"), CHUNK_UNITS, CHUNK_BYTES]
-    for path in files_below([*source.paths, *corpus.rules_of(source).paths]):
-        stat = path.stat()
-        stamp.append([str(path), stat.st_size, stat.st_mtime_ns])
-    return stamp
-
-
-def is_cut(folder: Path, corpus: Corpus, number: int) -> bool:
-    """Return whether source `number` is unchanged since it was cut."""
-    return read_json(folder / f"raw/{number}.json")["stamp"] == source_stamp(corpus, number)
+    write_json(folder / f"raw/{number}.json", {"chunks": chunks + 1})
 
 
 def files_below(paths: list[str]) -> list[Path]:
@@ -210,20 +190,17 @@ def clean_chunk(folder: Path, number: int) -> None:
     tokenizer = load_tokenizer(corpus.tokenizer) if isinstance(corpus.tokenizer, str) else None
     cleaner = Cleaner(source, rules, tokenizer)
     counts = Counter[str]()
-    clean_units = list[Unit]()
-    for unit in read_units_of(folder / f"raw/{chunk.source}/{chunk.part:06d}.jsonl"):
-        counts["read"] += 1
-        clean_unit = cleaner.clean(unit)
-        if clean_unit:
-            clean_units.append(clean_unit)
     kept = list[Unit]()
-    for unit in cleaner.without_excluded(clean_units):
+    for raw in read_units_of(folder / f"raw/{chunk.source}/{chunk.part:06d}.jsonl"):
+        counts["read"] += 1
+        unit = cleaner.clean(raw)
+        if unit is None:
+            continue
         links = None
         if unit.links is not None:
             links, dropped = project_unit_links(unit, source)
             counts["dropped_links"] += dropped
         kept.append(Unit(unit.number, unit.texts, links))
-    counts["changed"] = cleaner.changed
     write_lines(folder / f"clean/{number}.jsonl", map(to_line, kept))
     write_array(folder / f"clean/{number}.npy", hash_table(kept, source, rules.dedup == "near"))
     write_json(folder / f"clean/{number}.json", {"counts": counts, "removed": cleaner.removed.to_json()})
@@ -283,7 +260,10 @@ def select_units(folder: Path, number: int) -> None:
         similar[similar] = occurs_earlier(np.concatenate([table[:, band] for table in near_tables]))
         state[similar & (state == KEPT)] = NEAR
     if not (state == KEPT).any():
-        raise UserError(nothing_left(folder, group))
+        names = [name for name, source in zip(corpus.names, corpus.sources, strict=True) if source.group == group]
+        raise UserError(
+            f"the rules leave nothing of {'-'.join(group)} ({', '.join(names)}); relax them, or correct the sources"
+        )
     wanted = corpus.heldout.pairs if len(group) == 2 else corpus.heldout.mono
     most = int(units[state == KEPT, SENTENCES].sum()) // HELD_SHARE
     hold_out(state, units, min(wanted, most))
@@ -297,23 +277,6 @@ def occurs_earlier(values: np.ndarray) -> np.ndarray:
     again = np.ones(len(values), dtype=bool)
     again[np.unique(values, return_index=True)[1]] = False
     return again
-
-
-def nothing_left(folder: Path, group: tuple[str, ...]) -> str:
-    """Return the error that says that the rules have removed all text of a group."""
-    corpus = read_plan(folder).corpus
-    names = list[str]()
-    reasons = RemovalCounts()
-    for number, source in enumerate(corpus.sources):
-        if source.group == group:
-            names += [Path(path).name for path in source.paths]
-            for chunk in source_chunks(folder, number):
-                reasons.join(read_json(folder / f"clean/{chunk.number}.json")["removed"])
-    removed = ", ".join(f"{count:,} {rule}" for rule, count in reasons.counts.items())
-    return (
-        f"nothing is left of {'-'.join(group)} ({', '.join(names)}): the rules removed {removed or 'nothing'}; relax "
-        f"the rules, or correct the sources"
-    )
 
 
 def hold_out(state: np.ndarray, units: np.ndarray, wanted: int) -> None:
@@ -406,37 +369,18 @@ def sample_texts(folder: Path, counts: Counter[str], size: int, alpha: float) ->
 
 
 def make_tokenizer(folder: Path, number: int) -> None:
-    """Train the tokenizer, or copy an existing one, and write statistics of the tokens of each language."""
+    """Train the tokenizer, or copy an existing one."""
     spec = read_plan(folder).corpus.tokenizer
     out = folder / "result/tokenizer"
-    counts = kept_counts(folder)
     with replacing(out) as partial:
         files.remove(out)
         if isinstance(spec, TokenizerSpec):
             from .tokenizer import train
 
-            texts = sample_texts(folder, counts, SAMPLE, spec.alpha)
+            texts = sample_texts(folder, kept_counts(folder), SAMPLE, spec.alpha)
             train(texts, spec.type, spec.vocab_size, False).save_pretrained(partial)
         else:
             load_tokenizer(str(spec)).hf.save_pretrained(partial)
-    tokenizer = Tokenizer(out.absolute()) if isinstance(spec, TokenizerSpec) else load_tokenizer(str(spec))
-    samples = defaultdict[str, list[str]](list)
-    for lang, text in sample_texts(folder, counts, COUNTED * len(counts), 0):
-        samples[lang].append(text)
-    languages = {lang: token_statistics(tokenizer, sample) for lang, sample in sorted(samples.items())}
-    write_json(folder / "tokenizer.json", {"tokens": len(tokenizer.hf), "languages": languages})
-
-
-def token_statistics(tokenizer: Tokenizer, texts: list[str]) -> dict[str, Any]:
-    ids = tokenizer.encode(texts)
-    tokens = max(sum(map(len, ids)), 1)
-    words = sum(len(words) for words, _ in split(texts))
-    return {
-        "texts": len(texts),
-        "tokens_per_word": round(tokens / max(words, 1), 3),
-        "characters_per_token": round(sum(map(len, texts)) / tokens, 3),
-        "unknown": round(tokenizer.unknown_share(ids), 5),
-    }
 
 
 def unit_records(unit: Unit, langs: tuple[str, ...], name: str) -> list[Record]:

@@ -2,8 +2,8 @@
 
 python -m data_tools.tokenizer --data DIR... --out DIR [--type wordpiece|unigram|bpe] [--vocab_size 32000]
 
-A WordPiece or Unigram vocabulary has the characters that make up the share `--coverage` of each language's text. A word
-with another character is [UNK] in WordPiece; Unigram and byte-level BPE encode the character as bytes.
+A WordPiece or Unigram vocabulary holds the characters that make up 99.95 % of each language's text. A word with
+another character is [UNK] in WordPiece; Unigram and byte-level BPE write it in bytes.
 """
 
 import argparse
@@ -24,8 +24,6 @@ from transformers import PreTrainedTokenizerFast
 from xscale import files
 from xscale.data.shards import Source, find_sources
 from xscale.data.text import read_lines
-from xscale.data.tokenizer import Tokenizer as Loaded
-from xscale.data.tokenizer import unknown_lines
 from xscale.errors import UserError
 
 from .command import run
@@ -39,15 +37,13 @@ _SYMBOLS = r" ?[^\s\p{L}\p{M}\p{N}]+"
 _BYTE_LEVEL_WORD = rf" ?[\p{{L}}\p{{M}}]+| ?\p{{N}}+|{_SYMBOLS}|\s+(?!\S)|\s+"
 """GPT-2's pattern of words, except that a combining mark belongs to its letter and `'s` is not a special case."""
 COVERAGE = 0.9995
-"""The default share of each language's text whose characters the vocabulary contains."""
+"""The share of each language's text whose characters the vocabulary contains."""
 _ALPHABET = 1000
 """The vocabulary contains at least this number of the most frequent characters, as far as they fit."""
 _ROOM = 0.75
 """The maximum share of the vocabulary that single characters may take."""
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 """The byte tokens by which Unigram writes a character that is not in its vocabulary."""
-_SAMPLE = 2000
-"""The statistics of the trained tokenizer are computed over this many texts of each language."""
 
 Texts = Iterable[tuple[str, str]]
 """Pairs (language, text)."""
@@ -247,15 +243,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--type", choices=("wordpiece", "unigram", "bpe"), default="wordpiece")
     parser.add_argument("--vocab_size", type=int, default=32000)
-    parser.add_argument("--coverage", type=float, default=COVERAGE,
-                        help="share of each language's text whose characters the vocabulary has")  # fmt: skip
     parser.add_argument("--lowercase", action="store_true")
     parser.add_argument("--max_records", type=int, default=1_000_000, help="maximum number of records of each source")
     args = parser.parse_args(argv)
     if not args.data and not args.text:
         raise UserError("give --data or --text to train on")
-    if not 0 < args.coverage <= 1:
-        raise UserError(f"--coverage {args.coverage:g} is a share of the text's characters: more than 0, at most 1")
     if args.out.exists() and any(args.out.iterdir()):
         raise UserError(f"{args.out} is not empty; choose another --out or remove it")
     return args
@@ -264,7 +256,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     files.check_writable(args.out)
-    sample = defaultdict[str, list[str]](list)
 
     def all_texts() -> Iterator[tuple[str, str]]:
         if args.data:
@@ -274,29 +265,15 @@ def main(argv: list[str] | None = None) -> None:
                 for _, line in read_lines(path):
                     yield "text", line
 
-    def visible_texts() -> Iterator[tuple[str, str]]:
-        for language, text in all_texts():
-            if not is_blank(text):
-                if len(sample[language]) < _SAMPLE:
-                    sample[language].append(text)
-                yield language, text
-
-    texts = visible_texts()
+    texts = (entry for entry in all_texts() if not is_blank(entry[1]))
     first = next(texts, None)
     if first is None:
         places = ", ".join(map(str, args.data + args.text))
         raise UserError(f"{places}: no text to train on; give other shards or files")
-    trained = train(chain([first], texts), args.type, args.vocab_size, args.lowercase, args.coverage)
+    trained = train(chain([first], texts), args.type, args.vocab_size, args.lowercase)
     with files.publish(args.out) as partial:
         trained.save_pretrained(partial)
     print(f"{args.out}: {args.type}, {len(trained):,} tokens")
-    tokenizer = Loaded(args.out.absolute())
-    unknown = dict[str, float]()
-    for language, first_texts in sample.items():
-        ids = tokenizer.encode(first_texts)
-        unknown[language] = tokenizer.unknown_share(ids)
-        print(f"{language}: {sum(map(len, ids)) / len(' '.join(first_texts).split()):.2f} tokens a word")
-    print(*unknown_lines(unknown, args.out), sep="\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from .command import run
 from .corpus import parse_corpus
 from .engine import lock_folder
 from .prepare import do_steps
-from .prepare_report import source_warnings
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -63,17 +62,8 @@ def text_path(name: str) -> str:
     return "/dev/stdin" if name == "-" else name
 
 
-def token_bounds(tokenizer: str | None, fewest: int | None, most: int | None) -> list[int] | None:
-    """Return the rule length.tokens, or None if neither bound is given. Raises UserError without a tokenizer."""
-    if fewest is None and most is None:
-        return None
-    if not tokenizer:
-        raise UserError("--min_tokens and --max_tokens count tokens: also give --tokenizer")
-    return [fewest or 0, sys.maxsize if most is None else most]
-
-
-def write(plan: steps.CorpusPlan, out: Path) -> list[str]:
-    """Write the shards of a corpus of one source to `out`. Return the warnings about it. Raises UserError."""
+def write(plan: steps.CorpusPlan, out: Path) -> None:
+    """Write the shards of a corpus of one source to `out`. Raises UserError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty folder; choose another --out or remove it")
     folder = files.partial_path(out)
@@ -84,12 +74,10 @@ def write(plan: steps.CorpusPlan, out: Path) -> list[str]:
             files.remove(path)
         steps.write_plan(folder, plan)
         do_steps(folder, "local", 1)
-        warnings = source_warnings(folder, 0)
         files.rename_into_place(folder / "result/shards" / plan.corpus.names[0], out)
     finally:
         files.remove(folder)
         os.close(lock)
-    return warnings
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -105,7 +93,9 @@ def main(argv: list[str] | None = None) -> None:
             source["linked"] = [args.links_src, args.links_tgt]
             if not (args.links and args.links_src and args.links_tgt):
                 raise UserError("--links_src and --links_tgt go with --links: give all three flags, or --links alone")
-    bounds = token_bounds(args.tokenizer, args.min_tokens, args.max_tokens)
+    bounds = None
+    if args.min_tokens is not None or args.max_tokens is not None:
+        bounds = [args.min_tokens or 0, args.max_tokens or sys.maxsize]
     rules = {"normalise": [], "identical": True, "length": {"tokens": bounds}}
     tree = {"sources": [source | {"name": args.name}], "rules": rules, "align": args.kind == "pairs" and args.align}
     if bounds:
@@ -114,10 +104,8 @@ def main(argv: list[str] | None = None) -> None:
     if corpus.align:
         align.find_aligner()
     plan = steps.CorpusPlan(corpus, f"data_tools.write_shards {args.kind}", args.shard_lines, args.name or args.kind)
-    warnings = write(plan, args.out)
+    write(plan, args.out)
     print(index.summary_line(args.out, read_index(args.out)[0]))
-    for line in warnings:
-        print(f"warning: {args.out}: {line}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from data_tools import write_shards
 from tests import launch
 from tests.launch import open_run
 from xscale.data.loader import Loader
-from xscale.data.mixture import initial_state, positions_report
+from xscale.data.mixture import initial_state
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
@@ -92,8 +92,6 @@ def test_an_epoch_is_the_first_records_once(texts: Path, demo: Path, shard_recor
     whole = {name: [r["key"] for shard in shard_records(texts / name) for r in shard] for name in "abc"}
     expected = Counter(whole["a"] + whole["b"][:30] + whole["c"])
     assert Counter(consumed(loader, 10)["tlm"]) == expected
-    state = {"step": 0, "positions": {"tlm": [[0, 0], [0, 7], [1, 0]]}}
-    assert positions_report(state, loader.streams, loader.corpus.sources)[1] == "tlm de-en: epoch 0, 7 of 30 records"
 
 
 def test_first_belongs_to_a_run_s_identity(texts: Path, demo: Path) -> None:
@@ -190,7 +188,7 @@ def test_a_run_of_epochs_goes_on(texts: Path, demo: Path, tmp_path: Path) -> Non
 
     assert "train.epochs 1: 4 steps, since stream tlm reads 10 of its 40 pairs" in launch.run(1, arguments(1))
     assert "is complete: 4 of 4 steps" in launch.run(1, arguments(1))
-    assert "step 4; tlm de-en: epoch 1, 0 of 20 records" in launch.run(1, arguments(2))
+    assert "step_00000004: step 4" in launch.run(1, arguments(2))
     train = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]
     assert (train["steps"], train["epochs"]) == (8, 2)
     assert [entry["step"] for entry in launch.metrics(tmp_path / "run")] == list(range(1, 9))

@@ -27,7 +27,6 @@ from xscale.data.lexicon import (
     Lexicon,
     Ragged,
     Synonym,
-    check_column_order,
     find_lexicon_paths,
     is_withheld,
     load_lexicon,
@@ -40,7 +39,6 @@ from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.run import resolve
-from xscale.run.describe import start_notes
 
 
 @pytest.fixture
@@ -136,22 +134,6 @@ def test_a_malformed_file_names_its_line(lines: list[str], message: str, diction
     assert str(path) in str(error.value)
 
 
-def test_columns_in_the_wrong_order(demo: Path, dictionary, tokenizer: Tokenizer) -> None:
-    sources = find_sources([demo])
-    for name in ("en-xx.txt", "xx-en.txt"):
-        good = demo / "lexicon" / name
-        check_column_order(load_lexicon(good, tokenizer), good, sources)
-        a, b = name.removesuffix(".txt").split("-")
-        bad = dictionary(f"{b}-{a}.txt", *good.read_text().splitlines())
-        cased = dictionary(f"cased/{b}-{a}.txt", *good.read_text().title().splitlines())
-        for path in (bad, cased):
-            with pytest.raises(UserError, match=rf"columns look like {a} {b}.*Rename it to {name}"):
-                check_column_order(load_lexicon(path, tokenizer), path, sources)
-    absent = dictionary("en-fr.txt", "dog mo")
-    with pytest.raises(UserError, match="no text in fr"):
-        check_column_order(load_lexicon(absent, tokenizer), absent, sources)
-
-
 # 2. Which dictionaries a run uses
 
 
@@ -180,24 +162,6 @@ def test_only_dictionaries_of_the_data_s_languages(demo: Path, tmp_path: Path, d
     dictionary("lexicon/en-xx.0-5000.txt", "a b")
     assert find_lexicon_paths(sources, tmp_path) == [lexicon / "en-xx.0-5000.txt"]
     assert find_lexicon_paths(sources[:1], tmp_path) == [] and sources[0].langs == ("en",)
-
-
-def test_a_bad_dictionary_that_nobody_reads(demo: Path, tmp_path: Path) -> None:
-    """Is left out of the scores, with a line; an objective that reads dictionaries, or who names it, is refused."""
-    shards = tmp_path / "shards"
-    shards.mkdir()
-    for name in ("pairs", "mono_en", "mono_xx", "tokenizer"):
-        (shards / name).symlink_to(demo / name)
-    (shards / "lexicon").mkdir()
-    bad = shards / "lexicon" / "en-xx.txt"
-    bad.write_text("one two three\n")
-    recipe, corpus = resolve.resolve_run("tlm", [], [shards])
-    assert corpus.measured == () and any(
-        "no alignment score by" in line and f"{bad}" in line for line in start_notes(recipe, corpus)
-    )
-    for recipe, sets in (("align_mlm", []), ("tlm", [f"data.lexicons=[{bad}]"])):
-        with pytest.raises(UserError, match="line 1"):
-            resolve.resolve_run(recipe, sets, [shards])
 
 
 def test_a_missing_dictionary_is_an_error(demo: Path, tmp_path: Path) -> None:
@@ -385,7 +349,7 @@ def cased_shards(folder: Path) -> list[Source]:
 
 
 ENTRIES_GIVEN = ["dog hund", "house haus", "the die", "berlin berlin", "Berlin Berlin", "hat rast", "dog hund-haus"]
-AS_SPELLED = ["dog Hund", "house Haus", "the die", "Berlin Berlin", "hat rast", "dog Hund-Haus"]
+AS_SPELLED = ["dog Hund", "house Haus", "the die", "Berlin Berlin", "hat rast", "dog hund-haus"]
 
 
 def test_words_are_spelled_as_the_text_mostly_does(tmp_path: Path, dictionary) -> None:
@@ -401,7 +365,7 @@ def test_words_are_spelled_as_the_text_mostly_does(tmp_path: Path, dictionary) -
         assert forms[lang] == {key: max(of, key=lambda word: (of[word], word)) for key, of in seen.items()}
     path = dictionary("de/en-de.txt", *ENTRIES_GIVEN)
     words, changed = truecased(read_entries(path), ("en", "de"), forms)
-    assert [" ".join(entry) for entry in words] == AS_SPELLED and changed == 4
+    assert [" ".join(entry) for entry in words] == AS_SPELLED and changed == 3
 
 
 def test_the_tool_truecases(tmp_path: Path, dictionary, capsys) -> None:
@@ -410,7 +374,7 @@ def test_the_tool_truecases(tmp_path: Path, dictionary, capsys) -> None:
     out = tmp_path / "out" / "en-de.txt"
     tool.main(["--out", str(out), "--dict", str(path), "--truecase", str(tmp_path / "shards")])
     assert out.read_text().splitlines() == [*AS_SPELLED, "dog дог"]
-    assert "4 changed to their spelling in the text" in capsys.readouterr().out
+    assert "3 changed to their spelling in the text" in capsys.readouterr().out
     with pytest.raises(UserError, match="no text in fr"):
         make(tmp_path / "en-fr.txt", "--dict", dictionary("fr/en-fr.txt", "a b"), "--truecase", tmp_path / "shards")
 
@@ -425,12 +389,10 @@ def make(out: Path, *options: object) -> list[tuple[str, ...]]:
 
 def test_filters(tmp_path: Path, dictionary) -> None:
     first = dictionary("en-de.txt", "dog Hund", "dog Hund", "Dog Hund", "taxi taxi", "a ein", "ice cream\tEis")
-    second = dictionary("de-en.0-5.txt", "Katze cat", "Hund dog", "ein a")
+    second = dictionary("en-de.0-5.txt", "cat Katze", "dog Hund", "a ein")
     out = tmp_path / "out"
     joined = [("dog", "Hund"), ("Dog", "Hund"), ("taxi", "taxi"), ("a", "ein"), ("ice cream", "Eis"), ("cat", "Katze")]
     assert make(out / "en-de.txt", "--dict", first, second) == joined
-    flipped = [(b, a) for a, b in joined]
-    assert make(out / "de-en.txt", "--dict", first, second) == flipped
     found = make(out / "en-de.1.txt", "--dict", first, second, "--drop_identical")
     assert found == [entry for entry in joined if entry != ("taxi", "taxi")]
 
@@ -479,10 +441,10 @@ def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, out: str)
     ("out", "options", "message"),
     [
         ("dictionary.txt", [], "file name says its languages"),
-        ("en-fr.txt", [], "en-de.*--out names en and fr"),
+        ("en-fr.txt", [], "en-de.*than --out, en fr"),
         ("en-de.txt", [], "exists"),
         ("de-en.txt", ["--share", "0"], "--share 0"),
-        ("de-en.txt", ["--share", "0.1"], "nothing to write.*0 of a share 0.1"),
+        ("en-de.1.txt", ["--share", "0.1"], "nothing to write.*0 of a share 0.1"),
     ],
 )
 def test_the_tool_s_errors(out: str, options: list[str], message: str, tmp_path: Path, dictionary) -> None:
@@ -658,20 +620,15 @@ def test_real_dictionaries_meet_their_text(real: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_eflomal_finds_the_gold_links(tmp_path: Path, corpus_files, shard_records) -> None:
-    """The command aligns 4,000 pairs of the demo world; eflomal seeds itself, so its scores vary. It is refused under
-    mpirun, which would start it twice."""
+    """The command aligns 4,000 pairs of the demo world; eflomal seeds itself, so its scores vary."""
     world = World(0)
     pairs = [world.pair(i) for i in range(4000)]
     src, tgt = corpus_files([pair[0] for pair in pairs], [pair[1] for pair in pairs])
     gold = [align.parse_links(pair[2]) for pair in pairs]
     command = [sys.executable, "-m", "data_tools.write_shards", "pairs", "--src", src, "--tgt", tgt]
     command += ["--langs", "en", "xx", "--out", tmp_path / "out", "--align", "--shard_lines", "1000"]
-    mpirun = [launch.BIN / "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    refused, done = (
-        subprocess.run([*map(str, words)], cwd=launch.ROOT, env=launch.environment(), capture_output=True, text=True)
-        for words in (mpirun + command, command)
-    )
-    assert refused.returncode == 2 and "start it without mpirun" in refused.stderr
+    words = [*map(str, command)]
+    done = subprocess.run(words, cwd=launch.ROOT, env=launch.environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     records = [record for shard in shard_records(tmp_path / "out") for record in shard]
     assert [tuple(record["texts"]) for record in records] == [pair[:2] for pair in pairs]

@@ -288,20 +288,17 @@ def test_rules_change_and_remove_what_they_name() -> None:
         assert clean and clean.texts == expected
     for texts in gone:
         assert cleaner.clean(readers.Unit(1, [*texts])) is None
-    assert cleaner.removed.counts == Counter(gone.values()) and cleaner.changed >= 1
+    assert cleaner.removed.counts == Counter(gone.values())
     assert cleaner.removed.examples["ratio"] == [["abc", "abcdefghij"]]
 
 
 def test_evaluation_text_is_left_out(tmp_path: Path) -> None:
-    """Lines of test sets, and lines that differ from one in a word; the report names the line. A document loses such
-    sentences only."""
+    """Pairs with a line of test sets, in any case and with any symbols. A document loses such sentences only."""
     world = World(0)
     english, other = zip(*(world.pair(n)[:2] for n in range(40)), strict=True)
-    held = " ".join(world.document("en", 900)[:3])[:150].replace(". ", ", ").replace("? ", ", ").strip(" .?") + "."
-    (tmp_path / "test.en").write_text(f"\nKeep this OUT, please!\n{held}\n{other[7]}\n", encoding="utf-8")
-    near = held[:70] + "x" + held[70:]
-    pairs = [*zip(english, other, strict=True), ("keep this out - please", "lass das"), ("so: " + near, "das")]
-    (tmp_path / "doc.jsonl").write_text(json.dumps({"text": f"Stays here.\n{near}\nStays too."}) + "\n")
+    (tmp_path / "test.en").write_text(f"\nKeep this OUT, please!\n{other[7]}\n", encoding="utf-8")
+    pairs = [*zip(english, other, strict=True), ("keep this out - please", "lass das")]
+    (tmp_path / "doc.jsonl").write_text(json.dumps({"text": "Stays here.\nKeep this out please.\nStays too."}) + "\n")
     tree = {
         "sources": [
             {"pairs": ["en", "xx"], "text": moses(tmp_path, pairs), "name": "pairs"},
@@ -314,9 +311,7 @@ def test_evaluation_text_is_left_out(tmp_path: Path) -> None:
     assert [pair for pair in texts if len(pair) == 2] == [pair for pair in pairs[:40] if pair[1] != other[7]]
     assert [text for text in texts if len(text) == 1] == [("Stays here.",), ("Stays too.",)]
     removed = [source["removed"] for source in json.loads((out / "report.json").read_text())["sources"]]
-    assert removed == [{"exclude": 2, "exclude (near)": 1}, {"exclude (near) (sentences)": 1}]
-    for line in (2, 3, 4):
-        assert f"test.en: line {line}" in (out / "report.html").read_text()
+    assert removed == [{"exclude": 2}, {"exclude (sentences)": 1}]
     (tmp_path / "test.en").write_text("\n")
     with pytest.raises(UserError, match=r"test\.en has no text"):
         run(tmp_path, tree, out="none")
@@ -331,21 +326,6 @@ def test_units_without_a_language_are_counted(tmp_path: Path, capsys: pytest.Cap
     out = run(tmp_path, {"sources": [source]})
     assert [texts[0] for _, texts in stored(out / "shards")] == ["one 4", "one 5", "one 6"]
     assert "3 records of 7 pairs (en-de); removed: 4 language missing" in capsys.readouterr().out
-
-
-def test_suspicious_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Swapped languages of one script, which no rule was to find, and a script in which the language is not written."""
-    german = "Das Wetter ist heute sehr schoen, und wir gehen in den Park."
-    english = "The weather is very nice today, and we are going to the park."
-    names = moses(tmp_path, [(f"{german} {n}", f"{english} {n}") for n in range(30)])
-    (tmp_path / "ru.txt").write_text("".join(f"{english} {n}\n" for n in range(30)))
-    twice = {"pairs": ["en", "de"], "text": names}
-    russian = {"mono": "ru", "text": str(tmp_path / "ru.txt")}
-    out = run(tmp_path, {"sources": [twice, twice | {"name": "again"}, russian]})
-    told = capsys.readouterr()
-    page = (out / "report.html").read_text()
-    for line in ("en: py3langid takes its text for de", "de: py3langid takes its text for en", "letters are LATIN"):
-        assert line in told.out and line in page
 
 
 def fasttext_file(path: Path, words: dict[str, str]) -> None:
@@ -389,12 +369,6 @@ def test_what_follows_the_first_records_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text('{"text": "One."}\n{"text": "Two."}\n{"text": ')
     source = SourceSpec(mono="en", jsonl=str(tmp_path / "m.jsonl"), field="text", first=2)
     assert [unit.texts for unit in readers.read_units(source)] == [["One."], ["Two."]]
-
-
-def test_ftfy_is_a_rule(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("KÃ¶nig e\u0301\n", encoding="utf-8")
-    tree = {"sources": [{"mono": "de", "text": str(tmp_path / "a")}], "rules": {"normalise": ["ftfy", "nfc"]}}
-    assert [texts for _, texts in stored(run(tmp_path, tree) / "shards")] == [("König é",)]
 
 
 def test_sentences_of_many_scripts() -> None:
@@ -618,13 +592,12 @@ def test_no_file_of_the_work_folder_runs_anything(tmp_path: Path, monkeypatch: p
 
 
 def test_an_existing_tokenizer_counts_before_pairs_are_aligned(
-    tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The papers' filter; the report and the output have the tokenizer."""
+    """The papers' filter; the output has the tokenizer."""
     asked = list[tuple[str, str]]()
 
     def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
-        assert "90 pairs are left" in capsys.readouterr().err
         asked.extend(pairs)
         out.write_text("0-0\n" * len(asked))
         return ""
@@ -640,8 +613,6 @@ def test_an_existing_tokenizer_counts_before_pairs_are_aligned(
     monkeypatch.setattr(steps, "align", lambda *given: align(*given))
     out = run(tmp_path, tree)
     assert 5 < len(expected) < 85 and sorted(asked) == sorted(expected)
-    report = json.loads((out / "report.json").read_text())
-    assert set(report["tokenizer"]["languages"]) == {"en", "xx"} and report["tokenizer"]["tokens"] == len(hf)
     copy = PreTrainedTokenizerFast.from_pretrained(out / "tokenizer")
     assert [copy(pair[0])["input_ids"] for pair in pairs] == [hf(pair[0])["input_ids"] for pair in pairs]
 
@@ -820,7 +791,7 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
 
 
 def test_the_whole_of_it(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a plain loop over the input; the tokenizer's report, and no sentence both held out and trained on."""
+    """Beside a plain loop over the input; no sentence is both held out and trained on."""
     _, tree = raw
     monkeypatch.setattr(steps, "CHUNK_UNITS", 100)
     out = run(tmp_path, tree)
@@ -832,12 +803,7 @@ def test_the_whole_of_it(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: py
     assert len(of_pairs) == 20 and len(held) >= 30 and not set(of_pairs) & set(found)
     assert sorted([*found, *of_pairs]) == sorted(expected)
     report = json.loads((out / "report.json").read_text())
-    assert set(report["tokenizer"]["languages"]) == {"en", "xx"} and len(list((out / "tokenizer").iterdir())) >= 2
-    assert report["sources"][1]["licence"] == "CC0"
-    hf = PreTrainedTokenizerFast.from_pretrained(out / "tokenizer")
-    english = [texts[0] for langs, texts in stored(out / "shards") if langs[0] == "en"]
-    tokens = sum(len(hf.tokenize(text)) for text in english) / sum(len(re.findall(r"\w+|[^\w\s]", t)) for t in english)
-    assert report["tokenizer"]["languages"]["en"]["tokens_per_word"] == pytest.approx(tokens, abs=0.001)
+    assert report["sources"][1]["licence"] == "CC0" and len(list((out / "tokenizer").iterdir())) >= 2
     assert {path.name for path in out.iterdir()} == {"shards", "heldout", "tokenizer", "report.json", "report.html"}
     with pytest.raises(UserError, match="out exists"):
         run(tmp_path, tree)
@@ -883,34 +849,17 @@ def test_a_run_that_failed_goes_on(tmp_path: Path, raw: tuple[Path, dict], monke
     assert Counter(done.values())[2] == len(original) and max(done.values()) == 2
 
 
-def test_dry_run_counts_and_writes_nothing(
-    tmp_path: Path, raw: tuple[Path, dict], capsys: pytest.CaptureFixture
-) -> None:
-    folder, tree = raw
-    sources = [*tree["sources"], {"mono": "xx", "text": str(folder / "wiki"), "first": 7, "name": "first"}]
-    run(tmp_path, tree | {"sources": sources}, "--dry_run")
-    told = capsys.readouterr().out
-    for line in ("memory: tmx, en-xx, 300 pairs", "wiki.xx: text, xx, 59 documents", "first: text, xx, 7 documents",
-                 "tokenizer: wordpiece of 400 tokens", "held out: 20 pairs a language pair, 10"):  # fmt: skip
-        assert line in told
+def test_dry_run_writes_nothing(tmp_path: Path, raw: tuple[Path, dict], capsys: pytest.CaptureFixture) -> None:
+    run(tmp_path, raw[1], "--dry_run")
+    assert "memory: tmx, en-xx, pairs\n" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.yaml"]
-    (tmp_path / "long").write_text("a b c\td e f\n" * 10_000)
-    tree = {"sources": [{"pairs": ["en", "de"], "tsv": str(tmp_path / "long"), "columns": [1, 2]}]}
-    run(tmp_path, tree, "--dry_run")
-    count = int(re.search(r"about ([\d,]+) pairs", capsys.readouterr().out)[1].replace(",", ""))  # type: ignore[index]
-    assert 9_000 < count < 11_000
-    tree = {"sources": [{"shards": str(run(tmp_path, tree) / "shards" / "long.en-de")}]}
-    capsys.readouterr()
-    run(tmp_path, tree, "--dry_run")
-    count = int(re.search(r"about ([\d,]+) pairs", capsys.readouterr().out)[1].replace(",", ""))  # type: ignore[index]
-    assert 5_000 < count < 20_000
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         (["none.yaml", "--out", "out"], "none.yaml"),
-        (["corpus.yaml", "--out", "out"], "gone.tmx not found.*relative to"),
+        (["corpus.yaml", "--out", "out"], "gone.tmx .*not found.*relative to"),
         (["corpus.yaml", "--out", "out", "--workers", "0"], "--workers 0"),
         (["corpus.yaml"], "--out or --dry_run"),
         (["corpus.yaml", "--out", "out", "--executor", "dask"], "dask.*local.*slurm.*ray"),
@@ -937,38 +886,14 @@ def test_another_corpus_or_run_is_refused(tmp_path: Path, raw: tuple[Path, dict]
     with pytest.raises(UserError, match=r"out\.incomplete.*another process"):
         run(tmp_path, tree)
     os.close(lock)
-    steps.write_plan(folder, steps.CorpusPlan(load_corpus(written(tmp_path, tree))))
-    steps.cut_source(folder, 0)
-    for name in ("cut", "clean"):
-        (folder / "done" / name).mkdir(parents=True)
-        (folder / "done" / name / "000000").touch()
-    for other, changed in (
-        ({"sources": [tree["sources"][0] | {"first": 6}]}, "the source memory"),
-        (tree | {"heldout": {"pairs": 1}}, r"corpus\.yaml"),
-    ):
-        with pytest.raises(UserError, match=rf"^{changed} changed .*out\.incomplete.*remove \S*out\.incomplete"):
+    prepare.check_unchanged(steps.CorpusPlan(load_corpus(written(tmp_path, tree))), folder)
+    (folder / "done" / "cut").mkdir(parents=True)
+    (folder / "done" / "cut" / "000000").touch()
+    for other in ({"sources": [tree["sources"][0] | {"first": 6}]}, tree | {"heldout": {"pairs": 1}}):
+        with pytest.raises(UserError, match=r"^corpus\.yaml .*changed .*out\.incomplete.*remove \S*out\.incomplete"):
             run(tmp_path, other)
     files.remove(folder / "done")  # no task is finished, so nothing is lost
     assert json.loads((run(tmp_path, tree) / "report.json").read_text())["sources"][0]["counts"]["records"] == 5
-
-
-def test_a_corrected_input_costs_no_finished_work(
-    tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The source whose file was wrong is read anew, from another file by other columns, and the others are not."""
-    table, sentence, read = tmp_path / "b.tsv", "a sentence of words", []
-    table.write_text(f"{sentence}\n", encoding="utf-8")
-    pairs = {"pairs": ["en", "de"], "tsv": str(table), "columns": [1, 2]}
-    tree = {"sources": [raw[1]["sources"][0] | {"first": 5}, pairs]}
-    with pytest.raises(UserError, match=r"b\.tsv.*line 1"):
-        run(tmp_path, tree)
-    (tmp_path / "c.tsv").write_text(f"1\t{sentence}\tein Satz aus Wörtern\n", encoding="utf-8")
-    pairs |= {"columns": [2, 3], "tsv": str(tmp_path / "c.tsv")}
-    read_units = steps.read_units
-    monkeypatch.setattr(steps, "read_units", lambda source: read.append(source.tsv) or read_units(source))
-    report = json.loads((run(tmp_path, tree) / "report.json").read_text())
-    assert [source["counts"]["records"] for source in report["sources"]] == [5, 1]
-    assert read == [str(tmp_path / "c.tsv")]
 
 
 def test_a_worker_ends_if_its_parent_died_before_it_began() -> None:

@@ -30,12 +30,12 @@ from xscale.eval.bootstrap import intervals
 from xscale.eval.in_training import (
     HeldoutTask,
     RetrievalTask,
+    find_heldout_links,
     find_number,
     find_task_sources,
     heldout_streams,
     names_in_run,
     review_tasks,
-    sample_heldout_links,
     with_overall_means,
 )
 from xscale.eval.retrieval import accuracies
@@ -314,10 +314,10 @@ def test_held_out_pairs_without_word_links(demo: Path, heldout: Path, odd: Path)
     """Objectives that need links leave such a source out if another has links; others measure it."""
     recipe, corpus = resolve_run("mixed", ["data.workers=0"], [demo])
     sources = find_sources([odd / "bare", heldout / "pairs"])
-    samples = sample_heldout_links(recipe, sources, HostGroup())
-    measured = {s.name: (s.sources, s.samples) for s in heldout_streams(recipe, corpus, sources, samples)}
-    linked, both = ((1,), 1000), ((0, 1), 1060)
-    assert measured == {"tlm": both, "alignlm": linked, "ppa": both, "contextual": linked}
+    linked = find_heldout_links(recipe, sources, HostGroup())
+    measured = {s.name: (s.sources, s.samples) for s in heldout_streams(recipe, corpus, sources, linked)}
+    second, both = ((1,), 1000), ((0, 1), 1060)
+    assert measured == {"tlm": both, "alignlm": second, "ppa": both, "contextual": second}
 
 
 HELDOUT, RETRIEVAL = "heldout, data: [{heldout}]", "retrieval, data: [{heldout}/pairs]"

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from data_tools import tokenizer as tokenizers
 from tests import word_table
 from xscale.data import words
-from xscale.data.link_projection import link_words, links_move, places, project_links
+from xscale.data.link_projection import link_words, places, project_links
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import segment, split
 
@@ -242,5 +242,3 @@ def test_words_of_links_are_divided_at_spaces_and_tabs_alone(space: str) -> None
     # In data/words.py's words: 10|000|dogs|bark, chiens|aboient|!
     assert project_links("1-0 2-1", texts) == ("2-0 3-1", 0)
     assert project_links("0-0 2-1", ("10 000", "x"), (f"10{space}000 y z", "x w")) == ("0-0 1-0", 1)
-    assert links_move("1-0", texts) and not links_move("0-0", ("a b", f"c d{space}e"))
-    assert not links_move("1-1", ("a b", "c d"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 FLAGS: dict[str, str] = {
     "lexicon --lower": "lower-case the file first: `tr '[:upper:]' '[:lower:]'`; or use --truecase",
+    "tokenizer --coverage": "a larger --vocab_size has more characters",
     "lexicon --intersect": "`grep -Fxf OTHER.txt en-de.txt` keeps the entries that both files have",
     "lexicon --tokenizer": "`xscale/train.py --dry_run` says how many entries have unknown tokens",
     "index --links_count": "set index.json's segmentation to {'name': 'whitespace'} before data_tools.index runs",

@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from xscale.data.lexicon import Lexicon, check_column_order, find_lexicon_paths, load_lexicon
+from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon
 from xscale.data.mixture import remote_window_bytes
 from xscale.data.remote import Cache
 from xscale.data.shards import Shard, Source, find_sources, take_first
@@ -28,8 +26,6 @@ from xscale.files import may_exist, parallel_map
 from xscale.ranks import HostGroup
 from xscale.recipe import Recipe, Schedule, StreamConfig, steps_of_epochs
 
-LINKED_SAMPLE = 16
-"""The number of records of a source that are checked for word links."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 """A directory with a tokenizer has at least one of these files."""
 
@@ -70,8 +66,6 @@ class Corpus:
     """The share of the dictionaries' words on which neither this run nor the run of model.init trains."""
     segments: bool
     """True if the two sentences of a pair have different token types."""
-    warnings: tuple[str, ...] = ()
-    """Warnings about dictionaries that were to be read for alignment scores and could not be read."""
 
     @property
     def language_ids(self) -> dict[str, int]:
@@ -115,26 +109,25 @@ def open_corpus(
     share_names(every)
     sources = take_first(every, recipe.data.first)
     check_file_sizes(sources, host_group)
-    samples = sample_links(languages_of_links(recipe, objectives), sources, host_group)
-    without_idle = recipe.schedule.map(lambda phase: streams_of(phase, objectives, sources, samples))
+    linked = find_linked(recipe, objectives, sources, host_group)
+    without_idle = recipe.schedule.map(lambda phase: streams_of(phase, objectives, sources, linked))
     streams = with_idle_sources(without_idle, sources)
     check_cache_size(recipe, streams.last, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
     tokenizer = Tokenizer(find_tokenizer(recipe, initial, near))
     check_tokenizer_of_init(recipe.model.init, initial, tokenizer)
-    lexicons = load_lexicons(recipe, objectives, tokenizer, sources, near)
+    lexicons = load_lexicons(recipe, tokenizer, sources, near)
     with_lexicons = list[Sequence[Stream]]()
     for phase, of_phase in zip(recipe.schedule.values, streams.values, strict=True):
         completed = list[Stream]()
         for stream in of_phase:
-            completed.append(add_lexicons(stream, phase, lexicons.loaded))
+            completed.append(add_lexicons(stream, phase, lexicons))
         with_lexicons.append(completed)
-    check_links(streams.last, sources, samples)
     trained_paths = set[Path]()
     for stream in chain(*with_lexicons):
         trained_paths.update(lexicon.path for lexicon in stream.lexicons)
-    trained = [lexicon for lexicon in lexicons.loaded if lexicon.path in trained_paths]
-    measured = [lexicon for lexicon in lexicons.loaded if lexicon.path not in trained_paths]
+    trained = [lexicon for lexicon in lexicons if lexicon.path in trained_paths]
+    measured = [lexicon for lexicon in lexicons if lexicon.path not in trained_paths]
     return Corpus(
         sources,
         tokenizer,
@@ -145,7 +138,6 @@ def open_corpus(
         lexicon_heldout=recipe.data.lexicon_heldout,
         unseen=min(initial.lexicon_heldout, recipe.data.lexicon_heldout),
         segments=uses_segments(recipe, initial, tokenizer),
-        warnings=lexicons.warnings,
     )
 
 
@@ -194,9 +186,7 @@ def check_cache_size(recipe: Recipe, streams: Sequence[Stream], sources: list[So
 # Streams
 
 
-def streams_of(
-    recipe: Recipe, objectives: Objectives, sources: list[Source], samples: Sequence["LinkSample"]
-) -> list[Stream]:
+def streams_of(recipe: Recipe, objectives: Objectives, sources: list[Source], linked: Sequence[bool]) -> list[Stream]:
     """Return the streams of a recipe, without dictionaries. Raises UserError."""
     streams = list[Stream]()
     check_languages(recipe.data.languages, sources)
@@ -204,7 +194,8 @@ def streams_of(
         objective = objectives[stream.objective]
         kind = objective.record_kind
         chosen = select_sources(name, kind, stream.languages, sources, recipe.data.languages)
-        chosen = linked_sources(objective, chosen, samples)
+        if objective.needs == "links":
+            chosen = linked_sources(name, chosen, sources, linked)
         streams.append(Stream(name, objective, stream.options, chosen, stream.samples, objective_name=stream.objective))
         problem = objective.check(stream.options, stream.samples)
         if problem:
@@ -242,23 +233,36 @@ def with_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
 # Word links
 
 
-class LinkSample(NamedTuple):
-    """Tells which of some records of a source have word links. The first and the last record are among them."""
-
-    some: bool
-    """True if any record of the sample has links."""
-    bare: str
-    """Where the first record without links is; an empty string if all records of the sample have links."""
-
-
-def languages_of_links(recipe: Recipe, objectives: Objectives) -> list[list[str] | None]:
-    """Return the languages that each stream with need of word links reads in any phase. None: all languages."""
-    languages = list[list[str] | None]()
+def find_linked(recipe: Recipe, objectives: Objectives, sources: list[Source], host_group: HostGroup) -> list[bool]:
+    """Return for each source whether its first record has word links; False if no stream of any phase reads the links
+    of its languages. Each record is read by one rank."""
+    wanted = list[list[str] | None]()
     for phase in recipe.schedule.values:
         for stream in phase.streams.values():
             if objectives[stream.objective].needs == "links":
-                languages.append(wanted_languages(phase, stream))
-    return languages
+                wanted.append(wanted_languages(phase, stream))
+
+    def has_links(source: Source) -> bool:
+        is_read = any(names is None or matches_languages(names, source.langs) for names in wanted)
+        return is_read and source.kind == "pair" and source.without_readahead().read(0, 0).links is not None
+
+    return host_group.divide_work([partial(has_links, source) for source in sources])
+
+
+def linked_sources(
+    stream: str, chosen: tuple[int, ...], sources: list[Source], linked: Sequence[bool]
+) -> tuple[int, ...]:
+    """Return those of the `chosen` sources of a stream that have word links. Raises UserError if none has."""
+    found = tuple(source for source in chosen if linked[source])
+    if not found:
+        first = sources[chosen[0]]
+        raise UserError(
+            f"streams.{stream} needs word links; {first.directory} has none. Write {first.name} again with "
+            f"`python -m data_tools.write_shards pairs ... --links F` or `--align`"
+        )
+    for source in found:
+        sources[source].check_links()
+    return found
 
 
 def wanted_languages(recipe: Recipe, stream: StreamConfig) -> list[str] | None:
@@ -266,94 +270,25 @@ def wanted_languages(recipe: Recipe, stream: StreamConfig) -> list[str] | None:
     return recipe.data.languages if stream.languages is None else stream.languages
 
 
-def sample_links(languages: list[list[str] | None], sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
-    """Return a sample of the word links of each source that a stream may read for links. Each source is sampled by one
-    rank."""
-
-    def look(source: Source) -> LinkSample:
-        if source.kind == "pair":
-            for listed in languages:
-                if listed is None or matches_languages(listed, source.langs):
-                    return sample_links_of(source)
-        return LinkSample(False, "")
-
-    return host_group.divide_work([partial(look, source) for source in sources])
-
-
-def sample_links_of(source: Source) -> LinkSample:
-    """Read some records of a source, and return which of them have word links."""
-    numbers = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
-    some = False
-    bare = ""
-    without_readahead = source.without_readahead()
-    for shard, number in source.places(numbers):
-        record = without_readahead.read(shard, number)
-        if record.links is not None:
-            some = True
-        elif not bare:
-            bare = f"{source.directory / source.shards[shard].name}, record {record.key!r}"
-    return LinkSample(some, bare)
-
-
-def linked_sources(objective: Any, chosen: tuple[int, ...], samples: Sequence[LinkSample]) -> tuple[int, ...]:
-    """Return those of the `chosen` sources that the objective can read. An objective that needs word links can read
-    sources with links. If no source has links, return all of them; check_links then raises the error."""
-    if objective.needs != "links":
-        return chosen
-    return tuple(source for source in chosen if samples[source].some) or chosen
-
-
-def check_links(streams: Sequence[Stream], sources: list[Source], samples: Sequence[LinkSample]) -> None:
-    """Raise UserError if an objective that needs word links reads a source without them."""
-    for stream in streams:
-        if stream.objective.needs != "links":
-            continue
-        for source in stream.sources:
-            sources[source].check_links()
-            if samples[source].bare:
-                raise UserError(
-                    f"streams.{stream.name} needs word links; {samples[source].bare}, has none. Write "
-                    f"{sources[source].name} again "
-                    f"with `python -m data_tools.write_shards pairs ... --links F` or `--align`, or name the pairs "
-                    f"that have links: streams.{stream.name}.languages=[...]"
-                )
-
-
 # Dictionaries
 
 
-class LoadedLexicons(NamedTuple):
-    """The dictionaries of a run, sorted by name, and a warning about each that could not be read."""
-
-    loaded: tuple[Lexicon, ...]
-    warnings: tuple[str, ...]
-
-
 def load_lexicons(
-    recipe: Recipe, objectives: Objectives, tokenizer: Tokenizer, sources: list[Source], data: Path | None
-) -> LoadedLexicons:
-    """Read the dictionaries. A dictionary that is missing or malformed, or has swapped columns, is left out with a
-    warning. Raises UserError in place of the warning if the recipe names dictionaries or an objective needs them."""
+    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None
+) -> tuple[Lexicon, ...]:
+    """Return the dictionaries of a run, sorted by name. Raises UserError."""
     paths = [Path(path) for path in recipe.data.lexicons]
-    needed = bool(paths)
-    for stream in recipe.streams.values():
-        needed |= objectives[stream.objective].needs == "lexicon"
     if not paths and data:
         paths = find_lexicon_paths(sources, data)
     languages = languages_of(sources)
     loaded = list[Lexicon]()
-    warnings = list[str]()
     for path in paths:
-        try:
-            lexicon = load_lexicon(path, tokenizer, languages)
-            check_column_order(lexicon, path, sources)
-            loaded.append(lexicon)
-        except UserError as error:
-            if needed:
-                raise
-            warnings.append(f"warning: no alignment score by {path}: {error}")
-    loaded.sort(key=lambda lexicon: (lexicon.name, lexicon.fingerprint))
-    return LoadedLexicons(tuple(loaded), tuple(warnings))
+        lexicon = load_lexicon(path, tokenizer, languages)
+        absent = set(lexicon.langs) - languages
+        if absent:
+            raise UserError(f"{path}: --data has no text in {', '.join(absent)}; add shards, or remove the dictionary")
+        loaded.append(lexicon)
+    return tuple(sorted(loaded, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
 
 
 def add_lexicons(stream: Stream, recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> Stream:

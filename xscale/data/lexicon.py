@@ -31,20 +31,17 @@ import numpy as np
 
 from xscale import rng
 from xscale.data.ragged import indices_within
-from xscale.data.sample import texts_of
 from xscale.data.scripts import names_of
 from xscale.data.shards import Source
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.truecase import Forms, count_words, respelled
+from xscale.data.truecase import Forms, respelled
 from xscale.errors import UserError
 
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(_\w+)?")
 """Matches a language in the name of a pair that has a single "-", between the languages."""
 _LANGUAGE_WITH_PARTS = re.compile(r"[a-z]{2,3}(_\w+|-[A-Z][a-z]{3}|-[A-Z]{2}|-\d{3})*")
 """Matches a language in the name of a pair with more "-", as in zh-CN, zh-Hans and es-419."""
-_ORDER_SAMPLE = 3000
-"""The number of records of each language whose words decide whether the columns are swapped."""
 _BATCH = 10_000
 _IDS = re.compile(r"id:\d{1,9}( id:\d{1,9})*")
 """Matches a side of an entry that gives token ids."""
@@ -299,29 +296,6 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
     if not entries:
         raise UserError(f"{path} holds no entry")
     return list(entries)
-
-
-def check_column_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> None:
-    """Raise UserError if the training text shows that the columns are in the opposite order to the file's name."""
-    seen: dict[str, set[str]] = {}
-    for language in lexicon.langs:
-        words = count_words(texts_of(language, sources, _ORDER_SAMPLE))
-        seen[language] = set(map(str.lower, words))
-    absent = [language for language in lexicon.langs if not seen[language]]
-    if absent:
-        raise UserError(f"{path}: --data has no text in {', '.join(absent)}; add shards, or leave the dictionary out")
-    first, second = lexicon.langs
-    straight = 0
-    swapped = 0
-    for source, target in lexicon.words:
-        straight += (source.lower() in seen[first]) + (target.lower() in seen[second])
-        swapped += (source.lower() in seen[second]) + (target.lower() in seen[first])
-    if swapped > straight:
-        raise UserError(
-            f"{path}: its columns look like {second} {first}, its name says {first} {second} ({swapped:,} words fit "
-            f"the text as {second} {first}, {straight:,} as {first} {second}). Rename it to {second}-{first}.txt or "
-            f"swap the columns"
-        )
 
 
 def find_lexicon_paths(sources: list[Source], data: Path) -> list[Path]:

@@ -26,22 +26,6 @@ def link_words(text: str) -> list[str]:
     return _LINK_WORD.findall(text)
 
 
-def links_move(links: str, texts: tuple[str, ...]) -> bool:
-    """Return whether a link would join other words if the text were split at all white space, as by Python's str.split.
-    If so, links from a program that uses str.split would join wrong words."""
-    for side, text in enumerate(texts):
-        words = link_words(text)
-        others = text.split()
-        if words == others:
-            continue
-        equal = 0
-        while equal < min(len(words), len(others)) and words[equal] == others[equal]:
-            equal += 1
-        if any(int(match[side + 1]) >= equal for match in LINK.finditer(links)):
-            return True
-    return False
-
-
 def parse(links: str, sizes: tuple[int, int]) -> list[Link]:
     """Return links in Pharaoh form, such as "0-0 1-2", as pairs of numbers. sizes: the number of words of both
     sentences. Raises ValueError with the link that is malformed or outside of the sentences."""

@@ -35,8 +35,6 @@ from xscale.recipe import DataConfig, Recipe, Schedule
 from xscale.record import Record
 
 Key = TypeVar("Key")
-CHARACTERS = 64
-"""The maximum number of characters of a text that are tokenised, per token of data.max_length; see `shortened`."""
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
 """The default of train.max_tokens. On a GPU, such a row takes longer than the host needs to launch its kernels; on a
 CPU, it fits into the caches."""
@@ -176,8 +174,6 @@ class StepDataset(Dataset):
         texts = list[str]()
         for source, shard, number in places:
             record = self.sources[source].read(shard, number)
-            if len(record.texts) == 2:
-                record = shortened(record, words_wanted, context)
             records.append(record)
             texts += record.texts
         pairs = bool(records) and len(records[0].texts) == 2
@@ -249,17 +245,6 @@ def count_pairs(stream: str, examples: list[Example], context: CollateContext) -
         counts[MetricKey("drawn", stream, language=pair)] += 1
         counts[MetricKey("too_long", stream, language=pair)] += is_too_long(example, context)
     return counts
-
-
-def shortened(pair: Record, words: bool, context: CollateContext) -> Record:
-    """Return the pair with its texts cut to CHARACTERS * max_length characters, to save time in tokenisation. words:
-    whether the stream needs the pair's words; if so, a pair is cut only if data.overlong will drop it."""
-    limit = CHARACTERS * context.max_length
-    if max(map(len, pair.texts)) <= limit or (words and context.overlong != "drop"):
-        return pair
-    first, second = pair.texts
-    cut = pair._replace(texts=(first[:limit], second[:limit]))
-    return cut._replace(links="") if words else cut
 
 
 def borders_of_long_texts(texts: list[str], ids: list[list[int]], context: CollateContext) -> dict[int, list[int]]:

@@ -395,17 +395,6 @@ def source_weights(sources: list[Source], alpha: float, sizes: list[float] | Non
     return np.array(weights)
 
 
-def positions_report(state: dict[str, Any], streams: Sequence[Stream], sources: list[Source]) -> list[str]:
-    """Return lines such as "tlm en-de: epoch 1, 6,120 of 29,000 records"."""
-    lines = []
-    for stream in streams:
-        for number, position in zip(stream.sources, state["positions"][stream.name], strict=True):
-            source = sources[number]
-            epoch, done = position[:2]
-            lines.append(f"{stream.name} {source.pair}: epoch {epoch}, {done:,} of {source.records:,} records")
-    return lines
-
-
 def sources_read(state: dict[str, Any], streams: Sequence[Stream], sources: list[Source]) -> list[dict[str, Any]]:
     """Return each source from which records were read, as {"name", "languages", "licence", "streams"}. "licence" is
     None if none is stated. "streams" has the number of records that each stream has read, over all epochs."""

@@ -1,4 +1,4 @@
-"""Names of languages: finds the code that all spellings of a language share, and the scripts in which it is written."""
+"""Names of languages: the code that all spellings of a language share."""
 
 import re
 from collections.abc import Iterable
@@ -6,48 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 
-_LANGUAGES = {
-    "LATIN": "af an ast az br bs ca ceb co cs cy da de en eo es et eu fi fil fo fr fy ga gd gl gn gsw ha haw hr ht hu "
-    "ia id ig is it jv ku la lb li ln lt lv mg mi ms mt nb nds nl nn no nso nv ny oc om pl pt qu rm rn ro rw sc se sk "
-    "sl sm sn so sq sr st su sv sw tk tl tn to tr ts tum uz ve vec vi wa wo xh yo zu",
-    "CYRILLIC": "ab av az ba be bg ce chv cv kk ky mk mn os ru sah sr tg tt udm uk uz",
-    "ARABIC": "ar arz ckb fa ks ku pa pnb ps sd ug ur uz",
-    "DEVANAGARI": "awa bho brx doi gom hi ks mai mr ne new sa sat sd",
-    "GREEK": "el grc",
-    "HEBREW": "he iw yi",
-    "BENGALI": "as bn mni",
-    "GURMUKHI": "pa",
-    "GUJARATI": "gu",
-    "ORIYA": "or",
-    "TAMIL": "ta",
-    "TELUGU": "te",
-    "KANNADA": "kn",
-    "MALAYALAM": "ml",
-    "SINHALA": "si",
-    "THAI": "th",
-    "LAO": "lo",
-    "MYANMAR": "my shn",
-    "KHMER": "km",
-    "TIBETAN": "bo dz",
-    "GEORGIAN": "ka xmf",
-    "ARMENIAN": "hy",
-    "ETHIOPIC": "am ti",
-    "HANGUL": "ko",
-    "CJK": "gan hak ja ko lzh nan wuu yue zh",
-    "HIRAGANA": "ja",
-    "KATAKANA": "ja",
-    "MONGOLIAN": "mn",
-    "THAANA": "dv",
-    "OL": "sat",
-}
-"""Script (the first word of its characters' names in Unicode) -> the codes of the languages that use the script."""
-_TAGS = {
-    **{tag: ("CJK",) for tag in ("hans", "hant", "hani")},
-    **{"latn": ("LATIN",), "cyrl": ("CYRILLIC",), "grek": ("GREEK",), "arab": ("ARABIC",), "deva": ("DEVANAGARI",)},
-    **{"hebr": ("HEBREW",), "beng": ("BENGALI",), "hang": ("HANGUL",), "kore": ("HANGUL", "CJK")},
-    **{"jpan": ("CJK", "HIRAGANA", "KATAKANA"), "thai": ("THAI",), "geor": ("GEORGIAN",), "armn": ("ARMENIAN",)},
-}
-"""ISO 15924 tag in lower case, such as "hant" for zh_Hant -> the scripts that it stands for."""
 _SPELLINGS = (
     "aa aar, ab abk, ae ave, af afr, ak aka, am amh, an arg, ar ara, as asm, av ava, ay aym, az aze, ba bak, be bel, "
     "bg bul, bi bis, bm bam, bn ben, bo bod tib, br bre, bs bos, ca cat, ce che, ch cha, co cos, cr cre, cs ces cze, "
@@ -181,16 +139,3 @@ def one_name_each(names: Iterable[str], preferred: Iterable[str] = ()) -> dict[s
         for name in spellings:
             chosen[name] = spellings[0] if is_one else name
     return chosen
-
-
-def scripts_of(lang: str) -> tuple[str, ...]:
-    """Return the scripts in which a language may be written. A tag in the name, as in zh-Hant, decides if there is one.
-    The result is () for an unknown language."""
-    tag = parse_language(lang)
-    if tag.script in _TAGS:
-        return _TAGS[tag.script]
-    scripts = list[str]()
-    for script, codes in _LANGUAGES.items():
-        if tag.code in map(short_code, codes.split()):
-            scripts.append(script)
-    return tuple(scripts)

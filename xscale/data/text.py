@@ -32,9 +32,10 @@ _ZSTD_WINDOW = 1 << 31
 _MARKS = re.compile("(?<=[^ \t])\ufeff|\ufeff(?=[^ \t])")
 """Matches byte-order marks, except those between spaces. An aligner counts those as words, so they are removed only
 when links are converted."""
+_TABLES = "`python -m data_tools.prepare` reads tables (`parquet:`, `datasets:`, `jsonl:` in corpus.yaml)"
 _REMEDY = (
     "give lines of UTF-8 text, plain or compressed as .gz, .xz, .bz2 or .zst. `iconv -f ENCODING -t UTF-8` converts an "
-    "encoding, and `python -m data_tools.prepare` reads tables (`parquet:`, `datasets:`, `jsonl:` in corpus.yaml)"
+    f"encoding, and {_TABLES}"
 )
 
 
@@ -81,8 +82,7 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
     except IsADirectoryError:
-        check_not_datasets_folder(path)
-        raise UserError(f"{path} is a folder; give a file of text") from None
+        raise UserError(f"{path} is a folder; give a file of text. {_TABLES}") from None
     except EOFError as error:
         raise UserError(
             f"{path}: cannot be decompressed after line {lines} ({error}): the file is damaged, copy it again; or it "
@@ -109,18 +109,6 @@ def _check_text(path: Path, head: bytes, is_xml: bool) -> None:
     line = head.partition(b"\n")[0]
     if 3 * line.count(0) > len(line) >= 8 and not is_xml:
         raise UserError(f"{path} is not lines of text; {_REMEDY}")
-
-
-def check_not_datasets_folder(path: Path) -> None:
-    """Raise UserError for a folder that `save_to_disk` of the `datasets` library wrote."""
-    if is_saved_data_set(path):
-        raise UserError(f"{path} is a data set; `python -m data_tools.prepare` reads it (`datasets:` in corpus.yaml)")
-
-
-def is_saved_data_set(path: Path) -> bool:
-    """Return whether `save_to_disk` of the `datasets` library wrote the folder."""
-    parts = (path / "dataset_info.json", path / "state.json")
-    return (path / "dataset_dict.json").exists() or all(part.exists() for part in parts)
 
 
 _DECODERS: dict[str, Callable[[], Any]] = {

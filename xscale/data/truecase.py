@@ -31,24 +31,6 @@ def commonest(counts: Mapping[str, int]) -> Forms:
     return {key: word for key, (_, word) in best.items()}
 
 
-def respelled(texts: list[str], forms: Forms) -> list[str]:
-    """Return the texts with each word in its commonest spelling. Words that `forms` lacks stay as they are."""
-    spelled = [forms.get(text.lower(), "") for text in texts]  # the texts are single words here
-    others = [number for number, word in enumerate(spelled) if not word]
-    segmented = split([texts[number] for number in others])
-    for number, (words, _) in zip(others, segmented, strict=True):
-        spelled[number] = _with_words_respelled(texts[number], words, forms)
-    return spelled
-
-
-def _with_words_respelled(text: str, words: list[str], forms: Forms) -> str:
-    """Return the text with each word in its commonest spelling. words: the text's words, in order."""
-    parts = list[str]()
-    end = 0
-    for word in words:
-        start = text.index(word, end)
-        parts.append(text[end:start])
-        parts.append(forms.get(word.lower(), word))
-        end = start + len(word)
-    parts.append(text[end:])
-    return "".join(parts)
+def respelled(words: list[str], forms: Forms) -> list[str]:
+    """Return each word in its commonest spelling. What `forms` lacks, such as an entry of several words, stays."""
+    return [forms.get(word.lower(), word) for word in words]

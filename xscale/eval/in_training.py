@@ -7,7 +7,7 @@ without evaluations.
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -20,12 +20,9 @@ from xscale.data.calibrate import bytes_to_tokens
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import (
     Corpus,
-    LinkSample,
     check_file_sizes,
-    check_links,
-    languages_of_links,
+    find_linked,
     linked_sources,
-    sample_links,
 )
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, initial_state
@@ -108,9 +105,8 @@ def row_names(
     check_file_sizes(sources, host_group)
     if task.kind == "retrieval":
         return [ALL, *sources_by_row(task, sources)]
-    samples = sample_heldout_links(recipe, sources, host_group)
-    streams = heldout_streams(recipe, corpus, sources, samples)
-    check_links(streams, sources, samples)
+    linked = find_heldout_links(recipe, sources, host_group)
+    streams = heldout_streams(recipe, corpus, sources, linked)
     means: list[str] = []
     languages: list[str] = []
     for stream in streams:
@@ -204,13 +200,13 @@ def names_in_run(source: Source, languages: list[str]) -> dict[str, str]:
     return names
 
 
-def sample_heldout_links(recipe: Recipe, sources: list[Source], host_group: HostGroup) -> list[LinkSample]:
-    """Return samples of the word links of held-out sources, even of languages that `data.languages` excludes."""
+def find_heldout_links(recipe: Recipe, sources: list[Source], host_group: HostGroup) -> list[bool]:
+    """Return which held-out sources have word links, even of languages that `data.languages` excludes."""
     recipe = replace(recipe, data=replace(recipe.data, languages=None), phases=())
-    return sample_links(languages_of_links(recipe, OBJECTIVES), sources, host_group)
+    return find_linked(recipe, OBJECTIVES, sources, host_group)
 
 
-def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], samples: list[LinkSample]) -> list[Stream]:
+def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], linked: Sequence[bool]) -> list[Stream]:
     """Return each stream that can read held-out sources, with one step of all records. Raises UserError."""
     streams = list[Stream]()
     for stream in corpus.streams.last:
@@ -221,7 +217,9 @@ def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], sampl
             if source.kind == stream.objective.record_kind and wanted:
                 read.append(number)
         if read:
-            chosen = linked_sources(stream.objective, tuple(read), samples)
+            chosen = tuple(read)
+            if stream.objective.needs == "links":
+                chosen = linked_sources(stream.name, chosen, sources, linked)
             groups = language_groups(sources, chosen)
             of_heldout = replace(stream, sources=chosen, idle=frozenset(), language_groups=groups)
             streams.append(replace(of_heldout, samples=of_heldout.records(sources)))
@@ -247,9 +245,9 @@ class HeldoutTask:
         recipe = loader.recipe
         sources = find_task_sources(task, recipe, loader.corpus)
         calibration = Calibration([bytes_to_tokens(source, loader.corpus.tokenizer) for source in sources], {})
-        samples = sample_heldout_links(recipe, sources, HostGroup(alone=True))
+        linked = find_heldout_links(recipe, sources, HostGroup(alone=True))
         streams = list[Stream]()
-        for stream in heldout_streams(recipe, loader.corpus, sources, samples):
+        for stream in heldout_streams(recipe, loader.corpus, sources, linked):
             if stream.packed:
                 text = sum(estimated_token_count(calibration, s, sources[s]) for s in stream.sources)
                 stream = replace(stream, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))

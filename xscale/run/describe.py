@@ -28,7 +28,6 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     ]
     for lexicon in corpus.lexicons:
         lines.append(f"{lexicon.summary()}; {recipe.data.lexicon_heldout:.0%} of its words are withheld")
-    lines += corpus.warnings
     lines += other_names(corpus.sources)
     for stream in corpus.streams.last:
         lines += stream_notes(recipe, corpus, stream)

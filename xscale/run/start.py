@@ -18,7 +18,7 @@ from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus, identity_of
 from xscale.data.loader import Loader, StepBatch
-from xscale.data.mixture import initial_state, positions_report
+from xscale.data.mixture import initial_state
 from xscale.data.remote import location
 from xscale.deepspeed_private import apply_schedule
 from xscale.errors import UserError, redact
@@ -237,7 +237,6 @@ def take_folder(args: argparse.Namespace, identity: dict[str, Any], status: Stat
 def make_engine(run: Resolved, checkpoint: Checkpoint | None, host_group: HostGroup) -> Any:
     """Build an engine with the initial weights, or with the checkpoint's whole state."""
     module = module_of_run(run.recipe, run.corpus)
-    corpus = run.corpus
     if not checkpoint:
         for note in module.notes:
             LOG.info(note)
@@ -245,8 +244,7 @@ def make_engine(run: Resolved, checkpoint: Checkpoint | None, host_group: HostGr
     if checkpoint:
         load_engine(engine, checkpoint, host_group)
         apply_schedule(engine)
-        consumed = positions_report(checkpoint.state, corpus.streams.last, corpus.sources)
-        LOG.info(f"resumed from {checkpoint.path}: step {checkpoint.step}; " + "; ".join(consumed))
+        LOG.info(f"resumed from {checkpoint.path}: step {checkpoint.step}")
     return engine
 
 
