@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xscale import files
+from xscale.data.lexicon import entries as differing_entries
 from xscale.data.lexicon import load_lexicon, pair_of, read_entries, truecased
 from xscale.data.link_projection import project_links
 from xscale.data.shards import Source
@@ -535,19 +536,14 @@ def count_usable(path: Path, langs: tuple[str, str], tokenizer: Tokenizer) -> di
     """Return how many entries a dictionary has, how many of them can be used in training and, of these, how many are of
     one token on either side. The other entries have the same tokens on both sides, or unknown tokens."""
     entries = read_entries(path)
-    counts = {"entries": len(entries), "usable": 0, "one_token": 0, "same_tokens": 0, "unknown": len(entries)}
-    try:
+    counts = {"entries": len(entries), "usable": 0, "one_token": 0, "same_tokens": 0}
+    with suppress(UserError):  # if no entry is left
         lexicon = load_lexicon(path, tokenizer, langs)
-    except UserError:  # the dictionary has no entries left
-        return counts
-    sources, targets = lexicon.ids
-    for source, target in zip(sources, targets, strict=True):
-        if source == target:
-            counts["same_tokens"] += 1
-        else:
-            counts["usable"] += 1
-            counts["one_token"] += len(source) == len(target) == 1
-    counts["unknown"] = len(entries) - len(lexicon.words)
+        one_token, _ = differing_entries((lexicon,), single=True)
+        counts["usable"] = len(lexicon.words) - lexicon.identical
+        counts["one_token"] = len(one_token.lengths)
+        counts["same_tokens"] = lexicon.identical
+    counts["unknown"] = len(entries) - counts["usable"] - counts["same_tokens"]
     return counts
 
 
