@@ -124,8 +124,7 @@ def run_aligner(folder: Path) -> None:
         command += [flag, str(folder / name)]
     ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if ended.returncode or not (folder / "reverse").exists():
-        last_words = ended.stderr.strip()[-500:] or "without an error message"
-        raise UserError(f"{PROGRAM} failed ({ended.returncode}): {last_words}")
+        raise UserError(f"{PROGRAM} failed ({ended.returncode}): {ended.stderr.strip()[-500:] or 'no message'}")
 
 
 def main(argv: list[str] | None = None) -> None:

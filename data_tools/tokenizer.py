@@ -268,8 +268,7 @@ def main(argv: list[str] | None = None) -> None:
     texts = (entry for entry in all_texts() if not is_blank(entry[1]))
     first = next(texts, None)
     if first is None:
-        places = ", ".join(map(str, args.data + args.text))
-        raise UserError(f"{places}: no text to train on; give other shards or files")
+        raise UserError(f"{', '.join(map(str, args.data + args.text))}: no text to train on; give other files")
     trained = train(chain([first], texts), args.type, args.vocab_size, args.lowercase)
     with files.publish(args.out) as partial:
         trained.save_pretrained(partial)
