@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xscale import files
-from xscale.data.lexicon import entries as differing_entries
-from xscale.data.lexicon import load_lexicon, pair_of, read_entries, truecased
+from xscale.data.lexicon import differing_entries, load_lexicon, pair_of, read_entries, truecased
 from xscale.data.link_projection import project_links
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
