@@ -12,7 +12,7 @@ COPY . .
 # Where the base has torch, it stays; else constraints.txt names the one to install.
 RUN if python3 -c "import torch" 2> /dev/null; then grep -vE "^(torch|triton|numpy)==" constraints.txt > /tmp/constraints.txt; \
     else cp constraints.txt /tmp/constraints.txt; fi \
-    && python3 -m pip install --no-cache-dir -c /tmp/constraints.txt '.[eval,mpi]'
+    && python3 -m pip install --no-cache-dir -c /tmp/constraints.txt '.[eval]'
 ENV TOKENIZERS_PARALLELISM=false
 # Runs are written below /home/xscale, or into a folder that is mounted.
 RUN useradd --create-home xscale

@@ -2,7 +2,7 @@
 
 FILE.json: a list of {"arguments": of xscale/train.py, "save": {step: [rank, how]}, "lines": [first, last], "own": DIR}.
 `save`: of the rank's files of that step's checkpoint the first is half written, then the disk is "full", or "never"
-goes on, or "late", when training has gone on by a step. `lines`: while these steps are written, metrics.jsonl, the
+goes on. `lines`: while these steps are written, metrics.jsonl, the
 trace and TensorBoard find the disk full. `own`: DeepSpeed's stock writer saves each checkpoint there too. A list of one
 ends with train.py's exit code.
 """
@@ -44,9 +44,7 @@ def write_state(state: Any, path: Path) -> None:
         path.write_bytes(b"PK half")
         if how == "full":
             raise FULL
-        end = time.monotonic() + (60 if how == "late" else 600)
-        while time.monotonic() < end and (how == "never" or now["step"] < step + 2):
-            time.sleep(0.01)
+        time.sleep(600)
     with path.open("wb") as file:
         torch.save(state, file)
 
@@ -94,8 +92,8 @@ def patch() -> None:
 
     snapshot = manager.CheckpointManager._snapshot
 
-    def also_own(self: manager.CheckpointManager, step: int, copies: bool) -> Any:
-        states = snapshot(self, step, copies)
+    def also_own(self: manager.CheckpointManager, step: int) -> Any:
+        states = snapshot(self, step)
         if "own" in now:
             state = {"xscale": {"step": step}, "universal_checkpoint_info": {}}
             self.engine.save_checkpoint(now["own"], tag=str(step), client_state=state, save_latest=False)

@@ -180,10 +180,7 @@ def metrics(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-TIMES = (
-    *("step_s", "slowest_rank", "slowest_ratio", "data_wait_s", "tokens_per_s", "samples_per_s"),
-    *("save_blocked_s", "save_write_s"),
-)
+TIMES = (*("step_s", "slowest_rank", "slowest_ratio", "data_wait_s", "tokens_per_s", "samples_per_s"),)
 
 
 def without_times(out: Path) -> list[dict]:

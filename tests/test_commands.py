@@ -7,7 +7,7 @@ import pytest
 
 from xscale import __version__, commands
 
-TOOLS = ("align", "demo_corpus", "index", "inspect", "lexicon", "prepare", "tokenizer", "write_shards")
+TOOLS = commands.DATA_TOOLS
 HEAVY = ("torch", "transformers", "numpy", "deepspeed", "datasets")
 
 

@@ -1,8 +1,6 @@
 """A disk that is full or slow: training continues, nothing half-written is taken for whole, and the end is the same."""
 
-import collections
 import errno
-import io
 import json
 import os
 import time
@@ -19,7 +17,6 @@ from tests import launch
 from tests.test_training import same_checkpoint, wait_for
 from xscale.checkpoint import manager, store
 from xscale.checkpoint.manager import CheckpointManager
-from xscale.checkpoint.snapshot import on_host
 from xscale.errors import UserError
 from xscale.ranks import HostGroup
 from xscale.run import metrics
@@ -27,31 +24,6 @@ from xscale.run.metrics import JsonLines
 
 SCRIPT = str(launch.ROOT / "tests" / "broken_disk.py")
 STEPS = 12
-
-
-def saved_bytes(state: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def test_a_copy_saves_as_the_same_bytes_and_stays() -> None:
-    """Views of one storage stay views of one, parameters parameters; what changes later changes no copy."""
-    flat = torch.arange(10.0)
-    layer = nn.Linear(3, 2)
-    state = {
-        "views": collections.OrderedDict(a=flat[:4].view(2, 2), b=flat[4:9].t(), again=flat[:4].view(2, 2)),
-        "needs": [nn.Parameter(torch.ones(3)), (torch.ones(4, requires_grad=True)[1:], torch.ones(2).half())],
-        "module": layer.state_dict(),
-        "plain": {"step": 3, "scaler": collections.Counter(a=1), "none": None, "shape": torch.Size([2, 3])},
-    }
-    before, copied = saved_bytes(state), on_host(state)
-    assert saved_bytes(copied) == before
-    flat += 1
-    state["plain"]["scaler"]["a"] += 1
-    with torch.no_grad():
-        layer.weight.zero_()
-    assert saved_bytes(copied) == before != saved_bytes(state)
 
 
 class Disk:
@@ -164,24 +136,21 @@ def manager_in(folder: Path) -> CheckpointManager:
 def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(manager, "SPARE_BYTES", 1 << 60)
     saver = manager_in(tmp_path / "checkpoints")
-    saver.save(3, {}, good=True, background=True, must_succeed=False)
+    saver.save(3, {}, good=True, must_succeed=False)
     with pytest.raises(OSError, match=r"rank 0: .*GB needed"):
-        saver.finish_save(must_succeed=True)
-    assert saver.under_way is None and saver.saved is None
+        saver.save(3, {}, good=True, must_succeed=True)
+    assert saver.saved is None
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("background", [True, False])
-def test_a_type_that_a_resume_would_refuse_ends_the_save(tmp_path: Path, background: bool) -> None:
+def test_a_type_that_a_resume_would_refuse_ends_the_save(tmp_path: Path) -> None:
     """A DeepSpeed that writes other types than today's fails at the first save, not at a resume a month later."""
     saver = manager_in(tmp_path / "checkpoints")
-    saver.save(0, manifest(0), good=True, background=background, must_succeed=False)
-    saver.finish_save()
+    saver.save(0, manifest(0), good=True, must_succeed=False)
     assert (saver.folder / "latest").read_text() == "step_00000000"
     saver.engine.state = Fraction(1, 2)
     with pytest.raises(UserError, match=r"optim_states.pt .*fractions.Fraction.*constraints.txt"):
-        saver.save(1, manifest(1), good=True, background=background, must_succeed=False)
-        saver.finish_save()
+        saver.save(1, manifest(1), good=True, must_succeed=False)
     assert sorted(path.name for path in saver.folder.iterdir()) == ["latest", "step_00000000"]
 
 
@@ -211,7 +180,7 @@ def test_latest_names_a_whole_checkpoint_at_any_moment(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "replace", looking(replace))
     saver = manager_in(folder)
     for step in (0, 1):
-        saver.save(step, manifest(step), good=True, background=False, must_succeed=True)
+        saver.save(step, manifest(step), good=True, must_succeed=True)
     assert seen[0] == (None, []) and seen[-1][0] == "step_00000001" and len(seen) >= 10
 
 
@@ -232,8 +201,7 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
         (5, True, [1, 4, 5]),
     ]:
         best |= {1} if step == 1 else set()
-        saver.save(step, manifest(step), good=good, background=step % 2 == 0, must_succeed=False)
-        saver.finish_save()
+        saver.save(step, manifest(step), good=good, must_succeed=False)
         assert steps_saved(tmp_path) == stay, step
     assert saver.good == 5
 
@@ -254,11 +222,10 @@ def arguments(demo: Path, out: Path, *sets: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`whole` waits for each save; `disturbed` writes behind, and its disk is full for rank 1's part of two
-    checkpoints, and for lines."""
+    """The disk of `disturbed` is full for rank 1's part of two checkpoints, and for lines."""
     out = tmp_path_factory.mktemp("disk")
-    own = {"arguments": arguments(demo, out / "whole", "checkpoint.background=false"), "own": str(out / "own")}
-    bad = {"save": {"4": [1, "full"], "6": [1, "full"], "8": [0, "late"], "10": [1, "late"]}, "lines": [5, 8]}
+    own = {"arguments": arguments(demo, out / "whole"), "own": str(out / "own")}
+    bad = {"save": {"4": [1, "full"], "6": [1, "full"]}, "lines": [5, 8]}
     launch.run(
         2, listed(out / "list.json", own, {"arguments": arguments(demo, out / "disturbed"), **bad}), script=SCRIPT
     )
@@ -289,8 +256,8 @@ def test_a_full_disk_changes_no_run(runs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_written_behind_is_what_a_waiting_save_writes(runs: Path) -> None:
-    """Byte for byte, of a checkpoint that training went on after; and tensor for tensor what DeepSpeed's own writes."""
+def test_a_save_writes_what_deepspeeds_own_writes(runs: Path) -> None:
+    """Byte for byte in two runs, and tensor for tensor."""
     for step in (2, 8, 10):
         path = f"checkpoints/step_{step:08d}"
         files = [store.read_checkpoint(runs / run / path).manifest["files"] for run in ("whole", "disturbed")]
@@ -299,25 +266,20 @@ def test_what_is_written_behind_is_what_a_waiting_save_writes(runs: Path) -> Non
         ours = launch.checkpoint_tensors(runs / "disturbed" / path)
         assert own and all(torch.equal(own[name], ours[name]) for name in own)
         assert {name for name in ours if not name.startswith(store.AUXILIARY_STATES)} == own.keys()
-    entries = launch.metrics(runs / "disturbed")
-    assert all(entry["save_blocked_s"] >= 0 for entry in entries if entry["step"] % 2)
-    assert any("save_write_s" in entry for entry in entries)
 
 
 @pytest.mark.slow
 def test_a_kill_while_it_writes_and_a_last_save_without_room(demo: Path, runs: Path, tmp_path: Path) -> None:
-    """Killed while a checkpoint was written behind, a run goes on from the one before. One that cannot save its last
+    """Killed while a checkpoint was written, a run goes on from the one before. One that cannot save its last
     step ends with 4 and says what to do; started again, it ends as one that was never disturbed."""
     out = tmp_path / "out"
     slow = {"arguments": arguments(demo, out), "save": {"4": [1, "never"]}}
     process = launch.start(2, listed(tmp_path / "slow.json", slow), script=SCRIPT)
-    wait_for(
-        lambda: process.poll() is not None or ((out / "metrics.jsonl").exists() and len(launch.metrics(out)) > 4), 120
-    )
+    half = out / "checkpoints/step_00000004.incomplete"
+    wait_for(lambda: process.poll() is not None or half.exists(), 120)
     time.sleep(0.5)
     launch.kill(process)
-    assert steps_saved(out) == [0, 2] and (out / "checkpoints/step_00000004.incomplete").exists()
-    assert len(launch.metrics(out)) > 4, "training did not go on while the checkpoint was written"
+    assert steps_saved(out) == [0, 2] and half.exists()
     full = {"arguments": arguments(demo, out), "save": {"12": [1, "full"]}}
     code, output = launch.try_run(2, listed(tmp_path / "full.json", full), script=SCRIPT)
     assert code == 4 and "step 12 is not saved (rank 1: [Errno 28] No space left on device)" in output, output[-3000:]

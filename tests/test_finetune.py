@@ -221,15 +221,15 @@ def test_whole_entities_are_counted() -> None:
     assert found == {"f1": pytest.approx(2 / 6), "precision": pytest.approx(1 / 3), "recall": pytest.approx(1 / 3)}
 
 
-def test_accuracy_and_f1_of_words_and_pairs() -> None:
+def test_accuracy_of_words_and_pairs() -> None:
     words = [
         LabelledExample("1", ("en",), ("a", "b"), ("NOUN", "VERB")),
         LabelledExample("2", ("en",), ("c",), ("NOUN",)),
     ]
     found = TASKS["pos"].score(words, [["NOUN", "NOUN"], ["NOUN"]], "en")
-    assert found == {"accuracy": pytest.approx(2 / 3), "macro_f1": pytest.approx((4 / 5 + 0) / 2)}
+    assert found == {"accuracy": pytest.approx(2 / 3)}
     found = TASKS["xnli"].score(file_of("en", "xxy").examples[:3], ["x", "y", "y"], "en")
-    assert found == {"accuracy": pytest.approx(2 / 3), "macro_f1": pytest.approx(2 / 3)}
+    assert found == {"accuracy": pytest.approx(2 / 3)}
 
 
 # From text to what the head says
@@ -407,9 +407,8 @@ def test_means_deviations_delta_and_the_majority() -> None:
         "delta_std": pytest.approx(np.std([2 / 3, -1 / 6], ddof=1)),  # of each seed, supervised less zero-shot
     }
     alone = TransferTable(TASKS["xnli"], tests)
-    (line,) = alone.add(plan[0], {"de": [["y"] * 6]})
+    alone.add(plan[0], {"de": [["y"] * 6]})
     assert alone.summary["de"] == {"zs": pytest.approx(1 / 3), "majority": pytest.approx(2 / 3)}, "one seed"
-    assert "de zero-shot: 0.333 is below 0.667" in line
 
 
 @pytest.mark.parametrize(
@@ -420,7 +419,6 @@ def test_means_deviations_delta_and_the_majority() -> None:
         ("--train en=de.tsv en=de.tsv", "each language once"),
         ("--train fr=de.tsv --source en", "--source en .*--train.*fr"),
         ("--train en=de.tsv de=de.tsv fr=de.tsv", "no test: give --test fr=FILE"),
-        ("--train en=one.tsv", "one.tsv .*only the label neutral"),
         ("--train en=de.tsv --test de=other.tsv", "other.tsv: line 2: the label 'y' is nowhere in de.tsv"),
         ("--train en=de.tsv --code_switch", "--code_switch needs --translated"),
         ("--translated de=de.tsv --code_switch", "--code_switch needs --train"),
@@ -486,7 +484,7 @@ def test_a_command_trains_and_scores(
     settings = found["settings"]
     assert settings["seeds"] == [0, 1] and settings["epochs"] == 1 and settings["lr"] == pytest.approx(5e-5 * 768 / 32)
     printed = capsys.readouterr().out
-    assert "6 runs: 3 training texts, each with the seeds 0 1" in printed and "supervised - zero-shot" in printed
+    assert "3 training texts with the seeds 0 1, learning" in printed
 
 
 def test_seeds_and_settings_decide_a_run(maker: SequenceMaker, hf: Path, tmp_path: Path) -> None:
@@ -540,8 +538,7 @@ def test_the_default_of_three_seeds_is_said_before_the_work(
     line = f"--model {hf} --task xnli --train en={tmp_path}/en.tsv --test en={tmp_path}/en.tsv --out {tmp_path}/o.json"
     assert command.main(line.split()) == 3
     printed = capsys.readouterr().out
-    assert "3 runs: 1 training texts, each with the seeds 0 1 2 (the default; `--seeds 0` is a third" in printed
-    assert "about 12 steps of 32 sequences, learning rate 0.0012" in printed
+    assert "1 training texts with the seeds 0 1 2, learning rate 0.0012" in printed
 
 
 def test_what_is_not_finite_has_no_score(maker: SequenceMaker) -> None:

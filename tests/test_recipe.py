@@ -84,19 +84,18 @@ def test_unknown_recipe() -> None:
 # 2. Types
 
 
-@pytest.mark.parametrize("written", ["3e-4", "1e-5", "125e-6", "2.5e3", "1E-3"])
-def test_a_number_that_yaml_reads_as_text(recipe, written: str) -> None:
-    (line,) = problems(recipe, STREAM + f"train: {{lr: {written}}}")
-    assert "train.lr" in line and repr(written) in line
-    assert line.endswith("write it as 3.0e-4") and recipe(STREAM + "train: {lr: 3.0e-4}").train.lr == 3e-4
+@pytest.mark.parametrize("written", ["3e-4", "1e-5", "125e-6", "2.5e3", "1E-3", ".5e-1", "3"])
+def test_a_number_with_an_exponent(recipe, written: str) -> None:
+    """PyYAML reads it as text."""
+    assert recipe(STREAM + f"train: {{lr: {written}}}").train.lr == float(written)
 
 
-@pytest.mark.parametrize("written", ["no", "off", "yes"])
+@pytest.mark.parametrize("written", ["no", "off", "yes", "y"])
 def test_languages_that_yaml_reads_as_truth_values(recipe, written: str) -> None:
-    (line,) = problems(recipe, f"streams: {{mlm: {{objective: mlm, samples: 8, languages: [de, {written}]}}}}")
-    assert "streams.mlm.languages[1]" in line and "quote" in line
-    quoted = recipe(f"streams: {{mlm: {{objective: mlm, samples: 8, languages: [de, '{written}']}}}}")
-    assert quoted.streams["mlm"].languages == ["de", written]
+    read = recipe(
+        f"streams: {{mlm: {{objective: mlm, samples: 8, languages: [de, {written}, True]}}}}".replace(", True", "")
+    )
+    assert read.streams["mlm"].languages == ["de", written]
 
 
 @pytest.mark.parametrize(
@@ -254,8 +253,6 @@ def test_all_problems_at_once(recipe) -> None:
         "streams.a.objective",
         "streams.b.sample:",
         "streams.b.samples: is required",
-        "streams.b.languages[0]",
-        "train.lr",
         "train.steps",
         "train.speed",
         "--set data.alpha",
@@ -331,8 +328,6 @@ def test_warmup_is_a_share_or_a_number(warmup: float, steps: int) -> None:
 def test_a_stream_s_factor_rises_to_its_weight(warm_in: float, factors: list[float]) -> None:
     """The first step already counts; a warm-in below 1 is a share of the 10 steps."""
     made = load("mlm", "train.steps=10", "streams.mlm.weight=3", f"streams.mlm.warm_in={warm_in}")
-    (line,) = problems(load, "mlm", "train.steps=10", "streams.mlm.warm_in=11")
-    assert "streams.mlm.warm_in: 11 exceeds the steps: 10" in line
     assert [made.stream_weight("mlm", step) for step in range(3)] == pytest.approx(factors)
 
 

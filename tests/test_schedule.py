@@ -79,10 +79,9 @@ def test_a_decay_must_fit_beside_the_warm_up() -> None:
 
 
 def test_steps_that_are_left_out() -> None:
-    train = load("skip_steps=[3, 7-9]").train
-    assert [step for step in range(1, 12) if train.skips(step)] == [3, 7, 8, 9]
-    assert load("skip_steps=[3, 7-9]").identity() == load().identity(), "a resume may name others"
-    for wrong in ("[7..9]", "[-3]", "[a-b]", "[1-2-3]", "[1.5]", "3", "[9-7]"):
+    assert load("skip_steps=[3, 7]").train.skip_steps == [3, 7]
+    assert load("skip_steps=[3, 7]").identity() == load().identity(), "a resume may name others"
+    for wrong in ("[7-9]", "[-3]", "[a]", "[1.5]", "3", "[0]"):
         with pytest.raises(UserError, match=r"train.skip_steps"):
             load(f"skip_steps={wrong}")
 

@@ -85,7 +85,7 @@ def test_aliases_of_aliases_are_refused() -> None:
     for number in range(1, 9):
         aliases = ", ".join([f"*a{number - 1}"] * 9)
         lines.append(f"a{number}: &a{number} [{aliases}]")
-    with pytest.raises(ValueError, match=r"its aliases make .* values of it") as error:
+    with pytest.raises(ValueError, match=r"it has over 10 aliases") as error:
         read_yaml("\n".join(lines))
     assert len(str(error.value)) < 200
     assert read_yaml("a: &a {b: 1}\nc: *a") == {"a": {"b": 1}, "c": {"b": 1}}

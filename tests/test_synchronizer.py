@@ -60,9 +60,8 @@ def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchroniz
     context.stop = stop
     context.watch = SimpleNamespace(note=lambda doing: None)
     context.locks = []
-    manager: Any = SimpleNamespace(is_written=False, under_way=None)
     metrics: Any = SimpleNamespace(wants_flush=lambda: False)
-    return StepSynchronizer(context, manager, metrics, 0, STEPS)
+    return StepSynchronizer(context, metrics, 0, STEPS)
 
 
 def run(network: Network, stop: int = -1, fails: int = -1) -> tuple[int, str]:
@@ -125,11 +124,10 @@ def test_the_loop_does_what_ranks_agreed_on(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loop, "keeps_whole_weights", lambda engine: True)
     trainer: Any = object.__new__(loop.Trainer)
     recipe: Any = SimpleNamespace(at=lambda step: recipe)
-    recipe.train = SimpleNamespace(skips=lambda step: False, measure_every=0, time_limit=None, steps=9)
+    recipe.train = SimpleNamespace(skip_steps=[], measure_every=0, steps=9)
     trainer.recipe, trainer.state = recipe, TrainState(3, {})
     trainer.process, trainer.engine = Process(0, 2, 0, 2), SimpleNamespace(skipped_steps=0)
     trainer.watch = SimpleNamespace(note=lambda doing: None)
-    trainer.stopper = SimpleNamespace(warn_if_late=lambda state, minutes: None)
     trainer.synchronizer = SimpleNamespace(next=lambda batches: step)
     trainer.metrics = SimpleNamespace(add=lambda step: None)
     trainer.stop_early = lambda: 75

@@ -1,7 +1,6 @@
 """Measured while it trains: the same training bit for bit, the numbers of an independent look, the best that stays."""
 
 import json
-import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -34,17 +33,15 @@ from xscale.eval.in_training import (
     find_number,
     find_task_sources,
     heldout_streams,
-    names_in_run,
-    review_tasks,
     with_overall_means,
 )
 from xscale.eval.retrieval import accuracies
 from xscale.metric_keys import count_key, loss_key
 from xscale.objectives import OBJECTIVES, Losses, Parts, ppa, tlm
 from xscale.ranks import HostGroup, Process
-from xscale.recipe import EvalConfig, EvalTask, load_recipe
+from xscale.recipe import EvalTask, load_recipe
 from xscale.report.read import ScoreName, read_runs
-from xscale.run.metrics import LOG, JsonLines, Reporter, entries_from_end, start_logging
+from xscale.run.metrics import LOG, JsonLines, entries_from_end, start_logging
 from xscale.run.resolve import resolve_run
 from xscale.run.validation import Validation
 from xscale.step.step import measure_rows, run_row, step_weights
@@ -200,14 +197,12 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     def task(**fields: Any) -> str:
         return f"eval.tasks=[{json.dumps(fields)}]"
 
-    assert "eval.tasks[0].name: 'xnli': the text must match pattern '^(heldout|retrieval|alignment)" in refused(
-        task(name="xnli")
-    )
+    assert "eval.tasks[0].name: 'xnli': the text must match pattern '^(heldout|retrieval)" in refused(task(name="xnli"))
     assert "eval.tasks[0].data: 'x' is not a list; write [x]" in refused(task(name="heldout", data="x"))
     assert "best: 'loss': the text must match pattern" in refused("checkpoint.best=loss")
     best = "checkpoint.best=heldot/tlm/loss"
     assert "heldot/tlm/loss names no task of eval.tasks, which has: none" in refused(best)
-    assert "which has: alignment" in refused(best, task(name="alignment"))
+    assert "which has: retrieval" in refused(best, task(name="retrieval"))
     loader = open_run("tlm", ["data.workers=0"], [demo])
     engine = engine_of(loader)
     with pytest.raises(UserError, match="is training data of this run; give records"):
@@ -216,54 +211,11 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
         HeldoutTask(EvalTask(name="heldout", data=[str(heldout / "en")]), loader, engine, ALONE, print)
 
 
-def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path, tmp_path: Path) -> None:
-    """Retrieval uses token type 0, the neutral one, as transformers does; held-out losses are refused."""
-    sets = ["data.workers=0", "streams.tlm.language_embeddings=true", f"model.tokenizer={demo / 'tokenizer'}"]
-    loader = open_run("tlm", sets, [demo / "pairs_yy"])
-    task, engine = EvalTask(name="retrieval", data=[str(heldout / "pairs")], limit=60), engine_of(loader)
-    measured = replace(loader.recipe, eval=EvalConfig(every=1, tasks=[task]))
-    (note,) = review_tasks(measured, loader.corpus, 2, HostGroup())
-    assert "eval.retrieval reads xx with the neutral language embedding" in note
-    with torch.no_grad():
-        engine.module.encoder.lm.base_model.embeddings.token_type_embeddings.weight.mul_(50)  # so that they matter
-    (scores,) = RetrievalTask(task, loader, engine, ALONE, print).measure().values()
-    (source,) = find_sources([heldout / "pairs"])
-    lm, numbers = engine.module.encoder.lm.eval(), {"en": 1 + loader.corpus.languages.index("en"), "xx": 0}
-    sides = []
-    for side, language in enumerate(source.langs):
-        vectors = []
-        for number in range(60):
-            ids = loader.corpus.tokenizer.hf(source.read(0, number).texts[side], return_tensors="pt").input_ids
-            with torch.no_grad():
-                states = lm.base_model(ids, token_type_ids=torch.full_like(ids, numbers[language])).last_hidden_state
-            vectors.append(F.normalize(states[0, 1:-1].mean(0), dim=0))
-        sides.append(torch.stack(vectors))
-    assert scores == accuracies(sides[0], sides[1], "cosine", source.langs)
-    with pytest.raises(UserError, match=r"has text in xx, but the run's --data has none; leave it out"):
-        HeldoutTask(replace(task, name="heldout"), loader, engine, ALONE, print)
-    untrained = resolve_run("tlm", [*sets, "streams.tlm.language_dropout=0"], [demo / "pairs_yy"])
-    with pytest.raises(UserError, match=r"text in xx, which .* leave the source out, or set .*language_dropout"):
-        find_task_sources(task, *untrained)
-    copy = tmp_path / "pairs"
-    shutil.copytree(heldout / "pairs", copy)
-    index = (copy / "index.json").read_text()
-    (copy / "index.json").write_text(index.replace('"xx"', '"YY"'))
-    (renamed,) = find_task_sources(replace(task, data=[str(copy)]), loader.recipe, loader.corpus)
-    assert renamed.langs == ("en", "yy")  # another spelling of the run's own language
-
-
-@pytest.mark.parametrize(
-    ("written", "languages", "name"),
-    [
-        ("deu_Latn", ["de", "en"], "de"),
-        ("zho_Hans", ["en", "zh-Hans", "zh-Hant"], "zh-Hans"),
-        ("zho", ["zh-Hans", "zh-Hant"], "zho"),
-        ("fra_Latn", ["de", "en"], "fra_Latn"),
-    ],
-)
-def test_a_language_of_a_task_has_the_runs_name(written: str, languages: list[str], name: str) -> None:
-    source: Any = SimpleNamespace(written_langs=(written,), langs=(written,))
-    assert names_in_run(source, languages) == {written: name}
+def test_a_language_that_the_run_lacks_is_refused(demo: Path, heldout: Path) -> None:
+    loader = open_run("tlm", ["data.workers=0", f"model.tokenizer={demo / 'tokenizer'}"], [demo / "pairs_yy"])
+    for name in ("retrieval", "heldout"):
+        with pytest.raises(UserError, match=r"pairs has text in xx, but the run's --data has none; leave it out"):
+            find_task_sources(EvalTask(name=name, data=[str(heldout / "pairs")]), loader.recipe, loader.corpus)
 
 
 def test_a_rank_reads_its_share_of_the_texts(demo: Path, heldout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,16 +283,6 @@ WRONG = {
     "no pairs": ("tlm", ["retrieval, data: [{heldout}/en]"], [], r"eval\.retrieval: .*/en has no pairs"),
     "absent": ("tlm", ["retrieval, data: [/nope]"], [], r"^eval\.retrieval: /nope: no index\.json"),
     "torn": ("tlm", ["retrieval, data: [{odd}/torn]"], [], r"eval\.retrieval: .*torn.*bytes"),
-    "no dictionary": ("tlm", ["alignment"], ["alone"], r"eval\.alignment: the run has no dictionary"),
-    "stream": ("xlm", [HELDOUT], ["best=heldout/tlm en-yy/loss"], r"best: .*en-yy/loss is not .* heldout/tlm en-xx"),
-    "direction": ("tlm", [RETRIEVAL], ["best=retrieval/xx-en/accuracy"], r"xx-en/accuracy is not .* retrieval/en-xx"),
-    "dictionary": ("tlm", ["alignment"], ["best=alignment/en-zz/withheld"], r"en-zz/withheld is not .*alignment/en-xx"),
-    "mean": (
-        "tlm",
-        ["heldout, data: [{heldout}, {odd}/bare]"],
-        ["best=heldout/tlm all/loss"],
-        r"all/loss is not .*tlm",
-    ),
     "ZeRO": ("tlm", [RETRIEVAL], ["stage 3"], r"eval\.retrieval: .*ZeRO stage 3 .*ds_config of stage 2"),
 }
 
@@ -350,36 +292,24 @@ def test_a_dry_run_refuses_what_step_0_would(case: str, demo: Path, heldout: Pat
     recipe, tasks, more, told = WRONG[case]
     names = {"demo": demo, "heldout": heldout, "odd": odd}
     sets = [f"eval.tasks=[{', '.join(f'{{name: {task.format(**names)}}}' for task in tasks)}]", "data.workers=0"]
-    sets += [f"checkpoint.{field}" for field in more if field.startswith("best=")]
     config = "zero3_bf16" if "stage 3" in more else "zero2_cpu"
-    data = demo
-    if "alone" in more:
-        (tmp_path / "shards").mkdir()
-        (tmp_path / "shards" / "pairs").symlink_to(demo / "pairs")
-        data = tmp_path / "shards"
-        sets.append(f"model.tokenizer={demo / 'tokenizer'}")
-    words = ["--ds_config", f"{launch.ROOT}/ds_configs/{config}.json", "--recipe", recipe, "--data", str(data)]
+    words = ["--ds_config", f"{launch.ROOT}/ds_configs/{config}.json", "--recipe", recipe, "--data", str(demo)]
     args = launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets])
     with pytest.raises(UserError, match=told):
         dry_run(args, ALONE)
 
 
 def test_a_dry_run_passes_what_can_be_measured(demo: Path, heldout: Path, tmp_path: Path) -> None:
-    for recipe, best in (
-        ("mixed", "heldout/alignlm en-xx/loss.bi"),
-        ("xlm", "alignment/en-xx/withheld"),
-    ):
-        tasks = f"[{{name: heldout, data: [{heldout}]}}, {{name: retrieval, data: [{heldout}]}}, {{name: alignment}}]"
-        sets = [f"eval.tasks={tasks}", f"checkpoint.best={best}", "data.workers=0"]
-        sets += ["streams.ppa.queue_size=64"] if recipe == "mixed" else []
-        words = ["--ds_config", f"{launch.ROOT}/ds_configs/zero2_cpu.json", "--recipe", recipe, "--data", str(demo)]
-        dry_run(launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets]), ALONE)
+    tasks = f"[{{name: heldout, data: [{heldout}]}}, {{name: retrieval, data: [{heldout}]}}]"
+    sets = [f"eval.tasks={tasks}", "checkpoint.best=heldout/alignlm en-xx/loss.bi", "data.workers=0"]
+    words = ["--ds_config", f"{launch.ROOT}/ds_configs/zero2_cpu.json", "--recipe", "mixed", "--data", str(demo)]
+    sets.append("streams.ppa.queue_size=64")
+    dry_run(launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets]), ALONE)
 
 
 def test_a_number_is_found_by_its_path() -> None:
-    results = {"heldout": {"tlm en-xx": {"loss": 3.0}}, "retrieval": {"en-xx": {"accuracy": 0.5}}}
+    results = {"heldout": {"tlm en-xx": {"loss": 3.0}}}
     assert find_number(results, "heldout/tlm en-xx/loss") == 3.0 and find_number(results, "aer/en-fr/AER") is None
-    assert find_number(results, "retrieval/all/accuracy") == 0.5, "of one pair, its own number is the mean"
     with pytest.raises(UserError, match=r"heldout/mlm/loss .*heldout/tlm en-xx/loss"):
         find_number(results, "heldout/mlm/loss")
 
@@ -393,25 +323,7 @@ def test_means_over_languages() -> None:
     assert intervals(found)["all"] == {"accuracy": [0.5, 0.5]}, "every resampled text has 1 and 0"
     losses = {"mlm": {"loss": 9.0}, "mlm en": {"loss": 1.0, "count": 5}, "mlm xx": {"loss": 2.0, "count": 7}}
     assert with_overall_means("heldout", losses) == losses | {"mlm all": {"loss": 1.5}}
-    words = {"en-xx": {"withheld": 0.25}, "xx-en": {"withheld": 0.75, "trained": 1.0}}
-    assert with_overall_means("alignment", words)["all"] == {"withheld": 0.5}
-    assert with_overall_means("retrieval", {"en-xx": same}) == {"en-xx": same}, "one pair needs no mean"
-
-
-def test_means_choose_the_best_checkpoint(demo: Path, heldout: Path, odd: Path, tmp_path: Path) -> None:
-    files = ["--src", str(odd / "bare.en"), "--tgt", str(odd / "bare.xx"), "--langs", "en", "yy"]
-    write_shards.main(["pairs", *files, "--out", str(tmp_path / "more")])
-    pairs = f"[{heldout / 'pairs'}, {tmp_path / 'more'}]"
-    tasks = f"[{{name: heldout, data: [{heldout / 'en'}, {heldout / 'xx'}]}}, {{name: retrieval, data: {pairs}}}]"
-    words = ["--ds_config", f"{launch.ROOT}/ds_configs/zero2_cpu.json", "--recipe", "xlm", "--data", str(demo)]
-    one = f"[{{name: retrieval, data: [{heldout / 'pairs'}]}}]"
-    for best, of in (
-        ("retrieval/all/accuracy", tasks),
-        ("retrieval/all/accuracy", one),
-        ("heldout/mlm all/loss", tasks),
-    ):
-        sets = [f"eval.tasks={of}", f"checkpoint.best={best}", "data.workers=0"]
-        dry_run(launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets]), ALONE)
+    assert with_overall_means("retrieval", {"en-xx": same})["all"] == {"accuracy": 1.0}, "also of one pair"
 
 
 def test_means_choose_among_evaluations_of_earlier_starts(tmp_path: Path) -> None:
@@ -441,35 +353,20 @@ def validation_in(out: Path, step: int, best: str | None = None) -> Validation:
     return Validation(context, recipe, {}, step, metrics, stopper=None)  # type: ignore[arg-type]
 
 
-def test_an_evaluation_is_printed_with_the_best_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also of steps before a resume; rows beyond the first are counted."""
-    (tmp_path / "evals.jsonl").write_text(
-        '{"step": 5, "results": {"heldout": {"mlm": {"loss": 2.5, "perplexity": null}, "tlm": {"loss": null}}}}\n'
-    )
-    validation = validation_in(tmp_path, 5)
-    rows = {f"en-x{n}": {"en->x": 0.1, "accuracy": 0.5} for n in range(12)}
+def test_an_evaluation_is_printed_without_the_languages_of_a_mean(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses = {"mlm all": {"loss": 3.0}, "mlm": {"loss": 4.0}, "mlm en": {"loss": 2.0}, "tlm": {"loss": 1.0}}
     with caplog.at_level("INFO", logger=LOG.name):
         LOG.propagate = True
-        validation.report(10, {"heldout": {"mlm": {"loss": 3.0}, "tlm": {"loss": 4.0}}, "retrieval": rows}, 1.0)
-        validation.report(15, {"heldout": {"mlm": {"loss": 2.0}}, "retrieval": {"en-x0": {"accuracy": 0.4}}}, 1.0)
-    first, second = (record.getMessage().splitlines() for record in caplog.records)
-    assert [line.split() for line in first[1:4]] == [
-        ["heldout", "mlm", "loss", "3", "best", "2.5", "at", "step", "5"],
-        ["heldout", "tlm", "loss", "4", "✓", "best"],
-        ["retrieval", "en-x0", "accuracy", "0.5", "✓", "best"],
+        validation_in(tmp_path, 5).report(10, {"heldout": losses, "retrieval": {"en-xx": {"accuracy": 0.5}}}, 1.0)
+    assert caplog.records[-1].getMessage().splitlines() == [
+        "evaluation of step 10, which took 1.0 s",
+        "  heldout mlm all: loss 3",
+        "  heldout mlm: loss 4",
+        "  heldout tlm: loss 1",
+        "  retrieval en-xx: accuracy 0.5",
     ]
-    assert len(first) == 14 and "2 more" in first[-1]
-    assert [line.split() for line in second[1:]] == [
-        ["heldout", "mlm", "loss", "2", "✓", "best"],
-        ["retrieval", "en-x0", "accuracy", "0.4", "best", "0.5", "at", "step", "10"],
-    ]
-    validation.best_of = "retrieval/en-x3/accuracy"
-    losses = {"tlm": {"loss": 1.0}, "tlm en-xx": {"loss": 1.0}, "mlm": {"loss": 1.0}}
-    means = {"all": {"accuracy": 0.5}, "en-x3": {"accuracy": 0.5}, "en-x4": {"accuracy": 0.5}}
-    lines = validation.log_lines(20, {"heldout": losses, "retrieval": means})
-    assert [re.split(r" (loss|accuracy) ", line.strip())[0].strip() for line in lines] == [
-        "retrieval en-x3", "heldout tlm", "heldout mlm", "retrieval all", "heldout tlm en-xx", "retrieval en-x4"
-    ]  # fmt: skip
 
 
 def test_an_evaluation_is_written_with_its_intervals(tmp_path: Path) -> None:
@@ -483,7 +380,7 @@ def test_an_evaluation_is_written_with_its_intervals(tmp_path: Path) -> None:
     (run,) = read_runs([tmp_path]).values()
     right = np.random.default_rng(40).integers(0, 40, (1000, 40)) > 10
     low, high = np.quantile(right.mean(1), (0.025, 0.975))
-    scores = run.last.scores
+    scores = run.last
     assert scores[ScoreName("retrieval", "en-xx", "accuracy")].interval == pytest.approx((low, high))
     assert scores[ScoreName("retrieval", "en-xx", "sentences")].interval is None
     assert scores[ScoreName("heldout", "mlm", "loss")].interval is None
@@ -533,7 +430,7 @@ def test_a_resume_cuts_a_long_file_without_reading_it(tmp_path: Path, monkeypatc
     monkeypatch.setattr(json, "loads", counting)
     JsonLines(path, 29_990).close()
     assert path.read_text() == "".join(lines[:29_990]) and path.stat().st_ino != inode
-    assert read["lines"] == 12 and read["bytes"] < 500
+    assert read["lines"] == 11 and read["bytes"] < 500
     JsonLines(path, 0).close()
     assert path.read_bytes() == b""
 
@@ -559,18 +456,6 @@ def test_what_a_terminal_would_obey_is_shown_as_numbers(tmp_path: Path) -> None:
     assert (tmp_path / "run.log").read_text().endswith(" \\x1b[2J\\x07record\\x9b1m\tone\ntwo é\n")
 
 
-def test_a_steps_own_loss_stands_before_held_out_ones(tmp_path: Path, demo: Path) -> None:
-    """Progress lines come every so many seconds, and at every step that is measured."""
-    sets = ["train.steps=9", "eval.every=3", "eval.tasks=[{name: retrieval, data: [x]}]"]
-    reporter, shown = Reporter(tmp_path, 0, resolve_run("tlm", sets, [demo])[0]), []
-    reporter.line = lambda entry: shown.append(entry["step"]) or ""  # type: ignore
-    for step in range(1, 10):
-        numbers = dict.fromkeys(("loss", "loss/tlm", "lr", "tokens_per_s", "step_s"), 1.0)
-        reporter.report({"step": step} | numbers)
-    reporter.close()
-    assert shown == [1, 3, 6, 9]
-
-
 # Whole runs
 
 COMMON = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mixed"]
@@ -592,7 +477,6 @@ def runs(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) ->
     inline: list[dict[str, Any]] = [
         {"name": "heldout", "data": [str(heldout)], "limit": 40},
         retrieval,
-        {"name": "alignment"},
     ]
     best = ("eval.every=2", "checkpoint.best=heldout/tlm/loss", "checkpoint.keep=9")
     same = ("eval.every=2", "checkpoint.best=retrieval/en-xx/sentences")  # always 41: the first is the best
@@ -617,7 +501,7 @@ def test_training_is_the_same_bit_for_bit(runs: Path) -> None:
     assert launch.without_times(runs / "plain") == launch.without_times(runs / "measured")
     entries = evals(runs / "measured")
     assert [entry["step"] for entry in entries] == [0, 2, 4, 6, 8]
-    assert all(set(entry["results"]) == {"heldout", "retrieval", "alignment"} for entry in entries)
+    assert all(set(entry["results"]) == {"heldout", "retrieval"} for entry in entries)
     losses = [entry["results"]["heldout"]["mlm"]["loss"] for entry in entries]
     assert losses[-1] < losses[0]
 
@@ -650,9 +534,8 @@ def test_a_start_that_is_cut_off_begins_where_it_can(demo: Path, heldout: Path, 
     words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--data", str(demo), "--out", str(out)]
     codes = list[int]()
     while 0 not in codes and len(codes) < 4:
-        code, output = launch.try_run(0, [*words, "--set", *sets])
+        code, _ = launch.try_run(0, [*words, "--set", *sets])
         codes.append(code)
-        assert code == 0 or "minutes passed before step" in output, output
         with (out / "metrics.jsonl").open("a") as file:
             file.write("[1]\n" if code else "")
     assert codes[0] == 75 and codes[-1] == 0

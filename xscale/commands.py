@@ -3,10 +3,8 @@
 Each command runs a module as a script. Nothing is imported before that module, so that `xscale --help` is quick.
 """
 
-import ast
 import runpy
 import sys
-from pathlib import Path
 
 from xscale import __version__
 from xscale.errors import TOOLS
@@ -37,6 +35,20 @@ options:
   --help       print this text; `xscale COMMAND --help` lists a command's options"""
 
 
+DATA_TOOLS = ("align", "demo_corpus", "index", "inspect", "lexicon", "prepare", "tokenizer", "write_shards")
+DATA_USAGE = """usage: xscale data TOOL ...; `xscale data TOOL --help` lists a tool's options
+
+tools:
+  align        align the words of sentence pairs by eflomal
+  demo_corpus  generate the demo corpus, of a small world of three languages
+  index        (re)build the index of a directory of WebDataset tars, including tars that other tools wrote
+  inspect      describe shard directories
+  lexicon      make a bilingual dictionary
+  prepare      make shards, a tokenizer and held-out text from raw corpora, which corpus.yaml names
+  tokenizer    train a tokenizer on shards or text
+  write_shards write shards of sentence pairs or of monolingual sentences"""
+
+
 def main() -> None:
     word = take_word()
     if word == "--version":
@@ -58,24 +70,10 @@ def finetune() -> None:
 
 
 def data() -> None:
-    tools = list_tools()
     tool = take_word()
-    if tool in tools:
+    if tool in DATA_TOOLS:
         run_module(f"{TOOLS}.{tool}")
-    lines = [f"  {name:<13}{purpose}" for name, purpose in tools.items()]
-    usage = "usage: xscale data TOOL ...; `xscale data TOOL --help` lists a tool's options\n\ntools:\n"
-    refuse(tool, f"data_tools.{tool}", usage + "\n".join(lines))
-
-
-def list_tools() -> dict[str, str]:
-    """Return the first line of each tool's docstring, by tool. No tool is imported."""
-    root = Path(__file__).parent if TOOLS.startswith("xscale.") else Path(__file__).parents[1]
-    tools = {}
-    for path in sorted((root / "data_tools").glob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if '\nif __name__ == "__main__"' in text:
-            tools[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    return tools
+    refuse(tool, f"data_tools.{tool}", DATA_USAGE)
 
 
 def take_word() -> str:

@@ -38,13 +38,6 @@ def import_muon_uncompiled() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
-def discover_mpi_ranks(port: int) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from MPI's communicator, by mpi4py."""
-    from deepspeed.comm.comm import mpi_discovery
-
-    mpi_discovery(distributed_port=port, verbose=False)
-
-
 # The ds_config
 
 
@@ -276,22 +269,33 @@ def pickle_stage_plainly() -> None:
     copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))  # type: ignore[arg-type]
 
 
-def save_with(engine: Any, snapshot_engine: Any, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
-    """Call engine.save_checkpoint, with `makedirs` and `save` of `snapshot_engine` instead of DeepSpeed's."""
+def contents_to_save(engine: Any, partial: Path) -> dict[str, Any]:
+    """Return the content of the files, by name, that engine.save_checkpoint would write into `partial` on this rank.
+    Its tensors are those of the engine, no copies. All ranks call it together.
+
+    DeepSpeed's own writer does not suffice: a failed write ends one rank while the others wait for it.
+    """
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
+    contents: dict[str, Any] = {}
+
     class Engine(TorchCheckpointEngine):
-        makedirs = staticmethod(snapshot_engine.makedirs)
-        save = staticmethod(snapshot_engine.save)
+        def makedirs(self, path: str, exist_ok: bool = False) -> None:
+            pass
+
+        def save(self, state_dict: Any, path: str) -> None:
+            contents[os.path.basename(path)] = state_dict
 
     kept = engine.checkpoint_engine
     engine.checkpoint_engine = Engine()
     engine._copy_recovery_script = lambda folder: None
+    client_state = {"xscale": {"step": engine.global_steps}, "universal_checkpoint_info": {}}
     try:
-        engine.save_checkpoint(str(folder), tag=tag, client_state=client_state, save_latest=False)
+        engine.save_checkpoint(str(partial.parent), tag=partial.name, client_state=client_state, save_latest=False)
     finally:
         engine.checkpoint_engine = kept
         del engine._copy_recovery_script
+    return contents
 
 
 def copy_conversion_script(engine: Any, folder: Path) -> None:

@@ -2,8 +2,7 @@
 
 The directory has weights, config and tokenizer for `AutoModelForMaskedLM.from_pretrained`, the files of a
 `SentenceTransformer` (eval/sentence_files.py), the objectives' own heads (models/heads.py), and a model card
-(eval/card.py). If a run is given, its newest checkpoint is exported, or with --best its best. Before the directory is
-moved to its place, it is loaded and compared with the trained model.
+(eval/card.py). If a run is given, its newest checkpoint is exported, or with --best its best.
 """
 
 import argparse

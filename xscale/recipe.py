@@ -4,7 +4,6 @@ A value of `--set` replaces the value of the YAML file. Unknown keys and wrong t
 recipe are reported at once.
 """
 
-import contextlib
 import copy
 import dataclasses
 import json
@@ -168,34 +167,10 @@ class TrainConfig:
     """The minutes without progress after which the run ends with exit code 5; null: no limit. The logs then have every
     rank's stack and the rank that the others wait for. Time in which the process was suspended does not count.
     Collectives time out after 30 minutes."""
-    stop_limit: PositiveFloat | None = 4.0
-    """The minutes from a signal or the time limit until the run begins its last save; null: no limit. Then the run ends
-    without saving, with exit code 75 and with every rank's stack in the rank's log. Under SLURM, choose less than the
-    lead of --signal, so that the job can still be requeued."""
-    skip_steps: list[int | str] = dataclasses.field(default_factory=list)
-    """Excluded steps, counted from 1, such as [500, 81200-81260]: they read their records, but do not change the model.
-    After a loss spike, resume from a checkpoint before the spike and exclude the spike's steps."""
-
-    @model_validator(mode="after")
-    def skips_steps(self) -> Self:
-        for first, last in self.skip_ranges():
-            if first < 1 or last < first:
-                raise ValueError(f"skip_steps: {self.skip_steps}: steps count from 1, and a range goes upwards")
-        return self
-
-    def skip_ranges(self) -> list[tuple[int, int]]:
-        """Return the first and the last step of each entry of skip_steps. Raises ValueError."""
-        ranges = list[tuple[int, int]]()
-        for entry in self.skip_steps:
-            if not re.fullmatch(r"\d{1,15}(-\d{1,15})?", str(entry)):
-                raise ValueError(f"skip_steps: {entry!r} is neither a step nor a range; write [500, 81200-81260]")
-            first, _, last = str(entry).partition("-")
-            ranges.append((int(first), int(last or first)))
-        return ranges
-
-    def skips(self, step: int) -> bool:
-        """Return whether a step, counted from 1, is excluded."""
-        return any(first <= step <= last for first, last in self.skip_ranges())
+    skip_steps: list[Count] = dataclasses.field(default_factory=list)
+    """Excluded steps, counted from 1, such as [500, 501]: they read their records, but do not change the model. After a
+    loss spike, resume from a checkpoint before the spike and exclude the spike's steps, as by
+    skip_steps=[$(seq -s, 81200 81260)]."""
 
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
@@ -226,8 +201,6 @@ class CheckpointConfig:
     """The number of optimizer steps between checkpoints. The last step always saves."""
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
     """The number of newest complete checkpoints that stay on disk."""
-    background: bool = True
-    """A thread writes each checkpoint from a copy in host memory while training continues; false: training waits."""
     best: Annotated[str, Field(pattern="^.+/.+/.+$")] | None = None
     """A number that `eval` measures, as TASK/ROW/NUMBER, such as heldout/tlm/loss. The checkpoint with the best value
     stays on disk, and checkpoints/best names it. Losses, perplexities and error rates (aer) are best when lowest."""
@@ -235,10 +208,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class EvalTask:
-    name: Annotated[str, Field(pattern=r"^(heldout|retrieval|alignment)(\.[A-Za-z0-9_.-]+)?$")]
+    name: Annotated[str, Field(pattern=r"^(heldout|retrieval)(\.[A-Za-z0-9_.-]+)?$")]
     """heldout measures the loss of each stream, language and pair on the records of `data`. retrieval finds the
-    translations of sentences among the pairs of `data`. alignment measures the words of the run's dictionaries. A
-    second task of one kind is named with a suffix, such as heldout.test."""
+    translations of sentences among the pairs of `data`. A second task of one kind is named with a suffix, such as
+    heldout.test."""
     data: list[str] = dataclasses.field(default_factory=list)
     """Shard directories that are not trained on."""
     limit: Count = 1000
@@ -388,7 +361,7 @@ NOT_IDENTITY = {
     "data": ("workers", "cache", "cache_gb", "lexicons", "lexicon_heldout"),
     "train": (
         *("steps", "epochs", "max_tokens", "activation_checkpointing", "deterministic", "measure_every"),
-        *("time_limit", "stall_limit", "stop_limit", "skip_steps"),
+        *("time_limit", "stall_limit", "skip_steps"),
     ),
 }
 """The fields that a resumed run may change. The tokenizer and the dictionaries are compared by content, not by path."""
@@ -480,9 +453,6 @@ def assign(tree: dict[str, Any], assignment: str) -> None:
         value = read_yaml(text)
     except ValueError as error:
         raise ValueError(f"is not YAML: {str(error).splitlines()[0]}") from None
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = float(value)  # YAML 1.1 reads 3e-4 as text; on a command line it can only be a number
     put(tree, dotted, value)
 
 
@@ -580,9 +550,6 @@ def contradictions(recipe: Recipe) -> list[str]:
     if best and best.partition("/")[0] not in tasks:
         there = ", ".join(tasks) or "none"
         problems.append(f"checkpoint.best: {best} names no task of eval.tasks, which has: {there}")
-    for name, stream in recipe.streams.items():
-        if stream.warm_in > recipe.train.steps:
-            problems.append(f"streams.{name}.warm_in: {stream.warm_in:g} exceeds the steps: {recipe.train.steps}")
     return problems
 
 
@@ -667,18 +634,11 @@ def phase_problem(name: str, value: Any, changes: dict[str, Any], recipe: Recipe
 def validate(cls: Any, fields: Any, where: str, problems: list[str], further_names: Sequence[str] = ()) -> Any:
     """Return an instance of `cls` with these fields, or None if there is a problem. where: the fields' place in the
     recipe. further_names: field names that errors list, too."""
-    known = names_of(cls)
-    if isinstance(fields, dict):
-        for name in fields:
-            if str(name) not in known:
-                there = ", ".join([*further_names, *known])
-                place = f"{where}.{name}"
-                problems.append(removed_field(place) or f"{place}: unknown key; the keys are {there}")
-        fields = {name: value for name, value in fields.items() if str(name) in known}
     try:
         return TypeAdapter(cls).validate_json(json.dumps(fields, default=str))
     except ValidationError as error:
-        problems += [describe(details, where) for details in error.errors()]
+        keys = ", ".join([*further_names, *names_of(cls)])
+        problems += [describe(details, where, keys) for details in error.errors()]
         return None
 
 
@@ -686,15 +646,15 @@ def names_of(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if field.name != "options"]
 
 
-def describe(details: Any, where: str) -> str:
-    """Return a line about one of pydantic's errors."""
+def describe(details: Any, where: str, keys: str) -> str:
+    """Return a line about one of pydantic's errors. keys: those at the place `where`."""
     kind = details["type"]
     value = details["input"]
     name = where
     for part in details["loc"]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     if kind == "unexpected_keyword_argument":
-        return f"{name}: unknown key"
+        return removed_field(name) or f"{name}: unknown key; the keys are {keys}"
     if kind == "missing":
         return f"{name}: is required"
     if kind == "value_error":
@@ -702,15 +662,4 @@ def describe(details: Any, where: str) -> str:
     if kind == "list_type":
         return f"{name}: {value!r} is not a list; write [{value}]"
     message = details["msg"].replace("Input should", "the value must").replace("String should", "the text must")
-    return f"{name}: {value!r}: {message}{remedy(value, kind)}"
-
-
-def remedy(value: Any, kind: str) -> str:
-    """Return what to write in the place of a value that YAML reads as another type. kind: pydantic's error."""
-    if kind == "float_type" and re.fullmatch(r"[-+.\d]+[eE][-+]?\d+", str(value)):
-        return "; YAML reads a number with an exponent only with a dot and a sign: write it as 3.0e-4"
-    if kind == "int_type" and isinstance(value, float) and value.is_integer():
-        return f"; write {value:.0f}"
-    if kind == "string_type" and isinstance(value, bool):
-        return "; YAML reads yes, no, on, off as truth values: quote it"
-    return ""
+    return f"{name}: {value!r}: {message}"

@@ -45,12 +45,14 @@ FLAGS: dict[str, str] = {
 FIELDS: dict[str, str] = {
     # One line for each field.
     "train.rollbacks": "a run that is not finite ends with exit code 3; start it again with train.skip_steps: [STEP]",
-    "train.spikes": "look at the loss in TensorBoard, and leave steps out by train.skip_steps: [81200-81260]",
+    "train.spikes": "look at the loss in TensorBoard, and leave steps out: train.skip_steps=[$(seq -s, 812 820)]",
     "train.compile": "leave it out; packed rows are not padded to one shape any more",
     "streams.*.tokens": "set samples, the number per optimizer step over all ranks",
     "data.truecase": "data_tools.lexicon --truecase DIR; of older runs, data.lexicons=[RUN/lexicon/FILE.txt]",
     "train.tracker": "TensorBoard; for wandb, `wandb sync RUN/tb` or wandb.init(sync_tensorboard=True)",
     "data.max_epochs": "--dry_run prints the epochs; a larger data.alpha, or a phase's data.languages, lowers them",
+    "train.stop_limit": "leave it out; a run that hangs ends after train.stall_limit, with exit code 5",
+    "checkpoint.background": "leave it out; training waits for each save, so a larger checkpoint.every waits less",
     "checkpoint.hook": "a second job: slurm/evaluate_checkpoint.sh CHECKPOINT OUT.json --task ...",
 }
 """Recipe field -> what to use instead. A * stands for a name that users choose: "streams.*.tokens"."""

@@ -1,33 +1,36 @@
 """YAML that is read strictly, for recipes and corpora."""
 
+import re
 from typing import Any
 
 import yaml
 
-MOST_VALUES = 100_000
-"""The maximum number of values of a YAML text. Each use of an alias counts as a copy."""
+MOST_ALIASES = 10
+"""The maximum number of aliases in a YAML text. Aliases of aliases can make gigabytes of a few lines."""
 
 
 def read_yaml(text: str) -> Any:
     """Return the content of a YAML text. Raises ValueError."""
     try:
-        return yaml.load(text, UniqueKeys)
+        return yaml.load(text, StrictLoader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from None
 
 
-class UniqueKeys(yaml.SafeLoader):
-    """A YAML loader that refuses a key that occurs twice, also as 1 and "1". YAML itself would use the last value.
-    Aliases of aliases, which make gigabytes of a few lines, are refused too."""
+class StrictLoader(yaml.SafeLoader):
+    """A loader of YAML 1.2's numbers and truth values: 3e-4 is a number, and only true and false are truth values, so
+    that `no` is Norwegian. It refuses a key that occurs twice, also as 1 and "1"; YAML itself would use the last
+    value."""
 
-    def get_single_data(self) -> Any:
-        root = self.get_single_node()
-        if root is None:
-            return None
-        values = count_values(root, {})
-        if values > MOST_VALUES:
-            raise yaml.YAMLError(f"its aliases make {values:.2g} values of it; write out what they stand for")
-        return self.construct_document(root)  # type: ignore[no-untyped-call]
+    aliases = 0
+    """The number of aliases so far."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            self.aliases += 1
+            if self.aliases > MOST_ALIASES:
+                raise yaml.YAMLError(f"it has over {MOST_ALIASES} aliases; write out what they stand for")
+        return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = set[str]()
@@ -39,16 +42,8 @@ class UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def count_values(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Return the number of values in a node, with aliases as copies. counts: the numbers of the nodes seen, by id."""
-    if id(node) in counts:
-        return counts[id(node)]
-    counts[id(node)] = 1  # for a node that contains itself
-    parts = list[yaml.Node]()
-    if isinstance(node, yaml.SequenceNode):
-        parts = node.value
-    elif isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            parts += [key, value]
-    counts[id(node)] = 1 + sum(count_values(part, counts) for part in parts)
-    return counts[id(node)]
+NUMBER = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$")
+StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+for first in "yYnNoO":  # of yes, no, on and off
+    resolvers = StrictLoader.yaml_implicit_resolvers[first]
+    StrictLoader.yaml_implicit_resolvers[first] = [r for r in resolvers if r[0] != "tag:yaml.org,2002:bool"]

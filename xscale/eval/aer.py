@@ -160,7 +160,8 @@ def load_hand_links(text: Path, links: Path | None = None) -> list[LinkedPair]:
                 f"{links} has {len(link_lines):,} lines, {text} has {len(lines):,}; line n must have the links of line "
                 f"n"
             )
-    pairs: list[LinkedPair] = []
+    rows: list[list[list[str]]] = []
+    first = 1
     for number, line in enumerate(lines, start=1):
         cells = line.split(separator)
         if links is not None:
@@ -168,60 +169,50 @@ def load_hand_links(text: Path, links: Path | None = None) -> list[LinkedPair]:
         sides = [split_words(cell) for cell in cells]
         if len(cells) != 3 or not sides[0] or not sides[1]:
             raise UserError(f"{text}: line {number}: {line[:60]!r} is not `{form}`; fix the line")
-        pairs.append(make_pair(sides, f"{links or text}: line {number}"))
-    return count_from_0(pairs, links or text)
+        rows.append(sides)
+        for link in sides[2]:
+            if "0" in re.split("[-p]", link):
+                first = 0
+    pairs: list[LinkedPair] = []
+    is_clear = first == 0
+    for number, sides in enumerate(rows, start=1):
+        pair = make_pair(sides, first, f"{links or text}: line {number}")
+        for i, j in pair.possible:
+            is_clear = is_clear or i + 1 == len(sides[0]) or j + 1 == len(sides[1])
+        pairs.append(pair)
+    if not is_clear:
+        raise UserError(
+            f"{links or text}: it is unclear whether words are counted from 0 or from 1, since no link has the number "
+            f"0 or the number of a sentence's words; add a pair of sentences whose first or last words are linked"
+        )
+    return pairs
 
 
 def plain_lines(path: Path) -> list[str]:
     return [line for _, line in read_lines(path)]
 
 
-def make_pair(sides: list[list[str]], place: str) -> LinkedPair:
-    """Return a pair. sides: the words of both sentences, and links such as 0-0 and 1p2. place: where the links stand,
-    for errors. Raises UserError."""
+def make_pair(sides: list[list[str]], first: int, place: str) -> LinkedPair:
+    """Return a pair. sides: the words of both sentences, and links such as 0-0 and 1p2. first: the number of the first
+    word. place: where the links stand, for errors. Raises UserError."""
     pair = LinkedPair((sides[0], sides[1]), set(), set())
     for link in sides[2]:
         match = LINK.fullmatch(link)
         if not match:
             raise UserError(f"{place}: {link!r} is no link; write i-j, or ipj for a possible link")
-        numbers = (int(match[1]), int(match[3]))
-        pair.possible.add(numbers)
+        i = int(match[1]) - first
+        j = int(match[3]) - first
+        if not (0 <= i < len(sides[0]) and 0 <= j < len(sides[1])):
+            raise UserError(
+                f"{place}: link {link} does not fit sentences of {len(sides[0])} and {len(sides[1])} words, counted "
+                f"from {first}; fix the line"
+            )
+        pair.possible.add((i, j))
         if match[2] == "-":
-            pair.sure.add(numbers)
+            pair.sure.add((i, j))
     return pair
 
 
 def split_words(text: str) -> list[str]:
     """Split a text at spaces and tabs alone, as aligners do; U+3000 can be a word of Japanese text."""
     return [word for word in re.split("[ \t]+", text) if word]
-
-
-def count_from_0(pairs: list[LinkedPair], path: Path) -> list[LinkedPair]:
-    """Return the pairs with links that count words from 0. path: the file of the links. Raises UserError."""
-    smallest = 1
-    for pair in pairs:
-        for link in pair.possible:
-            smallest = min(smallest, *link)
-    is_clear = smallest == 0
-    counted = []
-    for number, pair in enumerate(pairs, start=1):
-        first = len(pair.words[0])
-        second = len(pair.words[1])
-        moved = LinkedPair(pair.words, set(), set())
-        for i, j in pair.possible:
-            is_clear = is_clear or i == first or j == second
-            if i - smallest >= first or j - smallest >= second:
-                raise UserError(
-                    f"{path}: line {number}: link {i}-{j} does not fit sentences of {first} and {second} words, "
-                    f"counted from {smallest}; fix the line"
-                )
-            moved.possible.add((i - smallest, j - smallest))
-            if (i, j) in pair.sure:
-                moved.sure.add((i - smallest, j - smallest))
-        counted.append(moved)
-    if not is_clear:
-        raise UserError(
-            f"{path}: it is unclear whether words are counted from 0 or from 1, since no link has the number 0 or "
-            f"the number of a sentence's words; add a pair of sentences whose first or last words are linked"
-        )
-    return counted

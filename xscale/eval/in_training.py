@@ -5,7 +5,6 @@ without evaluations.
 """
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,9 +24,8 @@ from xscale.data.corpus import (
     linked_sources,
 )
 from xscale.data.loader import Loader
-from xscale.data.mixture import PACK_FILL, initial_state
+from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
 from xscale.data.remote import Cache, location
-from xscale.data.scripts import names_of
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.stream import Stream, language_groups, matches_languages, share_names
 from xscale.errors import RankError, UserError
@@ -51,30 +49,24 @@ Results = dict[str, dict[str, float]]
 
 
 def measure_functions(
-    loader: Loader, engine: Any, process: Process, alignment: Callable[[], Results], note: Callable[[str], None]
+    loader: Loader, engine: Any, process: Process, note: Callable[[str], None]
 ) -> dict[str, Callable[[], Results]]:
     """Return {task of the recipe: the function that measures it}. All ranks call a function together, and the results
     are complete on rank 0.
 
-    alignment: the function that measures alignment scores. note: a function that is called again and again with a
-    description of the work, to show progress. Raises UserError.
+    note: a function that is called again and again with a description of the work, to show progress. Raises UserError.
     """
     functions: dict[str, Callable[[], Results]] = {}
     for task in loader.recipe.eval.tasks:
-        if task.kind == "alignment":
-            functions[task.name] = alignment
-        elif task.kind == "heldout":
+        if task.kind == "heldout":
             functions[task.name] = HeldoutTask(task, loader, engine, process, note).measure
         else:
             functions[task.name] = RetrievalTask(task, loader, engine, process, note).measure
     return functions
 
 
-def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGroup) -> list[str]:
-    """Return a line for each task with languages in which the run has no text. Raises UserError if a task cannot be
-    measured at this ZeRO stage, or if no task has the results row that checkpoint.best names."""
-    best = recipe.checkpoint.best
-    notes: list[str] = []
+def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGroup) -> None:
+    """Raise UserError if a task cannot be measured, or not at this ZeRO stage. All ranks call it together."""
     for task in recipe.eval.tasks:
         if stage >= 3:
             raise UserError(
@@ -82,93 +74,46 @@ def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGro
                 f"exports of checkpoints (xscale.export, xscale.eval.run), or use a ds_config of stage 2 or lower"
             )
         try:
-            sources = [] if task.kind == "alignment" else find_task_sources(task, recipe, corpus)
-            rows = row_names(task, recipe, corpus, sources, host_group)
+            sources = find_task_sources(task, recipe, corpus)
+            check_file_sizes(sources, host_group)
+            if task.kind == "retrieval":
+                sources_by_row(task, sources)
+            else:
+                heldout_streams(recipe, corpus, sources, find_heldout_links(recipe, sources, host_group))
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
-        if best and best.partition("/")[0] == task.name and best.split("/", 2)[1] not in rows:
-            known = ", ".join(f"{task.name}/{row}" for row in rows)
-            raise UserError(f"checkpoint.best: {best} is not measured; choose a number of one of these rows: {known}")
-        new = sorted({language for source in sources for language in source.langs} - {*corpus.languages})
-        if new and recipe.any_stream("language_embeddings"):
-            names = ", ".join(new)
-            notes.append(f"eval.{task.name} reads {names} with the neutral language embedding, since --data lacks it")
-    return notes
-
-
-def row_names(
-    task: EvalTask, recipe: Recipe, corpus: Corpus, sources: list[Source], host_group: HostGroup
-) -> list[str]:
-    """Return the names of the results rows of a task. Raises UserError if the task cannot be measured."""
-    if task.kind == "alignment":
-        return list(with_overall_means(task.name, empty_alignment_rows(corpus)))
-    check_file_sizes(sources, host_group)
-    if task.kind == "retrieval":
-        return [ALL, *sources_by_row(task, sources)]
-    linked = find_heldout_links(recipe, sources, host_group)
-    streams = heldout_streams(recipe, corpus, sources, linked)
-    means: list[str] = []
-    languages: list[str] = []
-    for stream in streams:
-        pairs = {sources[s].pair for s in stream.sources}
-        if len(pairs) > 1:
-            means.append(f"{stream.name} {ALL}")
-        for s in stream.sources:
-            for language in (sources[s].pair, *sources[s].langs):
-                languages.append(f"{stream.name} {language}")
-    names = [stream.name for stream in streams]
-    return list(dict.fromkeys([*names, *means, *languages]))
-
-
-def empty_alignment_rows(corpus: Corpus) -> Results:
-    """Return a results row for each dictionary, with NaN for each score to measure. Raises UserError if there is
-    none."""
-    lexicons = corpus.lexicons + corpus.measured
-    if not lexicons:
-        raise UserError("the run has no dictionary; set data.lexicons=[PATH/en-de.txt], or put it into lexicon/")
-    nothing = {language: np.empty(0, dtype=np.int64) for lexicon in lexicons for language in lexicon.langs}
-    probes = build_probes(lexicons, corpus.lexicons, corpus.unseen, nothing)
-    rows: Results = {}
-    for name, probe in probes.items():
-        rows[name] = {}
-        for subset, words in probe.items():
-            if len(words.queries) >= FEWEST:
-                rows[name][subset] = math.nan
-    return rows
 
 
 def with_overall_means(task: str, rows: Results) -> Results:
     """Return rows with means over languages or pairs, followed by the task's own rows. The row of means is `all`; for
-    held-out losses, it is `STREAM all` for each stream. A number is averaged if several rows have it."""
+    held-out losses, it is `STREAM all` for each stream. A number is averaged over the rows that have it."""
     losses = task.partition(".")[0] == "heldout"
-    groups: dict[str, list[dict[str, float]]] = {}
+    values: dict[str, dict[str, list[float]]] = {}
     for row, numbers in rows.items():
         stream, _, language = row.partition(" ")
-        if language or not losses:
-            groups.setdefault(f"{stream} {ALL}" if losses else ALL, []).append(numbers)
+        if losses and not language:  # of a stream, not of a language
+            continue
+        averaged = values.setdefault(f"{stream} {ALL}" if losses else ALL, {})
+        for name, value in numbers.items():
+            if direction(name) and "->" not in name:  # and not of one direction
+                averaged.setdefault(name, []).append(value)
     means: Results = {}
-    for row, group in groups.items():
-        values_of_name: dict[str, list[float]] = {}
-        for numbers in group:
-            for name, value in numbers.items():
-                if direction(name):
-                    values_of_name.setdefault(name, []).append(value)
-        for name, values in values_of_name.items():
-            if len(values) > 1:
-                are_scores = all(isinstance(value, Score) for value in values)
-                means.setdefault(row, {})[name] = mean(values) if are_scores else sum(values) / len(values)
+    for mean_row, values_of_name in values.items():
+        means[mean_row] = {name: mean_of(numbers) for name, numbers in values_of_name.items()}
     return means | rows
+
+
+def mean_of(values: list[float]) -> float:
+    """Return the mean, with its interval if the values are Scores."""
+    return mean(values) if isinstance(values[0], Score) else sum(values) / len(values)
 
 
 def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[Source]:
     """Return the task's sources. Raises UserError if the run trains on a source of the task, or has no text in one of
-    the task's languages. Only retrieval may have such a language, and only if the run trains the neutral language
-    embedding."""
+    the task's languages."""
     cache = Cache.of(recipe.data.cache, recipe.data.cache_gb)
     sources = find_sources([*map(location, task.data)], cache)
     share_names(sources, preferred=corpus.languages)
-    for source in sources:
-        source.rename_languages(names_in_run(source, corpus.languages))
     sources = take_first(sources, task.limit)
     trained = {source.fingerprint: source for source in corpus.sources}
     for source in sources:
@@ -177,27 +122,12 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
                 f"{source.directory} is training data of this run; give records that the run does not train on"
             )
         new = sorted(set(source.langs) - set(corpus.languages))
-        if new and task.kind != "retrieval":
+        if new:
             raise UserError(
-                f"{source.directory} has text in {' and '.join(new)}, but the run's --data has none; leave it out"
-            )
-        if new and not recipe.shows_neutral():
-            raise UserError(
-                f"{source.directory} has text in {' and '.join(new)}, which --data lacks. The neutral language "
-                f"embedding would be used, but no stream trains it with language_dropout 0; leave the source out, or "
-                f"set streams.NAME.language_dropout=0.1"
+                f"{source.directory} has text in {' and '.join(new)}, but the run's --data has none; leave it out, and "
+                f"evaluate exports on it (xscale.eval.run)"
             )
     return sources
-
-
-def names_in_run(source: Source, languages: list[str]) -> dict[str, str]:
-    """Return {written name of a language of the source: its name}. The name is the run's if the run has one name that
-    means the language: zh-Hans for zho_Hans in a run with zh-Hans and zh-Hant."""
-    names = {}
-    for written, name in zip(source.written_langs, source.langs, strict=True):
-        known = names_of(written, languages)
-        names[written] = known[0] if len(known) == 1 else name
-    return names
 
 
 def find_heldout_links(recipe: Recipe, sources: list[Source], host_group: HostGroup) -> list[bool]:
@@ -245,11 +175,12 @@ class HeldoutTask:
         recipe = loader.recipe
         sources = find_task_sources(task, recipe, loader.corpus)
         calibration = Calibration([bytes_to_tokens(source, loader.corpus.tokenizer) for source in sources], {})
+        tokens = source_sizes(sources, calibration, "tokens")
         linked = find_heldout_links(recipe, sources, HostGroup(alone=True))
         streams = list[Stream]()
         for stream in heldout_streams(recipe, loader.corpus, sources, linked):
             if stream.packed:
-                text = sum(estimated_token_count(calibration, s, sources[s]) for s in stream.sources)
+                text = sum(tokens[source] for source in stream.sources)
                 stream = replace(stream, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))
             streams.append(without_language_dropout(stream))
         data = replace(recipe.data, alpha=1.0, alpha_by="records", workers=0, first=None)
@@ -293,15 +224,6 @@ def without_language_dropout(stream: Stream) -> Stream:
     if not hasattr(stream.options, "language_dropout"):
         return stream
     return replace(stream, options=replace(stream.options, language_dropout=0.0))
-
-
-def estimated_token_count(calibration: Calibration, source_index: int, source: Source) -> float:
-    """Return the number of tokens of a source, estimated from its bytes."""
-    tokens = 0.0
-    for shard, records in enumerate(source.counts):
-        lengths = source.lengths(shard, slice(0, records))
-        tokens += float(calibration.estimated_tokens(source_index, lengths).sum())
-    return tokens
 
 
 class ModelInTraining(ExportedModel):
@@ -356,8 +278,6 @@ def find_number(results: dict[str, Results], path: str) -> float | None:
     """Return the number at TASK/ROW/METRIC, or None if the task was not measured. Raises UserError if the task was
     measured and has no such number."""
     task, row, name = path.split("/", 2)
-    if row == ALL and len(rows := results.get(task, {})) == 1:
-        (row,) = rows  # a single pair has no row of means
     if task in results and name not in results[task].get(row, {}):
         known = sorted(f"{task}/{row}/{name}" for row, numbers in results[task].items() for name in numbers)
         raise UserError(
@@ -369,45 +289,18 @@ def find_number(results: dict[str, Results], path: str) -> float | None:
 # Alignment scores
 
 
-class AlignmentScores:
-    """Measures the alignment scores of a run's embeddings."""
-
-    def __init__(self, engine: Any, probes: dict[str, AlignmentProbe]):
-        """probes: the words to compare, by dictionary. Only rank 0 has them."""
-        self.engine = engine
-        self.probes = probes
-
-    def measure(self) -> Results:
-        """Return the scores by dictionary on rank 0, {} on other ranks. All ranks call it together."""
-        results: Results = {}
-        with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
-            for pair, probe in self.probes.items():
-                for kind, words in probe.items():
-                    score = words.score(table)
-                    if score is not None:
-                        results.setdefault(pair, {})[kind] = score
-        return results
-
-    def metrics(self) -> dict[str, float]:
-        """Return the scores by the name of the metric."""
-        names = {"withheld": "alignment", "trained": "alignment_trained"}
-        metrics = dict[str, float]()
-        for pair, scores in self.measure().items():
-            for kind, score in scores.items():
-                metrics[str(MetricKey(names[kind], pair))] = score
-        return metrics
-
-
-def alignment_scores(
-    loader: Loader, engine: Any, host_group: HostGroup, note: Callable[[str], None]
-) -> AlignmentScores:
-    """Return the alignment scores of the run's dictionaries. They have no words if the recipe never measures alignment.
-    All ranks call it together."""
-    recipe = loader.recipe
-    asked = bool(recipe.train.measure_every) or any(task.kind == "alignment" for task in recipe.eval.tasks)
-    if not asked or not (loader.corpus.lexicons or loader.corpus.measured):
-        return AlignmentScores(engine, {})
-    return AlignmentScores(engine, find_probes(loader.corpus, host_group, note))
+def alignment_metrics(engine: Any, probes: dict[str, AlignmentProbe]) -> dict[str, float]:
+    """Return the alignment scores of a run's embeddings by the name of the metric on rank 0, {} on other ranks. All
+    ranks call it together. probes: the words to compare, by dictionary, which only rank 0 has."""
+    metrics = dict[str, float]()
+    with whole_weight(engine, engine.module.encoder.embeddings) as table:
+        for pair, probe in probes.items():
+            for kind, words in probe.items():
+                score = words.score(table)
+                if score is not None:
+                    name = "alignment" if kind == "withheld" else "alignment_trained"
+                    metrics[str(MetricKey(name, pair))] = score
+    return metrics
 
 
 def find_probes(corpus: Corpus, host_group: HostGroup, note: Callable[[str], None]) -> dict[str, AlignmentProbe]:
@@ -417,11 +310,6 @@ def find_probes(corpus: Corpus, host_group: HostGroup, note: Callable[[str], Non
     tokens = tokens_by_language(corpus, sorted({lexicon.langs[1] for lexicon in lexicons}), host_group, note)
     if not host_group.is_main:
         return {}
-    if withheld_share < corpus.lexicon_heldout:
-        LOG.warning(
-            f"data.lexicon_heldout is {corpus.lexicon_heldout:g}, but the training of model.init "
-            f"withheld only {withheld_share:g} of the words; alignment/* measures these alone"
-        )
     probes = build_probes(lexicons, corpus.lexicons, withheld_share, tokens)
     for lexicon in corpus.measured:
         LOG.info(f"{lexicon.summary()}; no stream trains on it")

@@ -18,7 +18,6 @@ from xscale.eval.bootstrap import intervals, resampled_scores
 from xscale.eval.sentence_files import read_pooling
 from xscale.models.build import longest_sequence, read_pretrained, xscale_field
 from xscale.models.encoder import Encoder
-from xscale.models.heads import load_heads
 from xscale.recipe import DataConfig
 
 Scores = dict[str, float]
@@ -57,7 +56,6 @@ class ExportedModel:
             )
         self.headless = not has_head
         """True if the directory has no masked-LM head, so that the head is random."""
-        self.heads = load_heads(path)
         trained = xscale_field(lm.config, f"--model {path}")
         self.languages: list[str] = trained.get("languages", [])
         """The language of each language id. Id 0 is the neutral language embedding."""

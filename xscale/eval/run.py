@@ -5,8 +5,6 @@ python -m xscale.eval.run --model HF_DIR --task NAME ... --data DIR --out FILE.j
 
 import argparse
 import sys
-import traceback
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -34,25 +32,16 @@ def main(argv: list[str] | None = None) -> int:
             check_output_file(args.out)
         rows = plan_rows(args, find_sources(args.data))
         model = ExportedModel(args.model)
-
-        def publish(results: dict[str, dict[str, Scores]], failed: dict[str, dict[str, str]]) -> None:
-            write_results(args.out, args.model, results, failed)
-
-        return evaluate_rows(model, rows, publish)
+        return evaluate_rows(model, rows, args.out)
     except (UserError, OSError) as error:
         return report_error(error)
 
 
-def evaluate_rows(
-    model: ExportedModel,
-    rows: dict[str, dict[str, TaskRow]],
-    publish: Callable[[dict[str, dict[str, Scores]], dict[str, dict[str, str]]], None],
-) -> int:
-    """Evaluate and print every row, and return the exit code: 1 after a bug, else 2 after a user's error, else 0.
-    publish: called after each row with {task: {row: scores}} so far, and with {task: {row: error}}."""
+def evaluate_rows(model: ExportedModel, rows: dict[str, dict[str, TaskRow]], out: Path | None) -> int:
+    """Evaluate and print every row, write the scores so far to `out` after each, and return the exit code: 2 after a
+    user's error, else 0."""
     results: dict[str, dict[str, Scores]] = {}
     failed: dict[str, dict[str, str]] = {}
-    code = 0
     places: list[tuple[str, str]] = []
     for task in rows:
         places += product([task], rows[task])
@@ -65,15 +54,9 @@ def evaluate_rows(
                 tqdm.write(f"{task} {full_name}: {shown}", file=sys.stdout)
         except UserError as error:
             failed.setdefault(task, {})[name] = str(error)
-            code = code or 2
-        except Exception as error:
-            failed.setdefault(task, {})[name] = f"{type(error).__name__}: {error}"
-            traceback.print_exc()
-            code = 1
-        if name in failed.get(task, {}):
-            print(f"error: task {task} on {name}: {failed[task][name]}", file=sys.stderr)
-        publish(results, failed)
-    return code
+            print(f"error: task {task} on {name}: {error}", file=sys.stderr)
+        write_results(out, model.path, results, failed)
+    return 2 if failed else 0
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from xscale.report.read import Run
 from xscale.report.tables import late_mean
@@ -88,15 +89,10 @@ def draw_chart(title: str, lines: dict[str, pd.Series]) -> Chart:
         axes = figure.add_subplot(xlabel="step")
         for (label, curve), colour, marker in zip(lines.items(), COLOURS, MARKERS, strict=False):
             points = thin(curve)
-            shown = label
-            if not has_numbers(points):
-                shown += " (no numbers)"
             every = len(points) // 8 + 1
-            axes.plot(points.index, points, color=colour, marker=marker, markevery=every, label=shown)
+            axes.plot(points.index, points, color=colour, marker=marker, markevery=every, label=label)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(4))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(tick_label)
         if len(lines) > 1:
             figure.legend(loc="outside lower left")
         file = io.BytesIO()
@@ -104,16 +100,11 @@ def draw_chart(title: str, lines: dict[str, pd.Series]) -> Chart:
     return Chart(title, "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode())
 
 
-def tick_label(value: float, _: float = 0) -> str:
-    return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:.6g}"
-
-
 def thin(curve: pd.Series) -> pd.Series:
-    """Return the mean of a curve in each of MOST_POINTS equal ranges of steps, by the range's mean step. A curve of at
-    most MOST_POINTS steps keeps them. Missing numbers are ignored."""
+    """Return the means of MOST_POINTS equal parts of a curve, by the mean step of each. A curve of at most MOST_POINTS
+    steps is returned as it is. Missing numbers are ignored."""
     if len(curve) <= MOST_POINTS:
         return curve
-    steps = curve.index.to_numpy()
-    ranges = (steps - steps[0]) * MOST_POINTS // (steps[-1] - steps[0] + 1)
-    means = pd.DataFrame({"step": steps, "value": curve.to_numpy()}).groupby(ranges).mean()
+    parts = np.arange(len(curve)) * MOST_POINTS // len(curve)
+    means = curve.rename("value").rename_axis("step").reset_index().groupby(parts).mean()
     return means.set_index("step")["value"]

@@ -19,10 +19,6 @@ class Section:
     charts: list[Chart] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
 
-    @property
-    def has_content(self) -> bool:
-        return bool(self.note or self.charts or any(table.rows for table in self.tables))
-
 
 def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
     """Return the page's HTML. runs: {name: run}; models: {name: results}."""
@@ -35,8 +31,7 @@ def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["cell"] = tables.format_cell
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    shown = [section for section in sections if section.has_content]
-    page = template.render(title=", ".join([*runs, *models]), sections=shown)
+    page = template.render(title=", ".join([*runs, *models]), sections=sections)
     return page.encode("utf-8", "replace").decode()  # names of files may have lone surrogates
 
 
@@ -55,11 +50,8 @@ def losses_section(runs: dict[str, Run]) -> Section:
     terms_of_stream: dict[str, dict[str, str]] = {}
     for metric, key in metric_keys(runs).items():
         if key.name == "loss" and key.stream and not key.language:
-            label = f"term {key.term}" if key.term else "sum"
-            terms_of_stream.setdefault(key.stream, {})[label] = metric
+            terms_of_stream.setdefault(key.stream, {})[key.term or "sum"] = metric
     for stream, terms in terms_of_stream.items():
-        if list(terms) == ["sum"]:
-            terms = {"": terms["sum"]}
         section.charts += draw_charts(f"Loss of {stream}, nats", metric_curves(runs, terms))
     return section
 

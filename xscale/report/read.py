@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from xscale.errors import UserError
 from xscale.eval.bootstrap import REPLICATES, Score
 from xscale.metric_keys import MetricKey
+from xscale.run.metrics import entries_from_end
 
 SHOWN_METRICS = ("loss", "alignment", "tokens", "tokens_per_s", "step_s", "skipped")
 """The metrics of metrics.jsonl that a page shows. TensorBoard has all."""
@@ -41,13 +42,8 @@ class Measured:
     """The standard deviation over seeds."""
 
 
-@dataclass
-class Results:
-    """A model's scores: those of result files, or of a run's last evaluation."""
-
-    scores: dict[ScoreName, Measured] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    """{`TASK ROW`: why it failed}."""
+Results = dict[ScoreName, Measured]
+"""A model's scores: those of result files, or of a run's last evaluation."""
 
 
 class Evaluation(BaseModel):
@@ -58,11 +54,9 @@ class Evaluation(BaseModel):
     results: Tree[float | None]
     intervals: Tree[tuple[float, float]] = {}
     resampled: Tree[Annotated[list[float | None], Field(min_length=REPLICATES, max_length=REPLICATES)]] = {}
-    failed: dict[str, str | dict[str, str]] = {}
-    """{task: why it failed, or {row: why it failed}}."""
 
     def to_results(self) -> Results:
-        results = Results()
+        results: Results = {}
         values = dict(leaves(self.results))
         intervals = dict(leaves(self.intervals))
         resampled = dict(leaves(self.resampled))
@@ -72,13 +66,7 @@ class Evaluation(BaseModel):
                 value = Score(value, np.array(resampled[name], dtype=float))
             deviation = values.get(name._replace(metric=f"{name.metric}_std"))
             if not name.metric.endswith("_std"):
-                results.scores[name] = Measured(value, intervals.get(name), deviation)
-        for task, why in self.failed.items():
-            if isinstance(why, str):
-                results.failed[f"{task}, step {self.step}"] = why
-                continue
-            for row, reason in why.items():
-                results.failed[f"{task} {row}".strip()] = reason
+                results[name] = Measured(value, intervals.get(name), deviation)
         return results
 
 
@@ -96,7 +84,7 @@ class Run:
     scores: dict[ScoreName, pd.Series]
     """{name: its number at each evaluated step}."""
     last: Results
-    """The last evaluation, with the failures of all."""
+    """The last evaluation."""
     recipe: dict[str, Any]
     status: dict[str, Any]
 
@@ -113,13 +101,10 @@ def read_run(folder: Path) -> Run:
     for line in json_lines(folder / "metrics.jsonl"):
         metrics[line["step"]] = shown_metrics(line)
     scores: dict[int, dict[ScoreName, float]] = {}
-    last = Results()
-    failed: dict[str, str] = {}
+    last: Results = {}
     for line in json_lines(folder / "evals.jsonl"):
         last = parse_evaluation(line, folder / "evals.jsonl").to_results()
-        failed |= last.failed
-        scores[line["step"]] = {name: score.value for name, score in last.scores.items()}
-    last.failed = failed
+        scores[line["step"]] = {name: score.value for name, score in last.items()}
     return Run(
         curves_of(metrics),
         curves_of(scores),
@@ -149,21 +134,10 @@ def curves_of(steps: dict[int, dict[Any, float]]) -> dict[Any, pd.Series]:
     return {name: pd.Series(column, dtype=float) for name, column in columns.items()}
 
 
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of lines; nothing without the file. A broken last line is left out: a run is writing
-    it, or its machine failed. Raises UserError for any other line that is not an object with a step."""
-    if not path.is_file():
-        return
-    lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            entry = None
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-            yield entry
-        elif number < len(lines):
-            raise UserError(f"{path}, line {number}, is no JSON object with a step; remove the line")
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of lines in order, without broken ones; [] without the file."""
+    entries = [entry for _, entry in entries_from_end(path)] if path.is_file() else []
+    return entries[::-1]
 
 
 def read_results(paths: list[Path]) -> dict[str, Results]:
@@ -175,12 +149,11 @@ def read_results(paths: list[Path]) -> dict[str, Results]:
         evaluation = parse_evaluation(read_file(path, json.loads), path)
         results = evaluation.to_results()
         name = evaluation.model or path.stem
-        known = models.setdefault(name, Results())
-        if known.scores.keys() & results.scores.keys():
+        known = models.setdefault(name, {})
+        if known.keys() & results.keys():
             models[f"{name} ({path})"] = results
         else:
-            known.scores |= results.scores
-            known.failed |= results.failed
+            known |= results
     return models
 
 

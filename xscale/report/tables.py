@@ -1,7 +1,6 @@
 """Makes the tables of a page: what runs trained and reached, and scores side by side."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,16 +8,11 @@ from typing import Any
 import pandas as pd
 
 from xscale.eval.bootstrap import Score, mean, p_value, weighted_sum
-from xscale.metric_keys import ALL, direction
+from xscale.metric_keys import direction
 from xscale.report.read import Measured, Results, Run, ScoreName
 
 Cell = str | float | None
-SUMMARY = "Losses and speed are means of the last tenth of steps, scores are those of the last evaluation."
-COMPARED = (
-    " ✓ marks the best score; where 95 % intervals [low, high] overlap, the difference may be noise. Losses of "
-    "different recipes are different quantities, so none is marked as better. A dash: the run has no such number, "
-    "because its recipe has no such stream or evaluation."
-)
+SUMMARY = "Means of the last tenth of steps. A dash: the run has no such number."
 PAIRED = (
     "Brackets are 95 % intervals. Differences from the first model (`− first`) have the interval and the p value of a "
     "paired bootstrap: all models are resampled with the same sentences. `not in file`: evaluate the model with the "
@@ -83,50 +77,12 @@ def join(parts: list[Any], separator: str) -> str:
 
 
 def summary_table(runs: dict[str, Run]) -> Table:
-    """Return a table of the runs' last losses, speed and main scores. If there are several runs, ✓ marks the best
-    score. Losses are not marked."""
+    """Return the runs' last losses and speed."""
     table = Table("", ["", *runs], note=SUMMARY)
-    if len(runs) > 1:
-        table.note += COMPARED
     for metric, title in (("loss", "training loss, nats"), ("tokens_per_s", "tokens per second")):
         if any(metric in run.metrics for run in runs.values()):
             table.rows.append([title, *late_means(runs, metric)])
-    results = [run.last for run in runs.values()]
-    for name in main_scores(results):
-        cells = score_cells(results, name, None)
-        best = best_place(results, name)
-        if best is not None:
-            cells[best] = f"✓ {cells[best]}"
-        table.rows.append([f"{name.task} {name.row}: {name.metric}", *cells])
     return table
-
-
-def best_place(results: Sequence[Results], name: ScoreName) -> int | None:
-    """Return the index of the results with the best score, if there are several; None for a loss."""
-    values: dict[int, float] = {}
-    for place, one in enumerate(results):
-        if name in one.scores and math.isfinite(one.scores[name].value):
-            values[place] = direction(name.metric) * one.scores[name].value
-    if len(values) < 2 or "loss" in name.metric:
-        return None
-    return max(values, key=lambda place: values[place])
-
-
-def main_scores(results: list[Results]) -> list[ScoreName]:
-    """Return the main score of each task: the first score of its row of means, or of its only row. Held-out losses have
-    one main score for each stream."""
-    names: dict[ScoreName, None] = {}
-    for one in results:
-        first_of_row: dict[tuple[str, str], ScoreName] = {}
-        for name in one.scores:
-            if direction(name.metric):
-                first_of_row.setdefault((name.task, name.row), name)
-        rows = Counter(task for task, _ in first_of_row)
-        for name in first_of_row.values():
-            is_stream = name.task == "heldout" and " " not in name.row
-            if name.row == ALL or rows[name.task] == 1 or is_stream:
-                names[name] = None
-    return list(names)
 
 
 def run_score_tables(runs: dict[str, Run]) -> list[Table]:
@@ -136,7 +92,7 @@ def run_score_tables(runs: dict[str, Run]) -> list[Table]:
     for name in score_names(results):
         table = tables.setdefault(name.task, Table(name.task, ["row", "number", *runs]))
         table.rows.append([name.row, name.metric, *score_cells(results, name, None)])
-    return [*tables.values(), failure_table(list(runs), results)]
+    return list(tables.values())
 
 
 def compared_tables(models: dict[str, Results]) -> list[Table]:
@@ -152,32 +108,24 @@ def compared_tables(models: dict[str, Results]) -> list[Table]:
             tables[name.task] = Table(name.task, head, mean_rows(results, name.task))
         cells = score_cells(results, name, "not in file") + difference_cells(results, name)
         tables[name.task].rows.append([name.row, name.metric, *cells])
-    return [*tables.values(), failure_table(list(models), results)]
+    return list(tables.values())
 
 
 def score_names(results: Sequence[Results]) -> list[ScoreName]:
     names: dict[ScoreName, None] = {}
     for one in results:
-        names |= dict.fromkeys(one.scores)
+        names |= dict.fromkeys(one)
     return list(names)
-
-
-def failure_table(names: list[str], results: Sequence[Results]) -> Table:
-    table = Table("Evaluations that failed", ["of", "evaluation", "why"])
-    for name, one in zip(names, results, strict=True):
-        for what, why in one.failed.items():
-            table.rows.append([name, what, why])
-    return table
 
 
 def score_cells(results: Sequence[Results], name: ScoreName, absent: Cell) -> list[Cell]:
     """Return the score of each of the results, such as `0.94 [0.92, 0.96] ± 0.01 over seeds`, or `absent`."""
     cells: list[Cell] = []
     for one in results:
-        if name not in one.scores:
-            cells.append("failed" if f"{name.task} {name.row}" in one.failed else absent)
+        if name not in one:
+            cells.append(absent)
             continue
-        score = one.scores[name]
+        score = one[name]
         text = format_cell(score.value)
         if score.interval:
             text += " [{:.4g}, {:.4g}]".format(*score.interval)
@@ -192,10 +140,10 @@ def difference_cells(results: Sequence[Results], name: ScoreName) -> list[Cell]:
     metric has no better direction."""
     cells: list[Cell] = []
     for other in results[1:]:
-        if name not in results[0].scores or name not in other.scores or not direction(name.metric):
+        if name not in results[0] or name not in other or not direction(name.metric):
             cells.append(None)
             continue
-        pair = [other.scores[name].value, results[0].scores[name].value]
+        pair = [other[name].value, results[0][name].value]
         difference = weighted_sum(pair, [1, -1])
         if are_scores(pair):
             low, high = difference.interval
@@ -213,8 +161,8 @@ def mean_rows(results: Sequence[Results], task: str) -> list[list[Cell]]:
     """Return rows of means over the languages that all models have. A results row is `LANGUAGE` or `LANGUAGE VARIANT`;
     each variant has its own means."""
     members: dict[ScoreName, list[ScoreName]] = {}
-    for name in results[0].scores:
-        is_common = all(name in one.scores for one in results)
+    for name in results[0]:
+        is_common = all(name in one for one in results)
         if name.task == task and is_common and direction(name.metric) and "->" not in name.metric:
             row = f"mean over languages {name.row.partition(' ')[2]}".strip()
             members.setdefault(name._replace(row=row), []).append(name)
@@ -229,8 +177,8 @@ def mean_rows(results: Sequence[Results], task: str) -> list[list[Cell]]:
 
 def mean_of(results: Results, name: ScoreName, members: list[ScoreName]) -> Results:
     """Return results with a single score, the mean of the members. It has an interval if all members are Scores."""
-    scores = [results.scores[member].value for member in members]
+    scores = [results[member].value for member in members]
     average = mean(scores)
     if are_scores(scores):
-        return Results({name: Measured(average, average.interval)})
-    return Results({name: Measured(float(average))})
+        return {name: Measured(average, average.interval)}
+    return {name: Measured(float(average))}

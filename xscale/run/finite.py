@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,7 +10,6 @@ from xscale.checkpoint.manager import CheckpointManager
 from xscale.data.loader import StepBatch
 from xscale.errors import NotFinite
 from xscale.recipe import Recipe
-from xscale.run.metrics import LOG
 from xscale.run.state import RunContext
 
 NOT_FINITE = "not_finite.jsonl"
@@ -19,35 +17,6 @@ NOT_FINITE = "not_finite.jsonl"
 MOST_SKIPPED = 100
 """A run fails if fp16 skips this many steps in a row. Fewer are normal while fp16 looks for a loss scale: 32 halvings
 lead from 2^32 to 1."""
-SKIPS_OF = 200
-MOST_SKIPS = 20
-LOW_SCALE = 1.0
-"""A run warns if fp16 skips over MOST_SKIPS of SKIPS_OF steps (1 or 2 are normal), or its scale falls to LOW_SCALE."""
-
-
-class Skips:
-    """A counter of the steps that fp16 skips."""
-
-    def __init__(self) -> None:
-        self.in_a_row = 0
-        self.last: deque[bool] = deque(maxlen=SKIPS_OF)
-        self.warned = self.low = False
-
-    def count(self, skipped: bool, scale: float | None) -> str | None:
-        """Count one step. Returns a warning, or None if there is nothing new to warn about. scale: fp16's loss
-        scale."""
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        self.last.append(skipped)
-        was_low = self.low
-        self.low = scale is not None and scale <= LOW_SCALE
-        if self.low and not was_low:
-            return f"fp16's loss scale is down to {scale:g}: gradients are very large; lower train.lr, or take bf16"
-        if sum(self.last) <= MOST_SKIPS:
-            self.warned = False
-        elif not self.warned:
-            self.warned = True
-            return f"fp16 has skipped {sum(self.last)} of the last {len(self.last)} steps; lower train.lr, or take bf16"
-        return None
 
 
 class FiniteCheck:
@@ -58,17 +27,16 @@ class FiniteCheck:
         self.recipe = recipe
         self.manager = manager
         self.fp16: bool = context.engine.fp16_enabled()
-        self.skips = Skips()
+        self.skipped_in_a_row = 0
+        """The number of steps, up to the newest one that was checked, that fp16 has skipped without a break."""
 
     def check(self, entry: dict[str, Any], batch: StepBatch, finite: bool) -> None:
         """Raise NotFinite on all ranks if a step's losses or its gradient are not finite. fp16 may skip fewer than
         MOST_SKIPPED consecutive steps. entry: the step's line of metrics.jsonl. finite: whether this rank's own losses
         are finite."""
         number = entry["step"]
-        warning = self.skips.count(bool(entry["skipped"]), entry.get("loss_scale"))
-        if warning and self.fp16 and self.context.process.is_main:
-            LOG.warning(warning)
-        in_a_row = self.skips.in_a_row
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if entry["skipped"] else 0
+        in_a_row = self.skipped_in_a_row
         if self.fp16 and 0 < in_a_row < MOST_SKIPPED:
             return
         streams = [name for name in self.recipe.streams if not math.isfinite(entry.get(f"loss/{name}", 0))]
@@ -83,18 +51,16 @@ class FiniteCheck:
 
     def end_without_scale(self, number: int, error: NotFinite, batch: StepBatch) -> NoReturn:
         """Raise NotFinite for a step in which fp16 had no smaller loss scale left. All ranks call it."""
-        self.skips.count(True, None)
+        self.skipped_in_a_row += 1
         self.end_run(number, f"the gradient ({error})", batch, finite=True)
 
     def end_run(self, number: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
-        """Write the step's records to not_finite.jsonl, and raise NotFinite. finite: whether this rank's losses are
-        finite."""
-        self.manager.finish_save()
+        """Write the step's records to not_finite.jsonl, and raise. finite: whether this rank's losses are finite."""
         path = self.write_records(number, what, batch, finite)
         newest = self.manager.good
         good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
         # Steps that fp16 skipped have changed nothing, so the update before them has done the damage.
-        bad = number - self.skips.in_a_row if self.fp16 else number
+        bad = number - self.skipped_in_a_row if self.fp16 else number
         raise NotFinite(
             f"step {number}: {what} is not finite; {good}, in {self.manager.folder}. {path} names the records. "
             f"Continue from that checkpoint without the step (--resume DIR --set train.skip_steps=[{bad}]), or in "

@@ -30,7 +30,7 @@ from xscale.errors import ENVIRONMENT_ERRNOS, DirectoryTaken, MachineError, NotF
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.recipe import SECTIONS, StreamConfig, defaults
-from xscale.run.metrics import LOG, log_to_files
+from xscale.run.metrics import LOG
 
 IDENTITY, STARTS, STATUS = "identity.json", "starts.jsonl", "status.json"
 FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index.json", "config.json", "tokenizer.json")
@@ -101,25 +101,19 @@ def note_start(out: Path, step: int, ranks: int) -> None:
         "job": os.environ.get("SLURM_JOB_ID"),
         "command": [redact(word) for word in sys.argv],
     }
-    entry |= code_revision()
+    entry["revision"] = code_revision()
     entry["versions"] = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
     with (out / STARTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
-def code_revision() -> dict[str, Any]:
-    """Return the checkout's commit and the files that differ from the commit, or None for both outside of git."""
+def code_revision() -> str | None:
+    """Return the checkout's commit, with "-dirty" if files differ from it; None outside of git."""
     root = Path(__file__).resolve().parents[2]
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True).stdout
-
-    try:
-        commit = git("rev-parse", "HEAD")
-        changes = git("status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.CalledProcessError):
-        return {"revision": None, "changed": None}
-    return {"revision": commit.strip(), "changed": [line[3:] for line in changes.splitlines()]}
+    words = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    return None
 
 
 def compare_identities(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
@@ -271,7 +265,7 @@ class Status:
         try:
             yield
         except Exception as error:
-            log_to_files(traceback.format_exc())
+            LOG.debug(traceback.format_exc())
             is_free = self.has_lock is None and self.process.is_main and is_idle(self.out)
             if not isinstance(error, DirectoryTaken) and (self.has_lock or is_free):
                 self.ended(*explain(error))

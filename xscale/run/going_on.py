@@ -25,7 +25,7 @@ from xscale.models.build import run_fields_of
 from xscale.ranks import HostGroup
 from xscale.recipe import Recipe
 from xscale.run import folder
-from xscale.run.metrics import LOG, last_entries
+from xscale.run.metrics import LOG, entries_from_end
 from xscale.step.ds_config import EngineConfig
 
 ANCESTRY = "ancestry.json"
@@ -86,7 +86,7 @@ def find_own(out: Path, resume: str, host_group: HostGroup) -> Checkpoint | None
     if checkpoints.complete_steps(path):
         raise UserError(f"no checkpoint in {path} is usable; restore one, {remedy}")
     metrics = out / "metrics.jsonl"
-    if metrics.exists() and last_entries(metrics, 1):
+    if metrics.exists() and any(entries_from_end(metrics)):
         raise UserError(
             f"{metrics} has lines of steps, but no checkpoint in {path} has its {checkpoints.MANIFEST}: restore the "
             f"checkpoints, {remedy}"

@@ -11,7 +11,8 @@ from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
 from xscale.deepspeed_private import count_skipped_step
 from xscale.errors import NotFinite
-from xscale.eval.in_training import alignment_scores, measure_functions
+from xscale.eval.alignment_score import AlignmentProbe
+from xscale.eval.in_training import alignment_metrics, find_probes, measure_functions
 from xscale.run.finite import FiniteCheck
 from xscale.run.folder import STOPPED
 from xscale.run.going_on import is_own
@@ -58,10 +59,12 @@ class Trainer:
         )
         self.finite = FiniteCheck(context, self.recipe, self.manager)
         self.metrics = RunMetrics(context, self.recipe, self.finite, done, trace)
-        self.synchronizer = StepSynchronizer(context, self.manager, self.metrics, done, steps)
-        self.stopper = Stopper(context, self.synchronizer, self.metrics, self.manager, self.state, steps)
-        self.alignment = alignment_scores(loader, self.engine, context.host_group, self.watch.note)
-        tasks = measure_functions(loader, self.engine, self.process, self.alignment.measure, self.watch.note)
+        self.synchronizer = StepSynchronizer(context, self.metrics, done, steps)
+        self.stopper = Stopper(context, self.synchronizer, self.metrics, self.state)
+        self.probes: dict[str, AlignmentProbe] = {}
+        if self.recipe.train.measure_every and (loader.corpus.lexicons or loader.corpus.measured):
+            self.probes = find_probes(loader.corpus, context.host_group, self.watch.note)
+        tasks = measure_functions(loader, self.engine, self.process, self.watch.note)
         # An earlier start may have measured step 0 and been killed before it saved.
         measured = done if checkpoint else -1
         self.evaluations = Validation(context, self.recipe, tasks, measured, self.metrics, self.stopper)
@@ -79,7 +82,6 @@ class Trainer:
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
         """Train to the last step, or until a rank is asked to stop. Returns the exit code."""
-        self.stopper.warn_if_late(self.state, self.recipe.train.time_limit)
         while self.state.step < self.recipe.train.steps:
             started = time.monotonic()
             number = self.state.step + 1
@@ -92,17 +94,16 @@ class Trainer:
             counts = step.counts()
             check_targets(counts, number, self.recipe.at(self.state.step))
             self.watch.note(f"in step {number}")
-            if self.recipe.train.skips(number):
+            if number in self.recipe.train.skip_steps:
                 self.metrics.add_excluded(number, counts.samples, counts.cost["tokens"])
                 count_skipped_step(self.engine)
             else:
                 self.metrics.add(self.train_step(step.batch, counts, started))
             self.state = TrainState(number, step.batch.state)
             self.stopper.after_step(self.state)
-            self.metrics.after_step(number, step.batch, counts.too_long(), flush=counts.flush > 0)
+            self.metrics.after_step(number, step.batch, flush=counts.flush > 0)
             self.evaluations.after_step(self.state)
-            self.checkpoints.after_step(self.state, step)
-        self.metrics.log_end()
+            self.checkpoints.after_step(self.state)
         LOG.info(f"done: {self.recipe.train.steps} steps, {self.out}")
         return 0
 
@@ -143,10 +144,9 @@ class Trainer:
             numbers["loss_scale"] = float(engine.optimizer.loss_scale)
         numbers |= result.gradient_norms
         if measure:
-            numbers |= self.alignment.metrics()
+            numbers |= alignment_metrics(engine, self.probes)
         seconds = max(time.monotonic() - started, 1e-9)
         numbers |= self.flops.metrics(counts.cost, seconds, self.process.world)
-        numbers |= self.manager.pop_times()
         numbers["step_s"] = seconds
         numbers["tokens_per_s"] = counts.cost["tokens"] / seconds
         numbers["samples_per_s"] = counts.samples / seconds
@@ -154,7 +154,6 @@ class Trainer:
 
     def stop_early(self) -> int:
         """Save a checkpoint after the last finished step, and return the exit code."""
-        self.watch.note_last_save()
         self.checkpoints.save(self.state, must_succeed=True)
         LOG.info(f"stopped at step {self.state.step} ({self.stop.why}); start again to continue")
         return STOPPED

@@ -7,6 +7,7 @@ import faulthandler
 import json
 import logging
 import math
+import mmap
 import os
 import shutil
 import signal
@@ -15,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from xscale.recipe import Recipe
 
 LOG = logging.getLogger("xscale")
 LINE_SECONDS = 5.0
-"""The minimum number of seconds between progress lines. The first step, the last step and each evaluation always have a
-line."""
+"""The minimum number of seconds between progress lines. The first and the last step always have a line."""
 BUFFER = 1 << 16
 """Lines wait in memory until they have more than this number of bytes, or until the next flush."""
 MOST_WAITING = 1 << 24
@@ -36,7 +35,7 @@ MOST_WAITING = 1 << 24
 def start_logging(out: Path, rank: int) -> Path:
     """Log to logs/rankN.log and the console, which shows only the warnings of ranks other than 0. Rank 0 also logs to
     run.log. Returns the path of logs/rankN.log."""
-    LOG.setLevel(logging.INFO)
+    LOG.setLevel(logging.DEBUG)  # tracebacks, in the files alone
     LOG.propagate = False
     logging.raiseExceptions = False  # lines that cannot be written, as on a full disk, are dropped
     LOG.handlers.clear()
@@ -54,13 +53,6 @@ def start_logging(out: Path, rank: int) -> Path:
     faulthandler.register(signal.SIGUSR1, stacks)  # the processes of the loader inherit this setting
     LOG.info(f"rank {rank}: host {os.uname().nodename}, process {os.getpid()}")
     return path
-
-
-def log_to_files(line: str) -> None:
-    """Log a line to the files only."""
-    for handler in LOG.handlers:
-        if isinstance(handler, logging.FileHandler):
-            handler.emit(LOG.makeRecord("xscale", logging.INFO, "", 0, line, (), None))
 
 
 class _Printable(logging.Formatter):
@@ -170,30 +162,18 @@ def _finite(value: Any) -> Any:
 def entries_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the objects of a file of lines from the last to the first, each with the offset at which its line ends.
     Lines that are incomplete, or have no step, are left out. Only the part of the file that is asked for is read."""
-    with path.open("rb") as file:
-        start = file.seek(0, os.SEEK_END)
-        data = b""  # the bytes from `start` on whose lines are not yet yielded
-        while start or data:
-            line_start = data.rfind(b"\n", 0, -1) + 1
-            if start and not line_start:
-                size = min(max(BUFFER, len(data)), start)
-                start = file.seek(start - size)
-                data = file.read(size) + data
-                continue
-            end = start + len(data)
-            line = data[line_start:]
-            data = data[:line_start]
-            try:
-                entry = json.loads(line)
-                sound = line.endswith(b"\n") and type(entry["step"]) in (int, float)
-            except (ValueError, LookupError, TypeError, RecursionError):
-                sound = False
-            if sound:
+    if not path.stat().st_size:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        end = data.rfind(b"\n") + 1
+        while end:
+            start = data.rfind(b"\n", 0, end - 1) + 1
+            entry: Any = None
+            with suppress(ValueError, RecursionError):
+                entry = json.loads(data[start:end])
+            if isinstance(entry, dict) and type(entry.get("step")) in (int, float) and math.isfinite(entry["step"]):
                 yield end, entry
-
-
-def last_entries(path: Path, most: int) -> list[dict[str, Any]]:
-    return [entry for _, entry in islice(entries_from_end(path), most)][::-1]
+            end = start
 
 
 class Board:
@@ -233,7 +213,6 @@ class Reporter:
         self.board = Board(out / "tb", first_step)
         self.steps = recipe.train.steps
         self.streams = list(recipe.streams)
-        self.measured_every = recipe.eval.every if recipe.eval.tasks else 0
         self.started = time.monotonic()
         self.first_step = first_step
         self.last_line = 0.0
@@ -243,9 +222,7 @@ class Reporter:
         self.add(entry)
         step = entry["step"]
         now = time.monotonic()
-        # A line with the training loss precedes that of an evaluation.
-        measured = self.measured_every and step % self.measured_every == 0
-        if now - self.last_line >= LINE_SECONDS or measured or step in (self.first_step + 1, self.steps):
+        if now - self.last_line >= LINE_SECONDS or step in (self.first_step + 1, self.steps):
             self.last_line = now
             LOG.info(self.line(entry))
 

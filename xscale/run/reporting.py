@@ -13,7 +13,7 @@ from xscale.metric_keys import Counts, MetricKey
 from xscale.ranks import Process
 from xscale.recipe import Recipe
 from xscale.run.finite import FiniteCheck
-from xscale.run.metrics import LOG, JsonLines, Reporter
+from xscale.run.metrics import JsonLines, Reporter
 from xscale.run.state import RunContext
 from xscale.step.step import StepResult
 from xscale.step.sums import language_metrics, stream_metrics
@@ -115,15 +115,12 @@ class RunMetrics:
         self.recipe = recipe
         self.process = context.process
         self.finite = finite
-        self.first = done
         self.reporter = Reporter(context.out, done, recipe) if context.process.is_main else None
         traced = context.out / "trace" / f"rank{context.process.rank}.jsonl" if trace else None
         self.trace = JsonLines(traced, done)
         self.unreported: list[UnreportedStep] = []
         self.last_flush = time.monotonic()
         """The time at which metrics were last read, or at which rank 0 asked to read them."""
-        self.too_long = 0
-        """The number of pairs longer than data.max_length in the steps of this start."""
 
     def wants_flush(self) -> bool:
         """Return whether it is time to read metrics. If it is, the next interval begins."""
@@ -143,9 +140,8 @@ class RunMetrics:
             excluded = {"step": number, "loss": None, "skipped": 1, "excluded": True}
             self.reporter.metrics.write(excluded | {"samples": samples, "tokens": tokens})
 
-    def after_step(self, number: int, batch: StepBatch, too_long: int, flush: bool) -> None:
+    def after_step(self, number: int, batch: StepBatch, flush: bool) -> None:
         """Trace the records of a step, and read the metrics if rank 0 has asked for that."""
-        self.too_long += too_long
         if self.trace.file:
             for stream, keys in batch.keys().items():
                 self.trace.write({"step": number, "stream": stream, "keys": keys})
@@ -177,11 +173,6 @@ class RunMetrics:
         if self.reporter:
             self.reporter.flush(to_disk=True)
         self.trace.flush(to_disk=True)
-
-    def log_end(self) -> None:
-        if self.too_long:
-            since = f", since step {self.first}" if self.first else ""
-            LOG.info(f"{self.too_long:,} pairs were over data.max_length ({self.recipe.data.overlong}){since}")
 
     def close(self) -> None:
         self.trace.close()

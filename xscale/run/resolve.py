@@ -15,18 +15,8 @@ from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup
-from xscale.recipe import Phase, Recipe, load_recipe
+from xscale.recipe import Recipe, load_recipe
 from xscale.step.module import StepModule
-
-ADAPT_RECIPES = {
-    "tlm": "adapt/tlm",
-    "alignlm": "adapt/alignlm",
-    "ppa": "adapt/ppa",
-    "contextual": "adapt/contextual",
-    "word_contrast": "adapt/word_contrast",
-    "translation_ranking": "adapt/ranking",
-}
-"""For each objective, the recipe that starts from a pre-trained model."""
 
 
 def resolve_run(
@@ -69,24 +59,11 @@ def check_start(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
         return
     if run_fields_of(initial_directory(init)):
         return  # trained by xscale
-    suited = adapt_recipe(recipe)
-    remedy = f"Use --recipe {suited}, or set" if suited else "Set"
     raise UserError(
         f"recipe {recipe_name} is for random weights: its train.lr {recipe.train.lr:g} would harm the pre-trained "
-        f"model.init {init}. {remedy} a learning rate and dropout yourself, as in --set train.lr=5e-5 "
-        f"model.dropout=null"
+        f"model.init {init}. Use a recipe for such models, --recipe adapt/NAME, or set a learning rate and dropout "
+        f"yourself, as in --set train.lr=5e-5 model.dropout=null"
     )
-
-
-def adapt_recipe(recipe: Recipe) -> str | None:
-    """Return the name of the recipe that has the same objectives and starts from a pre-trained model, or None."""
-    names = set[str]()
-    for stream in recipe.streams.values():
-        if stream.objective in ADAPT_RECIPES:
-            names.add(ADAPT_RECIPES[stream.objective])
-    if len(names) > 1:
-        return "adapt/mixed"
-    return names.pop() if names else None
 
 
 def with_own_dropout(recipe: Recipe) -> Recipe:
@@ -94,17 +71,14 @@ def with_own_dropout(recipe: Recipe) -> Recipe:
     if all(each.model.dropout is not None for each in recipe.schedule.values):
         return recipe
     dropout = dropout_of(initial_directory(recipe.model.init))
-    phases = list[Phase]()
-    for phase in recipe.phases:
-        phases.append(replace(phase, recipe=with_dropout(phase.recipe, dropout)))
-    return replace(with_dropout(recipe, dropout), phases=tuple(phases))
 
+    def filled(one: Recipe) -> Recipe:
+        if one.model.dropout is not None:
+            return one
+        return replace(one, model=replace(one.model, dropout=dropout))
 
-def with_dropout(recipe: Recipe, dropout: float) -> Recipe:
-    """Return the recipe with this dropout, unless it has one."""
-    if recipe.model.dropout is not None:
-        return recipe
-    return replace(recipe, model=replace(recipe.model, dropout=dropout))
+    phases = [replace(phase, recipe=filled(phase.recipe)) for phase in recipe.phases]
+    return replace(filled(recipe), phases=tuple(phases))
 
 
 def encoder_of_run(recipe: Recipe, corpus: Corpus, kept: dict[str, SavedHeads] | None = None) -> Encoder:

@@ -16,7 +16,6 @@ from xscale.run.finite import FiniteCheck
 from xscale.run.reporting import RunMetrics
 from xscale.run.state import RunContext, TrainState
 from xscale.run.stopper import Stopper
-from xscale.run.synchronizer import PendingStep
 from xscale.run.validation import Validation
 
 
@@ -34,7 +33,6 @@ class Checkpoints:
         stopper: Stopper,
     ):
         self.config = context.config
-        self.world = context.process.world
         self.loader = loader
         self.recipe = loader.recipe
         self.manager = manager
@@ -43,28 +41,23 @@ class Checkpoints:
         self.evaluations = evaluations
         self.stopper = stopper
 
-    def after_step(self, state: TrainState, step: PendingStep) -> None:
-        """Publish the checkpoint that is being written, if all ranks have written it, and save a new one if that is
-        due: every checkpoint.every steps, after the best evaluation so far, and after the last step. A run that is
-        about to stop saves when it stops."""
-        if step.counts().written == self.world and step.saving == self.manager.under_way:
-            self.manager.finish_save()
+    def after_step(self, state: TrainState) -> None:
+        """Save a checkpoint if that is due: every checkpoint.every steps, after the best evaluation so far, and after
+        the last step. A run that is about to stop saves when it stops."""
         last = state.step == self.recipe.train.steps
         due = state.step % self.recipe.checkpoint.every == 0 or self.evaluations.best_so_far == state.step
         if last or (due and not self.stopper.stops_next()):
             self.save(state, must_succeed=last)
 
     def save(self, state: TrainState, must_succeed: bool) -> None:
-        """Save a checkpoint after the last finished step. must_succeed: wait until it is written, and raise OSError if
-        it fails."""
+        """Save a checkpoint after the last finished step. must_succeed: raise OSError if it fails."""
         self.metrics.flush()
         self.metrics.sync()
         self.evaluations.sync()
         self.manager.save(
             state.step,
             self.manifest(state),
-            good=not self.finite.skips.in_a_row,
-            background=self.recipe.checkpoint.background,
+            good=not self.finite.skipped_in_a_row,
             must_succeed=must_succeed,
         )
 
@@ -85,6 +78,6 @@ def write_model(recipe: Recipe, tokenizer: Tokenizer, lm: Any, step: int, path: 
     config = copy.deepcopy(lm.config)
     theta = recipe.at(max(step - 1, 0)).model.rope_theta
     if theta:
-        set_rope_theta(config, theta)  # the next step may have changed the setting while this thread writes
+        set_rope_theta(config, theta)  # before the first step, the model has not that of its phase
     config.save_pretrained(path / checkpoints.HF)
     tokenizer.hf.save_pretrained(path / checkpoints.HF)

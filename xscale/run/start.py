@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -30,10 +29,10 @@ from xscale.run import folder, going_on
 from xscale.run.describe import dropped_pairs_warnings, share_lines, start_notes
 from xscale.run.folder import DONE, STOPPED, Status, dump, indented
 from xscale.run.loop import Trainer
-from xscale.run.metrics import LINE_SECONDS, LOG, start_logging
+from xscale.run.metrics import LOG, start_logging
 from xscale.run.resolve import module_of_run, resolve_run
 from xscale.run.state import RunContext
-from xscale.run.watch import StopRequest, Watch, names_of_ranks
+from xscale.run.watch import StopRequest, Watch
 from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
@@ -100,10 +99,10 @@ def resolve(args: argparse.Namespace, process: Process, host_group: HostGroup) -
     UserError."""
     recipe, corpus = resolve_run(args.recipe, args.set, args.data, host_group)
     config = load_ds_config(args.ds_config, recipe, process.world, Hardware.here())
-    task_notes = review_tasks(recipe, corpus, config.stage, host_group)
+    review_tasks(recipe, corpus, config.stage, host_group)
     check_ranks_agree(args, recipe, corpus, config, host_group)
     ranks.set_deterministic(recipe.train.deterministic)
-    notes = [*config.notes, *start_notes(recipe, corpus), *task_notes]
+    notes = [*config.notes, *start_notes(recipe, corpus)]
     return Resolved(recipe, corpus, config, identity_of(recipe, corpus), notes)
 
 
@@ -122,8 +121,8 @@ def claim_folder(
             f"folder that all hosts share"
         )
     stacks = start_logging(args.out, process.rank)
-    watch = Watch(process, names_of_ranks(host_group), stacks, status.cut_off, stop)
-    watch.begin(train.stall_limit, train.stop_limit)
+    watch = Watch(process, stacks, status.cut_off)
+    watch.begin(train.stall_limit)
     for lock in locks:
         if lock.problem:
             LOG.warning(lock.problem)
@@ -267,7 +266,6 @@ def warm_up_queues(module: StepModule, loader: Loader, process: Process, device:
         warm_up = prefill_loader(loader, name)
         wanted = auxiliary_state.prefill_samples
         have = 0
-        logged = time.monotonic()
         LOG.info(f"{name}: reading {wanted:,} samples with the initial weights before step 1, to fill the queue")
         steps = 2 * -(-wanted // warm_up.streams[0].samples)
         for batch in warm_up.batches(process, device.type, initial_state(warm_up.streams), steps):
@@ -278,9 +276,6 @@ def warm_up_queues(module: StepModule, loader: Loader, process: Process, device:
                 (arrays,) = row.to(device).arrays.values()
                 auxiliary_state.encode(module.encoder, auxiliary.to(device), [arrays])
             have = auxiliary_state.finish_warmup()
-            if time.monotonic() - logged > LINE_SECONDS:
-                logged = time.monotonic()
-                LOG.info(f"{name}: {have:,} of {wanted:,} samples for the queue are read")
             if have >= wanted:
                 break
         if have < wanted:

@@ -2,10 +2,8 @@
 
 from typing import NamedTuple, NoReturn
 
-from xscale.checkpoint.manager import CheckpointManager
 from xscale.errors import DirectoryTaken, MachineError, UserError
 from xscale.run.folder import MACHINE, USER_ERROR, explain
-from xscale.run.metrics import LOG
 from xscale.run.reporting import RunMetrics
 from xscale.run.state import RunContext, TrainState
 from xscale.run.synchronizer import StepSynchronizer
@@ -28,32 +26,17 @@ class Stopper:
         context: RunContext,
         synchronizer: StepSynchronizer,
         metrics: RunMetrics,
-        manager: CheckpointManager,
         state: TrainState,
-        last: int,
     ):
-        """Begin with the run in this state. last: the last step of the run."""
+        """Begin with the run in this state."""
         self.context = context
         self.synchronizer = synchronizer
         self.metrics = metrics
-        self.manager = manager
-        self.last = last
         context.status.note_step(state.step)
-
-    def warn_if_late(self, state: TrainState, minutes: float | None) -> None:
-        """Warn if train.time_limit, in minutes, has passed before this start's first step."""
-        stop = self.context.stop
-        if stop.late and not stop.has_stepped and self.context.process.is_main:
-            LOG.warning(
-                f"train.time_limit: {minutes:g} minutes passed before step {state.step + 1} began; "
-                f"the run trains a few steps, saves a checkpoint and stops. Set a longer limit"
-            )
 
     def after_step(self, state: TrainState) -> None:
         self.context.stop.note_step()
         self.context.status.note_step(state.step)
-        if state.step == self.last:
-            self.context.watch.note_last_save()
 
     def stops_next(self) -> bool:
         """Return whether any rank was asked to stop before the step that begins next."""
@@ -61,7 +44,7 @@ class Stopper:
 
     def end_failed(self, error: Exception | None) -> NoReturn:
         """End all ranks after one could not read its records. That rank raises its error, and the others an error with
-        the same message. First write the metrics and the checkpoint, unless another run has taken the directory."""
+        the same message. First write the metrics, unless another run has taken the directory."""
         failure = None
         if error:
             code, text = explain(error)
@@ -73,7 +56,6 @@ class Stopper:
         replaced = any(failure_of_rank.directory_taken for failure_of_rank in failures.values())
         if not replaced:
             self.metrics.flush()
-            self.manager.finish_save()
         if error:
             raise error
         rank, first = next(iter(failures.items()))

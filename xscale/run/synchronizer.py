@@ -1,7 +1,7 @@
 """The ranks agree on each step: each rank sends one small message, and the messages are summed while earlier steps run.
 
 A rank's message has the numbers of targets, tokens and samples of its part of the step. It also says if the rank could
-not read its records, was asked to stop, asks to read metrics, or has written its part of a checkpoint. It is sent over
+not read its records, was asked to stop, or asks to read metrics. It is sent over
 gloo, between the hosts' CPUs: this notices at once that a rank is gone, and the host reads the sum without waiting for
 the device.
 
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from xscale.checkpoint.manager import CheckpointManager
 from xscale.data.loader import StepBatch
 from xscale.errors import UserError
 from xscale.metric_keys import Counts
@@ -48,8 +47,6 @@ class GlobalCounts(NamedTuple):
     samples: int
     flush: int
     """1 if rank 0 asks to read metrics after this step, otherwise 0."""
-    written: int = 0
-    """The number of ranks that have written their part of the checkpoint under way."""
     auxiliary: Mapping[str, list[int]] = {}
     """Stream -> the number of vectors that each rank computes for the auxiliary state, if ranks exchange them."""
 
@@ -70,8 +67,6 @@ class PendingStep:
     """The message says whether a rank has failed and whether a rank was asked to stop, and has the numbers of
     GlobalCounts."""
     form: TreeSpec | None
-    saving: int | None
-    """The step of the checkpoint that was being written when the message was sent, or None."""
 
     @cached_property
     def sums(self) -> list[int]:
@@ -94,10 +89,9 @@ class PendingStep:
 class StepSynchronizer:
     """Reads the records of this rank's part of each step, and announces the steps to the other ranks."""
 
-    def __init__(self, context: RunContext, manager: CheckpointManager, metrics: RunMetrics, done: int, steps: int):
+    def __init__(self, context: RunContext, metrics: RunMetrics, done: int, steps: int):
         """Begin after `done` steps. steps: the run's last step."""
         self.context = context
-        self.manager = manager
         self.metrics = metrics
         self.announced = done
         self.steps = steps
@@ -143,18 +137,17 @@ class StepSynchronizer:
             cost=batch.cost(),
             samples=batch.samples(),
             flush=int(self.context.process.is_main and self.metrics.wants_flush()),
-            written=int(self.manager.is_written),
             auxiliary=self.own_vector_counts(batch),
         )
         numbers, form = tree_flatten(own)
         self.length = 2 + len(numbers)
         message = self.context.host_group.begin_sum([0, int(bool(self.context.stop)), *numbers])
-        return PendingStep(batch, None, message, form, self.manager.under_way)
+        return PendingStep(batch, None, message, form)
 
     def _failed(self, error: Exception) -> PendingStep:
         self.error = error
         message = self.context.host_group.begin_sum([1, *[0] * (self.length - 1)])
-        return PendingStep(None, error, message, None, None)
+        return PendingStep(None, error, message, None)
 
     def own_vector_counts(self, batch: StepBatch) -> dict[str, list[int]]:
         """Return GlobalCounts.auxiliary of a message: this rank's numbers of vectors, and 0 for the other ranks."""

@@ -11,7 +11,6 @@ in xscale.
 
 import argparse
 import logging
-import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -118,7 +117,8 @@ def measure_transfer(args: argparse.Namespace) -> TransferTable:
         for file in (*train.values(), *translated.values(), *tests.values()):
             for line in file.left_out():
                 print(line)
-        print_plan(plan, seeds, settings, is_default=args.seeds is None)
+        listed = " ".join(map(str, seeds))
+        print(f"{len(plan)} training texts with the seeds {listed}, learning rate {settings.lr:g}", flush=True)
     test_features: dict[str, list[Feature]] = {}
     for language, file in tests.items():
         test_features[language] = longest_first(task.encode(file.examples, maker, None))
@@ -136,10 +136,8 @@ def measure_transfer(args: argparse.Namespace) -> TransferTable:
                 outputs = predict_outputs(trainer, features)
                 answers = task.predict(tests[language].examples, features, outputs, labels)
                 predictions.setdefault(language, []).append(answers)
-        warnings = table.add(training, predictions)
+        table.add(training, predictions)
         if is_main:
-            for line in warnings:
-                print(line, flush=True)
             write_table(args, table, settings, seeds)
     return table
 
@@ -172,21 +170,6 @@ def encode_groups(
     return list(groups.values())
 
 
-def print_plan(plan: list[TrainingText], seeds: list[int], settings: FineTuneSettings, is_default: bool) -> None:
-    """Print how many runs and steps follow. is_default: whether --seeds was left out."""
-    steps = 0
-    for training in plan:
-        examples = sum(len(group) for group in training.groups)
-        steps += math.ceil(examples / settings.batch) * settings.epochs * len(seeds)
-    listed = " ".join(map(str, seeds))
-    hint = "the default; `--seeds 0` is a third of the work" if is_default else "--seeds"
-    print(
-        f"{len(plan) * len(seeds)} runs: {len(plan)} training texts, each with the seeds {listed} ({hint}); about "
-        f"{steps:,} steps of {settings.batch} sequences, learning rate {settings.lr:g}",
-        flush=True,
-    )
-
-
 def write_table(args: argparse.Namespace, table: TransferTable, settings: FineTuneSettings, seeds: list[int]) -> None:
     """Write the scores of all runs so far, and the settings, to --out."""
     said: dict[str, Any] = {"seeds": seeds, **asdict(settings)}
@@ -199,9 +182,6 @@ def write_table(args: argparse.Namespace, table: TransferTable, settings: FineTu
 def print_table(task: str, table: TransferTable) -> None:
     for row, metrics in table.rows.items():
         print(f"{task} {row}: " + ", ".join(format_score(metric, value) for metric, value in metrics.items()))
-    for language, summary in table.summary.items():
-        if "delta" in summary:
-            print(f"{task} {language}: supervised - {format_score('zero-shot', summary['delta'])}")
 
 
 def main(argv: list[str] | None = None) -> int:

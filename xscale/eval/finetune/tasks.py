@@ -20,7 +20,7 @@ import numpy as np
 
 from xscale.data.scripts import short_code
 from xscale.errors import UserError
-from xscale.eval.bootstrap import bootstrap, class_scores, entity_scores
+from xscale.eval.bootstrap import accuracy, bootstrap, entity_scores
 from xscale.eval.finetune.examples import (
     LabelledExample,
     LabelledFile,
@@ -164,10 +164,9 @@ class Classification(Task):
         return predictions
 
     def score(self, examples: list[LabelledExample], predictions: list[str], language: str) -> dict[str, float]:
-        """Return the accuracy, and the mean F1 of the labels."""
+        """Return the accuracy."""
         gold = [example.labels for example in examples]
-        labels = sorted({*predictions, *self.list_labels(examples)})
-        return class_scores(gold, [[label] for label in predictions], labels)
+        return accuracy(gold, [[label] for label in predictions])
 
 
 @dataclass(frozen=True)
@@ -243,10 +242,8 @@ class PartsOfSpeech(Tagging):
         return UPOS
 
     def score(self, examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
-        """Return two scores: the accuracy of words (equal to the F1 over all tags together), and the mean F1 of the
-        tags that occur in the gold text."""
-        gold = [example.labels for example in examples]
-        return class_scores(gold, predictions, sorted(count_labels(examples)))
+        """Return the accuracy of words, which is F1 over all tags."""
+        return accuracy([example.labels for example in examples], predictions)
 
 
 def word_pieces(maker: SequenceMaker, example: LabelledExample) -> list[list[int]]:

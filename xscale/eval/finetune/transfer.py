@@ -74,15 +74,11 @@ def alone(file: LabelledFile) -> list[list[LabelledExample]]:
 
 
 def check_labels(task: AnyTask, training: TrainingText, tests: Files) -> None:
-    """Raise UserError if all training examples have one label, or if a test has a label that the training text lacks.
-    Questions have no labels."""
+    """Raise UserError if a test has a label that the training text lacks. Questions have no labels."""
     labels = task.list_labels(training.file.examples)
     if not labels:
         return
     path = training.file.path
-    used = count_labels(training.file.examples)
-    if len(used) == 1:
-        raise UserError(f"{path} has only the label {', '.join(used)}; give text with at least two labels")
     for test in training.settings:
         for example in tests[test].examples:
             absent = sorted(set(example.labels) - set(labels))
@@ -150,27 +146,18 @@ class TransferTable:
     summary: dict[str, dict[str, float]] = field(default_factory=dict)
     """{language: main metric by setting, in SHORT_NAMES, the difference `delta`, and `majority`}."""
 
-    def add(self, training: TrainingText, predictions: dict[str, list[list[Any]]]) -> list[str]:
-        """Score the models that were trained on one text, and return warnings about scores below the majority's.
-        predictions: {language of a test: the predictions of each seed}."""
-        warnings = []
+    def add(self, training: TrainingText, predictions: dict[str, list[list[Any]]]) -> None:
+        """Score the models that were trained on one text. predictions: {language of a test: those of each seed}."""
         for language, predictions_of_seeds in predictions.items():
             setting = training.settings[language]
             metric = self.add_row(f"{language} {setting}", language, predictions_of_seeds)
-            name = SHORT_NAMES[setting]
             summary = self.summary.setdefault(language, {})
-            summary |= mean_and_deviation(name, self.seeds[f"{language} {setting}"][metric])
+            summary |= mean_and_deviation(SHORT_NAMES[setting], self.seeds[f"{language} {setting}"][metric])
             summary |= self.delta(language, metric)
             if self.task.list_labels(training.file.examples) and MAJORITY not in summary:
                 majority = self.score_majority(training, language)
                 self.rows[f"{language} {MAJORITY}"] = majority
                 summary[MAJORITY] = majority[metric]
-            if summary[name] < summary.get(MAJORITY, 0.0):
-                warnings.append(
-                    f"warning: {language} {setting}: {summary[name]:.3f} is below {summary[MAJORITY]:.3f}, the score "
-                    f"of always predicting the most frequent label; give more --epochs, a higher --lr or more text"
-                )
-        return warnings
 
     def add_row(self, row: str, language: str, predictions_of_seeds: list[list[Any]]) -> str:
         """Add the row of scores in a language, and return the name of the main one."""
