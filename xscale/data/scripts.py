@@ -127,8 +127,8 @@ def names_of(language: str, names: Iterable[str]) -> list[str]:
 
 def one_name_each(names: Iterable[str], preferred: Iterable[str] = ()) -> dict[str, str]:
     """Return {name: the one name of its language}: the first of `preferred` that means the language, or else the
-    shortest of `names`. A language that is named by its code and variants, such as zh, zh-Hans and zh-Hant, is not one
-    language, and all its names stay as they are."""
+    shortest of `names`. If the names have both a code and its variants, such as zh, zh-Hans and zh-Hant, these are
+    several languages, and their names stay as they are."""
     order = [*dict.fromkeys(preferred), *sorted(set(names), key=lambda name: (len(name), name))]
     by_code: dict[str, list[str]] = {}
     for name in dict.fromkeys(order):

@@ -119,7 +119,7 @@ def gather_vectors(mine_NH: Tensor) -> Tensor:
         return mine_NH
     vectors_NH, _ = gather_rows(mine_NH.float())
     numbers = torch.arange(len(vectors_NH))
-    by_rank = torch.argsort(numbers % dist.get_world_size(), stable=True)  # rank's pairs follow one another
+    by_rank = torch.argsort(numbers % dist.get_world_size(), stable=True)  # the pairs of one rank follow one another
     return vectors_NH[by_rank.argsort().to(vectors_NH.device)]
 
 

@@ -43,7 +43,8 @@ class StepModule(nn.Module):
         """The options of the vocabulary loss in training. Evaluations have no smoothing."""
         self.heads = nn.ModuleDict()
         self.auxiliary_states: dict[str, AuxiliaryState] = {}
-        """States without an optimizer. They are not submodules, because DeepSpeed must neither cast nor save them."""
+        """States that no optimizer updates. They are not submodules, because DeepSpeed must neither cast nor save
+        them."""
         self.streams: dict[str, tuple[Objective, Any]] = {}
         """The objective of each stream, and its options."""
         self.set_options(recipe)
