@@ -8,10 +8,14 @@ from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, source_sizes, stream_weights
 from xscale.data.shards import Source
 from xscale.data.stream import Stream, other_names, select_sources
+from xscale.models.build import run_fields_of
 from xscale.recipe import DataConfig, Recipe
+from xscale.run.resolve import initial_directory
 
 DROPPED = 0.03
 """A run warns if more than this share of a stream's pairs is longer than data.max_length."""
+HOT = 2e-4
+"""A run that starts from a public encoder warns if its peak learning rate is higher than this."""
 
 
 def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
@@ -21,6 +25,7 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
         f"peak learning rate {recipe.train.lr:g}, dropout {model.dropout:g}, starting from "
         f"{model.init or 'random weights'}"
     ]
+    lines += rate_warnings(recipe)
     for lexicon in corpus.lexicons:
         lines.append(f"{lexicon.summary()}; {recipe.data.lexicon_heldout:.0%} of its words are withheld")
     lines += other_names(corpus.sources)
@@ -33,6 +38,17 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
             f"{counted.samples:,} of its {counted.records(corpus.sources):,} pairs in each"
         )
     return lines
+
+
+def rate_warnings(recipe: Recipe) -> list[str]:
+    """Return a warning if a public encoder would be trained at a rate for random weights."""
+    init = recipe.model.init
+    if init is None or recipe.train.lr <= HOT or run_fields_of(initial_directory(init)):
+        return []
+    return [
+        f"warning: train.lr {recipe.train.lr:g} suits random weights and would harm the pre-trained model.init {init}; "
+        f"set train.lr=5e-5 model.dropout=null"
+    ]
 
 
 def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
