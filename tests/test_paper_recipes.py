@@ -214,11 +214,11 @@ def test_each_trains_on_the_demo_corpus(demo: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "sets", "trained_by_xscale", "words"),
     [
-        ("ppa", ["model.init=DIR"], False, "recipe ppa is for random weights.*0.001.*adapt/ppa.*train.lr=5e-5"),
+        ("ppa", ["model.init=DIR"], False, "recipe ppa is for random weights.*0.001.*adapt/NAME.*train.lr=5e-5"),
         ("mixed", ["model.init=DIR"], False, "0.002.*--recipe adapt/NAME, or set.*train.lr=5e-5"),
         ("ppa", ["model.init=DIR", "train.lr=5e-5"], False, None),
         ("ppa", ["model.init=DIR"], True, None),
-        ("align_mlm", ["model.init=DIR"], False, r"Set a learning rate.*train.lr=5e-5"),
+        ("align_mlm", ["model.init=DIR"], False, r"set a learning rate.*train.lr=5e-5"),
         ("mlm", ["model.init=DIR"], False, None),
         ("alignlm", ["model.init=DIR"], False, None),
         ("paper/pan_250k", ["model.init=DIR"], False, None),
