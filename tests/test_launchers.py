@@ -13,6 +13,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,7 +62,6 @@ def started(monkeypatch: pytest.MonkeyPatch):
             Process(3, 8, 1, 2),
         ),
         (BATCH, Process(0, 1, 0, 1)),
-        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, Process(3, 4, 1, 2)),
     ],
 )
 def test_ranks_of_launchers(started, environment: dict[str, str], expected: Process) -> None:
@@ -203,13 +203,14 @@ print("ready", flush=True)
 end = time.monotonic() + (1 if sys.argv[2:] else 30)
 while not stop and time.monotonic() < end:
     time.sleep(0.01)
+print("step 8", file=sys.stderr, flush=True) if stop else None
 Path(sys.argv[1]).write_text(stop.reason)
 """
 
 
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_terminal_that_is_closed_stops_the_run(tmp_path: Path, nohup: bool) -> None:
-    """As SIGTERM does; nohup goes on."""
+    """As SIGTERM does, and what the run says afterwards ends it no more; nohup goes on."""
     ours, theirs = os.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", HANGUP, str(tmp_path / "why"), *["nohup"] * nohup],
@@ -256,7 +257,7 @@ def test_a_lone_run_listens_to_no_other_host() -> None:
 
 
 TOGETHER = """
-import os
+import sys
 import psutil
 from xscale import ranks
 process = ranks.read_launcher()
@@ -268,18 +269,27 @@ if process.is_main:
 else:
     group.gather([process.rank, process.world, process.local_rank, process.local_world])
 group.barrier()
-os._exit(0)  # as the commands do, since threads of libraries may abort the normal exit
 """
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "deepspeed"])
 def test_ranks_of_one_host_listen_to_no_other_host(tmp_path: Path, launcher: str) -> None:
-    """Before: the store listened on every interface."""
+    """Under mpirun, mpi4py finds the ranks. Before: the store listened on every interface."""
     (tmp_path / "script.py").write_text(TOGETHER)
     words = launch.command(2, [], launcher, str(tmp_path / "script.py"))
     done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=plain(), cwd=launch.ROOT)
     assert done.returncode == 0, done.stderr
     assert "[[0, 2, 0, 2], [1, 2, 1, 2]] {'127.0.0.1'}" in done.stdout
+
+
+def test_an_mpi_that_is_not_that_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would train alone."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI", "PMIX"))}
+    monkeypatch.setattr(os, "environ", environment | {"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2"})
+    communicator = SimpleNamespace(Get_size=lambda: 1)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=communicator)))
+    with pytest.raises(UserError, match="mpirun has started 2 processes, but mpi4py sees 1"):
+        ranks.read_launcher()
 
 
 def allocate() -> Exception:

@@ -48,6 +48,13 @@ def config_error_and_dtypes() -> tuple[Any, Any, Any]:
     return DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 
 
+def discover_mpi_ranks(port: int) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from MPI's communicator, by mpi4py."""
+    from deepspeed.comm.comm import mpi_discovery
+
+    mpi_discovery(distributed_port=port, verbose=False)
+
+
 def compile_operator(builder: str) -> None:
     """Compile and load an operator. Debugging information is left out, because g++ would take twice as long with it.
     builder: "CPUAdamBuilder" or "FusedAdamBuilder"."""

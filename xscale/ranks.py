@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xscale.deepspeed_private import disable_shared_memory_op
+from xscale.deepspeed_private import disable_shared_memory_op, discover_mpi_ranks
 from xscale.errors import UserError, env_number
 
 TIMEOUT = timedelta(minutes=30)
@@ -30,11 +30,6 @@ LOOPBACK = "lo"
 PORTS = range(20000, 32768)
 """The ports at which the ranks of a SLURM job connect. They are below those of outgoing connections."""
 DEFAULT_PORT = 29500
-MPI = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
-"""The variables of Open MPI's and of MPICH's mpirun with the values of a Process."""
 _stores: list[Any] = []
 """The store that `open_loopback_store` has opened in this process. It must live as long as the process."""
 
@@ -55,9 +50,8 @@ def read_launcher() -> Process:
     """Return this process's rank from the environment of its launcher (deepspeed, torchrun, mpirun, srun), and set
     torch's environment variables accordingly. Raises UserError."""
     env = os.environ
-    mpi = mpi_variables()
-    if mpi:
-        process = Process(*[env_number(name, 0) for name in mpi])
+    if is_started_by_mpirun():
+        process = discover_mpi()
     elif env.get("RANK") and env.get("WORLD_SIZE"):
         local_world = env_number("LOCAL_WORLD_SIZE", env_number("LOCAL_SIZE", 1))  # deepspeed sets LOCAL_SIZE
         process = Process(env_number("RANK", 0), env_number("WORLD_SIZE", 1), env_number("LOCAL_RANK", 0), local_world)
@@ -79,14 +73,36 @@ def read_launcher() -> Process:
     return process
 
 
-def mpi_variables() -> tuple[str, ...]:
-    """Return the variables by which mpirun has told this process its rank; () if RANK and WORLD_SIZE or no mpirun
-    have."""
+def is_started_by_mpirun() -> bool:
+    """Return whether Open MPI's or MPICH's mpirun has started this process, and nothing has told it its rank yet."""
     env = os.environ
-    for names in MPI:
-        if all(map(env.get, names)) and not (env.get("RANK") and env.get("WORLD_SIZE")):
-            return names
-    return ()
+    is_rank = env.get("RANK") and env.get("WORLD_SIZE")
+    return not is_rank and bool(env.get("OMPI_COMM_WORLD_SIZE") or env.get("MPI_LOCALNRANKS"))
+
+
+def discover_mpi() -> Process:
+    """Return this process's rank as DeepSpeed discovers it by mpi4py. All ranks call it together. Raises UserError."""
+    env = os.environ
+    expected = env_number("OMPI_COMM_WORLD_SIZE", env_number("PMI_SIZE", 1))
+    chosen = {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if env.get(name)}
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"mpirun has started this process, but mpi4py cannot be imported ({error}); install it: "
+            f"pip install 'xscale[mpi]'"
+        ) from None
+    communicator = MPI.COMM_WORLD
+    if communicator.Get_size() != expected:
+        raise UserError(
+            f"mpirun has started {expected} processes, but mpi4py sees {communicator.Get_size()}; install mpi4py for "
+            f"the MPI of this mpirun: pip install --no-binary mpi4py mpi4py"
+        )
+    discover_mpi_ranks(DEFAULT_PORT)
+    local_world = communicator.Split_type(MPI.COMM_TYPE_SHARED).Get_size()
+    MPI.Finalize()  # ranks talk by NCCL or gloo, and without MPI, mpirun notices a rank that fails
+    env.update(chosen)
+    return Process(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), local_world)
 
 
 def check_launch() -> None:
@@ -98,7 +114,7 @@ def check_launch() -> None:
     if bool(env.get("RANK")) != bool(env.get("WORLD_SIZE")):
         raise UserError("only one of RANK and WORLD_SIZE is set in the environment; set both, or unset it")
     tasks = env_number("SLURM_NTASKS", env_number("SLURM_NNODES", 1))
-    if tasks > 1 and not env.get("RANK") and not mpi_variables():
+    if tasks > 1 and not env.get("RANK") and not is_started_by_mpirun():
         raise UserError(
             f"this SLURM job has {tasks} tasks, but this process was started without srun; start it with srun, so that "
             f"every task is a rank (srun --ntasks=1 for a single rank)"
@@ -143,8 +159,7 @@ def slurm_first_host() -> str:
             return scontrol("node", host).split("NodeAddr=")[1].split()[0]
     except (OSError, LookupError, subprocess.CalledProcessError):
         raise UserError(
-            "MASTER_ADDR is not set and this launcher does not name the first host; export MASTER_ADDR "
-            "(mpirun -x MASTER_ADDR=HOST, mpiexec -genv MASTER_ADDR HOST)"
+            "MASTER_ADDR is not set and this launcher does not name the first host; export MASTER_ADDR"
         ) from None
 
 
