@@ -3,6 +3,7 @@
 tests/test_reference.py has both against plain PyTorch, in one row and in the rows of four ranks.
 """
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.conformance import check_objective
 from tests.rows import assert_same_gradients, one_thread, rows_of_step, totals_of  # noqa: F401
 from tests.test_alignlm import context, examples_of
 from tests.test_reference import make_case, make_module, resolve_run
+from xscale.data.packed_row import Row
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval.sentence_files import choose_vectors
 from xscale.objectives import word_contrast
@@ -78,6 +80,26 @@ def test_an_export_has_the_pooling_that_ranking_trains() -> None:
     stream = {"objective": "translation_ranking", "pooling": "cls"}
     recipe = {"model": {"init": None}, "streams": {"a": {"objective": "tlm"}, "b": stream}}
     assert choose_vectors(recipe).pooling == "cls"
+
+
+def test_the_vectors_of_one_row_are_computed_at_a_time(demo: Path) -> None:
+    """The activations of a row are gone before the next row's: a step with many rows needs no more memory."""
+    loader = resolve_run(demo, "word_contrast", MORE_SAMPLES["word_contrast"])
+    module = make_module(loader)
+    (ranks,) = rows_of_step(loader, 1, 40)
+    rows = ranks[0]
+    computed = list[weakref.ref]()
+    plain = module.vectors
+
+    def vectors(row: Row) -> dict[str, torch.Tensor]:
+        assert all(earlier() is None for earlier in computed)
+        found = plain(row)
+        computed.extend(weakref.ref(vectors_ND) for vectors_ND in found.values())
+        return found
+
+    module.vectors = vectors  # type: ignore[method-assign]
+    shared_states(module, [row.to(torch.device("cpu")) for row in rows], [(0, number) for number in range(len(rows))])
+    assert len(computed) == len(rows) >= 2
 
 
 def gradient_of_a_rank(rank: int, folder: Path, demo: Path, recipe: str) -> None:

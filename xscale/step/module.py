@@ -97,6 +97,11 @@ class StepModule(nn.Module):
                     size += leaf.nbytes
         return size
 
+    def compares_samples(self) -> bool:
+        """Return whether an objective compares the samples of a whole step, for which each row has one more forward
+        pass."""
+        return any(objective.vectors for objective, _ in self.streams.values())
+
     def vectors(self, row: Row) -> dict[str, Tensor]:
         """Return the vectors of this row that other rows of the step read, by stream [n, D]."""
         vectors = dict[str, Tensor]()

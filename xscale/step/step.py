@@ -201,14 +201,16 @@ def shared_states(
     for stream, auxiliary_state in module.auxiliary_states.items():
         if isinstance(auxiliary_state, HasQueue):
             auxiliary_state.gather(vector_counts.get(stream))
-    if not any(objective.vectors for objective, _ in module.streams.values()):
+    if not module.compares_samples():
         return shared
     vectors = list[dict[str, Tensor]]()
     for row, seed in zip(rows, seeds, strict=True):
         torch.manual_seed(rng.torch_seed("dropout", *seed))
-        vectors.append(module.vectors(row))
+        with_gradient = module.vectors(row)  # the mode of training, so that kernels draw the same masks
+        vectors.append({stream: vectors_ND.detach() for stream, vectors_ND in with_gradient.items()})
+        del with_gradient
     for stream in vectors[0]:
-        vectors_of_rows = [row_vectors[stream].detach() for row_vectors in vectors]
+        vectors_of_rows = [row_vectors[stream] for row_vectors in vectors]
         step_VD, start = gather_rows(torch.cat(vectors_of_rows))
         for states, row_ND in zip(shared, vectors_of_rows, strict=True):
             own_S = torch.arange(start, start + len(row_ND), device=row_ND.device)
