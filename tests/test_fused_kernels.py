@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,18 +111,21 @@ def test_the_compiled_kernels_move_16_bytes_a_lane(dtype: torch.dtype, tmp_path:
     attention_kernels, norm_kernels = short_attention_triton, dropout_add_norm_triton
     starts, qkv, out = starts_of([64, 3]), torch.zeros(67, 3 * 128, dtype=dtype), torch.zeros(67, 128, dtype=dtype)
     x, weight = torch.zeros(9, 768, dtype=dtype), torch.zeros(768, dtype=dtype)
-    attend: list[Any] = [qkv, starts, out, 64, 5, 2, 0.1, None]
-    programs = {
-        "forward_heads": (attention_kernels, lambda: attention_kernels.attend(*attend)),
-        "backward_heads": (attention_kernels, lambda: attention_kernels.attend(*attend, torch.zeros_like(qkv))),
-        "forward_rows": (norm_kernels, lambda: norm_kernels.forward(x, x, weight, weight, 0.1, 1e-5, 5)),
-        "backward_rows": (norm_kernels, lambda: norm_kernels.backward(x, x, torch.zeros(9, 2), weight, 0.1, 5)),
-    }
-    for name, (module, work) in programs.items():
+    programs: list[tuple[ModuleType, str, Any]] = [
+        (norm_kernels, "forward_rows", lambda: norm_kernels.forward(x, x, weight, weight, 0.1, 1e-5, 5)),
+        (norm_kernels, "backward_rows", lambda: norm_kernels.backward(x, x, torch.zeros(9, 2), weight, 0.1, 5)),
+    ]
+    for block in attention_kernels.BLOCKS:
+        attend: list[Any] = [qkv, starts, out, block[1], 5, 2, 0.1, None]
+        one_block = mock.patch.object(attention_kernels, "BLOCKS", (block,))
+        programs.append((attention_kernels, "forward_heads", one_block(partial(attention_kernels.attend, *attend))))
+        backward = partial(attention_kernels.attend, *attend, torch.zeros_like(qkv))
+        programs.append((attention_kernels, "backward_heads", one_block(backward)))
+    for module, name, work in programs:
         found = memory_instructions(compiled(module, name, 90, work), tmp_path)
         loads = {kind for kind in found if kind.startswith("LDG")}
         assert loads - {"LDG.E"} == {"LDG.E.128"}, "starts and means are single numbers"
-        assert not any(kind.startswith(("LDL", "STL", "ATOM", "RED")) for kind in found), name
+        assert not any(kind.startswith(("LDL", "STL", "ATOM", "RED")) for kind in found), (name, found)
 
 
 def test_short_attention_is_one_operator_of_a_compiled_program(monkeypatch: pytest.MonkeyPatch) -> None:

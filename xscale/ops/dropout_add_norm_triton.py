@@ -7,9 +7,9 @@ from torch import Tensor
 
 from xscale.ops.triton_dropout import dropout_mask, mask_numbers
 
-PROGRAMS = 528
-"""The number of programs of the backward pass, four for each multiprocessor of an H100. Each program sums the gradients
-of weight and bias over its rows."""
+PROGRAMS, ROWS = 660, 2
+"""The number of programs of the backward pass, five for each multiprocessor of an H100, as many as it has registers for
+if a program processes ROWS rows at a time. Each program sums the gradients of weight and bias over its rows."""
 
 
 def forward(
@@ -33,19 +33,18 @@ def backward(
     N, H = grad_NH.shape
     d_residual_NH = torch.empty_like(grad_NH)
     d_x_NH = torch.empty_like(grad_NH) if p else d_residual_NH
-    programs = min(N, PROGRAMS)
+    programs = min(-(-N // ROWS), PROGRAMS)
     parts_P2H = grad_NH.new_empty(programs, 2, H, dtype=torch.float32)
     tensors = grad_NH, sums_NH, moments_N2, weight_H, d_x_NH, d_residual_NH, parts_P2H
     if N:
         with torch.cuda.device_of(grad_NH):
-            backward_rows[(programs,)](*tensors, N, *mask_numbers(seed, p), DROPOUT=p > 0, **launch(H))
+            backward_rows[(programs,)](*tensors, N, *mask_numbers(seed, p), DROPOUT=p > 0, ROWS=ROWS, **launch(H))
     d_weight_H, d_bias_H = parts_P2H.sum(0).to(weight_H.dtype)
     return d_x_NH, d_residual_NH, d_weight_H, d_bias_H
 
 
 def launch(width: int) -> dict[str, int]:
-    """Return the launch parameters. A program processes one row at a time, and a lane processes 8 numbers of the
-    row."""
+    """Return the launch parameters. A lane processes 8 numbers of a row."""
     block = triton.next_power_of_2(width)
     return {"H": width, "BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
 
@@ -106,29 +105,33 @@ def backward_rows(
     DROPOUT: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    live = lane < H
-    w = tl.load(weight + lane, mask=live, other=0).to(tl.float32)
-    d_weight = tl.zeros([BLOCK], tl.float32)
-    d_bias = tl.zeros([BLOCK], tl.float32)
-    row = program
-    while row < N:
+    lane = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(weight + lane, mask=lane < H, other=0).to(tl.float32)
+    d_weight = tl.zeros([1, BLOCK], tl.float32)
+    d_bias = tl.zeros([1, BLOCK], tl.float32)
+    first = program * ROWS
+    while first < N:
+        row = first + tl.arange(0, ROWS)[:, None]
+        live = (lane < H) & (row < N)
         place = row.to(tl.int64) * H + lane
         g = tl.load(grad + place, mask=live, other=0).to(tl.float32)
         total = tl.load(sums + place, mask=live, other=0).to(tl.float32)
-        mean = tl.load(moments + row * 2)
-        inverse = tl.load(moments + row * 2 + 1)
+        mean = tl.load(moments + row * 2, mask=row < N, other=0)
+        inverse = tl.load(moments + row * 2 + 1, mask=row < N, other=0)
         normed = tl.where(live, (total - mean) * inverse, 0.0)
-        d_weight += g * normed
-        d_bias += g
+        d_weight += tl.sum(g * normed, 0)[None, :]
+        d_bias += tl.sum(g, 0)[None, :]
         g *= w
-        d_total = (g - tl.sum(g, 0) / H - normed * (tl.sum(g * normed, 0) / H)) * inverse
+        of_mean = tl.sum(g, 1)[:, None] / H
+        of_deviation = tl.sum(g * normed, 1)[:, None] / H
+        d_total = (g - of_mean - normed * of_deviation) * inverse
         tl.store(d_residual + place, d_total.to(d_x.dtype.element_ty), mask=live)
         if DROPOUT:
             d_total *= dropout_mask(lane, row, low, high, drop, kept)
             tl.store(d_x + place, d_total.to(d_x.dtype.element_ty), mask=live)
-        row += tl.num_programs(0)
-    tl.store(parts + program * 2 * H + lane, d_weight, mask=live)
-    tl.store(parts + (program * 2 + 1) * H + lane, d_bias, mask=live)
+        first += tl.num_programs(0) * ROWS
+    tl.store(parts + program * 2 * H + lane, d_weight, mask=lane < H)
+    tl.store(parts + (program * 2 + 1) * H + lane, d_bias, mask=lane < H)

@@ -33,7 +33,7 @@ def attend(
                 kernel[(programs,)](*tensors, *numbers, shortest, **choices, BLOCK=block, num_warps=warps, num_stages=1)
 
 
-BLOCKS = (65, 128), (1, 64)
+BLOCKS = (65, 128), (33, 64), (1, 32)
 """The ranges of sequence lengths (shortest, longest) for which the kernel is launched. The longest length is the
 kernel's block size. With blocks of 128 tokens only, a multiprocessor would run fewer programs at a time."""
 
@@ -94,16 +94,14 @@ def backward_heads(
         place, live = _places(first, length, program, HEADS * D, HEADS, D, BLOCK)
         g = tl.load(grad_out + place, mask=live, other=0)
         weights = _softmax(q, k, length, window, WINDOW, D, BLOCK)
-        d_weights = tl.dot(g, tl.trans(v))
         dropped = weights
         if DROPOUT:
-            mask = dropout_mask(_pairs(BLOCK), program, low, high, drop, kept)
-            d_weights *= mask
-            dropped = weights * mask
+            dropped = weights * dropout_mask(_pairs(BLOCK), program, low, high, drop, kept)
         place, live = _places(first, length, program, 3 * HEADS * D, HEADS, D, BLOCK)
         d_v = tl.dot(tl.trans(dropped.to(v.dtype)), g)
         tl.store(grad + place + 2 * HEADS * D, d_v.to(v.dtype), mask=live)
-        d_scores = (weights * (d_weights - tl.sum(weights * d_weights, 1)[:, None])).to(v.dtype)
+        products = dropped * tl.dot(g, tl.trans(v))  # needs no mask, which would take the registers of one more matrix
+        d_scores = (products - weights * tl.sum(products, 1)[:, None]).to(v.dtype)
         scale: tl.constexpr = D**-0.5
         tl.store(grad + place, (tl.dot(d_scores, k) * scale).to(v.dtype), mask=live)
         tl.store(grad + place + HEADS * D, (tl.dot(tl.trans(d_scores), q) * scale).to(v.dtype), mask=live)
