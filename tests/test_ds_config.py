@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from xscale.checkpoint.store import Checkpoint
 from xscale.errors import UserError
@@ -390,3 +391,9 @@ def test_groups_of_machines_divide_the_ranks() -> None:
         resolve(config, recipe("xlm"), world)
     with pytest.raises(UserError, match=r"zero_hpz_partition_size = 8 does not divide 12 ranks"):
         resolve(config, recipe("xlm"), 12)
+
+
+def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    with pytest.raises(UserError, match=r"built for ROCm .* install a PyTorch for CUDA or for CPUs"):
+        Hardware.here()

@@ -1,16 +1,20 @@
 """`train.py --dry_run` makes all checks of a start, and prints what the run will read and need."""
 
 import argparse
+import math
 import shutil
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
 from xscale import files
 from xscale.data.corpus import Corpus, identity_of
-from xscale.data.loader import Loader
-from xscale.data.mixture import initial_state
+from xscale.data.loader import Loader, StepBatch, StepDataset, worker_count
+from xscale.data.mixture import Plan, initial_state
+from xscale.data.planner import Failure
 from xscale.data.sample import texts_of
 from xscale.data.tokenizer import unknown_lines
 from xscale.errors import UserError, redact
@@ -19,7 +23,7 @@ from xscale.ranks import HostGroup, Process
 from xscale.run import folder
 from xscale.run.describe import dropped_pairs_warnings, share_lines, start_notes
 from xscale.run.going_on import check_engine, find_checkpoint, resume_calibration, with_other_data
-from xscale.run.resolve import module_of_run, resolve_run
+from xscale.run.resolve import module_of_run, resolve_run, row_limit
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config, read_ds_config
 from xscale.step.engine import check_module
@@ -27,6 +31,10 @@ from xscale.step.module import StepModule
 
 UNKNOWN_SAMPLE = 1024
 """The number of records of each language in which unknown tokens are counted."""
+PLANNED_GPU, PLANNED_MEMORY = "H100", 80 << 30
+"""The GPU for which a dry run with --ranks plans on a machine without a GPU: its kind, and the bytes of its memory."""
+BUSY_SHARE = 0.4
+"""The share of a GPU's peak FLOP/s that a run reaches, which the loader must keep up with."""
 
 
 def dry_run(args: argparse.Namespace, process: Process) -> None:
@@ -43,8 +51,13 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     check_engine(checkpoint, config)
     review_tasks(recipe, corpus, config.stage, HostGroup())
     print(*config.notes, *start_notes(recipe, corpus), sep="\n")
-    loader = Loader(recipe, corpus, resume_calibration(recipe, corpus, checkpoint, HostGroup()))
     module = module_of_run(recipe, corpus)
+    calibration = resume_calibration(recipe, corpus, checkpoint, HostGroup())
+    loader = Loader(recipe, corpus, calibration, flops_of=cost.StepFlops.of(module).total)
+    limit = row_limit(module, recipe, config, hardware.memory, HostGroup())
+    if limit:
+        print(limit.sentence())
+        loader = replace(loader, gpu_tokens=limit.tokens)
     check_module(module, config.stage)
     print(redact(yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True)))
     print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
@@ -56,11 +69,12 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
 
 
 def planned_hardware(ds_config: Path) -> Hardware:
-    """Return the hardware to plan for: this machine's, or GPUs if it has none but the ds_config needs 16 bits."""
+    """Return the hardware to plan for: this machine's, or PLANNED_GPU if it has no GPU but the ds_config needs 16
+    bits."""
     here = Hardware.here()
     if here.device == "cuda" or not {"fp16", "bf16"} & read_ds_config(ds_config).keys():
         return here
-    return Hardware("cuda", True, True)
+    return Hardware("cuda", True, True, PLANNED_MEMORY)
 
 
 def data_lines(corpus: Corpus) -> Iterator[str]:
@@ -89,8 +103,12 @@ def unknown_tokens(corpus: Corpus) -> list[str]:
 def need_lines(
     loader: Loader, module: StepModule, config: EngineConfig, process: Process, device: str
 ) -> Iterator[str]:
-    """Yield lines about the packed rows of a step, the parameters, and the memory of a rank and of a checkpoint."""
-    plan = loader.mixture(process, device, initial_state(loader.streams)).next_plan()
+    """Yield lines about the packed rows of a step, the loader, the parameters, and the memory of a rank and of a
+    checkpoint. The data of a rank's first two steps are loaded for them."""
+    mixture = loader.mixture(process, device, initial_state(loader.streams))
+    dataset = loader.dataset()
+    plan = mixture.next_plan()
+    first = load_part(dataset, plan, process.rank)
     row_tokens = int(plan.row_tokens.max())
     yield (
         f"ranks: {process.world} of {device}; a step has about {plan.row_tokens.sum():,.0f} tokens, in {plan.rows} "
@@ -100,11 +118,44 @@ def need_lines(
     samples = sum(stream.samples for stream in loader.streams)
     if samples < process.world:
         yield f"warning: a step has {samples:,} samples: {process.world - samples:,} ranks have nothing to do"
+    begin = time.perf_counter()
+    second = load_part(dataset, mixture.next_plan(), process.rank)
+    seconds = time.perf_counter() - begin
+    flops = cost.StepFlops.of(module)
+    workers = worker_count(loader.recipe.data.workers, process, device)
+    yield from loader_lines(second.cost(), seconds, workers, flops, device)
     yield f"parameters: {cost.parameter_count(module):,} (vocabulary {loader.corpus.tokenizer.vocab_size:,})"
-    memory = cost.memory(module, loader.recipe, config.resolved, config.precision, process.world, device, row_tokens)
+    largest = max((row.cost for row in first.rows), key=lambda row: row["tokens"])
+    memory = cost.memory(module, loader.recipe, config.resolved, config.precision, process.world, device, largest)
     purposes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in memory.items())
     yield f"memory per rank, ZeRO stage {config.stage}: about {sum(memory.values()) / 1e9:.2f} GB: {purposes}"
     yield f"checkpoint: {cost.checkpoint_bytes(module, config.resolved, config.precision) / 1e9:,.2f} GB"
+
+
+def load_part(dataset: StepDataset, plan: Plan, rank: int) -> StepBatch:
+    """Return a rank's batch of a planned step. Raises UserError or OSError."""
+    batch = dataset[plan.parts([rank])[0]]
+    if isinstance(batch, Failure):
+        raise batch
+    return batch
+
+
+def loader_lines(
+    loaded: dict[str, int], seconds: float, workers: int, flops: cost.StepFlops, device: str
+) -> Iterator[str]:
+    """Yield a line about the speed of the loader, which took `seconds` for a batch with the Row.cost `loaded`."""
+    speed = loaded["tokens"] / seconds
+    line = f"loader: one worker makes about {speed:,.0f} tokens/s, the {workers} of a rank {workers * speed:,.0f}"
+    if not workers:
+        line = f"loader: the training process itself makes about {speed:,.0f} tokens/s, and waits for them"
+    peak = flops.peak or cost.PEAK_FLOPS[PLANNED_GPU]
+    if device == "cpu" or not loaded["tokens"]:
+        yield line
+        return
+    needed = BUSY_SHARE * peak * loaded["tokens"] / flops.total(loaded)
+    yield f"{line}; a GPU at {BUSY_SHARE:.0%} of {peak / 1e12:,.0f} TFLOP/s trains {needed:,.0f}"
+    if needed > workers * speed:
+        yield f"warning: the GPU will wait for data; set data.workers={math.ceil(needed / speed)}, if there are cores"
 
 
 def check_disk(size: float, out: Path) -> None:

@@ -145,9 +145,9 @@ class TrainConfig:
     z_loss: NotNegative = 0.0
     """The factor of logsumexp(logits)^2, which is added to the loss of a predicted token (PaLM: 1e-4)."""
     max_tokens: Count | None = None
-    """The maximum number of tokens in a packed row, which is one forward and backward pass of a rank; null: 16,384 on a
-    GPU, 8,192 on a CPU. Apart from the masks of dropout, it does not change the result. More tokens need more memory
-    and are faster: on an H200, 65,536 train xlmr-base 1.3 times as fast as 16,384."""
+    """The maximum number of tokens in a packed row, which is one forward and backward pass of a rank; null: on a GPU as
+    many as its memory holds, up to 65,536, on a CPU 8,192. Apart from the masks of dropout, it does not change the
+    result. More tokens are faster: on an H200, 65,536 train xlmr-base 1.3 times as fast as 16,384."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """The precision of training. auto takes the precision of the ds_config if the hardware supports it, else fp32."""
     activation_checkpointing: bool = False

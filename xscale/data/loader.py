@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from xscale import rng
-from xscale.data.calibration import Calibration
+from xscale.data.calibration import Calibration, FlopsOf
 from xscale.data.corpus import Corpus
 from xscale.data.forks import children_that_begin
 from xscale.data.mixture import Mixture, Plan, PlanTable
@@ -35,9 +35,11 @@ from xscale.recipe import DataConfig, Recipe, Schedule
 from xscale.record import Record
 
 Key = TypeVar("Key")
-MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
-"""The default of train.max_tokens. On a GPU, such a row takes longer than the host needs to launch its kernels; on a
-CPU, it fits into the caches."""
+CHARACTERS = 64
+"""The maximum number of characters of a text that are tokenised, per token of data.max_length; see `shortened`."""
+CPU_TOKENS, GPU_TOKENS = 8192, 65536
+"""The default of train.max_tokens on a CPU, a row that fits into its caches, and the highest default on a GPU, a row
+that takes the GPU much longer than its host."""
 SWEPT = 0.25
 """If the ranks of a node read at least this share of each step, they ask the operating system to read whole shards
 ahead."""
@@ -273,6 +275,11 @@ class Loader:
     recipe: Recipe
     corpus: Corpus
     calibration: Calibration
+    gpu_tokens: int = GPU_TOKENS
+    """The default of train.max_tokens on the GPUs of this run, by their memory (run/resolve.py row_limit). It is the
+    same on all ranks."""
+    flops_of: FlopsOf | None = None
+    """The cost of a row, by which the ranks share a step equally; None: they get equal tokens."""
 
     @property
     def streams(self) -> Sequence[Stream]:
@@ -280,9 +287,11 @@ class Loader:
         return self.corpus.streams.last
 
     def max_tokens(self, device: str) -> int:
-        """Return the maximum number of tokens of a packed row."""
-        default = MAX_TOKENS.get(device, MAX_TOKENS["cpu"])
-        return self.recipe.train.max_tokens or max(default, self.recipe.data.max_length)
+        """Return the maximum number of tokens of a packed row; a row of data.max_length tokens is always allowed."""
+        if self.recipe.train.max_tokens:
+            return self.recipe.train.max_tokens
+        default = self.gpu_tokens if device == "cuda" else CPU_TOKENS
+        return max(default, self.recipe.data.max_length)
 
     def mixture(self, process: Process, device: str, state: dict[str, Any]) -> Mixture:
         """Return the mixture of the run, which continues from this state."""
@@ -293,10 +302,11 @@ class Loader:
             self.calibration.schedule(recipes.ends),
             self.corpus.sources,
             seed=self.recipe.train.seed,
-            max_tokens=self.recipe.train.max_tokens or MAX_TOKENS.get(device, MAX_TOKENS["cpu"]),
+            max_tokens=self.max_tokens(device),
             rank=process.rank,
             world=process.world,
             state=state,
+            flops_of=self.flops_of,
         )
 
     def dataset(self) -> StepDataset:

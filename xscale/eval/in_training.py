@@ -189,7 +189,7 @@ class HeldoutTask:
             measured[stream.name] = replace(recipe.streams[stream.name], options=stream.options)
         recipe = replace(recipe, data=data, streams=measured, phases=())
         corpus = replace(loader.corpus, sources=sources, streams=Schedule.constant(streams))
-        self.loader = Loader(recipe, corpus, calibration)
+        self.loader = replace(loader, recipe=recipe, corpus=corpus, calibration=calibration)
         (self.batch,) = self.loader.batches(process, engine.device.type, initial_state(streams), 1)
         for source in sources:
             source.close()

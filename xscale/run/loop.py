@@ -46,7 +46,7 @@ class Trainer:
         self.state = TrainState(data["step"], data)
         done = self.state.step
 
-        self.flops = StepFlops(self.engine.module.encoder)
+        self.flops = StepFlops.of(self.engine.module)
         self.manager = CheckpointManager(
             self.engine,
             self.out / "checkpoints",

@@ -4,18 +4,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_initial
 from xscale.data.corpus import Corpus, InitialModel, open_corpus, with_steps
 from xscale.errors import UserError
-from xscale.models.build import dropout_of, has_segments, initial_encoder, run_fields_of
+from xscale.models.build import dropout_fields, dropout_of, has_segments, initial_encoder, run_fields_of
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup
 from xscale.recipe import Recipe, load_recipe
+from xscale.step import cost
+from xscale.step.ds_config import EngineConfig
 from xscale.step.module import StepModule
 
 
@@ -98,3 +101,30 @@ def module_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
     them."""
     kept: dict[str, SavedHeads] = {}
     return StepModule(encoder_of_run(recipe, corpus, kept), recipe, kept)
+
+
+def shape_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
+    """Build the module of the run on torch's meta device, where tensors have shapes but no numbers."""
+
+    def load(init: str | Path, dropout: float) -> PreTrainedModel:
+        try:
+            config = AutoConfig.from_pretrained(initial_directory(str(init)), trust_remote_code=False)
+            config.update(dropout_fields(config.model_type, dropout))
+            return AutoModelForMaskedLM.from_config(config)
+        except Exception:  # the loader of weights says what is wrong with the model
+            return load_initial(init, dropout)[0]
+
+    with torch.device("meta"):
+        return StepModule(initial_encoder(recipe, corpus, load), recipe)
+
+
+def row_limit(
+    module: StepModule, recipe: Recipe, config: EngineConfig, gpu_bytes: int | None, host_group: HostGroup
+) -> cost.RowLimit | None:
+    """Return the default of train.max_tokens by the memory of the smallest GPU of the run, or None if the recipe has a
+    number or there is no GPU. gpu_bytes: the memory of this rank's GPU. All ranks call it together."""
+    sizes = [size for size in host_group.gather(gpu_bytes) if size]
+    if recipe.train.max_tokens or not sizes:
+        return None
+    world = config.resolved["train_batch_size"]
+    return cost.row_limit(module, recipe, config.resolved, config.precision, world, min(sizes))

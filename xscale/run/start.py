@@ -30,10 +30,11 @@ from xscale.run.describe import dropped_pairs_warnings, share_lines, start_notes
 from xscale.run.folder import DONE, STOPPED, Status, dump, indented
 from xscale.run.loop import Trainer
 from xscale.run.metrics import LOG, start_logging
-from xscale.run.resolve import module_of_run, resolve_run
+from xscale.run.resolve import module_of_run, resolve_run, row_limit, shape_of_run
 from xscale.run.state import RunContext
 from xscale.run.watch import StopRequest, Watch
 from xscale.step import engine as engines
+from xscale.step.cost import StepFlops
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
 
@@ -59,6 +60,7 @@ class Resolved:
     recipe: Recipe
     corpus: Corpus
     config: EngineConfig
+    hardware: Hardware
     identity: dict[str, Any]
     notes: list[str]
     """The lines to print before the first step."""
@@ -98,12 +100,13 @@ def resolve(args: argparse.Namespace, process: Process, host_group: HostGroup) -
     """Find and check what the run consists of, before its folder is touched. All ranks call it together. Raises
     UserError."""
     recipe, corpus = resolve_run(args.recipe, args.set, args.data, host_group)
-    config = load_ds_config(args.ds_config, recipe, process.world, Hardware.here())
+    hardware = Hardware.here()
+    config = load_ds_config(args.ds_config, recipe, process.world, hardware)
     review_tasks(recipe, corpus, config.stage, host_group)
     check_ranks_agree(args, recipe, corpus, config, host_group)
     ranks.set_deterministic(recipe.train.deterministic)
     notes = [*config.notes, *start_notes(recipe, corpus)]
-    return Resolved(recipe, corpus, config, identity_of(recipe, corpus), notes)
+    return Resolved(recipe, corpus, config, hardware, identity_of(recipe, corpus), notes)
 
 
 def claim_folder(
@@ -157,12 +160,17 @@ def build(
     watch = claimed.watch
     watch.note("measuring the data")
     calibration = going_on.resume_calibration(run.recipe, run.corpus, checkpoint, host_group)
-    loader = Loader(run.recipe, run.corpus, calibration)
+    shape = shape_of_run(run.recipe, run.corpus)
+    loader = Loader(run.recipe, run.corpus, calibration, flops_of=StepFlops.of(shape).total)
+    limit = row_limit(shape, run.recipe, run.config, run.hardware.memory, host_group)
+    if limit:
+        LOG.info(limit.sentence())
+        loader = replace(loader, gpu_tokens=limit.tokens)
     if process.is_main:
         write_start(args.out, run, loader, checkpoint, process)
     data = checkpoint.state if checkpoint else initial_state(loader.streams)
     left = run.recipe.train.steps - data["step"]
-    plans = loader.plans(process, Hardware.here().device, data, left, host_group)
+    plans = loader.plans(process, run.hardware.device, data, left, host_group)
     watch.note("building the engine")
     engine = make_engine(run, checkpoint, host_group)
     log_start(loader, engine, run.config, process, data["step"])
@@ -254,7 +262,7 @@ def prefill_loader(loader: Loader, stream_name: str) -> Loader:
     recipe = replace(loader.recipe, streams={name: loader.recipe.streams[stream_name]}, phases=())
     corpus = replace(loader.corpus, streams=Schedule.constant([stream]))
     calibration = Calibration(loader.calibration.lines, {name: loader.calibration.estimate_for(stream_name)})
-    return Loader(recipe, corpus, calibration)
+    return replace(loader, recipe=recipe, corpus=corpus, calibration=calibration)
 
 
 def warm_up_queues(module: StepModule, loader: Loader, process: Process, device: torch.device) -> None:

@@ -1,14 +1,16 @@
 """The costs of a run: the memory of a rank by ZeRO stage, the size of a checkpoint, and the FLOPs of a step."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from xscale.data.loader import GPU_TOKENS
 from xscale.models.encoder import Encoder
 from xscale.models.flat import bert_states, forward_pass_of, modernbert_states
-from xscale.ops.masked_ce import chunk_rows
+from xscale.ops.masked_ce import BLOCK, chunk_rows
 from xscale.recipe import Recipe
 from xscale.step.module import StepModule
 from xscale.step.zero import offloads, stage_of
@@ -20,7 +22,63 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "V100": 125e12, "L
 
 
 READ_SHARE = 0.4
-"""The share of a row's tokens whose states losses read, for the estimate of memory: 0.15 in `tlm`, 0.37 in `mixed`."""
+"""The share of a row's tokens whose states losses read, where no row is at hand: 0.15 in `tlm`, 0.37 in `mixed`."""
+PROGRAM, TOKENIZER = 0.55e9, 3200
+"""The bytes of Python and its libraries in a process, and those of the tokenizer for each id: XLM-R's takes 0.8 GB. On
+a GPU, they are not in its memory."""
+GPU_SHARE = 0.6
+"""The share of a GPU's memory that a step may take with the default of train.max_tokens. The rest is for fragments and
+for libraries."""
+LEAST_TOKENS = 4096
+"""The lowest default of train.max_tokens on a GPU, however small its memory is."""
+ROUNDED = 1024
+"""The default is a multiple of this, so that GPUs of the same kind have the same."""
+
+
+@dataclass(frozen=True)
+class RowLimit:
+    """The default of train.max_tokens on a GPU, and what it follows from, in bytes."""
+
+    memory: float
+    """The memory of the GPU."""
+    states: float
+    """What a step needs whatever its tokens are: weights, gradients, optimizer, the vocabulary head."""
+    per_token: float
+    """What a row's forward pass keeps of a token for its backward pass."""
+
+    @property
+    def fitting(self) -> int:
+        """The tokens whose activations fit."""
+        return int((GPU_SHARE * self.memory - self.states) / self.per_token)
+
+    @property
+    def tokens(self) -> int:
+        return max(min(self.fitting, GPU_TOKENS) // ROUNDED * ROUNDED, LEAST_TOKENS)
+
+    def sentence(self) -> str:
+        """Return what the log says."""
+        return (
+            f"train.max_tokens is {self.tokens:,}: of the GPU's {self.memory / 2**30:.1f} GiB a step takes "
+            f"{GPU_SHARE:.0%}, and without {self.states / 1e9:.2f} GB for weights, gradients and optimizer this is "
+            f"enough for {max(self.fitting, 0):,} tokens of {self.per_token / 1e3:,.0f} kB; the default is at least "
+            f"{LEAST_TOKENS:,} and at most {GPU_TOKENS:,}"
+        )
+
+
+def row_limit(
+    module: StepModule, recipe: Recipe, ds_config: dict[str, Any], precision: str, world: int, gpu_bytes: float
+) -> RowLimit:
+    """Return the default of train.max_tokens by the memory of a GPU, gpu_bytes."""
+    per_token = activation_bytes(module.encoder, recipe, WIDTH[precision], "cuda", row_of(1))
+    only_head = row_of(GPU_TOKENS) | {"tokens": 0, "places": 0}
+    states = memory(module, recipe, ds_config, precision, world, "cuda", only_head)
+    return RowLimit(gpu_bytes, sum(states.values()), per_token)
+
+
+def row_of(tokens: int) -> dict[str, float]:
+    """Return the Row.cost of a row of which losses read and predict the share READ_SHARE, without attention's part."""
+    read = READ_SHARE * tokens
+    return {"tokens": tokens, "places": read, "predictions": read, "squares": 0}
 
 
 def memory(
@@ -30,39 +88,44 @@ def memory(
     precision: str,
     world: int,
     device: str,
-    row_tokens: int,
+    row: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the bytes that one rank needs at the peak, the backward pass of a packed row: purpose -> bytes.
+    """Return the bytes that one rank needs at the peak of a step: purpose -> bytes. row: Row.cost of the largest row.
 
     Weights, gradients and optimizer states follow Rajbhandari et al. 2020. But until the one reduction of a step, each
     rank holds all of its gradients at stages 2 and 3, too; stages 1 and 2 reduce them in place, and need buckets only
-    with an optimizer in host memory, or if gradients are summed in fp32 beside 16-bit weights. row_tokens: the tokens
-    of one packed row.
+    with an optimizer in host memory, or if gradients are summed in fp32 beside 16-bit weights. The gradient of a stream
+    is measured before the gradients of the step exist, so that only the larger ones of the two count.
     """
-    zero = ds_config.get("zero_optimization", {})
-    stage = stage_of(ds_config)
     n = parameter_count(module)
     width = WIDTH[precision]
+    zero = ds_config.get("zero_optimization", {})
+    stage = stage_of(ds_config)
     sums_in_fp32 = stage == 1 and width == 2 and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    parts = {"weights": width * n / (world if stage >= 3 else 1)}
+    states = {"weights": width * n / (world if stage >= 3 else 1)}
     if not offloads(ds_config):
         master = 0 if precision == "fp32" and stage == 0 else 4
-        parts["optimizer"] = (master + 8) * n / (world if stage >= 1 else 1)
-        parts["gradients"] = width * n / (world if stage >= 3 else 1)
+        states["optimizer"] = (master + 8) * n / (world if stage >= 1 else 1)
     if stage in (1, 2) and (offloads(ds_config) or sums_in_fp32):
         bucket = zero.get("reduce_bucket_size", 5e8)
         if device == "cpu":  # pages that are never touched take no memory
             bucket = min(bucket, n)
-        parts["gradient buckets"] = width * bucket * (2 if zero.get("overlap_comm") else 1)
+        states["gradient buckets"] = width * bucket * (2 if zero.get("overlap_comm") else 1)
     if module.auxiliary_states:  # the momentum encoder has a second copy in the precision of the weights
-        parts["momentum encoder, queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
-    parts["activations"] = activation_bytes(module.encoder, recipe, width, device, row_tokens)
-    parts["vocabulary head"] = vocabulary_head_bytes(module.encoder, width, device)
-    if stage >= 3 or (stage == 2 and offloads(ds_config)):  # until the one reduction of a step
-        parts["gradients before they are reduced"] = width * n
+        states["momentum encoder, queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
+    if device == "cpu":
+        states["program, tokenizer"] = PROGRAM + TOKENIZER * module.encoder.lm.config.vocab_size
+    row_bytes = {
+        "activations": activation_bytes(module.encoder, recipe, width, device, row),
+        "vocabulary head": vocabulary_head_bytes(module.encoder, width, device, row["predictions"]),
+    }
+    gradients = {"gradients": width * n}
+    if stage >= 3:
+        gradients = {"gradients": width * n / world, "gradients before they are reduced": width * n}
+    moments = [row_bytes | gradients]
     if recipe.train.measure_every and stage < 3:
-        parts["gradient norm of a stream"] = (4 + 2 * width) * n
-    return parts
+        moments.append(row_bytes | {"gradient of a stream": (4 + width) * n})
+    return states | max(moments, key=lambda moment: sum(moment.values()))
 
 
 def parameter_count(module: nn.Module) -> int:
@@ -75,9 +138,8 @@ def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: s
     return WIDTH[precision] * n + optimizer + module.auxiliary_bytes()
 
 
-def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, tokens: int) -> float:
-    """Return the bytes that a packed row's forward pass keeps for its backward pass, if all its sequences have
-    data.max_length tokens.
+def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, row: Mapping[str, float]) -> float:
+    """Return the bytes that a packed row's forward pass keeps for its backward pass. row: the Row.cost of the row.
 
     For each token, a layer keeps 9 H + 2 F numbers, where F is the width of the feed-forward layer (4 F if it has a
     gate), and two dropout masks of H elements (with a gate: H and F). That is about 34 H bytes at 16 bits (Korthikanti
@@ -91,24 +153,30 @@ def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, 
     if c.model_type == "modernbert":  # its feed-forward layer has a gate
         masks = c.hidden_size + c.intermediate_size
         feed_forward = 4 * c.intermediate_size
-    layer = width * (9 * c.hidden_size + feed_forward)
+    layer = row["tokens"] * width * (9 * c.hidden_size + feed_forward)
     if device == "cpu":
-        layer += width * (masks + 2 * c.num_attention_heads * recipe.data.max_length)
+        layer += width * (row["tokens"] * masks + 2 * c.num_attention_heads * row["squares"])
     else:
-        layer += masks
+        layer += row["tokens"] * masks
     if recipe.train.activation_checkpointing:
-        return tokens * (c.num_hidden_layers * c.hidden_size * width + layer)
+        return c.num_hidden_layers * row["tokens"] * c.hidden_size * width + layer
     skipped = 0.0
     if after_last_attention(encoder):
         behind_attention = width * (4 * c.hidden_size + feed_forward)
-        skipped = behind_attention * (1 - READ_SHARE)
-    return tokens * (c.num_hidden_layers * layer - skipped)
+        skipped = behind_attention * (row["tokens"] - row["places"])
+    return c.num_hidden_layers * layer - skipped
 
 
-def vocabulary_head_bytes(encoder: Encoder, width: int, device: str) -> float:
-    """Return the bytes of a chunk of logits, and of the head weight's gradient in fp32 and in `width` bytes."""
+def vocabulary_head_bytes(encoder: Encoder, width: int, device: str, predictions: float) -> float:
+    """Return the bytes of a chunk of logits, of a block of fp32 probabilities on a CPU, and of the head weight's
+    gradient in fp32 and, if it has 16 bits, in these. predictions: those of a row."""
     c = encoder.lm.config
-    return c.vocab_size * (chunk_rows(device, c.vocab_size, width) * width + c.hidden_size * (4 + width))
+    rows = min(chunk_rows(device, c.vocab_size, width), predictions)
+    logits = rows * width
+    if device == "cpu":
+        logits += 4 * min(BLOCK, rows)
+    narrow = width if width < 4 else 0
+    return c.vocab_size * (logits + c.hidden_size * (4 + narrow))
 
 
 def peak_flops() -> float | None:
@@ -139,11 +207,13 @@ class StepFlops:
     encoder: 6 n for each token, where n is the number of weights in linear layers; what follows the last layer's
     attention counts for the tokens alone whose states are read. attention: 12 H for each layer and
     each pair of tokens in a sequence; local layers count the pairs within their window. head: 6 E (V + H) for each
-    predicted token. auxiliary: a third of encoder and attention, for the tokens that auxiliary encoders read. The
-    objectives' own heads are small and left out.
+    predicted token. auxiliary: a third of encoder and attention, for the tokens that auxiliary encoders read. vectors:
+    a third of encoder and attention, for the additional forward pass of objectives that compare the samples of a whole
+    step. The objectives' own heads are small and left out.
     """
 
-    def __init__(self, encoder: Encoder):
+    def __init__(self, encoder: Encoder, compares_samples: bool = False):
+        """compares_samples: see StepModule.compares_samples."""
         config = encoder.lm.config
         weights = 0
         for module in encoder.lm.base_model.modules():
@@ -159,17 +229,28 @@ class StepFlops:
         self.whole = len(kinds) - self.local
         self.window = config.local_attention // 2 if self.local else 0
         self.per_prediction = 6 * (encoder.embeddings.numel() + encoder.head.dense.weight.numel())
+        self.compares_samples = compares_samples
         self.peak = peak_flops()
+
+    @classmethod
+    def of(cls, module: StepModule) -> "StepFlops":
+        return cls(module.encoder, module.compares_samples())
+
+    def total(self, cost: Mapping[str, int]) -> float:
+        return sum(self.flops(cost).values())
 
     def flops(self, cost: Mapping[str, int]) -> dict[str, float]:
         """Return the model FLOPs of a step by purpose. cost: the sum of Row.cost over all packed rows."""
         auxiliary = float(self.per_token * cost["auxiliary_tokens"] + self.per_place * cost["auxiliary_places"])
         auxiliary += self.attention(cost["auxiliary_tokens"], cost["auxiliary_squares"])
+        encoder = float(self.per_token * cost["tokens"] + self.per_place * cost["places"])
+        attention = self.attention(cost["tokens"], cost["squares"])
         return {
-            "encoder": self.per_token * cost["tokens"] + self.per_place * cost["places"],
-            "attention": self.attention(cost["tokens"], cost["squares"]),
+            "encoder": encoder,
+            "attention": attention,
             "head": self.per_prediction * cost["predictions"],
             "auxiliary": auxiliary / 3,
+            "vectors": (encoder + attention) / 3 if self.compares_samples else 0.0,
         }
 
     def attention(self, tokens: int, squares: int) -> float:
@@ -188,5 +269,5 @@ class StepFlops:
             return {}
         metrics = {"mem_gb": torch.cuda.max_memory_allocated() / 1e9}
         if self.peak:
-            metrics["mfu"] = sum(self.flops(cost).values()) / (max(seconds, 1e-9) * self.peak * world)
+            metrics["mfu"] = self.total(cost) / (max(seconds, 1e-9) * self.peak * world)
         return metrics

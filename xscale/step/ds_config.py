@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from xscale.errors import UserError
 from xscale.recipe import Recipe
 from xscale.record import parse_json
@@ -34,21 +36,31 @@ ROWS = 'the streams of the recipe define a step, and train.max_tokens its rows; 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The properties of the device that decide the precision."""
+    """The properties of a rank's device that decide the precision and the size of packed rows."""
 
     device: str
     fp16: bool
     bf16: bool
+    memory: int | None = None
+    """The bytes of the GPU's memory; None on a CPU."""
 
     def supports(self, precision: str) -> bool:
         return precision == "fp32" or bool(getattr(self, precision))
 
     @classmethod
     def here(cls) -> "Hardware":
+        """Return this process's device. Raises UserError for a PyTorch that is built for ROCm."""
         from deepspeed.accelerator import get_accelerator
 
+        if torch.version.hip:
+            raise UserError(
+                f"this PyTorch {torch.__version__} is built for ROCm (AMD), on which xscale has never been tested, and "
+                f"its attention is chosen by the generations of NVIDIA's GPUs; install a PyTorch for CUDA or for CPUs"
+            )
         accelerator = get_accelerator()
-        return cls(accelerator.device_name(), accelerator.is_fp16_supported(), accelerator.is_bf16_supported())
+        device = accelerator.device_name()
+        memory = accelerator.total_memory() if device == "cuda" else None
+        return cls(device, accelerator.is_fp16_supported(), accelerator.is_bf16_supported(), memory)
 
 
 @dataclass(frozen=True)
