@@ -53,7 +53,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     print(*config.notes, *start_notes(recipe, corpus), sep="\n")
     module = module_of_run(recipe, corpus)
     calibration = resume_calibration(recipe, corpus, checkpoint, HostGroup())
-    loader = Loader(recipe, corpus, calibration, flops_of=cost.StepFlops.of(module).total)
+    loader = Loader(recipe, corpus, calibration)
     limit = row_limit(module, recipe, config, hardware.memory, HostGroup())
     if limit:
         print(limit.sentence())

@@ -34,7 +34,6 @@ from xscale.run.resolve import module_of_run, resolve_run, row_limit, shape_of_r
 from xscale.run.state import RunContext
 from xscale.run.watch import StopRequest, Watch
 from xscale.step import engine as engines
-from xscale.step.cost import StepFlops
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
 
@@ -161,7 +160,7 @@ def build(
     watch.note("measuring the data")
     calibration = going_on.resume_calibration(run.recipe, run.corpus, checkpoint, host_group)
     shape = shape_of_run(run.recipe, run.corpus)
-    loader = Loader(run.recipe, run.corpus, calibration, flops_of=StepFlops.of(shape).total)
+    loader = Loader(run.recipe, run.corpus, calibration)
     limit = row_limit(shape, run.recipe, run.config, run.hardware.memory, host_group)
     if limit:
         LOG.info(limit.sentence())
