@@ -92,6 +92,21 @@ def do_steps(folder: Path, executor: str, workers: int) -> None:
             run_tasks(executor, workers, TaskList(folder, name, step.function, left))
         if count:
             print(f"{name}: did {len(left):,} of {count:,} tasks", file=sys.stderr, flush=True)
+        if name == "select":
+            print_selection(folder)
+
+
+def print_selection(folder: Path) -> None:
+    """Print how many pairs or documents of each source the rules have left, before they are aligned."""
+    corpus = steps.read_plan(folder).corpus
+    for number, source in enumerate(corpus.sources):
+        read = 0
+        left = 0
+        for chunk in steps.source_chunks(folder, number):
+            read += steps.read_json(folder / f"clean/{chunk.number}.json")["counts"]["read"]
+            states = steps.unit_states(folder, chunk)
+            left += int(((states == steps.KEPT) | (states == steps.HELD_OUT)).sum())
+        print(f"{corpus.names[number]}: {left:,} of {read:,} {source.kind} are left", file=sys.stderr, flush=True)
 
 
 def finish(corpus: Corpus, folder: Path, out: Path) -> None:

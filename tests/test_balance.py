@@ -194,33 +194,6 @@ def test_balance(kind: Kind) -> None:
     assert imbalance(kind, 8, 8192) <= 1.005
 
 
-@pytest.mark.parametrize(("world", "per_rank", "max_tokens"), [(8, 256, NO_BUDGET), (8, 256, 4096), (1024, 64, 8192)])
-def test_balance_by_cost(world: int, per_rank: int, max_tokens: int) -> None:
-    """Samples of one stream cost thrice as much a token: bins of equal tokens would not take equal time. No row has too
-    many tokens, and there are no more rows."""
-    random = np.random.default_rng(0)
-    tokens = pairs(random, world * per_rank).astype(int)
-    costs = tokens * np.where(random.random(len(tokens)) < 0.2, 3.0, 1.0) + 1e-3 * tokens**2
-    by_tokens, rows = balance(tokens, world, max_tokens)
-    by_costs, rows_by_costs = balance(tokens, world, max_tokens, costs)
-    assert rows_by_costs == rows
-    imbalances = list[float]()
-    for bins in (by_costs, by_tokens):
-        filled = np.bincount(bins, weights=costs, minlength=rows * world)
-        imbalances.append(filled.max() / filled.mean())
-    assert imbalances[0] <= 1.02 < imbalances[1]
-    filled = np.bincount(by_costs, weights=tokens, minlength=rows * world)
-    assert filled.max() <= max_tokens
-
-
-def test_costs_give_way_to_the_budget() -> None:
-    """Ten dear short samples and ten cheap long ones: bins of equal cost would exceed the tokens of a row."""
-    tokens = np.array([10] * 10 + [90] * 10)
-    costs = np.array([90.0] * 10 + [1.0] * 10)
-    bins, rows = balance(tokens, 10, 103, costs)
-    assert rows == 1 and np.bincount(bins, weights=tokens).tolist() == [100.0] * 10
-
-
 def test_balance_where_rows_hold_a_few_samples() -> None:
     assert imbalance(pairs, 8, 256, max_tokens=256) <= 1.1
 
@@ -235,11 +208,10 @@ def test_balance_where_rows_hold_a_few_samples() -> None:
 def test_a_step_of_64k_samples_is_cut_in_milliseconds(world: int, kind: Kind, max_tokens: int) -> None:
     """About 2 ms measured; ten times as long is a loop over samples or bins."""
     tokens = kind(np.random.default_rng(0), 65_536).round().astype(np.int64)
-    costs = tokens * np.random.default_rng(1).choice([1.0, 1.3, 1.7], len(tokens))
     took = []
     for _ in range(5):
         started = time.thread_time()
-        balance(tokens, world, max_tokens, costs)
+        balance(tokens, world, max_tokens)
         took.append(time.thread_time() - started)
     assert min(took) < 0.02
 

@@ -409,6 +409,8 @@ def test_means_deviations_delta_and_the_majority() -> None:
     alone = TransferTable(TASKS["xnli"], tests)
     alone.add(plan[0], {"de": [["y"] * 6]})
     assert alone.summary["de"] == {"zs": pytest.approx(1 / 3), "majority": pytest.approx(2 / 3)}, "one seed"
+    (line,) = alone.warnings()
+    assert "de zero-shot: 0.333 is below 0.667" in line
 
 
 @pytest.mark.parametrize(

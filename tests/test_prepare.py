@@ -592,12 +592,13 @@ def test_no_file_of_the_work_folder_runs_anything(tmp_path: Path, monkeypatch: p
 
 
 def test_an_existing_tokenizer_counts_before_pairs_are_aligned(
-    tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """The papers' filter; the output has the tokenizer."""
     asked = list[tuple[str, str]]()
 
     def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
+        assert "90 pairs are left" in capsys.readouterr().err
         asked.extend(pairs)
         out.write_text("0-0\n" * len(asked))
         return ""

@@ -13,7 +13,6 @@ from xscale.data.calibration import Calibration, Estimate
 from xscale.data.corpus import Corpus
 from xscale.data.loader import StepDataset, collate_context
 from xscale.data.mixture import Mixture, Plan
-from xscale.data.packed_row import pack_row
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 from xscale.data.stream import Stream
@@ -112,10 +111,8 @@ def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitt
     rows = replace(table.select(in_groups), row=row[in_groups])
     batches = dataset.stream_batches(stream, Plan(0, {stream.name: rows}, len(groups), 1, {}, rank=0))
     targets = Counter[str]()
-    cost = Counter[str]()
     for batch in batches:
         targets.update(batch.target_counts)
-        cost.update(pack_row({stream.name: batch}, dataset.contexts.last.tokenizer.sep_id).cost)
     measured = estimate(
         estimated_tokens,
         groups,
@@ -123,7 +120,7 @@ def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitt
         max_length=longest,
         too_long=np.array([batch.too_long for batch in batches]),
     )
-    return replace(measured, counts=dict(targets), cost=dict(cost))
+    return replace(measured, counts=dict(targets))
 
 
 def similar_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:

@@ -6,16 +6,12 @@ are read twice.
 """
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from xscale.recipe import Schedule
-
-FlopsOf = Callable[[Mapping[str, int]], float]
-"""Returns the FLOPs of a row from its Row.cost."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +28,6 @@ class Estimate:
     """Share of the pairs that are longer than data.max_length."""
     counts: dict[str, int] = field(default_factory=dict)
     """Sum of StreamBatch.target_counts over the samples that the calibration has tokenised."""
-    cost: dict[str, int] = field(default_factory=dict)
-    """Sum of Row.cost over these samples; {} in a checkpoint that does not know it."""
 
     def row_tokens(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
         """Return the estimated tokens of each sample in a packed row [samples]. They are whole numbers, so that sums
@@ -42,15 +36,6 @@ class Estimate:
         if self.beyond is not None:
             tokens = np.where(estimated_tokens > max_length, self.beyond, tokens)
         return np.rint(tokens).astype(np.int64)
-
-    def flops(self, tokens: np.ndarray, flops_of: FlopsOf) -> np.ndarray:
-        """Return the estimated FLOPs of samples with these tokens in a packed row [samples]. They grow with the tokens,
-        and those of attention with the square of them."""
-        total = flops_of(self.cost)
-        without_attention = flops_of(self.cost | dict.fromkeys(("squares", "auxiliary_squares"), 0))
-        per_token = without_attention / max(self.cost["tokens"], 1)
-        per_square = (total - without_attention) / max(self.cost["squares"], 1)
-        return per_token * tokens + per_square * np.square(tokens)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from xscale import rng
-from xscale.data.calibration import Calibration, FlopsOf
+from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus
 from xscale.data.forks import children_that_begin
 from xscale.data.mixture import Mixture, Plan, PlanTable
@@ -35,8 +35,6 @@ from xscale.recipe import DataConfig, Recipe, Schedule
 from xscale.record import Record
 
 Key = TypeVar("Key")
-CHARACTERS = 64
-"""The maximum number of characters of a text that are tokenised, per token of data.max_length; see `shortened`."""
 CPU_TOKENS, GPU_TOKENS = 8192, 65536
 """The default of train.max_tokens on a CPU, a row that fits into its caches, and the highest default on a GPU, a row
 that takes the GPU much longer than its host."""
@@ -278,8 +276,6 @@ class Loader:
     gpu_tokens: int = GPU_TOKENS
     """The default of train.max_tokens on the GPUs of this run, by their memory (run/resolve.py row_limit). It is the
     same on all ranks."""
-    flops_of: FlopsOf | None = None
-    """The cost of a row, by which the ranks share a step equally; None: they get equal tokens."""
 
     @property
     def streams(self) -> Sequence[Stream]:
@@ -306,7 +302,6 @@ class Loader:
             rank=process.rank,
             world=process.world,
             state=state,
-            flops_of=self.flops_of,
         )
 
     def dataset(self) -> StepDataset:

@@ -16,7 +16,7 @@ import numpy as np
 
 from xscale import rng
 from xscale.data.balance import balance
-from xscale.data.calibration import Calibration, FlopsOf
+from xscale.data.calibration import Calibration
 from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking, window_count
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
@@ -124,10 +124,9 @@ class Mixture:
         rank: int,
         world: int,
         state: dict[str, Any] | None = None,
-        flops_of: FlopsOf | None = None,
     ):
-        """max_tokens: the most tokens of a packed row; a row of data.max_length tokens is always allowed. flops_of: by
-        which ranks get equal costs; None: they get equal tokens."""
+        """max_tokens: the maximum number of tokens of a packed row; a row of data.max_length tokens is always
+        allowed."""
         self.streams = streams
         self.data = data
         self.calibrations = calibrations
@@ -136,7 +135,6 @@ class Mixture:
         self.max_tokens = max_tokens
         self.rank = rank
         self.world = world
-        self.flops_of = flops_of
         self.state = state or initial_state(streams.last)
         weights = list[list[np.ndarray]]()
         for of_phase, config, calibration in zip(streams.values, data.values, calibrations.values, strict=True):
@@ -166,7 +164,6 @@ class Mixture:
         data = self.data.at(step)
         tables: dict[str, PlanTable] = {}
         tokens: dict[str, np.ndarray] = {}
-        costs = list[np.ndarray]()
         positions: dict[str, list[list[int]]] = {}
         for stream, weights in zip(self.streams.at(step), self.weights.at(step), strict=True):
             by_source = self._choose_sources(stream, weights)
@@ -179,13 +176,9 @@ class Mixture:
             calibration = self.calibrations.at(step).estimate_for(stream.name)
             tables[stream.name] = table
             tokens[stream.name] = calibration.row_tokens(estimated, data.max_length)
-            if self.flops_of and calibration.cost:
-                costs.append(calibration.flops(tokens[stream.name], self.flops_of))
         new = {"step": step + 1, "positions": positions, "order": ORDER, "room": self.room}
         tokens_of_samples = np.concatenate(list(tokens.values()))
-        costs_of_samples = np.concatenate(costs) if len(costs) == len(tokens) else None
-        limit = max(self.max_tokens, data.max_length)
-        row_of_sample, rows = balance(tokens_of_samples, self.world, limit, costs_of_samples)
+        row_of_sample, rows = balance(tokens_of_samples, self.world, max(self.max_tokens, data.max_length))
         row_tokens = np.bincount(row_of_sample, weights=tokens_of_samples, minlength=rows * self.world)
         row_of_sample = row_of_sample.astype(np.min_scalar_type(rows * self.world))
         first = 0

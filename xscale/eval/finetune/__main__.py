@@ -182,6 +182,8 @@ def write_table(args: argparse.Namespace, table: TransferTable, settings: FineTu
 def print_table(task: str, table: TransferTable) -> None:
     for row, metrics in table.rows.items():
         print(f"{task} {row}: " + ", ".join(format_score(metric, value) for metric, value in metrics.items()))
+    for line in table.warnings():
+        print(line)
 
 
 def main(argv: list[str] | None = None) -> int:

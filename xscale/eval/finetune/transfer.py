@@ -159,6 +159,18 @@ class TransferTable:
                 self.rows[f"{language} {MAJORITY}"] = majority
                 summary[MAJORITY] = majority[metric]
 
+    def warnings(self) -> list[str]:
+        """Return a line for each score below that of always predicting the most frequent label."""
+        lines = []
+        for language, scores in self.summary.items():
+            for setting, name in SHORT_NAMES.items():
+                if name in scores and scores[name] < scores.get(MAJORITY, 0.0):
+                    lines.append(
+                        f"warning: {language} {setting}: {scores[name]:.3f} is below {scores[MAJORITY]:.3f}, the score "
+                        f"of always predicting the most frequent label; give more --epochs, a higher --lr or more text"
+                    )
+        return lines
+
     def add_row(self, row: str, language: str, predictions_of_seeds: list[list[Any]]) -> str:
         """Add the row of scores in a language, and return the name of the main one."""
         examples = self.tests[language].examples
