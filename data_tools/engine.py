@@ -105,7 +105,7 @@ def run_local(tasks: TaskList, workers: int) -> Iterator[None]:
             do_task(tasks.folder, tasks.name, tasks.function, number)
             yield
         return
-    # Forked workers hold the folder's lock, too. So a new start cannot write while workers of a killed start live.
+    # Forked workers hold the folder's lock, too: a new start waits until the workers of a killed one have ended.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(workers, context, start_worker, (os.getpid(),))
     try:

@@ -132,7 +132,7 @@ def describe(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[st
     if linked:
         links = link_statistics(linked)
         if tokenizer:
-            links["linked_tokens_per_target"] = linked_tokens_per_target(linked, tokenizer)
+            links["tokens_per_target"] = linked_tokens_per_target(linked, tokenizer)
         for name, value in links.items():
             print(f"  links: {name} {value}")
     for line in unknown_lines(unknown, tokenizer.hf.name_or_path if tokenizer else ""):

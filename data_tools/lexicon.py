@@ -4,10 +4,10 @@
     python -m data_tools.lexicon --from_links DIR ... --out out/en-de.txt [--min_count 3] [--min_share 0.2]
     python -m data_tools.lexicon --dict en-de.txt --out out/en-de.txt --truecase DIR ...
 
-The name of a file, such as en-de.txt, gives the order of its columns. The name of --out gives the order of the output's
-columns. Entries keep the order of the input; induced ones begin with the most frequent. --share samples the vocabulary,
-as Tang et al. (2022) do: it selects words of the first column by a hash of the word, and keeps all entries of each. A
-sample of 10 % is a part of the sample of 20 %.
+The name of a file, such as en-de.txt, gives the order of its columns. --out has the same order. Entries keep the order
+of the input; induced ones begin with the most frequent. --share samples the vocabulary, as Tang et al. (2022) do: it
+selects words of the first column by a hash of the word, and keeps all entries of each. A sample of 10 % is a part of
+the sample of 20 %.
 """
 
 import argparse
@@ -162,7 +162,10 @@ def main(argv: list[str] | None = None) -> None:
         entries = []
         for path in args.dict:
             if pair_of(path, langs) != langs:
-                raise UserError(f"{path} names other columns than --out, {' '.join(langs)}; rename or swap them")
+                raise UserError(
+                    f"{path} names other columns than --out, {' '.join(langs)}; swap its columns, as by awk, or name "
+                    f"--out after it"
+                )
             entries += read_entries(path)
     report = [f"{len(entries):,} entries"]
     if args.truecase:

@@ -43,7 +43,7 @@ def check_corpus(corpus: Corpus) -> None:
             if known and language_code(lang) not in known:
                 raise UserError(
                     f"rules.lid: {'py3langid' if rules.lid is True else rules.lid} does not know {lang}; give {name} "
-                    f"`rules: {{lid: false}}`, or the path of a fastText model that does"
+                    f"`rules: {{lid: false}}`, or set lid to the path of a fastText model that knows {lang}"
                 )
     if isinstance(corpus.tokenizer, str):
         load_tokenizer(corpus.tokenizer)
@@ -73,7 +73,7 @@ def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
         for path in steps.files_below([*source.paths, *plan.corpus.rules_of(source).paths]):
             stamp.append([str(path), path.stat().st_size, path.stat().st_mtime_ns])
     path = folder / "stamp.json"
-    if any((folder / "done").glob("*/*")):
+    if any((folder / "done").glob("*/*")) or (folder / "logs").exists():  # logs: jobs of SLURM may still run
         print(f"continuing after the finished tasks in {folder}", file=sys.stderr)
         if steps.read_json(path) != stamp:
             raise UserError(

@@ -528,7 +528,10 @@ def respell_lexicon(folder: Path, number: int) -> None:
         write_entries(entries, partial)
     if corpus.tokenizer:
         tokenizer = load_tokenizer(str((folder / "result/tokenizer").absolute()))
-        write_json(folder / f"lexicons/{number}.json", {"name": path.name} | count_usable(out, langs, tokenizer))
+        counts = count_usable(out, langs, tokenizer)
+        write_json(folder / f"lexicons/{number}.json", {"name": path.name} | counts)
+        if counts["usable"] + counts["same_tokens"] == 0:
+            out.unlink()  # a run would refuse it
 
 
 def count_usable(path: Path, langs: tuple[str, str], tokenizer: Tokenizer) -> dict[str, int]:

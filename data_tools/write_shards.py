@@ -95,7 +95,9 @@ def main(argv: list[str] | None = None) -> None:
                 raise UserError("--links_src and --links_tgt go with --links: give all three flags, or --links alone")
     bounds = None
     if args.min_tokens is not None or args.max_tokens is not None:
-        bounds = [args.min_tokens or 0, args.max_tokens or sys.maxsize]
+        if args.tokenizer is None:
+            raise UserError("--min_tokens and --max_tokens count tokens; give --tokenizer DIR")
+        bounds = [args.min_tokens or 0, sys.maxsize if args.max_tokens is None else args.max_tokens]
     rules = {"normalise": [], "identical": True, "length": {"tokens": bounds}}
     tree = {"sources": [source | {"name": args.name}], "rules": rules, "align": args.kind == "pairs" and args.align}
     if bounds:

@@ -60,8 +60,10 @@ def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, p
             begin(demo, tmp_path / "new", other)
     seventh = checkpoints.read_checkpoint(parent / "checkpoints" / "step_00000007")
     going_on.write_ancestry(tmp_path / "new", seventh, seventh.identity)
-    with pytest.raises(UserError, match=r"--fork .*run@9: .*new .*--out"):
-        begin(demo, tmp_path / "new", f"{parent}@9")
+    for other in (f"{parent}@9", parent / "checkpoints" / "step_00000009"):
+        with pytest.raises(UserError, match=r"--fork .*: .*new .*--out"):
+            begin(demo, tmp_path / "new", other)
+    begin(demo, tmp_path / "new", parent / "checkpoints" / "step_00000007")
     found = [begin(demo, tmp_path / "new", f"{parent}@7"), begin(demo, tmp_path / "new", parent)][0]
     assert found.path == own and going_on.is_own(found, tmp_path / "new") and not going_on.is_own(found, parent)
     shutil.rmtree(own)

@@ -386,7 +386,7 @@ def test_a_step_without_targets_is_an_error() -> None:
     none = {count_key("mlm", "mlm"): 0, MetricKey("too_long", "mlm"): 64}
     nothing = GlobalCounts(none, {}, samples=0, flush=0)
     with pytest.raises(
-        UserError, match=r"step 7 has no targets: of its pairs 64 were longer than data.max_length 16.*truncate"
+        UserError, match=r"step 7 has nothing to predict: 64 of its pairs exceed data.max_length 16.*truncate"
     ):
         check_targets(nothing, 7, recipe)
     check_targets(nothing._replace(targets=none | {count_key("tlm", "mlm"): 1}), 7, recipe)

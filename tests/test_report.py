@@ -244,7 +244,7 @@ def test_files_of_one_model_are_a_column_unless_they_have_a_score_in_common(tmp_
         ("run/config.yaml", "a: [1", "config.yaml is no YAML (while parsing"),
         ("absent.json", None, "absent.json cannot be read (No such file"),
         ("scores.json", "{", "scores.json is no JSON"),
-        ("scores.json", "[]", "scores.json has no results (the file: Input should be"),
+        ("scores.json", "[]", "scores.json is not a file of results (at the file: Input should be"),
         ("scores.json", '{"results": {"pos": {"en": {"zs": "x"}}}}', "(results.pos.en.zs: Input should be"),
     ],
 )

@@ -179,7 +179,8 @@ def reduce_flat_gradients(engine: Any, flat_gradients: list[Tensor]) -> None:
 def sum_over_ranks(total: Tensor, partition: Tensor, process_group: Any) -> None:
     """Sum a flat tensor over ranks, in place. partition: this rank's part of it, a view; the rest need not be summed.
 
-    NCCL sends each rank its part only. Gloo, on CPUs, sums all, since its reduce_scatter takes longer than that.
+    NCCL sends each rank its part only. On CPUs the whole tensor is summed, since Gloo's reduce_scatter is slower
+    than its all_reduce.
     """
     if not total.is_cuda:
         dist.all_reduce(total, group=process_group)

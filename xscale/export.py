@@ -41,7 +41,7 @@ def push(folder: Path, repo: str) -> None:
     try:
         api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Export of xscale")
-    except Exception as error:  # the hub's errors, or those of its HTTP library, which differs between versions
+    except Exception as error:  # the hub's HTTP library, and so its exceptions, differ between versions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"--push {repo}: {reason}; {folder} is complete: log in by `hf auth login` if you are not, then run "

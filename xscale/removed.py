@@ -19,7 +19,7 @@ FLAGS: dict[str, str] = {
     "report --scores": "give result files like runs: `xscale.report A.json B.json --out table.html`",
     "report --models": "benchmarks/papers/run.py draws translated words by t-SNE",
     "report --pairs": "benchmarks/papers/run.py draws translated words by t-SNE",
-    "data_tools.inspect --html": "prepare's report.html has the tokens, links and removed text of each source",
+    "data_tools.inspect --html": "prepare's report.html has the counts and the removed text of each source",
     "--plugin": "name an objective of your own in the recipe: streams.NAME.objective=MODULE:NAME",
     # One line for each flag.
     "tokenizer --extend": "tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",

@@ -81,7 +81,7 @@ class Script:
                 return candidate
         raise UserError(
             f"{self.path}: no unused character is left to replace {char!r} (U+{ord(char):04X}); train a "
-            f"tokenizer with fewer characters: --coverage 0.99"
+            f"tokenizer with a smaller --vocab_size"
         )
 
     @lru_cache(maxsize=1 << 17)  # noqa: B019 - a tool makes one

@@ -187,7 +187,7 @@ def check_cache_size(recipe: Recipe, streams: Sequence[Stream], sources: list[So
 
 
 def streams_of(recipe: Recipe, objectives: Objectives, sources: list[Source], linked: Sequence[bool]) -> list[Stream]:
-    """Return the streams of a recipe, without dictionaries. Raises UserError."""
+    """Return the streams of a recipe. Their dictionaries are not loaded yet. Raises UserError."""
     streams = list[Stream]()
     check_languages(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
@@ -257,8 +257,9 @@ def linked_sources(
     if not found:
         first = sources[chosen[0]]
         raise UserError(
-            f"streams.{stream} needs word links; {first.directory} has none. Write {first.name} again with "
-            f"`python -m data_tools.write_shards pairs ... --links F` or `--align`"
+            f"streams.{stream} needs word links; the first record of {first.directory} has none. Write {first.name} "
+            f"again with `xscale data write_shards pairs ... --links F` or `--align`, or give the shards to "
+            f"`xscale data prepare` with align: true, which links the pairs that have no links"
         )
     for source in found:
         sources[source].check_links()

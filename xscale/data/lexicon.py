@@ -190,7 +190,8 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
             target_ids.append(target)
     if not words:
         raise UserError(
-            f"{path}: the tokenizer knows no entry of the dictionary; check that both are for the same languages"
+            f"{path}: the tokenizer knows no entry of the dictionary; check that both are for the same "
+            f"languages, or move the file to another folder"
         )
     content = "\n".join("\t".join(entry) for entry in file_entries).encode()
     fingerprint = hashlib.sha256(content).hexdigest()[:16]

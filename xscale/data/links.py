@@ -87,9 +87,14 @@ def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
 
 
 def _refuse(pair: Example) -> NoReturn:
-    remedy = "Write the shards again with `python -m data_tools.write_shards pairs ... --links F` or `--align`"
+    remedy = (
+        "Write the shards again with `xscale data write_shards pairs ... --links F` or `--align`, or give them to "
+        "`xscale data prepare` with align: true, which links the pairs that have no links"
+    )
     if pair.links is None:
-        raise UserError(f'record {pair.key!r} has no word links (links "" would mean that no word is linked). {remedy}')
+        raise UserError(
+            f"record {pair.key!r} has no field `links` (an empty one means that no word is linked). {remedy}"
+        )
     n, m = (len(text.is_word) for text in pair.words or ())
     try:
         parse(pair.links, (n, m))
@@ -112,7 +117,7 @@ def segments(pairs: list[Example], layout: Layout) -> list[list[Segment]]:
 def word_tokens(
     pairs: list[Example], layout: Layout, sequences: Sequences, first: np.ndarray, keep: Literal["all", "first", "last"]
 ) -> WordTokens:
-    """Return the tokens of each word; a word that was cut off has none. keep: True for each token that may be returned.
+    """Return the tokens of each word; a word that was cut off has none. keep: which tokens of a word to return.
     first: the number of each text's first word, as in WordLinks."""
     texts = list(chain.from_iterable(layout))
     words_of_texts = [NO_NUMBERS]

@@ -203,8 +203,8 @@ class Mixture:
         return np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
 
     def _positions(self, stream: Stream) -> list[list[int]]:
-        """Return a copy of the stream's positions. If the room changes before the next step, the copy notes the
-        change."""
+        """Return a copy of the stream's positions. If the most tokens of a packed sample (the room) differ from those
+        of the last step, the copy notes the change."""
         positions = [list(position) for position in self.state["positions"][stream.name]]
         room_before = self.state.get("room", self.room)
         if stream.packed and room_before != self.room:
@@ -296,7 +296,7 @@ def remote_window_bytes(streams: Sequence[Stream], sources: list[Source]) -> int
 def lengths_and_continuations_of_shards(
     source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the length of records of a source in bytes, and whether each record continues a document (order.Look)."""
+    """Return each record's length in bytes, and whether it continues a document (order.Look)."""
     lengths, follows = zip(*parallel_map(source.lengths_and_continuations, shards, records), strict=True)
     return np.concatenate(lengths), np.concatenate(follows)
 

@@ -308,7 +308,7 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
     while len(at := at[~starts[at]]) > FEW:  # each turn finds the next run of every border
         starts[at] = True
         at = following[at]
-    is_start = starts.data  # a list reads and writes single items faster than numpy
+    is_start = starts.data  # it reads and writes single items faster than numpy
     next_start = following.data
     for start in at.tolist():
         while not is_start[start]:

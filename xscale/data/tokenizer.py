@@ -175,6 +175,10 @@ class Tokenizer:
         self.is_special[tokenizer.all_special_ids] = True
         self.ordinary_ids = np.flatnonzero(~self.is_special)
         try:
+            self.encode(["\U00010400"])  # a letter that is in hardly any vocabulary
+        except Exception as error:
+            raise UserError(f"tokenizer {path} cannot encode unknown text ({error}); fix its unk token") from None
+        try:
             self.pair = self._pair_template()
         except BaseException as error:  # a panic of Rust is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):

@@ -155,7 +155,9 @@ def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], linke
             streams.append(replace(of_heldout, samples=of_heldout.records(sources)))
     if not streams:
         kinds = ", ".join(sorted({f"{source.pair} ({source.kind})" for source in sources}))
-        raise UserError(f"no stream of the recipe reads data such as {kinds}; give other data, or leave out the task")
+        raise UserError(
+            f"the evaluation data ({kinds}) fit no stream of the recipe; give other data, or leave out the task"
+        )
     return streams
 
 

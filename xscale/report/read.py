@@ -165,13 +165,13 @@ def parse_evaluation(content: Any, path: Path) -> Evaluation:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise UserError(
-            f"{path} has no results ({place}: {first['msg']}); give files that `xscale.eval.run --out` or fine-tuning "
-            f"wrote"
+            f"{path} is not a file of results (at {place}: {first['msg']}); give files that `xscale.eval.run --out` or "
+            f"fine-tuning wrote"
         ) from None
 
 
 def read_or_default(path: Path, parse: Callable[[str], Any], default: T) -> T:
-    """Return a file's content, or `default` if there is no file, or if its content is of another type."""
+    """Return a file's content, or `default` if there is no file, or if the content's type is not that of `default`."""
     content = read_file(path, parse) if path.is_file() else default
     return content if isinstance(content, type(default)) else default
 

@@ -62,7 +62,9 @@ def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
         if number not in stream.sources:
             unlinked.append(corpus.sources[number].directory.name)
     if unlinked:
-        lines.append(f"streams.{stream.name} does not read {', '.join(sorted(unlinked))}, which has no word links")
+        lines.append(
+            f"streams.{stream.name} does not read {', '.join(sorted(unlinked))}, whose first record has no word links"
+        )
     return lines
 
 

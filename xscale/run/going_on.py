@@ -55,7 +55,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
                 f"checkpoint {found.path} was made with other settings. Start with the old ones, or begin a new run "
                 f"with model.init={found.path} instead of --resume:\n" + folder.indented(differences)
             )
-        if args.fork and not descends(args.out, args.fork):
+        if args.fork and not began_at(args.out, args.fork):
             raise UserError(
                 f"--fork {args.fork}: {args.out} has checkpoints of a run that did not begin there; choose another "
                 f"--out, or leave --fork out to go on with that run"
@@ -153,16 +153,17 @@ def split_fork(fork: str) -> tuple[Path, int | None]:
     return (Path(run), int(step)) if run and re.fullmatch(r"\d+", step) else (Path(fork), None)
 
 
-def descends(out: Path, fork: str) -> bool:
+def began_at(out: Path, fork: str) -> bool:
     """Return whether the run in `out` began at the checkpoint that --fork names."""
     path, step = split_fork(fork)
     ancestors = read_ancestry(out)
     if not ancestors:
         return False
     parent = Path(ancestors[0]["run"])
-    if step is None:  # the fork names the run, or a checkpoint in it
-        return path.resolve().is_relative_to(parent)
-    return step == ancestors[0]["step"] and path.resolve() == parent
+    began = ancestors[0]["step"]
+    if path.resolve() == parent:
+        return step is None or step == began
+    return step is None and path.resolve() == parent / "checkpoints" / f"step_{began:08d}"
 
 
 def find_parent(fork: str) -> Path:

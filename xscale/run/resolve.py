@@ -97,8 +97,8 @@ def encoder_of_run(recipe: Recipe, corpus: Corpus, kept: dict[str, SavedHeads] |
 
 
 def module_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
-    """Build the module of step 0. If the same objective has trained heads in model.init, the stream starts from
-    them."""
+    """Build the module of step 0. A stream starts from the heads in model.init that its objective trained, if there
+    are any."""
     kept: dict[str, SavedHeads] = {}
     return StepModule(encoder_of_run(recipe, corpus, kept), recipe, kept)
 

@@ -175,7 +175,7 @@ def check_targets(counts: GlobalCounts, step: int, recipe: Recipe) -> None:
         return
     data = recipe.data
     raise UserError(
-        f"step {step} has no targets: of its pairs {counts.too_long():,} were longer than data.max_length "
-        f"{data.max_length} (data.overlong: {data.overlong}). Take a larger max_length, data.overlong=truncate, or "
+        f"step {step} has nothing to predict: {counts.too_long():,} of its pairs exceed data.max_length "
+        f"{data.max_length} (data.overlong: {data.overlong}). Set a larger data.max_length, data.overlong=truncate, or "
         f"more samples per step"
     )

@@ -111,7 +111,7 @@ def memory(
         if device == "cpu":  # pages that are never touched take no memory
             bucket = min(bucket, n)
         states["gradient buckets"] = width * bucket * (2 if zero.get("overlap_comm") else 1)
-    if module.auxiliary_states:  # the momentum encoder has a second copy in the precision of the weights
+    if module.auxiliary_states:  # fp32, and a copy in the precision of the weights unless that is fp32
         states["momentum encoder, queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
     if device == "cpu":
         states["program, tokenizer"] = PROGRAM + TOKENIZER * module.encoder.lm.config.vocab_size

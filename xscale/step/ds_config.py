@@ -146,7 +146,8 @@ def resolve_ds_config(
     unfilled = [key for key, value in leaves(resolved) if value == AUTO]
     if unfilled:
         raise UserError(
-            f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{indented(unfilled)}'
+            f'ds_config {path}: "auto" cannot be filled from the recipe for these keys; write values:\n'
+            f"{indented(unfilled)}"
         )
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)

@@ -182,7 +182,7 @@ def write_table(args: argparse.Namespace, table: TransferTable, settings: FineTu
 def print_table(task: str, table: TransferTable) -> None:
     for row, metrics in table.rows.items():
         print(f"{task} {row}: " + ", ".join(format_score(metric, value) for metric, value in metrics.items()))
-    for line in table.warnings():
+    for line in table.below_majority_warnings():
         print(line)
 
 

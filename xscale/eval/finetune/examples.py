@@ -95,7 +95,7 @@ def read_table(path: Path) -> Iterator[tuple[str, Row]]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise UserError(
-            f"{path} cannot be read as a data set: {reason}; write it by `datasets`' save_to_disk"
+            f"{path} cannot be read as a data set: {reason}; give a folder of save_to_disk, Parquet or JSON Lines"
         ) from None
     if isinstance(dataset, datasets.DatasetDict):
         raise UserError(f"{path} has the splits {', '.join(dataset)}; give the folder of one of them: {path}/NAME")

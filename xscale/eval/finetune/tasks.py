@@ -136,7 +136,7 @@ class Classification(Task):
         texts = tuple(column_value(row, names, where) for names in self.columns)
         for text in texts:
             if not isinstance(text, str):
-                raise UserError(f"{where}: {text!r} is not a sentence; give text in this column")
+                raise UserError(f"{where}: a column of sentences has {text!r}; give text in each line")
         label = column_value(row, LABEL, where)
         left_out = ""
         if label == NO_AGREEMENT:
@@ -185,7 +185,7 @@ class Tagging(Task):
             raise UserError(f"{where} has {len(words)} words and {len(tags)} tags; fix it")
         for word, tag in zip(words, tags, strict=True):
             if not re.fullmatch(self.form, tag):
-                raise UserError(f"{where}: the tag {tag!r} of {word!r} is none of {self.form}; fix it")
+                raise UserError(f"{where}: the tag {tag!r} of {word!r} is not of the form {self.form}; fix it")
         return LabelledExample(key, (language,), words, tags, WITHHELD if set(words) == {"_"} else "")
 
     def list_labels(self, examples: list[LabelledExample]) -> list[str]:

@@ -99,9 +99,11 @@ def code_switched_pairs(source: LabelledFile | None, translated: LabelledFile) -
     translations = {example.key: example for example in translated.rows}
     unpaired = originals.keys() ^ translations.keys()
     if unpaired:
+        first = min(unpaired)
+        there, absent = (source, translated) if first in originals else (translated, source)
         raise UserError(
-            f"line or question {min(unpaired)} is in one of {source.path} and {translated.path} alone; for "
-            f"--code_switch, a translation must have its original's line number or question id"
+            f"line or question {first} is in {there.path}, but not in {absent.path}; for --code_switch, a translation "
+            f"must have its original's line number or question id"
         )
     groups = []
     for key, original in originals.items():
@@ -159,7 +161,7 @@ class TransferTable:
                 self.rows[f"{language} {MAJORITY}"] = majority
                 summary[MAJORITY] = majority[metric]
 
-    def warnings(self) -> list[str]:
+    def below_majority_warnings(self) -> list[str]:
         """Return a line for each score below that of always predicting the most frequent label."""
         lines = []
         for language, scores in self.summary.items():
