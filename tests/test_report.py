@@ -245,7 +245,7 @@ def test_files_of_one_model_are_a_column_unless_they_have_a_score_in_common(tmp_
         ("absent.json", None, "absent.json cannot be read (No such file"),
         ("scores.json", "{", "scores.json is no JSON"),
         ("scores.json", "[]", "scores.json is not a file of results (at the file: Input should be"),
-        ("scores.json", '{"results": {"pos": {"en": {"zs": "x"}}}}', "(results.pos.en.zs: Input should be"),
+        ("scores.json", '{"results": {"pos": {"en": {"zs": "x"}}}}', "(at results.pos.en.zs: Input should be"),
     ],
 )
 def test_errors_name_file_and_remedy(tmp_path: Path, capsys: Any, name: str, text: str | None, words: str) -> None:

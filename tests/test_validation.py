@@ -207,7 +207,7 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     engine = engine_of(loader)
     with pytest.raises(UserError, match="is training data of this run; give records"):
         HeldoutTask(EvalTask(name="heldout", data=[str(demo / "pairs")]), loader, engine, ALONE, print)
-    with pytest.raises(UserError, match="recipe reads data such as en"):
+    with pytest.raises(UserError, match=r"evaluation data \(en \(mono\)\) fit no stream"):
         HeldoutTask(EvalTask(name="heldout", data=[str(heldout / "en")]), loader, engine, ALONE, print)
 
 

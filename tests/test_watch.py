@@ -95,7 +95,7 @@ def test_the_ranks_that_are_waited_for_are_named(tmp_path: Path) -> None:
     assert told((3, "in step 3"), (3, "in step 3")) == "waiting for others: rank 2 has written nothing"
     assert told(*[(3, "in step 3")] * 3) == "all ranks have made the same progress"
     assert told((4, "saving"), (4, "saving"), (3, "in step 3")) == "waiting for others: rank 2 is behind, in step 3"
-    assert "rank 1 has not answered for 21 s (stopped, or its machine is gone)" in told((4, "saving"), at=21)
+    assert "rank 1 has not answered for 31 s (stopped, or its machine is gone)" in told((4, "saving"), at=31)
 
 
 @pytest.mark.slow

@@ -635,7 +635,12 @@ def validate(cls: Any, fields: Any, where: str, problems: list[str], further_nam
     """Return an instance of `cls` with these fields, or None if there is a problem. where: the fields' place in the
     recipe. further_names: field names that errors list, too."""
     try:
-        return TypeAdapter(cls).validate_json(json.dumps(fields, default=str))
+        text = json.dumps(fields, default=str)
+    except TypeError:  # YAML reads a key such as 2024-01-01 as a date
+        problems.append(f"{where}: a key is not text; put it between quotes, or remove it")
+        return None
+    try:
+        return TypeAdapter(cls).validate_json(text)
     except ValidationError as error:
         keys = ", ".join([*further_names, *names_of(cls)])
         problems += [describe(details, where, keys) for details in error.errors()]
@@ -654,7 +659,8 @@ def describe(details: Any, where: str, keys: str) -> str:
     for part in details["loc"]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     if kind == "unexpected_keyword_argument":
-        return removed_field(name) or f"{name}: unknown key; the keys are {keys}"
+        known = f"; the keys are {keys}" if len(details["loc"]) == 1 else ""
+        return removed_field(name) or f"{name}: unknown key{known}"
     if kind == "missing":
         return f"{name}: is required"
     if kind == "value_error":

@@ -149,13 +149,18 @@ class CheckpointManager:
         folder = self.partial_of(step)
         names = list(contents)
         for name in names:
+            self.note(f"saving step {step}: writing {name}")
             write_state(contents.pop(name), folder / name)
         if self.host_group.is_main:
             self.write_model(step, folder)
             copy_conversion_script(self.engine, self.folder)
             names += [str(path.relative_to(folder)) for path in folder.glob(f"{store.HF}/*")]
         check_types([folder / name for name in names if name.endswith(".pt")])
-        return {name: store.sync_and_hash(folder / name) for name in names}
+        sealed: dict[str, Any] = {}
+        for name in names:
+            self.note(f"saving step {step}: {name} to the disk")
+            sealed[name] = store.sync_and_hash(folder / name)
+        return sealed
 
     def _publish(self, step: int, manifest: dict[str, Any], own: RankFiles) -> str:
         """Publish the checkpoint. If a rank has failed, the new files are removed, and older checkpoints stay. Returns

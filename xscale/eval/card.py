@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
+from xscale import files
 from xscale.checkpoint.store import Checkpoint
 from xscale.eval.sentence_files import SentenceVectors
 from xscale.models.build import longest_sequence
@@ -23,13 +24,14 @@ def checkpoint_card(
     that the export has; None: all."""
     recipe = checkpoint.identity["recipe"]
     init = recipe["model"]["init"]
+    is_on_hub = init and not Path(init).exists() and files.may_exist(init)
     objectives = sorted({stream["objective"] for stream in recipe["streams"].values()})
     header = ModelCardData(
         language=config.xscale["languages"][1:],
         license="unknown",
         library_name="transformers",
         pipeline_tag="feature-extraction" if layers else "fill-mask",
-        base_model=None if not init or Path(init).exists() else init,
+        base_model=init if is_on_hub else None,
         model_name=name,
         tags=["xscale", "sentence-transformers", "feature-extraction", *objectives],
     )

@@ -7,7 +7,6 @@ import faulthandler
 import json
 import logging
 import math
-import mmap
 import os
 import shutil
 import signal
@@ -161,19 +160,18 @@ def _finite(value: Any) -> Any:
 
 def entries_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the objects of a file of lines from the last to the first, each with the offset at which its line ends.
-    Lines that are incomplete, or have no step, are left out. Only the part of the file that is asked for is read."""
-    if not path.stat().st_size:
-        return
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        end = data.rfind(b"\n") + 1
-        while end:
-            start = data.rfind(b"\n", 0, end - 1) + 1
-            entry: Any = None
-            with suppress(ValueError, RecursionError):
-                entry = json.loads(data[start:end])
-            if isinstance(entry, dict) and type(entry.get("step")) in (int, float) and math.isfinite(entry["step"]):
-                yield end, entry
-            end = start
+    Lines that are incomplete, or have no step, are left out."""
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    while end:
+        start = data.rfind(b"\n", 0, end - 1) + 1
+        entry: Any = None
+        with suppress(ValueError, RecursionError):
+            entry = json.loads(data[start:end])
+        # Numbers of more than 308 digits are no floats, so that math.isfinite would raise an error.
+        if isinstance(entry, dict) and type(entry.get("step")) in (int, float) and abs(entry["step"]) < math.inf:
+            yield end, entry
+        end = start
 
 
 class Board:

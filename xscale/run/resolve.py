@@ -17,6 +17,7 @@ from xscale.models.heads import SavedHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup
 from xscale.recipe import Recipe, load_recipe
+from xscale.run.metrics import LOG
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig
 from xscale.step.module import StepModule
@@ -112,10 +113,15 @@ def shape_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
             config.update(dropout_fields(config.model_type, dropout))
             return AutoModelForMaskedLM.from_config(config)
         except Exception:  # the loader of weights says what is wrong with the model
-            return load_initial(init, dropout)[0]
+            with torch.device("cpu"):
+                return load_initial(init, dropout)[0]
 
-    with torch.device("meta"):
-        return StepModule(initial_encoder(recipe, corpus, load), recipe)
+    LOG.disabled = True  # the build of the real module logs the same lines
+    try:
+        with torch.device("meta"):
+            return StepModule(initial_encoder(recipe, corpus, load), recipe)
+    finally:
+        LOG.disabled = False
 
 
 def row_limit(

@@ -159,12 +159,13 @@ def build(
     watch = claimed.watch
     watch.note("measuring the data")
     calibration = going_on.resume_calibration(run.recipe, run.corpus, checkpoint, host_group)
-    shape = shape_of_run(run.recipe, run.corpus)
     loader = Loader(run.recipe, run.corpus, calibration)
-    limit = row_limit(shape, run.recipe, run.config, run.hardware.memory, host_group)
-    if limit:
-        LOG.info(limit.sentence())
-        loader = replace(loader, gpu_tokens=limit.tokens)
+    if run.hardware.device == "cuda" and not run.recipe.train.max_tokens:
+        shape = shape_of_run(run.recipe, run.corpus)
+        limit = row_limit(shape, run.recipe, run.config, run.hardware.memory, host_group)
+        if limit:
+            LOG.info(limit.sentence())
+            loader = replace(loader, gpu_tokens=limit.tokens)
     if process.is_main:
         write_start(args.out, run, loader, checkpoint, process)
     data = checkpoint.state if checkpoint else initial_state(loader.streams)

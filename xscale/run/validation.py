@@ -60,13 +60,14 @@ class Validation:
             self.host_group.from_main(lambda: self.find_best(context.out / EVALS))
 
     def find_best(self, evaluations: Path) -> None:
-        """Find the best of the existing checkpoints. evaluations: the file of those before this start. Rank 0 only.
-        Raises UserError if an evaluation lacks the score that checkpoint.best names."""
+        """Find the best of the existing checkpoints. evaluations: the file of those before this start. Rank 0
+        only."""
         assert self.best_of
         there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(self.folder)}
         earlier = list(entries_from_end(evaluations))
         for _, entry in reversed(earlier):
-            number = find_number(entry.get("results") or {}, self.best_of)
+            task, row, name = self.best_of.split("/", 2)
+            number = (entry.get("results") or {}).get(task, {}).get(row, {}).get(name)
             if entry["step"] in there and self.becomes_candidate(entry["step"], number):
                 self.best = self.candidate
         with suppress(OSError):

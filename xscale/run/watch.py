@@ -123,6 +123,8 @@ class Watch:
         self.idle = 0.0
         """The seconds without progress."""
         self.closed = threading.Event()
+        self.warns = threading.Event()
+        """Set while a warning is to be logged."""
 
     def note(self, doing: str) -> None:
         """Record that the rank makes progress, and what it does next. The main thread calls this several times in each
@@ -135,8 +137,8 @@ class Watch:
         if minutes is not None:
             self.limit = 60 * minutes
             threading.Thread(target=self._watch, name="xscale-watch", daemon=True).start()
-            if self.process.world > 1:  # a thread of its own, which a file system may hold up
-                threading.Thread(target=self._tell_others, name="xscale-watch-tell", daemon=True).start()
+            # A thread of its own, because a file system may hold it up.
+            threading.Thread(target=self._tell, name="xscale-watch-tell", daemon=True).start()
 
     def close(self) -> None:
         self.closed.set()
@@ -168,7 +170,7 @@ class Watch:
             if self.idle >= self.limit:
                 self._end()
             if self.idle >= warning and self.process.is_main:
-                LOG.warning(self._problem())
+                self.warns.set()
                 warning = 2 * self.idle
 
     def _problem(self) -> str:
@@ -178,18 +180,26 @@ class Watch:
         """Return the file in which a rank says what it is doing."""
         return self.stacks.with_name(f"rank{rank}.beat")
 
-    def _tell_others(self) -> None:
-        """Write what this rank is doing, once at the start and then while it makes no progress."""
+    def _tell(self) -> None:
+        """Log the warnings, and write what this rank is doing: from time to time, and often while it makes no
+        progress."""
+        told_at = -math.inf
+        while not self.closed.is_set():
+            if self.warns.is_set():
+                self.warns.clear()
+                LOG.warning(self._problem())
+            is_due = max(self.idle, self.clock - told_at) >= self.first_warning / 2
+            if is_due and self.process.world > 1:
+                with suppress(OSError):
+                    self._write_beat()
+                    told_at = self.clock
+            self.closed.wait(self.pause)
+
+    def _write_beat(self) -> None:
         path = self._beat_path(self.process.rank)
         partial = path.with_name(path.name + PARTIAL)
-        is_told = False
-        while not self.closed.is_set():
-            if not is_told or self.idle >= self.first_warning / 2:
-                with suppress(OSError):
-                    partial.write_text(json.dumps([self.name, self.marks, self.doing]))
-                    os.replace(partial, path)
-                    is_told = True
-            self.closed.wait(self.pause)
+        partial.write_text(json.dumps([self.name, self.marks, self.doing]))
+        os.replace(partial, path)
 
     def _others(self) -> str:
         """Return which ranks do not answer, or else which have made the least progress."""
@@ -200,9 +210,11 @@ class Watch:
         told: dict[int, list[Any]] = {}
         times: dict[int, float] = {}
         for rank in range(self.process.world):
-            with suppress(OSError):
-                told[rank] = json.loads(self._beat_path(rank).read_text())
-                times[rank] = self._beat_path(rank).stat().st_mtime
+            path = self._beat_path(rank)
+            with suppress(OSError, ValueError):
+                written = path.stat().st_mtime
+                told[rank] = json.loads(path.read_text())
+                times[rank] = written
         silent = list[str]()
         behind = list[str]()
         least = min((marks for _, marks, _ in told.values()), default=0)
@@ -212,7 +224,7 @@ class Watch:
                 continue
             name, marks, doing = told[rank]
             seconds = max(times.values()) - times[rank]
-            if seconds > 3 * self.pause:
+            if seconds > self.first_warning / 2 + 3 * self.pause:  # a rank at work writes every first_warning / 2
                 silent.append(f"{name} has not answered for {seconds:.0f} s (stopped, or its machine is gone)")
             elif marks == least:
                 behind.append(f"{name} is behind, {doing}")

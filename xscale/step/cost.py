@@ -31,6 +31,8 @@ GPU_SHARE = 0.6
 for libraries."""
 LEAST_TOKENS = 4096
 """The lowest default of train.max_tokens on a GPU, however small its memory is."""
+UNCOUNTED_TOKENS = 16384
+"""The highest default for models that read padded sequences, and for attention without a flash kernel."""
 ROUNDED = 1024
 """The default is a multiple of this, so that GPUs of the same kind have the same."""
 
@@ -45,6 +47,8 @@ class RowLimit:
     """What a step needs whatever its tokens are: weights, gradients, optimizer, the vocabulary head."""
     per_token: float
     """What a row's forward pass keeps of a token for its backward pass."""
+    most: int = GPU_TOKENS
+    """The highest default."""
 
     @property
     def fitting(self) -> int:
@@ -53,7 +57,7 @@ class RowLimit:
 
     @property
     def tokens(self) -> int:
-        return max(min(self.fitting, GPU_TOKENS) // ROUNDED * ROUNDED, LEAST_TOKENS)
+        return max(min(self.fitting, self.most) // ROUNDED * ROUNDED, LEAST_TOKENS)
 
     def sentence(self) -> str:
         """Return what the log says."""
@@ -61,7 +65,7 @@ class RowLimit:
             f"train.max_tokens is {self.tokens:,}: of the GPU's {self.memory / 2**30:.1f} GiB a step takes "
             f"{GPU_SHARE:.0%}, and without {self.states / 1e9:.2f} GB for weights, gradients and optimizer this is "
             f"enough for {max(self.fitting, 0):,} tokens of {self.per_token / 1e3:,.0f} kB; the default is at least "
-            f"{LEAST_TOKENS:,} and at most {GPU_TOKENS:,}"
+            f"{LEAST_TOKENS:,} and at most {self.most:,}"
         )
 
 
@@ -72,7 +76,11 @@ def row_limit(
     per_token = activation_bytes(module.encoder, recipe, WIDTH[precision], "cuda", row_of(1))
     only_head = row_of(GPU_TOKENS) | {"tokens": 0, "places": 0}
     states = memory(module, recipe, ds_config, precision, world, "cuda", only_head)
-    return RowLimit(gpu_bytes, sum(states.values()), per_token)
+    # The sum counts neither padding nor the attention weights of blocks, which these models and GPUs keep.
+    is_padded = forward_pass_of(module.encoder.lm.config) not in (bert_states, modernbert_states)
+    keeps_blocks = precision == "fp32" or (torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0))
+    most = UNCOUNTED_TOKENS if is_padded or keeps_blocks else GPU_TOKENS
+    return RowLimit(gpu_bytes, sum(states.values()), per_token, most)
 
 
 def row_of(tokens: int) -> dict[str, float]:
@@ -94,8 +102,9 @@ def memory(
 
     Weights, gradients and optimizer states follow Rajbhandari et al. 2020. But until the one reduction of a step, each
     rank holds all of its gradients at stages 2 and 3, too; stages 1 and 2 reduce them in place, and need buckets only
-    with an optimizer in host memory, or if gradients are summed in fp32 beside 16-bit weights. The gradient of a stream
-    is measured before the gradients of the step exist, so that only the larger ones of the two count.
+    with an optimizer in host memory, without reduce_scatter, or if gradients are summed in fp32 beside fp16 weights.
+    The gradient of a stream is measured before the gradients of the step exist, so that only the larger ones of the two
+    count.
     """
     n = parameter_count(module)
     width = WIDTH[precision]
@@ -106,7 +115,9 @@ def memory(
     if not offloads(ds_config):
         master = 0 if precision == "fp32" and stage == 0 else 4
         states["optimizer"] = (master + 8) * n / (world if stage >= 1 else 1)
-    if stage in (1, 2) and (offloads(ds_config) or sums_in_fp32):
+    if sums_in_fp32 and precision == "bf16":  # DeepSpeed's BF16_Optimizer
+        states["gradients in fp32"] = 4 * n
+    elif stage in (1, 2) and (offloads(ds_config) or sums_in_fp32 or not zero.get("reduce_scatter", True)):
         bucket = zero.get("reduce_bucket_size", 5e8)
         if device == "cpu":  # pages that are never touched take no memory
             bucket = min(bucket, n)
