@@ -36,18 +36,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 
 from data_tools import command, write_shards
 from tests import demo_shards
-from xscale.checkpoint import store as checkpoints
 from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
 from xscale.files import parallel_map
-from xscale.ranks import HostGroup
 from xscale.record import Record
-from xscale.run import folder as folders
-from xscale.run.going_on import find_own
 
 LIMIT = 60
 """Seconds of a case in this process."""
@@ -220,34 +215,14 @@ def stored(line: str) -> str:
     return line.replace("\r", " ").replace("\ufeff", "").strip()
 
 
-def mono_case(case: Case) -> None:
-    lines = [sentence(case) for _ in range(case.rng.randrange(40))]
-    lines = [line.replace("\n", "") for line in lines]
-    path, sound = write_text(case, "text", lines)
-    case.names = [str(path), path.name]
-    out = case.folder / "out"
-    more = ["--whole_lines", "--documents", "lines", "--shard_lines", case.rng.choice((1, 7, 8192))]
-    tool(write_shards.main, "mono", "--text", path, "--lang", "en", "--out", out, *more)
-    assert sound, "a damaged file was taken"
-    wanted = [stored(line) for line in lines if shows(line)]
-    assert [record["texts"][0] for record in records_of(out)] == wanted, "other lines"
-    check_source(out)
-
-
-def check_source(directory: Path) -> list[Record]:
+def check_source(directory: Path) -> None:
     """Every record by its index is the one that a plain reader finds."""
     source = Source(directory)
     plain = [
         Record(r["key"], tuple(r["langs"]), tuple(r["texts"]), r.get("links"), r.get("doc"))
         for r in records_of(directory)
     ]
-    read = all_of(source)
-    if source.kind == "pair":
-        assert read == plain
-    else:
-        whole = [record for record in read if "+" not in record.key or record.key.endswith("+0")]
-        assert len(whole) == len(plain)
-    return read
+    assert all_of(source) == plain
 
 
 def all_of(source: Source) -> list[Record]:
@@ -379,86 +354,9 @@ def change_leaf(case: Case, tree: Any, *hows: str) -> None:
         case.story.append(node[last])
 
 
-# Checkpoints
-
-
-def make_run(case: Case) -> Path:
-    """Two checkpoints as a run leaves them, of small tensors."""
-    run = case.folder / "run"
-    for number in (4, 8):
-        step = run / f"checkpoints/step_{number:08d}"
-        step.mkdir(parents=True)
-        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-            torch.save({"w": torch.full((4,), float(number)), "betas": (0.9, 0.999)}, step / name)
-        (step / "hf").mkdir()
-        (step / "hf/config.json").write_text('{"model_type": "bert"}')
-        names = [str(path.relative_to(step)) for path in sorted(step.rglob("*")) if path.is_file()]
-        manifest = {"step": number, "world_size": 1, "identity": {"recipe": {"train": {"lr": 0.1}}, "tokenizer": "ab"}}
-        manifest |= {
-            "state": {"step": number, "streams": {"mlm": {"taken": [10 * number]}}},
-            "calibration": {"x": 0.25},
-            "engine": {"stage": 2},
-        }
-        manifest |= {"files": {name: checkpoints.sync_and_hash(step / name) for name in names}}
-        (step / checkpoints.MANIFEST).write_text(checkpoints.manifest_text(manifest))
-    (run / "checkpoints/latest").write_text("step_00000008")
-    (run / folders.IDENTITY).write_text(folders.dump(manifest["identity"]))
-    (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 9)))
-    return run
-
-
-def checkpoint_case(case: Case) -> None:
-    rng = case.rng
-    run = make_run(case)
-    before = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    identity = json.loads((run / folders.IDENTITY).read_text())
-    states = {n: checkpoints.read_checkpoint(run / f"checkpoints/step_{n:08d}").manifest for n in (4, 8)}
-    case.names = [str(run)]
-    for _ in range(rng.randrange(1, 3)):
-        files = [path for path in sorted(run.rglob("*")) if path.is_file()]
-        path = rng.choice(files)
-        case.story.append(str(path.relative_to(run)))
-        how = case.pick("damage", "damage", "delete", "swap", "field", "folder", "link", "copy")
-        if how == "damage":
-            path.write_bytes(damaged(case, path.read_bytes()))
-        elif how == "delete":
-            path.unlink()
-        elif how == "swap":
-            path.write_bytes(rng.choice([file for file in files if file.suffix == path.suffix]).read_bytes())
-        elif how == "folder":
-            path.unlink()
-            path.mkdir()
-        elif how == "copy":
-            with contextlib.suppress(FileExistsError, OSError):
-                copied = (
-                    run / "checkpoints" / rng.choice(("step_00000099", "step_00000002", "step_8", "step_00000009.x"))
-                )
-                shutil.copytree(run / "checkpoints/step_00000004", copied)
-        elif how == "link":
-            path.unlink()
-            path.symlink_to(rng.choice(("/nowhere", ".", str(rng.choice(files)))))
-        elif path.suffix == ".json":
-            with contextlib.suppress(ValueError, IndexError):
-                tree = json.loads(path.read_text())
-                change_leaf(case, tree)
-                path.write_text(json.dumps(tree))
-    folders.check_out(run, identity, "auto")
-    with contextlib.redirect_stderr(io.StringIO()):
-        found = find_own(run, "auto", HostGroup())
-    assert found is not None, "the run starts over"
-    assert {k: v for k, v in found.manifest.items() if k in states[found.step]} == {
-        k: v for k, v in states[found.step].items() if k in found.manifest
-    }, "another manifest"
-    here = found.path.relative_to(run)
-    for name in found.manifest["files"]:
-        assert (found.path / name).read_bytes() == before[here / name], f"{name} differs"
-
-
 KINDS: dict[str, tuple[Callable[[Case], None], int]] = {
-    "mono": (mono_case, 12),
     "pairs": (pairs_case, 12),
     "shards": (shards_case, 16),
-    "checkpoint": (checkpoint_case, 14),
 }
 """Kinds of cases, and how many of a round are of each."""
 ROUND = [kind for kind, (_, share) in KINDS.items() for _ in range(share)]

@@ -1,6 +1,6 @@
 """One stream's piece on the way that a step takes: a row, one pass of encoder, gather and head. Also whole steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -166,3 +166,19 @@ class PlainEngine:
                 parameter -= self.lr * parameter.grad
         self.module.zero_grad()
         self.steps += 1
+
+
+def saved_bytes(module: nn.Module, call: Callable[[], Any]) -> int:
+    """Bytes of all tensors that the forward pass of a call keeps for the backward pass, without the weights."""
+    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        call()
+    return sum(storage.nbytes() for storage in kept.values())

@@ -1,7 +1,6 @@
 """ALIGN-MLM: every dictionary entry once a step. tests/test_reference.py has the equation."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,10 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from tests.plain import sequences_of
 from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
-from tests.streams import make_dataset, make_mixture
 from tests.test_dict_mlm import random_samples
 from xscale.data import lexicon as lexicons
-from xscale.data.calibrate import bytes_to_tokens
-from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, load_lexicon
 from xscale.data.sequences import Example
-from xscale.data.shards import find_sources
-from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -164,43 +158,6 @@ def test_samples_are_of_the_step(entries: list[Entry], context) -> None:
 def test_single_leaves_out_longer_words(entries: list[Entry], context) -> None:
     found = dictionary_of(align_mlm.collate([], align_mlm.AlignMlmOptions(subwords="single"), context()))
     assert found == [entry for entry in entries if len(entry[0]) == len(entry[1]) == 1]
-
-
-@pytest.mark.parametrize("wanted", [None, 100])
-def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted: int | None) -> None:
-    """Through the mixture and the loader, rows without text included: the same entries, each once."""
-    lexicon = load_lexicon(demo / "lexicon" / "en-xx.txt", tokenizer)
-    sources = find_sources([demo])
-    calibration = Calibration([bytes_to_tokens(source, tokenizer) for source in sources], {})
-    options = align_mlm.AlignMlmOptions(pairs_per_step=wanted)
-    stream = Stream("a", align_mlm.OBJECTIVE, options, (0, 1), 5, lexicons=(lexicon,))
-    streams = [stream, replace(stream, name="b", samples=7)]
-    context = CollateContext(tokenizer, 64, "drop", {"en": 0, "xx": 1}, 3)
-    dataset = make_dataset(sources, streams, context, 3)
-
-    def entries_of(world: int, max_tokens: int) -> list[dict[str, list[Entry]]]:
-        places: Any = {"seed": 3, "alpha": 0.7, "max_length": 64, "max_tokens": max_tokens, "world": world}
-        ranks = [make_mixture(streams, sources, calibration, rank=rank, **places) for rank in range(world)]
-        steps = []
-        for _ in range(2):
-            found: dict[str, list[Entry]] = {"a": [], "b": []}
-            for rank in ranks:
-                plan = rank.next_part()
-                for stream in streams:
-                    for stream_batch in dataset.stream_batches(stream, plan):
-                        found[stream.name] += dictionary_of(stream_batch)
-            steps.append({name: sorted(entries) for name, entries in found.items()})
-        return steps
-
-    expected = entries_of(1, 10_000)
-    whole = sorted(entry for entry in zip(*lexicon.ids, strict=True) if entry[0] != entry[1])
-    for step in expected:
-        for found in step.values():
-            assert found == whole if wanted is None else len(found) == wanted
-    assert (expected[0] == expected[1]) == (wanted is None), "a fresh sample at every step"
-    assert (expected[0]["a"] == expected[0]["b"]) == (wanted is None), "each stream draws for itself"
-    for world, max_tokens in ((2, 128), (3, 10_000), (16, 64)):
-        assert entries_of(world, max_tokens) == expected
 
 
 # 3. Pieces of nothing and trouble

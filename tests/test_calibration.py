@@ -171,19 +171,3 @@ def test_long_pairs_are_estimated_as_what_becomes_of_them(loader) -> None:
             found.append([batch.counts()[MetricKey("too_long", "tlm")] / 128, batch.cost()["tokens"] / estimated])
         too_long, ratio = np.mean(found, axis=0)
         assert 0.1 < too_long < 0.6 and ratio == pytest.approx(1, abs=0.05)
-
-
-def test_the_same_everywhere(loader, demo: Path) -> None:
-    """On each rank, at each resume, with other rows and another number of samples a step."""
-    found = loader("ppa").calibration
-    assert open_run("ppa", ["data.workers=0"], [demo]).calibration == found
-    assert loader("ppa", "train.max_tokens=512", "train.steps=9", "streams.ppa.samples=7").calibration == found
-    assert loader("ppa", "train.seed=1").calibration != found
-
-
-def test_rows_have_no_filling(loader) -> None:
-    made = loader("mixed", "train.max_tokens=700")
-    for batch in made.batches(place(), "cpu", initial_state(made.streams), 2):
-        assert len(batch.rows) > 3
-        for row in batch.rows:
-            assert len(row.tokens.input_ids) == row.cost["tokens"] and (row.tokens.lengths > 0).all()

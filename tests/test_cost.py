@@ -11,7 +11,7 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from tests import launch
 from tests.launch import open_run
-from tests.rows import CPU, pass_row
+from tests.rows import CPU, pass_row, saved_bytes
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row, Tokens
 from xscale.models.attention import attention_blocks, attention_blocks_backward
@@ -31,7 +31,7 @@ def recipe_of(*sets: str) -> Recipe:
     return load_recipe("mlm", ["data.max_length=64", *sets], options)
 
 
-ROW = {"tokens": 512, "places": cost.READ_SHARE * 512, "predictions": 77, "squares": 8 * 64**2}
+ROW = {"tokens": 512, "places": int(cost.READ_SHARE * 512), "predictions": 77, "squares": 8 * 64**2}
 """Row.cost of 8 sequences of 64 tokens."""
 
 
@@ -54,22 +54,9 @@ def row_of(sequences: int, length: int) -> Tokens:
     return Tokens(ids, torch.arange(length).repeat(sequences), None, starts, starts.diff(), length)
 
 
-def saved_bytes(encoder: Encoder, sequences: int, length: int) -> int:
-    """Of all tensors that the forward pass keeps, without the weights."""
-    kept = {}
-    weights = {p.untyped_storage().data_ptr() for p in encoder.parameters()}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        places = torch.arange(int(cost.READ_SHARE * sequences * length))
-        hidden = encoder(row_of(sequences, length), places)
-    del hidden
-    return sum(storage.nbytes() for storage in kept.values())
+def saved_by_pass(encoder: Encoder) -> int:
+    """Bytes that the encoder keeps of a row of 8 sequences of 64 tokens."""
+    return saved_bytes(encoder, lambda: encoder(row_of(8, 64), torch.arange(ROW["places"])))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -77,7 +64,7 @@ def saved_bytes(encoder: Encoder, sequences: int, length: int) -> int:
 def test_activations(device: str, dtype: torch.dtype) -> None:
     """On a CPU attention keeps its probabilities, before and after dropout; CUDA's kernel none."""
     encoder = make().to(dtype)
-    kept = saved_bytes(encoder, 8, 64)
+    kept = saved_by_pass(encoder)
     probabilities = 4 * 2 * 512 * 2 * 64 * dtype.itemsize  # layers, twice, tokens, heads, length
     estimate = cost.activation_bytes(encoder, recipe_of(), dtype.itemsize, device, ROW)
     assert estimate == pytest.approx(kept - (probabilities if device == "cuda" else 0), rel=0.25)
@@ -89,16 +76,16 @@ def test_activations_of_gated_layers(dropout: float) -> None:
     config.num_hidden_layers, config.layer_types = 4, config.layer_types[:4]
     encoder = Encoder(AutoModelForMaskedLM.from_config(config).train())
     estimate = cost.activation_bytes(encoder, recipe_of(f"model.dropout={dropout}"), 4, "cpu", ROW)
-    assert estimate == pytest.approx(saved_bytes(encoder, 8, 64), rel=0.1 if dropout else 0.3)
+    assert estimate == pytest.approx(saved_by_pass(encoder), rel=0.1 if dropout else 0.3)
 
 
 def test_activations_of_checkpointed_layers() -> None:
     """The layers' inputs, and all of the one that is computed again."""
     recipe = recipe_of("train.activation_checkpointing=true")
-    two, one = (saved_bytes(make(layers), 8, 64) for layers in (2, 1))
+    two, one = (saved_by_pass(make(layers)) for layers in (2, 1))
     encoder = make(layers=8)
     encoder.checkpoint_activations()
-    inputs = saved_bytes(encoder, 8, 64)
+    inputs = saved_by_pass(encoder)
     assert cost.activation_bytes(encoder, recipe, 4, "cpu", ROW) == pytest.approx(inputs + two - one, rel=0.25)
 
 

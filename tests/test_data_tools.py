@@ -53,20 +53,6 @@ def test_pairs_with_blank_lines(tmp_path: Path, corpus_files, write_pairs, shard
     assert counts_of(tmp_path / "out") == {"lines": 6, "records": 3, "empty": 3}
 
 
-def test_what_cannot_be_seen_is_empty(tmp_path: Path, corpus_files, write_pairs, shard_records) -> None:
-    src, tgt = ["a", "b", "c", "\u200b", "e"], ["A", "\u200b", "\u00a0\u200b\ufeff", "D", "\u200bE"]
-    write_pairs(*corpus_files(src, tgt), tmp_path / "out")
-    found = records_of(tmp_path / "out", shard_records)
-    assert [record["texts"] for record in found] == [["a", "A"], ["e", "\u200bE"]]
-    assert counts_of(tmp_path / "out")["empty"] == 3
-
-
-def test_a_file_is_not_its_own_translation(tmp_path: Path, corpus_files, write_pairs) -> None:
-    src, _ = corpus_files(["a"], ["A"])
-    with pytest.raises(UserError, match="is given 2 times"):
-        write_pairs(src, src, tmp_path / "out")
-
-
 def test_standard_input_and_pipes(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "data_tools.write_shards", "mono", "--text", "-", "--lang", "en", "--out", "out"]
     done = subprocess.run(words, input=b"One here. Two there.\nThree.\n", cwd=tmp_path, capture_output=True,
@@ -98,13 +84,6 @@ def test_hidden_files_are_no_text(tmp_path: Path) -> None:
     assert input_files([tmp_path / "wiki/.DS_Store"]) == [tmp_path / "wiki/.DS_Store"]  # named
 
 
-def test_links_go_with_their_pair(tmp_path: Path, corpus_files, write_pairs, shard_records) -> None:
-    paths = corpus_files(["a b", "", "c d"], ["A B", "x", "C"])
-    (tmp_path / "links").write_text("0-1 1-0\n0-0\n\n")
-    write_pairs(*paths, tmp_path / "out", "--links", tmp_path / "links")
-    assert [record["links"] for record in records_of(tmp_path / "out", shard_records)] == ["0-1 1-0", ""]
-
-
 def test_links_of_the_aligners_text(tmp_path: Path, corpus_files, write_pairs, shard_records, capsys) -> None:
     """Carried over to words; what ties a word to punctuation is dropped and counted."""
     paths = corpus_files(["It's here.", "Yes, now!"] * 3, ["C'est ici.", "Oui !"] * 3)
@@ -129,27 +108,6 @@ def test_links_of_the_aligners_text(tmp_path: Path, corpus_files, write_pairs, s
         write_pairs(*paths, tmp_path / "x", *options)
 
 
-def test_windows_line_ends(tmp_path: Path, corpus_files, write_pairs, shard_records) -> None:
-    write_pairs(*corpus_files(["a\r", "b\r"], ["A", "B"]), tmp_path / "out")
-    assert [r["texts"] for r in records_of(tmp_path / "out", shard_records)] == [["a", "A"], ["b", "B"]]
-
-
-def test_a_shard_is_a_range_of_lines(tmp_path: Path, corpus_files, write_pairs, shard_records) -> None:
-    src = [f"{i}" if i % 3 else "" for i in range(100)]
-    write_pairs(
-        *corpus_files(src, [f"n{line}" if line else "" for line in src]),
-        tmp_path / "out",
-        "--shard_lines",
-        30,
-        "--name",
-        "x",
-    )
-    assert [[int(r["texts"][0]) for r in shard] for shard in shard_records(tmp_path / "out")] == [
-        [i for i in range(first, min(first + 30, 100)) if i % 3] for first in range(0, 100, 30)
-    ]
-    assert sorted(p.name for p in (tmp_path / "out").glob("*.tar")) == [f"x-{i:06d}.tar" for i in range(4)]
-
-
 def test_token_limits(tmp_path: Path, demo: Path, corpus_files, write_pairs, shard_records) -> None:
     """Every side at least --min_tokens; a sequence at most --max_tokens, as Hugging Face and training count."""
     world, reference = World(0), AutoTokenizer.from_pretrained(str(demo / "tokenizer"))
@@ -170,22 +128,6 @@ def test_token_limits(tmp_path: Path, demo: Path, corpus_files, write_pairs, sha
 
 
 # Monolingual text
-
-
-def test_wikiextractor_output(tmp_path: Path, shard_records) -> None:
-    """Directories of files of the same name; every sentence once, under a key of its own."""
-    texts = {}
-    for folder, name in itertools.product(("AA", "AB"), ("wiki_00", "wiki_01")):
-        (tmp_path / "text" / folder).mkdir(parents=True, exist_ok=True)
-        lines = [f"First of {folder} {name}.", f"Second here. Third of {name}! And a fourth?"]
-        document = f'<doc id="1" title="x">\n{lines[0]}\n\n{lines[1]}\n</doc>\n'
-        (tmp_path / "text" / folder / name).write_text(document)
-        texts[folder, name] = [lines[0], "Second here.", f"Third of {name}!", "And a fourth?"]
-    write_mono(tmp_path / "out", "--text", tmp_path / "text")
-    found = records_of(tmp_path / "out", shard_records)
-    assert [record["texts"][0] for record in found] == [text for key in sorted(texts) for text in texts[key]]
-    assert len({record["key"] for record in found}) == len(found) == 16
-    assert {tuple(record["langs"]) for record in found} == {("en",)}
 
 
 def test_keys_are_unique_whatever_files_are_called(tmp_path: Path, shard_records) -> None:
@@ -411,13 +353,6 @@ def test_demo_tokenizer_knows_the_demo(made: Path) -> None:
         for side in world.pair(i)[:2]:
             ids = tokens(side, add_special_tokens=False)["input_ids"]
             assert tokens.unk_token_id not in ids and tokens.decode(ids).replace(" ", "") == side.replace(" ", "")
-
-
-def test_demo_corpus_of_another_seed(tmp_path: Path, made: Path) -> None:
-    demo_corpus.main(["--out", str(tmp_path / "d"), "--pairs", "9", "--mono", "9", "--seed", "1"])
-    one, other = Source(made / "pairs"), Source(tmp_path / "d" / "pairs")
-    assert other.records == 9
-    assert not {one.read(0, i).texts for i in range(9)} & {other.read(0, i).texts for i in range(9)}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a step asks of the device: the host does not wait for it, one copy moves all, activations are computed again."""
+"""What a step asks of the device: the host does not wait for it."""
 
 from collections import Counter
 from pathlib import Path
@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import launch
-from tests.rows import CPU, pass_row, rows_of_step, totals_of
-from xscale.checkpoint import store
+from tests.rows import CPU, rows_of_step, totals_of
 from xscale.data.loader import Loader
 from xscale.data.packed_row import Row
-from xscale.files import sha256_file
-from xscale.ranks import HostGroup
 from xscale.step.module import StepModule
 from xscale.step.step import encode_auxiliary, run_row, step_weights
 
@@ -77,66 +73,3 @@ def test_the_host_does_not_wait_for_the_device(loader: Loader, row: Row) -> None
         with Waits() as waits:
             wait(torch.ones(3)[1:2])
         assert waits.found, "the watch sees nothing"
-
-
-def saved_bytes(module: nn.Module, call: Any) -> int:
-    """Bytes that the forward pass keeps for the backward pass beside the weights."""
-    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        if t.untyped_storage().data_ptr() not in weights:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        call()
-    return sum(kept.values())
-
-
-def test_checkpointed_activations_give_the_same_step(demo: Path, row: Row) -> None:
-    """Bit for bit, with dropout; half as much is kept. The momentum encoder, without backward pass, stays as it is."""
-    found = []
-    for on in ("false", "true"):
-        sets = [f"streams.{name.replace('=', '.samples=')}" for name in SMALL]
-        sets += [f"train.activation_checkpointing={on}", "streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=8"]
-        loader = launch.loader_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
-        module = StepModule(launch.encoder(loader), loader.recipe)
-        loss, _ = pass_row(module, row, step_weights(loader.recipe, totals_of([row]), 0))
-        loss.backward()
-        tokens = row.to(CPU).tokens
-        kept = saved_bytes(module, lambda m=module, t=tokens: m.encoder(t))
-        found.append((loss.detach(), {name: p.grad for name, p in module.named_parameters()}, kept))
-    (loss, gradients, kept), (other, others, less) = found
-    assert torch.equal(loss, other) and gradients.keys() == others.keys()
-    assert all(torch.equal(others[name], g) for name, g in gradients.items())
-    assert less < kept / 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"files": {}}, {"files": None}, {"files": {"a": None}}, {"step": "8"},
-     {"step": 5}, {"world_size": "1"}, {"state": {}}, {"engine": None}],
-    ids=str,
-)  # fmt: skip
-def test_a_manifest_that_is_not_sound_is_passed_over(tmp_path: Path, change: dict[str, Any]) -> None:
-    """The newest checkpoint is then the one before it."""
-    for step in (4, 8):
-        path = tmp_path / f"step_{step:08d}"
-        path.mkdir()
-        (path / "weights").write_text("w")
-        whole = {"bytes": 1, "sha256": sha256_file(path / "weights")}
-        manifest = {
-            "step": step,
-            "world_size": 1,
-            "identity": {"seed": 0},
-            "state": {"step": step},
-            "files": {"weights": whole},
-            "calibration": {"lines": []},
-            "engine": {"stage": 2},
-        }
-        (path / store.MANIFEST).write_text(store.manifest_text(manifest | (change if step == 8 else {})))
-    said: list[str] = []
-    found = store.newest_valid(tmp_path, HostGroup(), said.append)
-    assert found is not None and found.step == 4
-    assert len(said) == 1 and "step_00000008" in said[0] and "trying the one before" in said[0]

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -231,18 +230,6 @@ def test_other_languages_words_are_not_translated(context: CollateContext, token
         [[sentence("de", [word] * 30, 3)]], dict_mlm.DictMlmOptions(0.5, dict_share=1.0), context
     ).target_counts
     assert targets["mlm"] > 5 and targets["translated"] == 0
-
-
-@pytest.mark.parametrize("options", CASES[::2])
-def test_a_record_is_the_same_in_any_company(options: Any, context: CollateContext, tokenizer: Tokenizer) -> None:
-    samples = random_samples(context, 40, 3)
-    inputs, labels = sequences_of(dict_mlm.collate(samples, options, context))
-    alone = [sequences_of(dict_mlm.collate([sample], options, context)) for sample in reversed(samples)]
-    assert [x for one in reversed(alone) for x in one[0]] == inputs
-    assert [x for one in reversed(alone) for x in one[1]] == labels
-    again = random_samples(context, 40, 3)
-    moved = [[replace(e, identity=e.identity + np.uint64(1)) for e in sample] for sample in again]
-    assert sequences_of(dict_mlm.collate(moved, options, context)) != (inputs, labels)
 
 
 def test_no_share_is_mlm(context: CollateContext, tokenizer: Tokenizer) -> None:

@@ -369,64 +369,27 @@ def test_masks_do_not_depend_on_the_batch(tokenizer, pairs) -> None:
                 assert [alone[i] for i in range(len(samples))] == whole
 
 
-def step_rows(demo: Path, tokenizer: Tokenizer, world: int, max_tokens: int, steps: int, seed: int = 3) -> list[Any]:
-    """Everything that the steps hold, over all ranks: {stream: sorted sequences} for each step."""
+def places_masked(demo: Path, tokenizer: Tokenizer, steps: int, seed: int = 3) -> dict[str, list[list[int]]]:
+    """Pair -> its masked places, each time that it is drawn in the first steps."""
     sources = find_sources([demo])
     calibration = Calibration([bytes_to_tokens(source, tokenizer) for source in sources], {})
-    streams = [
-        Stream("mlm", mlm.OBJECTIVE, mlm.MaskedOptions(), (0, 1), 9),
-        Stream("tlm", tlm.OBJECTIVE, tlm.TlmOptions(whole_word=True, shuffle_sides=True), (3,), 25),
-    ]
-    dataset = make_dataset(sources, streams, context(tokenizer, 64), seed)
-    arguments: Any = {"seed": seed, "alpha": 0.7, "max_length": 64, "max_tokens": max_tokens, "world": world}
-    ranks = [make_mixture(streams, sources, calibration, rank=rank, **arguments) for rank in range(world)]
-    result = []
+    stream = Stream("tlm", tlm.OBJECTIVE, tlm.TlmOptions(whole_word=True, shuffle_sides=True), (3,), 25)
+    dataset = make_dataset(sources, [stream], context(tokenizer, 64), seed)
+    arguments: Any = {"seed": seed, "alpha": 0.7, "max_length": 64, "max_tokens": 4096, "rank": 0, "world": 1}
+    mixture = make_mixture([stream], sources, calibration, **arguments)
+    found: dict[str, list[list[int]]] = {}
     for _ in range(steps):
-        found: dict[str, list] = {"mlm": [], "tlm": [], "keys": []}
-        for rank in ranks:
-            plan = rank.next_part()
-            stream_batches = {stream.name: dataset.stream_batches(stream, plan) for stream in streams}
-            for stream, of_rows in stream_batches.items():
-                for stream_batch in of_rows:
-                    rows = found_in(stream_batch)
-                    found[stream] += [(row["original"], row["ids"], sorted(row["targets"])) for row in rows]
-                    found["keys"] += stream_batch.keys
-                    assert stream_batch.target_counts == {"mlm": sum(len(row["targets"]) for row in rows)}
-            batch = dataset[plan]
-            for number, row in enumerate(batch.rows):  # what a step gets is these pieces
-                expected = sorted(
-                    seq["ids"] for of_rows in stream_batches.values() for seq in found_in(of_rows[number])
-                )
-                starts = row.tokens.starts.tolist()
-                ids = [row.tokens.input_ids[a:b].tolist() for a, b in itertools.pairwise(starts)]
-                assert sorted(ids) == expected or not expected
-                assert row.keys == {stream: of_rows[number].keys for stream, of_rows in stream_batches.items()}
-                assert row.cost["tokens"] == sum(map(len, expected)) and row.samples >= 0
-        result.append({name: sorted(values) for name, values in found.items()})
-    return result
-
-
-def test_a_step_is_the_same_at_every_world_size(demo: Path, tokenizer) -> None:
-    """Down to the masks; there are ranks without a sample."""
-    expected = step_rows(demo, tokenizer, 1, 10_000, 3)
-    for world, max_tokens in ((2, 128), (3, 10_000), (40, 64)):
-        assert step_rows(demo, tokenizer, world, max_tokens, 3) == expected
+        for stream_batch in dataset.stream_batches(stream, mixture.next_part()):
+            for row in found_in(stream_batch):
+                found.setdefault(str(sorted(row["original"])), []).append(sorted(row["targets"]))
+    return found
 
 
 def test_epochs_and_seeds_mask_differently(demo: Path, tokenizer) -> None:
-    def masks(steps: list[Any]) -> dict[str, list[list[int]]]:
-        found: dict[str, list[list[int]]] = {}
-        for step in steps:
-            for original, _, targets in step["tlm"]:
-                found.setdefault(str(sorted(original)), []).append(targets)
-        return found
-
-    two_epochs = {
-        key: times for key, times in masks(step_rows(demo, tokenizer, 1, 4096, 48)).items() if len(times) == 2
-    }
+    two_epochs = {key: times for key, times in places_masked(demo, tokenizer, 48).items() if len(times) == 2}
     assert len(two_epochs) > 550
     assert sum(first == second for first, second in two_epochs.values()) < 0.1 * len(two_epochs)
-    other = masks(step_rows(demo, tokenizer, 1, 4096, 24, seed=4))
+    other = places_masked(demo, tokenizer, 24, seed=4)
     shared = [(times[0], other[key][0]) for key, times in two_epochs.items() if key in other]
     assert len(shared) > 500 and sum(a == b for a, b in shared) < 0.1 * len(shared)
 

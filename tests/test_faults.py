@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -26,66 +27,13 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import Lock
 from xscale.models.build import read_pretrained, run_fields_of
-from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
-from xscale.recipe import load_recipe
 from xscale.run import folder
 from xscale.run.folder import Status
 from xscale.run.going_on import find_own
 from xscale.run.resolve import resolve_run
-from xscale.step.ds_config import read_ds_config
-
-OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
-
 
 # Files
-
-
-@pytest.mark.parametrize(
-    ("text", "twice"),
-    [
-        ("train: {steps: 5}\ntrain: {steps: 9}\n", "train"),
-        ("streams:\n  mlm: {objective: mlm, samples: 4, samples: 5}\n", "samples"),
-    ],
-)
-def test_a_key_twice_in_a_recipe(tmp_path: Path, text: str, twice: str) -> None:
-    path = tmp_path / "r.yaml"
-    path.write_text(text)
-    with pytest.raises(UserError, match=rf"r\.yaml is not YAML: {twice} occurs twice"):
-        load_recipe(str(path), [], OPTIONS)
-
-
-def test_a_key_twice_in_a_ds_config(tmp_path: Path) -> None:
-    path = tmp_path / "d.json"
-    path.write_text('{"zero_optimization": {"stage": 2, "stage": 1}}')
-    with pytest.raises(UserError, match=r"d\.json: a field occurs twice among stage"):
-        read_ds_config(path)
-
-
-def test_a_dropout_that_leaves_nothing() -> None:
-    with pytest.raises(UserError, match=r"model\.dropout: 0\.999999: .* 0\.9"):
-        load_recipe("mlm", ["model.dropout=0.999999"], OPTIONS)
-
-
-def test_a_time_limit_that_never_advances() -> None:
-    with pytest.raises(UserError, match=r"train\.time_limit: 0: "):
-        load_recipe("mlm", ["train.time_limit=0"], OPTIONS)
-
-
-def test_a_lone_surrogate_is_found_by_the_index(tmp_path: Path, corpus_files, write_pairs) -> None:
-    import io
-    import tarfile
-
-    from data_tools import index
-
-    record = {"key": "a", "langs": ["en", "de"], "texts": ["fine", "broken \ud800"]}
-    with tarfile.open(tmp_path / "x-000000.tar", "w") as tar:
-        for name, text in (("00000000.jsonl", json.dumps(record | {"texts": ["a", "b"]}) + "\n" + json.dumps(record)),):
-            info = tarfile.TarInfo(name)
-            info.size = len(text.encode())
-            tar.addfile(info, io.BytesIO(text.encode()))
-    with pytest.raises(UserError, match=r"x-000000\.tar: record 1: .*surrogates not allowed"):
-        index.main([str(tmp_path)])
 
 
 def zeroed(entries: np.ndarray) -> bytes:
@@ -139,12 +87,12 @@ class Code:
         return os.mkdir, (str(self.path),)
 
 
-def seal(step: Path, number: int) -> None:
-    """A manifest of what is in the folder."""
+def seal(step: Path, number: int, **changes: Any) -> None:
+    """A manifest of what is in the folder, with these fields changed."""
     files = {path.name: checkpoints.sync_and_hash(path) for path in step.iterdir() if path.name != checkpoints.MANIFEST}
     sound = {"step": number, "world_size": 1, "identity": {"a": 1}, "state": {"step": number}, "files": files}
     sound |= {"calibration": {"lines": []}, "engine": {"stage": 2}}
-    (step / checkpoints.MANIFEST).write_text(checkpoints.manifest_text(sound))
+    (step / checkpoints.MANIFEST).write_text(checkpoints.manifest_text(sound | changes))
 
 
 @pytest.fixture
@@ -240,6 +188,40 @@ def test_files_that_no_manifest_knows(run: Path) -> None:
 @pytest.mark.parametrize("damage", ["{}", "", "[]", '{"step": 8}', "not json"])
 def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
     (run / "checkpoints/step_00000008" / checkpoints.MANIFEST).write_text(damage)
+    assert newest(run) == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": {}},
+        {"files": None},
+        {"files": {"a": None}},
+        {"step": "8"},
+        {"step": 5},
+        {"world_size": "1"},
+        {"state": {}},
+        {"engine": None},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_is_not_sound_is_passed_over(run: Path, changes: dict[str, Any]) -> None:
+    seal(run / "checkpoints/step_00000008", 8, **changes)
+    said: list[str] = []
+    found = checkpoints.newest_valid(run / "checkpoints", HostGroup(), said.append)
+    assert found is not None and found.step == 4
+    assert len(said) == 1 and "step_00000008" in said[0] and "trying the one before" in said[0]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "gone"])
+def test_a_damaged_file_means_the_one_before(run: Path, damage: str) -> None:
+    path = run / "checkpoints/step_00000008/mp_rank_00_model_states.pt"
+    data = bytearray(path.read_bytes())
+    if damage == "flipped":
+        data[len(data) // 2] ^= 1
+    path.write_bytes(data[: {"cut": 100, "empty": 0}.get(damage)])
+    if damage == "gone":
+        path.unlink()
     assert newest(run) == 4
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from data_tools import lexicon as lexicons
 from data_tools import write_shards
 from tests.launch import open_run
 from xscale.data.lexicon import cut_pair, pair_of
@@ -100,14 +99,6 @@ def test_a_joined_name_is_cut_where_languages_meet(name: str, languages: tuple[s
     if found is None:
         with pytest.raises(UserError, match=rf"{name}\.txt: .*en-de\.txt.*en-zh-CN\.txt"):
             pair_of(Path(f"{name}.txt"), languages)
-
-
-def test_a_dictionary_is_filtered(data: Path, tmp_path: Path) -> None:
-    given, out = data / "lexicon/en-zh-CN.txt", tmp_path / "en-zh-CN.txt"
-    lexicons.main(["--dict", str(given), "--out", str(out)])
-    assert set(out.read_text().splitlines()) == set(given.read_text().splitlines())
-    with pytest.raises(UserError, match=r"names other columns than --out, zh-CN en"):
-        lexicons.main(["--dict", str(given), "--out", str(tmp_path / "zh-CN-en.txt")])
 
 
 @pytest.mark.parametrize("name", ["zh CN", "-en", "en-", "a--b", "zh/CN", ""])

@@ -274,7 +274,7 @@ os._exit(0)  # as the commands do, since threads of libraries may abort the norm
 
 @pytest.mark.parametrize("launcher", ["mpirun", "deepspeed"])
 def test_ranks_of_one_host_listen_to_no_other_host(tmp_path: Path, launcher: str) -> None:
-    """Under mpirun, mpi4py finds the ranks. Before: the store listened on every interface."""
+    """Under mpirun, mpi4py finds the ranks."""
     (tmp_path / "script.py").write_text(TOGETHER)
     words = launch.command(2, [], launcher, str(tmp_path / "script.py"))
     done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=plain(), cwd=launch.ROOT)

@@ -25,7 +25,6 @@ from xscale.data import sample, truecase
 from xscale.data.corpus import Corpus
 from xscale.data.lexicon import (
     Lexicon,
-    Ragged,
     Synonym,
     find_lexicon_paths,
     is_withheld,
@@ -109,12 +108,6 @@ def test_the_fingerprint_is_of_the_content(demo: Path, dictionary, tokenizer: To
     other = dictionary("c/en-xx.txt", *lines[1:])
     prints = [load_lexicon(p, tokenizer).fingerprint for p in (path, same, other)]
     assert prints[0] == prints[1] != prints[2]
-
-
-@pytest.mark.parametrize("name", ["dictionary.txt", "en_xx.txt", "en-xx-fr.txt", "-xx.txt"])
-def test_a_file_name_that_says_no_pair(name: str, dictionary, tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match=rf"{name}.*en-de\.txt"):
-        load_lexicon(dictionary(name, "a b"), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -318,14 +311,6 @@ def test_synonyms_by_loops(dictionaries: list, language: str) -> None:
     assert synonyms(lexicons, language) == {word: sorted(found) for word, found in expected.items()}
 
 
-@given(st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=1, max_size=9), st.data())
-def test_ragged_by_loops(lists: list[list[int]], data: st.DataObject) -> None:
-    which = data.draw(st.lists(st.integers(0, len(lists) - 1), max_size=9))
-    values, starts = Ragged(lists).take(np.array(which, dtype=np.int64))
-    assert values.tolist() == [x for i in which for x in lists[i]]
-    assert starts.tolist() == [sum(len(lists[i]) for i in which[:n]) for n in range(len(which))]
-
-
 # 3b. Spelling
 
 
@@ -510,12 +495,6 @@ SIDE = st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=14)
 def test_symmetrised_links_are_koehn_s(forward: Links, reverse: Links) -> None:
     assert align.grow_diag_final_and(set(forward), set(reverse)) == koehn(forward, reverse, 7)
     assert align.SYMMETRIZE["intersection"](forward, reverse) == {link for link in forward if link in reverse}
-
-
-def test_links_of_the_textbook() -> None:
-    """A block grows from its corner, a lone link of one direction joins, one that would add a second link does not."""
-    forward, reverse = {(0, 0), (1, 0), (3, 3)}, {(0, 0), (0, 1), (3, 0)}
-    assert align.grow_diag_final_and(forward, reverse) == {(0, 0), (1, 0), (0, 1), (3, 3)}
 
 
 FAKE = f"""#!{sys.executable}

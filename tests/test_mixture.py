@@ -244,26 +244,6 @@ def test_a_state_of_an_earlier_order_is_refused_for_running_text() -> None:
 # 3. Epochs
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_an_epoch_is_every_record_once(seed: int) -> None:
-    for (stream, source), in_turn in consumed(80, seed=seed).items():
-        places = [place for sample in in_turn for place in sample]
-        epochs = [epoch for _, epoch, *_ in places]
-        assert epochs == sorted(epochs), "an epoch begins before the last one ended"
-        assert epochs[-1] >= 2, (stream, source, "the test needs complete epochs")
-        counts = SOURCES[source].counts.tolist()
-        expected = {(shard, record) for shard, count in enumerate(counts) for record in range(count)}
-        orders = []
-        for epoch in range(epochs[-1]):
-            order = [place[2:] for place in places if place[1] == epoch]
-            assert expected - set(order) == set(), "missing"
-            assert {place for place, times in Counter(order).items() if times > 1} == set(), "duplicate"
-            orders.append(tuple(order))
-        assert len(set(orders)) == len(orders), "epochs repeat an order"
-        unfinished = [place[2:] for place in places if place[1] == epochs[-1]]
-        assert len(set(unfinished)) == len(unfinished)
-
-
 def test_streams_and_seeds_have_their_own_order() -> None:
     runs = [consumed(4, seed=seed) for seed in (0, 1)]
     orders = [
@@ -295,19 +275,6 @@ def test_a_pair_of_languages_is_the_same_either_way_round(alpha: float) -> None:
     assert source_weights(sources, alpha) == pytest.approx([p * 3 / 4, 1 - p, p / 4])
     drawn = consumed(60, sources=sources, streams=[pairs("tlm", (0, 1, 2), 40)], alpha=alpha)
     assert abs(len(drawn["tlm", 2]) - 2400 * p / 4) < 4.5 * (2400 * p / 4) ** 0.5
-
-
-@pytest.mark.parametrize("alpha", [0.3, 0.7])
-def test_languages_appear_as_often_as_their_weight(alpha: float) -> None:
-    sources = [FakeSource("en", [4000]), FakeSource("de", [400]), FakeSource("sw", [40])]
-    streams = [pairs("mlm", (0, 1, 2), 50)]
-    found = consumed(100, sources=sources, streams=streams, alpha=alpha)
-    drawn = {source: len(in_turn) for (_, source), in_turn in found.items()}
-    assert sum(drawn.values()) == 5000
-    total = sum(n**alpha for n in (4000, 400, 40))
-    for source, n in enumerate((4000, 400, 40)):
-        p = n**alpha / total
-        assert abs(drawn[source] - 5000 * p) < 4.5 * (5000 * p * (1 - p)) ** 0.5
 
 
 def test_languages_of_steps_are_independent() -> None:

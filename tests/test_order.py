@@ -148,20 +148,6 @@ def test_every_window_is_a_cross_section() -> None:
         assert sorted(tenths.values()) == [100] * 10
 
 
-def test_few_shards_are_read_at_a_time() -> None:
-    """From first to last record of a shard: a window's length at most, whatever the size of the source."""
-    counts = [50] * 200
-    whole = places(counts, window=500)
-    spans = [[i for i, (shard, _) in enumerate(whole) if shard == wanted] for wanted in range(200)]
-    assert max(span[-1] - span[0] for span in spans) < 2 * 500 + 50
-
-
-def test_the_whole_source_is_one_window_where_it_fits() -> None:
-    whole = places([50] * 200, window=10_000)
-    first_half = Counter(shard for shard, _ in whole[:5000])
-    assert len(first_half) == 200 and max(first_half.values()) < 45  # binomial: 25 +- 3.5
-
-
 @pytest.mark.parametrize("window", [500, 10_000])
 def test_neighbours_are_unrelated(window: int) -> None:
     """Within a window a shuffle is full: neighbours come from the same shard as often as chance says."""

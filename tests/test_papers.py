@@ -62,9 +62,7 @@ def test_grids_name_what_there_is(driver: Any, tmp_path: Path, name: str, scale:
 @pytest.mark.parametrize("scale", ["cpu", "h100", "paper"])
 def test_xlm_reads_a_fourth_as_much_tlm(driver: Any, tmp_path: Path, scale: str) -> None:
     """At every scale, XLM reads a fourth as many tokens of pairs as of text (Tang et al., G.3)."""
-    grid = driver.Grid(
-        Namespace(grid="tang", scale=scale, out=tmp_path, data=tmp_path, encoder=tmp_path, only=[], set=[])
-    )
+    grid = driver.Grid(arguments(tmp_path, scale=scale))
     recipe = grid.recipe(grid.grid["arms"]["xlm"], 20, tmp_path, None)
     tokens_of_a_pair = 64  # as the recipe says
     text = recipe["streams"]["mlm"]["samples"] * recipe["data"]["max_length"]
@@ -92,9 +90,7 @@ def test_errors_name_value_and_remedy(
 
 def test_cells_of_one_folder_have_the_same_settings(driver: Any, tmp_path: Path) -> None:
     def grid(*given: str) -> Any:
-        return driver.Grid(
-            Namespace(grid="tang", scale="cpu", out=tmp_path, data=tmp_path, encoder=tmp_path, only=[], set=given)
-        )
+        return driver.Grid(arguments(tmp_path, set=given))
 
     assert grid("steps=200", "seeds=[0]").scale["steps"] == 200
     assert len(grid("steps=200", "seeds=[0, 1]").cells) == 24

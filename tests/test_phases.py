@@ -130,13 +130,6 @@ def test_a_start_at_any_step_reads_the_same(plan: Loader) -> None:
         assert rest[-1].state == whole[-1].state
 
 
-def test_ranks_share_the_same_steps(plan: Loader) -> None:
-    ranks = [list(steps_of(plan, place=Process(rank, 2, rank, 2))) for rank in range(2)]
-    for whole, *parts in zip(steps_of(plan), *ranks, strict=True):
-        for stream, keys in whole.keys().items():
-            assert sorted(keys) == sorted(key for part in parts for key in part.keys()[stream])
-
-
 def test_without_phases_it_is_the_recipe(demo: Path, tmp_path: Path) -> None:
     """A phase that changes nothing changes nothing, and a phase of all steps is a recipe with its fields."""
     same = open_run(write(tmp_path, [{"until": 5}, {"until": 0.5}]), [], [demo])

@@ -146,17 +146,6 @@ def test_line_n_meets_line_n_in_every_format(tmp_path: Path, name: str) -> None:
     assert first == [1, 2]
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
-def test_a_file_that_is_cut_off_is_told(tmp_path: Path, suffix: str) -> None:
-    pack = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}[suffix]
-    lines = [(str(random.Random(n).random()), str(n)) for n in range(5000)]
-    names = moses(tmp_path, lines, suffix, pack)
-    data = Path(names[0]).read_bytes()
-    Path(names[0]).write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match=rf"m.en\{suffix}.*damaged"):
-        list(readers.read_units(SourceSpec(pairs=("en", "de"), text=names)))
-
-
 def test_documents_stay_documents(tmp_path: Path) -> None:
     (tmp_path / "wiki").mkdir()
     (tmp_path / "wiki" / "wiki_00").write_text(
@@ -195,6 +184,8 @@ EVERY_READER: list[dict] = [
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"a\tb\n" * 30, "f is not lines of text: 30 of its first 30"),
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"a\nb\n", "g ends after line 1"),
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"", "f is empty"),
+        ({"mono": "en", "text": "f"}, b'{"en": "a"}\n' * 9, "f is not lines of text: 9 of its first 9"),
+        ({"mono": "en", "text": "f"}, b"<?xml version='1.0'?>\n<tmx>\n<tuv>\na\n</tuv>\n", "f is not lines of text"),
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"PK\3\4" + bytes(26), "f is not lines of text"),
         ({"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]}, b"a\tb\nc\n", "f: line 2 has 1 columns"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<html></html>", "f is a web page"),

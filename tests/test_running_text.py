@@ -225,20 +225,6 @@ def test_inspect_tells_documents(tmp_path: Path, capsys: pytest.CaptureFixture) 
 # 2. Tars
 
 
-def without_made_by(directory: Path) -> dict[str, Any]:
-    return {k: v for k, v in json.loads((directory / "index.json").read_text()).items() if k != "made_by"}
-
-
-def test_indexing_again_gives_the_same_bytes(tmp_path: Path) -> None:
-    out = write(tmp_path / "x", as_markup(corpus()), "--shard_lines", 20)
-    before, stated = {path: path.read_bytes() for path in out.glob("*.idx")}, without_made_by(out)
-    assert len(before) > 2
-    for path in [*before, out / "index.json"]:
-        path.unlink()
-    index.main([str(out)])
-    assert {path: path.read_bytes() for path in out.glob("*.idx")} == before and without_made_by(out) == stated
-
-
 def test_a_foreign_tar_s_texts_are_documents(tmp_path: Path, words: Tokenizer) -> None:
     """KEY.txt of whole documents, and KEY.json whose doc says what belongs together."""
     made = corpus()
@@ -333,19 +319,6 @@ def test_long_lines_train(tmp_path: Path, words: Tokenizer) -> None:
     for _ in range(5):
         rows = run.dataset[run.ranks[0].next_part()].rows
         assert max(row.cost["tokens"] for row in rows) <= 1000 and sum(row.samples for row in rows) == 8
-
-
-def test_a_sample_is_estimated_as_it_is(shards, words: Tokenizer) -> None:
-    source, _ = shards
-    run = Run(source, words, samples=16)
-    estimated, found = 0, 0
-    for _ in range(20):
-        mixture = run.ranks[0]
-        state = mixture.state
-        estimated += int(mixture.next_plan().row_tokens.sum())
-        mixture.state = state
-        found += sum(len(sequence) + 2 for sequence, _ in run.step())
-    assert found == pytest.approx(estimated, rel=0.03)
 
 
 def test_long_sentences_are_cut_between_words(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -70,7 +70,6 @@ def link(kind: bytes) -> Callable[[tarfile.TarFile], None]:
 
 @pytest.mark.parametrize("add", [sparse, link(tarfile.SYMTYPE), link(tarfile.LNKTYPE)], ids=["sparse", "link", "hard"])
 def test_a_sample_is_its_own_bytes(add: Callable[[tarfile.TarFile], None]) -> None:
-    """Before: 2 GB of memory for a tar of 10 kB, and a RecursionError."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as tar:
         add(tar)
@@ -80,7 +79,6 @@ def test_a_sample_is_its_own_bytes(add: Callable[[tarfile.TarFile], None]) -> No
 
 
 def test_aliases_of_aliases_are_refused() -> None:
-    """Before: an error message of 25 MB."""
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     for number in range(1, 9):
         aliases = ", ".join([f"*a{number - 1}"] * 9)
@@ -99,7 +97,6 @@ def test_secrets_of_urls_are_not_shown(show: Callable[[str], str]) -> None:
 
 
 def test_a_lock_follows_no_link(tmp_path: Path) -> None:
-    """Before: the file that a link leads to was emptied."""
     (tmp_path / "file").write_text("of the user")
     (tmp_path / "lock").symlink_to(tmp_path / "file")
     with pytest.raises(OSError, match="symbolic links"), locked(tmp_path / "lock"):

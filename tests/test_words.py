@@ -185,16 +185,6 @@ def test_words_of_dictionaries_have_the_tokens_of_running_text(trained: Path) ->
     assert tokenizer.keeps_space == ("bpe" in trained.name)
 
 
-def test_links_of_other_words_are_carried_over_by_characters() -> None:
-    texts = ("The man's dog, he said.", "«Der Hund des Mannes», sagte er.")
-    # Words of data/words.py: The man ' s dog , he said .    « Der Hund des Mannes » , sagte er .
-    links, dropped = project_links("0-0 1-3 2-1 3-5 4-4", texts)  # white space: The|man's|dog,|he|said.
-    pairs = {tuple(map(int, link.split("-"))) for link in links.split()}
-    assert {(0, 1), (1, 4), (3, 4), (4, 2), (6, 8), (7, 7)} <= pairs and dropped == 0
-    ours = [split([text])[0] for text in texts]
-    assert all(ours[0][1][i] == ours[1][1][j] for i, j in pairs)
-
-
 def test_links_of_the_aligners_text_are_carried_over() -> None:
     texts = ("The man's dog.", "Le chien de l'homme.")
     moses = ("the man &apos;s dog .", "le chien de l&apos; homme .")
