@@ -87,12 +87,12 @@ class Code:
         return os.mkdir, (str(self.path),)
 
 
-def seal(step: Path, number: int, **changes: Any) -> None:
+def seal(step: Path, number: int, changes: dict[str, Any] | None = None) -> None:
     """A manifest of what is in the folder, with these fields changed."""
     files = {path.name: checkpoints.sync_and_hash(path) for path in step.iterdir() if path.name != checkpoints.MANIFEST}
     sound = {"step": number, "world_size": 1, "identity": {"a": 1}, "state": {"step": number}, "files": files}
     sound |= {"calibration": {"lines": []}, "engine": {"stage": 2}}
-    (step / checkpoints.MANIFEST).write_text(checkpoints.manifest_text(sound | changes))
+    (step / checkpoints.MANIFEST).write_text(checkpoints.manifest_text(sound | (changes or {})))
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
     ids=str,
 )
 def test_a_manifest_that_is_not_sound_is_passed_over(run: Path, changes: dict[str, Any]) -> None:
-    seal(run / "checkpoints/step_00000008", 8, **changes)
+    seal(run / "checkpoints/step_00000008", 8, changes)
     said: list[str] = []
     found = checkpoints.newest_valid(run / "checkpoints", HostGroup(), said.append)
     assert found is not None and found.step == 4
