@@ -93,7 +93,7 @@ def _refuse(pair: Example) -> NoReturn:
     )
     if pair.links is None:
         raise UserError(
-            f"record {pair.key!r} has no field `links` (an empty one means that no word is linked). {remedy}"
+            f"record {pair.key!r} has no word links (an empty field `links` means that no word is linked). {remedy}"
         )
     n, m = (len(text.is_word) for text in pair.words or ())
     try:
