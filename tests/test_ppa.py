@@ -33,6 +33,7 @@ from xscale.eval.retrieval import accuracies
 from xscale.metric_keys import count_key, loss_key
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
+from xscale.models.heads import load_heads
 from xscale.models.momentum import GatheredVectors, MomentumEncoder, Queue
 from xscale.objectives import OBJECTIVES, HasQueue, Parts, ppa, tlm
 from xscale.ranks import Process
@@ -643,7 +644,7 @@ def test_contrast_learns_from_random_weights(demo: Path, tmp_path: Path) -> None
     export.export(out, tmp_path / "hf")
     assert not (tmp_path / "hf" / "companions.pt").exists()
     model, (source,) = ExportedModel(tmp_path / "hf"), find_sources([demo / "heldout"])
-    projection, texts = model.heads["ppa"].weights, read_texts(source, 200)
+    projection, texts = load_heads(tmp_path / "hf")["ppa"].weights, read_texts(source, 200)
 
     def z_of(side: int) -> Tensor:
         base, w1, w2 = model.encoder.lm.base_model, projection["w1.weight"], projection["w2.weight"]
