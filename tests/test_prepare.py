@@ -729,7 +729,9 @@ def test_the_report_counts_the_entries_that_the_tokenizer_can_use(
     out = run(tmp_path, tree | {"lexicons": [str(tmp_path / "en-xx.txt")], "tokenizer": str(demo / "tokenizer")})
     hf = PreTrainedTokenizerFast.from_pretrained(demo / "tokenizer")
     expected = Counter[str](entries=0, usable=0, one_token=0, same_tokens=0, unknown=0)
-    for entry in read_entries(out / "lexicon/en-xx.txt"):
+    written = out / "lexicon/en-xx.txt"
+    assert written.exists() == bool(demo_entries), "a run would refuse a dictionary without a usable entry"
+    for entry in read_entries(written if demo_entries else tmp_path / "en-xx.txt"):
         first, second = map(hf.tokenize, entry)
         kind = "unknown" if "[UNK]" in first + second else "same_tokens" if first == second else "usable"
         expected.update(["entries", kind])
