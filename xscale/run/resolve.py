@@ -109,7 +109,7 @@ def shape_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
 
     def load(init: str | Path, dropout: float) -> PreTrainedModel:
         try:
-            config = AutoConfig.from_pretrained(initial_directory(str(init)), trust_remote_code=False)
+            config = AutoConfig.from_pretrained(initial_directory(str(init)) or init, trust_remote_code=False)
             config.update(dropout_fields(config.model_type, dropout))
             return AutoModelForMaskedLM.from_config(config)
         except Exception:  # the loader of weights says what is wrong with the model

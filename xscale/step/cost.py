@@ -130,7 +130,7 @@ def memory(
         "activations": activation_bytes(module.encoder, recipe, width, device, row),
         "vocabulary head": vocabulary_head_bytes(module.encoder, width, device, row["predictions"]),
     }
-    gradients = {"gradients": width * n}
+    gradients: dict[str, float] = {"gradients": width * n}
     if stage >= 3:
         gradients = {"gradients": width * n / world, "gradients before they are reduced": width * n}
     moments = [row_bytes | gradients]
