@@ -244,7 +244,7 @@ def test_a_vocabulary_holds_a_share_of_each_language_s_characters(kind: str, mon
 
 
 def test_unknown_tokens_are_told(tmp_path: Path, demo: Path, capsys: pytest.CaptureFixture) -> None:
-    """By inspect, for each language: here of a sentence of four words one."""
+    """`inspect` prints the share of unknown tokens of each language: one of the four words of this sentence."""
     (tmp_path / "c.en").write_text("the dog sees it\n" * 30)
     (tmp_path / "c.zh").write_text("学 生 走 了\n" * 30)
     for language in ("en", "zh"):

@@ -1,4 +1,4 @@
-"""What a step asks of the device: the host does not wait for it."""
+"""A step gives its work to the device, and the host does not wait for it."""
 
 from collections import Counter
 from pathlib import Path

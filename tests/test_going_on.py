@@ -408,7 +408,7 @@ def mlm_logits(encoder: Encoder, tokens: Tokens) -> Tensor:
 
 @torch.inference_mode()
 def is_read_alike(lm: PreTrainedModel, folder: Path, layers: int | None = None) -> bool:
-    """Whether transformers reads logits, or the states after the first layers, that equal ours but for rounding."""
+    """Return whether the logits, or the states after the first layers, of transformers equal ours up to rounding."""
     tokens = probe_tokens(lm)
     encoder = Encoder(lm).eval()
     inputs = {"input_ids": tokens.input_ids[None]}
@@ -506,7 +506,7 @@ def test_the_best_checkpoint_is_exported(ended: tuple[StepModule, Path, Path], t
 
 
 def test_the_card_is_the_hubs(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
-    """What huggingface_hub reads of it is what was written, also after it is written again."""
+    """huggingface_hub reads what was written, also after the card is written again."""
     shutil.copytree(ended[1] / "checkpoints", tmp_path / "run" / "checkpoints")
     export.export(tmp_path / "run", tmp_path / "hf")
     card = ModelCard.load(tmp_path / "hf" / "README.md")

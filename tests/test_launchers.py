@@ -209,7 +209,7 @@ Path(sys.argv[1]).write_text(stop.reason)
 
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_terminal_that_is_closed_stops_the_run(tmp_path: Path, nohup: bool) -> None:
-    """As SIGTERM does; nohup goes on."""
+    """A closed terminal stops the run as SIGTERM does. Under nohup the run continues."""
     ours, theirs = os.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", HANGUP, str(tmp_path / "why"), *["nohup"] * nohup],

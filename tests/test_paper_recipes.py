@@ -211,6 +211,15 @@ def test_each_trains_on_the_demo_corpus(demo: Path, tmp_path: Path) -> None:
         assert resolved["train"]["steps"] == 3 and resolved["data"]["first"] == 200
 
 
+def sets_of_model(folder: Path, sets: list[str], trained_by_xscale: bool) -> list[str]:
+    """Write the config of a model to the folder, and return the assignments with the folder in the place of DIR."""
+    config = RobertaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, intermediate_size=8)
+    if trained_by_xscale:
+        config.xscale = {"languages": ["de", "en"]}
+    config.save_pretrained(folder)
+    return [assignment.replace("DIR", str(folder)) for assignment in sets]
+
+
 @pytest.mark.parametrize(
     ("recipe", "sets", "trained_by_xscale", "words"),
     [
@@ -230,11 +239,7 @@ def test_each_trains_on_the_demo_corpus(demo: Path, tmp_path: Path) -> None:
 def test_a_recipe_starts_from_the_weights_that_it_suits(
     tmp_path: Path, recipe: str, sets: list[str], trained_by_xscale: bool, words: str | None
 ) -> None:
-    config = RobertaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, intermediate_size=8)
-    if trained_by_xscale:
-        config.xscale = {"languages": ["de", "en"]}
-    config.save_pretrained(tmp_path)
-    sets = [assignment.replace("DIR", str(tmp_path)) for assignment in sets]
+    sets = sets_of_model(tmp_path, sets, trained_by_xscale)
     if words is None:
         check_start(recipe, load_recipe(recipe, sets, OPTIONS), sets)
     else:
@@ -254,11 +259,7 @@ def test_a_recipe_starts_from_the_weights_that_it_suits(
 def test_a_rate_for_random_weights_is_named_before_it_harms_a_public_encoder(
     tmp_path: Path, sets: list[str], trained_by_xscale: bool, warned: bool
 ) -> None:
-    config = RobertaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, intermediate_size=8)
-    if trained_by_xscale:
-        config.xscale = {"languages": ["de", "en"]}
-    config.save_pretrained(tmp_path)
-    sets = [assignment.replace("DIR", str(tmp_path)) for assignment in sets]
+    sets = sets_of_model(tmp_path, sets, trained_by_xscale)
     warnings = rate_warnings(load_recipe("mlm", sets, OPTIONS))
     assert len(warnings) == warned
     if warned:

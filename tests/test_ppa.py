@@ -440,6 +440,24 @@ def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: to
     assert all(torch.equal(c, k.to(dtype)) for c, k in zip(cast.parameters(), key.masters.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_update_of_all_weights_has_the_bits_of_one_weight_at_a_time(
+    tokenizer: Tokenizer, dtype: torch.dtype
+) -> None:
+    encoder = build(tokenizer)
+    key = MomentumEncoder(encoder, torch.nn.Linear(3, 2), 0.9)
+    key.query.to(dtype)
+    with torch.no_grad():
+        for q in key.query.parameters():
+            q += torch.randn_like(q)
+    before = [q.clone() for q in key.query.parameters()]
+    pairs = zip(key.masters.parameters(), before, strict=True)
+    expected = [k.lerp(q.to(torch.float32), 1 - 0.9) for k, q in pairs]
+    key.update()
+    assert all(map(torch.equal, key.masters.parameters(), expected))
+    assert all(map(torch.equal, key.query.parameters(), before)), "the trained weights are only read"
+
+
 def test_key_encoder_has_the_querys_dropout(tokenizer: Tokenizer) -> None:
     """Or none, with momentum_eval; the same seed gives the same keys."""
     pairs = make_pairs(tokenizer, 3)

@@ -95,8 +95,8 @@ def test_an_overflow_on_one_rank_is_one_skipped_step(results: dict[int, dict[str
 
 @pytest.mark.parametrize(("world", "name"), TRAINED)
 def test_gradients_are_reduced_once_a_step(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
-    """As many collectives, of the same sizes, whatever the number of rows; together they are the weights once, at
-    stages 1 and 2 one for each of the two groups."""
+    """The number and the sizes of the collectives do not depend on the number of rows. Together they have the size of
+    the weights, at stages 1 and 2 one for each of the two groups."""
     calls = result(results, world, name)["calls"]
     assert set(calls) == {"1", "2", "3", "4"}
     assert calls["1"] == calls["2"] == calls["3"] == calls["4"]
@@ -111,7 +111,7 @@ def test_gradients_are_reduced_once_a_step(results: dict[int, dict[str, Any]], w
 
 
 def is_flat(name: str) -> bool:
-    """Whether the gradients of a case are views of flat tensors."""
+    """Return whether the gradients of a case are views of flat tensors."""
     return name[:5] in ("zero1", "zero2") and "offload" not in name and not name.startswith("zero1-bf16-sum32")
 
 

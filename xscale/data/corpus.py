@@ -35,7 +35,7 @@ Objectives = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class InitialModel:
-    """What a corpus must know about the pre-trained model that the run starts from."""
+    """The properties of the pre-trained model that the corpus depends on."""
 
     directory: str | Path | None = None
     """The Hugging Face directory or the hub name of model.init; None: random weights."""

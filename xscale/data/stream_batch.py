@@ -26,7 +26,7 @@ _NEUTRAL = rng.key("language", "neutral")
 
 @dataclass(frozen=True)
 class CollateContext:
-    """What a collate function gets besides its samples and options."""
+    """The arguments of a collate function besides its samples and options."""
 
     tokenizer: Tokenizer
     max_length: int
@@ -143,7 +143,7 @@ class StreamBatch:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     """Further arrays that the loss reads on the device."""
     types: Types | None = None
-    """What the token types mean; None: all token types are 0."""
+    """The meaning of the token types; None: all token types are 0."""
     auxiliary: "StreamBatch | None" = None
     """The sequences and states of the stream's auxiliary encoder, which has no gradient."""
     too_long: int = 0

@@ -130,7 +130,7 @@ class Objective:
     words: Callable[[Any], bool] = lambda options: False
     """options -> True if collate needs the words of the texts (data/words.py)."""
     needs: Literal["", "lexicon", "links"] = ""
-    """What the data must have besides text. It is checked before step 1."""
+    """The data that the objective needs besides text. A run checks them before step 1."""
     heads: Callable[[Encoder, Any], nn.Module | None] | None = None
     """(encoder, options) -> the objective's own trainable module; None if these options need none."""
     auxiliary_state: Callable[[Encoder, Any, Any], AuxiliaryState | None] | None = None

@@ -47,7 +47,7 @@ class DictMlmOptions(mlm.MaskedOptions):
     synonym: Literal["input", "label"] = "input"
     """The translation replaces the tokens that the model sees (input), or the tokens that it predicts (label)."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Of the selected words that have a translation, this share uses it. `synonym` says how."""
+    """The share of the selected words with a translation that use it. `synonym` says how."""
 
 
 _USE = rng.key("dict_mlm", "use")
