@@ -1,7 +1,6 @@
 """docs/tutorials/public-encoder.md: its commands, on a made encoder with a tokenizer of sentencepiece's kind."""
 
 import json
-import re
 import shlex
 from pathlib import Path
 
@@ -11,14 +10,10 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
 from tests import launch
+from tests.test_readme import commands, program
 
-PAGE = launch.ROOT / "docs" / "tutorials" / "public-encoder.md"
+PAGE = "docs/tutorials/public-encoder.md"
 TAGGED = (("Anna", "PROPN"), ("comes", "VERB"))
-
-
-def commands() -> list[str]:
-    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    return [line for block in blocks for line in re.sub(r"\\\n\s+", "", block).splitlines()]
 
 
 def write_encoder(folder: Path, texts: list[str]) -> None:
@@ -47,13 +42,14 @@ def test_the_tutorial_s_commands(tmp_path: Path) -> None:
     for name in ("en_ewt-ud-train", "de_pud-ud-test"):
         (tmp_path / f"{name}.conllu").write_text(("".join(words) + "\n") * 20, encoding="utf-8")
 
-    for command in commands():
+    for command in commands(PAGE):
         words = shlex.split(command)
         if words[0] == "deepspeed":
             assert words[1:3] == ["--num_gpus", "2"], command
             code, output = launch.fork(2, [*words[3:], "--steps", "3"], launch.environment(), tmp_path)
         else:
-            code, output = launch.fork(0, words[1:], launch.environment(), tmp_path)
+            module, arguments = program(words) or ("", [])
+            code, output = launch.fork(0, ["-m", module, *arguments], launch.environment(), tmp_path)
         assert code == 0, f"{command}\n{output[-6000:]}"
 
     page = (tmp_path / "table.html").read_text(encoding="utf-8")
