@@ -170,7 +170,7 @@ class Trial:
             filler.unlink(missing_ok=True)
 
     def flipped_byte(self) -> None:
-        found = checkpoints.complete_steps(self.out / "checkpoints")
+        found = checkpoints.list_checkpoints(self.out / "checkpoints")
         if len(found) < 2:
             return self.kill_all()
         files = sorted(path for path in found[-1].iterdir() if path.suffix == ".pt")

@@ -9,7 +9,7 @@ import pytest
 
 from data_tools import write_shards
 from tests.launch import open_run
-from xscale.data.lexicon import cut_pair, pair_of
+from xscale.data.lexicon import languages_in_file_name, split_pair_name
 from xscale.data.mixture import initial_state, source_weights
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
@@ -95,10 +95,10 @@ def test_dictionaries_of_such_languages(data: Path) -> None:
     ],
 )
 def test_a_joined_name_is_cut_where_languages_meet(name: str, languages: tuple[str, ...], found: object) -> None:
-    assert cut_pair(name, languages) == found
+    assert split_pair_name(name, languages) == found
     if found is None:
         with pytest.raises(UserError, match=rf"{name}\.txt: .*en-de\.txt.*en-zh-CN\.txt"):
-            pair_of(Path(f"{name}.txt"), languages)
+            languages_in_file_name(Path(f"{name}.txt"), languages)
 
 
 @pytest.mark.parametrize("name", ["zh CN", "-en", "en-", "a--b", "zh/CN", ""])

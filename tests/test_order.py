@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from xscale import rng
 from xscale.data import order as order_module
-from xscale.data.order import EpochOrder, TextPacking, arrange, fill, runs
+from xscale.data.order import EpochOrder, TextPacking, arrange, divide_into_runs, pack_into_bins
 from xscale.data.shards import OPEN_FILES
 
 SEED = np.uint64(1234567)
@@ -185,7 +185,7 @@ def fits(tokens: list[int], starts: list[int], room: int) -> list[int]:
 def test_runs_hold_what_fits(tokens: list[int], borders: set[int], room: int, few: int) -> None:
     starts = [0, *sorted(border for border in borders if border < len(tokens))]
     with mock.patch.object(order_module, "FEW", few):  # found together, or one by one
-        assert runs(np.array(tokens), np.array(starts), room).tolist() == fits(tokens, starts, room)
+        assert divide_into_runs(np.array(tokens), np.array(starts), room).tolist() == fits(tokens, starts, room)
 
 
 def documents(counts: list[int], together: float = 0.7, room: int = 50, seed: int = 0):
@@ -242,7 +242,7 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 80))
 def test_bins_hold_what_fits(sizes: list[int], room: int) -> None:
     """Beside first fit decreasing, item by item; at most 4/3 of its bins, and one."""
-    bins = fill(np.array(sizes), room).tolist()
+    bins = pack_into_bins(np.array(sizes), room).tolist()
     held = Counter[int]()
     for number, size in zip(bins, sizes, strict=True):
         held[number] += size
@@ -290,7 +290,7 @@ def test_part_of_a_permutation(key: int, n: int, bits: int, data: st.DataObject)
     whole = sorted(range(n), key=lambda i: splitmix64((key + i * 0x9E3779B97F4A7C15) % 2**64))
     assert rng.permutation(np.uint64(key), n).tolist() == whole
     at = data.draw(st.integers(0, n - 1))
-    first, ascending, order = rng.part_of_permutation(np.uint64(key), n, at, bits)
+    first, ascending, order = rng.permuted_part(np.uint64(key), n, at, bits)
     part = ascending[order]
     assert (np.diff(ascending) > 0).all()
     assert first <= at < first + len(part) and whole[first : first + len(part)] == part.tolist()

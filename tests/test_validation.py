@@ -111,7 +111,7 @@ def test_losses_by_language(demo: Path) -> None:
     pairs = next(stream for stream in loader.streams if stream.name == "tlm")
     dataset = loader.dataset()
     long: dict[str, list[bool]] = {}
-    for example in dataset.examples(pairs, plan.tables["tlm"], dataset.context_of(pairs)):
+    for example in dataset.examples(pairs, plan.tables["tlm"], dataset.stream_context(pairs)):
         name = "-".join(sorted(example.langs))
         long.setdefault(name, []).append(sum(map(len, example.ids)) + special > 40)
     shares = {name: sum(of) / len(of) for name, of in long.items() if any(of)}

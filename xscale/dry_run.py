@@ -11,12 +11,12 @@ from pathlib import Path
 import yaml
 
 from xscale import files
-from xscale.data.corpus import Corpus, identity_of
+from xscale.data.corpus import Corpus, run_identity
 from xscale.data.loader import Loader, StepBatch, StepDataset, worker_count
 from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure
-from xscale.data.sample import texts_of
-from xscale.data.tokenizer import unknown_lines
+from xscale.data.sample import sample_texts
+from xscale.data.tokenizer import describe_unknown_tokens
 from xscale.errors import UserError, redact
 from xscale.eval.in_training import review_tasks
 from xscale.ranks import HostGroup, Process
@@ -42,7 +42,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
     recipe, corpus = resolve_run(args.recipe, args.set, args.data)
-    identity = identity_of(recipe, corpus)
+    identity = run_identity(recipe, corpus)
     folder.check_out(args.out, identity, args.resume)
     checkpoint = find_checkpoint(args, identity, HostGroup())
     checkpoint = checkpoint and with_other_data(checkpoint, recipe, corpus)
@@ -94,10 +94,10 @@ def unknown_tokens(corpus: Corpus) -> list[str]:
     shares = {}
     for language in corpus.languages:
         texts = list[str]()
-        for some in texts_of(language, corpus.sources, UNKNOWN_SAMPLE):
+        for some in sample_texts(language, corpus.sources, UNKNOWN_SAMPLE):
             texts += some
         shares[language] = corpus.tokenizer.unknown_share(corpus.tokenizer.encode(texts))
-    return unknown_lines(shares, corpus.tokenizer.hf.name_or_path)
+    return describe_unknown_tokens(shares, corpus.tokenizer.hf.name_or_path)
 
 
 def need_lines(

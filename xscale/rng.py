@@ -41,7 +41,7 @@ def permutation(key: Key, n: int) -> np.ndarray:
     return np.argsort(hash64(key, np.arange(n, dtype=np.uint64)))  # all hashes are different
 
 
-def part_of_permutation(
+def permuted_part(
     key: Key, n: int, at: int, bits: int, leading: np.ndarray | None = None
 ) -> tuple[int, np.ndarray, np.ndarray]:
     """Compute the part of permutation(key, n) that contains place `at`: about n / 2^bits consecutive numbers, whose

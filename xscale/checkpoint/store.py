@@ -55,7 +55,7 @@ class Checkpoint:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the run's identity (data/corpus.py identity_of)."""
+        """Return the run's identity (data/corpus.py run_identity)."""
         return self.manifest["identity"]
 
     @property
@@ -77,7 +77,7 @@ class Checkpoint:
 # Finding
 
 
-def complete_steps(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the directories step_X in the folder that have a manifest, oldest first."""
     if not folder.is_dir():
         return []
@@ -94,18 +94,18 @@ def resolve_checkpoint(path: Path) -> Path:
     """Return `path` if it is a checkpoint, or the newest checkpoint of the run `path`. Raises UserError."""
     if (path / MANIFEST).exists():
         return path
-    steps = complete_steps(path / "checkpoints") or complete_steps(path)
+    steps = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not steps:
         raise UserError(f"{path} is neither a checkpoint (no {MANIFEST}) nor a run with a complete checkpoint")
     return steps[-1]
 
 
-def newest_valid(
+def find_newest_valid(
     folder: Path, host_group: HostGroup, warn: Callable[[str], None], upto: float = math.inf
 ) -> Checkpoint | None:
     """Return the newest checkpoint up to step `upto` whose files match their hashes in the manifest, or None. All ranks
     call it together and get the same one. warn: called with a message for each damaged checkpoint."""
-    for path in reversed(complete_steps(folder)):
+    for path in reversed(list_checkpoints(folder)):
         if step_of(path) > upto:
             continue
         problem = find_damage(path, host_group)
@@ -214,7 +214,7 @@ def remove_old(folder: Path, keep: int, needed_steps: set[int]) -> None:
     and the checkpoints of the steps `needed_steps`."""
     for path in folder.glob(f"step_*{PARTIAL}"):
         files.remove(path)
-    for path in complete_steps(folder)[:-keep]:
+    for path in list_checkpoints(folder)[:-keep]:
         if step_of(path) in needed_steps:
             continue
         # The rename comes first: a kill in the middle of rmtree must not leave half a checkpoint that looks whole.

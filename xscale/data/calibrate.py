@@ -78,7 +78,7 @@ def fit_lines(
     records = min(max(LINE_RECORDS // len(sources), 8), 32)
     works = list[Callable[[], tuple[float, float]]]()
     for source in sources:
-        works.append(partial(bytes_to_tokens, source, tokenizer, shards, records))
+        works.append(partial(fit_tokens_to_bytes, source, tokenizer, shards, records))
     return host_group.divide_work(works)
 
 
@@ -102,7 +102,7 @@ def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitt
     )
     table = mixture.next_part().tables[stream.name]
     estimated_tokens = np.bincount(table.sample, weights=table.tokens)
-    groups = similar_samples(estimated_tokens, longest)
+    groups = group_similar_samples(estimated_tokens, longest)
     group_of_sample = np.full(drawn, -1)
     for number, group in enumerate(groups):
         group_of_sample[group] = number
@@ -123,7 +123,7 @@ def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitt
     return replace(measured, counts=dict(targets))
 
 
-def similar_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
+def group_similar_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
     """Return the indices of the samples to tokenise, in groups of similar estimates. A sample over max_length is a
     group of its own."""
     shortest_first = np.argsort(estimated_tokens, kind="stable")
@@ -171,7 +171,7 @@ def estimate(
     return Estimate(ratio, beyond, round(too_long_share, 4))
 
 
-def bytes_to_tokens(
+def fit_tokens_to_bytes(
     source: Source, tokenizer: Tokenizer, shards: int = LINE_SHARDS, sample: int = 32
 ) -> tuple[float, float]:
     """Return (a, b): a record has about a * bytes + b tokens, fitted to `sample` records of each of `shards` shards."""

@@ -11,14 +11,14 @@ from typing import Any
 from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon
 from xscale.data.mixture import remote_window_bytes
 from xscale.data.remote import Cache
-from xscale.data.shards import Shard, Source, find_sources, take_first
+from xscale.data.shards import Shard, Source, find_sources, keep_first_records
 from xscale.data.stream import (
     Stream,
     check_languages,
     matches_languages,
-    matches_pair_or_one_language,
+    means_pair_or_one_language,
     select_sources,
-    share_names,
+    unify_language_names,
 )
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -89,7 +89,7 @@ class Corpus:
         }
 
 
-def identity_of(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
+def run_identity(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
     """Return the values of a run that must be the same when it resumes."""
     return {"recipe": recipe.identity()} | corpus.identity()
 
@@ -106,11 +106,11 @@ def open_corpus(
     initial = initial or InitialModel()
     host_group = host_group or HostGroup(alone=True)
     every = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
-    share_names(every)
-    sources = take_first(every, recipe.data.first)
+    unify_language_names(every)
+    sources = keep_first_records(every, recipe.data.first)
     check_file_sizes(sources, host_group)
-    linked = find_linked(recipe, objectives, sources, host_group)
-    without_idle = recipe.schedule.map(lambda phase: streams_of(phase, objectives, sources, linked))
+    linked = have_word_links(recipe, objectives, sources, host_group)
+    without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, linked))
     streams = with_idle_sources(without_idle, sources)
     check_cache_size(recipe, streams.last, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
@@ -186,7 +186,9 @@ def check_cache_size(recipe: Recipe, streams: Sequence[Stream], sources: list[So
 # Streams
 
 
-def streams_of(recipe: Recipe, objectives: Objectives, sources: list[Source], linked: Sequence[bool]) -> list[Stream]:
+def build_streams(
+    recipe: Recipe, objectives: Objectives, sources: list[Source], linked: Sequence[bool]
+) -> list[Stream]:
     """Return the streams of a recipe. Their dictionaries are not loaded yet. Raises UserError."""
     streams = list[Stream]()
     check_languages(recipe.data.languages, sources)
@@ -195,7 +197,7 @@ def streams_of(recipe: Recipe, objectives: Objectives, sources: list[Source], li
         kind = objective.record_kind
         chosen = select_sources(name, kind, stream.languages, sources, recipe.data.languages)
         if objective.needs == "links":
-            chosen = linked_sources(name, chosen, sources, linked)
+            chosen = select_linked_sources(name, chosen, sources, linked)
         streams.append(Stream(name, objective, stream.options, chosen, stream.samples, objective_name=stream.objective))
         problem = objective.check(stream.options, stream.samples)
         if problem:
@@ -220,7 +222,7 @@ def epoch_stream(streams: Sequence[Stream]) -> Stream | None:
     return next((stream for stream in streams if not stream.packed), None)
 
 
-def with_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
+def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
     """Return the recipe with train.epochs converted to train.steps. Raises UserError."""
     if recipe.train.epochs is None:
         return recipe
@@ -233,14 +235,14 @@ def with_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
 # Word links
 
 
-def find_linked(recipe: Recipe, objectives: Objectives, sources: list[Source], host_group: HostGroup) -> list[bool]:
+def have_word_links(recipe: Recipe, objectives: Objectives, sources: list[Source], host_group: HostGroup) -> list[bool]:
     """Return for each source whether its first record has word links; False if no stream of any phase reads the links
     of its languages. Each record is read by one rank."""
     wanted = list[list[str] | None]()
     for phase in recipe.schedule.values:
         for stream in phase.streams.values():
             if objectives[stream.objective].needs == "links":
-                wanted.append(wanted_languages(phase, stream))
+                wanted.append(stream_languages(phase, stream))
 
     def has_links(source: Source) -> bool:
         is_read = any(names is None or matches_languages(names, source.langs) for names in wanted)
@@ -249,7 +251,7 @@ def find_linked(recipe: Recipe, objectives: Objectives, sources: list[Source], h
     return host_group.divide_work([partial(has_links, source) for source in sources])
 
 
-def linked_sources(
+def select_linked_sources(
     stream: str, chosen: tuple[int, ...], sources: list[Source], linked: Sequence[bool]
 ) -> tuple[int, ...]:
     """Return those of the `chosen` sources of a stream that have word links. Raises UserError if none has."""
@@ -266,7 +268,7 @@ def linked_sources(
     return found
 
 
-def wanted_languages(recipe: Recipe, stream: StreamConfig) -> list[str] | None:
+def stream_languages(recipe: Recipe, stream: StreamConfig) -> list[str] | None:
     """Return the languages that a stream of the recipe reads; None: all."""
     return recipe.data.languages if stream.languages is None else stream.languages
 
@@ -297,7 +299,7 @@ def add_lexicons(stream: Stream, recipe: Recipe, lexicons: tuple[Lexicon, ...]) 
     of the stream's phase. Raises UserError if the dictionaries have no word."""
     if stream.objective.needs != "lexicon":
         return stream
-    languages = wanted_languages(recipe, recipe.streams[stream.name])
+    languages = stream_languages(recipe, recipe.streams[stream.name])
     # All streams get the same object from `without_withheld`, so that a process builds its tables once.
     read = list[Lexicon]()
     for lexicon in lexicons:
@@ -319,7 +321,7 @@ def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
     if languages is None:
         return True
     return matches_languages(languages, lexicon.langs) or (
-        len(languages) == 1 and matches_pair_or_one_language(languages[0], lexicon.langs)
+        len(languages) == 1 and means_pair_or_one_language(languages[0], lexicon.langs)
     )
 
 

@@ -19,7 +19,7 @@ BEGIN_SECONDS = 20
 
 
 @contextmanager
-def children_that_begin() -> Iterator[None]:
+def safe_forks() -> Iterator[None]:
     """A context in which os.fork returns in the parent only after it has returned in the child."""
     with mock.patch.object(os, "fork", partial(_fork, os.fork)):
         yield

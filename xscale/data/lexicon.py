@@ -31,11 +31,11 @@ import numpy as np
 
 from xscale import rng
 from xscale.data.ragged import indices_within
-from xscale.data.scripts import names_of
+from xscale.data.scripts import find_spellings
 from xscale.data.shards import Source
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.truecase import Forms, respelled
+from xscale.data.truecase import Forms, respell
 from xscale.errors import UserError
 
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(_\w+)?")
@@ -106,7 +106,7 @@ def _without_withheld(lexicon: Lexicon, heldout: float) -> Lexicon:
     return replace(lexicon, words=words, ids=(source_ids, target_ids))
 
 
-def same_word(word: str) -> str:
+def normalise_word(word: str) -> str:
     """Return a normal form that is equal for spellings that differ only in case or in the encoding of accents."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", word).casefold())
 
@@ -114,7 +114,7 @@ def same_word(word: str) -> str:
 def is_withheld(word: str, heldout: float) -> bool:
     """Return True if the dictionary entries of this word are withheld from all objectives. heldout: the share of
     withheld words."""
-    return int(rng.key("lexicon_heldout", same_word(word))) < heldout * 2**64
+    return int(rng.key("lexicon_heldout", normalise_word(word))) < heldout * 2**64
 
 
 Word = tuple[int, ...]
@@ -173,8 +173,8 @@ def differing_entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragg
 
 
 def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = ()) -> Lexicon:
-    """Read a dictionary. languages: see pair_of. Raises UserError naming file and line."""
-    langs = pair_of(path, languages)
+    """Read a dictionary. languages: see languages_in_file_name. Raises UserError naming file and line."""
+    langs = languages_in_file_name(path, languages)
     file_entries = read_entries(path)
     unknown = tokenizer.hf.unk_token_id
     source_words, target_words = zip(*file_entries, strict=True)
@@ -208,7 +208,7 @@ def _spelled(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
     return text.strip()
 
 
-def truecased(
+def truecase_entries(
     entries: list[tuple[str, str]], langs: tuple[str, str], forms: Mapping[str, Forms]
 ) -> tuple[list[tuple[str, str]], int]:
     """Return the entries in the spelling of the training text, without repeats, and the number of entries that this
@@ -216,7 +216,7 @@ def truecased(
     columns = list[list[str]]()
     for side in (0, 1):
         words = [entry[side] for entry in entries]
-        columns.append(respelled(words, forms[langs[side]]) if langs[side] in forms else words)
+        columns.append(respell(words, forms[langs[side]]) if langs[side] in forms else words)
     spelled = list(zip(*columns, strict=True))
     return list(dict.fromkeys(spelled)), sum(map(ne, entries, spelled))
 
@@ -242,10 +242,10 @@ def _encoded(words: list[str], tokenizer: Tokenizer, path: Path) -> list[list[in
     return [ids[word] for word in words]
 
 
-def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
-    """Return the languages in a dictionary's file name, ("en", "de") for en-de.txt. languages: see cut_pair; their
-    spelling is used, so that eng-deu.txt is for en and de. Raises UserError."""
-    pair = cut_pair(path.name.partition(".")[0], languages)
+def languages_in_file_name(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
+    """Return the languages in a dictionary's file name, ("en", "de") for en-de.txt. If `languages` has another spelling
+    of a language, return that spelling: en and de for eng-deu.txt. Raises UserError."""
+    pair = split_pair_name(path.name.partition(".")[0], languages)
     if pair is None:
         raise UserError(
             f"{path}: a dictionary's file name says its languages in the order of its columns, such as en-de.txt or, "
@@ -257,11 +257,11 @@ def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
 
 def _spelled_as(language: str, languages: Collection[str]) -> str:
     """Return the one of `languages` that means the language. If none or several do, return the language itself."""
-    names = names_of(language, languages)
+    names = find_spellings(language, languages)
     return names[0] if len(names) == 1 else language
 
 
-def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | None:
+def split_pair_name(name: str, languages: Collection[str] = ()) -> tuple[str, str] | None:
     """Return the two languages in a name: ("en", "zh-CN") for "en-zh-CN". Return None if the name cannot be split into
     two languages, or in several ways. A split into two of `languages` is preferred to splits whose halves only look
     like languages."""
@@ -277,7 +277,7 @@ def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | No
             listed.append((first, second))
         if pattern.fullmatch(first) and pattern.fullmatch(second):
             formed.append((first, second))
-        if names_of(first, languages) and names_of(second, languages):
+        if find_spellings(first, languages) and find_spellings(second, languages):
             spelled.append((first, second))
     fitting = listed or (formed if len(formed) == 1 else spelled)
     return fitting[0] if len(fitting) == 1 else None
@@ -307,7 +307,7 @@ def find_lexicon_paths(sources: list[Source], data: Path) -> list[Path]:
         path_of_pair: dict[frozenset[str], Path] = {}
         for path in sorted((folder / "lexicon").glob("*.txt")):
             with suppress(UserError):  # the name is not that of a pair
-                pair = frozenset(pair_of(path, languages))
+                pair = frozenset(languages_in_file_name(path, languages))
                 if pair <= languages:
                     path_of_pair.setdefault(pair, path)
         if path_of_pair:

@@ -15,7 +15,7 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
-from xscale.data.link_projection import parse
+from xscale.data.link_projection import parse_pharaoh
 from xscale.data.ragged import NO_NUMBERS, distinct_pairs, indices_within
 from xscale.data.sequences import Example, Segment, Sequences
 from xscale.data.stream_batch import Gather
@@ -97,7 +97,7 @@ def _refuse(pair: Example) -> NoReturn:
         )
     n, m = (len(text.is_word) for text in pair.words or ())
     try:
-        parse(pair.links, (n, m))
+        parse_pharaoh(pair.links, (n, m))
     except ValueError as error:
         raise UserError(
             f"record {pair.key!r}: {error}; links are 0-based `first-second` numbers of the words that "

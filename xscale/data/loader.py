@@ -19,10 +19,18 @@ from torch.utils.data import DataLoader, Dataset
 from xscale import rng
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus
-from xscale.data.forks import children_that_begin
+from xscale.data.forks import safe_forks
 from xscale.data.mixture import Mixture, Plan, PlanTable
 from xscale.data.packed_row import Row, pack_row
-from xscale.data.planner import Failure, Node, Plans, failure_of, find_node, leave_signals_to_parent, start_planner
+from xscale.data.planner import (
+    Failure,
+    Node,
+    Plans,
+    find_node,
+    leave_signals_to_parent,
+    reportable_failure,
+    start_planner,
+)
 from xscale.data.sequences import Example
 from xscale.data.shards import Source, pair_name
 from xscale.data.stream import Stream
@@ -36,7 +44,7 @@ from xscale.record import Record
 
 Key = TypeVar("Key")
 CHARACTERS = 64
-"""The maximum number of characters of a text that are tokenised, per token of data.max_length; see `shortened`."""
+"""The maximum number of characters of a text that are tokenised, per token of data.max_length; see `cut_long_texts`."""
 CPU_TOKENS, GPU_TOKENS = 8192, 65536
 """The default of train.max_tokens on a CPU, a row that fits into its caches, and the highest default on a GPU, a row
 that takes the GPU much longer than its host."""
@@ -127,7 +135,7 @@ class StepDataset(Dataset):
                 stream_batches[stream.name] = self.stream_batches(stream, plan)
         except (UserError, OSError) as error:
             # If the error were raised here, DataLoader would wrap it and lose errno and file.
-            return failure_of(error, f"step {plan.step}: ")
+            return reportable_failure(error, f"step {plan.step}: ")
         rows = list[Row]()
         for number in range(plan.rows):
             of_row = {name: batches[number] for name, batches in stream_batches.items()}
@@ -136,7 +144,7 @@ class StepDataset(Dataset):
 
     def stream_batches(self, stream: Stream, plan: Plan) -> list[StreamBatch]:
         """Return the stream batch of each row. The records of all rows are tokenised together."""
-        shared = self.context_of(stream, plan.step, plan.rows * plan.world)
+        shared = self.stream_context(stream, plan.step, plan.rows * plan.world)
         examples = self.examples(stream, plan.tables[stream.name], shared)
         stream_batches = list[StreamBatch]()
         for row, count in enumerate(plan.records_of_rows(stream.name)):
@@ -157,7 +165,7 @@ class StepDataset(Dataset):
             stream_batches.append(replace(stream_batch, too_long=too_long, pair_counts=counts, keys=keys))
         return stream_batches
 
-    def context_of(self, stream: Stream, step: int = 0, rows: int = 1) -> CollateContext:
+    def stream_context(self, stream: Stream, step: int = 0, rows: int = 1) -> CollateContext:
         """Return the context of a stream's collate function. rows: the number of packed rows of all ranks."""
         return replace(
             self.contexts.at(step),
@@ -177,7 +185,7 @@ class StepDataset(Dataset):
         for source, shard, number in places:
             record = self.sources[source].read(shard, number)
             if len(record.texts) == 2:
-                record = shortened(record, words_wanted, context)
+                record = cut_long_texts(record, words_wanted, context)
             records.append(record)
             texts += record.texts
         pairs = bool(records) and len(records[0].texts) == 2
@@ -251,7 +259,7 @@ def count_pairs(stream: str, examples: list[Example], context: CollateContext) -
     return counts
 
 
-def shortened(pair: Record, words: bool, context: CollateContext) -> Record:
+def cut_long_texts(pair: Record, words: bool, context: CollateContext) -> Record:
     """Return the pair with its texts cut to CHARACTERS * max_length characters, to save time in tokenisation. words:
     whether the stream needs the pair's words; if so, a pair is cut only if data.overlong will drop it."""
     limit = CHARACTERS * context.max_length
@@ -344,7 +352,7 @@ class Loader:
         plans: the result of `plans`, if `plans` was called before."""
         plans = plans or self.plans(process, device, state, steps)
         workers = worker_count(self.recipe.data.workers, process, device)
-        return batches_of(plans, self.dataset(), workers, process.rank)
+        return load_batches(plans, self.dataset(), workers, process.rank)
 
 
 def worker_count(wanted: int | str, process: Process, device: str) -> int:
@@ -364,7 +372,7 @@ def step_plans(mixture: Mixture, workers: int, steps: int, node: Node | None = N
     return (mixture.next_part() for _ in range(steps))
 
 
-def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> Iterator[StepBatch]:
+def load_batches(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> Iterator[StepBatch]:
     """Return the batches of these plans. The call starts `workers` worker processes and waits for the first plans; with
     0 workers, all work is in this process."""
     loader: DataLoader = DataLoader(
@@ -376,7 +384,7 @@ def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> I
         collate_fn=lambda batch: batch,
         worker_init_fn=partial(_begin_worker, rank),
     )
-    with children_that_begin():
+    with safe_forks():
         started = iter(loader)
     # Workers ignore SIGTERM, so a parent that terminates them would wait for ever.
     for worker in getattr(started, "_workers", ()):

@@ -168,7 +168,7 @@ class EpochOrder:
         bits = min((self.part_count(position) - 1).bit_length(), 8)
         if bits and self._leading[0] != window.number:
             self._leading = (window.number, rng.leading_bits(key, records, bits))
-        first, ordinals, order = rng.part_of_permutation(key, records, position - window.first, bits, self._leading[1])
+        first, ordinals, order = rng.permuted_part(key, records, position - window.first, bits, self._leading[1])
         lengths = NO_RECORDS
         if self.look:
             ends = np.cumsum(counts)
@@ -240,9 +240,9 @@ def window_count(counts: np.ndarray, window: int = WINDOW_RECORDS) -> int:
 
 def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the order of records of running text [n], and each sample's end [samples]. sizes: tokens of records."""
-    first = runs(sizes, np.flatnonzero(~follows), room)
+    first = divide_into_runs(sizes, np.flatnonzero(~follows), room)
     shuffled = rng.permutation(key, len(first))
-    sample = fill(np.add.reduceat(sizes, first)[shuffled], room)
+    sample = pack_into_bins(np.add.reduceat(sizes, first)[shuffled], room)
     # numpy sorts 16-bit numbers in linear time.
     together = np.argsort(sample.astype(np.min_scalar_type(len(first))), kind="stable")
     piece = shuffled[together]
@@ -253,7 +253,7 @@ def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) 
     return ordinals, ends[np.append(sample[1:] != sample[:-1], True)]
 
 
-def fill(sizes: np.ndarray, room: int) -> np.ndarray:
+def pack_into_bins(sizes: np.ndarray, room: int) -> np.ndarray:
     """Pack items into bins of size `room`. Returns the bin of each item. The number of a bin is that of one of its
     items.
 
@@ -289,7 +289,7 @@ def fill(sizes: np.ndarray, room: int) -> np.ndarray:
     return bin_of
 
 
-def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
+def divide_into_runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
     """Divide items into runs of consecutive items and return the first item of each run. A run has as many items as fit
     into `room`, at least one, and crosses no border.
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_of
+from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_from_counts
 from xscale.data.stream_batch import Gather, StreamBatch
 from xscale.metric_keys import Counts, MetricKey, count_key, loss_key
 
@@ -284,7 +284,7 @@ def lay_out(stream_batches: Sequence[StreamBatch], filler: int) -> tuple[Tokens,
         input_ids=put(ids, place),
         positions=put(positions, place),
         types=put(types, place) if has_types else None,
-        starts=offsets_of(sorted_lengths),
+        starts=offsets_from_counts(sorted_lengths),
         lengths=sorted_lengths,
         longest=int(sorted_lengths[0]),
     )
@@ -318,7 +318,7 @@ def filler_tokens(filler: int, has_types: bool) -> Tokens:
         input_ids=np.full(2, filler, dtype=np.int64),
         positions=np.arange(2),
         types=zeros if has_types else None,
-        starts=offsets_of(lengths),
+        starts=offsets_from_counts(lengths),
         lengths=lengths,
         longest=2,
     )
@@ -341,7 +341,7 @@ def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
         input_ids=np.concatenate(ids),
         positions=np.concatenate(positions),
         types=np.concatenate(types) if types else None,
-        starts=offsets_of(lengths),
+        starts=offsets_from_counts(lengths),
         lengths=lengths,
         longest=int(lengths.max()),
     )

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from xscale.data.forks import children_that_begin
+from xscale.data.forks import safe_forks
 from xscale.data.mixture import Mixture, Plan
 from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError
 from xscale.ranks import HostGroup, name_process
@@ -28,7 +28,7 @@ Failure = RankError | OSError
 Plans = Iterator[Plan | Failure]
 
 
-def failure_of(error: UserError | OSError, where: str = "") -> Failure:
+def reportable_failure(error: UserError | OSError, where: str = "") -> Failure:
     """Return the failure that reports an error such as a full disk to the user. If the error is a bug, raise it."""
     if isinstance(error, UserError):
         return RankError(f"{where}{error}")
@@ -77,7 +77,7 @@ def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Pla
     if node is None or listener:
         connect = partial(_connect_ranks, node) if node else lambda: {mixture.rank: theirs}
         planner = multiprocessing.Process(target=_plan, args=(mixture, steps, connect), name="planner", daemon=True)
-        with children_that_begin():
+        with safe_forks():
             planner.start()
         atexit.register(planner.kill)
         (listener or theirs).close()  # then the connection ends when the planner ends
@@ -152,7 +152,7 @@ def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connecti
                     fetchers.submit(source.fetch, shard)  # if it fails, the reader of the shard reports why
             send(mixture.next_plan().parts([*connections]))
     except (UserError, OSError) as error:
-        send([failure_of(error)] * len(connections))
+        send([reportable_failure(error)] * len(connections))
     finally:
         fetchers.shutdown(wait=False, cancel_futures=True)
 

@@ -11,7 +11,7 @@ def indices_within(lengths: np.ndarray) -> np.ndarray:
     return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
 
 
-def offsets_of(counts: np.ndarray) -> np.ndarray:
+def offsets_from_counts(counts: np.ndarray) -> np.ndarray:
     """Return the index at which each part begins, and the end of the last part, int32 [parts + 1]. counts: size of each
     part."""
     offsets = np.zeros(len(counts) + 1, dtype=np.int32)

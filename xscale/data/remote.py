@@ -137,7 +137,7 @@ class Remote:
                 ) from None
 
 
-def find_remote(url: str, cache: Cache) -> list[Remote]:
+def open_remotes(url: str, cache: Cache) -> list[Remote]:
     """Return the source at a URL, or the sources one level below it, sorted by name. Raises OSError or UserError."""
     cache.folder.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):

@@ -14,7 +14,7 @@ RUN = 64
 _CHUNK = 1024
 
 
-def texts_of(
+def sample_texts(
     language: str, sources: list[Source], most: int | None = None, part: int = 0, parts: int = 1
 ) -> Iterator[list[str]]:
     """Yield lists of the language's texts, from at most `most` (default: SAMPLE) records. parts: number of callers that

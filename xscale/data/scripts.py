@@ -116,7 +116,7 @@ def spelling_key(lang: str) -> str:
     return "-".join([short_code(lang), *tags])
 
 
-def names_of(language: str, names: Iterable[str]) -> list[str]:
+def find_spellings(language: str, names: Iterable[str]) -> list[str]:
     """Return those of `names` that mean a language: only the same name if it is among them, else all its other
     spellings."""
     listed = list(names)
@@ -125,7 +125,7 @@ def names_of(language: str, names: Iterable[str]) -> list[str]:
     return [name for name in listed if same_language(language, name)]
 
 
-def one_name_each(names: Iterable[str], preferred: Iterable[str] = ()) -> dict[str, str]:
+def choose_language_names(names: Iterable[str], preferred: Iterable[str] = ()) -> dict[str, str]:
     """Return {name: the one name of its language}: the first of `preferred` that means the language, or else the
     shortest of `names`. If the names have both a code and its variants, such as zh, zh-Hans and zh-Hant, these are
     several languages, and their names stay as they are."""

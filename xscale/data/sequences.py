@@ -156,7 +156,7 @@ def word_numbers(sequences: list[list[Segment]], segment_starts: np.ndarray, tok
     return word_of_token
 
 
-def concatenated(first: Sequences, second: Sequences) -> Sequences:
+def concat_sequences(first: Sequences, second: Sequences) -> Sequences:
     """Return the sequences of `first` followed by those of `second`, without word numbers."""
     return Sequences(
         ids=np.concatenate([first.ids, second.ids]),
@@ -198,7 +198,7 @@ def truncated_pair(pair: Example, excess: int) -> Example:
     return replace(pair, ids=(first[:keep_first], second[:keep_second]), words=words)
 
 
-def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:
+def join_sentences(sample: list[Example], max_length: int) -> list[Example]:
     """Join the sentences of a sample to texts for `[CLS] text [SEP]`. A text has consecutive sentences of one document.
 
     A text has as many whole sentences as fit into max_length. A longer sentence is split into several texts, between

@@ -30,7 +30,7 @@ import numpy as np
 from xscale.data import words
 from xscale.data.link_projection import project_links
 from xscale.data.ragged import evenly_spaced
-from xscale.data.remote import Cache, Remote, find_remote
+from xscale.data.remote import Cache, Remote, open_remotes
 from xscale.data.text import piece_of_text
 from xscale.errors import UserError
 from xscale.files import PARTIAL, pointer_problem
@@ -425,7 +425,7 @@ def fingerprint(index: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def directories_below(directory: Path) -> list[Path]:
+def list_source_folders(directory: Path) -> list[Path]:
     """Return the folders in a directory that have an index.json. A broken link does not count."""
     found = directory.glob("*/index.json") if directory.is_dir() else iter(())
     return sorted(path.parent for path in found if path.exists())
@@ -437,11 +437,11 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
     sources: list[Source] = []
     for location in locations:
         if isinstance(location, str):
-            found = [Source(of.folder, of) for of in find_remote(location, cache or Cache.of())]
+            found = [Source(of.folder, of) for of in open_remotes(location, cache or Cache.of())]
             remedy = "Copy complete shard directories there"
         else:
-            folders = [location] if (location / "index.json").exists() else directories_below(location)
-            check_none_forgotten(location, folders)
+            folders = [location] if (location / "index.json").exists() else list_source_folders(location)
+            check_folders_without_index(location, folders)
             found = [Source(folder) for folder in folders]
             remedy = (
                 f"Write shards with `python -m data_tools.write_shards`, or index existing tars: "
@@ -460,7 +460,7 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
     return sources
 
 
-def check_none_forgotten(directory: Path, found: list[Path]) -> None:
+def check_folders_without_index(directory: Path, found: list[Path]) -> None:
     """Raise UserError if a folder beside the sources has shards but no index.json, as an incomplete copy has."""
     if not found or directory in found:
         return
@@ -477,7 +477,7 @@ def check_none_forgotten(directory: Path, found: list[Path]) -> None:
             )
 
 
-def take_first(sources: list[Source], first: int | None) -> list[Source]:
+def keep_first_records(sources: list[Source], first: int | None) -> list[Source]:
     """Return the sources, shortened so that each language or pair has its first `first` records. Sources without
     records are left out."""
     if first is None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xscale.data.scripts import one_name_each, same_language
+from xscale.data.scripts import choose_language_names, same_language
 from xscale.data.shards import Source
 from xscale.errors import UserError
 
@@ -72,54 +72,54 @@ def language_groups(sources: Sequence[Source], chosen: Collection[int]) -> tuple
 
 def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
     """Return True if `languages` lists the language or pair `langs`: "en-de", "de-en", or both "en" and "de"."""
-    if any(names_all(name, langs) for name in languages):
+    if any(means_languages(name, langs) for name in languages):
         return True
-    return all(is_named(lang, languages) for lang in langs)
+    return all(lists_language(lang, languages) for lang in langs)
 
 
-def is_named(lang: str, languages: list[str]) -> bool:
+def lists_language(lang: str, languages: list[str]) -> bool:
     """Return whether one of `languages` means the language."""
-    return any(names_language(name, lang) for name in languages)
+    return any(means_language(name, lang) for name in languages)
 
 
-def names_language(name: str, lang: str) -> bool:
+def means_language(name: str, lang: str) -> bool:
     """Return whether a name means the language. A name with a second part of two or three small letters, such as en-de,
     is a pair; regions are written in capitals, as in pt-BR."""
     is_pair = any(_CODE.fullmatch(part) for part in name.split("-")[1:])
     return name == lang or (not is_pair and same_language(name, lang))
 
 
-def names_all(name: str, langs: tuple[str, ...]) -> bool:
+def means_languages(name: str, langs: tuple[str, ...]) -> bool:
     """Return whether a name means the language, or the pair of languages in either order: eng-deu for (en, de)."""
     if len(langs) == 1:
-        return names_language(name, langs[0])
+        return means_language(name, langs[0])
     parts = name.split("-")
     for end in range(1, len(parts)):
         first = "-".join(parts[:end])
         second = "-".join(parts[end:])
         for a, b in (langs, langs[::-1]):
-            if names_language(first, a) and names_language(second, b):
+            if means_language(first, a) and means_language(second, b):
                 return True
     return False
 
 
-def matches_pair_or_one_language(name: str, langs: tuple[str, ...]) -> bool:
+def means_pair_or_one_language(name: str, langs: tuple[str, ...]) -> bool:
     """Return whether a name means the language or pair `langs`, or one language of the pair."""
-    return names_all(name, langs) or any(names_language(name, lang) for lang in langs)
+    return means_languages(name, langs) or any(means_language(name, lang) for lang in langs)
 
 
-def share_names(sources: list[Source], preferred: Collection[str] = ()) -> None:
+def unify_language_names(sources: list[Source], preferred: Collection[str] = ()) -> None:
     """Call each language by one name in all sources, so that en, eng and eng_Latn are one language. preferred: names to
     use for their languages, if there is a choice. Raises UserError for a pair of one language with itself."""
     written = list[str]()
     for source in sources:
         written += source.written_langs
-    names = one_name_each(written, preferred)
+    names = choose_language_names(written, preferred)
     for source in sources:
         source.rename_languages(names)
 
 
-def other_names(sources: list[Source]) -> list[str]:
+def describe_renamed_languages(sources: list[Source]) -> list[str]:
     """Return a line for each language that has several names in the sources."""
     written: dict[str, set[str]] = {}
     for source in sources:
@@ -136,7 +136,7 @@ def absent_languages(languages: list[str] | None, sources: list[Source]) -> list
     """Return those of `languages` in which no source has text."""
     absent = []
     for language in languages or []:
-        if not any(matches_pair_or_one_language(language, source.langs) for source in sources):
+        if not any(means_pair_or_one_language(language, source.langs) for source in sources):
             absent.append(language)
     return absent
 

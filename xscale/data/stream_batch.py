@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from xscale import rng
-from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_of
+from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_from_counts
 from xscale.data.sequences import Example, Sequences, fit_pairs
 from xscale.data.shards import pair_name
 from xscale.data.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ class Gather(NamedTuple):
     def sums(tokens: np.ndarray, counts: np.ndarray) -> "Gather":
         """Return the gather whose states are sums. tokens: the tokens of each sum, one sum after the other [K]; counts:
         the number of tokens of each sum [S]."""
-        return Gather(offsets_of(counts), tokens.astype(np.int32))
+        return Gather(offsets_from_counts(counts), tokens.astype(np.int32))
 
     @staticmethod
     def concat(gathers: Iterable["Gather"], first_columns: Iterable[int]) -> "Gather":

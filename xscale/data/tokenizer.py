@@ -68,7 +68,7 @@ UNKNOWN = 0.002
 """A run warns if more than this share of the tokens of a language's text is unknown."""
 
 
-def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
+def describe_unknown_tokens(shares: Mapping[str, float], path: str | Path) -> list[str]:
     """Return console lines about unknown tokens. shares: the share of unknown tokens in each language's text."""
     if not shares:
         return []
@@ -113,7 +113,7 @@ def transformers_tokenizer(path: str | Path) -> Any:
     if not tokenizer.is_fast or file is None:
         return tokenizer
     backend = Backend.from_file(file)
-    if parts_of(backend) == parts_of(tokenizer.backend_tokenizer):
+    if text_processing_parts(backend) == text_processing_parts(tokenizer.backend_tokenizer):
         return tokenizer
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -125,7 +125,7 @@ def transformers_tokenizer(path: str | Path) -> Any:
     )
 
 
-def parts_of(backend: Any) -> list[Any]:
+def text_processing_parts(backend: Any) -> list[Any]:
     """Return those parts of a tokenizer (of the package tokenizers) that turn text into ids."""
     fields = json.loads(backend.to_str())
     return [fields[part] for part in ("normalizer", "pre_tokenizer", "model", "post_processor")]

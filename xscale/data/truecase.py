@@ -7,7 +7,7 @@ becomes `Hund` if `Hund` is more frequent.
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from xscale.data.words import split
+from xscale.data.words import split_words
 
 Forms = Mapping[str, str]
 """A word in lower case -> its commonest spelling."""
@@ -16,12 +16,12 @@ Forms = Mapping[str, str]
 def count_words(texts: Iterable[list[str]]) -> Counter[str]:
     counts = Counter[str]()
     for batch in texts:
-        for words, _ in split(batch):
+        for words, _ in split_words(batch):
             counts.update(words)
     return counts
 
 
-def commonest(counts: Mapping[str, int]) -> Forms:
+def commonest_spellings(counts: Mapping[str, int]) -> Forms:
     """Return the commonest spelling of each word. In a tie, it is the last by code points, which is mostly the
     lower-case one."""
     best: dict[str, tuple[int, str]] = {}
@@ -31,6 +31,6 @@ def commonest(counts: Mapping[str, int]) -> Forms:
     return {key: word for key, (_, word) in best.items()}
 
 
-def respelled(words: list[str], forms: Forms) -> list[str]:
+def respell(words: list[str], forms: Forms) -> list[str]:
     """Return each word in its commonest spelling. What `forms` lacks, such as an entry of several words, stays."""
     return [forms.get(word.lower(), word) for word in words]

@@ -43,7 +43,7 @@ class Class(IntEnum):
 
 
 @lru_cache(maxsize=1)
-def table() -> np.ndarray:
+def character_classes() -> np.ndarray:
     """Return an array of uint8 that has the class (letter, mark, digit, ...) of Unicode code point i at index i."""
     firsts, classes = list[int](), list[int]()
     for line in TABLE.read_text(encoding="ascii").splitlines():
@@ -74,7 +74,7 @@ def segment(texts: list[str]) -> Segmented:
     """Return the words of all texts, found by a few passes of numpy over their characters."""
     chars = np.cumsum([0, *map(len, texts)])
     codes = np.frombuffer("\n".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    c = table()[codes]
+    c = character_classes()[codes]
     place = np.arange(len(c))
 
     def latest(which: np.ndarray) -> np.ndarray:
@@ -219,10 +219,10 @@ def stands_alone(text: str) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def class_of(character: str) -> int:
-    return int(table()[ord(character)])
+    return int(character_classes()[ord(character)])
 
 
-def split(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
+def split_words(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
     """Return the words and symbols of each text in order, and for each of them True for a word, False for a symbol."""
     segmented = segment(texts)
     inside = np.flatnonzero(segmented.word_of >= 0)

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.data.lexicon import Lexicon, load_lexicon
-from xscale.data.sample import texts_of
-from xscale.data.scripts import names_of
+from xscale.data.sample import sample_texts
+from xscale.data.scripts import find_spellings
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -83,7 +83,7 @@ def evaluate(
     of_pair = []
     for lexicon in lexicons:
         first, second = lexicon.langs
-        if {*names_of(first, langs), *names_of(second, langs)} == set(langs):
+        if {*find_spellings(first, langs), *find_spellings(second, langs)} == set(langs):
             of_pair.append(lexicon)
     if not of_pair:
         raise UserError(
@@ -162,8 +162,8 @@ def language_tokens(
     progress."""
     occurs = np.zeros(tokenizer.vocab_size, dtype=bool)
     known = sorted(set(chain.from_iterable(source.langs for source in sources)))
-    for name in names_of(language, known):
-        for texts in texts_of(name, sources, part=part, parts=parts):
+    for name in find_spellings(language, known):
+        for texts in sample_texts(name, sources, part=part, parts=parts):
             note()
             for ids in tokenizer.encode(texts):
                 occurs[ids] = True

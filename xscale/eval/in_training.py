@@ -15,19 +15,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from xscale.data.calibrate import bytes_to_tokens
+from xscale.data.calibrate import fit_tokens_to_bytes
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import (
     Corpus,
     check_file_sizes,
-    find_linked,
-    linked_sources,
+    have_word_links,
+    select_linked_sources,
 )
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
 from xscale.data.remote import Cache, location
-from xscale.data.shards import Source, find_sources, take_first
-from xscale.data.stream import Stream, language_groups, matches_languages, share_names
+from xscale.data.shards import Source, find_sources, keep_first_records
+from xscale.data.stream import Stream, language_groups, matches_languages, unify_language_names
 from xscale.errors import RankError, UserError
 from xscale.eval import retrieval
 from xscale.eval.alignment_score import FEWEST, AlignmentProbe, build_probes, language_tokens
@@ -113,8 +113,8 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
     the task's languages."""
     cache = Cache.of(recipe.data.cache, recipe.data.cache_gb)
     sources = find_sources([*map(location, task.data)], cache)
-    share_names(sources, preferred=corpus.languages)
-    sources = take_first(sources, task.limit)
+    unify_language_names(sources, preferred=corpus.languages)
+    sources = keep_first_records(sources, task.limit)
     trained = {source.fingerprint: source for source in corpus.sources}
     for source in sources:
         if source.fingerprint in trained:
@@ -133,7 +133,7 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
 def find_heldout_links(recipe: Recipe, sources: list[Source], host_group: HostGroup) -> list[bool]:
     """Return which held-out sources have word links, even of languages that `data.languages` excludes."""
     recipe = replace(recipe, data=replace(recipe.data, languages=None), phases=())
-    return find_linked(recipe, OBJECTIVES, sources, host_group)
+    return have_word_links(recipe, OBJECTIVES, sources, host_group)
 
 
 def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], linked: Sequence[bool]) -> list[Stream]:
@@ -149,7 +149,7 @@ def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], linke
         if read:
             chosen = tuple(read)
             if stream.objective.needs == "links":
-                chosen = linked_sources(stream.name, chosen, sources, linked)
+                chosen = select_linked_sources(stream.name, chosen, sources, linked)
             groups = language_groups(sources, chosen)
             of_heldout = replace(stream, sources=chosen, idle=frozenset(), language_groups=groups)
             streams.append(replace(of_heldout, samples=of_heldout.records(sources)))
@@ -176,7 +176,7 @@ class HeldoutTask:
         self.note = partial(note, f"measuring {task.name}")
         recipe = loader.recipe
         sources = find_task_sources(task, recipe, loader.corpus)
-        calibration = Calibration([bytes_to_tokens(source, loader.corpus.tokenizer) for source in sources], {})
+        calibration = Calibration([fit_tokens_to_bytes(source, loader.corpus.tokenizer) for source in sources], {})
         tokens = source_sizes(sources, calibration, "tokens")
         linked = find_heldout_links(recipe, sources, HostGroup(alone=True))
         streams = list[Stream]()

@@ -19,7 +19,7 @@ from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibrate import calibrate
 from xscale.data.calibration import Calibration
-from xscale.data.corpus import Corpus, identity_of
+from xscale.data.corpus import Corpus, run_identity
 from xscale.errors import UserError
 from xscale.models.build import run_fields_of
 from xscale.ranks import HostGroup
@@ -77,13 +77,13 @@ def find_own(out: Path, resume: str, host_group: HostGroup) -> Checkpoint | None
         path /= "checkpoints"
     if (path / checkpoints.MANIFEST).exists():
         return verified(path, "--resume", host_group)
-    found = checkpoints.newest_valid(path, host_group, LOG.warning)
+    found = checkpoints.find_newest_valid(path, host_group, LOG.warning)
     if found:
         return found
     if resume != "auto":
         raise UserError(f"--resume {resume} has no complete checkpoint; give a checkpoint or a run that has one")
     remedy = f"or move {out} away to begin again at step 0"
-    if checkpoints.complete_steps(path):
+    if checkpoints.list_checkpoints(path):
         raise UserError(f"no checkpoint in {path} is usable; restore one, {remedy}")
     metrics = out / "metrics.jsonl"
     if metrics.exists() and any(entries_from_end(metrics)):
@@ -127,7 +127,7 @@ def resume_calibration(
     if checkpoint is None:
         return calibrate(recipe, corpus, host_group)
     before = checkpoint.identity
-    now = identity_of(recipe, corpus)
+    now = run_identity(recipe, corpus)
     saved = Calibration.from_dict(checkpoint.calibration, len(before["data"]), list(recipe.streams))
     if before["data"] != now["data"]:
         # Streams and old sources keep their estimates, because the order of running text and the packed rows depend on
@@ -171,7 +171,7 @@ def find_parent(fork: str) -> Path:
     run, step = split_fork(fork)
     if step is None:
         return checkpoints.resolve_checkpoint(run)
-    there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(run / "checkpoints")}
+    there = {checkpoints.step_of(path): path for path in checkpoints.list_checkpoints(run / "checkpoints")}
     if step not in there:
         steps = ", ".join(map(str, there)) or "none"
         raise UserError(f"--fork {fork}: {run} has no checkpoint of step {step}; it has those of steps {steps}")

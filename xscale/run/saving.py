@@ -6,7 +6,7 @@ from typing import Any
 
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.manager import CheckpointManager
-from xscale.data.corpus import identity_of
+from xscale.data.corpus import run_identity
 from xscale.data.loader import Loader
 from xscale.data.mixture import sources_read
 from xscale.data.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ class Checkpoints:
     def manifest(self, state: TrainState) -> dict[str, Any]:
         """Return a checkpoint's manifest without its list of files; see Checkpoint in checkpoint/store.py."""
         return {
-            "identity": identity_of(self.recipe, self.loader.corpus),
+            "identity": run_identity(self.recipe, self.loader.corpus),
             "state": state.data,
             "sources": sources_read(state.data, self.loader.streams, self.loader.corpus.sources),
             "calibration": self.loader.calibration.to_dict(),

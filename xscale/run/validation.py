@@ -63,7 +63,7 @@ class Validation:
         """Find the best of the existing checkpoints. evaluations: the file of those before this start. Rank 0
         only."""
         assert self.best_of
-        there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(self.folder)}
+        there = {checkpoints.step_of(path): path for path in checkpoints.list_checkpoints(self.folder)}
         earlier = list(entries_from_end(evaluations))
         for _, entry in reversed(earlier):
             task, row, name = self.best_of.split("/", 2)
