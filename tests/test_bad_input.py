@@ -169,7 +169,7 @@ def test_tables_of_datasets(tmp_path, write_pairs, refused) -> None:
             lambda path=path: write_pairs(tmp_path / "plain", path, tmp_path / "out"),
         ):
             message = refused(tool)
-            assert message.startswith(str(path)) and "data_tools.prepare" in message and "\n" not in message
+            assert message.startswith(str(path)) and "xscale data prepare" in message and "\n" not in message
             assert named[path] in message
     assert refused(mono("--text", arrow, "--out", tmp_path / "out")).startswith(str(arrow))
     assert not list(tmp_path.glob("out*"))

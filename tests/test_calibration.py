@@ -137,7 +137,7 @@ def test_it_is_kept_as_json(loader) -> None:
     assert Calibration.from_dict(kept, len(made.corpus.sources), list(made.recipe.streams)) == found
     # At a resume it is not measured again: other dropped pairs in the same data would cut other rows.
     nobody: Any = None
-    checkpoint = Checkpoint(Path(), {"calibration": kept, "identity": launch.identity(made)})
+    checkpoint = Checkpoint(Path(), 1, 1, launch.identity(made), {}, kept, {}, {})
     assert resume_calibration(made.recipe, made.corpus, checkpoint, nobody) == found
 
 

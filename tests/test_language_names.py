@@ -49,7 +49,8 @@ def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
     names = {spec.name: sorted(loader.corpus.sources[s].name for s in spec.sources) for spec in loader.streams}
     assert names == {"mlm": ["zh-CN"], "tlm": ["en-zh-CN", "en-zh-Hant", "zh-CN-pt-BR"]}
     tlm = next(spec for spec in loader.streams if spec.name == "tlm")
-    weights = dict(zip(tlm.sources, source_weights([loader.corpus.sources[s] for s in tlm.sources], 0.7), strict=True))
+    read = [loader.corpus.sources[source] for source in tlm.sources]
+    weights = dict(zip(tlm.sources, source_weights(read, 0.7, [source.records for source in read]), strict=True))
     total = sum(n**0.7 for n in PAIRS.values())
     assert {loader.corpus.sources[s].langs: p for s, p in weights.items()} == pytest.approx(
         {langs: n**0.7 / total for langs, n in PAIRS.items()}

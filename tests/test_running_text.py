@@ -258,7 +258,7 @@ def test_an_index_of_version_1_is_refused_and_can_be_made_again(tmp_path: Path) 
     del stated["documents"], stated["shards"][0]["idx_crc32"]
     for old in ({"version": 1}, {}):
         (out / "index.json").write_text(json.dumps(stated | old))
-        with pytest.raises(UserError, match=r"index\.json .*data_tools\.index"):
+        with pytest.raises(UserError, match=r"index\.json .*xscale data index"):
             Source(out)
     index.main([str(out)])
     assert indexed(Source(out)) == indexed(new)

@@ -1,5 +1,4 @@
-"""Saves the checkpoints of a run. Decides which of them to keep: the newest ones, the newest good one, and the best
-one.
+"""Saves the checkpoints of a run, and removes old ones: the newest, the newest good and the best checkpoint are kept.
 
 Every rank writes and hashes its own files, while training waits.
 """
@@ -10,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,15 +25,8 @@ SPARE_BYTES = 1 << 28
 WriteModel = Callable[[int, Path], None]
 """A function that writes the model's config and the tokenizer of a step into a checkpoint's directory. Rank 0 calls
 it."""
-
-
-class RankFiles(NamedTuple):
-    """The files that one rank has written of a checkpoint."""
-
-    problem: Exception | None
-    """The error that kept the rank from writing its files."""
-    sealed: dict[str, Any]
-    """The size and hash of each file."""
+WrittenFiles = dict[str, dict[str, Any]] | Exception
+"""The size and hash of each file that a rank has written, or the error that kept the rank from writing them."""
 
 
 class CheckpointManager:
@@ -130,19 +122,19 @@ class CheckpointManager:
             return error
         return None
 
-    def _write(self, step: int) -> RankFiles:
+    def _write(self, step: int) -> WrittenFiles:
         """Write, check and hash this rank's files. All ranks call it together."""
         problem = self._make_room(self.partial_of(step)) if self.host_group.is_main else None
         if not self.host_group.agree(problem is None):
-            return RankFiles(problem, {})
+            return problem or {}
         contents = self._snapshot(step)
         try:
-            return RankFiles(None, self._write_files(step, contents))
+            return self._write_files(step, contents)
         except Exception as error:
             cause = unwrap_os_error(error)
             if not isinstance(cause, OSError | UserError):
                 raise
-            return RankFiles(cause, {})
+            return cause
 
     def _write_files(self, step: int, contents: dict[str, Any]) -> dict[str, Any]:
         """Write this rank's files. Returns the size and hash of each file."""
@@ -162,31 +154,32 @@ class CheckpointManager:
             sealed[name] = store.sync_and_hash(folder / name)
         return sealed
 
-    def _publish(self, step: int, manifest: dict[str, Any], own: RankFiles) -> str:
-        """Publish the checkpoint. If a rank has failed, the new files are removed, and older checkpoints stay. Returns
-        an error message, or an empty string. own: what this rank has written. Raises a rank's UserError."""
+    def _publish(self, step: int, manifest: dict[str, Any], written: WrittenFiles) -> str:
+        """Publish the checkpoint. If a rank has failed, remove the new files; older checkpoints stay. Return an error
+        message, or an empty string. written: the files of this rank. Raises a rank's UserError."""
         problems = list[str]()
+        user_errors = list[UserError]()
         sealed: dict[str, Any] = {}
-        ranks = self.host_group.gather(own)
-        for rank, written in enumerate(ranks):
-            sealed |= written.sealed
-            if written.problem:
-                problems.append(f"rank {rank}: {written.problem}")
+        for rank, written_by_rank in enumerate(self.host_group.gather(written)):
+            if isinstance(written_by_rank, UserError):
+                user_errors.append(written_by_rank)
+            if isinstance(written_by_rank, Exception):
+                problems.append(f"rank {rank}: {written_by_rank}")
+            else:
+                sealed |= written_by_rank
         if self.host_group.is_main:
             if not problems:
                 whole = {"step": step, "world_size": self.host_group.size, **manifest}
+                whole["files"] = dict(sorted(sealed.items()))
                 try:
-                    store.publish(
-                        self.partial_of(step), self.path_of(step), whole | {"files": dict(sorted(sealed.items()))}
-                    )
+                    store.publish(self.partial_of(step), self.path_of(step), whole)
                 except OSError as error:
                     problems.append(f"rank 0: {error}")
             if problems:
                 files.remove(self.partial_of(step))
         problem = self.host_group.broadcast("; ".join(problems), 0)
-        for written in ranks:
-            if isinstance(written.problem, UserError):
-                raise written.problem
+        if user_errors:
+            raise user_errors[0]
         return problem
 
 

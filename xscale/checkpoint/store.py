@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -38,40 +38,25 @@ NAME = re.compile(r"step_\d{8,}")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's directory and its manifest."""
+    """A checkpoint's directory and the content of its manifest."""
 
     path: Path
-    manifest: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        """Return the number of optimizer steps that the run had done."""
-        return self.manifest["step"]
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks that saved the checkpoint."""
-        return self.manifest["world_size"]
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return the run's identity (data/corpus.py run_identity)."""
-        return self.manifest["identity"]
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Return the positions of the streams in their data (data/mixture.py)."""
-        return self.manifest["state"]
-
-    @property
-    def calibration(self) -> dict[str, Any]:
-        """Return the run's estimated lengths in tokens (data/calibration.py)."""
-        return self.manifest["calibration"]
-
-    @property
-    def engine(self) -> dict[str, Any]:
-        """Return the DeepSpeed engine's ZeRO stage, precision and optimizer."""
-        return self.manifest["engine"]
+    step: int
+    """The number of optimizer steps that the run had done."""
+    world_size: int
+    """The number of ranks that saved the checkpoint."""
+    identity: dict[str, Any]
+    """The values of the run that must be the same when it resumes (data/corpus.py run_identity)."""
+    state: dict[str, Any]
+    """The positions of the streams in their data (data/mixture.py)."""
+    calibration: dict[str, Any]
+    """The run's estimates of the tokens of samples (data/calibration.py)."""
+    engine: dict[str, Any]
+    """The DeepSpeed engine's ZeRO stage, precision and optimizer."""
+    files: dict[str, dict[str, Any]]
+    """The size and hash of each file, by its path in the directory."""
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    """The sources that the run had read (data/mixture.py sources_read)."""
 
 
 # Finding
@@ -127,16 +112,15 @@ def find_damage(path: Path, host_group: HostGroup) -> str | None:
         checkpoint = read_checkpoint(path)
     except UserError as error:
         return str(error)
-    expected = checkpoint.manifest["files"]
     if NAME.fullmatch(path.name) and step_of(path) != checkpoint.step:
         return f"its {MANIFEST} belongs to step {checkpoint.step}, so it is a copy under another name"
     problems = list[str]()
-    for name in sorted(expected)[host_group.rank :: host_group.size]:
-        problem = file_problem(path / name, expected[name])
+    for name in sorted(checkpoint.files)[host_group.rank :: host_group.size]:
+        problem = file_problem(path / name, checkpoint.files[name])
         if problem:
             problems.append(f"{name} {problem}")
     for file in sorted(path.glob("*.pt")) if host_group.is_main else ():
-        if file.name not in expected:
+        if file.name not in checkpoint.files:
             problems.append(f"{file.name} is not in its manifest")
     return "; ".join(chain.from_iterable(host_group.gather(problems))) or None
 
@@ -169,18 +153,18 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a directory. Only the manifest is read. Raises UserError if it is absent or damaged."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        kinds = {"step": int, "world_size": int, OWN_HASH: str}
-        kinds |= dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
-        for key, kind in kinds.items():
+        if manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
+            raise ValueError("its content differs from its hash")
+        kinds = dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
+        for key, kind in {"step": int, "world_size": int, **kinds}.items():
             if type(manifest.get(key)) is not kind or manifest[key] == {}:
                 raise ValueError(f"{key}: missing or malformed")
-        if manifest_text(manifest) != manifest_text(manifest, manifest[OWN_HASH]):
-            raise ValueError("it differs from its own hash")
-        if manifest["state"].get("step") != manifest["step"]:
-            raise ValueError("step: malformed")
+        checkpoint = Checkpoint(path, **manifest)
+        if checkpoint.state.get("step") != checkpoint.step:
+            raise ValueError(f"state: not that of step {checkpoint.step}")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a checkpoint: {MANIFEST} cannot be read ({error})") from None
-    return Checkpoint(path, manifest)
+    return checkpoint
 
 
 # Publishing
@@ -196,11 +180,15 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     files.write_text(final.parent / "latest", final.name)
 
 
-def manifest_text(manifest: dict[str, Any], digest: str | None = None) -> str:
-    """Return the manifest as JSON, with a hash of its content, or with `digest` in the place of this hash."""
+def manifest_text(manifest: dict[str, Any]) -> str:
+    """Return the manifest as JSON, with its own hash."""
+    return json.dumps(manifest | {OWN_HASH: manifest_hash(manifest)}, indent=1)
+
+
+def manifest_hash(manifest: dict[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's content, without the entry of the hash itself."""
     content = {key: value for key, value in manifest.items() if key != OWN_HASH}
-    digest = digest or hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return json.dumps({**content, OWN_HASH: digest}, indent=1)
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def sync_and_hash(path: Path) -> dict[str, Any]:

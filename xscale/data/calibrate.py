@@ -46,7 +46,7 @@ def calibrate(
     result. known: an earlier calibration; its `lines` are kept, and only the phases are measured again."""
     host_group = host_group or HostGroup(alone=True)
     shards = max(SHARDS // len(corpus.sources), SHARDS_OF_SOURCE)
-    sources = [source.with_shards(shards) for source in corpus.sources]
+    sources = [source.with_few_shards(shards) for source in corpus.sources]
     seed = recipe.train.seed
     if known is None:
         lines = fit_lines(sources, corpus.tokenizer, min(shards, LINE_SHARDS), host_group)

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon
+from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon, without_withheld
 from xscale.data.mixture import remote_window_bytes
 from xscale.data.remote import Cache
 from xscale.data.shards import Shard, Source, find_sources, keep_first_records
@@ -109,7 +109,9 @@ def open_corpus(
     unify_language_names(every)
     sources = keep_first_records(every, recipe.data.first)
     check_file_sizes(sources, host_group)
-    linked = have_word_links(recipe, objectives, sources, host_group)
+    linked = list[bool]()
+    if any(objectives[stream.objective].needs == "links" for stream in recipe.streams.values()):
+        linked = have_word_links(sources, host_group)
     without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, linked))
     streams = with_idle_sources(without_idle, sources)
     check_cache_size(recipe, streams.last, sources)
@@ -235,18 +237,11 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
 # Word links
 
 
-def have_word_links(recipe: Recipe, objectives: Objectives, sources: list[Source], host_group: HostGroup) -> list[bool]:
-    """Return for each source whether its first record has word links; False if no stream of any phase reads the links
-    of its languages. Each record is read by one rank."""
-    wanted = list[list[str] | None]()
-    for phase in recipe.schedule.values:
-        for stream in phase.streams.values():
-            if objectives[stream.objective].needs == "links":
-                wanted.append(stream_languages(phase, stream))
+def have_word_links(sources: list[Source], host_group: HostGroup) -> list[bool]:
+    """Return for each source whether its first record has word links. Each record is read by one rank."""
 
     def has_links(source: Source) -> bool:
-        is_read = any(names is None or matches_languages(names, source.langs) for names in wanted)
-        return is_read and source.kind == "pair" and source.without_readahead().read(0, 0).links is not None
+        return source.kind == "pair" and source.read(0, 0).links is not None
 
     return host_group.divide_work([partial(has_links, source) for source in sources])
 
@@ -304,7 +299,7 @@ def add_lexicons(stream: Stream, recipe: Recipe, lexicons: tuple[Lexicon, ...]) 
     read = list[Lexicon]()
     for lexicon in lexicons:
         if reads_lexicon(languages, lexicon):
-            read.append(lexicon.without_withheld(recipe.data.lexicon_heldout))
+            read.append(without_withheld(lexicon, recipe.data.lexicon_heldout))
     if not any(lexicon.words for lexicon in read):
         there = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
         wanted = f" of its languages, {', '.join(languages)} (there are: {there})" if languages else ""
@@ -352,7 +347,7 @@ def find_tokenizer(recipe: Recipe, initial: InitialModel, data: Path | None) -> 
             return str(folder / "tokenizer")
     raise UserError(
         f"no tokenizer{f' in model.init {init}, and none' if init else '/'} in {data} or its parent. Train one with "
-        f"`python -m data_tools.tokenizer --data {data} --out {data / 'tokenizer'}`, or set model.tokenizer"
+        f"`xscale data tokenizer --data {data} --out {data / 'tokenizer'}`, or set model.tokenizer"
     )
 
 

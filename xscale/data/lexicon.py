@@ -63,11 +63,6 @@ class Lexicon:
     def name(self) -> str:
         return "-".join(self.langs)
 
-    def without_withheld(self, heldout: float) -> "Lexicon":
-        """Return the dictionary without the entries that are withheld from objectives. heldout: the share of withheld
-        words."""
-        return _without_withheld(self, heldout)
-
     def summary(self) -> str:
         unknown = len(self.entries) - len(self.words)
         summary = (
@@ -90,8 +85,10 @@ class Lexicon:
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
-@cache  # one object for all streams
-def _without_withheld(lexicon: Lexicon, heldout: float) -> Lexicon:
+@cache
+def without_withheld(lexicon: Lexicon, heldout: float) -> Lexicon:
+    """Return the dictionary without the entries that are withheld from objectives, as one object for all streams.
+    heldout: the share of withheld entries."""
     word_share = 1 - (1 - heldout) ** 0.5
     distinct = set(chain.from_iterable(lexicon.words))
     withheld = {word for word in distinct if is_withheld(word, word_share)}

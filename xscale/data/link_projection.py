@@ -86,8 +86,8 @@ def overlapped_words(text: str, tokenised: str, word_of_char: np.ndarray) -> lis
 
 
 def places(text: str, tokenised: str) -> list[list[int]]:
-    """Return the indices in `text` of the characters of each word of `tokenised`. Raises ValueError if less than half of
-    the characters match."""
+    """Return the indices in `text` of the characters of each word of `tokenised`. Raises ValueError if less than half
+    of the characters match."""
     if tokenised is text:
         return [list(range(*match.span())) for match in _LINK_WORD.finditer(text)]
     visible = [place for place, character in enumerate(text) if not character.isspace()]

@@ -7,11 +7,12 @@ state that is saved at step t describes what was consumed up to step t, whatever
 
 import atexit
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -42,15 +43,13 @@ from xscale.ranks import HostGroup, Process, name_process
 from xscale.recipe import DataConfig, Recipe, Schedule
 from xscale.record import Record
 
-Key = TypeVar("Key")
 CHARACTERS = 64
 """The maximum number of characters of a text that are tokenised, per token of data.max_length; see `cut_long_texts`."""
 CPU_TOKENS, GPU_TOKENS = 8192, 65536
 """The default of train.max_tokens on a CPU, a row that fits into its caches, and the highest default on a GPU, a row
 that takes the GPU much longer than its host."""
 SWEPT = 0.25
-"""If the ranks of a node read at least this share of each step, they ask the operating system to read whole shards
-ahead."""
+"""If the ranks of a node read at least this share of each step, they request a whole shard when they open it."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,11 @@ class StepBatch:
         return sum(row.samples for row in self.rows)
 
     def counts(self) -> Counts:
-        """Return the counts of this rank, see Row.counts."""
-        counts: Counts = {}
+        """Return the sum of the rows' counts (Row.counts)."""
+        counts = Counter[MetricKey]()
         for row in self.rows:
-            add_counts(counts, row.counts)
-        return counts
+            counts.update(row.counts)
+        return dict(counts)
 
     def targets(self) -> Counts:
         """Return the counts of this rank, without those by language."""
@@ -85,10 +84,11 @@ class StepBatch:
         }
 
     def cost(self) -> dict[str, int]:
-        cost = dict[str, int]()
+        """Return the sum of the rows' costs (Row.cost)."""
+        cost = Counter[str]()
         for row in self.rows:
-            add_counts(cost, row.cost)
-        return cost
+            cost.update(row.cost)
+        return dict(cost)
 
     def keys(self) -> dict[str, list[str]]:
         """Return the keys of the records of each stream, in the order of consumption."""
@@ -97,12 +97,6 @@ class StepBatch:
             for stream, row_keys in row.keys.items():
                 keys.setdefault(stream, []).extend(row_keys)
         return keys
-
-
-def add_counts(total: dict[Key, int], counts: Mapping[Key, int]) -> None:
-    """Add the counts to `total`, in place."""
-    for key, count in counts.items():
-        total[key] = total.get(key, 0) + count
 
 
 class StepDataset(Dataset):
@@ -114,12 +108,14 @@ class StepDataset(Dataset):
         streams: Schedule[Sequence[Stream]],
         contexts: Schedule[CollateContext],
         seed: int,
+        readahead: bool = False,
     ):
-        """contexts: the values that all streams of a step share."""
+        """contexts: the values that all streams of a step share. readahead: see Source.read."""
         self.sources = sources
         self.streams = streams
         self.contexts = contexts
         self.seed = seed
+        self.readahead = readahead
         source_keys = [rng.key(source.name, source.fingerprint) for source in sources]
         self.source_keys = np.array(source_keys, dtype=np.uint64)
 
@@ -183,7 +179,7 @@ class StepDataset(Dataset):
         records = list[Record]()
         texts = list[str]()
         for source, shard, number in places:
-            record = self.sources[source].read(shard, number)
+            record = self.sources[source].read(shard, number, self.readahead)
             if len(record.texts) == 2:
                 record = cut_long_texts(record, words_wanted, context)
             records.append(record)
@@ -327,10 +323,10 @@ class Loader:
             state=state,
         )
 
-    def dataset(self) -> StepDataset:
+    def dataset(self, readahead: bool = False) -> StepDataset:
         seed = self.recipe.train.seed
         contexts = self.recipe.schedule.map(lambda recipe: collate_context(self.corpus, recipe.data, seed))
-        return StepDataset(self.corpus.sources, self.corpus.streams, contexts, seed)
+        return StepDataset(self.corpus.sources, self.corpus.streams, contexts, seed, readahead)
 
     def plans(
         self, process: Process, device: str, state: dict[str, Any], steps: int, host_group: HostGroup | None = None
@@ -340,7 +336,6 @@ class Loader:
         together."""
         for source in self.corpus.sources:
             source.close()  # the next read opens the files again
-            source.readahead = process.local_world / process.world >= SWEPT
         workers = worker_count(self.recipe.data.workers, process, device)
         node = find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
         return step_plans(self.mixture(process, device, state), workers, steps, node)
@@ -352,7 +347,8 @@ class Loader:
         plans: the result of `plans`, if `plans` was called before."""
         plans = plans or self.plans(process, device, state, steps)
         workers = worker_count(self.recipe.data.workers, process, device)
-        return load_batches(plans, self.dataset(), workers, process.rank)
+        readahead = process.local_world / process.world >= SWEPT
+        return load_batches(plans, self.dataset(readahead), workers, process.rank)
 
 
 def worker_count(wanted: int | str, process: Process, device: str) -> int:

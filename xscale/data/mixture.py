@@ -243,17 +243,17 @@ class Mixture:
                 if not source.remote or number in stream.idle:
                     continue
                 order = self._order(stream, number, position)
-                window = order.window_at(position[1]).number
+                window = order.window_at(position[1])
                 begun = (position[0], window)
                 if self._begun.get((stream.name, number)) == begun:
                     continue
                 self._begun[stream.name, number] = begun
-                shards = order.window_shards(window).tolist()
-                room_for_two = 2 * remote_window_bytes(streams, self.sources) <= source.remote.cache.size
-                if room_for_two and window + 1 < len(order.window_ends):
-                    shards += order.window_shards(window + 1).tolist()
-                for shard in shards:
-                    yield source, shard
+                windows = 1
+                if 2 * remote_window_bytes(streams, self.sources) <= source.remote.cache.size:
+                    windows = 2
+                for shards in order.window_shards[window : window + windows]:
+                    for shard in shards.tolist():
+                        yield source, shard
 
     def _order(self, stream: Stream, source: int, position: list[int]) -> EpochOrder:
         """Return the order of a source in the epoch of `position`. It is kept until the epoch or the room changes."""
@@ -378,12 +378,10 @@ BUCKETS = 1 << 12
 """The number of entries of the table that `ranked_choice` looks up by the leading bits of a random number."""
 
 
-def source_weights(sources: list[Source], alpha: float, sizes: list[float] | None = None) -> np.ndarray:
-    """Return the probability of each source. The probability of a language, or (undirected) pair of languages, is
-    proportional to n^alpha; it is divided among the sources of that language in proportion to n. sizes: n of each
-    source; None: its number of records."""
-    if sizes is None:
-        sizes = [source.records for source in sources]
+def source_weights(sources: list[Source], alpha: float, sizes: Sequence[float]) -> np.ndarray:
+    """Return the probability of each source. The probability of a language, or of an undirected pair of languages, is
+    proportional to n^alpha. It is divided among the sources of that language in proportion to n. sizes: n of each
+    source."""
     size_of_pair: dict[str, float] = {}
     for source, size in zip(sources, sizes, strict=True):
         size_of_pair[source.pair] = size_of_pair.get(source.pair, 0.0) + size

@@ -46,15 +46,6 @@ class TextPacking(NamedTuple):
     """(position, room) for each change of the room within the epoch: `room` was used up to `position`."""
 
 
-class Window(NamedTuple):
-    """A window of an epoch."""
-
-    number: int
-    first: int
-    """Position in the epoch of the window's first record."""
-    end: int
-
-
 class OrderedSamples(NamedTuple):
     """Consecutive samples of an epoch, and their n records."""
 
@@ -109,27 +100,24 @@ class EpochOrder:
         windows = window_count(counts, window)
         number = np.arange(len(counts))
         shuffled = np.lexsort((rng.hash64(rng.hash64(self.key, np.uint64(0)), number), number // windows))
-        members = [shuffled[first::windows] for first in range(windows)]
-        self.shards = np.concatenate(members)
-        self.window_ends = np.cumsum([len(shards) for shards in members]).tolist()
-        self.ends = np.cumsum(counts[self.shards])
-        self.size = int(self.ends[-1])
+        self.window_shards = [shuffled[first::windows] for first in range(windows)]
+        """The shards of each window."""
+        self.window_records = [int(counts[shards].sum()) for shards in self.window_shards]
+        self.window_starts = np.cumsum([0, *self.window_records[:-1]]).tolist()
+        """The position in the epoch of each window's first record."""
+        self.size = sum(self.window_records)
         self._part = EMPTY_PART
         self._leading = (-1, NO_RECORDS)
         """The number of a window, and the leading bits of the hash of each of its records. These bits decide in which
         part a record is."""
 
-    def window_at(self, position: int) -> Window:
-        """Return the window that holds the record at `position`."""
-        shard = int(np.searchsorted(self.ends, position, side="right"))
-        number = bisect.bisect_right(self.window_ends, shard)
-        first = int(self.ends[self.window_ends[number - 1] - 1]) if number else 0
-        return Window(number, first, int(self.ends[self.window_ends[number] - 1]))
+    def window_at(self, position: int) -> int:
+        """Return the number of the window that has the record at `position`."""
+        return bisect.bisect_right(self.window_starts, position) - 1
 
-    def part_count(self, position: int) -> int:
-        """Return the number of parts (records in memory at a time) in the window that holds `position`."""
-        window = self.window_at(position)
-        records = window.end - window.first
+    def part_count(self, window: int) -> int:
+        """Return the number of parts of a window. One part is in memory at a time."""
+        records = self.window_records[window]
         return max(min(records * self.sources // WINDOW_RECORDS, records // PART_RECORDS), 1)
 
     def take(self, start: int, samples: int) -> OrderedSamples:
@@ -142,11 +130,12 @@ class EpochOrder:
         else:
             ends = np.arange(first, min(first + samples, len(part.ordinals))) + 1
         taken = slice(first, int(ends[-1]))
-        shards = self.window_shards(self.window_at(start).number)
-        shard_borders = np.append(0, np.cumsum(self.counts[shards]))
+        shards = self.window_shards[self.window_at(start)]
+        shard_ends = np.cumsum(self.counts[shards])
         ordinals = part.ordinals[taken].astype(np.int64)
-        slot = np.searchsorted(shard_borders[1:], ordinals, side="right")
-        return OrderedSamples(ends + part.first, shards[slot], ordinals - shard_borders[slot], part.lengths[taken])
+        slot = np.searchsorted(shard_ends, ordinals, side="right")
+        records = ordinals - (shard_ends - self.counts[shards])[slot]
+        return OrderedSamples(ends + part.first, shards[slot], records, part.lengths[taken])
 
     def part(self, position: int) -> WindowPart:
         """Return the part that holds the record at `position`. It is kept until another one is wanted."""
@@ -155,43 +144,48 @@ class EpochOrder:
             self._part = self._text_part(position) if self.text else self._permuted_part(position)
         return self._part
 
-    def window_shards(self, window: int) -> np.ndarray:
-        return self.shards[self.window_ends[window - 1] if window else 0 : self.window_ends[window]]
-
     def _permuted_part(self, position: int) -> WindowPart:
         """Return the part with the record at `position`, if the source's samples are single records."""
         window = self.window_at(position)
-        shards = self.window_shards(window.number)
-        key = rng.hash64(self.key, np.uint64(window.number + 1))
-        counts = self.counts[shards]
-        records = int(counts.sum())
-        bits = min((self.part_count(position) - 1).bit_length(), 8)
-        if bits and self._leading[0] != window.number:
-            self._leading = (window.number, rng.leading_bits(key, records, bits))
-        first, ordinals, order = rng.permuted_part(key, records, position - window.first, bits, self._leading[1])
+        window_start = self.window_starts[window]
+        records = self.window_records[window]
+        shards = self.window_shards[window]
+        key = rng.hash64(self.key, np.uint64(window + 1))
+        bits = min((self.part_count(window) - 1).bit_length(), 8)
+        if bits:
+            if self._leading[0] != window:
+                self._leading = (window, rng.leading_bits(key, records, bits))
+            first, ordinals = rng.permuted_part(key, self._leading[1], position - window_start)
+        else:
+            first = 0
+            ordinals = rng.permutation(key, records)
         lengths = NO_RECORDS
         if self.look:
-            ends = np.cumsum(counts)
+            ends = np.cumsum(self.counts[shards])
+            ascending = np.sort(ordinals)
+            by_shard = np.split(ascending, np.searchsorted(ascending, ends[:-1]))
             chosen = list[slice | np.ndarray]()
-            by_shard = np.split(ordinals, np.searchsorted(ordinals, ends[:-1]))
-            for shard_ordinals, start in zip(by_shard, (ends - counts).tolist(), strict=True):
-                chosen.append(shard_ordinals - start)
-            lengths = self.look(shards.tolist(), chosen)[0][order]
-        return window_part(window.first + first, ordinals[order], lengths, NO_RECORDS)
+            for shard_ordinals, shard_start in zip(by_shard, ends - self.counts[shards], strict=True):
+                chosen.append(shard_ordinals - shard_start)
+            lengths_of_window = np.empty(records, dtype=np.uint32)
+            lengths_of_window[ascending] = self.look(shards.tolist(), chosen)[0]
+            lengths = lengths_of_window[ordinals]
+        return window_part(window_start + first, ordinals, lengths, NO_RECORDS)
 
     def _text_part(self, position: int) -> WindowPart:
         """Return the part with the record at `position`, if the source is running text."""
         assert self.text and self.look
         window = self.window_at(position)
-        parts = self.part_count(position)
-        shards = self.window_shards(window.number)
-        key = rng.hash64(self.key, np.uint64(window.number + 1))
+        window_start = self.window_starts[window]
+        parts = self.part_count(window)
+        shards = self.window_shards[window]
+        key = rng.hash64(self.key, np.uint64(window + 1))
         counts = self.counts[shards]
         edges = counts * np.arange(parts + 1)[:, None] // parts
         places = edges.sum(1)
-        number = int(np.searchsorted(places, position - window.first, side="right")) - 1
+        number = int(np.searchsorted(places, position - window_start, side="right")) - 1
         first, end = edges[number : number + 2]
-        begin = window.first + int(places[number])
+        begin = window_start + int(places[number])
         slices = [slice(*borders) for borders in zip(first.tolist(), end.tolist(), strict=True)]
         lengths, follows = self.look(shards.tolist(), slices)
         starts = np.cumsum(end - first) - (end - first)

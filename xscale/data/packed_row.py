@@ -7,6 +7,7 @@ Shape letters: N tokens of a row, P places (tokens) that states read, B sequence
 M predictions, T targets of a term.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -46,10 +47,6 @@ class LanguageGroups(NamedTuple):
     languages: tuple[str, ...]
 
 
-def no_numbers() -> np.ndarray:
-    return NO_NUMBERS
-
-
 @dataclass(frozen=True)
 class Row:
     tokens: Tokens
@@ -61,7 +58,7 @@ class Row:
     """`gather.transpose(P)`, which the backward pass uses."""
     state_counts: dict[str, dict[str, int]] = field(default_factory=dict)
     """Number of states by stream and name, in the order of `gather`."""
-    labels: Any = field(default_factory=no_numbers)
+    labels: Any = field(default_factory=lambda: NO_NUMBERS)
     """Labels of all predictions [M], int64."""
     label_counts: Counts = field(default_factory=dict)
     """Number of predictions by `loss_key`, in the order of `labels`."""
@@ -91,24 +88,16 @@ class Row:
         tokens = list[Tokens]()
         places = list[np.ndarray]()
         gathers = list[Gather]()
-        transposed = list[Gather]()
         first_token = 0
         first_place = [0]
-        first_state = [0]
         for row in rows:
             tokens.append(row.tokens)
             places.append(row.places + first_token)
             gathers.append(row.gather)
-            transposed.append(row.transposed)
             first_token += len(row.tokens.input_ids)
             first_place.append(first_place[-1] + len(row.places))
-            first_state.append(first_state[-1] + row.gather.size)
-        return Row(
-            tokens=concat_tokens(tokens),
-            places=np.concatenate(places),
-            gather=Gather.concat(gathers, first_place[:-1]),
-            transposed=Gather.concat(transposed, first_state[:-1]),
-        )
+        gather = Gather.concat(gathers, first_place[:-1])
+        return Row(concat_tokens(tokens), np.concatenate(places), gather, gather.transpose(first_place[-1]))
 
     def to(self, device: torch.device) -> "Row":
         """Return the row with its arrays as tensors on the device. All arrays are copied at once. Tokens.lengths stays
@@ -262,34 +251,36 @@ def lay_out(stream_batches: Sequence[StreamBatch], filler: int) -> tuple[Tokens,
     positions = list[np.ndarray]()
     types = list[np.ndarray]()
     sequence_lengths = list[np.ndarray]()
+    ends = list[int]()
     for stream_batch in stream_batches:
         sequences = stream_batch.sequences
         ids.append(sequences.ids)
         positions.append(sequences.positions)
         types.append(token_types(stream_batch))
         sequence_lengths.append(sequences.lengths)
+        ends.append(sum(map(len, ids)))
+    if ends[-1] == 0:
+        ids.append(np.full(2, filler))
+        positions.append(np.arange(2))
+        types.append(np.zeros(2))
+        sequence_lengths.append(np.array([2]))
     has_types = any(stream_batch.types for stream_batch in stream_batches)
 
     lengths = np.concatenate(sequence_lengths)
     longest_first = np.argsort(-lengths, kind="stable")
-    ends = np.cumsum(lengths[longest_first])
     starts = np.empty_like(lengths)
-    starts[longest_first] = ends - lengths[longest_first]
+    starts[longest_first] = np.cumsum(lengths[longest_first]) - lengths[longest_first]
     place = np.repeat(starts, lengths) + indices_within(lengths)
-    if not len(place):
-        return filler_tokens(filler, has_types), [place] * len(ids)
-
     sorted_lengths = lengths[longest_first].astype(np.int32)
     tokens = Tokens(
-        input_ids=put(ids, place),
-        positions=put(positions, place),
-        types=put(types, place) if has_types else None,
+        input_ids=in_order(ids, place),
+        positions=in_order(positions, place),
+        types=in_order(types, place) if has_types else None,
         starts=offsets_from_counts(sorted_lengths),
         lengths=sorted_lengths,
         longest=int(sorted_lengths[0]),
     )
-    ends_of_parts = np.cumsum([len(part) for part in ids])
-    return tokens, np.split(place, ends_of_parts[:-1])
+    return tokens, np.split(place, ends)[:-1]
 
 
 def token_types(stream_batch: StreamBatch) -> np.ndarray:
@@ -302,26 +293,12 @@ def token_types(stream_batch: StreamBatch) -> np.ndarray:
     return np.zeros_like(sequences.ids)
 
 
-def put(parts: list[np.ndarray], place: np.ndarray) -> np.ndarray:
+def in_order(parts: list[np.ndarray], place: np.ndarray) -> np.ndarray:
     """Return the concatenated parts in another order, int64 [N]. place: the new index of each element, a permutation
     [N]."""
     row = np.empty(len(place), dtype=np.int64)
     row[place] = np.concatenate(parts)
     return row
-
-
-def filler_tokens(filler: int, has_types: bool) -> Tokens:
-    """Return a sequence of two tokens `filler`."""
-    zeros = np.zeros(2, dtype=np.int64)
-    lengths = np.array([2], dtype=np.int32)
-    return Tokens(
-        input_ids=np.full(2, filler, dtype=np.int64),
-        positions=np.arange(2),
-        types=zeros if has_types else None,
-        starts=offsets_from_counts(lengths),
-        lengths=lengths,
-        longest=2,
-    )
 
 
 def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
@@ -374,16 +351,12 @@ def language_counts(groups: Mapping[MetricKey, LanguageGroups]) -> Counts:
 
 def cost_of(stream_batches: Sequence[StreamBatch], places: int, auxiliary_rows: Sequence[Row]) -> dict[str, int]:
     """Return Row.cost of a row with these stream batches. places: the number of tokens whose states are read."""
-    names = ("tokens", "squares", "predictions", "auxiliary_tokens", "auxiliary_squares", "auxiliary_places")
-    cost = dict.fromkeys(names, 0)
-    cost["places"] = places
+    cost = Counter(tokens=0, squares=0, places=places, predictions=0)
     for stream_batch in stream_batches:
         lengths = stream_batch.sequences.lengths
         cost["tokens"] += int(lengths.sum())
         cost["squares"] += int((lengths**2).sum())
-        for ids in stream_batch.labels.values():
-            cost["predictions"] += len(ids)
-    for row in auxiliary_rows:
-        for name in ("tokens", "squares", "places"):
-            cost[f"auxiliary_{name}"] += row.cost[name]
-    return cost
+        cost["predictions"] += sum(map(len, stream_batch.labels.values()))
+    for name in ("tokens", "squares", "places"):
+        cost[f"auxiliary_{name}"] = sum(row.cost[name] for row in auxiliary_rows)
+    return dict(cost)

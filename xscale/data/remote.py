@@ -132,7 +132,7 @@ class Remote:
                 download(f"{self.url}/{name}", path, sum(sizes), is_whole)
             except FileNotFoundError:
                 raise UserError(
-                    f"{self.url} has no file {name!r}; run `python -m data_tools.index` where the shards are, and "
+                    f"{self.url} has no file {name!r}; run `xscale data index` where the shards are, and "
                     f"copy every file that it writes to the URL too"
                 ) from None
 

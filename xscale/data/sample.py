@@ -27,11 +27,10 @@ def sample_texts(
         end = first + source.records
         numbers = chosen[(chosen >= first) & (chosen < end)] - first
         first = end
-        source_once = source.without_readahead()
         side = source.langs.index(language)
         for start in range(0, len(numbers), _CHUNK)[part::parts]:
             places = source.places(numbers[start : start + _CHUNK])
-            yield [source_once.read(*place).texts[side] for place in places]
+            yield [source.read(*place).texts[side] for place in places]
 
 
 def sample_records(records: int, most: int) -> np.ndarray:

@@ -81,8 +81,6 @@ class Source:
             checksums = [shard.idx_crc32 for shard in self.shards]
             remote.fetch_entries(ENTRIES, (self.counts * IDX_DTYPE.itemsize).tolist(), checksums)
         self.has_entries = (self.directory / ENTRIES).exists()
-        self.readahead = False
-        """True if shards are read completely. Opening a shard then requests the whole file from the file system."""
 
     @property
     def kind(self) -> str:
@@ -114,21 +112,13 @@ class Source:
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
 
-    def _with_shards(self, chosen: Sequence[int]) -> "Source":
+    def with_few_shards(self, most: int) -> "Source":
+        """Return a copy with at most `most` of the shards, evenly spaced. Its `records` still counts all records."""
+        chosen = evenly_spaced(len(self.counts), most)
         source = copy.copy(self)
         source.shards = [self.shards[shard] for shard in chosen]
         source.counts = self.counts[chosen]
         source.starts = self.starts[chosen]
-        return source
-
-    def with_shards(self, most: int) -> "Source":
-        """Return a copy with at most `most` of the shards, evenly spaced; `records` still counts all records."""
-        return self.without_readahead()._with_shards(evenly_spaced(len(self.counts), most).tolist())
-
-    def without_readahead(self) -> "Source":
-        """Return a copy of the source for reading a few records of many shards."""
-        source = copy.copy(self)
-        source.readahead = False
         return source
 
     def check_links(self) -> None:
@@ -137,7 +127,7 @@ class Source:
             raise UserError(
                 f"{self.directory}: the word links count words of segmentation {self.segmentation}, but this xscale "
                 f"has version {words.VERSION}. Write the shards again from the text: "
-                f"`python -m data_tools.write_shards pairs ... --links F` or `--align`"
+                f"`xscale data write_shards pairs ... --links F` or `--align`"
             )
 
     def with_words(self, record: Record) -> Record:
@@ -167,18 +157,18 @@ class Source:
             return
         path = f"{self.directory}/{shard.name}"  # making a Path would take longer than the check
         for file, expected in ((path, shard.bytes), (f"{path[:-4]}.idx", shard.records * IDX_DTYPE.itemsize)):
-            try:
+            problem = "is missing"
+            with suppress(FileNotFoundError, NotADirectoryError):
                 size = os.stat(file).st_size
-            except (FileNotFoundError, NotADirectoryError):
-                size = None
-            if size != expected:
+                if size == expected:
+                    continue
                 if size and (pointer := pointer_problem(Path(file))):
                     raise UserError(pointer)
-                found = "is missing" if size is None else f"has {size:,} bytes"
-                raise UserError(
-                    f"{file} {found}; index.json says {expected:,} bytes. Copy it again, or run "
-                    f"`python -m data_tools.index {self.directory}` if the shards were changed on purpose"
-                )
+                problem = f"has {size:,} bytes"
+            raise UserError(
+                f"{file} {problem}; index.json says {expected:,} bytes. Copy it again, or run `xscale data index "
+                f"{self.directory}` if the shards were changed on purpose"
+            )
 
     def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
         return self.lengths_and_continuations(shard, records)[0]
@@ -218,7 +208,7 @@ class Source:
             raise UserError(
                 f"{file.path} is damaged, or belongs to another shard: its checksum is not that of the index.json that "
                 f"this process has read. If the shards have changed while they were read, bring the old ones back; if "
-                f"the file was damaged, copy it again, or run `python -m data_tools.index {self.directory}`"
+                f"the file was damaged, copy it again, or run `xscale data index {self.directory}`"
             )
         return file.read(size, first * ENTRY.size)
 
@@ -226,8 +216,9 @@ class Source:
         """Return whether the record continues the document of the record before it."""
         return bool(self._entry(shard, record)[1] & FOLLOWS)
 
-    def read(self, shard: int, record: int) -> Record:
-        """Return record number `record` of shard number `shard`. Raises UserError if its bytes are damaged."""
+    def read(self, shard: int, record: int, readahead: bool = False) -> Record:
+        """Return record number `record` of shard number `shard`. readahead: if the shard is opened, request the whole
+        file from the file system, because all its records are read soon. Raises UserError if its bytes are damaged."""
         offset, length, crc = self._entry(shard, record)
         length &= FOLLOWS - 1
         about = self.shards[shard]
@@ -236,13 +227,13 @@ class Source:
             if self.remote:
                 data = self.remote.read(about, length, offset, again)
             else:
-                data = self._file(about.name).read(length, offset)
+                data = self._file(about.name, readahead).read(length, offset)
             if data and zlib.crc32(data) == crc:
                 break
         else:
             raise UserError(
                 f"{path}: record {record} (bytes {offset}-{offset + length}) is damaged, its checksum differs "
-                f"from the index. Restore the shard; `python -m data_tools.inspect {self.directory} --verify` names "
+                f"from the index. Restore the shard; `xscale data inspect {self.directory} --verify` names "
                 f"every damaged shard"
             )
         try:
@@ -253,12 +244,12 @@ class Source:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, tarfile.TarError) as error:
             raise UserError(
                 f"{path}: record {record} does not fit layout {self.layout!r} ({error}); run "
-                f"`python -m data_tools.index {self.directory}`"
+                f"`xscale data index {self.directory}`"
             ) from None
         if whole.langs != self.written_langs:
             raise UserError(
                 f"{self.directory}: record {whole.key!r} has languages {', '.join(whole.langs)}, index.json says "
-                f"{', '.join(self.written_langs)}; run `python -m data_tools.index {self.directory}`"
+                f"{', '.join(self.written_langs)}; run `xscale data index {self.directory}`"
             )
         if self.langs != self.written_langs:
             whole = whole._replace(langs=self.langs)
@@ -291,7 +282,7 @@ class Source:
             raise IndexError(record)
         return ENTRY.unpack(self._entry_bytes(shard, record, record + 1))
 
-    def _file(self, name: str) -> "OpenFile":
+    def _file(self, name: str, readahead: bool = False) -> "OpenFile":
         """Return an open file of the directory. It stays open while it is among the most recently used files."""
         file = _open.get((id(self), name))
         if file is None:
@@ -300,8 +291,7 @@ class Source:
             while _open and len(_open) >= most:
                 _open.popitem(last=False)[1].close()
             file = _open[id(self), name] = OpenFile(f"{self.directory}/{name}")
-            if self.readahead and name.endswith(".tar"):
-                # The whole shard will be read in random order soon: ask for it in one sequential sweep.
+            if readahead:
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_WILLNEED)
         _open.move_to_end((id(self), name))
         return file
@@ -363,7 +353,7 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     """Return the content of index.json, and its shards. Raises UserError."""
     path = directory / "index.json"
     if not path.exists():
-        raise UserError(f"{path} not found. Make it with `python -m data_tools.index {directory}`")
+        raise UserError(f"{path} not found. Make it with `xscale data index {directory}`")
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         version = index["version"]
@@ -372,14 +362,12 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if pointer := pointer_problem(path):
             raise UserError(pointer) from None
-        raise UserError(
-            f"{path} is not an index ({error}). Rebuild it: `python -m data_tools.index {directory}`"
-        ) from None
+        raise UserError(f"{path} is not an index ({error}). Rebuild it: `xscale data index {directory}`") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     raise UserError(
         f"{path} has format version {version!r}, this xscale reads {FORMAT_VERSION}. Rebuild the index: "
-        f"`python -m data_tools.index {directory}`"
+        f"`xscale data index {directory}`"
     )
 
 
@@ -444,8 +432,7 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
             check_folders_without_index(location, folders)
             found = [Source(folder) for folder in folders]
             remedy = (
-                f"Write shards with `python -m data_tools.write_shards`, or index existing tars: "
-                f"`python -m data_tools.index {location}`"
+                f"Write shards with `xscale data write_shards`, or index existing tars: `xscale data index {location}`"
             )
         if not found:
             raise UserError(f"--data {location}: no index.json there or one level below. {remedy}")
@@ -473,7 +460,7 @@ def check_folders_without_index(directory: Path, found: list[Path]) -> None:
         if path not in found and not being_written and path.is_dir() and any(path.glob("*.tar")):
             raise UserError(
                 f"{path} has shards and no index.json that can be read. Copy it again, or run "
-                f"`python -m data_tools.index {path}`; or move it away, or name the other directories in --data"
+                f"`xscale data index {path}`; or move it away, or name the other directories in --data"
             )
 
 

@@ -181,6 +181,6 @@ def select_sources(
         written_by = {"pair": "pairs", "mono": "mono"}[record_kind]
         raise UserError(
             f"streams.{stream} reads {record_kind} records{only}, --data has only: {kinds}. Add a directory written by "
-            f"`python -m data_tools.write_shards {written_by}`"
+            f"`xscale data write_shards {written_by}`"
         )
     return tuple(chosen)

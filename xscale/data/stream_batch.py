@@ -186,15 +186,10 @@ _ACTION = rng.key("masking", "action")
 _RANDOM_ID = rng.key("masking", "random id")
 
 
-class MaskedTokens(NamedTuple):
-    ids: np.ndarray
-    """Token ids after masking [N]."""
-    targets: np.ndarray
-    """The sorted indices of the tokens to predict [M]."""
-
-
-def mask_tokens(sequences: Sequences, tokenizer: Tokenizer, mask_prob: float, whole_word: bool = False) -> MaskedTokens:
-    """Mask tokens and choose those to predict (Devlin et al. 2019).
+def mask_tokens(
+    sequences: Sequences, tokenizer: Tokenizer, mask_prob: float, whole_word: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids after masking [N], and the sorted indices of the tokens to predict [M] (Devlin et al. 2019).
 
     Each token that is not a special one is chosen with probability `mask_prob`. A chosen token becomes [MASK] in 80 %
     of the cases, a random ordinary token in 10 %, and stays in 10 %. Every choice depends only on the identity of the
@@ -219,7 +214,7 @@ def mask_tokens(sequences: Sequences, tokenizer: Tokenizer, mask_prob: float, wh
     replaced = np.where(action < RANDOM_FROM, tokenizer.mask_id, random_ids)
     ids = sequences.ids.copy()
     ids[targets] = np.where(action < KEEP_FROM, replaced, ids[targets])
-    return MaskedTokens(ids, targets)
+    return ids, targets
 
 
 def masked_lm(
@@ -239,10 +234,10 @@ def masked_lm(
     transformers reads a pair by default. samples: number of samples; by default the number of sequences.
     """
     whole_word = whole_word and len(sequences.ids) > 0  # without sequences there are no word numbers
-    masked = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
+    ids, targets = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
     group_of_target = {}
     if context.language_groups:
-        group_of_target[term] = context.group_numbers(sequences)[sequences.numbers[masked.targets]]
+        group_of_target[term] = context.group_numbers(sequences)[sequences.numbers[targets]]
     languages = sequences.languages
     positions = sequences.positions
     if types == "languages":
@@ -251,11 +246,11 @@ def masked_lm(
         languages = np.where(is_neutral_N, 0, languages)
         positions = np.where(is_neutral_N, indices_within(sequences.lengths), positions)
     return StreamBatch(
-        sequences=replace(sequences, ids=masked.ids, languages=languages, positions=positions),
-        states={"masked": Gather.single(masked.targets)},
-        target_counts={term: len(masked.targets)},
+        sequences=replace(sequences, ids=ids, languages=languages, positions=positions),
+        states={"masked": Gather.single(targets)},
+        target_counts={term: len(targets)},
         samples=len(sequences.lengths) if samples is None else samples,
-        labels={term: sequences.ids[masked.targets]},
+        labels={term: sequences.ids[targets]},
         group_of_target=group_of_target,
         types=types,
     )

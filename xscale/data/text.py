@@ -32,7 +32,7 @@ _ZSTD_WINDOW = 1 << 31
 _MARKS = re.compile("(?<=[^ \t])\ufeff|\ufeff(?=[^ \t])")
 """Matches byte-order marks, except those between spaces. An aligner counts those as words, so they are removed only
 when links are converted."""
-_TABLES = "`python -m data_tools.prepare` reads tables (`parquet:`, `datasets:`, `jsonl:` in corpus.yaml)"
+_TABLES = "`xscale data prepare` reads tables (`parquet:`, `datasets:`, `jsonl:` in corpus.yaml)"
 _REMEDY = (
     "give lines of UTF-8 text, plain or compressed as .gz, .xz, .bz2 or .zst. `iconv -f ENCODING -t UTF-8` converts an "
     f"encoding, and {_TABLES}"

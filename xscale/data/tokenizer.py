@@ -55,7 +55,7 @@ def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
     if missing:
         raise UserError(
             f"tokenizer {path} has no {', '.join(missing)} token, which masked language models need. "
-            f"Add it to the tokenizer's special tokens, or train a tokenizer with `python -m data_tools.tokenizer`"
+            f"Add it to the tokenizer's special tokens, or train a tokenizer with `xscale data tokenizer`"
         )
     if len(same) > 1:
         raise UserError(
@@ -156,7 +156,7 @@ class Tokenizer:
             nowhere = "" if Path(path).exists() else f"no such folder in {Path.cwd()}; from the hub: "
             raise UserError(
                 f"tokenizer {path} cannot be loaded ({nowhere}{str(error).splitlines()[0]}). Set model.tokenizer to a "
-                f"Hugging Face tokenizer directory, or train one: `python -m data_tools.tokenizer --help`"
+                f"Hugging Face tokenizer directory, or train one: `xscale data tokenizer --help`"
             ) from None
         if not fast:
             raise UserError(f"tokenizer {path} has no fast (tokenizers) implementation; convert it to tokenizer.json")

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.data.lexicon import Lexicon, load_lexicon
+from xscale.data.lexicon import Lexicon, load_lexicon, without_withheld
 from xscale.data.sample import sample_texts
 from xscale.data.scripts import find_spellings
 from xscale.data.shards import Source
@@ -142,7 +142,7 @@ def build_probes(
 def trained_tokens(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
     """Return the ids of one-token words in entries that are not withheld and whose two sides differ."""
     ids: set[int] = set()
-    for entry in zip(*lexicon.without_withheld(withheld_share).ids, strict=True):
+    for entry in zip(*without_withheld(lexicon, withheld_share).ids, strict=True):
         if entry[0] != entry[1]:
             ids.update(side[0] for side in entry if len(side) == 1)
     return np.array(sorted(ids), dtype=np.int64)

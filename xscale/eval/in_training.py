@@ -36,7 +36,6 @@ from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.sentence_files import choose_vectors
 from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
-from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import EvalTask, Recipe, Schedule
 from xscale.step.step import measure_rows
@@ -79,7 +78,7 @@ def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGro
             if task.kind == "retrieval":
                 sources_by_row(task, sources)
             else:
-                heldout_streams(recipe, corpus, sources, find_heldout_links(recipe, sources, host_group))
+                heldout_streams(recipe, corpus, sources, have_word_links(sources, host_group))
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
 
@@ -130,12 +129,6 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
     return sources
 
 
-def find_heldout_links(recipe: Recipe, sources: list[Source], host_group: HostGroup) -> list[bool]:
-    """Return which held-out sources have word links, even of languages that `data.languages` excludes."""
-    recipe = replace(recipe, data=replace(recipe.data, languages=None), phases=())
-    return have_word_links(recipe, OBJECTIVES, sources, host_group)
-
-
 def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], linked: Sequence[bool]) -> list[Stream]:
     """Return each stream that can read held-out sources, with one step of all records. Raises UserError."""
     streams = list[Stream]()
@@ -178,7 +171,7 @@ class HeldoutTask:
         sources = find_task_sources(task, recipe, loader.corpus)
         calibration = Calibration([fit_tokens_to_bytes(source, loader.corpus.tokenizer) for source in sources], {})
         tokens = source_sizes(sources, calibration, "tokens")
-        linked = find_heldout_links(recipe, sources, HostGroup(alone=True))
+        linked = have_word_links(sources, HostGroup(alone=True))
         streams = list[Stream]()
         for stream in heldout_streams(recipe, loader.corpus, sources, linked):
             if stream.packed:

@@ -265,7 +265,7 @@ def with_other_data(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) -> C
     gone = sum(fingerprint not in now for fingerprint in before)
     LOG.info(f"{new} sources are new, and {gone} sources of {checkpoint.path} are left out")
     state = state | {"positions": positions, "sources_at_start": sources_at_start}
-    return replace(checkpoint, manifest=checkpoint.manifest | {"state": state})
+    return replace(checkpoint, state=state)
 
 
 def check_other_data(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) -> None:
