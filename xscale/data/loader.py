@@ -175,29 +175,28 @@ class StepDataset(Dataset):
     def examples(self, stream: Stream, table: PlanTable, context: CollateContext) -> Iterator[Example]:
         """Tokenise the records together, and yield their examples."""
         words_wanted = stream.objective.words(stream.options)
-        places = list(zip(table.source.tolist(), table.shard.tolist(), table.record.tolist(), strict=True))
         records = list[Record]()
         texts = list[str]()
-        for source, shard, number in places:
-            record = self.sources[source].read(shard, number, self.readahead)
-            if len(record.texts) == 2:
+        for source_number, shard, record_number in zip(table.source, table.shard, table.record, strict=True):
+            source = self.sources[source_number]
+            record = source.read(int(shard), int(record_number), self.readahead)
+            if not stream.packed:
                 record = cut_long_texts(record, words_wanted, context)
+            if words_wanted:
+                record = source.with_words(record)
             records.append(record)
             texts += record.texts
-        pairs = bool(records) and len(records[0].texts) == 2
         follows = self.continues_document(table).tolist()
-        if context.tokenizer.keeps_space and not pairs:
+        if context.tokenizer.keeps_space and stream.packed:
             for number, text in enumerate(texts):
                 if follows[number] and not stands_alone(text):
                     texts[number] = " " + text
         words: list[TokenWords] | None = None
         if words_wanted:
-            for number, (source, _, _) in enumerate(places):
-                records[number] = self.sources[source].with_words(records[number])
             ids, words = context.tokenizer.encode_words(texts)
         else:
             ids = context.tokenizer.encode(texts)
-        borders = {} if pairs else borders_of_long_texts(texts, ids, context)
+        borders = borders_of_long_texts(texts, ids, context) if stream.packed else {}
         identities = self.identities(stream.name, table)
         samples = table.sample.tolist()
         start = 0
