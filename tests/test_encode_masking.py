@@ -234,7 +234,10 @@ def test_where_words_begin() -> None:
     of_token, tokens, words = [0, 1, 2, 2, -1, -1, 4, 4], [0, 1, 2, 3, 3, 6, 7], [0, 1, 2, 2, 3, 4, 4]
     found = TokenWords(*map(np.array, (of_token, tokens, words, [True] * 5)))
     assert found.borders() == [1, 2, 4, 5, 6]
-    assert found.cut(6, 3).of_token.tolist() == [2, -1, -1] and found.cut(6, 3).words.tolist() == [2, 3]
+    assert found.select_tokens(3, 6).of_token.tolist() == [2, -1, -1] and found.select_tokens(3, 6).words.tolist() == [
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])

@@ -149,7 +149,7 @@ def test_tokens_of_words_by_a_loop(trained: Path) -> None:
         assert list(zip(got.tokens.tolist(), got.words.tolist(), strict=True)) == expected
         assert got.of_token.tolist() == first and got.is_word.tolist() == is_word.tolist()
         assert sorted(got.words.tolist()) == got.words.tolist()  # never backwards
-        cut = got.cut(2)
+        cut = got.select_tokens(0, 2)
         assert list(zip(cut.tokens.tolist(), cut.words.tolist(), strict=True)) == [e for e in expected if e[0] < 2]
         assert cut.of_token.tolist() == first[:2] and len(cut.is_word) == len(is_word)
 

@@ -1,6 +1,6 @@
-"""The packed row: the sequences of all streams in one array, without padding, and everything that their losses read.
+"""The packed row: the sequences of all streams in one array, without padding, and all other input of their losses.
 
-One row is one forward and backward pass of a rank. Its arrays are numpy arrays in a worker, and tensors after
+A rank does one forward and backward pass for each row. Its arrays are numpy arrays in a worker, and tensors after
 `Row.to(device)`.
 
 Shape letters: N tokens of a row, P places (tokens) that states read, B sequences, S states that a loss reads,
@@ -33,8 +33,8 @@ class Tokens(NamedTuple):
     starts: Any
     """Start of each sequence, and N [B + 1], int32."""
     lengths: Any
-    """Number of tokens of each sequence [B], int32. As a tensor it stays on the CPU, where the host reads it without
-    waiting."""
+    """Number of tokens of each sequence [B], int32. As a tensor it stays on the CPU, so that reading it does not wait
+    for the device."""
     longest: int
     """Length of the longest sequence."""
 
@@ -49,13 +49,15 @@ class LanguageGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
+    """A packed row."""
+
     tokens: Tokens
     places: Any
-    """The tokens whose hidden states are read, in ascending order, at least one [P], int64."""
+    """Indices of the tokens whose hidden states a loss reads, in ascending order, at least one [P], int64."""
     gather: Gather
-    """All states that any loss reads. Its columns are indices of `places`."""
+    """The states that the losses of all streams read. Its columns are indices of `places`."""
     transposed: Gather
-    """`gather.transpose(P)`, which the backward pass uses."""
+    """gather.transpose(P), for the backward pass."""
     state_counts: dict[str, dict[str, int]] = field(default_factory=dict)
     """Number of states by stream and name, in the order of `gather`."""
     labels: Any = field(default_factory=lambda: NO_NUMBERS)
@@ -63,22 +65,23 @@ class Row:
     label_counts: Counts = field(default_factory=dict)
     """Number of predictions by `loss_key`, in the order of `labels`."""
     language_groups: dict[MetricKey, LanguageGroups] = field(default_factory=dict)
-    """The languages of the targets of each term whose losses or metrics are reported by language, by `loss_key`."""
+    """The languages of the targets of a term, by `loss_key`; only of terms that are reported by language."""
     arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Further arrays that each stream's loss reads, by stream and name."""
+    """Other arrays that each stream's loss reads, by stream and name."""
     auxiliary: dict[str, "Row"] = field(default_factory=dict)
-    """The row of each stream's auxiliary encoder, by stream: tokens and states, without labels."""
+    """The row of a stream's auxiliary encoder, by stream: tokens and states, without labels."""
     counts: Counts = field(default_factory=dict)
-    """Number of targets, and other counts, by `count_key`, also by language. The counts of pairs have the names "drawn"
-    and "too_long", by stream and pair of languages; "too_long" is also counted by stream."""
+    """Number of targets, and other counts, by `count_key`, also by language. The counts of sampled and of overlong
+    pairs have the names "drawn" and "too_long", by stream and pair of languages. "too_long" is counted by stream,
+    too."""
     samples: int = 0
     """Number of samples."""
     cost: dict[str, int] = field(default_factory=dict)
-    """The numbers on which the cost of the row depends: "tokens", "places" (tokens whose states are read),
-    "predictions", and "squares", the sum of squared sequence lengths, for attention. "auxiliary_tokens",
+    """The numbers on which the cost of the row depends: "tokens"; "places", the tokens whose states are read;
+    "predictions"; and "squares", the sum of the squared lengths of sequences, for attention. "auxiliary_tokens",
     "auxiliary_places" and "auxiliary_squares" are the same numbers of the auxiliary rows."""
     keys: dict[str, list[str]] = field(default_factory=dict)
-    """Keys of each stream's records, in the order in which they were sampled."""
+    """Keys of each stream's records, by stream, in the order in which they were sampled."""
 
     @staticmethod
     def concat_auxiliary(rows: Sequence["Row"]) -> "Row":
@@ -100,8 +103,8 @@ class Row:
         return Row(concat_tokens(tokens), np.concatenate(places), gather, gather.transpose(first_place[-1]))
 
     def to(self, device: torch.device) -> "Row":
-        """Return the row with its arrays as tensors on the device. All arrays are copied at once. Tokens.lengths stays
-        on the host, and auxiliary rows stay as they are."""
+        """Return the row with its arrays as tensors on the device. All arrays are copied at once. Tokens.lengths
+        becomes a tensor on the host. Auxiliary rows are not copied."""
         on_host = {
             "input_ids": self.tokens.input_ids,
             "positions": self.tokens.positions,
@@ -149,8 +152,8 @@ class Row:
 
 
 def copy_at_once(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Return the same as `copy_one_by_one(arrays, device)`. A GPU gets all arrays in one pinned buffer, in which each
-    array begins at a multiple of 16 bytes. The host does not wait for the copy."""
+    """Return copy_one_by_one(arrays, device). For a GPU, all arrays are copied in one pinned buffer, in which each
+    array begins at a multiple of 16 bytes, and the host does not wait for the copy."""
     if device.type == "cpu":
         return copy_one_by_one(arrays, device)
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays.values()]
@@ -181,15 +184,15 @@ def pack_row(
 ) -> Row:
     """Return the packed row of these stream batches.
 
-    filler: the id of the two tokens that a row without any token gets; language_groups:
-    CollateContext.language_groups of each stream.
+    filler: a token id; a row without any token gets two tokens of it. language_groups: CollateContext.language_groups
+    of each stream, by stream.
     """
     parts = list(stream_batches.values())
     tokens, places = lay_out(parts, filler)
     states = gather_of_row(parts, places)
     tokens_read, columns = np.unique(states.columns, return_inverse=True)
     gather = Gather(states.offsets, columns.astype(np.int32))
-    # If no loss reads a state, the first token is read, so that no kernel gets an empty tensor.
+    # If no loss reads a state, the first token is in `places`, so that no kernel gets an empty tensor.
     if not len(tokens_read):
         tokens_read = np.zeros(1)
     state_counts = dict[str, dict[str, int]]()
@@ -236,7 +239,7 @@ def pack_row(
 
 
 def gather_of_row(stream_batches: Sequence[StreamBatch], places: Sequence[np.ndarray]) -> Gather:
-    """Return all states of the stream batches. places: for each stream batch, the index of its tokens in the row."""
+    """Return the states of all stream batches. places: the index in the row of each token of each stream batch."""
     gathers = list[Gather]()
     for stream_batch, place in zip(stream_batches, places, strict=True):
         for states in stream_batch.states.values():
@@ -294,8 +297,7 @@ def token_types(stream_batch: StreamBatch) -> np.ndarray:
 
 
 def in_order(parts: list[np.ndarray], place: np.ndarray) -> np.ndarray:
-    """Return the concatenated parts in another order, int64 [N]. place: the new index of each element, a permutation
-    [N]."""
+    """Return the elements of all parts in another order, int64 [N]. place: the new index of each element [N]."""
     row = np.empty(len(place), dtype=np.int64)
     row[place] = np.concatenate(parts)
     return row
@@ -327,8 +329,8 @@ def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
 def group_by_language(
     stream: str, stream_batch: StreamBatch, languages: tuple[str, ...]
 ) -> dict[MetricKey, LanguageGroups]:
-    """Return the languages of the targets of each term for which collate has set group_of_target. languages:
-    CollateContext.language_groups of the stream."""
+    """Return the languages of the targets of each term in StreamBatch.group_of_target. languages: the stream's
+    CollateContext.language_groups."""
     groups = dict[MetricKey, LanguageGroups]()
     for term, group_of_target in stream_batch.group_of_target.items():
         targets = stream_batch.target_counts[term]
