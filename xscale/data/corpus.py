@@ -289,9 +289,6 @@ def load_lexicons(
             raise UserError(
                 f"{path}: --data has no text in {', '.join(absent)}; add shards in this language, or remove the "
                 f"dictionary"
-                f"dictionary"
-                f"dictionary"
-                f"dictionary"
             )
         loaded.append(lexicon)
     return tuple(sorted(loaded, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))

@@ -1,4 +1,4 @@
-"""Small functions on arrays of numbers."""
+"""Functions on arrays of numbers, such as rows of different lengths in one array."""
 
 import numpy as np
 
@@ -12,8 +12,8 @@ def indices_within(lengths: np.ndarray) -> np.ndarray:
 
 
 def offsets_from_counts(counts: np.ndarray) -> np.ndarray:
-    """Return the index at which each part begins, and the end of the last part, int32 [parts + 1]. counts: size of each
-    part."""
+    """Return the index at which each part begins, and the end of the last part, int32 [parts + 1]. counts: the size of
+    each part [parts]."""
     offsets = np.zeros(len(counts) + 1, dtype=np.int32)
     offsets[1:] = np.cumsum(counts)
     return offsets
