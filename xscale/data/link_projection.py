@@ -1,4 +1,7 @@
-"""Converts links between words of another tokenisation to links between words of data/words.py, by characters."""
+"""Converts links between words of another tokenisation to links between words of data/words.py.
+
+Two words of the two tokenisations correspond if they have a character in common.
+"""
 
 import difflib
 import html
@@ -18,17 +21,17 @@ Link = tuple[int, int]
 
 
 def split_at_spaces(text: str) -> list[str]:
-    """Return the words that an aligner's links count: the parts of a text between spaces and tabs.
+    """Return the parts of a text between spaces and tabs, which are the words that an aligner's links number.
 
-    fast_align and Moses split a text only there: a no-break space (U+00A0, U+202F) or an ideographic space (U+3000) is
-    part of a word. Python's str.split splits at these, too.
+    fast_align and Moses split a text only there. A no-break space (U+00A0, U+202F) or an ideographic space (U+3000) is
+    part of a word for them, unlike for Python's str.split.
     """
     return _LINK_WORD.findall(text)
 
 
 def parse_pharaoh(links: str, sizes: tuple[int, int]) -> list[Link]:
-    """Return links in Pharaoh form, such as "0-0 1-2", as pairs of numbers. sizes: the number of words of both
-    sentences. Raises ValueError with the link that is malformed or outside of the sentences."""
+    """Return links in Pharaoh form, such as "0-0 1-2", as pairs of numbers. sizes: the numbers of words of the two
+    texts. Raises ValueError for a link that is malformed or outside of the texts."""
     parsed = []
     for link in links.split():
         match = LINK.fullmatch(link)
@@ -39,14 +42,15 @@ def parse_pharaoh(links: str, sizes: tuple[int, int]) -> list[Link]:
 
 
 def format_pharaoh(links: list[Link]) -> str:
+    """Return links in Pharaoh form, such as "0-0 1-2"."""
     return " ".join(f"{i}-{j}" for i, j in links)
 
 
 def project_links(
     links: str, texts: tuple[str, ...], tokenised: tuple[str, ...] | None = None, by_words: bool = False
 ) -> tuple[str, int]:
-    """Convert links to links between words of data/words.py. Return them and the number of dropped links, such as those
-    between a word and a symbol.
+    """Return links between words of data/words.py, and the number of links that were dropped, such as those between a
+    word and a symbol. links: the links to convert, in Pharaoh form.
 
     tokenised: the texts whose words, divided by split_at_spaces, `links` numbers; None: the texts themselves. by_words:
     True if `links` numbers words of data/words.py already. Raises ValueError.
@@ -54,7 +58,7 @@ def project_links(
     segmented = segment(list(texts))
     is_word = list[np.ndarray]()
     words = list[list[list[int]]]()
-    """For each side: for each word that `links` numbers, the numbers of the words of the text that it overlaps."""
+    """For each text and each of the words that `links` numbers: the words of the text that this word overlaps."""
     for side, text in enumerate(texts):
         first_word = segmented.words[side]
         is_word.append(segmented.is_word[first_word : segmented.words[side + 1]])
@@ -98,7 +102,7 @@ def places(text: str, tokenised: str) -> list[list[int]]:
         tokens = list(map(html.unescape, tokens))  # Moses escapes characters for HTML
         theirs = _folded_characters_of_all(tokens)
     place_of = dict(enumerate(visible))
-    """The index in `text` of the characters of `tokens`, counted without white space."""
+    """Number of a character of `tokens`, without white space -> its index in `text`."""
     if ours != theirs:
         place_of = {}
         for block in difflib.SequenceMatcher(None, ours, theirs, False).get_matching_blocks():
