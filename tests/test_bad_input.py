@@ -404,7 +404,7 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
     ("members", "problem"),
     [
         ([*A, *A, *B], "record 0: a.en.txt occurs twice in one sample"),
-        ([A[0], *B], "record 1: sample 'b' has texts in en, cs, the samples before in en: .* --langs"),
+        ([A[0], *B], "record 1: sample 'b' has texts in en, cs, but the samples before in en: .* --langs"),
         ([A[0], ("a.cs.txt", None), *B], "record 0: member a.cs.txt is a link or a device"),
         ([*A, ("a.links.txt", b"0-0 5-0"), *B], "record 0: link '5-0' does not fit a pair of 1 and 1 words"),
         ([("a.json", b'{"langs": ["en"], "texts": ["x"]}')] * 2, "record 0: a.json occurs twice"),

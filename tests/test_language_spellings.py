@@ -140,7 +140,7 @@ def test_sources_in_several_spellings_are_one_language(demo: Path, tmp_path: Pat
     assert [lexicon.name for lexicon in corpus.measured] == ["en-de"]
     assert {corpus.sources[s].read(0, 3).langs for s in range(3)} == {("de",), ("en",), ("en", "de")}
     notes = [line for line in start_notes(recipe, corpus) if "deu_Latn" in line]
-    assert notes == ["de, deu_Latn of --data are one language, which is called de here"]
+    assert notes == ["de, deu_Latn of --data are one language, which this run calls de"]
 
 
 def test_a_pair_of_one_language_is_refused(tmp_path: Path) -> None:

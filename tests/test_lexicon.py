@@ -117,8 +117,8 @@ def test_the_fingerprint_is_of_the_content(demo: Path, dictionary, tokenizer: To
         (["dog b", "cat"], "line 2: 'cat'"),
         (["dog b", "", "cat b c"], "line 3: 'cat b c'"),
         (["two words\tb", "a\t"], "line 2: "),
-        ([""], "holds no entry"),
-        (["日 本"], "knows no entry"),
+        ([""], "has no entry"),
+        (["日 本"], "every entry of the dictionary has unknown tokens"),
     ],
 )
 def test_a_malformed_file_names_its_line(lines: list[str], message: str, dictionary, tokenizer) -> None:
@@ -428,7 +428,7 @@ def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, out: str)
 @pytest.mark.parametrize(
     ("out", "options", "message"),
     [
-        ("dictionary.txt", [], "file name says its languages"),
+        ("dictionary.txt", [], "languages of the dictionary are unclear"),
         ("en-fr.txt", [], "en-de.*than --out, en fr"),
         ("en-de.txt", [], "exists"),
         ("de-en.txt", ["--share", "0"], "--share 0"),

@@ -204,7 +204,7 @@ EVERY_READER: list[dict] = [
         ({"mono": "en", "jsonl": "f"}, b"[" * 100_000, "f: line 1 is not a JSON object"),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "\\ud800"}\n', "f: pair or document 1 has an unpaired surrogate"),
         ({"mono": "en", "parquet": "f"}, b"", "f is empty"),
-        ({"mono": "en", "text": "f"}, b"one\rtwo\rthree", "f has no line end but carriage returns"),
+        ({"mono": "en", "text": "f"}, b"one\rtwo\rthree", "f has only carriage returns as line ends"),
         ({"mono": "en", "text": "f"}, b'[\n{"a": 1}\n', "f is not lines of text"),
         ({"mono": "en", "text": "f"}, b"a\xff\n", "f: line 1 is not UTF-8"),
         ({"mono": "en", "text": "f"}, b"\n \n", "f: the source is empty"),

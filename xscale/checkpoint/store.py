@@ -1,9 +1,8 @@
 """Finds, checks, publishes and removes checkpoints on disk. A checkpoint is either complete or absent.
 
-A checkpoint is written into checkpoints/step_X.incomplete. When all ranks have written their files, rank 0 adds
-manifest.json (files, sizes, hashes, the run's identity, the streams' state), renames the directory and replaces the
-file `latest`. A kill at any moment leaves the older checkpoints, and at most an incomplete directory, which a later
-save removes.
+The ranks write their files into checkpoints/step_X.incomplete. Then rank 0 adds manifest.json (class Checkpoint),
+renames the directory, and replaces the file `latest`. After a kill at any moment, the older checkpoints are complete.
+An incomplete directory is removed by a later save.
 """
 
 import hashlib
@@ -32,8 +31,9 @@ OWN_HASH = "sha256"
 HF = "hf"
 """The folder of a checkpoint with the model's Hugging Face config and the tokenizer."""
 AUXILIARY_STATES = "companions.pt"
-"""The file with the momentum encoders and queues, by stream. Rank 0 writes it, since they are the same on all ranks."""
+"""The file with the momentum encoders and queues, by stream. They are the same on all ranks, and rank 0 writes them."""
 NAME = re.compile(r"step_\d{8,}")
+"""Matches the name of a checkpoint's directory."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,18 @@ def resolve_checkpoint(path: Path) -> Path:
         return path
     steps = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not steps:
-        raise UserError(f"{path} is neither a checkpoint (no {MANIFEST}) nor a run with a complete checkpoint")
+        raise UserError(
+            f"{path} is neither a checkpoint (it has no {MANIFEST}) nor a run with a complete checkpoint; give one of "
+            f"them"
+        )
     return steps[-1]
 
 
 def find_newest_valid(
     folder: Path, host_group: HostGroup, warn: Callable[[str], None], upto: float = math.inf
 ) -> Checkpoint | None:
-    """Return the newest checkpoint up to step `upto` whose files match their hashes in the manifest, or None. All ranks
-    call it together and get the same one. warn: called with a message for each damaged checkpoint."""
+    """Return the newest checkpoint, up to step `upto`, whose files have the hashes of its manifest, or None. All ranks
+    call it together and get the same one. warn: a function that is called with a message about each damaged one."""
     for path in reversed(list_checkpoints(folder)):
         if step_of(path) > upto:
             continue
@@ -101,19 +104,19 @@ def find_newest_valid(
 
 
 def step_of(path: Path) -> int:
-    """Return the number in the name step_X."""
+    """Return the step in the name of a checkpoint's directory."""
     return int(path.name.removeprefix("step_"))
 
 
 def find_damage(path: Path, host_group: HostGroup) -> str | None:
-    """Compare the checkpoint's files with their hashes, each file on one rank. Return a description of the damage, or
-    None. All ranks call it together."""
+    """Compare a checkpoint's files with their hashes, and return a description of the damage, or None. Each file is
+    read by one rank. All ranks call it together."""
     try:
         checkpoint = read_checkpoint(path)
     except UserError as error:
         return str(error)
     if NAME.fullmatch(path.name) and step_of(path) != checkpoint.step:
-        return f"its {MANIFEST} belongs to step {checkpoint.step}, so it is a copy under another name"
+        return f"its {MANIFEST} is that of step {checkpoint.step}: it is a copy under another name"
     problems = list[str]()
     for name in sorted(checkpoint.files)[host_group.rank :: host_group.size]:
         problem = file_problem(path / name, checkpoint.files[name])
@@ -126,7 +129,7 @@ def find_damage(path: Path, host_group: HostGroup) -> str | None:
 
 
 def file_problem(file: Path, expected: dict[str, Any]) -> str | None:
-    """Return how a file differs from its entry in the manifest, or None."""
+    """Return a description of a file's difference from its entry in the manifest, or None. expected: the entry."""
     if not file.exists():
         return "is missing"
     size = file.stat().st_size
@@ -136,12 +139,12 @@ def file_problem(file: Path, expected: dict[str, Any]) -> str | None:
         return "differs from its hash"
     foreign = foreign_types(file) if file.suffix == ".pt" else []
     if foreign:
-        return f"holds {', '.join(foreign)}, which no run of xscale writes and which may run code"
+        return f"has {', '.join(foreign)}, which xscale never writes and which may run code"
     return None
 
 
 def foreign_types(path: Path) -> list[str]:
-    """Return the types in a file of torch.save that are not known to be harmless. No code in the file is run."""
+    """Return the names of the types in a file of torch.save that may not be harmless. No code of the file is run."""
     try:
         types = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:
@@ -171,8 +174,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Turn the directory that all ranks have written into a checkpoint: write the manifest, rename the directory and
-    write `latest`, in this order. Only rank 0 calls it."""
+    """Complete the checkpoint that all ranks have written: write the manifest, rename the directory `partial` to
+    `final`, and write `latest`, in this order. Only rank 0 calls it."""
     files.write_text(partial / MANIFEST, manifest_text(manifest))
     files.remove(final)
     partial.rename(final)
@@ -192,21 +195,20 @@ def manifest_hash(manifest: dict[str, Any]) -> str:
 
 
 def sync_and_hash(path: Path) -> dict[str, Any]:
-    """Sync a file to disk. Return its size and hash in the manifest's form."""
+    """Sync a file to disk, and return its entry in the manifest."""
     files.sync(path)
     return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
 
 
 def remove_old(folder: Path, keep: int, needed_steps: set[int]) -> None:
-    """Remove old checkpoints, and incomplete directories that a kill has left. The newest `keep` checkpoints are kept,
-    and the checkpoints of the steps `needed_steps`."""
+    """Remove incomplete directories, and all checkpoints but the newest `keep` and those of `needed_steps`."""
     for path in folder.glob(f"step_*{PARTIAL}"):
         files.remove(path)
     for path in list_checkpoints(folder)[:-keep]:
         if step_of(path) in needed_steps:
             continue
-        # The rename comes first: a kill in the middle of rmtree must not leave half a checkpoint that looks whole.
-        gone = path.with_name(path.name + PARTIAL)
+        # A renamed directory is no checkpoint any more, if a kill leaves half of its files.
+        removed = path.with_name(path.name + PARTIAL)
         with suppress(OSError):  # the next save tries again
-            path.rename(gone)
-            files.remove(gone)
+            path.rename(removed)
+            files.remove(removed)
