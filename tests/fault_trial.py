@@ -213,7 +213,7 @@ class Trial:
             with path.open("r+b") as file:
                 file.write(kept)
         said = self.tail()[before:]
-        assert "is damaged, its checksum differs" in said or "done:" in said, said
+        assert "is damaged: its checksum differs" in said or "done:" in said, said
 
     KINDS = (
         (kill_rank, 8), (kill_worker, 8), (kill_all, 6), (stop_rank, 3), (preempt, 8), (full_disk, 5),

@@ -334,7 +334,7 @@ def test_one_rank_cannot_read_its_records(demo: Path, tmp_path: Path) -> None:
             path.write_bytes(undamaged)
     code, output = launch.try_run(2, run)
     assert code and json.loads((tmp_path / "out/status.json").read_text())["code"] == 2, output
-    assert f"record {number} " in output and "is damaged, its checksum differs" in output, output
+    assert f"record {number} " in output and "is damaged: its checksum differs" in output, output
     assert path.name in output and "--verify" in output
     assert "EnforceNotMet" not in output and "Traceback (most recent call last)" not in output.split("torch/dist")[0]
     steps = [

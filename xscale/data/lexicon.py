@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xscale import rng
-from xscale.data.ragged import indices_within
+from xscale.data.ragged import Ragged
 from xscale.data.scripts import find_spellings
 from xscale.data.shards import Source
 from xscale.data.text import read_lines
@@ -148,20 +148,6 @@ def synonyms(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Sy
     return {word: sorted(translations) for word, translations in synonyms_of.items()}
 
 
-class Ragged:
-    """Lists of token ids in one array, one list after the other."""
-
-    def __init__(self, lists: list[list[int]]):
-        self.lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
-        self.values = np.array(list(chain.from_iterable(lists)), dtype=np.int64)
-
-    def take(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the lists with these indices, concatenated, and the index at which each of them begins there."""
-        lengths = self.lengths[which]
-        first = np.cumsum(self.lengths)[which] - lengths
-        return self.values[np.repeat(first, lengths) + indices_within(lengths)], np.cumsum(lengths) - lengths
-
-
 @lru_cache(maxsize=16)
 def differing_entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged]:
     """Return the token ids of the source sides, and those of the target sides, of all entries whose sides differ: N
@@ -173,7 +159,7 @@ def differing_entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragg
             if source != target and (not single or len(source) == len(target) == 1):
                 sources.append(source)
                 targets.append(target)
-    return Ragged(sources), Ragged(targets)
+    return Ragged.from_lists(sources), Ragged.from_lists(targets)
 
 
 def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = ()) -> Lexicon:

@@ -16,7 +16,7 @@ from typing import Literal, NoReturn
 import numpy as np
 
 from xscale.data.link_projection import parse_pharaoh
-from xscale.data.ragged import NO_NUMBERS, distinct_pairs, indices_within
+from xscale.data.ragged import NO_NUMBERS, Ragged, distinct_pairs
 from xscale.data.sequences import Example, Segment, Sequences
 from xscale.data.stream_batch import Gather
 from xscale.errors import UserError
@@ -38,21 +38,6 @@ class WordLinks:
     [K, 2]."""
     is_word: np.ndarray
     """True for each word, False for a symbol, such as a punctuation mark [W]."""
-
-
-@dataclass(frozen=True)
-class WordTokens:
-    """The tokens of words."""
-
-    tokens: np.ndarray
-    """The tokens of all words, word by word, in the order of the text [T]."""
-    starts: np.ndarray
-    """The index in `tokens` at which each word begins [W + 1]."""
-
-    def tokens_of(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of these words, concatenated, and the number of tokens of each word."""
-        counts = self.starts[words + 1] - self.starts[words]
-        return self.tokens[np.repeat(self.starts[words], counts) + indices_within(counts)], counts
 
 
 def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
@@ -121,7 +106,7 @@ def segments(pairs: list[Example], layout: Layout) -> list[list[Segment]]:
 
 def word_tokens(
     pairs: list[Example], layout: Layout, sequences: Sequences, first: np.ndarray, keep: Literal["all", "first", "last"]
-) -> WordTokens:
+) -> Ragged:
     """Return the tokens of each word. A word that was cut off has none. first: see WordLinks. keep: return all tokens
     of a word, only the first or only the last one."""
     texts = list(chain.from_iterable(layout))
@@ -147,17 +132,16 @@ def word_tokens(
         kept = np.flatnonzero(np.diff(words, **before_or_after))
         words = words[kept]
         tokens = tokens[kept]
-    return WordTokens(tokens, np.searchsorted(words, np.arange(first[-1] + 1)))
+    return Ragged(tokens, np.bincount(words, minlength=int(first[-1])))
 
 
-def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
+def token_links(links: np.ndarray, tokens: Ragged) -> np.ndarray:
     """Return each pair of a token of a link's first word and a token of its second word. No pair occurs twice [Z, 2].
     links: see WordLinks."""
-    first_tokens, first_counts = tokens.tokens_of(links[:, 0])
-    second_words = np.repeat(links[:, 1], first_counts)
-    second_tokens, second_counts = tokens.tokens_of(second_words)
+    first = tokens.take(links[:, 0])
+    second = tokens.take(np.repeat(links[:, 1], first.lengths))
     # A token may belong to several words, as in Chinese. So several links of words may give the same pair of tokens.
-    return distinct_pairs(np.repeat(first_tokens, second_counts), second_tokens)
+    return distinct_pairs(np.repeat(first.values, second.lengths), second.values)
 
 
 def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, Gather]:
