@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import json
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -78,10 +77,10 @@ class StreamConfig:
     """The objective's own fields. In YAML they are written beside the stream's other fields."""
 
 
-def _workers(value: Any) -> Any:
+def check_workers(value: Any) -> Any:
     if value == "auto" or (type(value) is int and 0 <= value <= 1024):
         return value
-    raise ValueError(f"workers: {value!r} is neither auto nor a whole number from 0 to 1024")
+    raise ValueError("it is neither auto nor a whole number from 0 to 1024")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -103,7 +102,7 @@ class DataConfig:
     alpha_by: Literal["records", "tokens", "bytes"] = "records"
     """The n of n^alpha: the number of a language's records, or of their tokens or bytes, which are estimated from some
     shards. A sample of running text has about data.max_length tokens in any case."""
-    workers: Annotated[int | Literal["auto"], PlainValidator(_workers)] = "auto"
+    workers: Annotated[int | Literal["auto"], PlainValidator(check_workers)] = "auto"
     """Data loading processes per rank; 0: the training process loads. auto: 2 on a CPU, on a GPU 4 to 6 by cores."""
     cache: str | None = None
     """The folder on each machine in which shards of --data that are at a URL are cached; null: ~/.cache/xscale."""
@@ -233,11 +232,10 @@ class EvalConfig:
 
     @model_validator(mode="after")
     def names_each_task_once(self) -> Self:
-        names = set[str]()
-        for task in self.tasks:
-            if task.name in names:
-                raise ValueError(f"tasks: two tasks have the name {task.name}; write {task.name}.one, {task.name}.two")
-            names.add(task.name)
+        names = [task.name for task in self.tasks]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"tasks: two tasks have the name {name}; write {name}.one, {name}.two")
         return self
 
 
@@ -287,23 +285,22 @@ class Schedule(Generic[Value]):
 class Phase:
     """A range of a run's steps, in which some fields of the recipe have other values."""
 
-    until: int | float
-    """The end of the phase as the recipe has it: an integer is a step, a float is a share of the run's steps."""
     fields: dict[str, Any]
-    """The values that the phase sets, by dotted field name."""
+    """The phase as the recipe has it: `until`, and the values that the phase sets, by dotted field name. An integer
+    `until` is a step, a float is a share of the run's steps."""
     end: int
     """The first step, counted from 0, that does not belong to the phase."""
     recipe: Any
     """The recipe (without phases) for the phase's steps."""
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=STRICT, kw_only=True)
 class Recipe:
-    model: ModelConfig
-    streams: dict[str, StreamConfig]
-    data: DataConfig
-    train: TrainConfig
-    checkpoint: CheckpointConfig
+    model: ModelConfig = ModelConfig()
+    streams: Annotated[dict[Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")], StreamConfig], Field(min_length=1)]
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     phases: tuple[Phase, ...] = ()
     """The phases in order. The steps after the last phase use the values of the recipe."""
@@ -343,7 +340,7 @@ class Recipe:
             stream.update(stream.pop("options"))
         del fields["phases"]
         if self.phases:
-            fields["phases"] = [{"until": phase.until} | phase.fields for phase in self.phases]
+            fields["phases"] = [phase.fields for phase in self.phases]
         return fields
 
     def identity(self) -> dict[str, Any]:
@@ -393,14 +390,13 @@ def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
             f"{pairs:,} pairs; leave one of the two out"
         )
     problems = list[str]()
-    fields = dataclasses.asdict(train) | {"steps": steps}
-    built = validate(TrainConfig, fields, "train", problems)
+    train = validate(TrainConfig, dataclasses.asdict(train) | {"steps": steps}, "train", problems, {})
     if problems:
         raise UserError("\n".join(problems))
-    return dataclasses.replace(recipe, train=built)
+    return dataclasses.replace(recipe, train=train)
 
 
-def defaults(cls: Any) -> dict[str, Any]:
+def default_values(cls: Any) -> dict[str, Any]:
     """Return the defaults of a section, or of the options of an objective. Fields without a default are left out."""
     return {field.name: field.default for field in dataclasses.fields(cls) if field.default is not dataclasses.MISSING}
 
@@ -431,7 +427,7 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
     problems = list[str]()
     for assignment in sets:
         try:
-            assign(tree, assignment)
+            apply_set_flag(tree, assignment)
         except ValueError as error:
             problems.append(f"--set {assignment[:80]}: {error}")
     phases = tree.pop("phases", None) or []
@@ -444,7 +440,7 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
     return recipe
 
 
-def assign(tree: dict[str, Any], assignment: str) -> None:
+def apply_set_flag(tree: dict[str, Any], assignment: str) -> None:
     """Set a field of the tree as `--set` says, such as "train.lr=3e-4". Raises ValueError."""
     dotted, equals, text = assignment.partition("=")
     if not equals:
@@ -453,10 +449,10 @@ def assign(tree: dict[str, Any], assignment: str) -> None:
         value = read_yaml(text)
     except ValueError as error:
         raise ValueError(f"is not YAML: {str(error).splitlines()[0]}") from None
-    put(tree, dotted, value)
+    set_field(tree, dotted, value)
 
 
-def put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+def set_field(tree: dict[str, Any], dotted: str, value: Any) -> None:
     """Set a field of the tree by its dotted name. Raises ValueError."""
     *parents, last = dotted.split(".")
     node: Any = tree
@@ -475,55 +471,42 @@ def build_recipe(
     tree: dict[str, Any], objectives: Objectives, problems: list[str], is_phase: bool = False
 ) -> Recipe | None:
     """Return the recipe with these fields, without phases, or None if there is a problem."""
-    for name in tree:
-        if name not in SECTIONS and name != "streams":
-            there = ", ".join(["streams", *SECTIONS])
-            problems.append(f"{name}: unknown section; the sections are {there}, phases")
-    sections = {}
-    for name, cls in SECTIONS.items():
-        fields = {} if tree.get(name) is None else tree[name]
-        if name == "train" and isinstance(fields, dict) and fields.get("epochs") is not None:
-            fields = {"steps": BY_EPOCHS} | fields
-        sections[name] = validate(cls, fields, name, problems)
-    streams = dict[str, Any]()
-    if isinstance(tree.get("streams"), dict):
-        for name, fields in tree["streams"].items():
-            streams[str(name)] = build_stream(str(name), fields, objectives, problems, is_phase)
-    if not streams:
-        problems.append("streams: needs at least one, such as {mlm: {objective: mlm, samples: 64}}")
+    fields = copy.deepcopy({name: value for name, value in tree.items() if value is not None})
+    train = fields.get("train")
+    if isinstance(train, dict) and train.get("epochs") is not None:
+        train.setdefault("steps", BY_EPOCHS)
+    options = dict[str, Any]()
+    streams = fields.get("streams")
+    for name, stream in streams.items() if isinstance(streams, dict) else ():
+        if isinstance(stream, dict):
+            options[str(name)] = take_options(f"streams.{name}", stream, objectives, problems)
+            if stream.get("samples") == 0 and not is_phase:
+                problems.append(f"streams.{name}.samples: {RESTING}")
+    keys = {name: field_names(cls) for name, cls in SECTIONS.items()}
+    recipe = validate(Recipe, fields, "", problems, keys | {"": field_names(Recipe)})
     if problems:
         return None
-    recipe = Recipe(streams=streams, **sections)
-    problems += contradictions(recipe)
+    for name, stream in recipe.streams.items():
+        options[name] = dataclasses.replace(stream, options=options[name])
+    recipe = dataclasses.replace(recipe, streams=options)
+    problems += find_contradictions(recipe)
     return recipe
 
 
-def build_stream(
-    name: str, fields: Any, objectives: Objectives, problems: list[str], is_phase: bool
-) -> StreamConfig | None:
-    where = f"streams.{name}"
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        problems.append(f"{where}: a stream's name may have only letters, digits, _ and -")
-        return None
-    if not isinstance(fields, dict):
-        problems.append(f"{where}: needs fields, such as {{objective: mlm, samples: 64}}")
-        return None
+def take_options(where: str, stream: dict[str, Any], objectives: Objectives, problems: list[str]) -> Any:
+    """Remove the objective's own fields from those of a stream, and return them as an instance of its options class, or
+    None if there is a problem."""
+    shared = field_names(StreamConfig)
+    fields = {name: stream.pop(name) for name in [*stream] if name not in shared}
+    objective = stream.get("objective")
+    if not isinstance(objective, str):
+        return None  # `validate` adds this problem
     try:
-        options_class = find_options(str(fields.get("objective")), objectives)
+        options_class = find_options(objective, objectives)
     except UserError as error:
         problems.append(f"{where}.objective: {error}")
         return None
-    shared = names_of(StreamConfig)
-    stream_fields = dict[str, Any]()
-    options = dict[str, Any]()
-    for key, value in fields.items():
-        part = stream_fields if key in shared else options
-        part[key] = value
-    checked = validate(options_class, options, where, problems, further_names=shared)
-    stream = validate(StreamConfig, stream_fields, where, problems)
-    if stream and stream.samples == 0 and not is_phase:
-        problems.append(f"{where}.samples: {RESTING}")
-    return stream and dataclasses.replace(stream, options=checked)
+    return validate(options_class, fields, where, problems, {where: [*shared, *field_names(options_class)]})
 
 
 def find_options(objective: str, objectives: Objectives) -> Any:
@@ -534,13 +517,13 @@ def find_options(objective: str, objectives: Objectives) -> Any:
         there = ", ".join(sorted(objectives))
         raise UserError(f"{objective!r} is unknown; use one of {there}, or MODULE:NAME for an objective of your own")
     options_class: Any = import_objective(objective).options
-    shared = [name for name in names_of(options_class) if name in names_of(StreamConfig)]
+    shared = [name for name in field_names(options_class) if name in field_names(StreamConfig)]
     if shared:
         raise UserError(f"all streams already have fields named {', '.join(shared)}; rename these options")
     return options_class
 
 
-def contradictions(recipe: Recipe) -> list[str]:
+def find_contradictions(recipe: Recipe) -> list[str]:
     """Return a line for each value that does not fit a value of another section."""
     problems = list[str]()
     if not any(stream.samples for stream in recipe.streams.values()):
@@ -569,22 +552,22 @@ def build_phases(
     built = list[Phase]()
     for number, fields in enumerate(phases):
         changes = {str(name): value for name, value in (fields if isinstance(fields, dict) else {}).items()}
-        first = built[-1].end if built else 0
-        own_problems = list[str]()
+        begin = built[-1].end if built else 0
         until = changes.pop("until", None)
-        end = end_of_phase(until, first, recipe.train.steps, own_problems)
-        changed = copy.deepcopy(tree)
+        phase_problems = list[str]()
+        end = end_of_phase(until, begin, recipe.train.steps, phase_problems)
+        phase_tree = copy.deepcopy(tree)
         for name, value in changes.items():
             if problem := phase_problem(name, value, changes, recipe, allowed):
-                own_problems.append(problem)
+                phase_problems.append(problem)
             elif name == "data.languages_add":
-                put(changed, "data.languages", [*(recipe.data.languages or ()), *value])
+                set_field(phase_tree, "data.languages", [*(recipe.data.languages or ()), *value])
             else:
-                put(changed, name, value)
-        if not own_problems:
-            phase_recipe = build_recipe(changed, objectives, own_problems, is_phase=True)
-            built.append(Phase(until, changes, end, phase_recipe))
-        problems += [f"phases[{number}].{problem}" for problem in own_problems]
+                set_field(phase_tree, name, value)
+        if not phase_problems:
+            phase_recipe = build_recipe(phase_tree, objectives, phase_problems, is_phase=True)
+            built.append(Phase({"until": until} | changes, end, phase_recipe))
+        problems += [f"phases[{number}].{problem}" for problem in phase_problems]
     return tuple(built)
 
 
@@ -631,41 +614,44 @@ def phase_problem(name: str, value: Any, changes: dict[str, Any], recipe: Recipe
 # Checks of types and ranges, by pydantic
 
 
-def validate(cls: Any, fields: Any, where: str, problems: list[str], further_names: Sequence[str] = ()) -> Any:
+def validate(cls: Any, fields: Any, where: str, problems: list[str], keys: Mapping[str, Sequence[str]]) -> Any:
     """Return an instance of `cls` with these fields, or None if there is a problem. where: the fields' place in the
-    recipe. further_names: field names that errors list, too."""
+    recipe. keys: place -> the keys that are listed if a key there is unknown."""
     try:
         text = json.dumps(fields, default=str)
     except TypeError:  # YAML reads a key such as 2024-01-01 as a date
-        problems.append(f"{where}: a key is not text; put it between quotes, or remove it")
+        problems.append(f"{where or 'recipe'}: a key is not text; put it between quotes, or remove it")
         return None
     try:
         return TypeAdapter(cls).validate_json(text)
     except ValidationError as error:
-        keys = ", ".join([*further_names, *names_of(cls)])
-        problems += [describe(details, where, keys) for details in error.errors()]
+        problems += [describe_problem(details, where, keys) for details in error.errors()]
         return None
 
 
-def names_of(cls: Any) -> list[str]:
+def field_names(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if field.name != "options"]
 
 
-def describe(details: Any, where: str, keys: str) -> str:
-    """Return a line about one of pydantic's errors. keys: those at the place `where`."""
+def describe_problem(details: Any, where: str, keys: Mapping[str, Sequence[str]]) -> str:
+    """Return a line about one of pydantic's errors. where, keys: see `validate`."""
     kind = details["type"]
     value = details["input"]
     name = where
     for part in details["loc"]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
+    name = name.removeprefix(".")
     if kind == "unexpected_keyword_argument":
-        known = f"; the keys are {keys}" if len(details["loc"]) == 1 else ""
-        return removed_field(name) or f"{name}: unknown key{known}"
+        there = keys.get(name.rpartition(".")[0])
+        return removed_field(name) or f"{name}: unknown key" + (f"; the keys are {', '.join(there)}" if there else "")
     if kind == "missing":
         return f"{name}: is required"
-    if kind == "value_error":
-        return f"{where}.{details['ctx']['error']}"
-    if kind == "list_type":
-        return f"{name}: {value!r} is not a list; write [{value}]"
-    message = details["msg"].replace("Input should", "the value must").replace("String should", "the text must")
+    if kind == "value_error" and isinstance(value, dict):  # a section's fields do not fit each other
+        return f"{name}.{details['ctx']['error']}"
+    message = (
+        details["msg"]
+        .removeprefix("Value error, ")
+        .replace("Input should", "the value must")
+        .replace("String should", "the text must")
+    )
     return f"{name}: {value!r}: {message}"
