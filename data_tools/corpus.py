@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from xscale.data.scripts import spelling_key
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.removed import removed_key
+from xscale.removed import removed_name
 from xscale.strict_yaml import read_yaml
 
 LANGUAGE = re.compile(r"\w+(-\w+)*")
@@ -345,7 +345,7 @@ def problem_lines(error: ValidationError, prefix: str) -> list[str]:
         text = f"{problem['input']!r}: {problem['msg']}"
         if problem["type"] == "extra_forbidden":
             remedy = (
-                removed_key(str(problem["loc"][-1]))
+                removed_name(str(problem["loc"][-1]))
                 or "remove it, or move it where it belongs (docs/reference/corpus.md)"
             )
             text = f"unknown key here; {remedy}"

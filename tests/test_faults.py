@@ -20,7 +20,7 @@ import torch
 from tests import launch
 from tests.test_training import wait_for
 from xscale.checkpoint import store as checkpoints
-from xscale.data.corpus import run_identity
+from xscale.data.corpus import identity_of
 from xscale.data.mixture import initial_state
 from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 from xscale.data.tokenizer import Tokenizer
@@ -30,8 +30,8 @@ from xscale.models.build import read_pretrained, run_fields_of
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
 from xscale.run.folder import Status
-from xscale.run.going_on import find_own
 from xscale.run.resolve import resolve_run
+from xscale.run.resume import find_own_checkpoint
 
 # Files
 
@@ -70,7 +70,7 @@ def test_a_damaged_idx_is_seen_before_any_record_is_read(
     idx = next((tmp_path / "mono").glob("*.idx"))
     idx.write_bytes(damaged(np.fromfile(idx, dtype=IDX_DTYPE)))
     for look in (lambda source: source.read(0, 4), lambda source: source.lengths_and_continuations(0, slice(None))[1]):
-        with pytest.raises(UserError, match=rf"{idx.name} is damaged, .*xscale data index"):
+        with pytest.raises(UserError, match=rf"{idx.name} is damaged, .*data_tools\.index"):
             look(Source(tmp_path / "mono"))
 
 
@@ -118,14 +118,14 @@ def test_other_special_tokens_are_another_run(demo: Path, tmp_path: Path) -> Non
     changed = Tokenizer(tmp_path / "tokenizer")
     assert changed.fingerprint == same.fingerprint and changed.mask_id != same.mask_id
     was, now = (
-        run_identity(*resolve_run("tlm", [f"model.tokenizer={directory}"], [demo / "pairs"]))
+        identity_of(*resolve_run("tlm", [f"model.tokenizer={directory}"], [demo / "pairs"]))
         for directory in (demo / "tokenizer", path.parent)
     )
     with pytest.raises(UserError, match=rf"special_tokens\.mask: was {same.mask_id}, is now {changed.mask_id}"):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / folder.IDENTITY).write_text(json.dumps(was))
         (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
-        folder.check_out(tmp_path / "run", now, "auto")
+        folder.check_folder(tmp_path / "run", now, "auto")
 
 
 def test_another_s_code_is_never_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
 
 
 def newest(run: Path) -> int | None:
-    found = find_own(run, "auto", HostGroup())
+    found = find_own_checkpoint(run, "auto", HostGroup())
     return found and found.step
 
 
@@ -208,7 +208,7 @@ def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
 def test_a_manifest_that_is_not_sound_is_passed_over(run: Path, changes: dict[str, Any]) -> None:
     seal(run / "checkpoints/step_00000008", 8, changes)
     said: list[str] = []
-    found = checkpoints.find_newest_valid(run / "checkpoints", HostGroup(), said.append)
+    found = checkpoints.newest_valid(run / "checkpoints", HostGroup(), said.append)
     assert found is not None and found.step == 4
     assert len(said) == 1 and "step_00000008" in said[0] and "trying the one before" in said[0]
 
@@ -236,11 +236,11 @@ def test_an_identity_that_is_gone_is_the_checkpoints(run: Path, damage: str | No
     (run / folder.IDENTITY).unlink()
     if damage is not None:
         (run / folder.IDENTITY).write_text(damage)
-    folder.check_out(run, {"a": 1}, "auto")
+    folder.check_folder(run, {"a": 1}, "auto")
     with pytest.raises(UserError, match=f"belongs to another run.*model.init={run}"):
-        folder.check_out(run, {"a": 2}, "auto")
+        folder.check_folder(run, {"a": 2}, "auto")
     with pytest.raises(UserError, match="already holds a run"):
-        folder.check_out(run, {"a": 1}, "never")
+        folder.check_folder(run, {"a": 1}, "never")
 
 
 def test_metrics_without_a_checkpoint_are_a_reason_to_ask(run: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_run_that_is_not_finite_stops(demo: Path, tmp_path: Path) -> None:
     code, output = launch.try_run(1, [*run, "train.lr=1.0e+37"])
     assert "not finite" in output and "the newest good checkpoint is of step" in output, output[-3000:]
     assert "exitcode  : 3" in output or code == 3, output[-3000:]
-    kept = checkpoints.list_checkpoints(out / "checkpoints")
+    kept = checkpoints.complete_steps(out / "checkpoints")
     last = launch.metrics(out)[-1]["step"]
     assert kept[-1].name == f"step_{last - 1:08d}" and last < 30, "the save under way is lost"
     assert f"the newest good checkpoint is of step {last - 1}," in output
@@ -307,7 +307,7 @@ def test_ranks_end_with_their_launcher(demo: Path, tmp_path: Path) -> None:
     for rank in alive:
         rank.kill()
     assert not alive and "its launcher is gone" in (out / "run.log").read_text()
-    assert checkpoints.list_checkpoints(out / "checkpoints")[-1].name != "step_00000000"
+    assert checkpoints.complete_steps(out / "checkpoints")[-1].name != "step_00000000"
 
 
 @pytest.mark.slow
@@ -334,12 +334,12 @@ def test_one_rank_cannot_read_its_records(demo: Path, tmp_path: Path) -> None:
             path.write_bytes(undamaged)
     code, output = launch.try_run(2, run)
     assert code and json.loads((tmp_path / "out/status.json").read_text())["code"] == 2, output
-    assert f"record {number} " in output and "is damaged: its checksum differs" in output, output
+    assert f"record {number} " in output and "is damaged, its checksum differs" in output, output
     assert path.name in output and "--verify" in output
     assert "EnforceNotMet" not in output and "Traceback (most recent call last)" not in output.split("torch/dist")[0]
     steps = [
         found.step
-        for found in map(checkpoints.read_checkpoint, checkpoints.list_checkpoints(tmp_path / "out/checkpoints"))
+        for found in map(checkpoints.read_checkpoint, checkpoints.complete_steps(tmp_path / "out/checkpoints"))
     ]
     assert steps == [0, 1, 2, 3, 4] and [entry["step"] for entry in launch.metrics(tmp_path / "out")] == [1, 2, 3, 4]
 
@@ -367,9 +367,9 @@ def test_a_folder_that_another_run_has_is_noticed(tmp_path: Path, monkeypatch: p
     with pytest.raises(UserError, match=rf"{tmp_path} .* belongs to another run \(host .*, process {os.getpid()}\)"):
         first.check()
     status = Status(tmp_path, Process(0, 1, 0, 1))
-    status.running()
+    status.write_running()
     (tmp_path / "status.json").unlink()
-    with pytest.raises(UserError), status.of_failures():
+    with pytest.raises(UserError), status.recording_failures():
         first.check()
     assert not (tmp_path / "status.json").exists()
     for lock in (first, second):
@@ -397,7 +397,5 @@ def test_a_run_whose_folder_another_has_ends(demo: Path, tmp_path: Path) -> None
     assert sorted(step for step, _ in launch.trace(out)) == list(range(1, 21))
     assert json.loads((out / "status.json").read_text())["status"] == "done"
     assert [path.name for path in sorted((out / "trace").iterdir())] == ["rank0.jsonl"]
-    steps = [
-        found.step for found in map(checkpoints.read_checkpoint, checkpoints.list_checkpoints(out / "checkpoints"))
-    ]
+    steps = [found.step for found in map(checkpoints.read_checkpoint, checkpoints.complete_steps(out / "checkpoints"))]
     assert steps == [0, 20]

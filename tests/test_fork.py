@@ -23,7 +23,7 @@ from xscale.data.mixture import initial_state
 from xscale.errors import UserError
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import Recipe
-from xscale.run import going_on
+from xscale.run import resume
 from xscale.run.resolve import resolve_run
 from xscale.train import parse_arguments
 
@@ -41,31 +41,35 @@ def parent(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def begin(demo: Path, out: Path, parent: object, *sets: str, recipe: str = "mixed") -> Any:
+def begin(demo: Path, out: Path, fork: str, *sets: str, recipe: str = "mixed") -> Any:
     identity = launch.identity(loader_of(demo, recipe, *SETS, *sets))
-    return going_on.find_checkpoint(Namespace(out=out, resume="auto", fork=str(parent)), identity, HostGroup())
+    return resume.find_checkpoint(Namespace(out=out, resume="auto", fork=fork), identity, HostGroup())
 
 
 def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, parent: Path, tmp_path: Path) -> None:
-    steps = {f"{parent}@7": 7, f"{parent}@9": 9, parent: 9, parent / "checkpoints" / "step_00000007": 7}
+    steps = {f"{parent}@7": 7, f"{parent}@9": 9}
     assert {name: begin(demo, tmp_path / "new", name).step for name in steps} == steps
-    with pytest.raises(UserError, match=r"no checkpoint of step 8.* 7, 9"):
-        begin(demo, tmp_path / "new", f"{parent}@8")
-    with pytest.raises(UserError, match=r"--fork|neither a checkpoint"):
-        begin(demo, tmp_path / "new", tmp_path / "nowhere")
+    for fork, words in {
+        f"{parent}@8": r"no checkpoint .*step_00000008; those there are of steps 7, 9",
+        f"{tmp_path}/nowhere@8": r"no checkpoint .*step_00000008; those there are of steps \(none\)",
+        f"{parent}": "name the run and the step",
+        "@8": "name the run and the step",
+    }.items():
+        with pytest.raises(UserError, match=rf"--fork {fork}: .*{words}"):
+            begin(demo, tmp_path / "new", fork)
     own = tmp_path / "new" / "checkpoints" / "step_00000009"
     shutil.copytree(parent / "checkpoints" / "step_00000009", own)
-    for other in (f"{parent}@7", parent):  # it has not begun there
-        with pytest.raises(UserError, match=r"--fork .*run(@7)?: .*new .*--out"):
-            begin(demo, tmp_path / "new", other)
+    with pytest.raises(UserError, match=r"--fork .*run@7: .*new .*--out"):
+        begin(demo, tmp_path / "new", f"{parent}@7")  # the run has not begun there
     seventh = checkpoints.read_checkpoint(parent / "checkpoints" / "step_00000007")
-    going_on.write_ancestry(tmp_path / "new", seventh, seventh.identity)
-    for other in (f"{parent}@9", parent / "checkpoints" / "step_00000009"):
-        with pytest.raises(UserError, match=r"--fork .*: .*new .*--out"):
-            begin(demo, tmp_path / "new", other)
-    begin(demo, tmp_path / "new", parent / "checkpoints" / "step_00000007")
-    found = [begin(demo, tmp_path / "new", f"{parent}@7"), begin(demo, tmp_path / "new", parent)][0]
-    assert found.path == own and going_on.is_own(found, tmp_path / "new") and not going_on.is_own(found, parent)
+    resume.write_ancestry(tmp_path / "new", seventh, seventh.identity)
+    with pytest.raises(UserError, match=r"--fork .*: .*new .*--out"):
+        begin(demo, tmp_path / "new", f"{parent}@9")
+    checkpoint = begin(demo, tmp_path / "new", f"{parent}@7")
+    assert checkpoint.path == own
+    assert resume.is_checkpoint_of_run(checkpoint, tmp_path / "new") and not resume.is_checkpoint_of_run(
+        checkpoint, parent
+    )
     shutil.rmtree(own)
     (parent / "checkpoints" / "step_00000009" / "mp_rank_00_model_states.pt").rename(tmp_path / "gone")
     with pytest.raises(UserError, match=r"mp_rank_00_model_states.pt is missing.*--fork"):
@@ -82,7 +86,7 @@ def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, p
      "streams.ppa.momentum=0.9"],
 )  # fmt: skip
 def test_what_a_step_reads_anew_may_change(demo: Path, parent: Path, tmp_path: Path, changed: str) -> None:
-    assert begin(demo, tmp_path, parent, changed).step == 9
+    assert begin(demo, tmp_path, f"{parent}@9", changed).step == 9
 
 
 @pytest.mark.parametrize(
@@ -96,25 +100,17 @@ def test_what_the_order_or_the_saved_state_depends_on_may_not(
 ) -> None:
     field, _, value = changed.partition("=")
     with pytest.raises(UserError, match=rf"model\.init={parent}(.|\n)*({field}: was .*{value[1:-1]}|data: was)"):
-        begin(demo, tmp_path, parent, changed)
+        begin(demo, tmp_path, f"{parent}@9", changed)
 
 
-def test_phases_may_change_where_the_saved_state_stays(demo: Path, parent: Path, tmp_path: Path) -> None:
-    """A plan may come or go, but not one with longer texts, or with languages that have no position."""
-    mixture = "phases=[{until: 10}, {until: 1.0, data.alpha: 0.2, data.languages: [en, xx], model.dropout: 0.1}]"
-    assert begin(demo, tmp_path, parent, mixture).step == 9
-    with pytest.raises(UserError, match=r"recipe.phases: was None, is now .*'data.max_length': 256"):
-        begin(demo, tmp_path, parent, "phases=[{until: 0.5, data.max_length: 256}]")
-    recipe = loader_of(demo, "mixed", *SETS).recipe.identity()
-    some = recipe | {"data": recipe["data"] | {"languages": ["en", "xx"]}}
-    for languages, same in (([], True), ([["en", "xx", "yy"]], False)):
-        phases = [{"until": 5, "data.alpha": 0.3}, *({"until": 1.0, "data.languages": of} for of in languages)]
-        assert (going_on.fixed_by_phases(some) == going_on.fixed_by_phases(some | {"phases": phases})) == same
+def test_a_fork_keeps_the_phases(demo: Path, parent: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"recipe\.phases: was None, is now .*'data\.alpha': 0\.3"):
+        begin(demo, tmp_path, f"{parent}@9", "phases=[{until: 5, data.alpha: 0.3}]")
 
 
 def test_streams_may_not_end(demo: Path, parent: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"streams\.mlm: was .*, is now None"):
-        begin(demo, tmp_path, parent, "streams.ppa.samples=8", recipe="ppa")
+        begin(demo, tmp_path, f"{parent}@9", "streams.ppa.samples=8", recipe="ppa")
 
 
 def test_ancestors_are_kept_and_reported(demo: Path, parent: Path, tmp_path: Path) -> None:
@@ -124,9 +120,9 @@ def test_ancestors_are_kept_and_reported(demo: Path, parent: Path, tmp_path: Pat
         out.mkdir()
         (out / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0}\n')
     identity = launch.identity(loader_of(demo, "mixed", *SETS, "train.lr=0.5"))
-    going_on.write_ancestry(first, checkpoints.read_checkpoint(parent / "checkpoints" / "step_00000007"), identity)
+    resume.write_ancestry(first, checkpoints.read_checkpoint(parent / "checkpoints" / "step_00000007"), identity)
     shutil.copytree(parent / "checkpoints", first / "checkpoints")
-    going_on.write_ancestry(second, checkpoints.read_checkpoint(first / "checkpoints" / "step_00000009"), identity)
+    resume.write_ancestry(second, checkpoints.read_checkpoint(first / "checkpoints" / "step_00000009"), identity)
     found = json.loads((second / "ancestry.json").read_text())
     assert [(entry["run"], entry["step"]) for entry in found] == [(str(first), 9), (str(parent), 7)]
     assert all("recipe.train.lr: was 0.002, is now 0.5" in entry["changed"] for entry in found)
@@ -134,29 +130,21 @@ def test_ancestors_are_kept_and_reported(demo: Path, parent: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_fork_with_nothing_changed_is_the_run(demo: Path, tmp_path: Path) -> None:
-    """Metrics, records, weights, optimizer, queue: to the last bit. With another lr it reads the same records. A fork
-    with phases, at the end of a first phase that changes nothing, is the run that had them from its start."""
-    run, same, decay, planned, forked = (tmp_path / name for name in ("run", "same", "decay", "planned", "forked"))
-    phases = (
-        "phases=[{until: 6}, {until: 8, data.alpha: 0.2, streams.mlm.samples: 5, model.dropout: 0.2}, "
-        "{until: 1.0, data.languages: [en, xx], streams.mlm.samples: 9, streams.tlm.mask_prob: 0.3, train.lr: 0.001}]"
-    )
+    """Metrics, records, weights, optimizer, queue: to the last bit. With another lr it reads the same records."""
+    run, same, decay = (tmp_path / name for name in ("run", "same", "decay"))
     often, beside = ("checkpoint.every=3", "checkpoint.keep=9", "train.measure_every=3"), ("--fork", f"{run}@6")
     runs = [(run, (), ()), (same, beside, ()), (decay, beside, ("train.lr=0.0001",))]
-    runs += [(planned, (), (phases,)), (forked, beside, (phases,))]
     head = ("--steps", "10", "--trace")
     launch.run_all(2, tmp_path, [arguments(demo, o, *head, *more, "--set", *often, *sets) for o, more, sets in runs])
-    for ours, theirs in ((same, run), (forked, planned)):
-        from_there = [entry for entry in launch.without_times(theirs) if entry["step"] > 6]
-        assert len(from_there) == 4 and launch.without_times(ours) == from_there
-        assert launch.trace(ours) == {key: of for key, of in launch.trace(theirs).items() if key[0] > 6}
-        same_checkpoint(theirs / "checkpoints/step_00000010", ours / "checkpoints/step_00000010")
+    from_there = [entry for entry in launch.without_times(run) if entry["step"] > 6]
+    assert len(from_there) == 4 and launch.without_times(same) == from_there
+    assert launch.trace(same) == {key: of for key, of in launch.trace(run).items() if key[0] > 6}
+    same_checkpoint(run / "checkpoints/step_00000010", same / "checkpoints/step_00000010")
     same_checkpoint(run / "checkpoints/step_00000006", same / "checkpoints/step_00000006")
     found, expected = launch.without_times(decay), launch.without_times(same)
     assert launch.trace(decay) == launch.trace(same)
     assert [entry["lr"] for entry in found] == pytest.approx([entry["lr"] * 0.0001 / 0.002 for entry in expected])
-    for other in (found, launch.without_times(forked)):
-        assert other[-1]["loss"] != expected[-1]["loss"]
+    assert found[-1]["loss"] != expected[-1]["loss"]
     assert found[0]["loss"] == expected[0]["loss"]
     assert json.loads((decay / "ancestry.json").read_text())[0]["changed"] == [
         "recipe.train.lr: was 0.002, is now 0.0001"
@@ -194,13 +182,13 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
     parent = Loader(recipe, corpus, replace(measured, lines=lines))
     head, state = draw(parent, initial_state(parent.streams), 5)
     alone, _ = draw(parent, state, 40)
-    manifest = {"identity": launch.identity(parent), "state": state, "calibration": parent.calibration.to_dict()}
-    saved = json.loads(json.dumps(manifest))
-    checkpoint = checkpoints.Checkpoint(Path("step_00000005"), 5, 1, **saved, engine={}, files={})
+    manifest = {"identity": launch.identity(parent), "state": state, "step": 5}
+    manifest["calibration"] = parent.calibration.to_dict()
+    checkpoint = checkpoints.Checkpoint(Path("step_00000005"), json.loads(json.dumps(manifest)))
 
     fork = resolved("mono_xx", "pairs", "mono_en")
-    begun = going_on.with_other_data(checkpoint, *fork)
-    calibration = going_on.resume_calibration(*fork, begun, HostGroup())
+    begun = resume.with_corpus_positions(checkpoint, *fork)
+    calibration = resume.resume_calibration(*fork, begun, HostGroup())
     draws, _ = draw(Loader(*fork, calibration), begun.state, 40)
     assert set(alone) == {("mlm", "en"), ("tlm", "en-xx")} and set(draws) == {*alone, ("mlm", "xx")}
     for key, of_parent in alone.items():
@@ -209,11 +197,11 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert draws["mlm", "xx"][0][0] == 0
 
     others = resolved("pairs", "mono_xx")
-    positions = going_on.with_other_data(checkpoint, *others).state["positions"]
+    positions = resume.with_corpus_positions(checkpoint, *others).state["positions"]
     assert positions == {"mlm": [[1, 0]], "tlm": state["positions"]["tlm"]}
     with pytest.raises(UserError, match=r"data\.first"):
-        going_on.with_other_data(checkpoint, *resolved("pairs", "mono_xx", **{"data.first": 900}))
+        resume.with_corpus_positions(checkpoint, *resolved("pairs", "mono_xx", **{"data.first": 900}))
     embeddings = {"streams.mlm.language_embeddings": "true", "streams.tlm.language_embeddings": "true"}
-    monkeypatch.setattr(going_on, "run_fields_of", lambda path: {"languages": ["neutral", "en", "sw", "xx"]})
+    monkeypatch.setattr(resume, "run_fields_of", lambda path: {"languages": ["neutral", "en", "sw", "xx"]})
     with pytest.raises(UserError, match=r"embeddings of en, sw, xx, but .* en, xx; .*model\.init"):
-        going_on.with_other_data(checkpoint, *resolved("pairs", "mono_xx", **embeddings))
+        resume.with_corpus_positions(checkpoint, *resolved("pairs", "mono_xx", **embeddings))

@@ -120,24 +120,24 @@ def run(out: Path, rank: int, ours: bool | None) -> Status:
 
 def test_the_first_rank_that_fails_says_why(tmp_path: Path) -> None:
     first, second = run(tmp_path, 0, True), run(tmp_path, 1, True)
-    first.running()
-    second.running()
+    first.write_running()
+    second.write_running()
     assert read(tmp_path)[0] == "running"
-    with pytest.raises(UserError), second.of_failures():
+    with pytest.raises(UserError), second.recording_failures():
         raise UserError("record 7 is damaged")
-    with pytest.raises(RuntimeError), first.of_failures():
+    with pytest.raises(RuntimeError), first.recording_failures():
         raise RuntimeError("connection closed by peer")
     assert read(tmp_path) == ("failed", 2, "record 7 is damaged", 1)
-    first.running()  # the next start
-    second.ended(STOPPED, "told")
+    first.write_running()  # the next start
+    second.write_end(STOPPED, "told")
     assert read(tmp_path)[0] == "running"
-    first.ended(STOPPED, "SIGUSR2")
+    first.write_end(STOPPED, "SIGUSR2")
     assert read(tmp_path) == ("stopped", STOPPED, "SIGUSR2", 0)
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
 def fail(out: Path, rank: int = 0, ours: bool | None = None) -> None:
-    with pytest.raises(UserError), run(out, rank, ours).of_failures():
+    with pytest.raises(UserError), run(out, rank, ours).recording_failures():
         raise UserError("no such field")
 
 
@@ -234,7 +234,7 @@ def test_a_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain() -> dict[str, str]:
     """The environment of a shell in which no rank runs, with this checkout."""
-    ours = (*ranks.SOCKETS, "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+    ours = ("GLOO_SOCKET_", "NCCL_SOCKET_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     return {name: value for name, value in launch.environment().items() if not name.startswith(ours)}
 
 

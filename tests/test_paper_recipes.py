@@ -17,8 +17,8 @@ from xscale.models.build import preset_config
 from xscale.objectives import OBJECTIVES
 from xscale.objectives.ppa import PpaOptions as PPA
 from xscale.recipe import RECIPES, Recipe, load_recipe, shipped_recipes
-from xscale.run.describe import rate_warnings
-from xscale.run.resolve import check_start
+from xscale.run.describe import learning_rate_warnings
+from xscale.run.resolve import check_starting_weights
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 NAMES = [name for name in shipped_recipes() if name.startswith("paper/")]
@@ -241,10 +241,10 @@ def test_a_recipe_starts_from_the_weights_that_it_suits(
 ) -> None:
     sets = sets_of_model(tmp_path, sets, trained_by_xscale)
     if words is None:
-        check_start(recipe, load_recipe(recipe, sets, OPTIONS), sets)
+        check_starting_weights(recipe, load_recipe(recipe, sets, OPTIONS), sets)
     else:
         with pytest.raises(UserError, match=words):
-            check_start(recipe, load_recipe(recipe, sets, OPTIONS), sets)
+            check_starting_weights(recipe, load_recipe(recipe, sets, OPTIONS), sets)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_rate_for_random_weights_is_named_before_it_harms_a_public_encoder(
     tmp_path: Path, sets: list[str], trained_by_xscale: bool, warned: bool
 ) -> None:
     sets = sets_of_model(tmp_path, sets, trained_by_xscale)
-    warnings = rate_warnings(load_recipe("mlm", sets, OPTIONS))
+    warnings = learning_rate_warnings(load_recipe("mlm", sets, OPTIONS))
     assert len(warnings) == warned
     if warned:
         assert re.search(r"train\.lr 0\.001 .*set train\.lr=5e-5", warnings[0])
@@ -270,4 +270,4 @@ def test_a_recipe_for_a_model_needs_one(tmp_path: Path) -> None:
     path = tmp_path / "adapt.yaml"
     path.write_text("model: {starts_from: model}\nstreams: {mlm: {objective: mlm, samples: 8}}\n")
     with pytest.raises(UserError, match=r"goes on from a pre-trained model.*model\.init=DIR"):
-        check_start(str(path), load_recipe(str(path), [], OPTIONS), [])
+        check_starting_weights(str(path), load_recipe(str(path), [], OPTIONS), [])

@@ -32,9 +32,9 @@ from xscale.metric_keys import count_key
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import Schedule, load_recipe
-from xscale.run.describe import share_lines
-from xscale.run.going_on import resume_calibration
+from xscale.run.describe import language_share_lines
 from xscale.run.resolve import encoder_of_run, resolve_run
+from xscale.run.resume import resume_calibration
 from xscale.step.ds_config import Hardware, resolve_ds_config
 
 BASE: dict[str, Any] = {
@@ -295,7 +295,7 @@ def test_a_step_has_the_rate_and_the_dropout_of_its_phase(demo: Path, tmp_path: 
 
 def test_the_shares_are_told(plan: Loader) -> None:
     """For each phase and stream, with the shares by which it draws."""
-    lines = [line for line in share_lines(plan) if "stream tlm" in line]
+    lines = [line for line in language_share_lines(plan) if "stream tlm" in line]
     assert [line.split(": ")[0] for line in lines] == ["steps 5 to 7", "steps 8 to 14", "steps 15 to 20"]
     pairs = {source.pair: source.records for source in plan.corpus.sources if len(source.langs) == 2}
     for line, alpha, read in zip(lines, (0.7, 0.5, 0.3), (["en-xx"], pairs, pairs), strict=True):

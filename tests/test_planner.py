@@ -24,13 +24,13 @@ from tests.launch import open_run
 from tests.streams import pairs
 from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
 from xscale.data import forks, shards
-from xscale.data.loader import load_batches, step_plans, worker_count
+from xscale.data.loader import batches_of, step_plans, worker_count
 from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure, Node, start_planner
 from xscale.errors import MachineError, RankError, UserError
 from xscale.ranks import Process
 from xscale.run import metrics
-from xscale.run.folder import MACHINE, USER_ERROR, explain
+from xscale.run.folder import MACHINE, USER_ERROR, exit_code_and_message
 
 
 class Plans(Dataset):
@@ -42,7 +42,7 @@ class Plans(Dataset):
 
 def through_workers(run: Any, workers: int, steps: int) -> Iterator[Any]:
     dataset: Any = Plans()
-    return load_batches(step_plans(run, workers, steps), dataset, workers, run.rank)
+    return batches_of(step_plans(run, workers, steps), dataset, workers, run.rank)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_what_a_file_system_answers_names_the_file(
     with pytest.raises(OSError) as raised:
         list(loader.batches(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams), 3))
     error, memory = raised.value, number == errno.ENOMEM
-    assert explain(error)[0] == (USER_ERROR if memory else MACHINE)
-    said = explain(error)[1]
+    assert exit_code_and_message(error)[0] == (USER_ERROR if memory else MACHINE)
+    said = exit_code_and_message(error)[1]
     assert str(demo / "pairs" / "pairs-000000.") in said and os.strerror(number) in said
     assert ("max_tokens" if memory else "start again") in said and "\n" not in said
 
@@ -221,8 +221,8 @@ def lose_a_worker() -> None:
         os.kill(worker.pid or 0, signal.SIGKILL)
         list(batches)
     except RuntimeError as error:
-        code, said = explain(error)[0], explain(error)[1]
-    assert explain(MachineError(f"rank 0: {said}"))[1] == f"rank 0: {said}"  # on the others, once
+        code, said = exit_code_and_message(error)[0], exit_code_and_message(error)[1]
+    assert exit_code_and_message(MachineError(f"rank 0: {said}"))[1] == f"rank 0: {said}"  # on the others, once
     assert code == MACHINE and f"pid {worker.pid}" in said and "\n" not in said
     assert "memory" in said and "data.workers" in said
 
@@ -239,6 +239,6 @@ def test_a_planner_that_is_killed_is_missed() -> None:
     try:  # pytest.raises would keep the error, and with it the worker
         list(batches)
     except RuntimeError as error:
-        code, said = explain(error)[0], explain(error)[1]
+        code, said = exit_code_and_message(error)[0], exit_code_and_message(error)[1]
     del batches
     assert code == MACHINE and "plans the steps" in said and "memory" in said

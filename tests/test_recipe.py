@@ -13,7 +13,7 @@ from xscale.metric_keys import MetricKey, count_key
 from xscale.models.build import PRESETS
 from xscale.objectives import OBJECTIVES
 from xscale.recipe import RECIPES, ModelConfig, Recipe, load_recipe, shipped_recipes
-from xscale.run.folder import compare_identities
+from xscale.run.folder import identity_differences
 from xscale.run.synchronizer import GlobalCounts, check_targets
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
@@ -387,11 +387,11 @@ def test_a_field_that_an_identity_lacks_has_its_default() -> None:
     saved = {"recipe": load("xlm").identity(), "data": []}
     older = json.loads(json.dumps(saved))
     del older["recipe"]["data"]["overlong"], older["recipe"]["streams"]["tlm"]["mask_prob"]
-    assert compare_identities(older, saved) == compare_identities(saved, older) == []
+    assert identity_differences(older, saved) == identity_differences(saved, older) == []
     now = {"recipe": load("xlm", "data.overlong=truncate").identity(), "data": []}
-    assert compare_identities(older, now) == ["recipe.data.overlong: was drop, is now truncate"]
+    assert identity_differences(older, now) == ["recipe.data.overlong: was drop, is now truncate"]
     older["recipe"]["streams"]["tlm"]["objective"] = "gone"
-    assert len(compare_identities(older, saved)) == 2
+    assert len(identity_differences(older, saved)) == 2
 
 
 def test_a_step_without_targets_is_an_error() -> None:

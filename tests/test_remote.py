@@ -30,7 +30,7 @@ from xscale.errors import UserError
 from xscale.eval.in_training import find_task_sources
 from xscale.ranks import Process
 from xscale.recipe import EvalTask
-from xscale.run.folder import MACHINE, explain
+from xscale.run.folder import MACHINE, exit_code_and_message
 from xscale.run.resolve import resolve_run
 
 RELEASED = threading.Event()
@@ -204,7 +204,7 @@ def test_a_server_that_does_not_recover(
     server.faults[name] = [fault]
     with pytest.raises(OSError) as caught:
         far.read(1, 0)
-    code, message = explain(caught.value)
+    code, message = exit_code_and_message(caught.value)
     assert code == MACHINE and server.requests[name] == tries
     assert f"{server.url}/en-xx/{name}" in message and problem in message and "start again" in message
     assert cached_shards(tmp_path) == []

@@ -102,11 +102,11 @@ def test_a_removed_command_names_its_substitute(monkeypatch, capsys, module: str
     monkeypatch.setitem(removed.COMMANDS, "data_tools.not_a_tool", "use another")
     assert not (ROOT / f"{module.replace('.', '/')}.py").exists()
     expected = f"{module} is no longer part of xscale: {removed.COMMANDS[module]}"
-    assert removed.removed_command(module) == expected
+    assert removed.removed_name(module) == expected
     package, _, tool = module.rpartition(".")
     if package == "data_tools":
-        monkeypatch.setattr(sys, "argv", ["xscale-data", tool])
+        monkeypatch.setattr(sys, "argv", ["xscale", "data", tool])
         with pytest.raises(SystemExit) as stopped:
-            commands.data()
+            commands.main()
         assert stopped.value.code == 2
         assert capsys.readouterr().err.strip() == f"error: {expected}"

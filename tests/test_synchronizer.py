@@ -9,7 +9,7 @@ import pytest
 from xscale.metric_keys import count_key
 from xscale.ranks import Process
 from xscale.run import loop
-from xscale.run.state import TrainState
+from xscale.run.folder import STOPPED
 from xscale.run.synchronizer import StepSynchronizer, steps_ahead
 
 STEPS, RANKS, AHEAD = 40, 2, 2
@@ -55,13 +55,12 @@ def batches(failing: int) -> Any:
 
 def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchronizer:
     host_group = SimpleNamespace(begin_sum=lambda numbers: network.begin_sum(rank, numbers))
-    engine = SimpleNamespace(module=SimpleNamespace(auxiliary_states={}))
-    context: Any = SimpleNamespace(engine=engine, process=Process(rank, RANKS, rank, RANKS), host_group=host_group)
+    context: Any = SimpleNamespace(process=Process(rank, RANKS, rank, RANKS), host_group=host_group)
     context.stop = stop
     context.watch = SimpleNamespace(note=lambda doing: None)
     context.locks = []
     metrics: Any = SimpleNamespace(wants_flush=lambda: False)
-    return StepSynchronizer(context, metrics, 0, STEPS)
+    return StepSynchronizer(context, metrics, {}, 0, STEPS)
 
 
 def run(network: Network, stop: int = -1, fails: int = -1) -> tuple[int, str]:
@@ -125,14 +124,16 @@ def test_the_loop_does_what_ranks_agreed_on(monkeypatch: pytest.MonkeyPatch) -> 
     trainer: Any = object.__new__(loop.Trainer)
     recipe: Any = SimpleNamespace(at=lambda step: recipe)
     recipe.train = SimpleNamespace(skip_steps=[], measure_every=0, steps=9)
-    trainer.recipe, trainer.state = recipe, TrainState(3, {})
-    trainer.process, trainer.engine = Process(0, 2, 0, 2), SimpleNamespace(skipped_steps=0)
-    trainer.watch = SimpleNamespace(note=lambda doing: None)
+    trainer.recipe, trainer.done = recipe, 3
+    trainer.engine = SimpleNamespace(skipped_steps=0)
     trainer.synchronizer = SimpleNamespace(next=lambda batches: step)
     trainer.metrics = SimpleNamespace(add=lambda step: None)
-    trainer.stop_early = lambda: 75
+    watch = SimpleNamespace(note=lambda doing: None)
+    stop = SimpleNamespace(why="a signal")
+    trainer.context = SimpleNamespace(stop=stop, watch=watch, process=Process(0, 2, 0, 2), out=None)
+    trainer.save = lambda must_succeed: None
     step.stopped = lambda: True
-    assert trainer.loop(iter([])) == 75
+    assert trainer.loop(iter([])) == STOPPED
     step.stopped = lambda: False
     with pytest.raises(Stepped) as raised:
         trainer.loop(iter([]))

@@ -19,7 +19,6 @@ from tests import launch, plain
 from tests.launch import open_run
 from tests.rows import one_thread  # noqa: F401
 from tests.test_training import same_checkpoint
-from xscale.data.corpus import have_word_links
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source, find_sources
@@ -30,6 +29,7 @@ from xscale.eval.bootstrap import intervals
 from xscale.eval.in_training import (
     HeldoutTask,
     RetrievalTask,
+    find_heldout_links,
     find_number,
     find_task_sources,
     heldout_streams,
@@ -41,7 +41,7 @@ from xscale.objectives import OBJECTIVES, Losses, Parts, ppa, tlm
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import EvalTask, load_recipe
 from xscale.report.read import ScoreName, read_runs
-from xscale.run.metrics import LOG, JsonLines, entries_from_end, start_logging
+from xscale.run.metrics import LOG, Board, JsonLines, entries_from_end, start_logging
 from xscale.run.resolve import resolve_run
 from xscale.run.validation import Validation
 from xscale.step.step import measure_rows, run_row, step_weights
@@ -111,7 +111,7 @@ def test_losses_by_language(demo: Path) -> None:
     pairs = next(stream for stream in loader.streams if stream.name == "tlm")
     dataset = loader.dataset()
     long: dict[str, list[bool]] = {}
-    for example in dataset.examples(pairs, plan.tables["tlm"], dataset.stream_context(pairs)):
+    for example in dataset.examples(pairs, plan.tables["tlm"], dataset.context_of(pairs)):
         name = "-".join(sorted(example.langs))
         long.setdefault(name, []).append(sum(map(len, example.ids)) + special > 40)
     shares = {name: sum(of) / len(of) for name, of in long.items() if any(of)}
@@ -198,7 +198,7 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
         return f"eval.tasks=[{json.dumps(fields)}]"
 
     assert "eval.tasks[0].name: 'xnli': the text must match pattern '^(heldout|retrieval)" in refused(task(name="xnli"))
-    assert "eval.tasks[0].data: 'x' is not a list; write [x]" in refused(task(name="heldout", data="x"))
+    assert "eval.tasks[0].data: 'x': the value must be a valid array" in refused(task(name="heldout", data="x"))
     assert "best: 'loss': the text must match pattern" in refused("checkpoint.best=loss")
     best = "checkpoint.best=heldot/tlm/loss"
     assert "heldot/tlm/loss names no task of eval.tasks, which has: none" in refused(best)
@@ -266,7 +266,7 @@ def test_held_out_pairs_without_word_links(demo: Path, heldout: Path, odd: Path)
     """Objectives that need links leave such a source out if another has links; others measure it."""
     recipe, corpus = resolve_run("mixed", ["data.workers=0"], [demo])
     sources = find_sources([odd / "bare", heldout / "pairs"])
-    linked = have_word_links(sources, HostGroup())
+    linked = find_heldout_links(recipe, sources, HostGroup())
     measured = {s.name: (s.sources, s.samples) for s in heldout_streams(recipe, corpus, sources, linked)}
     second, both = ((1,), 1000), ((0, 1), 1060)
     assert measured == {"tlm": both, "alignlm": second, "ppa": both, "contextual": second}
@@ -337,8 +337,11 @@ def test_means_choose_among_evaluations_of_earlier_starts(tmp_path: Path) -> Non
         (tmp_path / "checkpoints" / f"step_{step:08d}" / "manifest.json").touch()
     (tmp_path / "evals.jsonl").write_text("\n".join(lines) + "\n")
     validation = validation_in(tmp_path, 15, best="retrieval/all/accuracy")
-    validation.close()
-    assert validation.best == (5, 0.375) and (tmp_path / "checkpoints" / "best").read_text() == "step_00000005\n"
+    validation.lines.close()
+    assert (
+        validation.name_best_checkpoint() == {5}
+        and (tmp_path / "checkpoints" / "best").read_text() == "step_00000005\n"
+    )
 
 
 def validation_in(out: Path, step: int, best: str | None = None) -> Validation:
@@ -349,8 +352,8 @@ def validation_in(out: Path, step: int, best: str | None = None) -> Validation:
         train=SimpleNamespace(steps=20),
     )
     context: Any = SimpleNamespace(out=out, host_group=HostGroup(), watch=None)
-    metrics: Any = SimpleNamespace(reporter=None)
-    return Validation(context, recipe, {}, step, metrics, stopper=None)  # type: ignore[arg-type]
+    metrics: Any = SimpleNamespace(board=Board(None, 0))
+    return Validation(context, recipe, {}, step, metrics)
 
 
 def test_an_evaluation_is_printed_without_the_languages_of_a_mean(
@@ -375,7 +378,7 @@ def test_an_evaluation_is_written_with_its_intervals(tmp_path: Path) -> None:
     vectors = torch.eye(40)
     scores = accuracies(vectors, vectors[[*range(1, 11), 0, *range(11, 40)]], "cosine", ("en", "xx"))
     validation.report(5, {"heldout": {"mlm": {"loss": 3.0}}, "retrieval": {"en-xx": scores}}, 1.0)
-    validation.close()
+    validation.lines.close()
     (tmp_path / "metrics.jsonl").touch()
     (run,) = read_runs([tmp_path]).values()
     right = np.random.default_rng(40).integers(0, 40, (1000, 40)) > 10

@@ -90,7 +90,7 @@ def test_the_ranks_that_are_waited_for_are_named(tmp_path: Path) -> None:
             path = tmp_path / f"rank{rank}.beat"
             path.write_text(json.dumps([f"rank {rank}", marks, doing]))
             os.utime(path, (at, at))
-        return watched._others()
+        return watched._describe_other_ranks()
 
     assert told((3, "in step 3"), (3, "in step 3")) == "waiting for others: rank 2 has written nothing"
     assert told(*[(3, "in step 3")] * 3) == "all ranks have made the same progress"
@@ -120,7 +120,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_can_be_left_out(
         (n, n == BAD) for n in range(1, 10)
     ]
     tensors = {}
-    for path in checkpoints.list_checkpoints(out / "checkpoints"):
+    for path in checkpoints.complete_steps(out / "checkpoints"):
         tensors[checkpoints.step_of(path)] = launch.checkpoint_tensors(path)
     assert list(tensors) == list(range(10))
     for of_step in tensors.values():

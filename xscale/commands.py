@@ -1,4 +1,4 @@
-"""The command `xscale`, and the names xscale-train, xscale-finetune and xscale-data of version 0.1, which go with 0.3.
+"""The command `xscale`.
 
 Each command runs a module as a script. Nothing is imported before that module, so that `xscale --help` is quick.
 """
@@ -8,17 +8,16 @@ import sys
 
 from xscale import __version__
 from xscale.errors import TOOLS
-from xscale.removed import removed_command
+from xscale.removed import removed_name
 
 MODULES = {
     "train": "xscale.train",
-    "data": TOOLS,
     "eval": "xscale.eval.run",
     "finetune": "xscale.eval.finetune",
     "export": "xscale.export",
     "report": "xscale.report",
 }
-"""Command of `xscale` -> the module that it runs; "data" has a module for each tool."""
+"""Command of `xscale` -> the module that it runs. The command "data" has a module for each tool."""
 
 USAGE = """usage: xscale COMMAND ...
 
@@ -50,30 +49,18 @@ tools:
 
 
 def main() -> None:
-    word = take_word()
-    if word == "--version":
+    command = take_word()
+    if command == "--version":
         print(f"xscale {__version__}")
         sys.exit(0)
-    if word == "data":
-        data()
-    if word in MODULES:
-        run_module(MODULES[word])
-    refuse(word, f"xscale.{word}", USAGE)
-
-
-def train() -> None:
-    run_module(MODULES["train"])
-
-
-def finetune() -> None:
-    run_module(MODULES["finetune"])
-
-
-def data() -> None:
-    tool = take_word()
-    if tool in DATA_TOOLS:
-        run_module(f"{TOOLS}.{tool}")
-    refuse(tool, f"data_tools.{tool}", DATA_USAGE)
+    if command == "data":
+        tool = take_word()
+        if tool in DATA_TOOLS:
+            run_module(f"{TOOLS}.{tool}")
+        refuse(tool, f"data_tools.{tool}", DATA_USAGE)
+    if command in MODULES:
+        run_module(MODULES[command])
+    refuse(command, f"xscale.{command}", USAGE)
 
 
 def take_word() -> str:
@@ -93,6 +80,6 @@ def refuse(word: str, module: str, usage: str) -> None:
         print(usage)
         sys.exit(0)
     unknown = f"error: there is no {word!r}; the names are listed above" if word else ""
-    replaced = removed_command(module)
-    print(f"error: {replaced}" if replaced else f"{usage}\n{unknown}".strip(), file=sys.stderr)
+    removed = removed_name(module)
+    print(f"error: {removed}" if removed else f"{usage}\n{unknown}".strip(), file=sys.stderr)
     sys.exit(2)

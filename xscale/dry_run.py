@@ -11,21 +11,21 @@ from pathlib import Path
 import yaml
 
 from xscale import files
-from xscale.data.corpus import Corpus, run_identity
+from xscale.data.corpus import Corpus
 from xscale.data.loader import Loader, StepBatch, StepDataset, worker_count
 from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure
-from xscale.data.sample import sample_texts
-from xscale.data.tokenizer import describe_unknown_tokens
+from xscale.data.sample import texts_of
+from xscale.data.tokenizer import unknown_lines
 from xscale.errors import UserError, redact
-from xscale.eval.in_training import review_tasks
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
-from xscale.run.describe import dropped_pairs_warnings, share_lines, start_notes
-from xscale.run.going_on import check_engine, find_checkpoint, resume_calibration, with_other_data
-from xscale.run.resolve import module_of_run, resolve_run, row_limit
+from xscale.run.describe import dropped_pairs_warnings, language_share_lines
+from xscale.run.resolve import module_of_run, row_limit
+from xscale.run.resume import find_starting_checkpoint, resume_calibration
+from xscale.run.start import prepare_run
 from xscale.step import cost
-from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config, read_ds_config
+from xscale.step.ds_config import EngineConfig, Hardware, read_ds_config
 from xscale.step.engine import check_module
 from xscale.step.module import StepModule
 
@@ -41,30 +41,31 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     """Print what the run will do. args: the arguments of train.py. Raises UserError if the run could not start."""
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
-    recipe, corpus = resolve_run(args.recipe, args.set, args.data)
-    identity = run_identity(recipe, corpus)
-    folder.check_out(args.out, identity, args.resume)
-    checkpoint = find_checkpoint(args, identity, HostGroup())
-    checkpoint = checkpoint and with_other_data(checkpoint, recipe, corpus)
     hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.here()
-    config = load_ds_config(args.ds_config, recipe, process.world, hardware)
-    check_engine(checkpoint, config)
-    review_tasks(recipe, corpus, config.stage, HostGroup())
-    print(*config.notes, *start_notes(recipe, corpus), sep="\n")
-    module = module_of_run(recipe, corpus)
-    calibration = resume_calibration(recipe, corpus, checkpoint, HostGroup())
-    loader = Loader(recipe, corpus, calibration)
-    limit = row_limit(module, recipe, config, hardware.memory, HostGroup())
+    run = prepare_run(args, process, hardware, HostGroup())
+    folder.check_folder(args.out, run.identity, args.resume)
+    checkpoint = find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, HostGroup())
+    print(*run.notes, sep="\n")
+    module = module_of_run(run.recipe, run.corpus)
+    calibration = resume_calibration(run.recipe, run.corpus, checkpoint, HostGroup())
+    loader = Loader(run.recipe, run.corpus, calibration)
+    limit = row_limit(module, run.recipe, run.config, hardware.memory, HostGroup())
     if limit:
         print(limit.sentence())
         loader = replace(loader, gpu_tokens=limit.tokens)
-    check_module(module, config.stage)
-    print(redact(yaml.safe_dump(recipe.to_dict(), sort_keys=False, allow_unicode=True)))
-    print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
-    print(*data_lines(corpus), *unknown_tokens(corpus), *share_lines(loader), *dropped_pairs_warnings(loader), sep="\n")
-    print(*module.notes, *need_lines(loader, module, config, process, hardware.device), sep="\n")
+    check_module(module, run.config.stage)
+    print(redact(yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)))
+    print("ds_config:", yaml.safe_dump(run.config.resolved, sort_keys=False))
+    print(
+        *data_lines(run.corpus),
+        *unknown_token_lines(run.corpus),
+        *language_share_lines(loader),
+        *dropped_pairs_warnings(loader),
+        sep="\n",
+    )
+    print(*module.notes, *requirement_lines(loader, module, run.config, process, hardware.device), sep="\n")
     if not args.ranks:
-        check_disk(cost.checkpoint_bytes(module, config.resolved, config.precision), args.out)
+        check_disk_space(cost.checkpoint_bytes(module, run.config.resolved, run.config.precision), args.out)
     print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
 
 
@@ -89,18 +90,18 @@ def data_lines(corpus: Corpus) -> Iterator[str]:
     yield f"tokenizer: {tokenizer.vocab_size:,} ids, fingerprint {tokenizer.fingerprint[:12]}, {name}"
 
 
-def unknown_tokens(corpus: Corpus) -> list[str]:
+def unknown_token_lines(corpus: Corpus) -> list[str]:
     """Return lines about the share of unknown tokens in each language, with a warning if it is large."""
     shares = {}
     for language in corpus.languages:
         texts = list[str]()
-        for some in sample_texts(language, corpus.sources, UNKNOWN_SAMPLE):
+        for some in texts_of(language, corpus.sources, UNKNOWN_SAMPLE):
             texts += some
         shares[language] = corpus.tokenizer.unknown_share(corpus.tokenizer.encode(texts))
-    return describe_unknown_tokens(shares, corpus.tokenizer.hf.name_or_path)
+    return unknown_lines(shares, corpus.tokenizer.hf.name_or_path)
 
 
-def need_lines(
+def requirement_lines(
     loader: Loader, module: StepModule, config: EngineConfig, process: Process, device: str
 ) -> Iterator[str]:
     """Yield lines about the packed rows of a step, the loader, the parameters, and the memory of a rank and of a
@@ -108,7 +109,7 @@ def need_lines(
     mixture = loader.mixture(process, device, initial_state(loader.streams))
     dataset = loader.dataset()
     plan = mixture.next_plan()
-    first = load_part(dataset, plan, process.rank)
+    first = load_rank_batch(dataset, plan, process.rank)
     row_tokens = int(plan.row_tokens.max())
     yield (
         f"ranks: {process.world} of {device}; a step has about {plan.row_tokens.sum():,.0f} tokens, in {plan.rows} "
@@ -119,11 +120,11 @@ def need_lines(
     if samples < process.world:
         yield f"warning: a step has {samples:,} samples: {process.world - samples:,} ranks have nothing to do"
     begin = time.perf_counter()
-    second = load_part(dataset, mixture.next_plan(), process.rank)
+    second = load_rank_batch(dataset, mixture.next_plan(), process.rank)
     seconds = time.perf_counter() - begin
     flops = cost.StepFlops.of(module)
     workers = worker_count(loader.recipe.data.workers, process, device)
-    yield from loader_lines(second.cost(), seconds, workers, flops, device)
+    yield from loader_speed_lines(second.cost(), seconds, workers, flops, device)
     yield f"parameters: {cost.parameter_count(module):,} (vocabulary {loader.corpus.tokenizer.vocab_size:,})"
     largest = max((row.cost for row in first.rows), key=lambda row: row["tokens"])
     memory = cost.memory(module, loader.recipe, config.resolved, config.precision, process.world, device, largest)
@@ -132,7 +133,7 @@ def need_lines(
     yield f"checkpoint: {cost.checkpoint_bytes(module, config.resolved, config.precision) / 1e9:,.2f} GB"
 
 
-def load_part(dataset: StepDataset, plan: Plan, rank: int) -> StepBatch:
+def load_rank_batch(dataset: StepDataset, plan: Plan, rank: int) -> StepBatch:
     """Return a rank's batch of a planned step. Raises UserError or OSError."""
     batch = dataset[plan.parts([rank])[0]]
     if isinstance(batch, Failure):
@@ -140,7 +141,7 @@ def load_part(dataset: StepDataset, plan: Plan, rank: int) -> StepBatch:
     return batch
 
 
-def loader_lines(
+def loader_speed_lines(
     loaded: dict[str, int], seconds: float, workers: int, flops: cost.StepFlops, device: str
 ) -> Iterator[str]:
     """Yield a line about the speed of the loader, which took `seconds` for a batch with the Row.cost `loaded`."""
@@ -158,7 +159,7 @@ def loader_lines(
         yield f"warning: the GPU will wait for data; set data.workers={math.ceil(needed / speed)}, if there are cores"
 
 
-def check_disk(size: float, out: Path) -> None:
+def check_disk_space(size: float, out: Path) -> None:
     """Raise UserError if the disk of --out lacks space for a checkpoint. size: the checkpoint's bytes."""
     place = files.nearest_existing(out)
     if place.is_dir() and size > shutil.disk_usage(place).free:

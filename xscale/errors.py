@@ -83,13 +83,9 @@ def adding_note(note: str) -> Iterator[None]:
 
 def report_error(error: UserError | OSError) -> int:
     """Print an error that the user or the machine has caused, and return its exit code. Re-raise other errors."""
-    if isinstance(error, OSError):
-        return report_environment_error(error)
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-
-
-def report_environment_error(error: OSError) -> int:
+    if isinstance(error, UserError):
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if error.errno not in ENVIRONMENT_ERRNOS:
         raise error
     place = redact(str(error.filename or "a file"))

@@ -10,8 +10,6 @@ from xscale.errors import UserError
 def import_objective(name: str) -> Any:
     """Return the Objective that `name` names, such as "mypackage.ranking:OBJECTIVE". Raises UserError."""
     module_name, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
-        raise UserError(f"{name!r} is not of the form MODULE:NAME, such as mypackage.ranking:OBJECTIVE")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -21,9 +19,9 @@ def import_objective(name: str) -> Any:
     except (Exception, SystemExit) as error:  # importing a module may raise anything
         raise UserError(f"{name} cannot be imported: {type(error).__name__}: {error}") from None
     objective = getattr(module, attribute, None)
-    record_kind = getattr(objective, "record_kind", None)
     if not is_dataclass(getattr(objective, "options", None)):
-        raise UserError(f"{name} is not an Objective (xscale/objectives/base.py)")
+        raise UserError(f"{name} is not an Objective (xscale/objectives/base.py); write MODULE:NAME")
+    record_kind = getattr(objective, "record_kind", None)
     if record_kind not in ("mono", "pair"):
         raise UserError(f'{name} has record_kind = {record_kind!r}; it must be "mono" or "pair"')
     return objective

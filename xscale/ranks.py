@@ -23,15 +23,11 @@ from xscale.errors import UserError, env_number
 
 TIMEOUT = timedelta(minutes=30)
 """The time limit of a collective. It is long, since one rank may hash a large checkpoint while others wait."""
-SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""The variables that name the network interfaces on which ranks listen."""
 LOOPBACK = "lo"
 """The network interface of a run on one host."""
 PORTS = range(20000, 32768)
 """The ports at which the ranks of a SLURM job connect. They are below those of outgoing connections."""
 DEFAULT_PORT = 29500
-_stores: list[Any] = []
-"""The store that `open_loopback_store` has opened in this process. It must live as long as the process."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +43,8 @@ class Process:
 
 
 def read_launcher() -> Process:
-    """Return this process's rank from the environment of its launcher (deepspeed, torchrun, mpirun, srun), and set
-    torch's environment variables accordingly. Raises UserError."""
+    """Return the rank that the launcher (deepspeed, torchrun, mpirun, srun) has given this process in its environment,
+    and set torch's environment variables accordingly. Raises UserError."""
     env = os.environ
     if is_started_by_mpirun():
         process = discover_mpi()
@@ -173,23 +169,34 @@ def name_process(name: str) -> None:
 
 
 def is_store_open() -> bool:
-    """Return whether a store at which the ranks meet is open already, as torchrun's agent opens one."""
+    """Return whether the launcher has opened a store at which the ranks meet, as torchrun's agent does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def open_loopback_store(process: Process) -> None:
-    """On rank 0, open the store at which the ranks of one host meet, so that other hosts cannot reach it; torch would
-    listen on every interface. Like torchrun's variables, these tell torch that the store is open. Raises
+def open_local_store(process: Process) -> dist.Store | None:
+    """Return the store at which the ranks of one host meet, which other hosts cannot reach; torch's own would listen on
+    every interface. Return None if there are several hosts, or if the launcher has opened a store. Raises
     DistNetworkError if the port is in use."""
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-    if not process.is_main:
-        return
+    if process.world == 1:
+        return dist.HashStore()
+    if process.world > process.local_world or is_store_open():
+        return None
     port = int(os.environ["MASTER_PORT"])
-    try:
-        listener = socket.create_server(("127.0.0.1", port)).detach()
-    except (OSError, OverflowError) as error:
-        raise dist.DistNetworkError(f"port {port} of 127.0.0.1: {error}") from None
-    _stores.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener))
+    listener = None
+    if process.is_main:
+        try:
+            listener = socket.create_server(("127.0.0.1", port)).detach()
+        except (OSError, OverflowError) as error:
+            raise dist.DistNetworkError(f"port {port} of 127.0.0.1: {error}") from None
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        process.world,
+        process.is_main,
+        timeout=TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
 
 
 def check_interfaces() -> None:
@@ -225,19 +232,19 @@ def join_process_group(process: Process) -> torch.device:
     if cuda:
         torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
     backend = "nccl" if cuda else "gloo"
-    if process.world == 1:  # no other ranks: do not listen to other hosts
-        for name in SOCKETS:
-            os.environ.setdefault(name, LOOPBACK)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    elif process.world == process.local_world and not is_store_open():
+    if process.world == 1:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+    if process.world == process.local_world:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-        open_loopback_store(process)
     place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
     line = f"rank {process.rank} waits for the other ranks, {process.world} in all, at {place}"
     waiting = threading.Timer(20, print, [line], {"file": sys.stderr, "flush": True})
     waiting.daemon = True
     if process.world > 1 and process.local_rank == 0:  # one line a host
         waiting.start()
+    store = open_local_store(process)
+    if store is not None:
+        dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.world, timeout=TIMEOUT)
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
     waiting.cancel()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -301,8 +308,7 @@ class HostGroup:
 
     def from_main(self, make: Callable[[], Any]) -> Any:
         """Return on every rank what `make` returns on rank 0. A UserError of rank 0 is raised on all ranks."""
-        outcome = outcome_of(make) if self.is_main else None
-        return self.broadcast(outcome, 0).value_or_error()
+        return raise_if_error(self.broadcast(value_or_error(make) if self.is_main else None, 0))
 
     def divide_work(self, works: list[Callable[[], Any]]) -> list[Any]:
         """Return the values of all functions on every rank. Each function is called on one rank; its UserError is
@@ -311,9 +317,7 @@ class HostGroup:
         def own_values() -> list[Any]:
             return [work() for work in works[self.rank :: self.size]]
 
-        values_of_ranks = []
-        for outcome in self.gather(outcome_of(own_values)):
-            values_of_ranks.append(outcome.value_or_error())
+        values_of_ranks = [raise_if_error(values) for values in self.gather(value_or_error(own_values))]
         return [values_of_ranks[i % self.size][i // self.size] for i in range(len(works))]
 
     def broadcast(self, value: Any, source: int) -> Any:
@@ -329,21 +333,16 @@ class HostGroup:
         self.sum([0])
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a function returned on one rank, or the message of its UserError."""
-
-    value: Any
-    problem: str | None
-
-    def value_or_error(self) -> Any:
-        if self.problem is not None:
-            raise UserError(self.problem)
-        return self.value
-
-
-def outcome_of(make: Callable[[], Any]) -> Outcome:
+def value_or_error(make: Callable[[], Any]) -> Any:
+    """Return what `make` returns, or the UserError that it raises."""
     try:
-        return Outcome(make(), None)
+        return make()
     except UserError as error:
-        return Outcome(None, str(error))
+        return error
+
+
+def raise_if_error(value: Any) -> Any:
+    """Return the result of `value_or_error`, which may be another rank's, or raise the UserError that it is."""
+    if isinstance(value, UserError):
+        raise UserError(*value.args)
+    return value

@@ -11,19 +11,19 @@ FLAGS: dict[str, str] = {
     "lexicon --lower": "lower-case the file first: `tr '[:upper:]' '[:lower:]'`; or use --truecase",
     "tokenizer --coverage": "a larger --vocab_size has more characters",
     "lexicon --intersect": "`grep -Fxf OTHER.txt en-de.txt` keeps the entries that both files have",
-    "lexicon --tokenizer": "`xscale/train.py --dry_run` says how many entries have unknown tokens",
-    "index --links_count": "set index.json's segmentation to {'name': 'whitespace'} before data_tools.index runs",
+    "lexicon --tokenizer": "`xscale train --dry_run` says how many entries have unknown tokens",
+    "index --links_count": "set index.json's segmentation to {'name': 'whitespace'} before `xscale data index` runs",
     "lexicon --min_length": "filter the file first, as by awk 'length($1) > 1'",
     "report --watch": "`tensorboard --logdir runs` has live curves",
     "report --png": "the pictures of the page are SVG; save them from a browser",
-    "report --scores": "give result files like runs: `xscale.report A.json B.json --out table.html`",
+    "report --scores": "give result files like runs: `xscale report A.json B.json --out table.html`",
     "report --models": "benchmarks/papers/run.py draws translated words by t-SNE",
     "report --pairs": "benchmarks/papers/run.py draws translated words by t-SNE",
     "data_tools.inspect --html": "prepare's report.html has the counts and the removed text of each source",
     "--plugin": "name an objective of your own in the recipe: streams.NAME.objective=MODULE:NAME",
     # One line for each flag.
     "tokenizer --extend": "tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",
-    "write_shards --symmetrize": "`data_tools.align --symmetrize`, then its files as --links, --links_src, --links_tgt",
+    "write_shards --symmetrize": "`xscale data align --symmetrize`, then its files as --links, --links_src ...",
     "--data_change": "`--fork RUN@STEP --out NEW` takes further --data, and the old data continue where they were",
     "--suite": "give each test set to --task by its own flags",
     "--parts": "give each job its own --task and --out",
@@ -33,7 +33,7 @@ FLAGS: dict[str, str] = {
     "--mining": "sentence-transformers' `paraphrase_mining`, or mteb's BUCC task",
     "--mining_dev": "mteb's BUCC task sets its own threshold",
     "--xsim_plus": "LASER's xsim.py reads vectors of `SentenceTransformer(HF_DIR).encode`",
-    "--finetune": "`python -m xscale.eval.finetune` is a command of its own",
+    "--finetune": "`xscale finetune` is a command of its own",
     "--onnx": "`optimum-cli export onnx --model HF_DIR OUT`, in an environment that has optimum-onnx",
     "eval.finetune --predictions": "the JSON of --out has all scores",
     "eval.finetune --keep": "fine-tune by transformers' Trainer what you want to use; --out has the scores",
@@ -48,7 +48,7 @@ FIELDS: dict[str, str] = {
     "train.spikes": "look at the loss in TensorBoard, and leave steps out: train.skip_steps=[$(seq -s, 812 820)]",
     "train.compile": "leave it out; packed rows are not padded to one shape any more",
     "streams.*.tokens": "set samples, the number per optimizer step over all ranks",
-    "data.truecase": "data_tools.lexicon --truecase DIR; of older runs, data.lexicons=[RUN/lexicon/FILE.txt]",
+    "data.truecase": "`xscale data lexicon --truecase DIR`; of older runs, data.lexicons=[RUN/lexicon/FILE.txt]",
     "train.tracker": "TensorBoard; for wandb, `wandb sync RUN/tb` or wandb.init(sync_tensorboard=True)",
     "data.max_epochs": "--dry_run prints the epochs; a larger data.alpha, or a phase's data.languages, lowers them",
     "train.stop_limit": "leave it out; a run that hangs ends after train.stall_limit, with exit code 5",
@@ -104,11 +104,11 @@ CORPUS_KEYS: dict[str, str] = {
 """By key of a source or of the rules in corpus.yaml: "opus"."""
 
 COMMANDS: dict[str, str] = {
-    "xscale.doctor": "`xscale/train.py --dry_run` checks the recipe, the data and the disk, and ds_report the machine",
+    "xscale.doctor": "`xscale train --dry_run` checks the recipe, the data and the disk, and ds_report the machine",
     "xscale.merge": "export the models, and merge the exports by mergekit",
     # One line for each command.
     "data_tools.derive": "`python benchmarks/papers/derive.py` of a checkout has the same flags",
-    "xscale.eval.compare": "`python -m xscale.report A.json B.json --out table.html`",
+    "xscale.eval.compare": "`xscale report A.json B.json --out table.html`",
 }
 """Module of a removed command, such as "xscale.doctor" -> what to use instead."""
 
@@ -136,15 +136,10 @@ def removed_field(name: str) -> str:
     return ""
 
 
-def removed_key(name: str) -> str:
-    """Return the error about a removed key of corpus.yaml, such as opus, or ""."""
-    if name not in CORPUS_KEYS:
-        return ""
-    return f"{name} is no longer part of xscale: {CORPUS_KEYS[name]}"
-
-
-def removed_command(module: str) -> str:
-    """Return the error about a removed command, such as xscale.doctor, or ""."""
-    if module not in COMMANDS:
-        return ""
-    return f"{module} is no longer part of xscale: {COMMANDS[module]}"
+def removed_name(name: str) -> str:
+    """Return the error about a removed key of corpus.yaml, such as opus, or the module of a removed command, such as
+    xscale.doctor, or ""."""
+    for table in (CORPUS_KEYS, COMMANDS):
+        if name in table:
+            return f"{name} is no longer part of xscale: {table[name]}"
+    return ""

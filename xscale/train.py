@@ -36,7 +36,7 @@ from xscale.errors import (
     run_command,
 )
 from xscale.ranks import HostGroup, Process
-from xscale.run.folder import FAULT, MACHINE, Status, explain, is_lost_rank, is_out_of_memory
+from xscale.run.folder import FAULT, MACHINE, Status, exit_code_and_message, is_lost_rank, is_out_of_memory
 from xscale.run.start import DEMO, add_run_arguments, train_run
 
 MOST_RANKS = 1 << 20
@@ -70,8 +70,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
     if args.fork and args.resume != "auto":
         parser.error("--fork begins a run, and the same command resumes it later; leave --resume out")
-    if args.out == "":
-        parser.error("--out is empty; name a folder, or leave it out for runs/<recipe>")
     if args.out and "://" in args.out:
         parser.error(f"--out {args.out} is a URL; name a folder")
     args.out = Path(args.out or Path("runs") / Path(args.recipe).stem)
@@ -90,35 +88,31 @@ def main(argv: list[str] | None = None) -> int:
             ranks.check_launch()
         process = ranks.read_launcher()
         if args.dry_run:
-            with refusing_exit("a part of the dry run"):
-                return run_dry(args, process)
+            if process.is_main:
+                default_to_demo_data(args, process)
+                with refusing_exit("a part of the dry run"):
+                    dry_run(args, process)
+            return 0
         status = Status(args.out, process)
-        with status.of_failures(), refusing_exit("a part of the run"):
+        with status.recording_failures(), refusing_exit("a part of the run"):
             return train(args, process, status)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        code, message = explain(error)
+        code, message = exit_code_and_message(error)
         if code == FAULT:
             raise
         # Every rank sees most mistakes, so one message for each node is enough.
-        own = isinstance(error, RankError) or is_out_of_memory(error) or (code == MACHINE and not is_lost_rank(error))
-        if process.local_rank == 0 or own:
+        is_rare = isinstance(error, RankError) or is_out_of_memory(error)
+        is_rare = is_rare or (code == MACHINE and not is_lost_rank(error))
+        if process.local_rank == 0 or is_rare:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
             with suppress(OSError):  # for example, the disk is full; the exit code stays the same
                 print(f"{where}error: {escape_controls(message)}", file=sys.stderr, flush=True)
         return code
 
 
-def run_dry(args: argparse.Namespace, process: Process) -> int:
-    """Make a dry run on rank 0, and return the exit code."""
-    if process.is_main:
-        find_data(args, process)
-        dry_run(args, process)
-    return 0
-
-
-def find_data(args: argparse.Namespace, process: Process) -> None:
+def default_to_demo_data(args: argparse.Namespace, process: Process) -> None:
     """Without --data, use the demo corpus, which rank 0 generates if it does not exist."""
     if args.data is None:
         args.data = [DEMO]
@@ -129,7 +123,7 @@ def find_data(args: argparse.Namespace, process: Process) -> None:
 
 
 def train(args: argparse.Namespace, process: Process, status: Status) -> int:
-    find_data(args, process)
+    default_to_demo_data(args, process)
     ranks.name_process(f"xscale-rank{process.rank}")
     ranks.join_process_group(process)
     gc.freeze()  # objects that the imports have made never become garbage

@@ -1,30 +1,29 @@
-"""Truecasing: gives the words of dictionaries, which are lower-case, the spelling of the text.
+"""Gives dictionary words the spelling of the text, because dictionaries are lower-case and the text is not.
 
-If spellings of a word (data/words.py) differ only in case, the most frequent one in the text is used: `hund` becomes
-`Hund` if `Hund` is more frequent.
+If several spellings of a word (data/words.py) differ only in case, the most frequent one in the text is used: `hund`
+becomes `Hund` if `Hund` is more frequent.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from xscale.data.words import split_words
+from xscale.data.words import split
 
 Forms = Mapping[str, str]
-"""A word in lower case -> its most frequent spelling."""
+"""A word in lower case -> its commonest spelling."""
 
 
 def count_words(texts: Iterable[list[str]]) -> Counter[str]:
-    """Return the number of times that each word and symbol occurs. texts: lists of texts."""
     counts = Counter[str]()
     for batch in texts:
-        for words, _ in split_words(batch):
+        for words, _ in split(batch):
             counts.update(words)
     return counts
 
 
-def commonest_spellings(counts: Mapping[str, int]) -> Forms:
-    """Return the most frequent spelling of each word. Of equally frequent spellings, it is the last by code points,
-    which is usually in lower case."""
+def commonest(counts: Mapping[str, int]) -> Forms:
+    """Return the commonest spelling of each word. In a tie, it is the last by code points, which is mostly the
+    lower-case one."""
     best: dict[str, tuple[int, str]] = {}
     for word, times in counts.items():
         key = word.lower()
@@ -32,7 +31,6 @@ def commonest_spellings(counts: Mapping[str, int]) -> Forms:
     return {key: word for key, (_, word) in best.items()}
 
 
-def respell(words: list[str], forms: Forms) -> list[str]:
-    """Return each word in its most frequent spelling. Words that `forms` does not have, such as entries of several
-    words, stay as they are."""
+def respelled(words: list[str], forms: Forms) -> list[str]:
+    """Return each word in its commonest spelling. What `forms` lacks, such as an entry of several words, stays."""
     return [forms.get(word.lower(), word) for word in words]

@@ -1,4 +1,4 @@
-"""What the log and the dry run say about a run before its first step."""
+"""Makes the lines that the log and the dry run print about a run before its first step."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from xscale.data.corpus import Corpus, epoch_stream
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, source_sizes, stream_weights
 from xscale.data.shards import Source
-from xscale.data.stream import Stream, describe_renamed_languages, select_sources
+from xscale.data.stream import Stream, other_names, select_sources
 from xscale.models.build import run_fields_of
 from xscale.recipe import DataConfig, Recipe
 from xscale.run.resolve import initial_directory
@@ -25,10 +25,10 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
         f"peak learning rate {recipe.train.lr:g}, dropout {model.dropout:g}, starting from "
         f"{model.init or 'random weights'}"
     ]
-    lines += rate_warnings(recipe)
+    lines += learning_rate_warnings(recipe)
     for lexicon in corpus.lexicons:
         lines.append(f"{lexicon.summary()}; {recipe.data.lexicon_heldout:.0%} of its words are withheld")
-    lines += describe_renamed_languages(corpus.sources)
+    lines += other_names(corpus.sources)
     for stream in corpus.streams.last:
         lines += stream_notes(recipe, corpus, stream)
     counted = epoch_stream(corpus.streams.last)
@@ -40,7 +40,7 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     return lines
 
 
-def rate_warnings(recipe: Recipe) -> list[str]:
+def learning_rate_warnings(recipe: Recipe) -> list[str]:
     """Return a warning if a public encoder would be trained at a rate for random weights."""
     init = recipe.model.init
     if init is None or recipe.train.lr <= HOT or run_fields_of(initial_directory(init)):
@@ -88,7 +88,7 @@ def dropped_pairs_warnings(loader: Loader) -> list[str]:
     return lines
 
 
-def share_lines(loader: Loader) -> Iterator[str]:
+def language_share_lines(loader: Loader) -> Iterator[str]:
     """Yield lines with the languages' shares of each stream's samples, and their epochs, by range of steps with the
     same recipe. They read the lengths of many records."""
     sources = loader.corpus.sources

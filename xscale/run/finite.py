@@ -26,7 +26,7 @@ class FiniteCheck:
         self.context = context
         self.recipe = recipe
         self.manager = manager
-        self.fp16: bool = context.engine.fp16_enabled()
+        self.fp16: bool = manager.engine.fp16_enabled()
         self.skipped_in_a_row = 0
         """The number of steps, up to the newest one that was checked, that fp16 has skipped without a break."""
 
@@ -41,12 +41,14 @@ class FiniteCheck:
             return
         streams = [name for name in self.recipe.streams if not math.isfinite(entry.get(f"loss/{name}", 0))]
         norm = entry["grad_norm"] or 0.0
+        what = ""
         if streams:
-            self.end_run(number, f"the loss of {', '.join(streams)}", batch, finite)
-        if not math.isfinite(norm):
-            self.end_run(number, f"the gradient's norm ({norm:g})", batch, finite)
-        if in_a_row:
+            what = f"the loss of {', '.join(streams)}"
+        elif not math.isfinite(norm):
+            what = f"the gradient's norm ({norm:g})"
+        elif in_a_row:
             what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {entry.get('loss_scale'):g})"
+        if what:
             self.end_run(number, what, batch, finite)
 
     def end_without_scale(self, number: int, error: NotFinite, batch: StepBatch) -> NoReturn:
@@ -64,7 +66,7 @@ class FiniteCheck:
         raise NotFinite(
             f"step {number}: {what} is not finite; {good}, in {self.manager.folder}. {path} names the records. "
             f"Continue from that checkpoint without the step (--resume DIR --set train.skip_steps=[{bad}]), or in "
-            f"another --out (--fork DIR) with a lower train.lr or stream weight"
+            f"another --out (--fork RUN@STEP) with a lower train.lr or stream weight"
         ) from None
 
     def write_records(self, number: int, what: str, batch: StepBatch, finite: bool) -> Path:

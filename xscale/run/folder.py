@@ -29,7 +29,7 @@ from xscale.checkpoint import store as checkpoints
 from xscale.errors import ENVIRONMENT_ERRNOS, DirectoryTaken, MachineError, NotFinite, UserError, redact
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
-from xscale.recipe import SECTIONS, StreamConfig, defaults
+from xscale.recipe import SECTIONS, StreamConfig, default_values
 from xscale.run.metrics import LOG
 
 IDENTITY, STARTS, STATUS = "identity.json", "starts.jsonl", "status.json"
@@ -40,7 +40,7 @@ model or a tokenizer."""
 # The run that owns a directory
 
 
-def check_out(out: Path, identity: dict[str, Any], resume: str) -> None:
+def check_folder(out: Path, identity: dict[str, Any], resume: str) -> None:
     """Raise UserError unless directory `out` is free or belongs to this run."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
@@ -52,14 +52,14 @@ def check_out(out: Path, identity: dict[str, Any], resume: str) -> None:
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
     if resume == "never" and begun and (saved or path.exists()):
         raise UserError(f"{out} already holds a run; --resume auto continues it, or choose another --out")
-    if saved and (differences := compare_identities(saved, identity)):
+    if saved and (differences := identity_differences(saved, identity)):
         raise UserError(
             f"{out} belongs to another run. Start with that run's settings, or choose another --out: there, --set "
-            f"model.init={out} starts from that run's weights:\n" + indented(differences)
+            f"model.init={out} starts from that run's weights:\n" + indent_lines(differences)
         )
 
 
-def indented(lines: list[str]) -> str:
+def indent_lines(lines: list[str]) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
@@ -70,13 +70,13 @@ def read_identity(out: Path) -> dict[str, Any] | None:
         saved = json.loads((out / IDENTITY).read_text(encoding="utf-8"))
         if isinstance(saved, dict) and saved:
             return saved
-    for path in reversed(checkpoints.list_checkpoints(out / "checkpoints")):
+    for path in reversed(checkpoints.complete_steps(out / "checkpoints")):
         with suppress(UserError):
             return checkpoints.read_checkpoint(path).identity
     return None
 
 
-def is_idle(out: Path) -> bool:
+def may_write_status(out: Path) -> bool:
     """Return whether the directory is new, or belongs to a run that no process has locked. If so, a start that has
     failed before it had the lock may write its status there."""
     if not out.exists():
@@ -93,16 +93,18 @@ def is_idle(out: Path) -> bool:
     return True
 
 
-def note_start(out: Path, step: int, ranks: int) -> None:
+def append_start(out: Path, step: int, ranks: int) -> None:
     """Add a line to starts.jsonl, with the step, git commit, host and command of this start. Rank 0 only."""
-    entry: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "step": step, "ranks": ranks}
-    entry |= {
+    entry = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "step": step,
+        "ranks": ranks,
         "host": os.uname().nodename,
         "job": os.environ.get("SLURM_JOB_ID"),
-        "command": [redact(word) for word in sys.argv],
+        "command": list(map(redact, sys.argv)),
+        "revision": code_revision(),
+        "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
     }
-    entry["revision"] = code_revision()
-    entry["versions"] = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
     with (out / STARTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
@@ -116,38 +118,38 @@ def code_revision() -> str | None:
     return None
 
 
-def compare_identities(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+def identity_differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Return a line for every difference between two identities of runs. If one of them lacks a field of the recipe,
     because another version of xscale wrote it, the field has its default there."""
-    return compare(with_defaults(saved), with_defaults(current))
+    return list_differences(add_default_fields(saved), add_default_fields(current))
 
 
-def with_defaults(identity: dict[str, Any]) -> dict[str, Any]:
+def add_default_fields(identity: dict[str, Any]) -> dict[str, Any]:
     if "recipe" not in identity:
         return identity
     recipe = dict(identity["recipe"])
     for section, cls in SECTIONS.items():
-        recipe[section] = defaults(cls) | recipe.get(section, {})
+        recipe[section] = default_values(cls) | recipe.get(section, {})
     streams = dict[str, Any]()
     for name, stream in recipe.get("streams", {}).items():
-        streams[name] = defaults(StreamConfig) | stream
+        streams[name] = default_values(StreamConfig) | stream
         if stream.get("objective") in OBJECTIVES:
-            streams[name] = defaults(OBJECTIVES[stream["objective"]].options) | streams[name]
+            streams[name] = default_values(OBJECTIVES[stream["objective"]].options) | streams[name]
     return identity | {"recipe": recipe | {"streams": streams}}
 
 
-def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:
+def list_differences(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:
     """Return a line `field: was X, is now Y` for every difference between two nested dictionaries."""
     if not isinstance(saved, dict) or not isinstance(current, dict):
         return [] if saved == current else [f"{where}: {form.format(saved, current)}"]
     lines = list[str]()
     for key in saved | current:
         place = f"{where}.{key}" if where else str(key)
-        lines += compare(saved.get(key), current.get(key), place, form)
+        lines += list_differences(saved.get(key), current.get(key), place, form)
     return lines
 
 
-def dump(tree: dict[str, Any]) -> str:
+def to_json_text(tree: dict[str, Any]) -> str:
     return json.dumps(tree, indent=2) + "\n"
 
 
@@ -164,7 +166,7 @@ KILLED = ("killed by signal: Killed", "killed by signal: Bus error")
 """Phrases that identify errors of torch and of data/loader.py about a killed worker or planner process."""
 
 
-def explain(error: Exception) -> tuple[int, str]:
+def exit_code_and_message(error: Exception) -> tuple[int, str]:
     """Return the exit code of an error, and its message, with a remedy if a user or a machine has caused the error."""
     text = str(error)
     first = (text or type(error).__name__).splitlines()[0]
@@ -232,48 +234,49 @@ class Status:
         """Note the number of steps done."""
         self.step = step
 
-    def running(self) -> None:
+    def asks_for_lock(self) -> None:
+        """Note that this run asks for the directory's lock. It has the lock once `running` is called."""
+        self.has_lock = False
+
+    def write_running(self) -> None:
         """Note that this run has the directory's lock. All ranks call it."""
         self.has_lock = True
         if self.process.is_main:
             self._write("running", None, "")
 
-    def ended(self, code: int, why: str) -> None:
+    def write_end(self, code: int, why: str) -> None:
         """Write why the run ends. If this rank fails while the run has the lock, and another rank has written a reason,
         that reason stays."""
         if code not in NAMES and self.has_lock:
-            self.cut_off(code, why)
+            self.write_first_failure(code, why)
         elif self.process.is_main:
-            self._tell(code, why)
+            self._write(NAMES.get(code, "failed"), code, why)
 
-    def cut_off(self, code: int, why: str) -> None:
+    def write_first_failure(self, code: int, why: str) -> None:
         """Write why this rank ends, unless another rank has already written why it ended."""
         with suppress(OSError, ValueError, LookupError, TypeError):
             if json.loads((self.out / STATUS).read_text(encoding="utf-8"))["status"] == "running":
-                self._tell(code, why)
-
-    def _tell(self, code: int, why: str) -> None:
-        try:
-            self._write(NAMES.get(code, "failed"), code, why)
-        except OSError as error:  # such as a full disk
-            LOG.warning(f"{self.out / STATUS} cannot be written ({error.strerror})")
+                self._write(NAMES.get(code, "failed"), code, why)
 
     @contextmanager
-    def of_failures(self) -> Iterator[None]:
+    def recording_failures(self) -> Iterator[None]:
         """Log an exception of the `with` block, write it to status.json if `out` belongs to this run, and re-raise
         it."""
         try:
             yield
         except Exception as error:
             LOG.debug(traceback.format_exc())
-            is_free = self.has_lock is None and self.process.is_main and is_idle(self.out)
-            if not isinstance(error, DirectoryTaken) and (self.has_lock or is_free):
-                self.ended(*explain(error))
+            may_write = self.has_lock or (self.has_lock is None and self.process.is_main and may_write_status(self.out))
+            if may_write and not isinstance(error, DirectoryTaken):
+                self.write_end(*exit_code_and_message(error))
             raise
 
     def _write(self, status: str, code: int | None, why: str) -> None:
         entry = {"status": status, "code": code, "why": redact(why), "step": self.step, "rank": self.process.rank}
         entry["time"] = datetime.now(UTC).isoformat(timespec="seconds")
         own = self.out / f"{STATUS}.{self.process.rank}"  # two ranks may fail at once
-        files.write_text(own, dump(entry))
-        os.replace(own, self.out / STATUS)
+        try:
+            files.write_text(own, to_json_text(entry))
+            os.replace(own, self.out / STATUS)
+        except OSError as error:  # such as a full disk
+            LOG.warning(f"{self.out / STATUS} cannot be written ({error.strerror})")

@@ -11,20 +11,15 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from xscale import files
 from xscale.errors import escape_controls
-from xscale.recipe import Recipe
 
 LOG = logging.getLogger("xscale")
-LINE_SECONDS = 5.0
-"""The minimum number of seconds between progress lines. The first and the last step always have a line."""
 BUFFER = 1 << 16
 """Lines wait in memory until they have more than this number of bytes, or until the next flush."""
 MOST_WAITING = 1 << 24
@@ -95,8 +90,6 @@ class JsonLines:
         """The size of `lines` in bytes."""
         self.failing = False
         """True if the last attempt to write failed."""
-        self.lost = 0
-        """The number of lines that were dropped."""
 
     def write(self, entry: dict[str, Any]) -> None:
         """Add a line, which waits for `flush` or until BUFFER bytes wait. A number that is not finite becomes null."""
@@ -112,10 +105,11 @@ class JsonLines:
             if problem and not self.failing:
                 LOG.error(f"{self.path}: {problem}; training continues, and the lines wait until this is fixed")
             elif self.failing and not problem:
-                LOG.warning(f"{self.path}: works again; {self.lost:,} lines are missing")
+                LOG.warning(f"{self.path}: works again")
             self.failing = problem is not None
+            if problem and self.size > MOST_WAITING:
+                LOG.error(f"{self.path}: {len(self.lines):,} lines could not wait any longer and are lost")
             if not problem or self.size > MOST_WAITING:
-                self.lost += len(self.lines) if problem else 0
                 self.lines = []
                 self.size = 0
         if self.file and to_disk:
@@ -144,17 +138,17 @@ class JsonLines:
     def close(self) -> None:
         self.flush(to_disk=True)
         if self.file and self.failing:
-            LOG.error(f"{self.path}: its last {self.lost + len(self.lines):,} lines are missing")
+            LOG.error(f"{self.path}: its last {len(self.lines):,} lines are missing")
 
 
 def _encoded(entry: dict[str, Any]) -> bytes:
-    return (json.dumps(_finite(entry), ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return (json.dumps(_null_if_not_finite(entry), ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def _finite(value: Any) -> Any:
+def _null_if_not_finite(value: Any) -> Any:
     """Return the value; every number in it that is not finite becomes None."""
     if isinstance(value, dict):
-        return {name: _finite(of) for name, of in value.items()}
+        return {name: _null_if_not_finite(of) for name, of in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -175,76 +169,31 @@ def entries_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 class Board:
-    """Writes the metrics for TensorBoard, in addition to metrics.jsonl. After the first error, the run stops using
-    it."""
+    """Writes metrics for TensorBoard, in addition to metrics.jsonl. After the first error, it writes nothing more."""
 
-    def __init__(self, folder: Path, first_step: int):
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(self, folder: Path | None, after_step: int):
+        """Begin after a step. folder: where to write; None: nowhere."""
         self.folder = folder
-        self.failed = False
-        self.writer = self.attempt(partial(SummaryWriter, str(folder), purge_step=first_step + 1))
+        self.writer: Any = None
+        if folder:
+            from torch.utils.tensorboard import SummaryWriter
 
-    def attempt(self, function: Callable[[], Any]) -> Any:
+            self.writer = self.attempt(SummaryWriter, str(folder), purge_step=after_step + 1)
+
+    def attempt(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         try:
-            return function()
+            return function(*arguments, **options)
         except Exception as error:  # the library may raise any type
-            self.failed = True
+            self.writer = None
             LOG.error(f"{self.folder}: {error}; training continues without it, and metrics.jsonl has all metrics")
-            return None
 
     def call(self, function: str, *arguments: Any) -> None:
-        if not self.failed:
-            self.attempt(lambda: getattr(self.writer, function)(*arguments))
+        """Call a function of the writer, such as "flush"."""
+        if self.writer:
+            self.attempt(getattr(self.writer, function), *arguments)
 
     def add(self, entry: dict[str, Any]) -> None:
+        """Add the numbers of a step's line of metrics.jsonl."""
         for name, value in entry.items():
             if name != "step" and isinstance(value, int | float):
                 self.call("add_scalar", name, value, entry["step"])
-
-
-class Reporter:
-    """The reporter of rank 0 writes and shows the metrics. `report` is called once for each step, in order."""
-
-    def __init__(self, out: Path, first_step: int, recipe: Recipe):
-        self.metrics = JsonLines(out / "metrics.jsonl", first_step)
-        self.board = Board(out / "tb", first_step)
-        self.steps = recipe.train.steps
-        self.streams = list(recipe.streams)
-        self.started = time.monotonic()
-        self.first_step = first_step
-        self.last_line = 0.0
-
-    def report(self, entry: dict[str, Any]) -> None:
-        self.metrics.write(entry)
-        self.add(entry)
-        step = entry["step"]
-        now = time.monotonic()
-        if now - self.last_line >= LINE_SECONDS or step in (self.first_step + 1, self.steps):
-            self.last_line = now
-            LOG.info(self.line(entry))
-
-    def add(self, entry: dict[str, Any]) -> None:
-        """Send numbers of a step to TensorBoard."""
-        self.board.add(entry)
-
-    def line(self, entry: dict[str, Any]) -> str:
-        """Return the progress line, such as
-        `step 12/200  loss 8.9 (mlm 8.9, tlm 8.9)  lr 2.4e-04  5,210 tokens/s  0.41 s/step  eta 0:01:17`."""
-        step = entry["step"]
-        done = step - self.first_step
-        left = int((time.monotonic() - self.started) / max(done, 1) * (self.steps - step))
-        parts = ", ".join(f"{name} {entry[f'loss/{name}']:.3f}" for name in self.streams if f"loss/{name}" in entry)
-        eta = f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
-        return (
-            f"step {step}/{self.steps}  loss {entry['loss']:.3f} ({parts})  lr {entry['lr']:.1e}  "
-            f"{entry['tokens_per_s']:,.0f} tokens/s  {entry['step_s']:.2f} s/step  eta {eta}"
-        )
-
-    def flush(self, to_disk: bool = False) -> None:
-        self.metrics.flush(to_disk)
-        self.board.call("flush")
-
-    def close(self) -> None:
-        self.metrics.close()
-        self.board.call("close")

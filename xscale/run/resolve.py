@@ -4,20 +4,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_initial
-from xscale.data.corpus import Corpus, InitialModel, convert_epochs_to_steps, open_corpus
+from xscale.data.corpus import Corpus, InitialModel, open_corpus, with_steps
 from xscale.errors import UserError
-from xscale.models.build import dropout_fields, dropout_of, has_segments, initial_encoder, run_fields_of
+from xscale.models.build import dropout_of, has_segments, initial_encoder, run_fields_of
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup
 from xscale.recipe import Recipe, load_recipe
-from xscale.run.metrics import LOG
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig
 from xscale.step.module import StepModule
@@ -29,10 +27,10 @@ def resolve_run(
     """Return the recipe of a run and what it reads, both checked. The ranks of `host_group` share the check of the
     files. Raises UserError."""
     recipe = load_recipe(recipe_name, sets, {name: objective.options for name, objective in OBJECTIVES.items()})
-    check_start(recipe_name, recipe, sets)
-    recipe = with_own_dropout(recipe)
+    check_starting_weights(recipe_name, recipe, sets)
+    recipe = fill_dropout(recipe)
     corpus = open_corpus(recipe, OBJECTIVES, data, initial_model(recipe), host_group)
-    return convert_epochs_to_steps(recipe, corpus), corpus
+    return with_steps(recipe, corpus), corpus
 
 
 def initial_directory(init: str | None) -> str | Path | None:
@@ -49,7 +47,7 @@ def initial_model(recipe: Recipe) -> InitialModel:
     return InitialModel(directory, has_segments(directory, recipe.model.preset), heldout)
 
 
-def check_start(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
+def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
     """Raise UserError if the recipe suits other weights than those that the run starts from (model.starts_from). A user
     who gives train.lr, or model.init=null, by --set gets no error."""
     init = recipe.model.init
@@ -70,7 +68,7 @@ def check_start(recipe_name: str, recipe: Recipe, sets: list[str]) -> None:
     )
 
 
-def with_own_dropout(recipe: Recipe) -> Recipe:
+def fill_dropout(recipe: Recipe) -> Recipe:
     """Return the recipe with a number instead of `model.dropout: null`, also in its phases."""
     if all(each.model.dropout is not None for each in recipe.schedule.values):
         return recipe
@@ -102,26 +100,6 @@ def module_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
     are any."""
     kept: dict[str, SavedHeads] = {}
     return StepModule(encoder_of_run(recipe, corpus, kept), recipe, kept)
-
-
-def shape_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
-    """Build the module of the run on torch's meta device, where tensors have shapes but no numbers."""
-
-    def load(init: str | Path, dropout: float) -> PreTrainedModel:
-        try:
-            config = AutoConfig.from_pretrained(initial_directory(str(init)) or init, trust_remote_code=False)
-            config.update(dropout_fields(config.model_type, dropout))
-            return AutoModelForMaskedLM.from_config(config)
-        except Exception:  # the loader of weights says what is wrong with the model
-            with torch.device("cpu"):
-                return load_initial(init, dropout)[0]
-
-    LOG.disabled = True  # the build of the real module logs the same lines
-    try:
-        with torch.device("meta"):
-            return StepModule(initial_encoder(recipe, corpus, load), recipe)
-    finally:
-        LOG.disabled = False
 
 
 def row_limit(

@@ -15,7 +15,7 @@ from xscale import files, ranks, rng
 from xscale.checkpoint.restore import load_engine
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibration import Calibration
-from xscale.data.corpus import Corpus, run_identity
+from xscale.data.corpus import Corpus, identity_of
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
 from xscale.data.remote import location
@@ -25,12 +25,12 @@ from xscale.eval.in_training import review_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import Recipe, Schedule
-from xscale.run import folder, going_on
-from xscale.run.describe import dropped_pairs_warnings, share_lines, start_notes
-from xscale.run.folder import DONE, STOPPED, Status, dump, indented
+from xscale.run import folder, resume
+from xscale.run.describe import dropped_pairs_warnings, language_share_lines, start_notes
+from xscale.run.folder import DONE, STOPPED, Status, indent_lines, to_json_text
 from xscale.run.loop import Trainer
 from xscale.run.metrics import LOG, start_logging
-from xscale.run.resolve import module_of_run, resolve_run, row_limit, shape_of_run
+from xscale.run.resolve import module_of_run, resolve_run, row_limit
 from xscale.run.state import RunContext
 from xscale.run.watch import StopRequest, Watch
 from xscale.step import engine as engines
@@ -53,8 +53,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """What a run consists of. It is checked before the folder of the run is touched."""
+class ResolvedRun:
+    """The recipe, the corpus and the settings of a run. They are checked before the folder of the run is touched."""
 
     recipe: Recipe
     corpus: Corpus
@@ -65,145 +65,120 @@ class Resolved:
     """The lines to print before the first step."""
 
 
-@dataclass(frozen=True)
-class ClaimedFolder:
-    """The folder of the run, locked against other runs, and the objects that may end this rank before the last step."""
-
-    locks: list[files.Lock]
-    """On rank 0, the lock on the folder, which lasts as long as this object; on other ranks, an empty list."""
-    stop: StopRequest
-    watch: Watch
-
-
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
-    """Train one run in the existing process group: resolve it, claim its folder, build the trainer, train. args: the
+    """Train one run in the existing process group: check it, claim its folder, build the trainer, train. args: the
     arguments of train.py. Returns the exit code."""
-    run = resolve(args, process, host_group)
+    run = prepare_run(args, process, Hardware.here(), host_group)
     steps = run.recipe.train.steps
-    claimed = claim_folder(args, run, process, host_group, status)
-    with closing(claimed.watch):
-        checkpoint = find_start(args, run, host_group)
+    context = claim_folder(args, run, process, host_group, status)
+    with closing(context.watch):
+        checkpoint = resume.find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, host_group)
         if checkpoint and checkpoint.step >= steps:
             LOG.info(f"{args.out} is complete: {checkpoint.step} of {steps} steps")
-            status.ended(DONE, f"{checkpoint.step} of {steps} steps")
+            status.write_end(DONE, f"{checkpoint.step} of {steps} steps")
             return DONE
-        trainer, batches = build(args, run, claimed, checkpoint, process, host_group, status)
+        trainer, batches = build_trainer(args, run, context, checkpoint)
         with closing(trainer):
             trainer.begin()
             code = trainer.loop(batches)
-        status.ended(code, claimed.stop.why if code == STOPPED else f"{status.step} of {steps} steps")
+        status.write_end(code, context.stop.why if code == STOPPED else f"{trainer.done} of {steps} steps")
     return code
 
 
-def resolve(args: argparse.Namespace, process: Process, host_group: HostGroup) -> Resolved:
-    """Find and check what the run consists of, before its folder is touched. All ranks call it together. Raises
-    UserError."""
+def prepare_run(args: argparse.Namespace, process: Process, hardware: Hardware, host_group: HostGroup) -> ResolvedRun:
+    """Find and check the recipe, the corpus and the settings of a run on this hardware. All ranks call it together.
+    Raises UserError."""
     recipe, corpus = resolve_run(args.recipe, args.set, args.data, host_group)
-    hardware = Hardware.here()
     config = load_ds_config(args.ds_config, recipe, process.world, hardware)
     review_tasks(recipe, corpus, config.stage, host_group)
     check_ranks_agree(args, recipe, corpus, config, host_group)
     ranks.set_deterministic(recipe.train.deterministic)
     notes = [*config.notes, *start_notes(recipe, corpus)]
-    return Resolved(recipe, corpus, config, hardware, run_identity(recipe, corpus), notes)
+    return ResolvedRun(recipe, corpus, config, hardware, identity_of(recipe, corpus), notes)
 
 
 def claim_folder(
-    args: argparse.Namespace, run: Resolved, process: Process, host_group: HostGroup, status: Status
-) -> ClaimedFolder:
+    args: argparse.Namespace, run: ResolvedRun, process: Process, host_group: HostGroup, status: Status
+) -> RunContext:
     """Lock the run's folder, start to log there, to listen to signals and to watch this rank. Raises UserError."""
     train = run.recipe.train
     stop = StopRequest(train.time_limit)
     locks = list[files.Lock]()
-    host_group.from_main(lambda: locks.append(take_folder(args, run.identity, status)))
-    status.running()
+    status.asks_for_lock()
+    host_group.from_main(lambda: locks.append(lock_folder(args, run.identity)))
+    status.write_running()
     if not args.out.is_dir():
         raise UserError(
             f"--out {args.out} does not exist on {os.uname().nodename}, where rank {process.rank} runs; choose a "
             f"folder that all hosts share"
         )
     stacks = start_logging(args.out, process.rank)
-    watch = Watch(process, stacks, status.cut_off)
+    watch = Watch(process, stacks, status.write_first_failure)
     watch.begin(train.stall_limit)
     for lock in locks:
         if lock.problem:
             LOG.warning(lock.problem)
     for note in run.notes:
         LOG.info(note)
-    return ClaimedFolder(locks, stop, watch)
+    return RunContext(args.out, process, host_group, status, stop, watch, locks)
 
 
-def find_start(args: argparse.Namespace, run: Resolved, host_group: HostGroup) -> Checkpoint | None:
-    """Return the checkpoint from which the run continues, or None for step 0. Raises UserError."""
-    checkpoint = going_on.find_checkpoint(args, run.identity, host_group)
-    if checkpoint is None:
-        return None
-    checkpoint = going_on.with_other_data(checkpoint, run.recipe, run.corpus)
-    going_on.check_engine(checkpoint, run.config)
-    steps = run.recipe.train.steps
-    if checkpoint.step >= steps and not going_on.is_own(checkpoint, args.out):
-        raise UserError(f"--fork {args.fork} is at step {checkpoint.step}, and train.steps is {steps}; set more steps")
-    return checkpoint
-
-
-def build(
-    args: argparse.Namespace,
-    run: Resolved,
-    claimed: ClaimedFolder,
-    checkpoint: Checkpoint | None,
-    process: Process,
-    host_group: HostGroup,
-    status: Status,
+def build_trainer(
+    args: argparse.Namespace, run: ResolvedRun, context: RunContext, checkpoint: Checkpoint | None
 ) -> tuple[Trainer, Iterator[StepBatch]]:
     """Return a trainer that is ready for the step after the checkpoint, or for step 1, and the batches of its steps."""
-    watch = claimed.watch
-    watch.note("measuring the data")
-    calibration = going_on.resume_calibration(run.recipe, run.corpus, checkpoint, host_group)
-    loader = Loader(run.recipe, run.corpus, calibration)
-    if run.hardware.device == "cuda" and not run.recipe.train.max_tokens:
-        shape = shape_of_run(run.recipe, run.corpus)
-        limit = row_limit(shape, run.recipe, run.config, run.hardware.memory, host_group)
-        if limit:
-            LOG.info(limit.sentence())
-            loader = replace(loader, gpu_tokens=limit.tokens)
+    process = context.process
+    host_group = context.host_group
+    recipe = run.recipe
+    context.watch.note("measuring the data")
+    calibration = resume.resume_calibration(recipe, run.corpus, checkpoint, host_group)
+    context.watch.note("building the model")
+    module = module_of_run(recipe, run.corpus)
+    loader = Loader(recipe, run.corpus, calibration)
+    limit = row_limit(module, recipe, run.config, run.hardware.memory, host_group)
+    if limit:
+        LOG.info(limit.sentence())
+        loader = replace(loader, gpu_tokens=limit.tokens)
     if process.is_main:
-        write_start(args.out, run, loader, checkpoint, process)
-    data = checkpoint.state if checkpoint else initial_state(loader.streams)
-    left = run.recipe.train.steps - data["step"]
-    plans = loader.plans(process, run.hardware.device, data, left, host_group)
-    watch.note("building the engine")
-    engine = make_engine(run, checkpoint, host_group)
-    log_start(loader, engine, run.config, process, data["step"])
+        write_start_files(args.out, run, loader, checkpoint, process)
+    positions = checkpoint.state if checkpoint else initial_state(loader.streams)
+    left = recipe.train.steps - positions["step"]
+    plans = loader.plans(process, run.hardware.device, positions, left, host_group)
+    context.watch.note("building the engine")
+    engine = engines.build_engine(module, run.config.resolved)
+    if checkpoint:
+        load_engine(engine, checkpoint, host_group)
+        apply_schedule(engine)
+        LOG.info(f"resumed from {checkpoint.path}: step {checkpoint.step}")
+    else:
+        for note in module.notes:
+            LOG.info(note)
+    LOG.info(
+        f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {run.config.precision} on "
+        f"{process.world} rank(s) of {engine.device.type}, ZeRO stage {run.config.stage}, "
+        f"steps {positions['step'] + 1} to {recipe.train.steps}"
+    )
     if not checkpoint:
         warm_up_queues(engine.module, loader, process, engine.device)
-    context = RunContext(run.config, engine, args.out, process, host_group, status, claimed.stop, watch, claimed.locks)
-    trainer = Trainer(loader, context, checkpoint, args.trace)
-    return trainer, loader.batches(process, engine.device.type, data, left, plans)
+    trainer = Trainer(loader, engine, run.config, context, checkpoint, args.trace)
+    return trainer, loader.batches(process, engine.device.type, positions, left, plans)
 
 
-def write_start(out: Path, run: Resolved, loader: Loader, checkpoint: Checkpoint | None, process: Process) -> None:
-    """Write the run's configuration and the state at which it starts, and print warnings about the data. Rank 0
-    only."""
+def write_start_files(
+    out: Path, run: ResolvedRun, loader: Loader, checkpoint: Checkpoint | None, process: Process
+) -> None:
+    """Write the run's configuration and the state at which it starts, and log the shares of the data. Rank 0 only."""
     text = yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)
     files.write_text(out / "config.yaml", redact(text))
-    files.write_text(out / "ds_config.json", dump(run.config.resolved))
-    files.write_text(out / folder.IDENTITY, dump(run.identity))
-    if checkpoint and not going_on.is_own(checkpoint, out):
-        going_on.write_ancestry(out, checkpoint, run.identity)
+    files.write_text(out / "ds_config.json", to_json_text(run.config.resolved))
+    files.write_text(out / folder.IDENTITY, to_json_text(run.identity))
+    if checkpoint and not resume.is_checkpoint_of_run(checkpoint, out):
+        resume.write_ancestry(out, checkpoint, run.identity)
     for line in dropped_pairs_warnings(loader):
         LOG.warning(line)
-    folder.note_start(out, checkpoint.step if checkpoint else 0, process.world)
-
-
-def log_start(loader: Loader, engine: Any, config: EngineConfig, process: Process, done: int) -> None:
-    train = loader.recipe.train
-    if process.is_main:
-        for line in share_lines(loader):
-            LOG.info(line)
-    LOG.info(
-        f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "
-        f"{process.world} rank(s) of {engine.device.type}, ZeRO stage {config.stage}, steps {done + 1} to {train.steps}"
-    )
+    for line in language_share_lines(loader):
+        LOG.info(line)
+    folder.append_start(out, checkpoint.step if checkpoint else 0, process.world)
 
 
 def check_ranks_agree(
@@ -218,41 +193,26 @@ def check_ranks_agree(
         "--out": str(args.out),
     }
     theirs = host_group.from_main(lambda: ours)
-    found = folder.compare(theirs, ours, form="{} on rank 0, {} there")
-    for rank, (host, lines) in enumerate(host_group.gather((os.uname().nodename, found[:3]))):
+    differences = folder.list_differences(theirs, ours, form="{} on rank 0, {} there")
+    for rank, (host, lines) in enumerate(host_group.gather((os.uname().nodename, differences[:3]))):
         if lines:
             raise UserError(
                 f"rank {rank} on {host} was started differently from rank 0. Start all ranks with the same command and "
-                f"the same files:\n" + indented(lines)
+                f"the same files:\n" + indent_lines(lines)
             )
 
 
-def take_folder(args: argparse.Namespace, identity: dict[str, Any], status: Status) -> files.Lock:
+def lock_folder(args: argparse.Namespace, identity: dict[str, Any]) -> files.Lock:
     """Check, create and lock the run's directory. Rank 0 only. Raises UserError."""
-    status.has_lock = False  # kept until train_run calls `running`
     out: Path = args.out
-    folder.check_out(out, identity, args.resume)
+    folder.check_folder(out, identity, args.resume)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be created ({error.strerror}); choose another") from None
     lock = files.Lock(out)
-    folder.check_out(out, identity, args.resume)  # it may have waited
+    folder.check_folder(out, identity, args.resume)  # it may have waited
     return lock
-
-
-def make_engine(run: Resolved, checkpoint: Checkpoint | None, host_group: HostGroup) -> Any:
-    """Build an engine with the initial weights, or with the checkpoint's whole state."""
-    module = module_of_run(run.recipe, run.corpus)
-    if not checkpoint:
-        for note in module.notes:
-            LOG.info(note)
-    engine = engines.build_engine(module, run.config.resolved)
-    if checkpoint:
-        load_engine(engine, checkpoint, host_group)
-        apply_schedule(engine)
-        LOG.info(f"resumed from {checkpoint.path}: step {checkpoint.step}")
-    return engine
 
 
 def prefill_loader(loader: Loader, stream_name: str) -> Loader:

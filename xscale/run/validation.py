@@ -1,4 +1,4 @@
-"""Validation measures a run and finds its best checkpoint.
+"""Evaluates a run while it trains, and finds its best checkpoint.
 
 evals.jsonl has an object in each line, {"step", "results": {task: {row: {name: number}}}, "intervals", "seconds"};
 "intervals", the 95 % intervals, has the form of "results". A resume removes the lines of steps after its checkpoint.
@@ -19,8 +19,7 @@ from xscale.metric_keys import ALL, is_better
 from xscale.recipe import Recipe
 from xscale.run.metrics import LOG, JsonLines, entries_from_end
 from xscale.run.reporting import RunMetrics
-from xscale.run.state import RunContext, TrainState
-from xscale.run.stopper import Stopper
+from xscale.run.state import RunContext
 
 EVALS = "evals.jsonl"
 
@@ -35,68 +34,72 @@ class Validation:
         tasks: dict[str, Callable[[], Results]],
         step: int,
         metrics: RunMetrics,
-        stopper: Stopper,
     ):
         """Prepare to measure. tasks: the result of in_training.measure_functions. step: evaluations up to this step are
         kept in evals.jsonl; -1: none."""
-        self.section = recipe.eval
-        self.best_of = recipe.checkpoint.best
-        self.last = recipe.train.steps
+        self.context = context
+        self.recipe = recipe
         self.tasks = tasks
-        self.folder = context.out / "checkpoints"
-        self.host_group = context.host_group
-        self.watch = context.watch
         self.metrics = metrics
-        self.stopper = stopper
-        path = context.out / EVALS if self.section.tasks and context.host_group.is_main else None
+        self.best_of = recipe.checkpoint.best
+        path = context.out / EVALS if recipe.eval.tasks and context.host_group.is_main else None
         self.lines = JsonLines(path, step)
         self.best_so_far: int | None = None
-        """The last step of this start whose evaluation was the best so far."""
-        self.best: tuple[int, float] | None = None
-        """The step and the number of the best checkpoint."""
-        self.candidate: tuple[int, float] | None = None
-        """The step and the number of a better evaluation, if its checkpoint is not published yet."""
+        """The last step of this start whose evaluation was better than those of all checkpoints."""
+        self.numbers: dict[int, float] = {}
+        """Step -> the number that checkpoint.best names, where it is finite. On rank 0 only."""
         if self.best_of:
-            self.host_group.from_main(lambda: self.find_best(context.out / EVALS))
+            self.context.host_group.from_main(lambda: self.read_earlier(context.out / EVALS))
 
-    def find_best(self, evaluations: Path) -> None:
-        """Find the best of the existing checkpoints. evaluations: the file of those before this start. Rank 0
-        only."""
+    def read_earlier(self, evaluations: Path) -> None:
+        """Read the numbers of the evaluations before this start, and name the best checkpoint. Rank 0 only."""
         assert self.best_of
-        there = {checkpoints.step_of(path): path for path in checkpoints.list_checkpoints(self.folder)}
-        earlier = list(entries_from_end(evaluations))
-        for _, entry in reversed(earlier):
-            task, row, name = self.best_of.split("/", 2)
+        task, row, name = self.best_of.split("/", 2)
+        for _, entry in entries_from_end(evaluations):
             number = (entry.get("results") or {}).get(task, {}).get(row, {}).get(name)
-            if entry["step"] in there and self.becomes_candidate(entry["step"], number):
-                self.best = self.candidate
-        with suppress(OSError):
-            if self.best is None:
-                (self.folder / checkpoints.BEST).unlink(missing_ok=True)
-            else:
-                files.write_text(self.folder / checkpoints.BEST, there[self.best[0]].name + "\n")
+            if number is not None:
+                self.numbers[entry["step"]] = number
+        self.name_best_checkpoint()
 
-    def becomes_candidate(self, step: int, number: float | None) -> bool:
-        """Return whether the step is the best so far; if it is, make it the candidate. Rank 0 only."""
+    def becomes_best(self, step: int, number: float | None) -> bool:
+        """Note the number of an evaluation. Return whether it is better than those of all checkpoints. Rank 0 only."""
         assert self.best_of
-        best = self.best and self.best[1]
-        if number is None or not math.isfinite(number) or not is_better(self.best_of.split("/", 2)[2], number, best):
+        if number is None or not math.isfinite(number):
             return False
-        self.candidate = (step, number)
-        return True
+        best = self.best_checkpoint()
+        earlier = self.numbers[checkpoints.step_of(best)] if best else None
+        self.numbers[step] = number
+        return is_better(self.best_of.split("/", 2)[2], number, earlier)
+
+    def best_checkpoint(self) -> Path | None:
+        """Return the complete checkpoint with the best number, the earliest if several have it. Rank 0 only."""
+        assert self.best_of
+        best: Path | None = None
+        best_number: float | None = None
+        for path in checkpoints.complete_steps(self.context.out / "checkpoints"):
+            number = self.numbers.get(checkpoints.step_of(path))
+            if number is not None and is_better(self.best_of.split("/", 2)[2], number, best_number):
+                best = path
+                best_number = number
+        return best
+
+    def name_best_checkpoint(self) -> set[int]:
+        """Write the name of the best checkpoint to checkpoints/best. Return its step, which must stay on disk, or an
+        empty set. Rank 0 only."""
+        best = self.best_checkpoint() if self.best_of else None
+        if best is None:
+            return set()
+        with suppress(OSError):  # until the next save, the file names the previous checkpoint
+            files.write_text(best.with_name(checkpoints.BEST), best.name + "\n")
+        return {checkpoints.step_of(best)}
 
     def due(self, step: int) -> bool:
-        return bool(self.section.tasks) and (step % self.section.every == 0 or step == self.last)
-
-    def after_step(self, state: TrainState) -> None:
-        """Measure the tasks if an evaluation is due, unless the run is about to stop."""
-        if self.due(state.step) and not self.stopper.stops_next():
-            self.metrics.flush()
-            self.measure(state.step)
+        section = self.recipe.eval
+        return bool(section.tasks) and (step % section.every == 0 or step == self.recipe.train.steps)
 
     def measure(self, step: int) -> None:
         """Measure the tasks, on all ranks together."""
-        self.watch.note(f"measuring step {step}")
+        self.context.watch.note(f"measuring step {step}")
         results = dict[str, Results]()
         started = time.monotonic()
         for name, task in self.tasks.items():
@@ -105,7 +108,7 @@ class Validation:
         if results and self.lines.file:
             self.report(step, results, seconds)
         best = self.best_of
-        if best and self.host_group.from_main(lambda: self.becomes_candidate(step, find_number(results, best))):
+        if best and self.context.host_group.from_main(lambda: self.becomes_best(step, find_number(results, best))):
             self.best_so_far = step
 
     def report(self, step: int, results: dict[str, Results], seconds: float) -> None:
@@ -118,30 +121,14 @@ class Validation:
             for row, scores in rows.items():
                 for name, number in scores.items():
                     entry[f"eval/{task}/{row}/{name}"] = number
-                if not is_single(row, rows):
+                if not is_one_language(row, rows):
                     texts = [format_score(name, number) for name, number in scores.items()]
                     shown.append(f"  {task} {row}: {', '.join(texts)}")
-        if self.metrics.reporter:
-            self.metrics.reporter.add(entry)
+        self.metrics.board.add(entry)
         LOG.info("\n".join(shown))
 
-    def published(self, step: int, path: Path) -> set[int]:
-        """Note a new checkpoint. Returns the steps whose checkpoints must stay. Rank 0 only."""
-        if self.candidate and self.candidate[0] == step:
-            with suppress(OSError):  # until then, the file `best` names the previous checkpoint
-                files.write_text(path.parent / checkpoints.BEST, path.name + "\n")
-                self.best = self.candidate
-        return {self.best[0]} if self.best else set()
 
-    def sync(self) -> None:
-        """Write all lines to disk."""
-        self.lines.flush(to_disk=True)
-
-    def close(self) -> None:
-        self.lines.close()
-
-
-def is_single(row: str, rows: dict[str, Any]) -> bool:
+def is_one_language(row: str, rows: dict[str, Any]) -> bool:
     """Return whether a results row is that of one of several languages or pairs. rows: all rows of the task."""
     mean = f"{row.partition(' ')[0]} {ALL}" if " " in row else ALL
     return row != mean and mean in rows

@@ -70,27 +70,19 @@ class StopRequest:
     def why(self) -> str:
         return self.reason or "another rank was asked to stop"
 
-    @property
-    def late(self) -> bool:
-        """Whether the time limit has passed."""
-        return time.monotonic() >= self.deadline
-
     def __bool__(self) -> bool:
-        if not self.reason:
-            self.reason = self._find_reason()
+        if self.reason:
+            return True
+        if signal.SIGUSR2 in signal.sigpending():
+            self.reason = signal.SIGUSR2.name
+        elif self.has_stepped and time.monotonic() >= self.deadline:
+            self.reason = "time limit"
+        elif not all(map(_is_alive, self.launchers)):
+            self.reason = "its launcher is gone"
         return bool(self.reason)
 
-    def _find_reason(self) -> str:
-        if signal.SIGUSR2 in signal.sigpending():
-            return signal.SIGUSR2.name
-        if self.has_stepped and self.late:
-            return "time limit"
-        if not all(map(_lives, self.launchers)):
-            return "its launcher is gone"
-        return ""
 
-
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -123,8 +115,6 @@ class Watch:
         self.idle = 0.0
         """The seconds without progress."""
         self.closed = threading.Event()
-        self.warns = threading.Event()
-        """Set while a warning is to be logged."""
 
     def note(self, doing: str) -> None:
         """Record that the rank makes progress, and what it does next. The main thread calls this several times in each
@@ -138,7 +128,7 @@ class Watch:
             self.limit = 60 * minutes
             threading.Thread(target=self._watch, name="xscale-watch", daemon=True).start()
             # A thread of its own, because a file system may hold it up.
-            threading.Thread(target=self._tell, name="xscale-watch-tell", daemon=True).start()
+            threading.Thread(target=self._report, name="xscale-watch-report", daemon=True).start()
 
     def close(self) -> None:
         self.closed.set()
@@ -156,7 +146,6 @@ class Watch:
         """Check until `close` if this rank makes progress."""
         marks = self.marks
         progress = 0.0
-        warning = self.first_warning
         checked = time.monotonic()
         while not self.closed.wait(self.pause):
             now = time.monotonic()
@@ -165,65 +154,56 @@ class Watch:
             if self.marks != marks:
                 marks = self.marks
                 progress = self.clock
-                warning = self.first_warning
             self.idle = self.clock - progress
             if self.idle >= self.limit:
                 self._end()
-            if self.idle >= warning and self.process.is_main:
-                self.warns.set()
-                warning = 2 * self.idle
 
     def _problem(self) -> str:
-        return f"no progress for {self.idle:.0f} s, {self.doing}; {self._others()}"
+        return f"no progress for {self.idle:.0f} s, {self.doing}; {self._describe_other_ranks()}"
 
     def _beat_path(self, rank: int) -> Path:
         """Return the file in which a rank says what it is doing."""
         return self.stacks.with_name(f"rank{rank}.beat")
 
-    def _tell(self) -> None:
-        """Log the warnings, and write what this rank is doing: from time to time, and often while it makes no
-        progress."""
-        told_at = -math.inf
-        while not self.closed.is_set():
-            if self.warns.is_set():
-                self.warns.clear()
-                LOG.warning(self._problem())
-            is_due = max(self.idle, self.clock - told_at) >= self.first_warning / 2
-            if is_due and self.process.world > 1:
-                with suppress(OSError):
-                    self._write_beat()
-                    told_at = self.clock
-            self.closed.wait(self.pause)
-
-    def _write_beat(self) -> None:
+    def _report(self) -> None:
+        """Warn while this rank makes no progress, each time after twice the seconds. Write what this rank is doing:
+        from time to time, and often while it makes no progress."""
         path = self._beat_path(self.process.rank)
         partial = path.with_name(path.name + PARTIAL)
-        partial.write_text(json.dumps([self.name, self.marks, self.doing]))
-        os.replace(partial, path)
+        written_at = -math.inf
+        warning = 0.0
+        while not self.closed.wait(self.pause):
+            if self.idle < self.first_warning:
+                warning = self.first_warning
+            elif self.idle >= warning and self.process.is_main:
+                LOG.warning(self._problem())
+                warning = 2 * self.idle
+            is_due = max(self.idle, self.clock - written_at) >= self.first_warning / 2
+            if is_due and self.process.world > 1:
+                with suppress(OSError):
+                    partial.write_text(json.dumps([self.name, self.marks, self.doing]))
+                    os.replace(partial, path)
+                    written_at = self.clock
 
-    def _others(self) -> str:
+    def _describe_other_ranks(self) -> str:
         """Return which ranks do not answer, or else which have made the least progress."""
         if self.process.world == 1:
             return "it is the only rank"
         if self.process.rank not in LISTENERS:
             return "logs/rank0.log may say for which rank it waits"
-        told: dict[int, list[Any]] = {}
-        times: dict[int, float] = {}
-        for rank in range(self.process.world):
-            path = self._beat_path(rank)
-            with suppress(OSError, ValueError):
-                written = path.stat().st_mtime
-                told[rank] = json.loads(path.read_text())
-                times[rank] = written
+        beats: dict[int, list[Any]] = {}
         silent = list[str]()
         behind = list[str]()
-        least = min((marks for _, marks, _ in told.values()), default=0)
         for rank in range(self.process.world):
-            if rank not in times:
+            path = self._beat_path(rank)
+            try:
+                beats[rank] = [path.stat().st_mtime, *json.loads(path.read_text())]
+            except (OSError, ValueError):
                 silent.append(f"rank {rank} has written nothing")
-                continue
-            name, marks, doing = told[rank]
-            seconds = max(times.values()) - times[rank]
+        newest = max((written for written, *_ in beats.values()), default=0.0)
+        least = min((marks for _, _, marks, _ in beats.values()), default=0)
+        for written, name, marks, doing in beats.values():
+            seconds = newest - written
             if seconds > self.first_warning / 2 + 3 * self.pause:  # a rank at work writes every first_warning / 2
                 silent.append(f"{name} has not answered for {seconds:.0f} s (stopped, or its machine is gone)")
             elif marks == least:

@@ -18,7 +18,7 @@ from typing import Any
 
 import transformers
 
-from xscale.errors import NotFinite, UserError, check_arguments, env_number, report_environment_error, run_command
+from xscale.errors import NotFinite, UserError, check_arguments, env_number, report_error, run_command
 from xscale.eval.bootstrap import format_score
 from xscale.eval.finetune.examples import LabelledExample
 from xscale.eval.finetune.tasks import TASKS, AnyTask
@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 3
     except OSError as error:
-        return report_environment_error(error)
+        return report_error(error)
 
 
 if __name__ == "__main__":
