@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
-from xscale.data.link_projection import parse
+from xscale.data.link_projection import parse_pharaoh
 from xscale.data.loader import Loader
-from xscale.data.words import split
+from xscale.data.words import split_words
 from xscale.errors import UserError
 from xscale.models.encoder import HEADS
 from xscale.record import Record
@@ -63,13 +63,13 @@ class AlignLm(Tlm):
             nn.init.zeros_(layer.bias)
 
     def example(self, pair: Record) -> Example:
-        words = [split([text])[0][0] for text in pair.texts]  # links count a sentence's marks too
+        words = [split_words([text])[0][0] for text in pair.texts]  # links count a sentence's marks too
         encoding = self.tokenizer(*words, is_split_into_words=True, truncation=True, max_length=self.max_length)
         tokens_of = defaultdict(list)
         for token, word in enumerate(zip(encoding.sequence_ids(0), encoding.word_ids(0), strict=True)):
             tokens_of[word].append(token)
         links: list[tuple[int, int]] = []
-        for a, b in parse(pair.links or "", (len(words[0]), len(words[1]))):
+        for a, b in parse_pharaoh(pair.links or "", (len(words[0]), len(words[1]))):
             links += product(tokens_of[0, a], tokens_of[1, b])
         return {"input_ids": encoding["input_ids"], "links": links}
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from xscale import files
 from xscale.data.text import read_lines
-from xscale.data.words import split
+from xscale.data.words import split_words
 from xscale.errors import UserError
 
 from .command import run
@@ -100,7 +100,7 @@ def align(pairs: Iterable[Sequence[str]], out: Path, symmetrize: str) -> None:
         pair_count = 0
         with (folder / "src").open("w", encoding="utf-8") as src, (folder / "tgt").open("w", encoding="utf-8") as tgt:
             for first, second in pairs:
-                (first_words, _), (second_words, _) = split([first, second])
+                (first_words, _), (second_words, _) = split_words([first, second])
                 src.write(" ".join(first_words).lower() + "\n")
                 tgt.write(" ".join(second_words).lower() + "\n")
                 pair_count += 1
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     for text, path in texts.items():
         with files.publish(path) as partial, partial.open("w", encoding="utf-8") as file:
             for _, line in read_lines(text):
-                ((words, _),) = split([line])
+                ((words, _),) = split_words([line])
                 file.write(" ".join(words) + "\n")
     print(f"{args.out}: the links are numbers of the words in {' and '.join(map(str, texts.values()))}")
 

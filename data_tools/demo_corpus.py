@@ -15,8 +15,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from xscale import files
-from xscale.data.link_projection import Link, parse, pharaoh
-from xscale.data.words import split
+from xscale.data.link_projection import Link, format_pharaoh, parse_pharaoh
+from xscale.data.words import split_words
 from xscale.errors import UserError
 
 from . import prepare
@@ -114,12 +114,12 @@ def count_with_heldout(pairs: int) -> int:
 def link_whitespace_words(en: str, xx: str, links: str) -> str:
     """Return the links of a pair as numbers of white-space words, as in a TSV. links: numbers of words and symbols of
     data/words.py. Links of symbols are left out. Each symbol is at the end of a white-space word."""
-    (_, en_is_word), (_, xx_is_word) = split([en, xx])
+    (_, en_is_word), (_, xx_is_word) = split_words([en, xx])
     kept = list[Link]()
-    for i, j in parse(links, (len(en_is_word), len(xx_is_word))):
+    for i, j in parse_pharaoh(links, (len(en_is_word), len(xx_is_word))):
         if en_is_word[i]:
             kept.append((int(en_is_word[:i].sum()), int(xx_is_word[:j].sum())))
-    return pharaoh(kept)
+    return format_pharaoh(kept)
 
 
 def write_wiki(world: World, folder: Path, language: str, sentence_count: int) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from xscale import files
-from xscale.data.link_projection import parse
+from xscale.data.link_projection import parse_pharaoh
 from xscale.data.ragged import evenly_spaced
-from xscale.data.shards import Source, directories_below, read_index
-from xscale.data.tokenizer import Tokenizer, unknown_lines
-from xscale.data.words import split
+from xscale.data.shards import Source, list_source_folders, read_index
+from xscale.data.tokenizer import Tokenizer, describe_unknown_tokens
+from xscale.data.words import split_words
 from xscale.errors import UserError
 from xscale.record import Record
 
@@ -34,7 +34,7 @@ SHARDS_SHOWN = 20
 
 def print_lengths(lang: str, texts: list[str]) -> None:
     """Print the number of words of the texts."""
-    counts = [len(words) for words, _ in split(texts)]
+    counts = [len(words) for words, _ in split_words(texts)]
     low, median, high = np.percentile(counts, [5, 50, 95])
     print(f"  {lang}: words a sentence {np.mean(counts):.1f} on average, 5 % {low:.0f}, 50 % {median:.0f}, 95 % "
           f"{high:.0f}, longest {max(counts)} (of {len(texts):,} records)")  # fmt: skip
@@ -46,7 +46,7 @@ def link_statistics(records: list[Record]) -> dict[str, Any]:
     linked_words = np.zeros(2)
     links = symbols = 0
     for record in records:
-        (first, first_is_word), (second, _) = split(list(record.texts))
+        (first, first_is_word), (second, _) = split_words(list(record.texts))
         links_K2 = link_array(record, len(first), len(second))
         words += len(first), len(second)
         linked_words += len(np.unique(links_K2[:, 0])), len(np.unique(links_K2[:, 1]))
@@ -80,7 +80,7 @@ def linked_tokens_per_target(records: list[Record], tokenizer: Tokenizer) -> dic
 
 def link_array(record: Record, first: int, second: int) -> np.ndarray:
     """Return the links of a pair whose texts have `first` and `second` words [K, 2]."""
-    return np.array(parse(record.links or "", (first, second)), dtype=np.int64).reshape(-1, 2)
+    return np.array(parse_pharaoh(record.links or "", (first, second)), dtype=np.int64).reshape(-1, 2)
 
 
 def damage(source: Source, number: int) -> str:
@@ -135,7 +135,7 @@ def describe(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[st
             links["tokens_per_target"] = linked_tokens_per_target(linked, tokenizer)
         for name, value in links.items():
             print(f"  links: {name} {value}")
-    for line in unknown_lines(unknown, tokenizer.hf.name_or_path if tokenizer else ""):
+    for line in describe_unknown_tokens(unknown, tokenizer.hf.name_or_path if tokenizer else ""):
         print(line)
     for number in evenly_spaced(len(records), shown):
         print("  " + records[number].to_json())
@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = Tokenizer(args.tokenizer.absolute()) if args.tokenizer else None
     sources = list[dict[str, Any]]()
     for place in args.directory:
-        below = [] if (place / "index.json").exists() else directories_below(place)
+        below = [] if (place / "index.json").exists() else list_source_folders(place)
         for directory in below or [place]:
             source = Source(directory)
             if args.verify:

@@ -18,12 +18,12 @@ from itertools import compress
 from pathlib import Path
 
 from xscale import files, rng
-from xscale.data.lexicon import pair_of, read_entries, same_word, truecased
-from xscale.data.link_projection import parse
-from xscale.data.sample import texts_of
+from xscale.data.lexicon import languages_in_file_name, normalise_word, read_entries, truecase_entries
+from xscale.data.link_projection import parse_pharaoh
+from xscale.data.sample import sample_texts
 from xscale.data.shards import Source, find_sources
-from xscale.data.truecase import Forms, commonest, count_words
-from xscale.data.words import split
+from xscale.data.truecase import Forms, commonest_spellings, count_words
+from xscale.data.words import split_words
 from xscale.errors import UserError
 from xscale.record import Record
 
@@ -66,13 +66,13 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
 def count_record(counts: LinkCounts, record: Record, is_reversed: bool) -> None:
     """Add the words of a pair, and its links between words, to the counts. is_reversed: the pair's second text is in
     the language of the first column."""
-    (first, first_is_word), (second, second_is_word) = split([text.lower() for text in record.texts])
+    (first, first_is_word), (second, second_is_word) = split_words([text.lower() for text in record.texts])
     first_lang, second_lang = record.langs
     for word in compress(first, first_is_word):
         counts.words[first_lang, word] += 1
     for word in compress(second, second_is_word):
         counts.words[second_lang, word] += 1
-    for i, j in parse(record.links or "", (len(first), len(second))):
+    for i, j in parse_pharaoh(record.links or "", (len(first), len(second))):
         if first_is_word[i] and second_is_word[j]:
             entry = (second[j], first[i]) if is_reversed else (first[i], second[j])
             counts.links[entry] += 1
@@ -93,20 +93,20 @@ def commonest_forms(sources: list[Source], langs: tuple[str, str]) -> dict[str, 
     """Return each language's commonest spelling of each word. Raises UserError if a language has no text."""
     forms = {}
     for language in langs:
-        counts = count_words(texts_of(language, sources, most=sys.maxsize))
+        counts = count_words(sample_texts(language, sources, most=sys.maxsize))
         if not counts:
             raise UserError(f"--truecase has no text in {language}; add shards that have some")
-        forms[language] = commonest(counts)
+        forms[language] = commonest_spellings(counts)
     return forms
 
 
 def sample_entries(entries: list[Entry], share: float, seed: int) -> list[Entry]:
     """Return the entries of a share of the words of the first language, in their order. Of n words, the round(share *
     n) with the smallest hashes are chosen. Spellings that differ only in case are one word."""
-    distinct = {same_word(word) for word, _ in entries}
+    distinct = {normalise_word(word) for word, _ in entries}
     by_hash = sorted(distinct, key=lambda word: int(rng.key(seed, "lexicon", word)))
     chosen = set(by_hash[: round(share * len(by_hash))])
-    return [entry for entry in entries if same_word(entry[0]) in chosen]
+    return [entry for entry in entries if normalise_word(entry[0]) in chosen]
 
 
 def write_entries(entries: list[Entry], out: Path) -> None:
@@ -149,7 +149,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     sources = find_sources(args.from_links) if args.from_links else []
-    langs = pair_of(args.out, {language for source in sources for language in source.langs})
+    langs = languages_in_file_name(args.out, {language for source in sources for language in source.langs})
     if args.out.exists():
         raise UserError(f"{args.out} exists; choose another --out or remove it")
     files.check_writable(args.out)
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         entries = []
         for path in args.dict:
-            if pair_of(path, langs) != langs:
+            if languages_in_file_name(path, langs) != langs:
                 raise UserError(
                     f"{path} names other columns than --out, {' '.join(langs)}; swap its columns, as by awk, or name "
                     f"--out after it"
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
             entries += read_entries(path)
     report = [f"{len(entries):,} entries"]
     if args.truecase:
-        entries, changed = truecased(entries, langs, commonest_forms(find_sources(args.truecase), langs))
+        entries, changed = truecase_entries(entries, langs, commonest_forms(find_sources(args.truecase), langs))
         report.append(f"{changed:,} changed to their spelling in the text")
     entries = list(dict.fromkeys(entries))
     report.append(f"{len(entries):,} distinct")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files
-from xscale.data.lexicon import pair_of, read_entries
+from xscale.data.lexicon import languages_in_file_name, read_entries
 from xscale.errors import UserError
 
 from . import align, prepare_report, steps
@@ -57,7 +57,7 @@ def check_lexicons(corpus: Corpus) -> None:
     """Raise UserError unless training can read each dictionary and recognise its languages by its name."""
     names = Counter(Path(name).name for name in corpus.lexicons)
     for path in map(Path, corpus.lexicons):
-        for lang in pair_of(path, corpus.languages):
+        for lang in languages_in_file_name(path, corpus.languages):
             if lang not in corpus.languages:
                 raise UserError(f"lexicons: {path}: no source has text in {lang}; add one, or leave the dictionary out")
         if path.suffix != ".txt" or names[path.name] > 1:

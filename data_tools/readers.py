@@ -14,10 +14,10 @@ from itertools import chain, count, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xscale.data.scripts import names_of
+from xscale.data.scripts import find_spellings
 from xscale.data.shards import Source
 from xscale.data.text import read_blocks, read_lines
-from xscale.data.words import split
+from xscale.data.words import split_words
 from xscale.errors import UserError, can_be_encoded
 from xscale.files import pointer_problem
 from xscale.record import Record, parse_json
@@ -302,7 +302,7 @@ def fitting_names(langs: tuple[str, ...], names: Iterable[str]) -> list[str]:
     """Return for each language the one of `names` that means it, such as de-DE or deu_Latn for de, if there is one."""
     fitting = list[str]()
     for lang in langs:
-        fitting += islice(names_of(lang, names), 1)
+        fitting += islice(find_spellings(lang, names), 1)
     return fitting
 
 
@@ -414,7 +414,7 @@ def shard_units(source: SourceSpec) -> Iterator[Unit]:
         texts = list(record.texts)
         linked = None
         if record.links is not None and counts_words:
-            linked = [" ".join(words) for words, _ in split(texts)]
+            linked = [" ".join(words) for words, _ in split_words(texts)]
         yield Unit(number, texts, record.links, linked)
 
 

@@ -29,7 +29,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xscale import files
-from xscale.data.lexicon import differing_entries, load_lexicon, pair_of, read_entries, truecased
+from xscale.data.lexicon import (
+    differing_entries,
+    languages_in_file_name,
+    load_lexicon,
+    read_entries,
+    truecase_entries,
+)
 from xscale.data.link_projection import project_links
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
@@ -520,9 +526,9 @@ def respell_lexicon(folder: Path, number: int) -> None:
     entries the tokenizer can use."""
     corpus = read_plan(folder).corpus
     path = Path(corpus.lexicons[number])
-    langs = pair_of(path, corpus.languages)
+    langs = languages_in_file_name(path, corpus.languages)
     sources = [Source(path.parent) for path in folder.glob("result/shards/*/index.json")]
-    entries, _ = truecased(read_entries(path), langs, commonest_forms(sources, langs))
+    entries, _ = truecase_entries(read_entries(path), langs, commonest_forms(sources, langs))
     out = folder / "result/lexicon" / path.name
     with replacing(out) as partial:
         write_entries(entries, partial)

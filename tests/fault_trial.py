@@ -170,7 +170,7 @@ class Trial:
             filler.unlink(missing_ok=True)
 
     def flipped_byte(self) -> None:
-        found = checkpoints.complete_steps(self.out / "checkpoints")
+        found = checkpoints.list_checkpoints(self.out / "checkpoints")
         if len(found) < 2:
             return self.kill_all()
         files = sorted(path for path in found[-1].iterdir() if path.suffix == ".pt")
@@ -213,7 +213,7 @@ class Trial:
             with path.open("r+b") as file:
                 file.write(kept)
         said = self.tail()[before:]
-        assert "is damaged, its checksum differs" in said or "done:" in said, said
+        assert "is damaged: its checksum differs" in said or "done:" in said, said
 
     KINDS = (
         (kill_rank, 8), (kill_worker, 8), (kill_all, 6), (stop_rank, 3), (preempt, 8), (full_disk, 5),

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from xscale.data.calibrate import calibrate
-from xscale.data.corpus import identity_of
+from xscale.data.corpus import run_identity
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.stream_batch import StreamBatch
@@ -147,7 +147,7 @@ def open_run(recipe_name: str, sets: list[str], data: Sequence[Path | str]) -> L
 
 
 def identity(loader: Loader) -> dict[str, Any]:
-    return identity_of(loader.recipe, loader.corpus)
+    return run_identity(loader.recipe, loader.corpus)
 
 
 def module(loader: Loader) -> StepModule:

@@ -169,7 +169,7 @@ def test_tables_of_datasets(tmp_path, write_pairs, refused) -> None:
             lambda path=path: write_pairs(tmp_path / "plain", path, tmp_path / "out"),
         ):
             message = refused(tool)
-            assert message.startswith(str(path)) and "data_tools.prepare" in message and "\n" not in message
+            assert message.startswith(str(path)) and "xscale data prepare" in message and "\n" not in message
             assert named[path] in message
     assert refused(mono("--text", arrow, "--out", tmp_path / "out")).startswith(str(arrow))
     assert not list(tmp_path.glob("out*"))
@@ -404,7 +404,7 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
     ("members", "problem"),
     [
         ([*A, *A, *B], "record 0: a.en.txt occurs twice in one sample"),
-        ([A[0], *B], "record 1: sample 'b' has texts in en, cs, the samples before in en: .* --langs"),
+        ([A[0], *B], "record 1: sample 'b' has texts in en, cs, but the samples before in en: .* --langs"),
         ([A[0], ("a.cs.txt", None), *B], "record 0: member a.cs.txt is a link or a device"),
         ([*A, ("a.links.txt", b"0-0 5-0"), *B], "record 0: link '5-0' does not fit a pair of 1 and 1 words"),
         ([("a.json", b'{"langs": ["en"], "texts": ["x"]}')] * 2, "record 0: a.json occurs twice"),

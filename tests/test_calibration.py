@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests import launch
 from tests.launch import open_run
 from xscale.checkpoint.store import Checkpoint
-from xscale.data.calibrate import bytes_to_tokens, estimate, fit_line, similar_samples
+from xscale.data.calibrate import estimate, fit_line, fit_tokens_to_bytes, group_similar_samples
 from xscale.data.calibration import Calibration, Estimate
 from xscale.data.loader import Loader
 from xscale.data.mixture import Mixture, initial_state
@@ -83,7 +83,7 @@ def test_records_of_all_shards_tell_a_source_s_line(tokenizer) -> None:
             return np.array([60 + 2 * self.words(shard, record) for record in records.tolist()])
 
     source: Any = Source()
-    assert bytes_to_tokens(source, tokenizer) == pytest.approx((0.5, 0.5 * -60 + 3), abs=0.01)
+    assert fit_tokens_to_bytes(source, tokenizer) == pytest.approx((0.5, 0.5 * -60 + 3), abs=0.01)
 
 
 # 2. Streams
@@ -91,7 +91,7 @@ def test_records_of_all_shards_tell_a_source_s_line(tokenizer) -> None:
 
 def read(estimated_tokens: np.ndarray, true: np.ndarray, max_length: int = MAX_LENGTH) -> Estimate:
     """What `calibrate` makes of samples that have `true` tokens, in one sequence each unless they have none."""
-    groups = similar_samples(estimated_tokens, max_length)
+    groups = group_similar_samples(estimated_tokens, max_length)
     tokens = np.array([true[group].sum() for group in groups])
     return estimate(estimated_tokens, groups, tokens, max_length)
 
@@ -137,7 +137,7 @@ def test_it_is_kept_as_json(loader) -> None:
     assert Calibration.from_dict(kept, len(made.corpus.sources), list(made.recipe.streams)) == found
     # At a resume it is not measured again: other dropped pairs in the same data would cut other rows.
     nobody: Any = None
-    checkpoint = Checkpoint(Path(), {"calibration": kept, "identity": launch.identity(made)})
+    checkpoint = Checkpoint(Path(), 1, 1, launch.identity(made), {}, kept, {}, {})
     assert resume_calibration(made.recipe, made.corpus, checkpoint, nobody) == found
 
 

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from data_tools.demo_world import NAMES, WRITTEN, World, in_yy
-from xscale.data.words import split
+from xscale.data.words import split_words
 
 PUNCTUATION = {".", ",", "?"}
 NAMES_OF_BOTH = set(NAMES.split())
@@ -35,7 +35,7 @@ def read(en: str, other: str, links: str) -> Pair:
 
 
 def words_of(text: str) -> list[str]:
-    first, *rest = split([text])[0][0]
+    first, *rest = split_words([text])[0][0]
     return [first if is_name(first) else first[0].lower() + first[1:], *rest]
 
 
@@ -76,7 +76,7 @@ def test_another_script() -> None:
         _, xx, links = read(*world().pair(index))
         en, text, pharaoh = world().pair(index, "yy")
         assert en == world().pair(index)[0] and " " not in text
-        characters, ends = split([text])[0][0], []
+        characters, ends = split_words([text])[0][0], []
         assert characters == list(text)
         for word in xx:
             ends.append((ends[-1] if ends else 0) + len(in_yy(word)))

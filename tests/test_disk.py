@@ -161,9 +161,9 @@ def test_latest_names_a_whole_checkpoint_at_any_moment(tmp_path: Path, monkeypat
 
     def look() -> None:
         latest = (folder / "latest").read_text() if (folder / "latest").exists() else None
-        complete = [path.name for path in store.complete_steps(folder)]
+        complete = [path.name for path in store.list_checkpoints(folder)]
         assert latest is None or latest in complete, (latest, complete)
-        for path in store.complete_steps(folder):
+        for path in store.list_checkpoints(folder):
             assert store.find_damage(path, HostGroup()) is None
         seen.append((latest, complete))
 
@@ -233,7 +233,7 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps_saved(out: Path) -> list[int]:
-    return [int(path.name[5:]) for path in store.complete_steps(out / "checkpoints")]
+    return [int(path.name[5:]) for path in store.list_checkpoints(out / "checkpoints")]
 
 
 @pytest.mark.slow
@@ -260,7 +260,7 @@ def test_a_save_writes_what_deepspeeds_own_writes(runs: Path) -> None:
     """Byte for byte in two runs, and tensor for tensor."""
     for step in (2, 8, 10):
         path = f"checkpoints/step_{step:08d}"
-        files = [store.read_checkpoint(runs / run / path).manifest["files"] for run in ("whole", "disturbed")]
+        files = [store.read_checkpoint(runs / run / path).files for run in ("whole", "disturbed")]
         assert files[0] == files[1] and {store.AUXILIARY_STATES, "hf/config.json"} < files[0].keys()
         own = launch.checkpoint_tensors(runs / "own" / str(step))
         ours = launch.checkpoint_tensors(runs / "disturbed" / path)

@@ -337,14 +337,17 @@ def test_a_resume_with_another_optimizer_is_refused() -> None:
         return resolve_ds_config(config, Path("X.json"), recipe(), 2, GPU)
 
     fp16 = {"enabled": True, "loss_scale_window": 500}
-    saved = json.loads(json.dumps({"step": 5, "world_size": 2, "engine": engine({"torch_adam": True}).saved()}))
-    checkpoint = Checkpoint(Path("step_5"), saved)
+
+    def saved(config: Any) -> Checkpoint:
+        return Checkpoint(Path("step_5"), 5, 2, {}, {}, {}, json.loads(json.dumps(config.saved())), {})
+
+    checkpoint = saved(engine({"torch_adam": True}))
     check_engine(checkpoint, engine({"torch_adam": True, "fused": False, "lr": "auto"}))
     with pytest.raises(UserError, match=r"scheduler: was None, is now WarmupLR"):
         check_engine(checkpoint, engine({"torch_adam": True}, scheduler={"type": "WarmupLR"}))
     with pytest.raises(UserError, match=r"optimizer.params.betas: was \[0.9, 0.999\], is now \[0.9, 0.98\]"):
         check_engine(checkpoint, engine({"torch_adam": True, "betas": [0.9, 0.98]}))
-    checkpoint = Checkpoint(Path("step_5"), saved | {"engine": engine({}, fp16=fp16).saved()})
+    checkpoint = saved(engine({}, fp16=fp16))
     check_engine(checkpoint, engine({}, fp16=fp16))
     with pytest.raises(UserError, match=r"fp16.loss_scale_window: was 500, is now 100"):
         check_engine(checkpoint, engine({}, fp16=fp16 | {"loss_scale_window": 100}))

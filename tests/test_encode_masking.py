@@ -19,10 +19,10 @@ from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
 from tests.plain import originals, sequences_of
 from tests.streams import make_dataset, make_mixture
-from xscale.data.calibrate import bytes_to_tokens
+from xscale.data.calibrate import fit_tokens_to_bytes
 from xscale.data.calibration import Calibration
 from xscale.data.ragged import indices_within
-from xscale.data.sequences import Example, Sequences, fit_pairs, join_segments, pack_sentences
+from xscale.data.sequences import Example, Sequences, fit_pairs, join_segments, join_sentences
 from xscale.data.shards import find_sources
 from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, StreamBatch, mask_tokens
@@ -195,7 +195,7 @@ def test_running_text(sizes: list[tuple[int, bool]], max_length: int) -> None:
     """By properties: each token once and in order, documents apart, what fits together, cuts between words."""
     sample = [sentence(n, length, follows and n > 0) for n, (length, follows) in enumerate(sizes)]
     document = list(itertools.accumulate((not e.follows for e in sample), initial=0))[1:]
-    texts, room = pack_sentences(sample, max_length), max_length - 2
+    texts, room = join_sentences(sample, max_length), max_length - 2
     assert [token for text in texts for token in text.ids[0]] == [token for e in sample for token in e.ids[0]]
     assert all(1 <= len(text.ids[0]) <= room for text in texts)
     assert all(len({document[token // 1000] for token in text.ids[0]}) == 1 for text in texts), "documents share a text"
@@ -225,7 +225,7 @@ def test_running_text(sizes: list[tuple[int, bool]], max_length: int) -> None:
 
 
 def test_a_text_that_is_one_word_is_cut_anywhere() -> None:
-    texts = pack_sentences([Example(("en",), (list(range(100)),), None, np.uint64(7))], 42)
+    texts = join_sentences([Example(("en",), (list(range(100)),), None, np.uint64(7))], 42)
     assert [len(text.ids[0]) for text in texts] == [40, 40, 20] and texts[0].identity == 7
 
 
@@ -234,7 +234,10 @@ def test_where_words_begin() -> None:
     of_token, tokens, words = [0, 1, 2, 2, -1, -1, 4, 4], [0, 1, 2, 3, 3, 6, 7], [0, 1, 2, 2, 3, 4, 4]
     found = TokenWords(*map(np.array, (of_token, tokens, words, [True] * 5)))
     assert found.borders() == [1, 2, 4, 5, 6]
-    assert found.cut(6, 3).of_token.tolist() == [2, -1, -1] and found.cut(6, 3).words.tolist() == [2, 3]
+    assert found.select_tokens(3, 6).of_token.tolist() == [2, -1, -1] and found.select_tokens(3, 6).words.tolist() == [
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
@@ -372,7 +375,7 @@ def test_masks_do_not_depend_on_the_batch(tokenizer, pairs) -> None:
 def places_masked(demo: Path, tokenizer: Tokenizer, steps: int, seed: int = 3) -> dict[str, list[list[int]]]:
     """Pair -> its masked places, each time that it is drawn in the first steps."""
     sources = find_sources([demo])
-    calibration = Calibration([bytes_to_tokens(source, tokenizer) for source in sources], {})
+    calibration = Calibration([fit_tokens_to_bytes(source, tokenizer) for source in sources], {})
     stream = Stream("tlm", tlm.OBJECTIVE, tlm.TlmOptions(whole_word=True, shuffle_sides=True), (3,), 25)
     dataset = make_dataset(sources, [stream], context(tokenizer, 64), seed)
     arguments: Any = {"seed": seed, "alpha": 0.7, "max_length": 64, "max_tokens": 4096, "rank": 0, "world": 1}

@@ -20,7 +20,7 @@ import torch
 from tests import launch
 from tests.test_training import wait_for
 from xscale.checkpoint import store as checkpoints
-from xscale.data.corpus import identity_of
+from xscale.data.corpus import run_identity
 from xscale.data.mixture import initial_state
 from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 from xscale.data.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ def test_a_damaged_idx_is_seen_before_any_record_is_read(
     idx = next((tmp_path / "mono").glob("*.idx"))
     idx.write_bytes(damaged(np.fromfile(idx, dtype=IDX_DTYPE)))
     for look in (lambda source: source.read(0, 4), lambda source: source.lengths_and_continuations(0, slice(None))[1]):
-        with pytest.raises(UserError, match=rf"{idx.name} is damaged, .*data_tools\.index"):
+        with pytest.raises(UserError, match=rf"{idx.name} is damaged, .*xscale data index"):
             look(Source(tmp_path / "mono"))
 
 
@@ -118,7 +118,7 @@ def test_other_special_tokens_are_another_run(demo: Path, tmp_path: Path) -> Non
     changed = Tokenizer(tmp_path / "tokenizer")
     assert changed.fingerprint == same.fingerprint and changed.mask_id != same.mask_id
     was, now = (
-        identity_of(*resolve_run("tlm", [f"model.tokenizer={directory}"], [demo / "pairs"]))
+        run_identity(*resolve_run("tlm", [f"model.tokenizer={directory}"], [demo / "pairs"]))
         for directory in (demo / "tokenizer", path.parent)
     )
     with pytest.raises(UserError, match=rf"special_tokens\.mask: was {same.mask_id}, is now {changed.mask_id}"):
@@ -208,7 +208,7 @@ def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
 def test_a_manifest_that_is_not_sound_is_passed_over(run: Path, changes: dict[str, Any]) -> None:
     seal(run / "checkpoints/step_00000008", 8, changes)
     said: list[str] = []
-    found = checkpoints.newest_valid(run / "checkpoints", HostGroup(), said.append)
+    found = checkpoints.find_newest_valid(run / "checkpoints", HostGroup(), said.append)
     assert found is not None and found.step == 4
     assert len(said) == 1 and "step_00000008" in said[0] and "trying the one before" in said[0]
 
@@ -285,7 +285,7 @@ def test_a_run_that_is_not_finite_stops(demo: Path, tmp_path: Path) -> None:
     code, output = launch.try_run(1, [*run, "train.lr=1.0e+37"])
     assert "not finite" in output and "the newest good checkpoint is of step" in output, output[-3000:]
     assert "exitcode  : 3" in output or code == 3, output[-3000:]
-    kept = checkpoints.complete_steps(out / "checkpoints")
+    kept = checkpoints.list_checkpoints(out / "checkpoints")
     last = launch.metrics(out)[-1]["step"]
     assert kept[-1].name == f"step_{last - 1:08d}" and last < 30, "the save under way is lost"
     assert f"the newest good checkpoint is of step {last - 1}," in output
@@ -307,7 +307,7 @@ def test_ranks_end_with_their_launcher(demo: Path, tmp_path: Path) -> None:
     for rank in alive:
         rank.kill()
     assert not alive and "its launcher is gone" in (out / "run.log").read_text()
-    assert checkpoints.complete_steps(out / "checkpoints")[-1].name != "step_00000000"
+    assert checkpoints.list_checkpoints(out / "checkpoints")[-1].name != "step_00000000"
 
 
 @pytest.mark.slow
@@ -334,12 +334,12 @@ def test_one_rank_cannot_read_its_records(demo: Path, tmp_path: Path) -> None:
             path.write_bytes(undamaged)
     code, output = launch.try_run(2, run)
     assert code and json.loads((tmp_path / "out/status.json").read_text())["code"] == 2, output
-    assert f"record {number} " in output and "is damaged, its checksum differs" in output, output
+    assert f"record {number} " in output and "is damaged: its checksum differs" in output, output
     assert path.name in output and "--verify" in output
     assert "EnforceNotMet" not in output and "Traceback (most recent call last)" not in output.split("torch/dist")[0]
     steps = [
         found.step
-        for found in map(checkpoints.read_checkpoint, checkpoints.complete_steps(tmp_path / "out/checkpoints"))
+        for found in map(checkpoints.read_checkpoint, checkpoints.list_checkpoints(tmp_path / "out/checkpoints"))
     ]
     assert steps == [0, 1, 2, 3, 4] and [entry["step"] for entry in launch.metrics(tmp_path / "out")] == [1, 2, 3, 4]
 
@@ -397,5 +397,7 @@ def test_a_run_whose_folder_another_has_ends(demo: Path, tmp_path: Path) -> None
     assert sorted(step for step, _ in launch.trace(out)) == list(range(1, 21))
     assert json.loads((out / "status.json").read_text())["status"] == "done"
     assert [path.name for path in sorted((out / "trace").iterdir())] == ["rank0.jsonl"]
-    steps = [found.step for found in map(checkpoints.read_checkpoint, checkpoints.complete_steps(out / "checkpoints"))]
+    steps = [
+        found.step for found in map(checkpoints.read_checkpoint, checkpoints.list_checkpoints(out / "checkpoints"))
+    ]
     assert steps == [0, 20]

@@ -182,9 +182,9 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
     parent = Loader(recipe, corpus, replace(measured, lines=lines))
     head, state = draw(parent, initial_state(parent.streams), 5)
     alone, _ = draw(parent, state, 40)
-    manifest = {"identity": launch.identity(parent), "state": state, "step": 5}
-    manifest["calibration"] = parent.calibration.to_dict()
-    checkpoint = checkpoints.Checkpoint(Path("step_00000005"), json.loads(json.dumps(manifest)))
+    manifest = {"identity": launch.identity(parent), "state": state, "calibration": parent.calibration.to_dict()}
+    saved = json.loads(json.dumps(manifest))
+    checkpoint = checkpoints.Checkpoint(Path("step_00000005"), 5, 1, **saved, engine={}, files={})
 
     fork = resolved("mono_xx", "pairs", "mono_en")
     begun = resume.with_corpus_positions(checkpoint, *fork)

@@ -9,7 +9,7 @@ import pytest
 
 from data_tools import write_shards
 from tests.launch import open_run
-from xscale.data.lexicon import cut_pair, pair_of
+from xscale.data.lexicon import languages_in_file_name, split_pair_name
 from xscale.data.mixture import initial_state, source_weights
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
@@ -49,7 +49,8 @@ def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
     names = {spec.name: sorted(loader.corpus.sources[s].name for s in spec.sources) for spec in loader.streams}
     assert names == {"mlm": ["zh-CN"], "tlm": ["en-zh-CN", "en-zh-Hant", "zh-CN-pt-BR"]}
     tlm = next(spec for spec in loader.streams if spec.name == "tlm")
-    weights = dict(zip(tlm.sources, source_weights([loader.corpus.sources[s] for s in tlm.sources], 0.7), strict=True))
+    read = [loader.corpus.sources[source] for source in tlm.sources]
+    weights = dict(zip(tlm.sources, source_weights(read, 0.7, [source.records for source in read]), strict=True))
     total = sum(n**0.7 for n in PAIRS.values())
     assert {loader.corpus.sources[s].langs: p for s, p in weights.items()} == pytest.approx(
         {langs: n**0.7 / total for langs, n in PAIRS.items()}
@@ -95,10 +96,10 @@ def test_dictionaries_of_such_languages(data: Path) -> None:
     ],
 )
 def test_a_joined_name_is_cut_where_languages_meet(name: str, languages: tuple[str, ...], found: object) -> None:
-    assert cut_pair(name, languages) == found
+    assert split_pair_name(name, languages) == found
     if found is None:
         with pytest.raises(UserError, match=rf"{name}\.txt: .*en-de\.txt.*en-zh-CN\.txt"):
-            pair_of(Path(f"{name}.txt"), languages)
+            languages_in_file_name(Path(f"{name}.txt"), languages)
 
 
 @pytest.mark.parametrize("name", ["zh CN", "-en", "en-", "a--b", "zh/CN", ""])

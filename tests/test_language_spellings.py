@@ -11,11 +11,11 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from data_tools.index import build_index
-from xscale.data.lexicon import pair_of
-from xscale.data.scripts import names_of, one_name_each, same_language, short_code
+from xscale.data.lexicon import languages_in_file_name
+from xscale.data.scripts import choose_language_names, find_spellings, same_language, short_code
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
-from xscale.data.stream import matches_languages, share_names
+from xscale.data.stream import matches_languages, unify_language_names
 from xscale.errors import UserError
 from xscale.models.build import _resize_language_rows
 from xscale.objectives.contextual import _anchor_side
@@ -73,16 +73,16 @@ def test_other_languages_have_their_own_code(name: str) -> None:
 def test_names_that_say_a_variant_are_other_languages_than_those_that_say_another() -> None:
     apart = [("zh-Hans", "zh-Hant"), ("zh_CN", "zh-TW"), ("pt-BR", "pt-PT"), ("pes", "prs"), ("sr_Latn", "sr_Cyrl")]
     assert not any(same_language(a, b) for a, b in apart)
-    assert names_of("zh", ["en", "zh-Hans", "zh-Hant"]) == ["zh-Hans", "zh-Hant"]
-    assert names_of("zho_Hant", ["en", "zh-Hans", "zh-TW"]) == ["zh-TW"]
-    assert names_of("de", ["de", "deu"]) == ["de"]
+    assert find_spellings("zh", ["en", "zh-Hans", "zh-Hant"]) == ["zh-Hans", "zh-Hant"]
+    assert find_spellings("zho_Hant", ["en", "zh-Hans", "zh-TW"]) == ["zh-TW"]
+    assert find_spellings("de", ["de", "deu"]) == ["de"]
 
 
 def test_a_language_gets_one_name() -> None:
-    assert one_name_each(["deu_Latn", "de", "eng"]) == {"de": "de", "deu_Latn": "de", "eng": "eng"}
-    assert one_name_each(["de"], preferred=["deu_Latn"]) == {"deu_Latn": "deu_Latn", "de": "deu_Latn"}
+    assert choose_language_names(["deu_Latn", "de", "eng"]) == {"de": "de", "deu_Latn": "de", "eng": "eng"}
+    assert choose_language_names(["de"], preferred=["deu_Latn"]) == {"deu_Latn": "deu_Latn", "de": "deu_Latn"}
     apart = ["zh", "zh-Hans", "zh-Hant"]
-    assert one_name_each(apart) == {name: name for name in apart}
+    assert choose_language_names(apart) == {name: name for name in apart}
 
 
 # Every place of xscale that compares languages
@@ -99,7 +99,7 @@ def test_recipes_dictionaries_and_anchors_know_every_spelling(code: str, name: s
         assert matches_languages([f"{asked}-xx"], ("xx", written)) and matches_languages(["xx", asked], (written, "xx"))
         assert not matches_languages(["yy"], (written,)) and not matches_languages([f"{asked}-yy"], (written, "xx"))
         assert not matches_languages([f"{asked}-xx"], (written,))
-        assert pair_of(Path(f"{asked}-xx.txt"), ["xx", written, "yy"]) == (written, "xx")
+        assert languages_in_file_name(Path(f"{asked}-xx.txt"), ["xx", written, "yy"]) == (written, "xx")
         pair = Example(("xx", written), ([1], [2]), None, np.uint64(0))
         assert _anchor_side(pair, asked) == 1
         lm = BertForMaskedLM(BertConfig(**TINY))
@@ -140,10 +140,10 @@ def test_sources_in_several_spellings_are_one_language(demo: Path, tmp_path: Pat
     assert [lexicon.name for lexicon in corpus.measured] == ["en-de"]
     assert {corpus.sources[s].read(0, 3).langs for s in range(3)} == {("de",), ("en",), ("en", "de")}
     notes = [line for line in start_notes(recipe, corpus) if "deu_Latn" in line]
-    assert notes == ["de, deu_Latn of --data are one language, which is called de here"]
+    assert notes == ["de, deu_Latn of --data are one language, which this run calls de"]
 
 
 def test_a_pair_of_one_language_is_refused(tmp_path: Path) -> None:
     write_source(tmp_path / "pairs", [{"key": "1", "langs": ["de", "deu_Latn"], "texts": ["a", "b"]}])
     with pytest.raises(UserError, match=r"pairs: de and deu_Latn are names of one language.*--langs"):
-        share_names(find_sources([tmp_path / "pairs"]))
+        unify_language_names(find_sources([tmp_path / "pairs"]))

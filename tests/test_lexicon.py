@@ -29,10 +29,11 @@ from xscale.data.lexicon import (
     find_lexicon_paths,
     is_withheld,
     load_lexicon,
+    normalise_word,
     read_entries,
-    same_word,
     synonyms,
-    truecased,
+    truecase_entries,
+    without_withheld,
 )
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
@@ -98,7 +99,7 @@ def test_a_large_dictionary_is_read_once(dictionary, tokenizer: Tokenizer, monke
         tuple(encode(["dog"])[0])
     }
     assert asked[0] == ["dog"] and sum(map(len, asked)) == 1 + 20_200 and max(map(len, asked)) <= 10_000
-    assert lexicon.without_withheld(0.3) is lexicon.without_withheld(0.3)
+    assert without_withheld(lexicon, 0.3) is without_withheld(lexicon, 0.3)
 
 
 def test_the_fingerprint_is_of_the_content(demo: Path, dictionary, tokenizer: Tokenizer) -> None:
@@ -116,8 +117,8 @@ def test_the_fingerprint_is_of_the_content(demo: Path, dictionary, tokenizer: To
         (["dog b", "cat"], "line 2: 'cat'"),
         (["dog b", "", "cat b c"], "line 3: 'cat b c'"),
         (["two words\tb", "a\t"], "line 2: "),
-        ([""], "holds no entry"),
-        (["日 本"], "knows no entry"),
+        ([""], "has no entry"),
+        (["日 本"], "every entry of the dictionary has unknown tokens"),
     ],
 )
 def test_a_malformed_file_names_its_line(lines: list[str], message: str, dictionary, tokenizer) -> None:
@@ -263,9 +264,11 @@ def both_ways(pairs: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
 @given(st.text(min_size=1, max_size=8))
 def test_spellings_of_a_word_are_withheld_together(word: str) -> None:
     spellings = {word, word.upper(), word.casefold(), unicodedata.normalize("NFD", word)}
-    if len({same_word(spelling) for spelling in spellings}) == 1:
+    if len({normalise_word(spelling) for spelling in spellings}) == 1:
         assert len({is_withheld(spelling, 0.5) for spelling in spellings}) == 1
-    assert same_word("Straße") == same_word("STRASSE") and same_word("Été") == same_word("e\u0301te\u0301")
+    assert normalise_word("Straße") == normalise_word("STRASSE") and normalise_word("Été") == normalise_word(
+        "e\u0301te\u0301"
+    )
     assert not is_withheld(word, 0.0) and is_withheld(word, 1.0)
 
 
@@ -343,13 +346,13 @@ def test_words_are_spelled_as_the_text_mostly_does(tmp_path: Path, dictionary) -
     for source in cased_shards(tmp_path):
         texts = [source.read(*place).texts[0] for place in source.places(np.arange(source.records))]
         (lang,) = source.langs
-        forms[lang] = truecase.commonest(truecase.count_words([texts]))
+        forms[lang] = truecase.commonest_spellings(truecase.count_words([texts]))
         seen: dict[str, Counter] = {}
         for word in re.findall(r"\w+|[^\w\s]", "\n".join(texts)):
             seen.setdefault(word.lower(), Counter())[word] += 1
         assert forms[lang] == {key: max(of, key=lambda word: (of[word], word)) for key, of in seen.items()}
     path = dictionary("de/en-de.txt", *ENTRIES_GIVEN)
-    words, changed = truecased(read_entries(path), ("en", "de"), forms)
+    words, changed = truecase_entries(read_entries(path), ("en", "de"), forms)
     assert [" ".join(entry) for entry in words] == AS_SPELLED and changed == 3
 
 
@@ -425,7 +428,7 @@ def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, out: str)
 @pytest.mark.parametrize(
     ("out", "options", "message"),
     [
-        ("dictionary.txt", [], "file name says its languages"),
+        ("dictionary.txt", [], "languages of the dictionary are unclear"),
         ("en-fr.txt", [], "en-de.*than --out, en fr"),
         ("en-de.txt", [], "exists"),
         ("de-en.txt", ["--share", "0"], "--share 0"),
@@ -583,7 +586,7 @@ def test_real_dictionaries_meet_their_text(real: Path, tmp_path: Path) -> None:
         argv = ["mono", "--text", str(real / f"mono/wiki_{lang}"), "--lang", lang]
         write_shards.main([*argv, "--out", str(tmp_path / f"wiki_{lang}")])
         (source,) = find_sources([tmp_path / f"wiki_{lang}"])
-        seen[lang] = set(truecase.count_words(sample.texts_of(lang, [source], most=10**9)))
+        seen[lang] = set(truecase.count_words(sample.sample_texts(lang, [source], most=10**9)))
     tokenizers.main(["--data", str(tmp_path), "--out", str(tmp_path / "tokenizer"), "--max_records", "20000"])
     muse = real / "lexicon/muse/en-de.txt.xz"
     spelled = tmp_path / "en-de.txt"

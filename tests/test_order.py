@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from xscale import rng
 from xscale.data import order as order_module
-from xscale.data.order import EpochOrder, TextPacking, arrange, fill, runs
+from xscale.data.order import EpochOrder, TextPacking, arrange, divide_into_runs, pack_into_bins
 from xscale.data.shards import OPEN_FILES
 
 SEED = np.uint64(1234567)
@@ -117,15 +117,12 @@ def test_any_splitting_gives_the_same_order(counts: list[int], window: int, data
 def test_a_shard_lies_in_one_window(counts: list[int], window: int, epoch: int) -> None:
     order = EpochOrder(np.array(counts), SEED, epoch, window)
     whole = places(counts, epoch=epoch, window=window)
-    bounds = [order.window_at(position) for position in range(len(whole))]
-    windows_of = {shard: {bounds[i][0] for i, (s, _) in enumerate(whole) if s == shard} for shard in range(len(counts))}
+    window_of = [order.window_at(position) for position in range(len(whole))]
+    windows_of = {shard: {window_of[i] for i, (s, _) in enumerate(whole) if s == shard} for shard in range(len(counts))}
     assert all(len(found) == 1 for found in windows_of.values())
-    # Windows tile the epoch in order; as many as the records fill, and their numbers of shards differ by one at most.
-    tiles = sorted(set(bounds))
-    assert [tile[0] for tile in tiles] == list(range(len(tiles)))
-    assert [tile[1] for tile in tiles] == [0, *(tile[2] for tile in tiles[:-1])] and tiles[-1][2] == len(whole)
-    assert all(start <= i < end for i, (_, start, end) in enumerate(bounds))
-    assert len(tiles) == min(max(sum(counts) // window, 1), len(counts))
+    # Windows follow one another; as many as the records fill, and their numbers of shards differ by one at most.
+    assert window_of == sorted(window_of)
+    assert set(window_of) == set(range(min(max(sum(counts) // window, 1), len(counts))))
     shards = Counter(next(iter(found)) for found in windows_of.values())
     assert max(shards.values()) - min(shards.values()) <= 1
 
@@ -135,8 +132,8 @@ def test_a_window_has_no_more_shards_than_stay_open() -> None:
     order = EpochOrder(np.full(5000, 10), SEED, 0)
     shards, _ = locate(order, 0, 50_000)
     for window in range(5000 // 256 + 1):
-        _, first, end = order.window_at(window * 50_000 // 20 + 1)
-        assert len(set(shards[first:end].tolist())) <= 256 <= OPEN_FILES / 4
+        of_window = {shard for i, shard in enumerate(shards.tolist()) if order.window_at(i) == window}
+        assert len(of_window) <= 256 <= OPEN_FILES / 4
 
 
 def test_every_window_is_a_cross_section() -> None:
@@ -185,7 +182,7 @@ def fits(tokens: list[int], starts: list[int], room: int) -> list[int]:
 def test_runs_hold_what_fits(tokens: list[int], borders: set[int], room: int, few: int) -> None:
     starts = [0, *sorted(border for border in borders if border < len(tokens))]
     with mock.patch.object(order_module, "FEW", few):  # found together, or one by one
-        assert runs(np.array(tokens), np.array(starts), room).tolist() == fits(tokens, starts, room)
+        assert divide_into_runs(np.array(tokens), np.array(starts), room).tolist() == fits(tokens, starts, room)
 
 
 def documents(counts: list[int], together: float = 0.7, room: int = 50, seed: int = 0):
@@ -231,7 +228,7 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
         assert whole[start] in pieces and order.window_at(start) == order.window_at(end - 1), "a sample is whole pieces"
         of_sample = [size[place] for place in whole[start:end] if place in pieces]
         assert sum(of_sample) <= room or len(of_sample) == 1, "a sample holds more than fits"
-        light[order.window_at(start).number] += 2 * sum(of_sample) <= room
+        light[order.window_at(start)] += 2 * sum(of_sample) <= room
     assert max(light.values()) <= 1, "two samples of a window would fit into one"
     for i, start in enumerate(ends[:-1]):
         got = EpochOrder(np.array(counts), SEED, epoch, window, **sizes).take(start, 3)[0].tolist()
@@ -242,7 +239,7 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 80))
 def test_bins_hold_what_fits(sizes: list[int], room: int) -> None:
     """Beside first fit decreasing, item by item; at most 4/3 of its bins, and one."""
-    bins = fill(np.array(sizes), room).tolist()
+    bins = pack_into_bins(np.array(sizes), room).tolist()
     held = Counter[int]()
     for number, size in zip(bins, sizes, strict=True):
         held[number] += size
@@ -284,15 +281,13 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**63), st.integers(1, 300), st.integers(0, 8), st.data())
+@given(st.integers(0, 2**63), st.integers(1, 300), st.integers(1, 8), st.data())
 def test_part_of_a_permutation(key: int, n: int, bits: int, data: st.DataObject) -> None:
     """Parts tile the permutation, which is that of a plain sort of all hashes."""
     whole = sorted(range(n), key=lambda i: splitmix64((key + i * 0x9E3779B97F4A7C15) % 2**64))
     assert rng.permutation(np.uint64(key), n).tolist() == whole
     at = data.draw(st.integers(0, n - 1))
-    first, ascending, order = rng.part_of_permutation(np.uint64(key), n, at, bits)
-    part = ascending[order]
-    assert (np.diff(ascending) > 0).all()
+    first, part = rng.permuted_part(np.uint64(key), rng.leading_bits(np.uint64(key), n, bits), at)
     assert first <= at < first + len(part) and whole[first : first + len(part)] == part.tolist()
     hashes = [splitmix64((key + i * 0x9E3779B97F4A7C15) % 2**64) >> (64 - bits) for i in whole]
     assert [i for i, leading in zip(whole, hashes, strict=True) if leading == hashes[at]] == part.tolist()
@@ -329,12 +324,13 @@ def test_running_text_in_parts(small_parts: None, counts: list[int], sources: in
     while at < order.size:
         part = order.part(at)
         assert part.first == at, "parts tile the epoch"
-        n, of_window = len(part.ordinals), order.window_at(at)
+        n, window = len(part.ordinals), order.window_at(at)
         held = whole[at : at + n]
         for shard in {shard for shard, _ in held}:
             records = sorted(record for s, record in held if s == shard)
             assert records == list(range(records[0], records[-1] + 1))
-        assert order.part_count(at) == 1 or n <= (of_window[2] - of_window[1]) / order.part_count(at) + len(counts)
+        parts = order.part_count(window)
+        assert parts == 1 or n <= order.window_records[window] / parts + len(counts)
         start = at
         for end in order.take(at, n)[0].tolist():
             sizes = [int(tokens[s][r]) for s, r in whole[start:end]]

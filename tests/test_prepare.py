@@ -41,7 +41,7 @@ from tests.slurm_cluster import cluster, wait_for
 from xscale import files
 from xscale.data.lexicon import find_lexicon_paths, read_entries
 from xscale.data.shards import find_sources
-from xscale.data.words import split
+from xscale.data.words import split_words
 from xscale.errors import UserError
 from xscale.record import Record
 
@@ -204,7 +204,7 @@ EVERY_READER: list[dict] = [
         ({"mono": "en", "jsonl": "f"}, b"[" * 100_000, "f: line 1 is not a JSON object"),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "\\ud800"}\n', "f: pair or document 1 has an unpaired surrogate"),
         ({"mono": "en", "parquet": "f"}, b"", "f is empty"),
-        ({"mono": "en", "text": "f"}, b"one\rtwo\rthree", "f has no line end but carriage returns"),
+        ({"mono": "en", "text": "f"}, b"one\rtwo\rthree", "f has only carriage returns as line ends"),
         ({"mono": "en", "text": "f"}, b'[\n{"a": 1}\n', "f is not lines of text"),
         ({"mono": "en", "text": "f"}, b"a\xff\n", "f: line 1 is not UTF-8"),
         ({"mono": "en", "text": "f"}, b"\n \n", "f: the source is empty"),
@@ -751,7 +751,7 @@ def test_dictionaries_of_real_text(real: Path, tmp_path: Path) -> None:
     out = run(tmp_path, {"sources": [source], "lexicons": [str(tmp_path / "en-de.txt")]})
     words: tuple[set[str], set[str]] = (set(), set())
     for _, pair in stored(out / "shards"):
-        for side, (found, _) in zip(words, split(list(pair)), strict=True):
+        for side, (found, _) in zip(words, split_words(list(pair)), strict=True):
             side.update(found)
     folded = [{word.lower() for word in side} for side in words]
     hits = Counter[str]()

@@ -160,7 +160,7 @@ def samples_of(loader: Loader) -> tuple[dict[str, StreamBatch], dict[str, list[E
     dataset, plan = loader.dataset(), mixture.next_part()
     examples = {}
     for stream in loader.streams:
-        examples[stream.name] = list(dataset.examples(stream, plan.tables[stream.name], dataset.context_of(stream)))
+        examples[stream.name] = list(dataset.examples(stream, plan.tables[stream.name], dataset.stream_context(stream)))
     return stream_batches, examples
 
 
@@ -291,7 +291,7 @@ def test_an_optimizer_step_applies_the_references_gradient(case: Case) -> None:
 
 def piece_of_nothing(loader: Loader, name: str) -> StreamBatch:
     stream = next(stream for stream in loader.streams if stream.name == name)
-    return stream.objective.collate([], stream.options, loader.dataset().context_of(stream))
+    return stream.objective.collate([], stream.options, loader.dataset().stream_context(stream))
 
 
 def row_gradients(case: Case, stream_batches: dict[str, StreamBatch]) -> tuple[Tensor, dict[str, Tensor | None]]:

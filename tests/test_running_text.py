@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from data_tools import index, inspect, readers, write_shards
 from tests.plain import originals
 from tests.streams import make_dataset, make_mixture
-from xscale.data.calibrate import bytes_to_tokens, estimate_stream
+from xscale.data.calibrate import estimate_stream, fit_tokens_to_bytes
 from xscale.data.calibration import Calibration
 from xscale.data.shards import PART_BYTES, Source
 from xscale.data.stream import Stream
@@ -119,7 +119,7 @@ class Run:
         self.tokenizer = tokenizer
         self.stream = Stream("mlm", mlm.OBJECTIVE, mlm.MaskedOptions(), (0,), samples)
         self.dataset = make_dataset([source], [self.stream], CollateContext(tokenizer, LENGTH, "drop", {"en": 0}), 0)
-        lines = Calibration([bytes_to_tokens(source, tokenizer)], {})
+        lines = Calibration([fit_tokens_to_bytes(source, tokenizer)], {})
         data = DataConfig(max_length=LENGTH)
         found = replace(lines, streams={"mlm": estimate_stream(self.stream, data, self.dataset, lines)})
         places: Any = {"seed": 0, "max_length": LENGTH, "max_tokens": max_tokens, "world": world}
@@ -258,7 +258,7 @@ def test_an_index_of_version_1_is_refused_and_can_be_made_again(tmp_path: Path) 
     del stated["documents"], stated["shards"][0]["idx_crc32"]
     for old in ({"version": 1}, {}):
         (out / "index.json").write_text(json.dumps(stated | old))
-        with pytest.raises(UserError, match=r"index\.json .*data_tools\.index"):
+        with pytest.raises(UserError, match=r"index\.json .*xscale data index"):
             Source(out)
     index.main([str(out)])
     assert indexed(Source(out)) == indexed(new)

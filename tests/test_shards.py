@@ -231,11 +231,11 @@ def test_mixed_languages_are_refused(tmp_path: Path) -> None:
 
 def test_a_spread_is_the_source_in_few_shards(copy: Path) -> None:
     source = Source(copy)
-    few = source.with_shards(2)
+    few = source.with_few_shards(2)
     assert few.counts.tolist() == [300, 100] and [shard.name[-5] for shard in few.shards] == ["0", "2"]
     assert few.read(1, 99) == source.read(2, 99) and few.records == source.records == 700
     assert few.lengths(1, slice(None)).tolist() == source.lengths(2, slice(None)).tolist()
-    assert source.with_shards(9).counts.tolist() == source.counts.tolist()
+    assert source.with_few_shards(9).counts.tolist() == source.counts.tolist()
 
 
 # Damage
@@ -276,8 +276,8 @@ def test_shards_that_are_replaced_are_not_read(copy: Path, tmp_path: Path, how: 
             assert source.read(0, 6).texts[0] == sentences(700)[6]
             continue
         # When the folder has moved, the open entries are the old ones: no record of the new tar fits them.
-        by_record = rf"mono-00000{shard}\.tar: record 6 .* is damaged, its checksum differs"
-        by_entries = rf"mono-00000{shard}\.idx .* changed while .* bring the old ones back"
+        by_record = rf"mono-00000{shard}\.tar: record 6 .* is damaged: its checksum differs"
+        by_entries = rf"mono-00000{shard}\.idx .* replaced during .* restore the old ones"
         with pytest.raises(UserError, match=by_record if how == "moved" else by_entries):
             source.read(shard, 6)
     assert Source(copy).read(1, 6).texts[0] == sentences(700, seed=9)[306]
@@ -298,7 +298,7 @@ def test_lengths_of_all_shards_are_in_one_file(copy: Path, monkeypatch: pytest.M
 
     all_idx = [f"mono-{shard:06d}.idx" for shard in range(3)]
     assert idx_read_for(Source(copy)) == []
-    few = Source(copy).with_shards(2)
+    few = Source(copy).with_few_shards(2)
     assert (few.lengths(1, slice(None)) == expected[2]).all() and idx_read_for(Source(copy)) == []
     whole = (copy / "entries").read_bytes()
     for damaged, read in (
@@ -512,7 +512,7 @@ def test_a_folder_whose_index_is_missing_is_not_left_out(demo: Path, tmp_path: P
     index.unlink()
     if broken:
         index.symlink_to("index.json")
-    with pytest.raises(UserError, match=r"demo/pairs has shards and no index.json that can be read. Copy it again"):
+    with pytest.raises(UserError, match=r"demo/pairs has shards, but no index.json that can be read. Copy it again"):
         find_sources([tmp_path / "demo"])
     assert len(find_sources([tmp_path / "demo" / "pairs_yy"])) == 1
 

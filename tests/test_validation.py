@@ -19,6 +19,7 @@ from tests import launch, plain
 from tests.launch import open_run
 from tests.rows import one_thread  # noqa: F401
 from tests.test_training import same_checkpoint
+from xscale.data.corpus import have_word_links
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source, find_sources
@@ -29,7 +30,6 @@ from xscale.eval.bootstrap import intervals
 from xscale.eval.in_training import (
     HeldoutTask,
     RetrievalTask,
-    find_heldout_links,
     find_number,
     find_task_sources,
     heldout_streams,
@@ -111,7 +111,7 @@ def test_losses_by_language(demo: Path) -> None:
     pairs = next(stream for stream in loader.streams if stream.name == "tlm")
     dataset = loader.dataset()
     long: dict[str, list[bool]] = {}
-    for example in dataset.examples(pairs, plan.tables["tlm"], dataset.context_of(pairs)):
+    for example in dataset.examples(pairs, plan.tables["tlm"], dataset.stream_context(pairs)):
         name = "-".join(sorted(example.langs))
         long.setdefault(name, []).append(sum(map(len, example.ids)) + special > 40)
     shares = {name: sum(of) / len(of) for name, of in long.items() if any(of)}
@@ -266,7 +266,7 @@ def test_held_out_pairs_without_word_links(demo: Path, heldout: Path, odd: Path)
     """Objectives that need links leave such a source out if another has links; others measure it."""
     recipe, corpus = resolve_run("mixed", ["data.workers=0"], [demo])
     sources = find_sources([odd / "bare", heldout / "pairs"])
-    linked = find_heldout_links(recipe, sources, HostGroup())
+    linked = have_word_links(sources, HostGroup())
     measured = {s.name: (s.sources, s.samples) for s in heldout_streams(recipe, corpus, sources, linked)}
     second, both = ((1,), 1000), ((0, 1), 1060)
     assert measured == {"tlm": both, "alignlm": second, "ppa": both, "contextual": second}

@@ -120,7 +120,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_can_be_left_out(
         (n, n == BAD) for n in range(1, 10)
     ]
     tensors = {}
-    for path in checkpoints.complete_steps(out / "checkpoints"):
+    for path in checkpoints.list_checkpoints(out / "checkpoints"):
         tensors[checkpoints.step_of(path)] = launch.checkpoint_tensors(path)
     assert list(tensors) == list(range(10))
     for of_step in tensors.values():

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from data_tools import tokenizer as tokenizers
 from tests import word_table
 from xscale.data import words
-from xscale.data.link_projection import link_words, places, project_links
+from xscale.data.link_projection import places, project_links, split_at_spaces
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.words import segment, split
+from xscale.data.words import segment, split_words
 
 U = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 Z, J, T = "\u200b", "\u200d", "\U0001f3fb-\U0001f3ff"
@@ -91,11 +91,11 @@ def test_real_text_is_cut_as_the_pattern_cuts_it(plain_texts: list[Path]) -> Non
     ],
 )
 def test_words_cut_by_hand(text: str, cut: str) -> None:
-    assert split([text])[0][0] == cut.split(" ")
+    assert split_words([text])[0][0] == cut.split(" ")
 
 
 def test_punctuation_and_symbols_are_no_words() -> None:
-    ((found, is_word),) = split(["我 a1 é . 。 ។ ၊ $ 👩🏽 ー が"])
+    ((found, is_word),) = split_words(["我 a1 é . 。 ។ ၊ $ 👩🏽 ー が"])
     assert [w for w, whole in zip(found, is_word, strict=True) if whole] == ["我", "a1", "é", "ー", "が"]
 
 
@@ -137,7 +137,7 @@ def test_tokens_of_words_by_a_loop(trained: Path) -> None:
         encoded = reference_tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         assert tokens == encoded["input_ids"]
         of_char = {c: w for w, (a, b) in enumerate(spans([text])[0]) for c in range(a, b)}
-        is_word = split([text])[0][1]
+        is_word = split_words([text])[0][1]
         expected, first = [], []
         for token, (start, end) in enumerate(encoded["offset_mapping"]):
             space = reference_tokenizer.convert_ids_to_tokens(tokens[token]) == "▁"
@@ -149,7 +149,7 @@ def test_tokens_of_words_by_a_loop(trained: Path) -> None:
         assert list(zip(got.tokens.tolist(), got.words.tolist(), strict=True)) == expected
         assert got.of_token.tolist() == first and got.is_word.tolist() == is_word.tolist()
         assert sorted(got.words.tolist()) == got.words.tolist()  # never backwards
-        cut = got.cut(2)
+        cut = got.select_tokens(0, 2)
         assert list(zip(cut.tokens.tolist(), cut.words.tolist(), strict=True)) == [e for e in expected if e[0] < 2]
         assert cut.of_token.tolist() == first[:2] and len(cut.is_word) == len(is_word)
 
@@ -216,7 +216,7 @@ def test_white_space_links_by_brute_force(texts: list[str], data: st.DataObject)
     for text in texts:
         ends = [match.span() for match in regex.finditer(r"\S+", text)]
         inside.append([[w for w, (a, b) in enumerate(spans([text])[0]) if s < b and a < e] for s, e in ends])
-    is_word = [split([text])[0][1] for text in texts]
+    is_word = [split_words([text])[0][1] for text in texts]
     expected, nothing = set(), 0
     for i, j in drawn:
         found = {(a, b) for a in inside[0][i] for b in inside[1][j] if is_word[0][a] == is_word[1][b]}
@@ -228,7 +228,10 @@ def test_white_space_links_by_brute_force(texts: list[str], data: st.DataObject)
 @pytest.mark.parametrize("space", ["\u00a0", "\u202f", "\u3000", "\u2009"])
 def test_words_of_links_are_divided_at_spaces_and_tabs_alone(space: str) -> None:
     texts = (f"10{space}000 dogs\tbark", f"chiens aboient{space}!")
-    assert [link_words(text) for text in texts] == [[f"10{space}000", "dogs", "bark"], ["chiens", f"aboient{space}!"]]
+    assert [split_at_spaces(text) for text in texts] == [
+        [f"10{space}000", "dogs", "bark"],
+        ["chiens", f"aboient{space}!"],
+    ]
     # In data/words.py's words: 10|000|dogs|bark, chiens|aboient|!
     assert project_links("1-0 2-1", texts) == ("2-0 3-1", 0)
     assert project_links("0-0 2-1", ("10 000", "x"), (f"10{space}000 y z", "x w")) == ("0-0 1-0", 1)

@@ -15,8 +15,8 @@ from xscale.data.corpus import Corpus
 from xscale.data.loader import Loader, StepBatch, StepDataset, worker_count
 from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure
-from xscale.data.sample import texts_of
-from xscale.data.tokenizer import unknown_lines
+from xscale.data.sample import sample_texts
+from xscale.data.tokenizer import describe_unknown_tokens
 from xscale.errors import UserError, redact
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
@@ -95,10 +95,10 @@ def unknown_token_lines(corpus: Corpus) -> list[str]:
     shares = {}
     for language in corpus.languages:
         texts = list[str]()
-        for some in texts_of(language, corpus.sources, UNKNOWN_SAMPLE):
+        for some in sample_texts(language, corpus.sources, UNKNOWN_SAMPLE):
             texts += some
         shares[language] = corpus.tokenizer.unknown_share(corpus.tokenizer.encode(texts))
-    return unknown_lines(shares, corpus.tokenizer.hf.name_or_path)
+    return describe_unknown_tokens(shares, corpus.tokenizer.hf.name_or_path)
 
 
 def requirement_lines(

@@ -1,7 +1,6 @@
 """The record, the unit of all data: a sentence or a pair of sentences. A shard is a tar of records.
 
-It also parses records from the bytes of a tar. There a record is a line of JSON, or the consecutive members that share
-a key.
+In a tar, a record is a line of JSON, or the consecutive members that share a key.
 """
 
 import io
@@ -28,6 +27,7 @@ class Record(NamedTuple):
     """The name of a sentence's document. Consecutive records of a shard with the same document are running text."""
 
     def to_json(self) -> str:
+        """Return the record as one line of JSON."""
         fields: dict = {"key": self.key, "langs": list(self.langs), "texts": list(self.texts)}
         if self.links is not None:
             fields["links"] = self.links
@@ -37,28 +37,28 @@ class Record(NamedTuple):
 
     @classmethod
     def from_dict(cls, fields: dict) -> "Record":
-        """Return the record with these fields. Raises ValueError if a field is absent, of the wrong type or empty."""
+        """Return the record with these fields. Raises ValueError if a field is absent or empty, or has a wrong type."""
         try:
             key, langs, texts = fields["key"], tuple(fields["langs"]), tuple(fields["texts"])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"not a record: needs key, langs and texts ({error})") from None
+            raise ValueError(f"not a record: it needs key, langs and texts ({error})") from None
         if isinstance(fields["langs"], str) or isinstance(fields["texts"], str) or not isinstance(key, str | int):
-            raise ValueError(f"record {key!r}: langs and texts are lists of strings, and key is a string")
+            raise ValueError(f"record {key!r}: langs and texts must be lists of strings, and key a string")
         if not all(isinstance(lang, str) for lang in langs):
-            raise ValueError(f"record {key!r}: langs {list(langs)} are not strings, which names of languages must be")
+            raise ValueError(f"record {key!r}: langs {list(langs)} must be strings")
         if len(langs) != len(texts) or len(texts) not in (1, 2):
-            raise ValueError(f"record {key!r}: {len(langs)} langs and {len(texts)} texts; needs 1 or 2 of each")
+            raise ValueError(f"record {key!r}: {len(langs)} langs and {len(texts)} texts; it needs 1 or 2 of each")
         for text in texts:
             if not isinstance(text, str) or not text or text.isspace():
                 raise ValueError(f"record {key!r}: a text is empty or not a string")
         links = fields.get("links")
         if links is not None and not isinstance(links, str):
-            raise ValueError(f"record {key!r}: links {links!r} are not a string such as '0-0 1-2'")
+            raise ValueError(f"record {key!r}: links {links!r} must be a string such as '0-0 1-2'")
         if isinstance(key, str) and not key.isascii() and not can_be_encoded(key):
             raise ValueError(f"record {key!r}: its key has an unpaired surrogate, which UTF-8 cannot encode")
         doc = fields.get("doc")
         if doc is not None and not isinstance(doc, str | int):
-            raise ValueError(f"record {key!r}: doc {doc!r} is neither a string nor a whole number")
+            raise ValueError(f"record {key!r}: doc {doc!r} must be a string or a whole number")
         return cls(str(key), langs, texts, links, doc)
 
 
@@ -73,7 +73,7 @@ class Shard(NamedTuple):
 
 
 def parse_json(data: bytes, unique_fields: bool = True) -> Any:
-    """Return the value of a JSON text. unique_fields: refuse a field that occurs twice. This check takes time. Raises
+    """Return the value of a JSON text. unique_fields: refuse a field that occurs twice, which takes more time. Raises
     ValueError."""
     try:
         return (_decode_once if unique_fields else json.loads)(data.decode().removeprefix(_BOM))
@@ -84,10 +84,9 @@ def parse_json(data: bytes, unique_fields: bool = True) -> Any:
 
 
 def _once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(fields)
-    if len(found) < len(fields):
+    if len(dict(fields)) < len(fields):
         raise ValueError(f"a field occurs twice among {', '.join(name for name, _ in fields)}")
-    return found
+    return dict(fields)
 
 
 _META = re.compile(r"__[^/]*__($|/)")
@@ -96,16 +95,17 @@ _decode_once = json.JSONDecoder(object_pairs_hook=_once).decode
 
 
 def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False) -> Record:
-    """Return the record of consecutive tar members: KEY.json, or KEY.LANG.txt for each language (+ KEY.links.txt), or
-    KEY.txt.
+    """Return the record of consecutive tar members: of KEY.json, of KEY.LANG.txt for each language with or without
+    KEY.links.txt, or of KEY.txt.
 
-    langs: the languages whose texts are read, in this order (None: all); whole: refuse texts in other languages.
+    data: the bytes of the members. langs: the languages whose texts are read, in this order; None: all. whole: refuse
+    texts in other languages. Raises ValueError.
     """
     texts: dict[str, str] = {}
     links, key, seen, fields = None, "", set[str](), None
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
         for member in tar:
-            if member.issparse() or not (member.isreg() or member.isdir()):  # a sparse file could unpack to any size
+            if member.issparse() or not (member.isreg() or member.isdir()):  # a sparse file may have any size
                 raise ValueError(f"member {member.name} is a link, a device or sparse; archive the file itself")
             content = tar.extractfile(member)
             if content is None or not is_sample_member(member.name):
@@ -132,19 +132,20 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
     if fields is not None:
         return Record.from_dict({"key": key} | fields)
     if not texts:
-        raise ValueError(f"sample {key!r}: needs KEY.json, KEY.LANG.txt members, or KEY.txt with --lang")
+        raise ValueError(f"sample {key!r}: it needs KEY.json, KEY.LANG.txt members, or KEY.txt with --lang")
     order = [lang for lang in langs if lang in texts] if langs else list(texts)
     if whole and len(order) < len(texts):
         raise ValueError(
-            f"sample {key!r} has texts in {', '.join(texts)}, the samples before in {', '.join(order) or 'others'}: "
-            f"say which to read by --langs, or keep one directory for each language or pair"
+            f"sample {key!r} has texts in {', '.join(texts)}, but the samples before in "
+            f"{', '.join(order) or 'others'}; name the languages to read by --langs, or keep one directory for each "
+            f"language or pair"
         )
     return Record.from_dict({"key": key, "langs": order, "texts": [texts[lang] for lang in order], "links": links})
 
 
 def is_sample_member(name: str) -> bool:
-    """Return whether a tar member belongs to a sample. WebDataset leaves out names without an extension (README), those
-    that begin with a dot (macOS's ._NAME and .DS_Store), and its own __NAME__."""
+    """Return True if a tar member belongs to a sample. As in WebDataset, names without an extension (README), names
+    that begin with a dot (macOS's ._NAME and .DS_Store), and __NAME__ do not."""
     base = name.rpartition("/")[2]
     return "." in base[1:] and not base.startswith(".") and not _META.match(name)
 

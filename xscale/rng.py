@@ -1,7 +1,7 @@
-"""Counter-based randomness: every random number is a function of its keys (seed, epoch, record, purpose) alone.
+"""Counter-based randomness: every random number is a function of its keys alone (seed, epoch, record, purpose).
 
-The 64-bit mixer is splitmix64's finaliser (Steele, Lea, Flood 2014). All functions are vectorised over
-numpy uint64 arrays, and their results are the same on all machines and with all numpy versions.
+The 64-bit hash is the finaliser of splitmix64 (Steele, Lea, Flood 2014). All functions take numpy arrays of uint64, and
+their results are the same on all machines and with all versions of numpy.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(
 
 
 def key(*names: str | int) -> np.uint64:
-    """Return a 64-bit key that depends on some names and numbers, such as `key(seed, "tlm", "mask", epoch)`."""
+    """Return a 64-bit key that is a function of names and numbers, such as `key(seed, "tlm", "mask", epoch)`."""
     digest = hashlib.sha256(repr(names).encode()).digest()
     return np.uint64(int.from_bytes(digest[:8], "little"))
 
@@ -38,41 +38,23 @@ def uniform(key: Key, counter: Key) -> np.ndarray:
 
 def permutation(key: Key, n: int) -> np.ndarray:
     """Return a random int64 permutation of range(n)."""
-    return np.argsort(hash64(key, np.arange(n, dtype=np.uint64)))  # all hashes are different
+    return np.argsort(hash64(key, np.arange(n, dtype=np.uint64)))  # no two hashes are equal
 
 
-def part_of_permutation(
-    key: Key, n: int, at: int, bits: int, leading: np.ndarray | None = None
-) -> tuple[int, np.ndarray, np.ndarray]:
-    """Compute the part of permutation(key, n) that contains place `at`: about n / 2^bits consecutive numbers, whose
-    hashes have the same first bits. Return (start, numbers, order): the place of the part's first number, the part's
-    numbers in ascending order, and indices such that numbers[order] is the part. It takes less time and memory than the
-    whole permutation. leading: the result of leading_bits, if it is known."""
-    if not bits:
-        return 0, np.arange(n), permutation(key, n)
-    leading = leading_bits(key, n, bits) if leading is None else leading
-    value = (at << bits) // n
-    first = np.count_nonzero(leading < value)
-    while at < first:
-        value -= 1
-        first -= np.count_nonzero(leading == value)
-    while at >= first + (size := np.count_nonzero(leading == value)):
-        first, value = first + size, value + 1
-    part = np.flatnonzero(leading == value)
-    return int(first), part, np.argsort(hash64(key, part))
+def permuted_part(key: Key, leading: np.ndarray, place: int) -> tuple[int, np.ndarray]:
+    """Return a part of permutation(key, n), which takes less time and memory than the whole: its numbers, and the place
+    of its first number. The part has `place`, and all its numbers' hashes have the same first bits. leading: the result
+    of leading_bits(key, n)."""
+    sizes = np.bincount(leading)
+    ends = np.cumsum(sizes)
+    bits = np.searchsorted(ends, place, side="right")
+    numbers = np.flatnonzero(leading == bits)
+    return int(ends[bits] - sizes[bits]), numbers[np.argsort(hash64(key, numbers))]
 
 
 def leading_bits(key: Key, n: int, bits: int) -> np.ndarray:
-    """Return the first `bits` bits (1 to 8) of hash64(key, range(n)), as uint8 [n]."""
-    leading = np.empty(n, dtype=np.uint8)
-    for start in range(0, n, _CHUNK):
-        hashes = hash64(key, np.arange(start, min(start + _CHUNK, n), dtype=np.uint64))
-        leading[start : start + _CHUNK] = hashes >> np.uint64(64 - bits)
-    return leading
-
-
-_CHUNK = 1 << 14
-"""`leading_bits` computes this many hashes at a time, which fit into a processor's cache."""
+    """Return the first `bits` bits (1 to 8) of each of hash64(key, range(n)), uint8 [n]."""
+    return (hash64(key, np.arange(n, dtype=np.uint64)) >> np.uint64(64 - bits)).astype(np.uint8)
 
 
 def torch_seed(*names: str | int) -> int:

@@ -7,7 +7,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
-from xscale.data.words import split
+from xscale.data.words import split_words
 
 PAIRS = 500
 HELDOUT = 60
@@ -85,7 +85,7 @@ def make_encoder(folder: Path, data: Path) -> Path:
 
 def spaced(text: str) -> str:
     """The text with spaces between all words that its links count."""
-    return " ".join(split([text])[0][0])
+    return " ".join(split_words([text])[0][0])
 
 
 def tagged(text: str) -> str:

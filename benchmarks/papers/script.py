@@ -17,7 +17,7 @@ from typing import Any
 
 from xscale import files, rng
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.words import table
+from xscale.data.words import character_classes
 from xscale.errors import UserError
 
 _FIRST = (range(0x561, 0x587), range(0x966, 0x970), range(0x2C30, 0x2C60), range(0x2E00, 0x2E5E), range(0x1200, 0x1380))
@@ -93,7 +93,7 @@ class Script:
         if normal.replace(" ", "") != inside:
             return None
         pieces = self.tokenizer.backend.pre_tokenizer.pre_tokenize_str(normal)
-        return int(table()[ord(char)]), unicodedata.category(char)[0], len(normal), len(pieces)
+        return int(character_classes()[ord(char)]), unicodedata.category(char)[0], len(normal), len(pieces)
 
     def _normalized(self, texts: list[str]) -> list[str]:
         if self.normalizer is None:

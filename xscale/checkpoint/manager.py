@@ -1,5 +1,4 @@
-"""Saves the checkpoints of a run. Decides which of them to keep: the newest ones, the newest good one, and the best
-one.
+"""Saves the checkpoints of a run, and removes old ones: the newest, the newest good and the best checkpoint are kept.
 
 Every rank writes and hashes its own files, while training waits.
 """
@@ -10,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,17 +23,10 @@ LOG = logging.getLogger("xscale")
 SPARE_BYTES = 1 << 28
 """The number of bytes that must stay free on the disk after a save."""
 WriteModel = Callable[[int, Path], None]
-"""A function that writes the model's config and the tokenizer of a step into a checkpoint's directory. Rank 0 calls
-it."""
-
-
-class RankFiles(NamedTuple):
-    """The files that one rank has written of a checkpoint."""
-
-    problem: Exception | None
-    """The error that kept the rank from writing its files."""
-    sealed: dict[str, Any]
-    """The size and hash of each file."""
+"""A function of a step and of a checkpoint's directory. It writes the model's config and the tokenizer there. Rank 0
+calls it."""
+WrittenFiles = dict[str, dict[str, Any]] | Exception
+"""The size and hash of each file that a rank has written, or the error that kept the rank from writing them."""
 
 
 class CheckpointManager:
@@ -53,9 +45,10 @@ class CheckpointManager:
         note: Callable[[str], None] = lambda doing: None,
         published: Callable[[int, Path], set[int]] = lambda step, path: set(),
     ):
-        """keep: how many of the newest checkpoints are kept. saved: the step of the run's checkpoint from which the
-        engine was loaded, or None. note: a function that is called with a description of what the rank is doing.
-        published: a function that rank 0 calls with each new checkpoint; it returns the steps to keep."""
+        """folder: the run's folder of checkpoints. keep: the number of newest checkpoints that are kept. saved: the
+        step of the run's own checkpoint from which the engine was loaded, or None. note: a function that gets a
+        description of each action. published: a function that rank 0 calls with the step and path of each new
+        checkpoint; it returns the steps whose checkpoints are kept, too."""
         self.engine = engine
         self.folder = folder
         self.host_group = host_group
@@ -66,7 +59,7 @@ class CheckpointManager:
         self.saved = saved
         """The step of the newest checkpoint."""
         self.good = saved
-        """The step of the newest good checkpoint: one that was saved while fp16 skipped no steps."""
+        """The step of the newest good checkpoint. A checkpoint is good if fp16 skipped no step just before it."""
 
     def path_of(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
@@ -78,8 +71,8 @@ class CheckpointManager:
     def save(self, step: int, manifest: dict[str, Any], *, good: bool, must_succeed: bool) -> None:
         """Save a checkpoint of `step`, unless it exists, and remove old ones.
 
-        manifest: the manifest without its list of files. good: fp16 is skipping no steps, so the weights are probably
-        sound. must_succeed: raise OSError if the save fails.
+        manifest: the manifest's content besides the step, the number of ranks and the files. good: whether the
+        checkpoint is good. must_succeed: raise OSError if the save fails.
         """
         if step == self.saved:
             return
@@ -93,8 +86,8 @@ class CheckpointManager:
         if problem:
             if self.host_group.is_main:
                 LOG.error(
-                    f"{self.folder}: step {step} is not saved ({problem}). Training continues, older checkpoints are "
-                    f"untouched, and the next save tries again"
+                    f"{self.folder}: step {step} is not saved ({problem}). Training continues, and the next save tries "
+                    f"again; older checkpoints are complete"
                 )
             return
         self.saved = step
@@ -108,7 +101,7 @@ class CheckpointManager:
         LOG.info(f"saved {self.path_of(step)} in {time.monotonic() - started:.2f} s")
 
     def _snapshot(self, step: int) -> dict[str, Any]:
-        """Return the content of this rank's files by name. All ranks call it together."""
+        """Return the content of this rank's files, by their names. All ranks call it together."""
         contents = contents_to_save(self.engine, self.partial_of(step))
         auxiliary = {name: state.state_dict() for name, state in self.engine.module.auxiliary_states.items()}
         if self.host_group.is_main and auxiliary:
@@ -116,7 +109,8 @@ class CheckpointManager:
         return contents
 
     def _make_room(self, folder: Path) -> OSError | None:
-        """Make the checkpoint's empty directory, on rank 0. Return an OSError if that fails or the disk is too full."""
+        """Make the empty directory `folder` for a checkpoint, on rank 0. Return an OSError if that fails or the disk
+        has too little space, or else None."""
         parameters = sum(p.numel() for p in self.engine.module.parameters())
         needed = 16 * parameters + self.engine.module.auxiliary_bytes() + SPARE_BYTES
         try:
@@ -130,22 +124,22 @@ class CheckpointManager:
             return error
         return None
 
-    def _write(self, step: int) -> RankFiles:
+    def _write(self, step: int) -> WrittenFiles:
         """Write, check and hash this rank's files. All ranks call it together."""
         problem = self._make_room(self.partial_of(step)) if self.host_group.is_main else None
         if not self.host_group.agree(problem is None):
-            return RankFiles(problem, {})
+            return problem or {}
         contents = self._snapshot(step)
         try:
-            return RankFiles(None, self._write_files(step, contents))
+            return self._write_files(step, contents)
         except Exception as error:
             cause = unwrap_os_error(error)
             if not isinstance(cause, OSError | UserError):
                 raise
-            return RankFiles(cause, {})
+            return cause
 
     def _write_files(self, step: int, contents: dict[str, Any]) -> dict[str, Any]:
-        """Write this rank's files. Returns the size and hash of each file."""
+        """Write this rank's files, and return the size and hash of each."""
         folder = self.partial_of(step)
         names = list(contents)
         for name in names:
@@ -162,57 +156,58 @@ class CheckpointManager:
             sealed[name] = store.sync_and_hash(folder / name)
         return sealed
 
-    def _publish(self, step: int, manifest: dict[str, Any], own: RankFiles) -> str:
-        """Publish the checkpoint. If a rank has failed, the new files are removed, and older checkpoints stay. Returns
-        an error message, or an empty string. own: what this rank has written. Raises a rank's UserError."""
+    def _publish(self, step: int, manifest: dict[str, Any], written: WrittenFiles) -> str:
+        """Publish the checkpoint. If a rank has failed, remove the new files; older checkpoints stay. Return an error
+        message, or an empty string. written: the files of this rank. Raises a rank's UserError."""
         problems = list[str]()
+        user_errors = list[UserError]()
         sealed: dict[str, Any] = {}
-        ranks = self.host_group.gather(own)
-        for rank, written in enumerate(ranks):
-            sealed |= written.sealed
-            if written.problem:
-                problems.append(f"rank {rank}: {written.problem}")
+        for rank, written_by_rank in enumerate(self.host_group.gather(written)):
+            if isinstance(written_by_rank, UserError):
+                user_errors.append(written_by_rank)
+            if isinstance(written_by_rank, Exception):
+                problems.append(f"rank {rank}: {written_by_rank}")
+            else:
+                sealed |= written_by_rank
         if self.host_group.is_main:
             if not problems:
                 whole = {"step": step, "world_size": self.host_group.size, **manifest}
+                whole["files"] = dict(sorted(sealed.items()))
                 try:
-                    store.publish(
-                        self.partial_of(step), self.path_of(step), whole | {"files": dict(sorted(sealed.items()))}
-                    )
+                    store.publish(self.partial_of(step), self.path_of(step), whole)
                 except OSError as error:
                     problems.append(f"rank 0: {error}")
             if problems:
                 files.remove(self.partial_of(step))
         problem = self.host_group.broadcast("; ".join(problems), 0)
-        for written in ranks:
-            if isinstance(written.problem, UserError):
-                raise written.problem
+        if user_errors:
+            raise user_errors[0]
         return problem
 
 
 def write_state(state: Any, path: Path) -> None:
-    """Save with torch.save through a Python file, so that a full disk raises OSError instead of a bare RuntimeError."""
+    """Save by torch.save into an open file. So a full disk raises OSError, and not a RuntimeError of torch."""
     with path.open("wb") as file:
         torch.save(state, file)
 
 
 def unwrap_os_error(error: Exception) -> Exception:
-    """Return the OSError that caused `error`, or else `error`. torch wraps the OSError of a failed write."""
-    at: BaseException | None = error
-    while at and not isinstance(at, OSError):
-        at = at.__cause__ or at.__context__
-    return at if isinstance(at, OSError) else error
+    """Return the OSError that caused `error`, or else `error`. torch raises other errors from the OSError of a
+    write."""
+    cause: BaseException | None = error
+    while cause and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
 def check_types(paths: list[Path]) -> None:
-    """Raise UserError if a resume would refuse one of the files, because a new version of DeepSpeed may write unknown
-    types."""
+    """Raise UserError if a resume would refuse one of the files. This happens if a new version of DeepSpeed writes
+    other types."""
     for path in paths:
         if foreign := store.foreign_types(path):
             import deepspeed
 
             raise UserError(
-                f"{path.name} holds {', '.join(foreign)}, which a resume would refuse: DeepSpeed "
-                f"{deepspeed.__version__} writes types that xscale does not know. Install the version that "
-                f"constraints.txt names"
+                f"{path.name} has {', '.join(foreign)}, which a resume would refuse: DeepSpeed {deepspeed.__version__} "
+                f"writes types that xscale does not know. Install the version of DeepSpeed in constraints.txt"
             )

@@ -1,7 +1,7 @@
-"""Loads a checkpoint that another number of ranks saved, or that was saved at another ZeRO stage: `load_rescaled`.
+"""Loads a checkpoint of another number of ranks or another ZeRO stage: `load_rescaled`.
 
-Each rank reads only its own slices of every weight, and of the weight's optimizer states, from the files of the ranks
-that saved them. DeepSpeed's universal checkpoints do not suffice: another program has to write the whole checkpoint
+Each rank reads only its own slices of each weight and of the weight's optimizer states, from the files of all ranks of
+the checkpoint. DeepSpeed's universal checkpoints are not used: another program must first write the whole checkpoint
 again, they do not support stage 0, and at stage 3 the training differs from the third step on.
 """
 
@@ -19,9 +19,9 @@ WEIGHT = "fp32"
 
 
 class SavedPlace(NamedTuple):
-    """The place at which a parameter is saved. Each rank's file has a flat tensor of the group. Its `length` elements
-    from `first` on, joined in the order of ranks, form one vector. At stage 3 this vector has only the parameter,
-    otherwise the whole group."""
+    """The place of a parameter in a checkpoint. Each rank's file has a flat tensor of each group of weights. Its
+    `length` elements from `first` on, joined over the ranks in their order, form one vector. At stage 3, this vector
+    has only the parameter; at other stages, it has the whole group."""
 
     group: int
     start: int
@@ -34,9 +34,9 @@ class SavedGroup(NamedTuple):
     """One rank's saved slice of a group of weights."""
 
     flats: dict[str, Tensor]
-    """The flat tensor of the weights and of each of the optimizer's states, by key."""
+    """The flat tensors of the weights and of the optimizer's states, by key."""
     steps: dict[str, Any]
-    """Values of the optimizer other than tensors of the weights' size, such as its count of steps."""
+    """Other values of the optimizer's state, such as its count of steps."""
 
     @classmethod
     def from_state(cls, weights: Tensor, state: dict[str, Any]) -> "SavedGroup":
@@ -46,14 +46,15 @@ class SavedGroup(NamedTuple):
 
 
 class SavedPartitions:
-    """The saved weights and optimizer states of a checkpoint, by parameter. A rank's file is mapped into memory when it
-    is first needed, and only the elements that `elements` returns are read from disk."""
+    """The weights and optimizer states of a checkpoint, by parameter. A rank's file is mapped into memory when it is
+    first needed, and only the elements that `elements` returns are read from disk."""
 
     def __init__(self, path: Path, names: list[str], rank_fraction: float = 0.0):
-        """Open one of the files; each of them says where all parameters are.
+        """Open one of the files, which has the places of all parameters.
 
         names: the names of the module's parameters, in their order. rank_fraction: this rank's number divided by the
-        number of ranks. The file at that fraction of the list of files probably has some of this rank's slices.
+        number of ranks. The file at this fraction of the list of files is opened, because it probably has slices that
+        this rank needs.
         """
         self.model = private.load_state(private.model_state_path(path))
         self.files = private.partition_paths(path)
@@ -69,8 +70,8 @@ class SavedPartitions:
             self.like = self._read_whole(names)
 
     def _read_partitioned(self, rank: int) -> tuple[Any, list[SavedGroup]]:
-        """Store in `places` where each parameter is in the files of ZeRO stage 1, 2 or 3, from the file of one rank.
-        Return the loss scaler and the groups in this file."""
+        """Fill `places` from the file of one rank, at ZeRO stage 1, 2 or 3. Return the loss scaler and the groups in
+        this file."""
         start_of = self._open(rank)
         for group, (shapes, each_cut) in enumerate(private.saved_groups(self.model, start_of)):
             at = 0
@@ -92,8 +93,8 @@ class SavedPartitions:
         return content
 
     def _read_whole(self, names: list[str]) -> list[SavedGroup]:
-        """Fill `places` from a checkpoint of ZeRO stage 0, and return its groups. There, one file has all weights, and
-        the optimizer's states have numbers instead of names."""
+        """Fill `places` from a checkpoint of ZeRO stage 0, and return its groups. Its only file has all weights, and
+        numbers instead of names for the optimizer's states."""
         weights, states = private.stage_0_state(self.model)
         decayed_first = sorted(names, key=lambda name: weights[name].ndim <= 1)  # models/build.py's decay_groups
         flats = [weights[name].flatten() for name in decayed_first]
@@ -102,7 +103,8 @@ class SavedPartitions:
         return self.opened[0]
 
     def elements(self, name: str, key: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of a flattened parameter (key WEIGHT) or of its optimizer state `key`."""
+        """Return the elements `start` to `stop` - 1 of a flattened parameter (key WEIGHT) or of its optimizer state
+        `key`."""
         group, offset, before, length = self.places[name]
         parts = list[Tensor]()
         for rank in range((start + offset) // length, -(-(stop + offset) // length)):

@@ -35,8 +35,7 @@ HEADS = "heads."
 def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> None:
     """Load weights, optimizer, loss scale, schedule and auxiliary states into the engine. All ranks call it together.
 
-    The checkpoint may have been saved by another number of ranks, at another ZeRO stage, or with its weights in another
-    order.
+    The checkpoint may have another number of ranks, another ZeRO stage, or another order of weights than the engine.
     """
     path = checkpoint.path
     same_ranks = checkpoint.world_size == host_group.size
@@ -48,7 +47,7 @@ def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> N
             loaded_path, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
         if loaded_path is None:
             raise UserError(
-                f"{path} has no files that DeepSpeed can load; remove it to continue from an older checkpoint"
+                f"{path} has no files that DeepSpeed can load; remove this folder to continue from an older checkpoint"
             )
     assert engine.global_steps == checkpoint.step, (engine.global_steps, checkpoint.step)
     if (auxiliary := path / store.AUXILIARY_STATES).exists():
@@ -58,18 +57,18 @@ def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> N
 
 
 def full_weights(path: Path) -> dict[str, Tensor]:
-    """Return the fp32 weights of the whole module, joined from the ZeRO partitions if there are any."""
+    """Return the fp32 weights of the whole module in a checkpoint, by name. ZeRO partitions are joined."""
     if partition_paths(path):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        unread = io.StringIO()  # hides progress bars and remarks
+        unread = io.StringIO()  # hides DeepSpeed's progress bars and remarks
         with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread), known_types_only():
             return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
     return stage_0_state(load_state(model_state_path(path)))[0]
 
 
 def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
-    """Return `full_weights` on every rank. Rank 0 reads and sends them. All ranks call it together."""
+    """Return full_weights(path) on every rank. Rank 0 reads the weights and sends them. All ranks call it together."""
     weights = full_weights(path) if host_group.is_main else {}
     shapes = host_group.gather({name: (weight.shape, weight.dtype) for name, weight in weights.items()})[0]
     if not host_group.is_main:
@@ -81,21 +80,21 @@ def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
 
 
 def load_initial(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dict[str, SavedHeads]]:
-    """Return the model of `model.init` in fp32, and the heads of its streams. init: a run, a checkpoint, a Hugging Face
-    directory or a hub name. Raises UserError."""
+    """Return the model of model.init in fp32, and its heads by stream. init: a run, a checkpoint, a Hugging Face
+    directory or a hub name. dropout: the model's new dropout probability. Raises UserError."""
     if store.is_run(Path(init)):
         return load_run(init, dropout)
     return load_pretrained(init, dropout), load_heads(Path(init))
 
 
 def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, dict[str, SavedHeads]]:
-    """Return the Hugging Face model of a checkpoint or run in fp32, and its heads by stream. dropout: a probability
-    that replaces the trained model's. All ranks call it together. Raises UserError."""
+    """Return the Hugging Face model of a checkpoint or run in fp32, and its heads by stream. dropout: the model's new
+    dropout probability; None: that of the checkpoint. All ranks call it together. Raises UserError."""
     path = store.resolve_checkpoint(Path(path))
     host_group = HostGroup()
     problem = store.find_damage(path, host_group)
     if problem:
-        raise UserError(f"checkpoint {path} is not usable: {problem}")
+        raise UserError(f"checkpoint {path} is damaged: {problem}; copy it again, or give another checkpoint")
     config = AutoConfig.from_pretrained(path / store.HF, trust_remote_code=False)
     if dropout is not None:
         config.update(dropout_fields(config.model_type, dropout))
@@ -116,6 +115,7 @@ def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrained
 
 
 def _heads(weights: dict[str, Tensor], streams: dict[str, Any]) -> dict[str, SavedHeads]:
+    """Return the heads by stream. weights: those of the whole module. streams: the recipe's section `streams`."""
     heads: dict[str, SavedHeads] = {}
     for name, weight in weights.items():
         if name.startswith(HEADS):

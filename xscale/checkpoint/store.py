@@ -1,9 +1,8 @@
 """Finds, checks, publishes and removes checkpoints on disk. A checkpoint is either complete or absent.
 
-A checkpoint is written into checkpoints/step_X.incomplete. When all ranks have written their files, rank 0 adds
-manifest.json (files, sizes, hashes, the run's identity, the streams' state), renames the directory and replaces the
-file `latest`. A kill at any moment leaves the older checkpoints, and at most an incomplete directory, which a later
-save removes.
+The ranks write their files into checkpoints/step_X.incomplete. Then rank 0 adds manifest.json (class Checkpoint),
+renames the directory, and replaces the file `latest`. After a kill at any moment, the older checkpoints are complete.
+An incomplete directory is removed by a later save.
 """
 
 import hashlib
@@ -12,7 +11,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,52 +31,38 @@ OWN_HASH = "sha256"
 HF = "hf"
 """The folder of a checkpoint with the model's Hugging Face config and the tokenizer."""
 AUXILIARY_STATES = "companions.pt"
-"""The file with the momentum encoders and queues, by stream. Rank 0 writes it, since they are the same on all ranks."""
+"""The file with the momentum encoders and queues, by stream. They are the same on all ranks, and rank 0 writes them."""
 NAME = re.compile(r"step_\d{8,}")
+"""Matches the name of a checkpoint's directory."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's directory and its manifest."""
+    """A checkpoint's directory and the content of its manifest."""
 
     path: Path
-    manifest: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        """Return the number of optimizer steps that the run had done."""
-        return self.manifest["step"]
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks that saved the checkpoint."""
-        return self.manifest["world_size"]
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return the run's identity (data/corpus.py identity_of)."""
-        return self.manifest["identity"]
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Return the positions of the streams in their data (data/mixture.py)."""
-        return self.manifest["state"]
-
-    @property
-    def calibration(self) -> dict[str, Any]:
-        """Return the run's estimated lengths in tokens (data/calibration.py)."""
-        return self.manifest["calibration"]
-
-    @property
-    def engine(self) -> dict[str, Any]:
-        """Return the DeepSpeed engine's ZeRO stage, precision and optimizer."""
-        return self.manifest["engine"]
+    step: int
+    """The number of optimizer steps that the run had done."""
+    world_size: int
+    """The number of ranks that saved the checkpoint."""
+    identity: dict[str, Any]
+    """The values of the run that must be the same when it resumes (data/corpus.py run_identity)."""
+    state: dict[str, Any]
+    """The positions of the streams in their data (data/mixture.py)."""
+    calibration: dict[str, Any]
+    """The run's estimates of the tokens of samples (data/calibration.py)."""
+    engine: dict[str, Any]
+    """The DeepSpeed engine's ZeRO stage, precision and optimizer."""
+    files: dict[str, dict[str, Any]]
+    """The size and hash of each file, by its path in the directory."""
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    """The sources that the run had read (data/mixture.py sources_read)."""
 
 
 # Finding
 
 
-def complete_steps(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the directories step_X in the folder that have a manifest, oldest first."""
     if not folder.is_dir():
         return []
@@ -94,18 +79,21 @@ def resolve_checkpoint(path: Path) -> Path:
     """Return `path` if it is a checkpoint, or the newest checkpoint of the run `path`. Raises UserError."""
     if (path / MANIFEST).exists():
         return path
-    steps = complete_steps(path / "checkpoints") or complete_steps(path)
+    steps = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not steps:
-        raise UserError(f"{path} is neither a checkpoint (no {MANIFEST}) nor a run with a complete checkpoint")
+        raise UserError(
+            f"{path} is neither a checkpoint (it has no {MANIFEST}) nor a run with a complete checkpoint; give one of "
+            f"them"
+        )
     return steps[-1]
 
 
-def newest_valid(
+def find_newest_valid(
     folder: Path, host_group: HostGroup, warn: Callable[[str], None], upto: float = math.inf
 ) -> Checkpoint | None:
-    """Return the newest checkpoint up to step `upto` whose files match their hashes in the manifest, or None. All ranks
-    call it together and get the same one. warn: called with a message for each damaged checkpoint."""
-    for path in reversed(complete_steps(folder)):
+    """Return the newest checkpoint, up to step `upto`, whose files have the hashes of its manifest, or None. All ranks
+    call it together and get the same one. warn: a function that is called with a message about each damaged one."""
+    for path in reversed(list_checkpoints(folder)):
         if step_of(path) > upto:
             continue
         problem = find_damage(path, host_group)
@@ -116,33 +104,32 @@ def newest_valid(
 
 
 def step_of(path: Path) -> int:
-    """Return the number in the name step_X."""
+    """Return the step in the name of a checkpoint's directory."""
     return int(path.name.removeprefix("step_"))
 
 
 def find_damage(path: Path, host_group: HostGroup) -> str | None:
-    """Compare the checkpoint's files with their hashes, each file on one rank. Return a description of the damage, or
-    None. All ranks call it together."""
+    """Compare a checkpoint's files with their hashes, and return a description of the damage, or None. Each file is
+    read by one rank. All ranks call it together."""
     try:
         checkpoint = read_checkpoint(path)
     except UserError as error:
         return str(error)
-    expected = checkpoint.manifest["files"]
     if NAME.fullmatch(path.name) and step_of(path) != checkpoint.step:
-        return f"its {MANIFEST} belongs to step {checkpoint.step}, so it is a copy under another name"
+        return f"its {MANIFEST} is that of step {checkpoint.step}: it is a copy under another name"
     problems = list[str]()
-    for name in sorted(expected)[host_group.rank :: host_group.size]:
-        problem = file_problem(path / name, expected[name])
+    for name in sorted(checkpoint.files)[host_group.rank :: host_group.size]:
+        problem = file_problem(path / name, checkpoint.files[name])
         if problem:
             problems.append(f"{name} {problem}")
     for file in sorted(path.glob("*.pt")) if host_group.is_main else ():
-        if file.name not in expected:
+        if file.name not in checkpoint.files:
             problems.append(f"{file.name} is not in its manifest")
     return "; ".join(chain.from_iterable(host_group.gather(problems))) or None
 
 
 def file_problem(file: Path, expected: dict[str, Any]) -> str | None:
-    """Return how a file differs from its entry in the manifest, or None."""
+    """Return a description of a file's difference from its entry in the manifest, or None. expected: the entry."""
     if not file.exists():
         return "is missing"
     size = file.stat().st_size
@@ -152,12 +139,12 @@ def file_problem(file: Path, expected: dict[str, Any]) -> str | None:
         return "differs from its hash"
     foreign = foreign_types(file) if file.suffix == ".pt" else []
     if foreign:
-        return f"holds {', '.join(foreign)}, which no run of xscale writes and which may run code"
+        return f"has {', '.join(foreign)}, which xscale never writes and which may run code"
     return None
 
 
 def foreign_types(path: Path) -> list[str]:
-    """Return the types in a file of torch.save that are not known to be harmless. No code in the file is run."""
+    """Return the names of the types in a file of torch.save that may not be harmless. No code of the file is run."""
     try:
         types = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:
@@ -169,26 +156,26 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a directory. Only the manifest is read. Raises UserError if it is absent or damaged."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        kinds = {"step": int, "world_size": int, OWN_HASH: str}
-        kinds |= dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
-        for key, kind in kinds.items():
+        if manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
+            raise ValueError("its content differs from its hash")
+        kinds = dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
+        for key, kind in {"step": int, "world_size": int, **kinds}.items():
             if type(manifest.get(key)) is not kind or manifest[key] == {}:
                 raise ValueError(f"{key}: missing or malformed")
-        if manifest_text(manifest) != manifest_text(manifest, manifest[OWN_HASH]):
-            raise ValueError("it differs from its own hash")
-        if manifest["state"].get("step") != manifest["step"]:
-            raise ValueError("step: malformed")
+        checkpoint = Checkpoint(path, **manifest)
+        if checkpoint.state.get("step") != checkpoint.step:
+            raise ValueError(f"state: not that of step {checkpoint.step}")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a checkpoint: {MANIFEST} cannot be read ({error})") from None
-    return Checkpoint(path, manifest)
+    return checkpoint
 
 
 # Publishing
 
 
 def publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Turn the directory that all ranks have written into a checkpoint: write the manifest, rename the directory and
-    write `latest`, in this order. Only rank 0 calls it."""
+    """Complete the checkpoint that all ranks have written: write the manifest, rename the directory `partial` to
+    `final`, and write `latest`, in this order. Only rank 0 calls it."""
     files.write_text(partial / MANIFEST, manifest_text(manifest))
     files.remove(final)
     partial.rename(final)
@@ -196,29 +183,32 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     files.write_text(final.parent / "latest", final.name)
 
 
-def manifest_text(manifest: dict[str, Any], digest: str | None = None) -> str:
-    """Return the manifest as JSON, with a hash of its content, or with `digest` in the place of this hash."""
+def manifest_text(manifest: dict[str, Any]) -> str:
+    """Return the manifest as JSON, with its own hash."""
+    return json.dumps(manifest | {OWN_HASH: manifest_hash(manifest)}, indent=1)
+
+
+def manifest_hash(manifest: dict[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's content, without the entry of the hash itself."""
     content = {key: value for key, value in manifest.items() if key != OWN_HASH}
-    digest = digest or hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return json.dumps({**content, OWN_HASH: digest}, indent=1)
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def sync_and_hash(path: Path) -> dict[str, Any]:
-    """Sync a file to disk. Return its size and hash in the manifest's form."""
+    """Sync a file to disk, and return its entry in the manifest."""
     files.sync(path)
     return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
 
 
 def remove_old(folder: Path, keep: int, needed_steps: set[int]) -> None:
-    """Remove old checkpoints, and incomplete directories that a kill has left. The newest `keep` checkpoints are kept,
-    and the checkpoints of the steps `needed_steps`."""
+    """Remove incomplete directories, and all checkpoints but the newest `keep` and those of `needed_steps`."""
     for path in folder.glob(f"step_*{PARTIAL}"):
         files.remove(path)
-    for path in complete_steps(folder)[:-keep]:
+    for path in list_checkpoints(folder)[:-keep]:
         if step_of(path) in needed_steps:
             continue
-        # The rename comes first: a kill in the middle of rmtree must not leave half a checkpoint that looks whole.
-        gone = path.with_name(path.name + PARTIAL)
+        # A renamed directory is no checkpoint any more, if a kill leaves half of its files.
+        removed = path.with_name(path.name + PARTIAL)
         with suppress(OSError):  # the next save tries again
-            path.rename(gone)
-            files.remove(gone)
+            path.rename(removed)
+            files.remove(removed)

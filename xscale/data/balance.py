@@ -1,13 +1,13 @@
-"""The assignment of a step's samples to ranks and packed rows: a pure function of their estimated lengths."""
+"""Assigns a step's samples to ranks and packed rows. The result depends on their estimated lengths alone."""
 
 import numpy as np
 
 FREE_SHARE = 0.03
-"""Rows leave this share of train.max_tokens free on average, because lengths are only estimates."""
+"""The share of train.max_tokens that is free in a row on average, because lengths are estimates."""
 ROUNDS = 32
-"""The approximate number of rounds in which samples are assigned; more rounds balance better and take longer."""
+"""The approximate number of rounds in which samples are assigned. More rounds balance better, but take longer."""
 FEWEST_BINS = 8
-"""Each round assigns samples to at least 1 / FEWEST_BINS of the bins."""
+"""Each round assigns samples to at least one in FEWEST_BINS bins."""
 
 
 def balance(tokens: np.ndarray, world: int, max_tokens: int) -> tuple[np.ndarray, int]:
@@ -35,8 +35,8 @@ def balance(tokens: np.ndarray, world: int, max_tokens: int) -> tuple[np.ndarray
 def assign_to_bins(tokens: np.ndarray, bins: int) -> np.ndarray:
     """Return the bin of each sample [samples]. tokens: their lengths, longest first. bins: the number of bins.
 
-    Each round assigns samples to the emptiest bins, in ascending order of their tokens, then in descending order, and
-    so on. These are all bins with at most as many tokens as the emptiest one would have with the next sample.
+    Each round assigns samples to the emptiest bins: to those with at most as many tokens as the emptiest bin would have
+    with the next sample. The bins get samples in ascending order of their tokens, then in descending order, and so on.
     """
     assigned = np.empty(len(tokens), dtype=np.int64)
     turns = -(-len(tokens) // (ROUNDS * bins))

@@ -1,5 +1,5 @@
-"""Calibration before step 1: tokenises some samples of each stream and compares their length with the estimate from
-their bytes."""
+"""Calibration before step 1: tokenises some samples of each stream, and compares their numbers of tokens with the
+estimates from their bytes."""
 
 import math
 from collections import Counter
@@ -28,29 +28,31 @@ GROUP = 8
 BEYOND = 64
 """The maximum number of samples beyond data.max_length that are tokenised, one by one."""
 DRAWN_TOKENS = 1 << 22
-"""The samples drawn from running text have at most about this many tokens together, so fewer are drawn if they are
-long."""
+"""The samples that are drawn from running text have together at most about this many tokens."""
 SHARDS = 256
-"""Samples come from this many shards of all sources together, but from at least SHARDS_OF_SOURCE of each source."""
+"""Samples come from this many shards of all sources together, and from at least SHARDS_OF_SOURCE of each source."""
 SHARDS_OF_SOURCE = 4
 LINE_SHARDS = 8
-"""The maximum number of shards of each source that the fit of tokens to bytes reads."""
+"""The maximum number of shards of each source that are read to fit tokens to bytes."""
 LINE_RECORDS = 1024
-"""The fit reads LINE_RECORDS / (number of sources) records of each shard, but at least 8 and at most 32."""
+"""To fit tokens to bytes, LINE_RECORDS / (number of sources) records of each shard are read, but 8 to 32."""
 
 
 def calibrate(
     recipe: Recipe, corpus: Corpus, host_group: HostGroup | None = None, known: Calibration | None = None
 ) -> Calibration:
-    """Return the calibration of a run and its phases. All ranks of `host_group` measure it together and get the same
-    result. known: an earlier calibration; its `lines` are kept, and only the phases are measured again."""
+    """Return the calibration of a run and its phases. All ranks of `host_group` call it together and get the same
+    result. known: an earlier calibration of the run; its lines and streams are kept, and only phases are measured."""
     host_group = host_group or HostGroup(alone=True)
     shards = max(SHARDS // len(corpus.sources), SHARDS_OF_SOURCE)
-    sources = [source.with_shards(shards) for source in corpus.sources]
+    sources = [source.with_few_shards(shards) for source in corpus.sources]
     seed = recipe.train.seed
     if known is None:
-        lines = fit_lines(sources, corpus.tokenizer, min(shards, LINE_SHARDS), host_group)
-        known = Calibration(lines, {})
+        records = min(max(LINE_RECORDS // len(sources), 8), 32)
+        fits = list[Callable[[], tuple[float, float]]]()
+        for source in sources:
+            fits.append(partial(fit_tokens_to_bytes, source, corpus.tokenizer, LINE_SHARDS, records))
+        known = Calibration(host_group.divide_work(fits), {})
     fitted = Calibration(known.lines, {})
 
     def estimates(data: DataConfig, streams: Sequence[Stream]) -> dict[str, Estimate]:
@@ -71,24 +73,13 @@ def calibrate(
     return Calibration(known.lines, streams, phases)
 
 
-def fit_lines(
-    sources: list[Source], tokenizer: Tokenizer, shards: int, host_group: HostGroup
-) -> list[tuple[float, float]]:
-    """Return Calibration.lines. shards: the maximum number of shards of a source that are read."""
-    records = min(max(LINE_RECORDS // len(sources), 8), 32)
-    works = list[Callable[[], tuple[float, float]]]()
-    for source in sources:
-        works.append(partial(bytes_to_tokens, source, tokenizer, shards, records))
-    return host_group.divide_work(works)
-
-
 def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitted: Calibration) -> Estimate:
-    """Return the stream's estimate, from a tokenised sample. fitted: a calibration with the sources' lines."""
+    """Return the stream's estimate, from some samples that are tokenised. fitted: a calibration without streams."""
     drawn = DRAWN
     longest: float = data.max_length
     if stream.packed:
         drawn = min(DRAWN, max(DRAWN_TOKENS // data.max_length, GROUP))
-        longest = math.inf  # running text is split into samples that fit, so nothing of it is dropped or truncated
+        longest = math.inf  # running text is split into samples that fit, so none is dropped or cut
     few: Sequence[Stream] = [replace(stream, samples=drawn)]
     mixture = Mixture(
         Schedule.constant(few),
@@ -102,7 +93,7 @@ def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitt
     )
     table = mixture.next_part().tables[stream.name]
     estimated_tokens = np.bincount(table.sample, weights=table.tokens)
-    groups = similar_samples(estimated_tokens, longest)
+    groups = group_similar_samples(estimated_tokens, longest)
     group_of_sample = np.full(drawn, -1)
     for number, group in enumerate(groups):
         group_of_sample[group] = number
@@ -123,9 +114,9 @@ def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitt
     return replace(measured, counts=dict(targets))
 
 
-def similar_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
-    """Return the indices of the samples to tokenise, in groups of similar estimates. A sample over max_length is a
-    group of its own."""
+def group_similar_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
+    """Return the indices of the samples to tokenise, in groups with similar estimates. A sample over max_length forms a
+    group by itself."""
     shortest_first = np.argsort(estimated_tokens, kind="stable")
     count_within = int((estimated_tokens <= max_length).sum())
     within = shortest_first[:count_within]
@@ -147,11 +138,11 @@ def estimate(
     max_length: float,
     too_long: np.ndarray | int = 0,
 ) -> Estimate:
-    """Return a stream's estimate, computed from groups of samples that were tokenised.
+    """Return a stream's estimate, computed from groups of tokenised samples.
 
-    estimated_tokens: estimates of many samples [samples]. groups: the indices of each group's samples. The estimates of
-    one group are either all over max_length or all within it. tokens: tokens of each group's sequences in a packed row
-    [groups]. too_long: number of each group's samples that are longer than max_length [groups].
+    estimated_tokens: the estimates of all drawn samples [samples]. groups: the indices of each group's samples, whose
+    estimates are either all over max_length or all within it. tokens: the number of tokens of each group in a packed
+    row [groups]. too_long: the number of each group's samples that are longer than max_length [groups].
     """
     expected = np.array([estimated_tokens[group].sum() for group in groups])
     samples = np.array([len(group) for group in groups])
@@ -171,10 +162,11 @@ def estimate(
     return Estimate(ratio, beyond, round(too_long_share, 4))
 
 
-def bytes_to_tokens(
+def fit_tokens_to_bytes(
     source: Source, tokenizer: Tokenizer, shards: int = LINE_SHARDS, sample: int = 32
 ) -> tuple[float, float]:
-    """Return (a, b): a record has about a * bytes + b tokens, fitted to `sample` records of each of `shards` shards."""
+    """Return (a, b): a record has about a * bytes + b tokens. They are fitted to `sample` records of each of at most
+    `shards` shards."""
     tokens = list[float]()
     lengths = list[np.ndarray]()
     for shard in evenly_spaced(len(source.counts), shards).tolist():

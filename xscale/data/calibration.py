@@ -1,8 +1,8 @@
-"""Estimates of the number of tokens that a sample adds to a packed row, made before its text is read.
+"""Estimates the number of tokens that a sample adds to a packed row, before the sample's text is read.
 
-The statistics behind the estimates are measured once, before step 1 (calibrate.py), and saved in the checkpoints. The
-bytes of a record predict the tokens of its text. They cannot predict special tokens, dropped pairs and sequences that
-are read twice.
+The number of bytes of a record predicts the number of tokens of its text, but not special tokens, dropped pairs, and
+sequences that a stream uses twice. So the statistics of each stream are measured, too. All statistics are measured once
+before step 1 (calibrate.py), and saved in checkpoints.
 """
 
 import math
@@ -16,18 +16,17 @@ from xscale.recipe import Schedule
 
 @dataclass(frozen=True)
 class Estimate:
-    """Statistics that correct a stream's byte-based token estimates to its real token counts in packed rows."""
+    """The statistics of a stream. They correct the estimates from bytes to the tokens in packed rows."""
 
     ratio: float = 1.0
-    """Real tokens in packed rows for each estimated token. Pairs whose estimate exceeds data.max_length are left
-    out."""
+    """Real tokens in packed rows for each estimated token, of samples whose estimate is at most data.max_length."""
     beyond: float | None = None
-    """Mean number of real tokens of a pair whose estimate exceeds data.max_length. None: `ratio` is used for such
-    pairs, too."""
+    """Mean number of real tokens of a pair whose estimate exceeds data.max_length. None: `ratio` applies to such pairs,
+    too."""
     too_long: float = 0.0
     """Share of the pairs that are longer than data.max_length."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Sum of StreamBatch.target_counts over the samples that the calibration has tokenised."""
+    """Sum of StreamBatch.target_counts over the tokenised samples."""
 
     def row_tokens(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
         """Return the estimated tokens of each sample in a packed row [samples]. They are whole numbers, so that sums
@@ -40,14 +39,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Estimates the number of tokens of a text from its bytes. All ranks have the same estimates, also after a resume,
-    because the estimates decide which samples share a row of the batch."""
+    """The statistics of all estimates. They decide which samples share a packed row. So all ranks have the same ones,
+    also after a resume."""
 
     lines: list[tuple[float, float]]
-    """(a, b) of each source: the estimate of a record's tokens is a * (number of its bytes) + b."""
+    """(a, b) of each source: a record has about a * (number of its bytes) + b tokens."""
     streams: dict[str, Estimate]
+    """The statistics of each stream, by its name, after the last phase."""
     phases: list[dict[str, Estimate]] = field(default_factory=list)
-    """The statistics of each stream, by its name, in each phase of the run."""
+    """The statistics of each stream, by its name, in each phase."""
 
     def schedule(self, ends: tuple[int, ...]) -> Schedule["Calibration"]:
         """Return the calibration of each step. ends: the first step after each phase."""
@@ -55,13 +55,12 @@ class Calibration:
         return Schedule(ends, (*phases, self))
 
     def estimate_for(self, stream: str) -> Estimate:
-        """Return the stream's statistics; if it has none, statistics that leave the byte-based estimates as they
-        are."""
+        """Return the stream's statistics. If it has none, return statistics that do not correct the estimates."""
         return self.streams.get(stream) or Estimate()
 
     def estimated_tokens(self, source: int, length: np.ndarray) -> np.ndarray:
-        """Return the estimated tokens of some records of a source [n_records]. length: bytes of each record
-        [n_records]."""
+        """Return the estimated tokens of records of a source [n_records]. source: the source's index. length: bytes of
+        each record [n_records]."""
         a, b = self.lines[source]
         return np.maximum(a * length + b, 1.0)
 
@@ -70,7 +69,8 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any], sources: int, streams: list[str]) -> "Calibration":
-        """Invert `to_dict`. Raises ValueError, KeyError or TypeError if `tree` has other sources or streams."""
+        """Return the calibration whose `to_dict` is `tree`. sources, streams: the number of sources and the names of
+        the streams of the run. Raises ValueError, KeyError or TypeError if `tree` does not fit them."""
         estimates = list[dict[str, Estimate]]()
         for fields_of_streams in (tree["streams"], *tree["phases"]):
             estimates.append({name: Estimate(**fields) for name, fields in fields_of_streams.items()})

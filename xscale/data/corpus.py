@@ -1,4 +1,4 @@
-"""The corpus of a run: its sources, tokenizer, dictionaries and streams, checked before any weight exists."""
+"""The corpus of a run: its sources, tokenizer, dictionaries and streams. They are checked before the model is built."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,17 +8,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon
+from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon, without_withheld
 from xscale.data.mixture import remote_window_bytes
 from xscale.data.remote import Cache
-from xscale.data.shards import Shard, Source, find_sources, take_first
+from xscale.data.shards import Shard, Source, find_sources, keep_first_records
 from xscale.data.stream import (
     Stream,
     check_languages,
     matches_languages,
-    matches_pair_or_one_language,
+    means_pair_or_one_language,
     select_sources,
-    share_names,
+    unify_language_names,
 )
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -27,7 +27,7 @@ from xscale.ranks import HostGroup
 from xscale.recipe import Recipe, Schedule, StreamConfig, steps_of_epochs
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
-"""A directory with a tokenizer has at least one of these files."""
+"""The files of tokenizers. A directory with a tokenizer has at least one of them."""
 
 Objectives = Mapping[str, Any]
 """Name -> Objective (objectives/base.py)."""
@@ -35,25 +35,25 @@ Objectives = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class InitialModel:
-    """The properties of the pre-trained model that the corpus depends on."""
+    """The properties of model.init on which the corpus depends."""
 
     directory: str | Path | None = None
     """The Hugging Face directory or the hub name of model.init; None: random weights."""
     segments: bool = False
     """True if the model has token types for the two sentences of a pair."""
     lexicon_heldout: float = 1.0
-    """The share of the dictionaries' words on which the model has not been trained."""
+    """The share of the dictionaries' entries that was withheld from the model's training."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads."""
+    """The data that a run reads, opened and checked."""
 
     sources: list[Source]
     tokenizer: Tokenizer
     streams: Schedule[Sequence[Stream]]
-    """The streams of each step. A stream has the same list of sources in all phases; sources that it does not read in a
-    phase are idle."""
+    """The streams of each step. A stream has the same list of sources in all phases. In a phase, the sources that it
+    does not read are idle."""
     languages: list[str]
     """The languages of the sources, in alphabetical order."""
     lexicons: tuple[Lexicon, ...]
@@ -61,9 +61,9 @@ class Corpus:
     measured: tuple[Lexicon, ...]
     """The dictionaries that only alignment scores read."""
     lexicon_heldout: float
-    """The share of the dictionaries' words that no objective of this run sees."""
+    """The share of the dictionaries' entries that is withheld from all objectives of this run."""
     unseen: float
-    """The share of the dictionaries' words on which neither this run nor the run of model.init trains."""
+    """The share of the dictionaries' entries that is withheld from this run and from the run of model.init."""
     segments: bool
     """True if the two sentences of a pair have different token types."""
 
@@ -89,7 +89,7 @@ class Corpus:
         }
 
 
-def identity_of(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
+def run_identity(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
     """Return the values of a run that must be the same when it resumes."""
     return {"recipe": recipe.identity()} | corpus.identity()
 
@@ -101,16 +101,18 @@ def open_corpus(
     initial: InitialModel | None = None,
     host_group: HostGroup | None = None,
 ) -> Corpus:
-    """Open and check what a recipe reads. data: the value of --data. The ranks of `host_group` share the check of the
-    files. Raises UserError."""
+    """Open and check the data that a recipe reads. data: the value of --data. The ranks of `host_group` divide the
+    checks of files among themselves. Raises UserError."""
     initial = initial or InitialModel()
     host_group = host_group or HostGroup(alone=True)
     every = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
-    share_names(every)
-    sources = take_first(every, recipe.data.first)
+    unify_language_names(every)
+    sources = keep_first_records(every, recipe.data.first)
     check_file_sizes(sources, host_group)
-    linked = find_linked(recipe, objectives, sources, host_group)
-    without_idle = recipe.schedule.map(lambda phase: streams_of(phase, objectives, sources, linked))
+    linked = list[bool]()
+    if any(objectives[stream.objective].needs == "links" for stream in recipe.streams.values()):
+        linked = have_word_links(sources, host_group)
+    without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, linked))
     streams = with_idle_sources(without_idle, sources)
     check_cache_size(recipe, streams.last, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
@@ -142,14 +144,12 @@ def open_corpus(
 
 
 def languages_of(sources: Sequence[Source]) -> set[str]:
-    languages = set[str]()
-    for source in sources:
-        languages.update(source.langs)
-    return languages
+    return set(chain.from_iterable(source.langs for source in sources))
 
 
 def uses_segments(recipe: Recipe, initial: InitialModel, tokenizer: Tokenizer) -> bool:
-    """Return whether the recipe, the tokenizer and the model distinguish the two sentences of a pair by token types."""
+    """Return True if the two sentences of a pair get different token types: the recipe, the tokenizer and the model
+    must allow it."""
     wanted = recipe.data.segments and not recipe.any_stream("language_embeddings")
     return wanted and tokenizer.pair.segments and initial.segments
 
@@ -173,21 +173,24 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
 
 
 def check_cache_size(recipe: Recipe, streams: Sequence[Stream], sources: list[Source]) -> None:
-    """Raise UserError if the cache is too small for the remote shards that the shuffle reads at once."""
+    """Raise UserError if the cache is too small for the remote shards of all windows (data/order.py)."""
     at_once = remote_window_bytes(streams, sources)
     if at_once > recipe.data.cache_gb * 1e9:
         needed = math.ceil(at_once / 1e6) / 1e3
         raise UserError(
-            f"data.cache_gb: {recipe.data.cache_gb:g}, but the shuffle reads from {needed:g} GB of remote shards at "
-            f"once, which would be fetched again and again; set data.cache_gb={needed:g} or more"
+            f"data.cache_gb: {recipe.data.cache_gb:g}, but shuffling reads {needed:g} GB of remote shards at one time, "
+            f"and would fetch each of them many times; set data.cache_gb={needed:g} or more"
         )
 
 
 # Streams
 
 
-def streams_of(recipe: Recipe, objectives: Objectives, sources: list[Source], linked: Sequence[bool]) -> list[Stream]:
-    """Return the streams of a recipe. Their dictionaries are not loaded yet. Raises UserError."""
+def build_streams(
+    recipe: Recipe, objectives: Objectives, sources: list[Source], linked: Sequence[bool]
+) -> list[Stream]:
+    """Return the streams of a recipe, without their dictionaries. linked: for each source, whether it has word links;
+    empty if no objective needs links. Raises UserError."""
     streams = list[Stream]()
     check_languages(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
@@ -195,7 +198,7 @@ def streams_of(recipe: Recipe, objectives: Objectives, sources: list[Source], li
         kind = objective.record_kind
         chosen = select_sources(name, kind, stream.languages, sources, recipe.data.languages)
         if objective.needs == "links":
-            chosen = linked_sources(name, chosen, sources, linked)
+            chosen = select_linked_sources(name, chosen, sources, linked)
         streams.append(Stream(name, objective, stream.options, chosen, stream.samples, objective_name=stream.objective))
         problem = objective.check(stream.options, stream.samples)
         if problem:
@@ -204,7 +207,8 @@ def streams_of(recipe: Recipe, objectives: Objectives, sources: list[Source], li
 
 
 def with_idle_sources(streams: Schedule[list[Stream]], sources: list[Source]) -> Schedule[Sequence[Stream]]:
-    """Return the streams of each phase. Each stream lists the sources that it reads in any phase."""
+    """Return the streams of each phase. Each stream gets the sources that it reads in any phase; those that it does not
+    read in this phase are idle."""
     read: dict[str, set[int]] = {}
     for stream in chain(*streams.values):
         read.setdefault(stream.name, set()).update(stream.sources)
@@ -216,57 +220,51 @@ def with_idle_sources(streams: Schedule[list[Stream]], sources: list[Source]) ->
 
 
 def epoch_stream(streams: Sequence[Stream]) -> Stream | None:
-    """Return the stream whose pairs train.epochs counts: the first one that reads pairs, or None."""
+    """Return the first stream that reads pairs, or None. train.epochs counts the pairs of this stream."""
     return next((stream for stream in streams if not stream.packed), None)
 
 
-def with_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
+def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
     """Return the recipe with train.epochs converted to train.steps. Raises UserError."""
     if recipe.train.epochs is None:
         return recipe
     stream = epoch_stream(corpus.streams.last)
     if stream is None:
-        raise UserError("train.epochs counts pairs, but no stream of this recipe reads pairs; set train.steps")
+        raise UserError("train.epochs counts pairs, but no stream of the recipe reads pairs; set train.steps instead")
     return steps_of_epochs(recipe, stream.records(corpus.sources), stream.samples)
 
 
 # Word links
 
 
-def find_linked(recipe: Recipe, objectives: Objectives, sources: list[Source], host_group: HostGroup) -> list[bool]:
-    """Return for each source whether its first record has word links; False if no stream of any phase reads the links
-    of its languages. Each record is read by one rank."""
-    wanted = list[list[str] | None]()
-    for phase in recipe.schedule.values:
-        for stream in phase.streams.values():
-            if objectives[stream.objective].needs == "links":
-                wanted.append(wanted_languages(phase, stream))
+def have_word_links(sources: list[Source], host_group: HostGroup) -> list[bool]:
+    """Return for each source whether its first record has word links. Each record is read by one rank."""
 
     def has_links(source: Source) -> bool:
-        is_read = any(names is None or matches_languages(names, source.langs) for names in wanted)
-        return is_read and source.kind == "pair" and source.without_readahead().read(0, 0).links is not None
+        return source.kind == "pair" and source.read(0, 0).links is not None
 
     return host_group.divide_work([partial(has_links, source) for source in sources])
 
 
-def linked_sources(
+def select_linked_sources(
     stream: str, chosen: tuple[int, ...], sources: list[Source], linked: Sequence[bool]
 ) -> tuple[int, ...]:
-    """Return those of the `chosen` sources of a stream that have word links. Raises UserError if none has."""
-    found = tuple(source for source in chosen if linked[source])
-    if not found:
+    """Return those of the `chosen` sources of a stream that have word links. linked: for each source, whether it has
+    word links. Raises UserError if none has."""
+    with_links = tuple(source for source in chosen if linked[source])
+    if not with_links:
         first = sources[chosen[0]]
         raise UserError(
             f"streams.{stream} needs word links; the first record of {first.directory} has none. Write {first.name} "
             f"again with `xscale data write_shards pairs ... --links F` or `--align`, or give the shards to "
             f"`xscale data prepare` with align: true, which links the pairs that have no links"
         )
-    for source in found:
+    for source in with_links:
         sources[source].check_links()
-    return found
+    return with_links
 
 
-def wanted_languages(recipe: Recipe, stream: StreamConfig) -> list[str] | None:
+def stream_languages(recipe: Recipe, stream: StreamConfig) -> list[str] | None:
     """Return the languages that a stream of the recipe reads; None: all."""
     return recipe.data.languages if stream.languages is None else stream.languages
 
@@ -277,7 +275,8 @@ def wanted_languages(recipe: Recipe, stream: StreamConfig) -> list[str] | None:
 def load_lexicons(
     recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None
 ) -> tuple[Lexicon, ...]:
-    """Return the dictionaries of a run, sorted by name. Raises UserError."""
+    """Return the dictionaries of a run, sorted by name: data.lexicons, or those beside the shards. data: the first
+    directory of --data. Raises UserError."""
     paths = [Path(path) for path in recipe.data.lexicons]
     if not paths and data:
         paths = find_lexicon_paths(sources, data)
@@ -287,39 +286,42 @@ def load_lexicons(
         lexicon = load_lexicon(path, tokenizer, languages)
         absent = set(lexicon.langs) - languages
         if absent:
-            raise UserError(f"{path}: --data has no text in {', '.join(absent)}; add shards, or remove the dictionary")
+            raise UserError(
+                f"{path}: --data has no text in {', '.join(absent)}; add shards in this language, or remove the "
+                f"dictionary"
+            )
         loaded.append(lexicon)
     return tuple(sorted(loaded, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
 
 
 def add_lexicons(stream: Stream, recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> Stream:
-    """Return the stream with the dictionaries that its objective reads, without the withheld words. recipe: the recipe
-    of the stream's phase. Raises UserError if the dictionaries have no word."""
+    """Return the stream with the dictionaries that its objective reads, without withheld entries. recipe: the recipe of
+    the stream's phase. Raises UserError if the dictionaries have no entry."""
     if stream.objective.needs != "lexicon":
         return stream
-    languages = wanted_languages(recipe, recipe.streams[stream.name])
-    # All streams get the same object from `without_withheld`, so that a process builds its tables once.
+    languages = stream_languages(recipe, recipe.streams[stream.name])
     read = list[Lexicon]()
     for lexicon in lexicons:
         if reads_lexicon(languages, lexicon):
-            read.append(lexicon.without_withheld(recipe.data.lexicon_heldout))
+            read.append(without_withheld(lexicon, recipe.data.lexicon_heldout))
     if not any(lexicon.words for lexicon in read):
-        there = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
-        wanted = f" of its languages, {', '.join(languages)} (there are: {there})" if languages else ""
+        available = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
+        wanted = f" of its languages, {', '.join(languages)} (there are: {available})" if languages else ""
         raise UserError(
-            f"streams.{stream.name} needs a dictionary{wanted}: set data.lexicons=[PATH/en-de.txt], or put it into "
-            f"lexicon/ beside the shards"
+            f"streams.{stream.name} needs a dictionary{wanted}: set data.lexicons=[PATH/en-de.txt], or put the file "
+            f"into lexicon/ beside the shards"
         )
     return replace(stream, lexicons=tuple(read))
 
 
 def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
-    """Return whether a stream with these languages reads the dictionary. It does if it lists both languages of the
-    dictionary, or if it lists a single language and the dictionary has that language."""
+    """Return whether a stream reads the dictionary. languages: the languages of the stream; None: all. A stream reads
+    the dictionaries of which it lists both languages. A stream of a single language reads all dictionaries of that
+    language."""
     if languages is None:
         return True
     return matches_languages(languages, lexicon.langs) or (
-        len(languages) == 1 and matches_pair_or_one_language(languages[0], lexicon.langs)
+        len(languages) == 1 and means_pair_or_one_language(languages[0], lexicon.langs)
     )
 
 
@@ -327,8 +329,8 @@ def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
 
 
 def find_tokenizer(recipe: Recipe, initial: InitialModel, data: Path | None) -> str:
-    """Return the directory or hub name of the tokenizer: model.tokenizer, else that of model.init, else the one beside
-    the shards. data: the first directory of --data. Raises UserError if there is no tokenizer."""
+    """Return the directory or hub name of the tokenizer: model.tokenizer, or else that of model.init, or else the one
+    beside the shards. data: the first directory of --data. Raises UserError if there is no tokenizer."""
     if recipe.model.tokenizer:
         return recipe.model.tokenizer
     init = recipe.model.init
@@ -337,20 +339,20 @@ def find_tokenizer(recipe: Recipe, initial: InitialModel, data: Path | None) -> 
     if init and not Path(init).exists():
         if not may_exist(init):
             raise UserError(
-                f"model.init {init} does not exist; give a run, or a Hugging Face directory or name; "
-                f"to resume, put the folder hf of one of the run's checkpoints there"
+                f"model.init {init} does not exist; give a run, or a Hugging Face directory or name; if a run is "
+                f"resumed whose model.init is lost, copy the folder hf of one of its checkpoints to that place"
             )
         return init  # a hub name
     if data is None:
         raise UserError(
-            "all of --data is remote, and a tokenizer is looked for on disks alone; set model.tokenizer=DIR"
+            "a tokenizer beside the shards is found only if a --data is a directory, not a URL; set model.tokenizer=DIR"
         )
     for folder in (data, data.resolve().parent):
         if (folder / "tokenizer").is_dir():
             return str(folder / "tokenizer")
     raise UserError(
-        f"no tokenizer{f' in model.init {init}, and none' if init else '/'} in {data} or its parent. Train one with "
-        f"`python -m data_tools.tokenizer --data {data} --out {data / 'tokenizer'}`, or set model.tokenizer"
+        f"no tokenizer{f' in model.init {init}, and none' if init else '/'} in {data} or its parent. Train one: "
+        f"`xscale data tokenizer --data {data} --out {data / 'tokenizer'}`, or set model.tokenizer"
     )
 
 
@@ -362,13 +364,13 @@ def has_tokenizer(directory: str | Path | None) -> bool:
 
 
 def check_tokenizer_of_init(init: str | None, initial: InitialModel, tokenizer: Tokenizer) -> None:
-    """Raise UserError if `model.init` has a tokenizer that differs from the run's."""
+    """Raise UserError if model.init has a tokenizer and the run's tokenizer differs from it."""
     if initial.directory is None or not has_tokenizer(initial.directory):
         return
     trained = Tokenizer(initial.directory)
     if (trained.fingerprint, trained.special) != (tokenizer.fingerprint, tokenizer.special):
         raise UserError(
-            f"model.init {init} was trained with the tokenizer {initial.directory}, and the run's tokenizer is another "
-            f"one; set model.tokenizer={initial.directory}, or enlarge the model's vocabulary as "
-            f"docs/how-to/add-language.md shows"
+            f"model.init {init} was trained with the tokenizer {initial.directory}, and the run has another tokenizer; "
+            f"set model.tokenizer={initial.directory}, or enlarge the model's vocabulary "
+            f"(docs/how-to/add-language.md)"
         )

@@ -1,9 +1,9 @@
 """Safe forks of a process that has native threads.
 
-Python 3.11 forks without taking the lock of its list of threads. A thread of a library, such as torch, may hold this
-lock at that moment, because it acquires the GIL. Then the child waits forever inside of fork (PyOS_AfterFork_Child,
-_PyThreadState_DeleteExcept), and the parent waits for the child's records. On a busy machine, this made some runs hang
-at their start.
+Python 3.11 does not take the lock of its list of threads when it forks. If a thread of a library, such as torch, holds
+this lock at that moment, the child waits for it for ever, inside of fork (PyOS_AfterFork_Child,
+_PyThreadState_DeleteExcept), and the parent waits for the child's records. So some runs on a busy machine hung at their
+start.
 """
 
 import os
@@ -15,12 +15,12 @@ from functools import partial
 from unittest import mock
 
 BEGIN_SECONDS = 20
-"""A child that takes longer to return from fork is killed, and the fork is repeated."""
+"""The seconds after which a child that has not returned from fork is killed, and the fork is repeated."""
 
 
 @contextmanager
-def children_that_begin() -> Iterator[None]:
-    """A context in which os.fork returns in the parent only after it has returned in the child."""
+def safe_forks() -> Iterator[None]:
+    """Return a context in which os.fork returns in the parent after it has returned in the child."""
     with mock.patch.object(os, "fork", partial(_fork, os.fork)):
         yield
 

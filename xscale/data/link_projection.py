@@ -1,4 +1,7 @@
-"""Converts links between words of another tokenisation to links between words of data/words.py, by characters."""
+"""Converts links between words of another tokenisation to links between words of data/words.py.
+
+Two words of the two tokenisations correspond if they have a character in common.
+"""
 
 import difflib
 import html
@@ -17,18 +20,18 @@ Link = tuple[int, int]
 """The number of a word in the first text, and of a word in the second text, from 0."""
 
 
-def link_words(text: str) -> list[str]:
-    """Return the words that an aligner's links count: the parts of a text between spaces and tabs.
+def split_at_spaces(text: str) -> list[str]:
+    """Return the parts of a text between spaces and tabs, which are the words that an aligner's links number.
 
-    fast_align and Moses split a text only there: a no-break space (U+00A0, U+202F) or an ideographic space (U+3000) is
-    part of a word. Python's str.split splits at these, too.
+    fast_align and Moses split a text only there. A no-break space (U+00A0, U+202F) or an ideographic space (U+3000) is
+    part of a word for them, unlike for Python's str.split.
     """
     return _LINK_WORD.findall(text)
 
 
-def parse(links: str, sizes: tuple[int, int]) -> list[Link]:
-    """Return links in Pharaoh form, such as "0-0 1-2", as pairs of numbers. sizes: the number of words of both
-    sentences. Raises ValueError with the link that is malformed or outside of the sentences."""
+def parse_pharaoh(links: str, sizes: tuple[int, int]) -> list[Link]:
+    """Return links in Pharaoh form, such as "0-0 1-2", as pairs of numbers. sizes: the numbers of words of the two
+    texts. Raises ValueError for a link that is malformed or outside of the texts."""
     parsed = []
     for link in links.split():
         match = LINK.fullmatch(link)
@@ -38,23 +41,24 @@ def parse(links: str, sizes: tuple[int, int]) -> list[Link]:
     return parsed
 
 
-def pharaoh(links: list[Link]) -> str:
+def format_pharaoh(links: list[Link]) -> str:
+    """Return links in Pharaoh form, such as "0-0 1-2"."""
     return " ".join(f"{i}-{j}" for i, j in links)
 
 
 def project_links(
     links: str, texts: tuple[str, ...], tokenised: tuple[str, ...] | None = None, by_words: bool = False
 ) -> tuple[str, int]:
-    """Convert links to links between words of data/words.py. Return them and the number of dropped links, such as those
-    between a word and a symbol.
+    """Return links between words of data/words.py, and the number of links that were dropped, such as those between a
+    word and a symbol. links: the links to convert, in Pharaoh form.
 
-    tokenised: the texts whose words `links` numbers (see link_words); None: the texts themselves. by_words: True if
-    `links` numbers words of data/words.py already. Raises ValueError.
+    tokenised: the texts whose words, divided by split_at_spaces, `links` numbers; None: the texts themselves. by_words:
+    True if `links` numbers words of data/words.py already. Raises ValueError.
     """
     segmented = segment(list(texts))
     is_word = list[np.ndarray]()
     words = list[list[list[int]]]()
-    """For each side: for each word that `links` numbers, the numbers of the words of the text that it overlaps."""
+    """For each text and each of the words that `links` numbers: the words of the text that this word overlaps."""
     for side, text in enumerate(texts):
         first_word = segmented.words[side]
         is_word.append(segmented.is_word[first_word : segmented.words[side + 1]])
@@ -65,19 +69,19 @@ def project_links(
             words.append(overlapped_words(text, tokenised[side] if tokenised else text, word_of_char))
     kept = set[Link]()
     dropped = 0
-    for i, j in parse(links, (len(words[0]), len(words[1]))):
+    for i, j in parse_pharaoh(links, (len(words[0]), len(words[1]))):
         fits = False
         for a, b in product(words[0][i], words[1][j]):
             if is_word[0][a] == is_word[1][b]:
                 kept.add((a, b))
                 fits = True
         dropped += not fits
-    return pharaoh(sorted(kept)), dropped
+    return format_pharaoh(sorted(kept)), dropped
 
 
 def overlapped_words(text: str, tokenised: str, word_of_char: np.ndarray) -> list[list[int]]:
-    """Return the numbers of the words of `text` that each word (link_words) of `tokenised` overlaps. word_of_char: the
-    number of the word to which each character of `text` belongs; negative if it belongs to none."""
+    """Return the numbers of the words of `text` that each word of `tokenised` overlaps. word_of_char: the number of the
+    word to which each character of `text` belongs; negative if it belongs to none."""
     words = list[list[int]]()
     for characters in places(text, tokenised):
         numbers = word_of_char[characters]
@@ -86,19 +90,19 @@ def overlapped_words(text: str, tokenised: str, word_of_char: np.ndarray) -> lis
 
 
 def places(text: str, tokenised: str) -> list[list[int]]:
-    """Return the indices in `text` of the characters of each word (link_words) of `tokenised`. Raises ValueError if
-    less than half of the characters match."""
+    """Return the indices in `text` of the characters of each word of `tokenised`. Raises ValueError if less than half
+    of the characters match."""
     if tokenised is text:
         return [list(range(*match.span())) for match in _LINK_WORD.finditer(text)]
     visible = [place for place, character in enumerate(text) if not character.isspace()]
     ours = [_folded(text[place]) for place in visible]
-    tokens = link_words(tokenised)
+    tokens = split_at_spaces(tokenised)
     theirs = _folded_characters_of_all(tokens)
     if ours != theirs:
         tokens = list(map(html.unescape, tokens))  # Moses escapes characters for HTML
         theirs = _folded_characters_of_all(tokens)
     place_of = dict(enumerate(visible))
-    """The index in `text` of the characters of `tokens`, counted without white space."""
+    """Number of a character of `tokens`, without white space -> its index in `text`."""
     if ours != theirs:
         place_of = {}
         for block in difflib.SequenceMatcher(None, ours, theirs, False).get_matching_blocks():

@@ -1,8 +1,8 @@
 """Word links of sentence pairs, converted to links between tokens.
 
-The words of a stream batch (data/words.py) are numbered consecutively: the words of the first pair's first text, then
-those of its second text, then those of the next pair's first text, and so on. Side s of pair p is text number 2p + s. A
-token is named by its index in the stream batch.
+The words of a stream batch (data/words.py) are numbered consecutively: those of the first pair's first text, of its
+second text, of the second pair's first text, and so on. Text s of pair p has the number 2p + s. Tokens are indices in
+the stream batch.
 
 Shape letters: P pairs, W words, T tokens that belong to a word, K links of words, Z links of tokens, N tokens,
 M masked tokens, R masked tokens with a link.
@@ -15,46 +15,35 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
-from xscale.data.link_projection import parse
-from xscale.data.ragged import NO_NUMBERS, distinct_pairs, indices_within
+from xscale.data.link_projection import parse_pharaoh
+from xscale.data.ragged import NO_NUMBERS, Ragged, distinct_pairs
 from xscale.data.sequences import Example, Segment, Sequences
 from xscale.data.stream_batch import Gather
 from xscale.errors import UserError
 
 Layout = list[list[int]]
-"""The numbers of each sequence's texts. Side s of pair p is text number 2p + s."""
+"""The numbers of the texts of each sequence. Text s of pair p has the number 2p + s."""
 
 _PHARAOH = re.compile(r"\s*([0-9]{1,9}-[0-9]{1,9}(\s+|$))*")
 
 
 @dataclass(frozen=True)
 class WordLinks:
+    """The word links of pairs, and the numbers of their words."""
+
     first: np.ndarray
     """Number of each text's first word, and W at the end [2 P + 1]."""
     links: np.ndarray
-    """Each link as the number of a word of a pair's first text and the number of a word of its second text. No link
-    occurs twice [K, 2]."""
+    """The two words of each link: one of a pair's first text, and one of its second text. No link occurs twice
+    [K, 2]."""
     is_word: np.ndarray
     """True for each word, False for a symbol, such as a punctuation mark [W]."""
 
 
-@dataclass(frozen=True)
-class WordTokens:
-    tokens: np.ndarray
-    """The tokens of all words, word by word, in the order of the text [T]."""
-    starts: np.ndarray
-    """The index in `tokens` at which each word begins [W + 1]."""
-
-    def tokens_of(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of these words, concatenated, and the number of tokens of each word."""
-        counts = self.starts[words + 1] - self.starts[words]
-        return self.tokens[np.repeat(self.starts[words], counts) + indices_within(counts)], counts
-
-
 def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
-    """Return the word links of the pairs. across: keep links between a word and a symbol, which are otherwise left out.
+    """Return the word links of the pairs. across: keep links between a word and a symbol, too.
 
-    Raises UserError for a link that is malformed or outside its sentences.
+    Raises UserError for a link that is malformed or outside of its sentences.
     """
     numbers = list[int]()
     link_counts = list[int]()
@@ -87,6 +76,7 @@ def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
 
 
 def _refuse(pair: Example) -> NoReturn:
+    """Raise the UserError for a pair without links, or with a wrong link."""
     remedy = (
         "Write the shards again with `xscale data write_shards pairs ... --links F` or `--align`, or give them to "
         "`xscale data prepare` with align: true, which links the pairs that have no links"
@@ -97,7 +87,7 @@ def _refuse(pair: Example) -> NoReturn:
         )
     n, m = (len(text.is_word) for text in pair.words or ())
     try:
-        parse(pair.links, (n, m))
+        parse_pharaoh(pair.links, (n, m))
     except ValueError as error:
         raise UserError(
             f"record {pair.key!r}: {error}; links are 0-based `first-second` numbers of the words that "
@@ -107,7 +97,7 @@ def _refuse(pair: Example) -> NoReturn:
 
 
 def segments(pairs: list[Example], layout: Layout) -> list[list[Segment]]:
-    """Return the segments of each sequence, as `join_segments` takes them."""
+    """Return the segments of each sequence, for join_segments."""
     sequences = []
     for texts in layout:
         sequences.append([(pairs[text // 2], text % 2) for text in texts])
@@ -116,9 +106,9 @@ def segments(pairs: list[Example], layout: Layout) -> list[list[Segment]]:
 
 def word_tokens(
     pairs: list[Example], layout: Layout, sequences: Sequences, first: np.ndarray, keep: Literal["all", "first", "last"]
-) -> WordTokens:
-    """Return the tokens of each word; a word that was cut off has none. keep: which tokens of a word to return.
-    first: the number of each text's first word, as in WordLinks."""
+) -> Ragged:
+    """Return the tokens of each word. A word that was cut off has none. first: see WordLinks. keep: return all tokens
+    of a word, only the first or only the last one."""
     texts = list(chain.from_iterable(layout))
     words_of_texts = [NO_NUMBERS]
     tokens_of_texts = [NO_NUMBERS]
@@ -142,24 +132,24 @@ def word_tokens(
         kept = np.flatnonzero(np.diff(words, **before_or_after))
         words = words[kept]
         tokens = tokens[kept]
-    return WordTokens(tokens, np.searchsorted(words, np.arange(first[-1] + 1)))
+    return Ragged(tokens, np.bincount(words, minlength=int(first[-1])))
 
 
-def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
-    """Return, for all links, each pair of a token of the first word and a token of the second word. No pair occurs
-    twice [Z, 2]."""
-    first_tokens, first_counts = tokens.tokens_of(links[:, 0])
-    second_words = np.repeat(links[:, 1], first_counts)
-    second_tokens, second_counts = tokens.tokens_of(second_words)
-    # A token may overlap several words, as in Chinese. So several links between words may be the same pair of tokens.
-    return distinct_pairs(np.repeat(first_tokens, second_counts), second_tokens)
+def token_links(links: np.ndarray, tokens: Ragged) -> np.ndarray:
+    """Return each pair of a token of a link's first word and a token of its second word. No pair occurs twice [Z, 2].
+    links: see WordLinks."""
+    first = tokens.take(links[:, 0])
+    second = tokens.take(np.repeat(links[:, 1], first.lengths))
+    # A token may belong to several words, as in Chinese. So several links of words may give the same pair of tokens.
+    return distinct_pairs(np.repeat(first.values, second.lengths), second.values)
 
 
 def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, Gather]:
-    """Return the indices of the elements of `masked` [M] that have a link [R], and for each of them the sum of the
-    states of the tokens that it is linked to.
+    """Return the masked tokens that have a link, as indices in `masked` [R], and for each of them the sum of the states
+    of the tokens to which it is linked.
 
-    The sums are rows of A^T H: H are the hidden states, and A[i, j] = 1 if (i, j) or (j, i) is a link. tokens: N.
+    The sums are rows of A^T H: H has the hidden states, and A[i, j] = 1 if (i, j) or (j, i) is a link. links: links of
+    tokens [Z, 2]. masked: the masked tokens [M]. tokens: N.
     """
     row_of_token = np.full(tokens, -1, dtype=np.int64)
     row_of_token[masked] = np.arange(len(masked))

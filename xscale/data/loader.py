@@ -1,17 +1,17 @@
-"""The loader: worker processes read, tokenise and collate samples, and pack them into rows. Each plan becomes one
-StepBatch.
+"""The loader: worker processes read, tokenise and collate the samples of a plan, and pack them into a StepBatch.
 
-A planner process makes plans ahead of time (planner.py). A batch carries the mixture's state after its step. So the
-state that is saved at step t describes what was consumed up to step t, whatever was prefetched.
+A planner process makes plans before they are needed (planner.py). Each batch has the mixture's state after its step. So
+a checkpoint has the state of the steps that were trained, although later steps have been planned and read.
 """
 
 import atexit
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -19,10 +19,18 @@ from torch.utils.data import DataLoader, Dataset
 from xscale import rng
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus
-from xscale.data.forks import children_that_begin
+from xscale.data.forks import safe_forks
 from xscale.data.mixture import Mixture, Plan, PlanTable
 from xscale.data.packed_row import Row, pack_row
-from xscale.data.planner import Failure, Node, Plans, failure_of, find_node, leave_signals_to_parent, start_planner
+from xscale.data.planner import (
+    Failure,
+    Node,
+    Plans,
+    find_node,
+    leave_signals_to_parent,
+    reportable_failure,
+    start_planner,
+)
 from xscale.data.sequences import Example
 from xscale.data.shards import Source, pair_name
 from xscale.data.stream import Stream
@@ -34,15 +42,13 @@ from xscale.ranks import HostGroup, Process, name_process
 from xscale.recipe import DataConfig, Recipe, Schedule
 from xscale.record import Record
 
-Key = TypeVar("Key")
 CHARACTERS = 64
-"""The maximum number of characters of a text that are tokenised, per token of data.max_length; see `shortened`."""
+"""The maximum number of characters of a text for each token of data.max_length. The rest is cut (cut_long_texts)."""
 CPU_TOKENS, GPU_TOKENS = 8192, 65536
-"""The default of train.max_tokens on a CPU, a row that fits into its caches, and the highest default on a GPU, a row
-that takes the GPU much longer than its host."""
+"""The default of train.max_tokens on a CPU, and the highest default on a GPU. A CPU's caches have room for such a row.
+A GPU takes much longer for such a row than its host."""
 SWEPT = 0.25
-"""If the ranks of a node read at least this share of each step, they ask the operating system to read whole shards
-ahead."""
+"""If the ranks of a node read at least this share of each step, they request a whole shard when they open it."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +63,18 @@ class StepBatch:
         return sum(row.samples for row in self.rows)
 
     def counts(self) -> Counts:
-        """Return the counts of this rank, see Row.counts."""
-        counts: Counts = {}
+        """Return the sum of the rows' counts (Row.counts)."""
+        counts = Counter[MetricKey]()
         for row in self.rows:
-            add_counts(counts, row.counts)
-        return counts
+            counts.update(row.counts)
+        return dict(counts)
 
     def targets(self) -> Counts:
-        """Return the counts of this rank, without those by language."""
+        """Return the counts of this rank, except those by language."""
         return {key: count for key, count in self.counts().items() if not key.language}
 
     def language_counts(self) -> Counts:
+        """Return the counts of this rank by language."""
         return {key: count for key, count in self.counts().items() if key.language}
 
     def auxiliary_vector_counts(self) -> dict[str, int]:
@@ -77,10 +84,11 @@ class StepBatch:
         }
 
     def cost(self) -> dict[str, int]:
-        cost = dict[str, int]()
+        """Return the sum of the rows' costs (Row.cost)."""
+        cost = Counter[str]()
         for row in self.rows:
-            add_counts(cost, row.cost)
-        return cost
+            cost.update(row.cost)
+        return dict(cost)
 
     def keys(self) -> dict[str, list[str]]:
         """Return the keys of the records of each stream, in the order of consumption."""
@@ -91,14 +99,8 @@ class StepBatch:
         return keys
 
 
-def add_counts(total: dict[Key, int], counts: Mapping[Key, int]) -> None:
-    """Add the counts to `total`, in place."""
-    for key, count in counts.items():
-        total[key] = total.get(key, 0) + count
-
-
 class StepDataset(Dataset):
-    """Makes the StepBatch of a rank's part of a plan. Forked workers inherit the object, so it holds no open files."""
+    """Makes the StepBatch of a rank's part of a plan. Forked workers inherit this object, so it has no open files."""
 
     def __init__(
         self,
@@ -106,12 +108,14 @@ class StepDataset(Dataset):
         streams: Schedule[Sequence[Stream]],
         contexts: Schedule[CollateContext],
         seed: int,
+        readahead: bool = False,
     ):
-        """contexts: the values that all streams of a step share."""
+        """contexts: the values that all streams of a step share. readahead: see Source.read."""
         self.sources = sources
         self.streams = streams
         self.contexts = contexts
         self.seed = seed
+        self.readahead = readahead
         source_keys = [rng.key(source.name, source.fingerprint) for source in sources]
         self.source_keys = np.array(source_keys, dtype=np.uint64)
 
@@ -126,8 +130,8 @@ class StepDataset(Dataset):
                 groups[stream.name] = stream.language_groups
                 stream_batches[stream.name] = self.stream_batches(stream, plan)
         except (UserError, OSError) as error:
-            # If the error were raised here, DataLoader would wrap it and lose errno and file.
-            return failure_of(error, f"step {plan.step}: ")
+            # DataLoader would wrap a raised error, and lose its errno and file.
+            return reportable_failure(error, f"step {plan.step}: ")
         rows = list[Row]()
         for number in range(plan.rows):
             of_row = {name: batches[number] for name, batches in stream_batches.items()}
@@ -135,8 +139,8 @@ class StepDataset(Dataset):
         return StepBatch(plan.step, rows, plan.state)
 
     def stream_batches(self, stream: Stream, plan: Plan) -> list[StreamBatch]:
-        """Return the stream batch of each row. The records of all rows are tokenised together."""
-        shared = self.context_of(stream, plan.step, plan.rows * plan.world)
+        """Return the stream's part of each packed row. The records of all rows are tokenised together."""
+        shared = self.stream_context(stream, plan.step, plan.rows * plan.world)
         examples = self.examples(stream, plan.tables[stream.name], shared)
         stream_batches = list[StreamBatch]()
         for row, count in enumerate(plan.records_of_rows(stream.name)):
@@ -157,8 +161,8 @@ class StepDataset(Dataset):
             stream_batches.append(replace(stream_batch, too_long=too_long, pair_counts=counts, keys=keys))
         return stream_batches
 
-    def context_of(self, stream: Stream, step: int = 0, rows: int = 1) -> CollateContext:
-        """Return the context of a stream's collate function. rows: the number of packed rows of all ranks."""
+    def stream_context(self, stream: Stream, step: int = 0, rows: int = 1) -> CollateContext:
+        """Return the context of a stream's collate function in a step. rows: the number of packed rows of all ranks."""
         return replace(
             self.contexts.at(step),
             stream=stream.name,
@@ -169,31 +173,30 @@ class StepDataset(Dataset):
         )
 
     def examples(self, stream: Stream, table: PlanTable, context: CollateContext) -> Iterator[Example]:
-        """Tokenise the records together, and yield their examples."""
+        """Read the records of a stream, tokenise them together, and yield an example for each record."""
         words_wanted = stream.objective.words(stream.options)
-        places = list(zip(table.source.tolist(), table.shard.tolist(), table.record.tolist(), strict=True))
         records = list[Record]()
         texts = list[str]()
-        for source, shard, number in places:
-            record = self.sources[source].read(shard, number)
-            if len(record.texts) == 2:
-                record = shortened(record, words_wanted, context)
+        for source_number, shard, record_number in zip(table.source, table.shard, table.record, strict=True):
+            source = self.sources[source_number]
+            record = source.read(int(shard), int(record_number), self.readahead)
+            if not stream.packed:
+                record = cut_long_texts(record, words_wanted, context)
+            if words_wanted:
+                record = source.with_words(record)
             records.append(record)
             texts += record.texts
-        pairs = bool(records) and len(records[0].texts) == 2
         follows = self.continues_document(table).tolist()
-        if context.tokenizer.keeps_space and not pairs:
+        if context.tokenizer.keeps_space and stream.packed:
             for number, text in enumerate(texts):
                 if follows[number] and not stands_alone(text):
                     texts[number] = " " + text
         words: list[TokenWords] | None = None
         if words_wanted:
-            for number, (source, _, _) in enumerate(places):
-                records[number] = self.sources[source].with_words(records[number])
             ids, words = context.tokenizer.encode_words(texts)
         else:
             ids = context.tokenizer.encode(texts)
-        borders = {} if pairs else borders_of_long_texts(texts, ids, context)
+        borders = borders_of_long_texts(texts, ids, context) if stream.packed else {}
         identities = self.identities(stream.name, table)
         samples = table.sample.tolist()
         start = 0
@@ -213,7 +216,7 @@ class StepDataset(Dataset):
             start = end
 
     def continues_document(self, table: PlanTable) -> np.ndarray:
-        """Return True for each record that continues the document of the record before it in its sample."""
+        """Return True for each record that continues the document of the record before it in its sample [n_records]."""
         follows = np.zeros(len(table.sample), dtype=bool)
         follows[1:] = table.record[1:] == table.record[:-1] + 1
         for column in (table.sample, table.source, table.shard):
@@ -224,7 +227,8 @@ class StepDataset(Dataset):
         return follows
 
     def identities(self, stream: str, table: PlanTable) -> np.ndarray:
-        """Return the key of all random choices about each record in this stream and epoch, uint64 [n_records]."""
+        """Return for each record the key of all random choices about it in this stream and epoch, uint64
+        [n_records]."""
         per_stream = rng.key(self.seed, stream, "record")
         per_source = rng.hash64(per_stream ^ self.source_keys[table.source], table.epoch)
         number = (table.shard.astype(np.uint64) << np.uint64(40)) + table.record.astype(np.uint64)
@@ -238,7 +242,7 @@ def is_too_long(example: Example, context: CollateContext) -> bool:
 
 
 def count_pairs(stream: str, examples: list[Example], context: CollateContext) -> Counts:
-    """Return StreamBatch.pair_counts of the examples of a row."""
+    """Return the counts of sampled and of overlong pairs in a row, by pair of languages (StreamBatch.pair_counts)."""
     pairs = [name for name in context.language_groups if name not in context.language_ids]
     counts: Counts = {}
     for pair in pairs:
@@ -251,9 +255,10 @@ def count_pairs(stream: str, examples: list[Example], context: CollateContext) -
     return counts
 
 
-def shortened(pair: Record, words: bool, context: CollateContext) -> Record:
-    """Return the pair with its texts cut to CHARACTERS * max_length characters, to save time in tokenisation. words:
-    whether the stream needs the pair's words; if so, a pair is cut only if data.overlong will drop it."""
+def cut_long_texts(pair: Record, words: bool, context: CollateContext) -> Record:
+    """Return the pair with its texts cut to CHARACTERS * max_length characters, because tokenisation of very long texts
+    takes long. words: whether the stream needs the pair's words. If so, a pair is cut only if data.overlong drops it
+    afterwards."""
     limit = CHARACTERS * context.max_length
     if max(map(len, pair.texts)) <= limit or (words and context.overlong != "drop"):
         return pair
@@ -263,8 +268,7 @@ def shortened(pair: Record, words: bool, context: CollateContext) -> Record:
 
 
 def borders_of_long_texts(texts: list[str], ids: list[list[int]], context: CollateContext) -> dict[int, list[int]]:
-    """Return, for each text that is longer than a sequence, the tokens before which it may be cut, by the text's
-    index."""
+    """Return {index of a text that is longer than a sequence: the tokens before which it may be cut}."""
     borders = dict[int, list[int]]()
     for number, tokens in enumerate(ids):
         if len(tokens) > context.max_length - 2:
@@ -274,8 +278,7 @@ def borders_of_long_texts(texts: list[str], ids: list[list[int]], context: Colla
 
 
 def collate_context(corpus: Corpus, data: DataConfig, seed: int) -> CollateContext:
-    """Return the values that all streams of a step share. data: the section `data` of the recipe in the step's
-    phase."""
+    """Return the context of all collate functions of a phase. data: the recipe's section `data` in the phase."""
     return CollateContext(
         corpus.tokenizer, data.max_length, data.overlong, corpus.language_ids, seed, segments=corpus.segments
     )
@@ -283,14 +286,14 @@ def collate_context(corpus: Corpus, data: DataConfig, seed: int) -> CollateConte
 
 @dataclass(frozen=True)
 class Loader:
-    """Makes the batches of a run."""
+    """Makes the plans and batches of a run."""
 
     recipe: Recipe
     corpus: Corpus
     calibration: Calibration
     gpu_tokens: int = GPU_TOKENS
-    """The default of train.max_tokens on the GPUs of this run, by their memory (run/resolve.py row_limit). It is the
-    same on all ranks."""
+    """The default of train.max_tokens on GPUs. It depends on their memory (run/resolve.py row_limit), and is the same
+    on all ranks."""
 
     @property
     def streams(self) -> Sequence[Stream]:
@@ -305,7 +308,7 @@ class Loader:
         return max(default, self.recipe.data.max_length)
 
     def mixture(self, process: Process, device: str, state: dict[str, Any]) -> Mixture:
-        """Return the mixture of the run, which continues from this state."""
+        """Return the mixture of the run. state: the state from which it continues."""
         recipes = self.recipe.schedule
         return Mixture(
             self.corpus.streams,
@@ -319,20 +322,19 @@ class Loader:
             state=state,
         )
 
-    def dataset(self) -> StepDataset:
+    def dataset(self, readahead: bool = False) -> StepDataset:
+        """Return the dataset that makes batches from plans. readahead: see Source.read."""
         seed = self.recipe.train.seed
         contexts = self.recipe.schedule.map(lambda recipe: collate_context(self.corpus, recipe.data, seed))
-        return StepDataset(self.corpus.sources, self.corpus.streams, contexts, seed)
+        return StepDataset(self.corpus.sources, self.corpus.streams, contexts, seed, readahead)
 
     def plans(
         self, process: Process, device: str, state: dict[str, Any], steps: int, host_group: HostGroup | None = None
     ) -> Plans:
-        """Return the plans of the next steps, which `batches` reads. If there are workers, a process makes the plans
-        ahead of time. With `host_group`, there is one such process on each node, and all ranks must call this
-        together."""
+        """Return the plans of the next steps, for `batches`. If there are workers, a planner process makes them: one
+        for each rank, or with `host_group` one for each node. All ranks of `host_group` call it together."""
         for source in self.corpus.sources:
             source.close()  # the next read opens the files again
-            source.readahead = process.local_world / process.world >= SWEPT
         workers = worker_count(self.recipe.data.workers, process, device)
         node = find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
         return step_plans(self.mixture(process, device, state), workers, steps, node)
@@ -340,15 +342,16 @@ class Loader:
     def batches(
         self, process: Process, device: str, state: dict[str, Any], steps: int, plans: Plans | None = None
     ) -> Iterator[StepBatch]:
-        """Return an iterator over this rank's share of each step. state: the positions of the streams in their data.
-        plans: the result of `plans`, if `plans` was called before."""
+        """Return an iterator over this rank's batch of each step. state: the mixture's state at the first step. plans:
+        the result of `plans`, if it was called before."""
         plans = plans or self.plans(process, device, state, steps)
         workers = worker_count(self.recipe.data.workers, process, device)
-        return batches_of(plans, self.dataset(), workers, process.rank)
+        readahead = process.local_world / process.world >= SWEPT
+        return load_batches(plans, self.dataset(readahead), workers, process.rank)
 
 
 def worker_count(wanted: int | str, process: Process, device: str) -> int:
-    """Return a rank's number of loader workers. wanted: data.workers; "auto": 2 on a CPU, 4 to 6 for a GPU."""
+    """Return a rank's number of loader workers. wanted: data.workers; "auto" means 2 on a CPU, and 4 to 6 on a GPU."""
     if wanted != "auto":
         return int(wanted)
     cores = len(os.sched_getaffinity(0))
@@ -358,15 +361,15 @@ def worker_count(wanted: int | str, process: Process, device: str) -> int:
 
 
 def step_plans(mixture: Mixture, workers: int, steps: int, node: Node | None = None) -> Plans:
-    """Return the plans of the mixture's next steps. With workers, a planner process makes the plans."""
+    """Return the plans of the mixture's next steps. If there are workers, a planner process makes them."""
     if workers:
         return start_planner(mixture, steps, node)
     return (mixture.next_part() for _ in range(steps))
 
 
-def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> Iterator[StepBatch]:
-    """Return the batches of these plans. The call starts `workers` worker processes and waits for the first plans; with
-    0 workers, all work is in this process."""
+def load_batches(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> Iterator[StepBatch]:
+    """Return the batches of these plans. The call starts `workers` worker processes, and waits for the first plans.
+    With 0 workers, this process makes the batches."""
     loader: DataLoader = DataLoader(
         dataset,
         sampler=plans,
@@ -376,9 +379,9 @@ def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> I
         collate_fn=lambda batch: batch,
         worker_init_fn=partial(_begin_worker, rank),
     )
-    with children_that_begin():
+    with safe_forks():
         started = iter(loader)
-    # Workers ignore SIGTERM, so a parent that terminates them would wait for ever.
+    # Workers ignore SIGTERM, and DataLoader would wait for ever after it has sent SIGTERM.
     for worker in getattr(started, "_workers", ()):
         worker.terminate = worker.kill
         atexit.register(worker.kill)

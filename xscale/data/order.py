@@ -1,16 +1,16 @@
 """The order of a source's records: a function of shard sizes, seed, epoch and, for running text, its documents.
 
-Each epoch divides the shards into windows of about WINDOW_RECORDS records and permutes the records of each window.
-Hence each shard is read about once per epoch, and memory holds one window, also for a very large source. Every batch
-draws from the whole source (benchmarks/RESULTS.md says how evenly).
+Each epoch divides the shards into windows of about WINDOW_RECORDS records, and permutes the records of each window. So
+each shard is read about once an epoch, and only one window is in memory. A window has shards from all over the source
+(benchmarks/RESULTS.md says how evenly its records represent the source).
 
 Running text is permuted in pieces instead of records. A piece is a document, or consecutive sentences of a long
-document that fill a sample. The room that a piece leaves in its sample is filled with shorter pieces. A position always
-counts records, also in running text.
+document that fill a sample. If a piece leaves room in its sample, shorter pieces fill this room. A position in the
+epoch is a number of records, also for running text.
 
-A stream of many sources keeps only one part of each window in memory. For single records, the window is permuted, and
-its parts are slices of it. For running text, a part is a slice of each of the window's shards, and it is permuted by
-itself.
+A stream of many sources has only one part of each window in memory. For single records, the window is permuted, and
+its parts are slices of the result. For running text, a part is a slice of each of the window's shards, and each part is
+permuted by itself.
 
 If the room of a sample (its maximum number of tokens) changes within a part, the part's remaining records are packed
 again.
@@ -26,41 +26,33 @@ from xscale import rng
 
 WINDOW_RECORDS = 1 << 20
 WINDOW_SHARDS = 256
-"""The maximum number of shards of a window. A reader can keep so many files open."""
+"""The maximum number of shards of a window, which a reader can keep open."""
 PART_RECORDS = 1 << 15
 """The minimum number of records of a part, if its window has several parts."""
 
 Look = Callable[[Sequence[int], Sequence[slice | np.ndarray]], tuple[np.ndarray, np.ndarray]]
-"""A function of shards and of records of each shard. It returns the length in bytes of every record [n], and True for
-every record that continues the document of the record before it [n]."""
+"""A function of some shards, and of some records of each of them. It returns the length in bytes of each record [n],
+and True for each record that continues the document of the record before it [n]."""
 
 
 class TextPacking(NamedTuple):
-    """The rule that packs running text into samples."""
+    """The settings for packing running text into samples."""
 
     tokens: Callable[[np.ndarray], np.ndarray]
-    """A function that estimates tokens from bytes; an estimate is at least 1."""
+    """A function that estimates the tokens of records from their bytes. An estimate is at least 1."""
     room: int
-    """The maximum number of tokens of a sample; a sample of a single record may have more."""
+    """The maximum number of tokens of a sample. A sample of a single record may have more."""
     before: tuple[tuple[int, int], ...] = ()
-    """(position, room) for each change of the room within the epoch: `room` was used up to `position`."""
-
-
-class Window(NamedTuple):
-    """A window of an epoch."""
-
-    number: int
-    first: int
-    """Position in the epoch of the window's first record."""
-    end: int
+    """(position, room) for each change of the room within the epoch: up to `position`, the room was `room`."""
 
 
 class OrderedSamples(NamedTuple):
-    """Consecutive samples of an epoch, and their n records."""
+    """Consecutive samples of an epoch, with n records."""
 
     ends: np.ndarray
     """The position in the epoch at which each sample ends [samples]."""
     shards: np.ndarray
+    """Number of each record's shard [n]."""
     records: np.ndarray
     """Number of each record in its shard [n]."""
     lengths: np.ndarray
@@ -73,11 +65,11 @@ class WindowPart(NamedTuple):
     first: int
     """Position in the epoch of the part's first record."""
     ordinals: np.ndarray
-    """Index of each record in its window, counting the window's shards as one list [n]."""
+    """Number of each record in the window, whose shards follow one another [n]."""
     lengths: np.ndarray
     """Bytes of each record [n]; empty if EpochOrder has no `look`."""
     sample_ends: np.ndarray
-    """Number of the part's records up to the end of each sample of running text [samples]."""
+    """Number of the part's records up to the end of each sample [samples]; empty for single records."""
 
 
 NO_RECORDS = np.empty(0, dtype=np.int64)
@@ -85,7 +77,7 @@ EMPTY_PART = WindowPart(0, NO_RECORDS, NO_RECORDS, NO_RECORDS)
 
 
 class EpochOrder:
-    """The order of one source in one epoch: maps positions to shards and records."""
+    """The order of one source in one epoch."""
 
     def __init__(
         self,
@@ -97,43 +89,41 @@ class EpochOrder:
         text: TextPacking | None = None,
         sources: int = 1,
     ):
-        """counts: records of each shard [n_shards]; seed: key of the stream and source; text: None unless the source
-        is running text; sources: number of sources of the stream."""
+        """counts: number of records of each shard [n_shards]. seed: the key of the stream and source. window: the
+        wanted number of records of a window. text: for running text, the settings for packing it; None: each record is
+        a sample. sources: the number of sources of the stream."""
         self.counts = counts
         self.look = look
         self.text = text
         self.sources = sources
         self.key = rng.hash64(seed, np.uint64(epoch))
-        # Each window gets one of every `windows` consecutive shards, so that a window is a cross-section
-        # of a source that is sorted by topic or length.
+        # Each window gets one of every `windows` consecutive shards, so that it has all topics and lengths of a sorted
+        # source.
         windows = window_count(counts, window)
         number = np.arange(len(counts))
         shuffled = np.lexsort((rng.hash64(rng.hash64(self.key, np.uint64(0)), number), number // windows))
-        members = [shuffled[first::windows] for first in range(windows)]
-        self.shards = np.concatenate(members)
-        self.window_ends = np.cumsum([len(shards) for shards in members]).tolist()
-        self.ends = np.cumsum(counts[self.shards])
-        self.size = int(self.ends[-1])
+        self.window_shards = [shuffled[first::windows] for first in range(windows)]
+        """The shards of each window."""
+        self.window_records = [int(counts[shards].sum()) for shards in self.window_shards]
+        self.window_starts = np.cumsum([0, *self.window_records[:-1]]).tolist()
+        """The position in the epoch of each window's first record."""
+        self.size = sum(self.window_records)
         self._part = EMPTY_PART
         self._leading = (-1, NO_RECORDS)
         """The number of a window, and the leading bits of the hash of each of its records. These bits decide in which
         part a record is."""
 
-    def window_at(self, position: int) -> Window:
-        """Return the window that holds the record at `position`."""
-        shard = int(np.searchsorted(self.ends, position, side="right"))
-        number = bisect.bisect_right(self.window_ends, shard)
-        first = int(self.ends[self.window_ends[number - 1] - 1]) if number else 0
-        return Window(number, first, int(self.ends[self.window_ends[number] - 1]))
+    def window_at(self, position: int) -> int:
+        """Return the number of the window that has the record at `position`."""
+        return bisect.bisect_right(self.window_starts, position) - 1
 
-    def part_count(self, position: int) -> int:
-        """Return the number of parts (records in memory at a time) in the window that holds `position`."""
-        window = self.window_at(position)
-        records = window.end - window.first
+    def part_count(self, window: int) -> int:
+        """Return the number of parts of a window. One part is in memory at a time."""
+        records = self.window_records[window]
         return max(min(records * self.sources // WINDOW_RECORDS, records // PART_RECORDS), 1)
 
     def take(self, start: int, samples: int) -> OrderedSamples:
-        """Return the next samples from position `start` on: at least one, at most `samples`, all from one part."""
+        """Return the samples from position `start` on: at most `samples`, at least one, and all from one part."""
         part = self.part(start)
         first = start - part.first
         if self.text:
@@ -142,56 +132,62 @@ class EpochOrder:
         else:
             ends = np.arange(first, min(first + samples, len(part.ordinals))) + 1
         taken = slice(first, int(ends[-1]))
-        shards = self.window_shards(self.window_at(start).number)
-        shard_borders = np.append(0, np.cumsum(self.counts[shards]))
+        shards = self.window_shards[self.window_at(start)]
+        shard_ends = np.cumsum(self.counts[shards])
         ordinals = part.ordinals[taken].astype(np.int64)
-        slot = np.searchsorted(shard_borders[1:], ordinals, side="right")
-        return OrderedSamples(ends + part.first, shards[slot], ordinals - shard_borders[slot], part.lengths[taken])
+        slot = np.searchsorted(shard_ends, ordinals, side="right")
+        records = ordinals - (shard_ends - self.counts[shards])[slot]
+        return OrderedSamples(ends + part.first, shards[slot], records, part.lengths[taken])
 
     def part(self, position: int) -> WindowPart:
-        """Return the part that holds the record at `position`. It is kept until another one is wanted."""
+        """Return the part that has the record at `position`. It stays in memory until another part is wanted."""
         if not 0 <= position - self._part.first < len(self._part.ordinals):
-            self._part = EMPTY_PART  # frees its memory for the next part
+            self._part = EMPTY_PART  # frees the memory of the old part first
             self._part = self._text_part(position) if self.text else self._permuted_part(position)
         return self._part
 
-    def window_shards(self, window: int) -> np.ndarray:
-        return self.shards[self.window_ends[window - 1] if window else 0 : self.window_ends[window]]
-
     def _permuted_part(self, position: int) -> WindowPart:
-        """Return the part with the record at `position`, if the source's samples are single records."""
+        """Return the part that has the record at `position`, for single records."""
         window = self.window_at(position)
-        shards = self.window_shards(window.number)
-        key = rng.hash64(self.key, np.uint64(window.number + 1))
-        counts = self.counts[shards]
-        records = int(counts.sum())
-        bits = min((self.part_count(position) - 1).bit_length(), 8)
-        if bits and self._leading[0] != window.number:
-            self._leading = (window.number, rng.leading_bits(key, records, bits))
-        first, ordinals, order = rng.part_of_permutation(key, records, position - window.first, bits, self._leading[1])
+        window_start = self.window_starts[window]
+        records = self.window_records[window]
+        shards = self.window_shards[window]
+        key = rng.hash64(self.key, np.uint64(window + 1))
+        bits = min((self.part_count(window) - 1).bit_length(), 8)
+        if bits:
+            if self._leading[0] != window:
+                self._leading = (window, rng.leading_bits(key, records, bits))
+            first, ordinals = rng.permuted_part(key, self._leading[1], position - window_start)
+        else:
+            first = 0
+            ordinals = rng.permutation(key, records)
         lengths = NO_RECORDS
         if self.look:
-            ends = np.cumsum(counts)
+            ends = np.cumsum(self.counts[shards])
+            ascending = np.sort(ordinals)
+            by_shard = np.split(ascending, np.searchsorted(ascending, ends[:-1]))
             chosen = list[slice | np.ndarray]()
-            by_shard = np.split(ordinals, np.searchsorted(ordinals, ends[:-1]))
-            for shard_ordinals, start in zip(by_shard, (ends - counts).tolist(), strict=True):
-                chosen.append(shard_ordinals - start)
-            lengths = self.look(shards.tolist(), chosen)[0][order]
-        return window_part(window.first + first, ordinals[order], lengths, NO_RECORDS)
+            for shard_ordinals, shard_start in zip(by_shard, ends - self.counts[shards], strict=True):
+                chosen.append(shard_ordinals - shard_start)
+            lengths_of_window = np.empty(records, dtype=np.uint32)
+            lengths_of_window[ascending] = self.look(shards.tolist(), chosen)[0]
+            lengths = lengths_of_window[ordinals]
+        return window_part(window_start + first, ordinals, lengths, NO_RECORDS)
 
     def _text_part(self, position: int) -> WindowPart:
-        """Return the part with the record at `position`, if the source is running text."""
+        """Return the part that has the record at `position`, for running text."""
         assert self.text and self.look
         window = self.window_at(position)
-        parts = self.part_count(position)
-        shards = self.window_shards(window.number)
-        key = rng.hash64(self.key, np.uint64(window.number + 1))
+        window_start = self.window_starts[window]
+        parts = self.part_count(window)
+        shards = self.window_shards[window]
+        key = rng.hash64(self.key, np.uint64(window + 1))
         counts = self.counts[shards]
         edges = counts * np.arange(parts + 1)[:, None] // parts
         places = edges.sum(1)
-        number = int(np.searchsorted(places, position - window.first, side="right")) - 1
+        number = int(np.searchsorted(places, position - window_start, side="right")) - 1
         first, end = edges[number : number + 2]
-        begin = window.first + int(places[number])
+        begin = window_start + int(places[number])
         slices = [slice(*borders) for borders in zip(first.tolist(), end.tolist(), strict=True)]
         lengths, follows = self.look(shards.tolist(), slices)
         starts = np.cumsum(end - first) - (end - first)
@@ -212,8 +208,8 @@ def window_part(first: int, ordinals: np.ndarray, lengths: np.ndarray, sample_en
 def arrange_by_rooms(
     tokens: np.ndarray, follows: np.ndarray, packing: TextPacking, begin: int, key: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `arrange` returns for a part. From each change of the room on, the remaining records are packed
-    again. begin: the part's position."""
+    """Return the result of `arrange` for a part. If the room has changed within the part, the records after the change
+    are arranged again, with the new room. begin: the part's position in the epoch."""
     ends = list[int]()
     rooms = list[int]()
     for position, room in packing.before:
@@ -233,16 +229,19 @@ def arrange_by_rooms(
 
 
 def window_count(counts: np.ndarray, window: int = WINDOW_RECORDS) -> int:
-    """Return the number of windows of a source. counts: number of records of each shard. window: the wanted number of
-    records of a window."""
+    """Return the number of windows of a source. counts: number of records of each shard [n_shards]. window: the wanted
+    number of records of a window."""
     return min(max(int(counts.sum()) // window, -(-len(counts) // WINDOW_SHARDS), 1), len(counts))
 
 
 def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of records of running text [n], and each sample's end [samples]. sizes: tokens of records."""
-    first = runs(sizes, np.flatnonzero(~follows), room)
+    """Return the order of records of running text [n], and the number of records up to each sample's end [samples].
+
+    sizes: tokens of each record [n]. follows: True for each record that continues the document of the record before it
+    [n]. room: see TextPacking."""
+    first = divide_into_runs(sizes, np.flatnonzero(~follows), room)
     shuffled = rng.permutation(key, len(first))
-    sample = fill(np.add.reduceat(sizes, first)[shuffled], room)
+    sample = pack_into_bins(np.add.reduceat(sizes, first)[shuffled], room)
     # numpy sorts 16-bit numbers in linear time.
     together = np.argsort(sample.astype(np.min_scalar_type(len(first))), kind="stable")
     piece = shuffled[together]
@@ -253,12 +252,13 @@ def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) 
     return ordinals, ends[np.append(sample[1:] != sample[:-1], True)]
 
 
-def fill(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Pack items into bins of size `room`. Returns the bin of each item. The number of a bin is that of one of its
-    items.
+def pack_into_bins(sizes: np.ndarray, room: int) -> np.ndarray:
+    """Pack items into bins of size `room`, and return the bin of each item [n]. The number of a bin is the number of
+    one of its items.
 
-    sizes: at least 1 [n]; an item larger than `room` is alone in its bin. Each round joins every bin that is more than
-    half full, fullest first, with the largest other bin that fits; the remaining bins are joined in pairs.
+    sizes: the size of each item, at least 1 [n]. An item larger than `room` is alone in its bin. In each round, every
+    bin that is more than half full is joined with the largest other bin that fits, fullest bins first; the remaining
+    bins are joined in pairs.
     """
     # Sizes above the room need no exact value, and numpy sorts small integers in linear time.
     bin_of = np.arange(len(sizes))
@@ -271,8 +271,8 @@ def fill(sizes: np.ndarray, room: int) -> np.ndarray:
         large = still[half:][::-1]
         number = np.arange(len(large))
         fitting = np.searchsorted(filled[small], room - filled[large].astype(np.int64), side="right")
-        # Each large bin gets the largest small bin that no later large bin needs. The numbers are strictly increasing
-        # and below `fitting`.
+        # Each large bin gets the largest fitting small bin that no later large bin needs: `chosen` is strictly
+        # increasing and below `fitting`.
         chosen = number + np.minimum.accumulate((fitting - 1 - number)[::-1])[::-1]
         joins = chosen >= 0
         left = np.delete(small, chosen[joins])
@@ -289,11 +289,11 @@ def fill(sizes: np.ndarray, room: int) -> np.ndarray:
     return bin_of
 
 
-def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
-    """Divide items into runs of consecutive items and return the first item of each run. A run has as many items as fit
-    into `room`, at least one, and crosses no border.
+def divide_into_runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
+    """Divide items into runs of consecutive items, and return the first item of each run. A run has as many items as
+    fit into `room`, at least one, and ends before the next border.
 
-    sizes: at least 1 [n]; borders: the items at which a run must begin; the first is 0.
+    sizes: the size of each item, at least 1 [n]. borders: the items at which a run must begin; the first is 0.
     """
     if len(borders) == len(sizes):
         return borders
@@ -305,10 +305,10 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
     starts = np.zeros(len(sizes) + 1, dtype=bool)
     starts[border] = True
     at = following[borders]
-    while len(at := at[~starts[at]]) > FEW:  # each turn finds the next run of every border
+    while len(at := at[~starts[at]]) > FEW:  # each turn finds the next run after every border
         starts[at] = True
         at = following[at]
-    is_start = starts.data  # it reads and writes single items faster than numpy
+    is_start = starts.data  # a memoryview reads and writes single items faster than numpy
     next_start = following.data
     for start in at.tolist():
         while not is_start[start]:
@@ -318,4 +318,4 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
 
 
 FEW = 32
-"""When at most this many borders have runs left, finding these runs one by one is faster."""
+"""If at most this many borders have further runs, these runs are found one by one, which is faster."""

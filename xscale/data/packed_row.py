@@ -1,12 +1,13 @@
-"""The packed row: the sequences of all streams in one array, without padding, and everything that their losses read.
+"""The packed row: the sequences of all streams in one array, without padding, and all other input of their losses.
 
-One row is one forward and backward pass of a rank. Its arrays are numpy arrays in a worker, and tensors after
+A rank does one forward and backward pass for each row. Its arrays are numpy arrays in a worker, and tensors after
 `Row.to(device)`.
 
 Shape letters: N tokens of a row, P places (tokens) that states read, B sequences, S states that a loss reads,
 M predictions, T targets of a term.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_of
+from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_from_counts
 from xscale.data.stream_batch import Gather, StreamBatch
 from xscale.metric_keys import Counts, MetricKey, count_key, loss_key
 
@@ -32,8 +33,8 @@ class Tokens(NamedTuple):
     starts: Any
     """Start of each sequence, and N [B + 1], int32."""
     lengths: Any
-    """Number of tokens of each sequence [B], int32. As a tensor it stays on the CPU, where the host reads it without
-    waiting."""
+    """Number of tokens of each sequence [B], int32. As a tensor it stays on the CPU, so that reading it does not wait
+    for the device."""
     longest: int
     """Length of the longest sequence."""
 
@@ -46,42 +47,41 @@ class LanguageGroups(NamedTuple):
     languages: tuple[str, ...]
 
 
-def no_numbers() -> np.ndarray:
-    return NO_NUMBERS
-
-
 @dataclass(frozen=True)
 class Row:
+    """A packed row."""
+
     tokens: Tokens
     places: Any
-    """The tokens whose hidden states are read, in ascending order, at least one [P], int64."""
+    """Indices of the tokens whose hidden states a loss reads, in ascending order, at least one [P], int64."""
     gather: Gather
-    """All states that any loss reads. Its columns are indices of `places`."""
+    """The states that the losses of all streams read. Its columns are indices of `places`."""
     transposed: Gather
-    """`gather.transpose(P)`, which the backward pass uses."""
+    """gather.transpose(P), for the backward pass."""
     state_counts: dict[str, dict[str, int]] = field(default_factory=dict)
     """Number of states by stream and name, in the order of `gather`."""
-    labels: Any = field(default_factory=no_numbers)
+    labels: Any = field(default_factory=lambda: NO_NUMBERS)
     """Labels of all predictions [M], int64."""
     label_counts: Counts = field(default_factory=dict)
     """Number of predictions by `loss_key`, in the order of `labels`."""
     language_groups: dict[MetricKey, LanguageGroups] = field(default_factory=dict)
-    """The languages of the targets of each term whose losses or metrics are reported by language, by `loss_key`."""
+    """The languages of the targets of a term, by `loss_key`; only of terms that are reported by language."""
     arrays: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Further arrays that each stream's loss reads, by stream and name."""
+    """Other arrays that each stream's loss reads, by stream and name."""
     auxiliary: dict[str, "Row"] = field(default_factory=dict)
-    """The row of each stream's auxiliary encoder, by stream: tokens and states, without labels."""
+    """The row of a stream's auxiliary encoder, by stream: tokens and states, without labels."""
     counts: Counts = field(default_factory=dict)
-    """Number of targets, and other counts, by `count_key`, also by language. The counts of pairs have the names "drawn"
-    and "too_long", by stream and pair of languages; "too_long" is also counted by stream."""
+    """Number of targets, and other counts, by `count_key`, also by language. The counts of sampled and of overlong
+    pairs have the names "drawn" and "too_long", by stream and pair of languages. "too_long" is counted by stream,
+    too."""
     samples: int = 0
     """Number of samples."""
     cost: dict[str, int] = field(default_factory=dict)
-    """The numbers on which the cost of the row depends: "tokens", "places" (tokens whose states are read),
-    "predictions", and "squares", the sum of squared sequence lengths, for attention. "auxiliary_tokens",
+    """The numbers on which the cost of the row depends: "tokens"; "places", the tokens whose states are read;
+    "predictions"; and "squares", the sum of the squared lengths of sequences, for attention. "auxiliary_tokens",
     "auxiliary_places" and "auxiliary_squares" are the same numbers of the auxiliary rows."""
     keys: dict[str, list[str]] = field(default_factory=dict)
-    """Keys of each stream's records, in the order in which they were sampled."""
+    """Keys of each stream's records, by stream, in the order in which they were sampled."""
 
     @staticmethod
     def concat_auxiliary(rows: Sequence["Row"]) -> "Row":
@@ -91,28 +91,20 @@ class Row:
         tokens = list[Tokens]()
         places = list[np.ndarray]()
         gathers = list[Gather]()
-        transposed = list[Gather]()
         first_token = 0
         first_place = [0]
-        first_state = [0]
         for row in rows:
             tokens.append(row.tokens)
             places.append(row.places + first_token)
             gathers.append(row.gather)
-            transposed.append(row.transposed)
             first_token += len(row.tokens.input_ids)
             first_place.append(first_place[-1] + len(row.places))
-            first_state.append(first_state[-1] + row.gather.size)
-        return Row(
-            tokens=concat_tokens(tokens),
-            places=np.concatenate(places),
-            gather=Gather.concat(gathers, first_place[:-1]),
-            transposed=Gather.concat(transposed, first_state[:-1]),
-        )
+        gather = Gather.concat(gathers, first_place[:-1])
+        return Row(concat_tokens(tokens), np.concatenate(places), gather, gather.transpose(first_place[-1]))
 
     def to(self, device: torch.device) -> "Row":
-        """Return the row with its arrays as tensors on the device. All arrays are copied at once. Tokens.lengths stays
-        on the host, and auxiliary rows stay as they are."""
+        """Return the row with its arrays as tensors on the device. All arrays are copied at once. Tokens.lengths
+        becomes a tensor on the host. Auxiliary rows are not copied."""
         on_host = {
             "input_ids": self.tokens.input_ids,
             "positions": self.tokens.positions,
@@ -160,8 +152,8 @@ class Row:
 
 
 def copy_at_once(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Return the same as `copy_one_by_one(arrays, device)`. A GPU gets all arrays in one pinned buffer, in which each
-    array begins at a multiple of 16 bytes. The host does not wait for the copy."""
+    """Return copy_one_by_one(arrays, device). For a GPU, all arrays are copied in one pinned buffer, in which each
+    array begins at a multiple of 16 bytes, and the host does not wait for the copy."""
     if device.type == "cpu":
         return copy_one_by_one(arrays, device)
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays.values()]
@@ -192,15 +184,15 @@ def pack_row(
 ) -> Row:
     """Return the packed row of these stream batches.
 
-    filler: the id of the two tokens that a row without any token gets; language_groups:
-    CollateContext.language_groups of each stream.
+    filler: a token id; a row without any token gets two tokens of it. language_groups: CollateContext.language_groups
+    of each stream, by stream.
     """
     parts = list(stream_batches.values())
     tokens, places = lay_out(parts, filler)
     states = gather_of_row(parts, places)
     tokens_read, columns = np.unique(states.columns, return_inverse=True)
     gather = Gather(states.offsets, columns.astype(np.int32))
-    # If no loss reads a state, the first token is read, so that no kernel gets an empty tensor.
+    # If no loss reads a state, the first token is in `places`, so that no kernel gets an empty tensor.
     if not len(tokens_read):
         tokens_read = np.zeros(1)
     state_counts = dict[str, dict[str, int]]()
@@ -247,7 +239,7 @@ def pack_row(
 
 
 def gather_of_row(stream_batches: Sequence[StreamBatch], places: Sequence[np.ndarray]) -> Gather:
-    """Return all states of the stream batches. places: for each stream batch, the index of its tokens in the row."""
+    """Return the states of all stream batches. places: the index in the row of each token of each stream batch."""
     gathers = list[Gather]()
     for stream_batch, place in zip(stream_batches, places, strict=True):
         for states in stream_batch.states.values():
@@ -262,34 +254,36 @@ def lay_out(stream_batches: Sequence[StreamBatch], filler: int) -> tuple[Tokens,
     positions = list[np.ndarray]()
     types = list[np.ndarray]()
     sequence_lengths = list[np.ndarray]()
+    ends = list[int]()
     for stream_batch in stream_batches:
         sequences = stream_batch.sequences
         ids.append(sequences.ids)
         positions.append(sequences.positions)
         types.append(token_types(stream_batch))
         sequence_lengths.append(sequences.lengths)
+        ends.append(sum(map(len, ids)))
+    if ends[-1] == 0:
+        ids.append(np.full(2, filler))
+        positions.append(np.arange(2))
+        types.append(np.zeros(2))
+        sequence_lengths.append(np.array([2]))
     has_types = any(stream_batch.types for stream_batch in stream_batches)
 
     lengths = np.concatenate(sequence_lengths)
     longest_first = np.argsort(-lengths, kind="stable")
-    ends = np.cumsum(lengths[longest_first])
     starts = np.empty_like(lengths)
-    starts[longest_first] = ends - lengths[longest_first]
+    starts[longest_first] = np.cumsum(lengths[longest_first]) - lengths[longest_first]
     place = np.repeat(starts, lengths) + indices_within(lengths)
-    if not len(place):
-        return filler_tokens(filler, has_types), [place] * len(ids)
-
     sorted_lengths = lengths[longest_first].astype(np.int32)
     tokens = Tokens(
-        input_ids=put(ids, place),
-        positions=put(positions, place),
-        types=put(types, place) if has_types else None,
-        starts=offsets_of(sorted_lengths),
+        input_ids=in_order(ids, place),
+        positions=in_order(positions, place),
+        types=in_order(types, place) if has_types else None,
+        starts=offsets_from_counts(sorted_lengths),
         lengths=sorted_lengths,
         longest=int(sorted_lengths[0]),
     )
-    ends_of_parts = np.cumsum([len(part) for part in ids])
-    return tokens, np.split(place, ends_of_parts[:-1])
+    return tokens, np.split(place, ends)[:-1]
 
 
 def token_types(stream_batch: StreamBatch) -> np.ndarray:
@@ -302,26 +296,11 @@ def token_types(stream_batch: StreamBatch) -> np.ndarray:
     return np.zeros_like(sequences.ids)
 
 
-def put(parts: list[np.ndarray], place: np.ndarray) -> np.ndarray:
-    """Return the concatenated parts in another order, int64 [N]. place: the new index of each element, a permutation
-    [N]."""
+def in_order(parts: list[np.ndarray], place: np.ndarray) -> np.ndarray:
+    """Return the elements of all parts in another order, int64 [N]. place: the new index of each element [N]."""
     row = np.empty(len(place), dtype=np.int64)
     row[place] = np.concatenate(parts)
     return row
-
-
-def filler_tokens(filler: int, has_types: bool) -> Tokens:
-    """Return a sequence of two tokens `filler`."""
-    zeros = np.zeros(2, dtype=np.int64)
-    lengths = np.array([2], dtype=np.int32)
-    return Tokens(
-        input_ids=np.full(2, filler, dtype=np.int64),
-        positions=np.arange(2),
-        types=zeros if has_types else None,
-        starts=offsets_of(lengths),
-        lengths=lengths,
-        longest=2,
-    )
 
 
 def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
@@ -341,7 +320,7 @@ def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
         input_ids=np.concatenate(ids),
         positions=np.concatenate(positions),
         types=np.concatenate(types) if types else None,
-        starts=offsets_of(lengths),
+        starts=offsets_from_counts(lengths),
         lengths=lengths,
         longest=int(lengths.max()),
     )
@@ -350,8 +329,8 @@ def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
 def group_by_language(
     stream: str, stream_batch: StreamBatch, languages: tuple[str, ...]
 ) -> dict[MetricKey, LanguageGroups]:
-    """Return the languages of the targets of each term for which collate has set group_of_target. languages:
-    CollateContext.language_groups of the stream."""
+    """Return the languages of the targets of each term in StreamBatch.group_of_target. languages: the stream's
+    CollateContext.language_groups."""
     groups = dict[MetricKey, LanguageGroups]()
     for term, group_of_target in stream_batch.group_of_target.items():
         targets = stream_batch.target_counts[term]
@@ -374,16 +353,12 @@ def language_counts(groups: Mapping[MetricKey, LanguageGroups]) -> Counts:
 
 def cost_of(stream_batches: Sequence[StreamBatch], places: int, auxiliary_rows: Sequence[Row]) -> dict[str, int]:
     """Return Row.cost of a row with these stream batches. places: the number of tokens whose states are read."""
-    names = ("tokens", "squares", "predictions", "auxiliary_tokens", "auxiliary_squares", "auxiliary_places")
-    cost = dict.fromkeys(names, 0)
-    cost["places"] = places
+    cost = Counter(tokens=0, squares=0, places=places, predictions=0)
     for stream_batch in stream_batches:
         lengths = stream_batch.sequences.lengths
         cost["tokens"] += int(lengths.sum())
         cost["squares"] += int((lengths**2).sum())
-        for ids in stream_batch.labels.values():
-            cost["predictions"] += len(ids)
-    for row in auxiliary_rows:
-        for name in ("tokens", "squares", "places"):
-            cost[f"auxiliary_{name}"] += row.cost[name]
-    return cost
+        cost["predictions"] += sum(map(len, stream_batch.labels.values()))
+    for name in ("tokens", "squares", "places"):
+        cost[f"auxiliary_{name}"] = sum(row.cost[name] for row in auxiliary_rows)
+    return dict(cost)

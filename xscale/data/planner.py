@@ -16,20 +16,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from xscale.data.forks import children_that_begin
+from xscale.data.forks import safe_forks
 from xscale.data.mixture import Mixture, Plan
 from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError
 from xscale.ranks import HostGroup, name_process
 
 FETCHERS = 4
-"""The number of threads that fetch remote shards ahead of their use."""
+"""The number of threads of the planner that fetch remote shards before they are read."""
 Failure = RankError | OSError
-"""An error that a process sends to the main process, which raises it."""
+"""An error that a worker or planner process sends to the main process, which raises it."""
 Plans = Iterator[Plan | Failure]
 
 
-def failure_of(error: UserError | OSError, where: str = "") -> Failure:
-    """Return the failure that reports an error such as a full disk to the user. If the error is a bug, raise it."""
+def reportable_failure(error: UserError | OSError, where: str = "") -> Failure:
+    """Return the failure for an error that a user can mend, such as a full disk. Raise any other error, because it is a
+    bug. where: the beginning of the message."""
     if isinstance(error, UserError):
         return RankError(f"{where}{error}")
     if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
@@ -38,18 +39,18 @@ def failure_of(error: UserError | OSError, where: str = "") -> Failure:
 
 
 class Node(NamedTuple):
-    """The ranks of one node. They get their plans from the planner that the first rank starts."""
+    """The ranks of one node. They get their plans from one planner, which the first of them starts."""
 
     ranks: list[int]
     address: bytes
-    """The name of the planner's socket. It is an abstract socket of Linux: no file remains when processes are
+    """The name of the planner's socket. It is an abstract socket of Linux, which leaves no file when processes are
     killed."""
     listener: socket.socket | None
-    """The listening socket, on the first rank."""
+    """The listening socket; None on all ranks of the node but the first."""
 
 
 def find_node(host_group: HostGroup) -> Node | None:
-    """Return this rank's node, or None if the rank is alone on its node. All ranks must call the function together."""
+    """Return this rank's node, or None if the rank is alone on its node. All ranks of the run call it together."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # Linux chooses a name
     listener.listen()
@@ -67,9 +68,9 @@ def find_node(host_group: HostGroup) -> Node | None:
 
 
 def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Plans:
-    """Return the plans of the next steps. A background process, the planner, makes them ahead of training until the
-    buffers of its connections are full, because ordering a new window may take longer than a step. node: the ranks that
-    share one planner, which the first of them starts; None: this rank has its own planner."""
+    """Return the plans of the next steps. A background process, the planner, makes them before they are needed, until
+    the buffers of its connections are full. So a step need not wait while the records of a new window are ordered.
+    node: the ranks that share one planner; None: this rank has its own planner."""
     listener = node and node.listener
     if node is None:
         ours, theirs = multiprocessing.Pipe()
@@ -77,10 +78,10 @@ def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Pla
     if node is None or listener:
         connect = partial(_connect_ranks, node) if node else lambda: {mixture.rank: theirs}
         planner = multiprocessing.Process(target=_plan, args=(mixture, steps, connect), name="planner", daemon=True)
-        with children_that_begin():
+        with safe_forks():
             planner.start()
         atexit.register(planner.kill)
-        (listener or theirs).close()  # then the connection ends when the planner ends
+        (listener or theirs).close()  # so that the connection ends when the planner ends
     if node:
         client = socket.socket(socket.AF_UNIX)
         client.connect(node.address)
@@ -90,7 +91,7 @@ def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Pla
 
 
 def _connect_ranks(node: Node) -> dict[int, Connection]:
-    """Wait for all ranks of the node, and return a connection with each, by rank."""
+    """Return a connection to each rank of the node, by rank, when all of them have connected."""
     connections: dict[int, Connection] = {}
     assert node.listener
     with node.listener as listener:
@@ -104,12 +105,12 @@ def _connect_ranks(node: Node) -> dict[int, Connection]:
 
 
 def _received_plans(planner: multiprocessing.Process | None, ours: Connection, steps: int, shared: bool) -> Plans:
-    """Yield the plans that the planner sends. planner: the planner's process, if this rank started it. shared: whether
-    the planner sends plans to other ranks, too."""
+    """Yield the plans that the planner sends. planner: the planner's process, if this rank has started it. ours: this
+    rank's connection to the planner. shared: whether other ranks get plans from the planner, too."""
     left = steps
     try:
         while left:
-            if planner and planner.exitcode:  # the planner died, and the last plan in the connection may be cut off
+            if planner and planner.exitcode:  # the planner has died, and the last plan may be cut off
                 raise EOFError
             plan = ours.recv()
             left -= 1
@@ -132,6 +133,7 @@ def _received_plans(planner: multiprocessing.Process | None, ours: Connection, s
 
 
 def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connection]]) -> None:
+    """Send each rank its part of the plans of the next steps: the planner's main function."""
     name_process(f"xscale{mixture.rank}-plan")
     leave_signals_to_parent()
     connections = connect()
@@ -149,17 +151,17 @@ def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connecti
         for _ in range(steps):
             if has_remote:
                 for source, shard in mixture.remote_shards():
-                    fetchers.submit(source.fetch, shard)  # if it fails, the reader of the shard reports why
+                    fetchers.submit(source.fetch, shard)  # the reader of the shard reports a failure
             send(mixture.next_plan().parts([*connections]))
     except (UserError, OSError) as error:
-        send([failure_of(error)] * len(connections))
+        send([reportable_failure(error)] * len(connections))
     finally:
         fetchers.shutdown(wait=False, cancel_futures=True)
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore the signals that the trainer handles, because only the trainer decides when to stop. Die when the trainer
-    dies."""
+    """Ignore the signals on which the trainer stops, because only the trainer decides when to stop. Let the kernel kill
+    this process when the trainer dies."""
     with suppress(OSError, AttributeError):
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -1,8 +1,36 @@
-"""Small functions on arrays of numbers."""
+"""Functions on arrays of numbers, such as rows of different lengths in one array."""
+
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 NO_NUMBERS = np.empty(0, dtype=np.int64)
+
+
+class Ragged(NamedTuple):
+    """Lists of numbers in one array, one list after the other."""
+
+    values: np.ndarray
+    """The numbers of all lists."""
+    lengths: np.ndarray
+    """Length of each list."""
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Index in `values` of each list's first number."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    def take(self, lists: np.ndarray) -> "Ragged":
+        """Return the lists with these indices."""
+        lengths = self.lengths[lists]
+        places = np.repeat(self.starts[lists], lengths) + indices_within(lengths)
+        return Ragged(self.values[places], lengths)
+
+    @classmethod
+    def from_lists(cls, lists: list[list[int]]) -> "Ragged":
+        values = np.array(list(chain.from_iterable(lists)), dtype=np.int64)
+        return cls(values, np.array([len(numbers) for numbers in lists], dtype=np.int64))
 
 
 def indices_within(lengths: np.ndarray) -> np.ndarray:
@@ -11,9 +39,9 @@ def indices_within(lengths: np.ndarray) -> np.ndarray:
     return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
 
 
-def offsets_of(counts: np.ndarray) -> np.ndarray:
-    """Return the index at which each part begins, and the end of the last part, int32 [parts + 1]. counts: size of each
-    part."""
+def offsets_from_counts(counts: np.ndarray) -> np.ndarray:
+    """Return the index at which each part begins, and the end of the last part, int32 [parts + 1]. counts: the size of
+    each part [parts]."""
     offsets = np.zeros(len(counts) + 1, dtype=np.int32)
     offsets[1:] = np.cumsum(counts)
     return offsets

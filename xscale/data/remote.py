@@ -1,10 +1,10 @@
 """Sources at a URL. fsspec copies whole shards into a cache that all processes of this machine share.
 
-Each source has a folder in the cache, whose name contains a hash of the source's index.json. The folder has the same
-files as the source's own directory, except .idx files, but only the most recently used shards. A file is moved to its
-place only after its size and its SHA-256 were found to be those of index.json. So a damaged cache, a server that sends
-too much, and a killed process do no harm. Only `get_file` of fsspec is used: its `filecache` downloads in place, checks
-no hash, has no limit, and does not share files between processes.
+Each source has a folder in the cache. A hash of the source's index.json is part of the folder's name. The folder has
+the files of the source's directory, except .idx files, but only those shards that were used last. A file gets its final
+name only if its size and SHA-256 are those of index.json. So a damaged cache, a server that sends too much, and a
+killed process do no harm. fsspec's own `filecache` downloads to the final name, compares no hash, has no limit, and
+does not share files between processes; so only fsspec's `get_file` is used.
 """
 
 import errno
@@ -36,11 +36,12 @@ STALL = 60.0
 LARGEST_INDEX = 1 << 30
 LOG = logging.getLogger("xscale")
 IsWhole = Callable[[Path], bool]
-"""A function that returns whether a file has the content that index.json describes."""
+"""A function that returns True if a file has the size and hash of index.json."""
 
 
 def location(text: str) -> Path | str:
-    """Return a value of --data as a Path, or as a string if it is a URL, because a Path would change "//" to "/"."""
+    """Return a value of --data: a URL as a string, because a Path would change "//" to "/", and a directory as a
+    Path."""
     return text.rstrip("/") if "://" in text else Path(text)
 
 
@@ -65,7 +66,7 @@ class Cache:
             shards = []
             for path in self.folder.glob("*/*.tar*"):
                 if path.suffix != ".lock":
-                    # Another process may have completed the file under another name, or removed it.
+                    # Another process may have renamed or removed the file.
                     with suppress(FileNotFoundError):
                         status = path.lstat()
                         used += status.st_size
@@ -87,14 +88,14 @@ class Remote:
     """The shards in the cache whose SHA-256 this process has compared."""
 
     def read(self, shard: Shard, length: int, offset: int, again: bool) -> bytes:
-        """Return bytes of a shard, which is fetched if it is not in the cache. again: the bytes were damaged; fetch the
-        shard again. The file is not kept open, so that deleting a shard frees the disk."""
+        """Return `length` bytes of a shard from `offset` on. Fetch the shard if it is not in the cache. again: fetch it
+        in any case, because the bytes were damaged. The file is closed, so that deleting a shard frees the disk."""
         path = self.folder / shard.name
         if again:
             path.unlink(missing_ok=True)
         while True:
             self.fetch(shard)
-            # Another process may have deleted the file.
+            # Another process may have deleted the file meanwhile.
             with suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
                 os.utime(file.fileno())  # make_room deletes the shards with the oldest times
                 return os.pread(file.fileno(), length, offset)
@@ -109,10 +110,10 @@ class Remote:
         if shard.name in self.verified and path.exists():
             return
         with locked(self.folder / f"{shard.name}.lock"):
-            if not path.exists() or not is_whole(path):  # another process may have changed it in the cache
+            if not path.exists() or not is_whole(path):
                 self.cache.make_room(shard.bytes)
                 download(f"{self.url}/{shard.name}", path, shard.bytes, is_whole)
-                self.cache.make_room(0)  # other processes may have fetched other shards meanwhile
+                self.cache.make_room(0)  # because other processes may have fetched other shards meanwhile
             self.verified.add(shard.name)
 
     def fetch_entries(self, name: str, sizes: Sequence[int], checksums: Sequence[int]) -> None:
@@ -132,19 +133,20 @@ class Remote:
                 download(f"{self.url}/{name}", path, sum(sizes), is_whole)
             except FileNotFoundError:
                 raise UserError(
-                    f"{self.url} has no file {name!r}; run `python -m data_tools.index` where the shards are, and "
-                    f"copy every file that it writes to the URL too"
+                    f"{self.url} has no file {name!r}; run `xscale data index` on the shards, and copy all files that "
+                    f"it writes to the URL, too"
                 ) from None
 
 
-def find_remote(url: str, cache: Cache) -> list[Remote]:
-    """Return the source at a URL, or the sources one level below it, sorted by name. Raises OSError or UserError."""
+def open_remotes(url: str, cache: Cache) -> list[Remote]:
+    """Return the source at a URL, or if there is none, the sources one level below, sorted by name. Raises OSError or
+    UserError."""
     cache.folder.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         return [open_remote(url, cache)]
     file_system, path = open_file_system(url)
     names = []
-    with suppress(FileNotFoundError, NotADirectoryError, NotImplementedError):  # the server does not list the folder
+    with suppress(FileNotFoundError, NotADirectoryError, NotImplementedError):  # some servers do not list folders
         for entry in file_system.ls(path, detail=True, refresh=True):
             if entry["type"] == "directory":
                 names.append(entry["name"].rstrip("/").rpartition("/")[2])
@@ -156,8 +158,8 @@ def find_remote(url: str, cache: Cache) -> list[Remote]:
 
 
 def open_remote(url: str, cache: Cache) -> Remote:
-    """Return the source at a URL, after its index.json is cached. Raises OSError; if there is no index.json,
-    FileNotFoundError."""
+    """Download the index.json of the source at a URL into the cache, and return the source. Raises OSError; if there is
+    no index.json, FileNotFoundError."""
     with tempfile.TemporaryDirectory(dir=cache.folder) as folder:
         index = Path(folder) / "index.json"
         download(f"{url}/index.json", index, LARGEST_INDEX, is_whole=lambda path: True)
@@ -168,7 +170,7 @@ def open_remote(url: str, cache: Cache) -> Remote:
 
 
 class Bound(Callback):
-    """Ends a download with a ValueError after more than `most` bytes."""
+    """Raises ValueError during a download when it has more than `most` bytes."""
 
     def __init__(self, most: int):
         super().__init__()
@@ -214,7 +216,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
         tracing.on_request_redirect.append(refuse_other_host)
         options["client_kwargs"] = {
             "timeout": aiohttp.ClientTimeout(total=None, sock_connect=STALL, sock_read=STALL),
-            "auto_decompress": False,  # the files are counted and hashed as they are stored
+            "auto_decompress": False,  # index.json has the sizes and hashes of the stored files
             **fsspec.config.conf.get(protocol, {}).get("client_kwargs", {}),
             "trace_configs": [tracing],
         }
@@ -225,7 +227,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
 
 
 async def refuse_other_host(session: Any, context: Any, request: Any) -> None:
-    """Raise UserError if a server redirects to another host, because that host may be inside this network."""
+    """Raise UserError if a server redirects to another host, which may be a private one in this network."""
     target = request.url.join(type(request.url)(request.response.headers.get("Location", "")))
     if target.host != request.url.host:
         raise UserError(
@@ -235,8 +237,8 @@ async def refuse_other_host(session: Any, context: Any, request: Any) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """A context that only one thread of one process of this machine can enter at a time. Raises OSError if the path is
-    a link, because a link could lead to any file."""
+    """Return a context that only one thread of this machine can enter at a time. path: the lock's file. Raises OSError
+    if it is a link, because a link may lead to any file."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Reads evenly spaced records of one language from all its sources, to count words or tokens before step 1."""
+"""Reads evenly spaced records of one language from all its sources, to count words or tokens."""
 
 from collections.abc import Iterator
 
@@ -10,15 +10,15 @@ from xscale.data.shards import Source
 SAMPLE = 100_000
 """The maximum number of records that are read of a language."""
 RUN = 64
-"""If a language has more than SAMPLE records, runs of this many are read."""
+"""If a language has more than SAMPLE records, runs of this many consecutive records are read."""
 _CHUNK = 1024
 
 
-def texts_of(
+def sample_texts(
     language: str, sources: list[Source], most: int | None = None, part: int = 0, parts: int = 1
 ) -> Iterator[list[str]]:
-    """Yield lists of the language's texts, from at most `most` (default: SAMPLE) records. parts: number of callers that
-    share the work; part: number of this caller, from 0. Each caller gets every `parts`-th list of each source."""
+    """Yield lists of texts in a language, from at most `most` records; None: SAMPLE. parts: the number of callers that
+    share the work. part: the number of this caller, from 0. Each caller gets every `parts`-th list of each source."""
     with_language = [source for source in sources if language in source.langs]
     records = sum(source.records for source in with_language)
     chosen = sample_records(records, SAMPLE if most is None else most)
@@ -27,15 +27,14 @@ def texts_of(
         end = first + source.records
         numbers = chosen[(chosen >= first) & (chosen < end)] - first
         first = end
-        source_once = source.without_readahead()
         side = source.langs.index(language)
         for start in range(0, len(numbers), _CHUNK)[part::parts]:
             places = source.places(numbers[start : start + _CHUNK])
-            yield [source_once.read(*place).texts[side] for place in places]
+            yield [source.read(*place).texts[side] for place in places]
 
 
 def sample_records(records: int, most: int) -> np.ndarray:
-    """Return the indices of all records, or of at most `most` in evenly spaced runs of RUN if there are more."""
+    """Return the numbers of at most `most` of the records: all of them, or evenly spaced runs of RUN."""
     if records <= most:
         return np.arange(records)
     return (evenly_spaced(records // RUN, most // RUN)[:, None] * RUN + np.arange(RUN)).ravel()

@@ -1,4 +1,4 @@
-"""Names of languages: the code that all spellings of a language share."""
+"""Names of languages: finds the code that all spellings of a language have in common."""
 
 import re
 from collections.abc import Iterable
@@ -23,25 +23,26 @@ _SPELLINGS = (
     "tah, ug uig, uk ukr, ur urd, uz uzb, ve ven, vi vie, vo vol, wa wln, wo wol, xh xho, yi yid ji, yo yor, za zha, "
     "zh zho chi, zu zul"
 )
-"""Two-letter codes of ISO 639-1, each followed by the other codes of the language: those of ISO 639-2 and 639-3 (deu,
-ger), and retired ones (iw)."""
+"""Two-letter codes of ISO 639-1. Each is followed by the other codes of the language: those of ISO 639-2 and 639-3
+(deu, ger), and old ones (iw)."""
 _MEMBERS = (
     "ar arb, ay ayr, az azj, et ekk, fa pes prs, ff fuv, gn gug, iu ike, kg kng, kr knc, ku kmr, kv kpv, lv lvs, mg "
     "plt, mn khk, ms zsm, ne npi, no nb, om gaz, or ory, ps pbt pbu, qu quy quz, sc src, sq als, sw swh, uz uzn, "
     "yi ydd, zh cmn"
 )
-"""Two-letter codes of macrolanguages, each followed by the codes of its members that corpora mean by it: CLDR's aliases
-(arb is Arabic, but arz, Egyptian Arabic, is not), those of FLORES-200, and Norwegian Bokmål. Nynorsk stays nn."""
+"""Two-letter codes of macrolanguages. Each is followed by the codes of the members that corpora mean by it: CLDR's
+aliases (arb for Arabic, but not arz, Egyptian Arabic), those of FLORES-200, and Norwegian Bokmål. Nynorsk remains
+nn."""
 _COMPOUNDS = {"zh-yue": "yue", "zh-min-nan": "nan", "zh-nan": "nan", "zh-classical": "lzh", "zh-wuu": "wuu"}
-"""Names, as in Wikipedia and BCP 47, whose first part is the code of another language."""
+"""Names of Wikipedia and BCP 47 whose first part is the code of another language -> the language's code."""
 _SCRIPT_NAMES = {"simpl": "hans", "trad": "hant", "rom": "latn", "latin": "latn", "cyrillic": "cyrl"}
-"""Other names of scripts, as in zho_simpl (FLORES-101), hi_rom (CC-100) and sr@latin -> ISO 15924 tag."""
+"""Other names of scripts, as in zho_simpl (FLORES-101), hi_rom (CC-100) and sr@latin -> their tags in ISO 15924."""
 _CHINESE_SCRIPTS = {"cn": "hans", "sg": "hans", "tw": "hant", "hk": "hant", "mo": "hant"}
 """Region -> the script in which Chinese is written there."""
 
 
 def _first_codes(table: str) -> dict[str, str]:
-    """Return {other code: first code of its group}."""
+    """Return {other code: first code of its group}. table: groups of codes, separated by commas."""
     first_codes = {}
     for group in table.split(", "):
         first, *others = group.split()
@@ -58,9 +59,9 @@ class LanguageTag:
     """The parts of a language's name, such as zh-Hant-TW or prs_Arab."""
 
     code: str
-    """The two-letter code, or the lower-case code of a language that has none."""
+    """The two-letter code; if the language has none, the code in the name, in lower case."""
     member: str = ""
-    """The code in the name if it is the code of a macrolanguage's member: prs for Persian that is called prs."""
+    """The code in the name if it is that of a member of a macrolanguage: prs, whose `code` is fa."""
     script: str = ""
     """ISO 15924 tag in lower case, such as "hant"."""
     region: str = ""
@@ -86,17 +87,17 @@ def parse_language(lang: str) -> LanguageTag:
 
 
 def short_code(lang: str) -> str:
-    """Return the two-letter code of a language, if it has one, from any of its public names: "de" for de, deu, ger,
-    deu_Latn and de-AT, "zh" for zho, cmn and zh-Hans, "fa" for pes and prs, "no" for nb and nob.
+    """Return the two-letter code of a language, if it has one, from any of its names: "de" for de, deu, ger, deu_Latn
+    and de-AT, "zh" for zho, cmn and zh-Hans, "fa" for pes and prs, "no" for nb and nob.
 
-    Everything that depends on a language is looked up by this code. Names and reports keep the name that the user gave.
+    Properties of a language are looked up by this code. Files and reports have the name that the user gave.
     """
     return parse_language(lang).code
 
 
 def same_language(a: str, b: str) -> bool:
-    """Return whether two names mean one language, such as de and deu_Latn. Two names mean two languages if both have a
-    script, a region or a macrolanguage's member, and these differ: zh-Hans and zh-Hant, pt-BR and pt-PT, pes and
+    """Return True if two names mean one language, such as de and deu_Latn. They mean two languages if both have a
+    script, a region or a member of a macrolanguage, and these differ: zh-Hans and zh-Hant, pt-BR and pt-PT, pes and
     prs."""
     first = parse_language(a)
     second = parse_language(b)
@@ -111,24 +112,25 @@ def same_language(a: str, b: str) -> bool:
 
 
 def spelling_key(lang: str) -> str:
-    """Return a key that is equal for a language's names that differ in case, in "-" and "_", or in code length."""
+    """Return a key that is the same for names of a language that differ in case, in "-" and "_", or in the length of
+    the code."""
     _, *tags = re.split("[-_]", lang.lower())
     return "-".join([short_code(lang), *tags])
 
 
-def names_of(language: str, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that mean a language: only the same name if it is among them, else all its other
-    spellings."""
+def find_spellings(language: str, names: Iterable[str]) -> list[str]:
+    """Return the spellings of a language among `names`: only `language` itself if it is among them, or else all
+    others."""
     listed = list(names)
     if language in listed:
         return [language]
     return [name for name in listed if same_language(language, name)]
 
 
-def one_name_each(names: Iterable[str], preferred: Iterable[str] = ()) -> dict[str, str]:
-    """Return {name: the one name of its language}: the first of `preferred` that means the language, or else the
-    shortest of `names`. If the names have both a code and its variants, such as zh, zh-Hans and zh-Hant, these are
-    several languages, and their names stay as they are."""
+def choose_language_names(names: Iterable[str], preferred: Iterable[str] = ()) -> dict[str, str]:
+    """Return {name: the chosen name of its language}: the first of `preferred` that means the language, or else the
+    shortest of `names`. A code together with several of its variants, such as zh with zh-Hans and zh-Hant, are several
+    languages, and each keeps its name."""
     order = [*dict.fromkeys(preferred), *sorted(set(names), key=lambda name: (len(name), name))]
     by_code: dict[str, list[str]] = {}
     for name in dict.fromkeys(order):

@@ -32,9 +32,10 @@ class Example:
     links: str | None = None
     """The record's word links, in Pharaoh form."""
     follows: bool = False
-    """True if the example continues the document of the example before it in its sample."""
+    """True if the record continues the document of the example before it in its sample."""
     borders: Sequence[int] = ()
-    """The tokens before which the text may be cut if it is longer than a sequence, in order."""
+    """If the text is longer than a sequence, the indices of the tokens before which it may be cut, in ascending
+    order."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Sequences:
     lengths: np.ndarray
     """Tokens of each sequence [B]."""
     positions: np.ndarray
-    """Position of each token in its sequence, or in its segment if positions are reset [N]."""
+    """Position of each token in its sequence, from 0 on; if positions are reset, in its segment [N]."""
     languages: np.ndarray
     """Language number of each token, from 1 on; 0 for an unknown language [N]."""
     segments: np.ndarray
@@ -54,9 +55,9 @@ class Sequences:
     words: np.ndarray | None
     """Word number of each token within its sequence, -1 for a token that belongs to no word [N]."""
     identities: np.ndarray
-    """uint64 key of all random choices about each sequence [B]."""
+    """Key of all random choices about each sequence, uint64 [B]."""
     segment_starts: np.ndarray
-    """Index of each segment's first token that is not a special one."""
+    """Index of the first token of each segment's text, after the special tokens."""
 
     @property
     def numbers(self) -> np.ndarray:
@@ -75,7 +76,7 @@ class Sequences:
 
 
 Segment = tuple[Example, int]
-"""An example, and the number of its text."""
+"""An example, and the number of one of its texts, 0 or 1."""
 
 
 def join_segments(
@@ -84,10 +85,11 @@ def join_segments(
     language_ids: dict[str, int],
     reset_positions: bool = False,
 ) -> Sequences:
-    """Lay out each sequence as [CLS] segment [SEP] segment [SEP] and so on.
+    """Return sequences of the form [CLS] segment [SEP] segment [SEP] and so on. sequences: the segments of each.
 
-    Two texts of one record get the tokenizer's own template for a pair. [CLS] belongs to the first segment, and special
-    tokens between two segments belong to the first of them. A sequence has the identity of its first example.
+    The two texts of one record get the special tokens of the tokenizer's template for pairs. [CLS] belongs to the first
+    segment. Special tokens between two segments belong to the first of the two. A sequence has the identity of its
+    first example.
     """
     ids = list[int]()
     segment_starts = list[int]()
@@ -131,15 +133,16 @@ def join_segments(
 
 
 def template_of(tokenizer: Tokenizer, sequence: list[Segment]) -> PairTemplate:
-    """Return the special tokens of a sequence. The two texts of one record get those of the tokenizer's template for
-    pairs."""
+    """Return the special tokens of a sequence. They are those of the tokenizer's template for pairs if the sequence has
+    the two texts of one record."""
     if len(sequence) == 2 and sequence[0][0] is sequence[1][0]:
         return tokenizer.pair
     return PairTemplate([tokenizer.cls_id], [tokenizer.sep_id], [tokenizer.sep_id], segments=False)
 
 
 def word_numbers(sequences: list[list[Segment]], segment_starts: np.ndarray, tokens: int) -> np.ndarray:
-    """Return what Sequences.words must be for these sequences [N]. segment_starts: see Sequences; tokens: N."""
+    """Return the word number of each token within its sequence, as in Sequences.words [N]. segment_starts: see
+    Sequences. tokens: N."""
     numbers = [NO_NUMBERS]
     lengths = list[int]()
     for sequence in sequences:
@@ -156,7 +159,7 @@ def word_numbers(sequences: list[list[Segment]], segment_starts: np.ndarray, tok
     return word_of_token
 
 
-def concatenated(first: Sequences, second: Sequences) -> Sequences:
+def concat_sequences(first: Sequences, second: Sequences) -> Sequences:
     """Return the sequences of `first` followed by those of `second`, without word numbers."""
     return Sequences(
         ids=np.concatenate([first.ids, second.ids]),
@@ -171,8 +174,8 @@ def concatenated(first: Sequences, second: Sequences) -> Sequences:
 
 
 def fit_pairs(pairs: list[Example], max_length: int, overlong: str, special: int = 3) -> list[Example]:
-    """Return the pairs of at most `max_length` tokens, including `special` special ones. overlong: "drop" drops longer
-    pairs, "truncate" cuts both of their sides in proportion."""
+    """Return the pairs of at most `max_length` tokens, of which `special` are special tokens. overlong: "drop" leaves
+    longer pairs out, and "truncate" cuts both of their texts in proportion."""
     fitting = []
     for pair in pairs:
         first, second = pair.ids
@@ -185,7 +188,8 @@ def fit_pairs(pairs: list[Example], max_length: int, overlong: str, special: int
 
 
 def truncated_pair(pair: Example, excess: int) -> Example:
-    """Return the pair without `excess` tokens at the ends of its texts. Each text keeps at least one token."""
+    """Return the pair without the last tokens of its texts, `excess` tokens together. Each text keeps at least one
+    token."""
     first, second = pair.ids
     cut_first = round(excess * len(first) / (len(first) + len(second)))
     cut_first = min(cut_first, len(first) - 1)
@@ -194,15 +198,15 @@ def truncated_pair(pair: Example, excess: int) -> Example:
     keep_second = len(second) - (excess - cut_first)
     words = pair.words
     if words is not None:
-        words = (words[0].cut(keep_first), words[1].cut(keep_second))
+        words = (words[0].select_tokens(0, keep_first), words[1].select_tokens(0, keep_second))
     return replace(pair, ids=(first[:keep_first], second[:keep_second]), words=words)
 
 
-def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:
-    """Join the sentences of a sample to texts for `[CLS] text [SEP]`. A text has consecutive sentences of one document.
+def join_sentences(sample: list[Example], max_length: int) -> list[Example]:
+    """Join the sentences of a sample into texts, each of which becomes a sequence [CLS] text [SEP].
 
-    A text has as many whole sentences as fit into max_length. A longer sentence is split into several texts, between
-    words. Every token is in one text.
+    A text has consecutive sentences of one document, as many whole ones as fit into max_length. A sentence that is
+    longer than a sequence is split into several texts, between words. Every token is in exactly one text.
     """
     room = max_length - 2
     texts: list[list[Example]] = []
@@ -221,8 +225,8 @@ def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:
 
 
 def split_to_fit(example: Example, room: int) -> list[Example]:
-    """Return the text in pieces of at most `room` tokens. It is cut between words; only a word longer than `room` is
-    cut inside."""
+    """Return the text in pieces of at most `room` tokens. It is cut between words. Only a word of more than `room`
+    tokens is divided."""
     length = len(example.ids[0])
     if length == 0:
         return []
@@ -234,7 +238,7 @@ def split_to_fit(example: Example, room: int) -> list[Example]:
         end = cut_before(example.borders, start, room) if length - start > room else length
         words = example.words
         if words is not None:
-            words = (words[0].cut(end, start),)
+            words = (words[0].select_tokens(start, end),)
         identity = example.identity
         if start > 0:
             identity = np.uint64(rng.hash64(example.identity, np.uint64(start)))
@@ -244,7 +248,8 @@ def split_to_fit(example: Example, room: int) -> list[Example]:
 
 
 def cut_before(borders: Sequence[int], start: int, room: int) -> int:
-    """Return the token before which to end the piece of a text that begins at token `start`. borders: see Example."""
+    """Return the end of the piece of a text that begins at token `start`: the last border within `room` tokens, or if
+    there is none, `start + room`. borders: see Example."""
     furthest = start + room
     borders_before = bisect_right(borders, furthest)
     if borders_before == 0 or borders[borders_before - 1] <= start:
@@ -253,7 +258,7 @@ def cut_before(borders: Sequence[int], start: int, room: int) -> int:
 
 
 def join_texts(examples: list[Example]) -> Example:
-    """Return several texts as one, with the identity of the first text."""
+    """Return the example of several texts as one text. It has the identity of the first text."""
     if len(examples) == 1:
         return examples[0]
     ids = list[int]()

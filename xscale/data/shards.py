@@ -6,9 +6,9 @@ JSON inside a `.jsonl` member. In the layout "samples" (tars of other programs),
 that share a key. The file `entries` has the entries of all shards in the order of index.json, so that a reader opens a
 single file besides the tars. If `entries` is absent or does not fit index.json, the .idx files are read instead.
 
-Consecutive monolingual records of one document are marked: FOLLOWS is set in each but the first. A monolingual text of
-more than PART_BYTES has several entries with one byte range. Each is read as a record that has a part of the text, and
-these records belong to one document. So the length of records is limited for any tar.
+The entries of a document's records stand one after the other, and all but the first have the bit FOLLOWS. A
+monolingual text of more than PART_BYTES has several entries with the same byte range. Each of them is read as a record
+with one part of the text, and these records form one document. This limits the length of records in any tar.
 """
 
 import copy
@@ -30,7 +30,7 @@ import numpy as np
 from xscale.data import words
 from xscale.data.link_projection import project_links
 from xscale.data.ragged import evenly_spaced
-from xscale.data.remote import Cache, Remote, find_remote
+from xscale.data.remote import Cache, Remote, open_remotes
 from xscale.data.text import piece_of_text
 from xscale.errors import UserError
 from xscale.files import PARTIAL, pointer_problem
@@ -49,9 +49,8 @@ FOLLOWS = 1 << 31
 PART_BYTES = 1024
 """A monolingual text of more than this many UTF-8 bytes is indexed in parts of about this size."""
 OPEN_FILES = 1 << 14
-"""A process keeps at most this many files of all sources open, or half of its limit if that is less. The most recently
-used files stay open. This is enough for the windows of dozens of sources (data/order.py); with more sources, most reads
-of a record open its tar."""
+"""A process keeps at most this many files open, or half of the process's limit if that is less: those that were used
+last. They are enough for the windows (data/order.py) of dozens of sources. With more sources, most reads open a tar."""
 BLOCK = tarfile.BLOCKSIZE
 
 
@@ -59,18 +58,18 @@ class Source:
     """One directory of shards, with one kind of record and one language or one ordered pair of languages."""
 
     def __init__(self, directory: Path | str, remote: Remote | None = None):
-        """remote: None for a local source; for a source at a URL, the directory is its folder in the cache."""
+        """remote: None for a local source. The directory of a source at a URL is its folder in the cache."""
         self.directory = Path(directory)
         self.remote = remote
         index, self.shards = read_index(self.directory)
         self.fingerprint = fingerprint(index)
         self.index = index | {"shards": []}
-        """The content of index.json without the list of shards, which may have hundreds of thousands of elements."""
+        """The content of index.json, with an empty list of shards to save memory."""
         self.layout: str = index["layout"]
         self.written_langs: tuple[str, ...] = tuple(index["langs"])
-        """The languages as index.json and the records name them."""
+        """The names of the languages in index.json and in the records."""
         self.langs = self.written_langs
-        """The languages as the program names them (see rename_languages)."""
+        """The names of the languages in the program (see rename_languages)."""
         self.segmentation: dict[str, str] = index.get("segmentation", SEGMENTATIONS["whitespace"])
         self.counts = np.array([shard.records for shard in self.shards], dtype=np.int64)
         self.starts = np.cumsum(self.counts) - self.counts
@@ -81,8 +80,6 @@ class Source:
             checksums = [shard.idx_crc32 for shard in self.shards]
             remote.fetch_entries(ENTRIES, (self.counts * IDX_DTYPE.itemsize).tolist(), checksums)
         self.has_entries = (self.directory / ENTRIES).exists()
-        self.readahead = False
-        """True if shards are read completely. Opening a shard then requests the whole file from the file system."""
 
     @property
     def kind(self) -> str:
@@ -103,41 +100,34 @@ class Source:
         if len(set(langs)) < len(langs):
             raise UserError(
                 f"{self.directory}: {' and '.join(self.written_langs)} are names of one language; write the shards "
-                f"again with two languages (--langs)"
+                f"again, with the names of two languages in --langs"
             )
         self.langs = langs
 
     def keep_first(self, records: int) -> None:
-        counts = np.clip(records - (np.cumsum(self.counts) - self.counts), 0, self.counts)
+        """Remove all records of the source but the first `records`."""
+        counts = np.clip(records - self.starts, 0, self.counts)
         self.counts = counts[counts > 0]
         self.shards = self.shards[: len(self.counts)]
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
 
-    def _with_shards(self, chosen: Sequence[int]) -> "Source":
+    def with_few_shards(self, most: int) -> "Source":
+        """Return a copy with at most `most` of the shards, evenly spaced. Its `records` still counts all records."""
+        chosen = evenly_spaced(len(self.counts), most)
         source = copy.copy(self)
         source.shards = [self.shards[shard] for shard in chosen]
         source.counts = self.counts[chosen]
         source.starts = self.starts[chosen]
         return source
 
-    def with_shards(self, most: int) -> "Source":
-        """Return a copy with at most `most` of the shards, evenly spaced; `records` still counts all records."""
-        return self.without_readahead()._with_shards(evenly_spaced(len(self.counts), most).tolist())
-
-    def without_readahead(self) -> "Source":
-        """Return a copy of the source for reading a few records of many shards."""
-        source = copy.copy(self)
-        source.readahead = False
-        return source
-
     def check_links(self) -> None:
         """Raise UserError if the links number the words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
-                f"{self.directory}: the word links count words of segmentation {self.segmentation}, but this xscale "
-                f"has version {words.VERSION}. Write the shards again from the text: "
-                f"`python -m data_tools.write_shards pairs ... --links F` or `--align`"
+                f"{self.directory}: the word links number the words of segmentation {self.segmentation}, but this "
+                f"xscale has version {words.VERSION}. Write the shards again from the text: "
+                f"`xscale data write_shards pairs ... --links F` or `--align`"
             )
 
     def with_words(self, record: Record) -> Record:
@@ -156,36 +146,39 @@ class Source:
             ) from None
 
     def places(self, numbers: np.ndarray) -> list[tuple[int, int]]:
-        """Return (shard, index within the shard) of records, from their indices in the source."""
+        """Return the shard of each record, and the record's number in the shard. numbers: the records' numbers in the
+        source."""
         ends = np.cumsum(self.counts)
         shards = np.searchsorted(ends, numbers, side="right")
         return list(zip(shards.tolist(), (numbers - (ends - self.counts)[shards]).tolist(), strict=True))
 
     def check_size(self, shard: Shard) -> None:
-        """Raise UserError if a shard's files have a wrong size, so that an incomplete copy fails before step 1."""
-        if self.remote:  # remote files are checked when they are fetched
+        """Raise UserError if the files of a local shard have a wrong size. So a run on an incomplete copy fails before
+        step 1. The files of a remote shard are checked when they are fetched."""
+        if self.remote:
             return
-        path = f"{self.directory}/{shard.name}"  # making a Path would take longer than the check
+        path = f"{self.directory}/{shard.name}"  # to make a Path takes longer than the check
         for file, expected in ((path, shard.bytes), (f"{path[:-4]}.idx", shard.records * IDX_DTYPE.itemsize)):
-            try:
+            problem = "is missing"
+            with suppress(FileNotFoundError, NotADirectoryError):
                 size = os.stat(file).st_size
-            except (FileNotFoundError, NotADirectoryError):
-                size = None
-            if size != expected:
+                if size == expected:
+                    continue
                 if size and (pointer := pointer_problem(Path(file))):
                     raise UserError(pointer)
-                found = "is missing" if size is None else f"has {size:,} bytes"
-                raise UserError(
-                    f"{file} {found}; index.json says {expected:,} bytes. Copy it again, or run "
-                    f"`python -m data_tools.index {self.directory}` if the shards were changed on purpose"
-                )
+                problem = f"has {size:,} bytes"
+            raise UserError(
+                f"{file} {problem}; index.json says {expected:,} bytes. Copy it again, or run `xscale data index "
+                f"{self.directory}` if the shards were changed on purpose"
+            )
 
     def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
+        """Return the length in bytes of records of one shard [n_records]."""
         return self.lengths_and_continuations(shard, records)[0]
 
     def lengths_and_continuations(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
-        """Return the length in bytes of records of one shard, and True for each record that continues the document of
-        the record before it [n_records]. Only the shard's entries are read."""
+        """Return the length in bytes of records of one shard [n_records], and True for each record that continues the
+        document of the record before it [n_records]. Only the shard's entries are read."""
         idx = self.entries(shard)
         lengths = (idx["length"][records] & (FOLLOWS - 1)).astype(np.int64)
         if self.kind == "mono" and (lengths > PART_BYTES).any():
@@ -195,12 +188,13 @@ class Source:
         return lengths, idx["length"][records] >= FOLLOWS
 
     def entries(self, shard: int) -> np.ndarray:
-        """Return the offset, length and CRC of each record of a shard [n_records]. Raises UserError if damaged."""
+        """Return the entry of each record of a shard [n_records]. Raises UserError if the entries are damaged."""
         return np.frombuffer(self._entry_bytes(shard, 0, int(self.counts[shard])), dtype=IDX_DTYPE)
 
     def _entry_bytes(self, shard: int, first: int, end: int) -> bytes:
-        """Return the entries of some records of a shard, from the file `entries`, or from the shard's .idx if `entries`
-        is absent or damaged. Raises UserError if the .idx does not fit the index.json that this process read."""
+        """Return the bytes of the entries of records `first` to `end` - 1 of a shard: from the file `entries`, or if
+        it is absent or damaged, from the shard's .idx. Raises UserError if the .idx has another checksum than the
+        index.json that this process has read."""
         about = self.shards[shard]
         size = (end - first) * ENTRY.size
         if self.has_entries:
@@ -211,14 +205,14 @@ class Source:
                     return file.read(size, (start + first) * ENTRY.size)
         if self.remote:
             raise UserError(
-                f"{self.directory}/{ENTRIES} is damaged; remove {self.directory}, and it will be made again"
+                f"{self.directory}/{ENTRIES} is damaged; remove this folder, and the next start will fetch it again"
             )
         file = self._file(f"{about.name[:-4]}.idx")
         if not file.fits_index(shard, 0, about):
             raise UserError(
-                f"{file.path} is damaged, or belongs to another shard: its checksum is not that of the index.json that "
-                f"this process has read. If the shards have changed while they were read, bring the old ones back; if "
-                f"the file was damaged, copy it again, or run `python -m data_tools.index {self.directory}`"
+                f"{file.path} is damaged, or belongs to another shard: its checksum is not that of index.json as this "
+                f"process has read it. If the shards were replaced during the run, restore the old ones; if the file "
+                f"is damaged, copy it again, or run `xscale data index {self.directory}`"
             )
         return file.read(size, first * ENTRY.size)
 
@@ -226,8 +220,9 @@ class Source:
         """Return whether the record continues the document of the record before it."""
         return bool(self._entry(shard, record)[1] & FOLLOWS)
 
-    def read(self, shard: int, record: int) -> Record:
-        """Return record number `record` of shard number `shard`. Raises UserError if its bytes are damaged."""
+    def read(self, shard: int, record: int, readahead: bool = False) -> Record:
+        """Return record number `record` of shard number `shard`. readahead: if the shard is opened, request the whole
+        file from the file system, because all its records are read soon. Raises UserError if its bytes are damaged."""
         offset, length, crc = self._entry(shard, record)
         length &= FOLLOWS - 1
         about = self.shards[shard]
@@ -236,14 +231,13 @@ class Source:
             if self.remote:
                 data = self.remote.read(about, length, offset, again)
             else:
-                data = self._file(about.name).read(length, offset)
+                data = self._file(about.name, readahead).read(length, offset)
             if data and zlib.crc32(data) == crc:
                 break
         else:
             raise UserError(
-                f"{path}: record {record} (bytes {offset}-{offset + length}) is damaged, its checksum differs "
-                f"from the index. Restore the shard; `python -m data_tools.inspect {self.directory} --verify` names "
-                f"every damaged shard"
+                f"{path}: record {record} (bytes {offset}-{offset + length}) is damaged: its checksum differs from the "
+                f"index. Restore the shard; `xscale data inspect {self.directory} --verify` names every damaged shard"
             )
         try:
             if self.layout == "lines":
@@ -253,12 +247,12 @@ class Source:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, tarfile.TarError) as error:
             raise UserError(
                 f"{path}: record {record} does not fit layout {self.layout!r} ({error}); run "
-                f"`python -m data_tools.index {self.directory}`"
+                f"`xscale data index {self.directory}`"
             ) from None
         if whole.langs != self.written_langs:
             raise UserError(
                 f"{self.directory}: record {whole.key!r} has languages {', '.join(whole.langs)}, index.json says "
-                f"{', '.join(self.written_langs)}; run `python -m data_tools.index {self.directory}`"
+                f"{', '.join(self.written_langs)}; run `xscale data index {self.directory}`"
             )
         if self.langs != self.written_langs:
             whole = whole._replace(langs=self.langs)
@@ -272,8 +266,8 @@ class Source:
         self.remote.fetch(self.shards[shard])
 
     def _text_part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
-        """Return the record of one part of a long text; each part has an entry in the index. whole: the record of the
-        whole text. most: the maximum number of parts before and after this one."""
+        """Return the record of one part of a long text. whole: the record of the whole text. record: the number of the
+        part's entry in the shard. most: the maximum number of parts before and after this one."""
         first = max(record - most, 0)
         end = min(record + 1 + most, int(self.counts[shard]))
         near = np.frombuffer(self._entry_bytes(shard, first, end), dtype=IDX_DTYPE)
@@ -291,8 +285,9 @@ class Source:
             raise IndexError(record)
         return ENTRY.unpack(self._entry_bytes(shard, record, record + 1))
 
-    def _file(self, name: str) -> "OpenFile":
-        """Return an open file of the directory. It stays open while it is among the most recently used files."""
+    def _file(self, name: str, readahead: bool = False) -> "OpenFile":
+        """Open a file of the directory, or return it if it is open. Close the files that were used longest ago if too
+        many are open. readahead: see `read`."""
         file = _open.get((id(self), name))
         if file is None:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -300,8 +295,7 @@ class Source:
             while _open and len(_open) >= most:
                 _open.popitem(last=False)[1].close()
             file = _open[id(self), name] = OpenFile(f"{self.directory}/{name}")
-            if self.readahead and name.endswith(".tar"):
-                # The whole shard will be read in random order soon: ask for it in one sequential sweep.
+            if readahead:
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_WILLNEED)
         _open.move_to_end((id(self), name))
         return file
@@ -311,18 +305,20 @@ class Source:
             _open.pop(key).close()
 
     def __del__(self) -> None:
-        if _open is not None:  # module globals are None when the interpreter ends
+        if _open is not None:  # the name may be None when the interpreter ends
             self.close()
 
 
 class OpenFile:
+    """A file of a source that is open for reading."""
+
     def __init__(self, path: str):
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not wait
         self.changed = 0
         """The file's change time when its entries were last verified."""
         self.intact: dict[int, bool] = {}
-        """The results of fits_index by shard."""
+        """Shard -> the result of fits_index."""
 
     def read(self, size: int, at: int) -> bytes:
         try:
@@ -332,10 +328,11 @@ class OpenFile:
             raise
 
     def fits_index(self, shard: int, start: int, about: Shard) -> bool:
-        """Return True if the shard's entries, from number `start` of the file on, have the checksum of index.json.
+        """Return True if the shard's entries have the checksum of index.json. start: the number of the shard's first
+        entry in the file.
 
-        The checksum is computed once, and again if the file has changed: a changed file may fit a changed tar, but not
-        index.json.
+        The checksum is computed again if the file has changed. So a run ends if somebody replaces a tar together with
+        its .idx.
         """
         changed = os.fstat(self.fd).st_ctime_ns
         if changed != self.changed:
@@ -346,24 +343,24 @@ class OpenFile:
             self.intact[shard] = zlib.crc32(data) == about.idx_crc32
         return self.intact[shard]
 
-    def close(self, close: Any = os.close) -> None:  # os is gone when the interpreter ends
+    def close(self, close: Any = os.close) -> None:  # the name `os` may be None when the interpreter ends
         close(self.fd)
 
 
 _open: OrderedDict[tuple[int, str], OpenFile] = OrderedDict()
-"""The open files of this process by source and name, least recently used first."""
+"""The open files of this process, by id of the source and name. The file that was used longest ago is the first."""
 
 
 def pair_name(langs: Iterable[str]) -> str:
-    """Return the language, or the undirected pair of languages: "en-hi" for (en, hi) and for (hi, en)."""
+    """Return the name of a language, or of a pair of languages in either order: "en-hi" for (en, hi) and (hi, en)."""
     return "-".join(sorted(langs))
 
 
 def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
-    """Return the content of index.json, and its shards. Raises UserError."""
+    """Return the content of a directory's index.json, and the shards that it lists. Raises UserError."""
     path = directory / "index.json"
     if not path.exists():
-        raise UserError(f"{path} not found. Make it with `python -m data_tools.index {directory}`")
+        raise UserError(f"{path} not found; write it: `xscale data index {directory}`")
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         version = index["version"]
@@ -372,20 +369,18 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if pointer := pointer_problem(path):
             raise UserError(pointer) from None
-        raise UserError(
-            f"{path} is not an index ({error}). Rebuild it: `python -m data_tools.index {directory}`"
-        ) from None
+        raise UserError(f"{path} is not an index ({error}); write it again: `xscale data index {directory}`") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     raise UserError(
-        f"{path} has format version {version!r}, this xscale reads {FORMAT_VERSION}. Rebuild the index: "
-        f"`python -m data_tools.index {directory}`"
+        f"{path} has format version {version!r}, but this xscale reads version {FORMAT_VERSION}; write the index "
+        f"again: `xscale data index {directory}`"
     )
 
 
 def parse_shards(index: dict[str, Any]) -> list[Shard]:
-    """Return the shards that an index.json lists. Raises ValueError, or Python's own error, for a field that is absent,
-    of a wrong type or inconsistent with others."""
+    """Return the shards that an index.json lists. index: the content of index.json. Raises ValueError, LookupError or
+    TypeError if a field is absent, has a wrong type or contradicts another field."""
     kinds = {"langs": list, "layout": str, "shards": list, "records": int, "bytes": int, "made_by": dict, "kind": str}
     for name, kind in kinds.items():
         if type(index[name]) is not kind:
@@ -419,33 +414,32 @@ def check_languages(langs: list[str] | tuple[str, ...]) -> None:
 
 
 def fingerprint(index: dict[str, Any]) -> str:
-    """Return a hash of a source's content: languages, shard order and shard bytes, not the directory's name."""
+    """Return a hash of a source's languages and of its shards in their order. It does not depend on the directory."""
     shards = [[shard["records"], shard["sha256"]] for shard in index["shards"]]
     content = [1, index["langs"], shards]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def directories_below(directory: Path) -> list[Path]:
-    """Return the folders in a directory that have an index.json. A broken link does not count."""
+def list_source_folders(directory: Path) -> list[Path]:
+    """Return the folders in a directory that have an index.json that exists; a broken link does not."""
     found = directory.glob("*/index.json") if directory.is_dir() else iter(())
     return sorted(path.parent for path in found if path.exists())
 
 
 def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) -> list[Source]:
-    """Return the sources at, or one level below, each directory or URL, in this order. cache: for shards at a URL.
-    Raises UserError for a directory or URL that has no source."""
+    """Return the sources of each directory or URL: the one there, or those one level below. cache: the cache of shards
+    at a URL. Raises UserError for a directory or URL without a source."""
     sources: list[Source] = []
     for location in locations:
         if isinstance(location, str):
-            found = [Source(of.folder, of) for of in find_remote(location, cache or Cache.of())]
+            found = [Source(of.folder, of) for of in open_remotes(location, cache or Cache.of())]
             remedy = "Copy complete shard directories there"
         else:
-            folders = [location] if (location / "index.json").exists() else directories_below(location)
-            check_none_forgotten(location, folders)
+            folders = [location] if (location / "index.json").exists() else list_source_folders(location)
+            check_folders_without_index(location, folders)
             found = [Source(folder) for folder in folders]
             remedy = (
-                f"Write shards with `python -m data_tools.write_shards`, or index existing tars: "
-                f"`python -m data_tools.index {location}`"
+                f"Write shards with `xscale data write_shards`, or index existing tars: `xscale data index {location}`"
             )
         if not found:
             raise UserError(f"--data {location}: no index.json there or one level below. {remedy}")
@@ -460,26 +454,27 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
     return sources
 
 
-def check_none_forgotten(directory: Path, found: list[Path]) -> None:
-    """Raise UserError if a folder beside the sources has shards but no index.json, as an incomplete copy has."""
+def check_folders_without_index(directory: Path, found: list[Path]) -> None:
+    """Raise UserError if a folder beside the sources has shards but no index.json. An incomplete copy may look like
+    this."""
     if not found or directory in found:
         return
     for path in sorted(directory.iterdir()):
         if path.is_symlink() and not path.exists():
             raise UserError(
-                f"{path} is a link to {path.readlink()}, which is not there; restore it, or remove the link"
+                f"{path} is a link to {path.readlink()}, which does not exist; restore it, or remove the link"
             )
         being_written = path.name.endswith(PARTIAL)
         if path not in found and not being_written and path.is_dir() and any(path.glob("*.tar")):
             raise UserError(
-                f"{path} has shards and no index.json that can be read. Copy it again, or run "
-                f"`python -m data_tools.index {path}`; or move it away, or name the other directories in --data"
+                f"{path} has shards, but no index.json that can be read. Copy it again, or run `xscale data index "
+                f"{path}`; or move the folder away, or name the other directories in --data"
             )
 
 
-def take_first(sources: list[Source], first: int | None) -> list[Source]:
-    """Return the sources, shortened so that each language or pair has its first `first` records. Sources without
-    records are left out."""
+def keep_first_records(sources: list[Source], first: int | None) -> list[Source]:
+    """Remove all records of each language or pair but its first `first` records; None: keep all. Return the sources
+    that still have records."""
     if first is None:
         return sources
     taken: Counter[frozenset[str]] = Counter()

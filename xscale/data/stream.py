@@ -1,6 +1,6 @@
 """A stream of a recipe: its objective, and the sources that it reads.
 
-The languages of a recipe may be written in any spelling (data/scripts.py): `de` reads sources in deu_Latn.
+A recipe may have any spelling of a language (data/scripts.py): `de` means sources in deu_Latn, too.
 """
 
 import re
@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xscale.data.scripts import one_name_each, same_language
+from xscale.data.scripts import choose_language_names, same_language
 from xscale.data.shards import Source
 from xscale.errors import UserError
 
@@ -23,7 +23,7 @@ class Stream:
     objective: Any
     """The Objective (objectives/base.py), whose `collate` makes the stream's batches."""
     options: Any
-    """The objective's own fields of the stream."""
+    """The values of the objective's own fields."""
     sources: tuple[int, ...]
     """Indices of the sources that the stream reads in any phase of the run."""
     samples: int
@@ -31,7 +31,7 @@ class Stream:
     lexicons: tuple[Any, ...] = ()
     """The stream's dictionaries (data/lexicon.py), without the withheld words."""
     idle: frozenset[int] = frozenset()
-    """The sources that the stream does not read in this phase, but reads in another phase of the run."""
+    """Those of `sources` that the stream does not read in this phase."""
     language_groups: tuple[str, ...] = ()
     """Languages and pairs whose losses are reported separately."""
     objective_name: str = ""
@@ -44,12 +44,12 @@ class Stream:
 
     @property
     def read(self) -> list[int]:
-        """The sources that the stream reads in this phase."""
+        """Indices of the sources that the stream reads in this phase."""
         return [source for source in self.sources if source not in self.idle]
 
     def with_sources_of_all_phases(self, sources: Sequence[Source], read_in_any_phase: Collection[int]) -> "Stream":
-        """Return the stream with the sources that it reads in any phase; sources that it does not read in its own phase
-        are idle."""
+        """Return the stream with the sources that it reads in any phase. Those that it does not read in its own phase
+        are idle. sources: the sources of the run."""
         return replace(
             self,
             sources=tuple(sorted(read_in_any_phase)),
@@ -58,7 +58,7 @@ class Stream:
         )
 
     def records(self, sources: Sequence[Source]) -> int:
-        """Return the number of records in the sources that the stream reads."""
+        """Return the number of records of the sources that the stream reads. sources: the sources of the run."""
         return sum(sources[source].records for source in self.read)
 
 
@@ -71,55 +71,56 @@ def language_groups(sources: Sequence[Source], chosen: Collection[int]) -> tuple
 
 
 def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
-    """Return True if `languages` lists the language or pair `langs`: "en-de", "de-en", or both "en" and "de"."""
-    if any(names_all(name, langs) for name in languages):
+    """Return True if `languages` lists the language or pair `langs`. The pair (en, de) is listed by "en-de", by
+    "de-en", and by "en" together with "de"."""
+    if any(means_languages(name, langs) for name in languages):
         return True
-    return all(is_named(lang, languages) for lang in langs)
+    return all(lists_language(lang, languages) for lang in langs)
 
 
-def is_named(lang: str, languages: list[str]) -> bool:
-    """Return whether one of `languages` means the language."""
-    return any(names_language(name, lang) for name in languages)
+def lists_language(lang: str, languages: list[str]) -> bool:
+    """Return True if one of `languages` means the language `lang`."""
+    return any(means_language(name, lang) for name in languages)
 
 
-def names_language(name: str, lang: str) -> bool:
-    """Return whether a name means the language. A name with a second part of two or three small letters, such as en-de,
-    is a pair; regions are written in capitals, as in pt-BR."""
+def means_language(name: str, lang: str) -> bool:
+    """Return True if a name means the language `lang`. A name whose second part has two or three small letters, such as
+    en-de, means a pair. Regions have capitals, as in pt-BR."""
     is_pair = any(_CODE.fullmatch(part) for part in name.split("-")[1:])
     return name == lang or (not is_pair and same_language(name, lang))
 
 
-def names_all(name: str, langs: tuple[str, ...]) -> bool:
-    """Return whether a name means the language, or the pair of languages in either order: eng-deu for (en, de)."""
+def means_languages(name: str, langs: tuple[str, ...]) -> bool:
+    """Return True if a name means the language or pair `langs`, such as eng-deu or deu-eng for (en, de)."""
     if len(langs) == 1:
-        return names_language(name, langs[0])
+        return means_language(name, langs[0])
     parts = name.split("-")
     for end in range(1, len(parts)):
         first = "-".join(parts[:end])
         second = "-".join(parts[end:])
         for a, b in (langs, langs[::-1]):
-            if names_language(first, a) and names_language(second, b):
+            if means_language(first, a) and means_language(second, b):
                 return True
     return False
 
 
-def matches_pair_or_one_language(name: str, langs: tuple[str, ...]) -> bool:
-    """Return whether a name means the language or pair `langs`, or one language of the pair."""
-    return names_all(name, langs) or any(names_language(name, lang) for lang in langs)
+def means_pair_or_one_language(name: str, langs: tuple[str, ...]) -> bool:
+    """Return True if a name means the language or pair `langs`, or one language of the pair."""
+    return means_languages(name, langs) or any(means_language(name, lang) for lang in langs)
 
 
-def share_names(sources: list[Source], preferred: Collection[str] = ()) -> None:
-    """Call each language by one name in all sources, so that en, eng and eng_Latn are one language. preferred: names to
-    use for their languages, if there is a choice. Raises UserError for a pair of one language with itself."""
+def unify_language_names(sources: list[Source], preferred: Collection[str] = ()) -> None:
+    """Give each language one name in all sources, so that en, eng and eng_Latn are one language. preferred: the names
+    to choose if there is a choice. Raises UserError if both languages of a pair get the same name."""
     written = list[str]()
     for source in sources:
         written += source.written_langs
-    names = one_name_each(written, preferred)
+    names = choose_language_names(written, preferred)
     for source in sources:
         source.rename_languages(names)
 
 
-def other_names(sources: list[Source]) -> list[str]:
+def describe_renamed_languages(sources: list[Source]) -> list[str]:
     """Return a line for each language that has several names in the sources."""
     written: dict[str, set[str]] = {}
     for source in sources:
@@ -128,15 +129,15 @@ def other_names(sources: list[Source]) -> list[str]:
     lines = []
     for name, names in sorted(written.items()):
         if len(names) > 1:
-            lines.append(f"{', '.join(sorted(names))} of --data are one language, which is called {name} here")
+            lines.append(f"{', '.join(sorted(names))} of --data are one language, which this run calls {name}")
     return lines
 
 
 def absent_languages(languages: list[str] | None, sources: list[Source]) -> list[str]:
-    """Return those of `languages` in which no source has text."""
+    """Return the languages and pairs among `languages` in which no source has text."""
     absent = []
     for language in languages or []:
-        if not any(matches_pair_or_one_language(language, source.langs) for source in sources):
+        if not any(means_pair_or_one_language(language, source.langs) for source in sources):
             absent.append(language)
     return absent
 
@@ -160,9 +161,9 @@ def select_sources(
     sources: list[Source],
     data_languages: list[str] | None = None,
 ) -> tuple[int, ...]:
-    """Return the indices of the sources that a stream samples from. data_languages: data.languages, which is used if
-    the stream has no languages of its own. Raises UserError if there is no source for the stream, or for one of its
-    languages."""
+    """Return the indices of the sources that a stream reads. record_kind: "pair" or "mono". languages: the stream's own
+    languages; None: those of `data_languages`, which is data.languages. Raises UserError if the stream, or one of its
+    own languages, has no source."""
     wanted = data_languages if languages is None else languages
     chosen = []
     for number, source in enumerate(sources):
@@ -173,14 +174,14 @@ def select_sources(
         available = sorted({source.pair for source in sources if source.kind == record_kind})
         raise UserError(
             f"streams.{stream}.languages: no {record_kind} data for {', '.join(absent)}; --data has "
-            f"{', '.join(available) or 'none'}. Add a shard directory or take the language out"
+            f"{', '.join(available) or 'none'}. Add a directory of shards, or remove the language"
         )
     if not chosen:
         kinds = ", ".join(f"{source.pair} ({source.kind})" for source in sources)
         only = f" in {', '.join(data_languages)}" if data_languages and languages is None else ""
         written_by = {"pair": "pairs", "mono": "mono"}[record_kind]
         raise UserError(
-            f"streams.{stream} reads {record_kind} records{only}, --data has only: {kinds}. Add a directory written by "
-            f"`python -m data_tools.write_shards {written_by}`"
+            f"streams.{stream} reads {record_kind} records{only}, but --data has only: {kinds}. Add a directory that "
+            f"`xscale data write_shards {written_by}` has written"
         )
     return tuple(chosen)

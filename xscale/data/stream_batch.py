@@ -1,9 +1,9 @@
-"""The stream batch: the sequences of one stream in one packed row, and which of their states its loss reads.
+"""The stream batch: the sequences of one stream in one packed row, and the states that the stream's loss reads.
 
 `masked_lm` makes the stream batch of a loss that predicts masked tokens.
 
-Shape letters: N tokens, B sequences, M predicted tokens, T targets of a term, S states that a loss reads, K terms of
-all sums (each state is a sum).
+Shape letters: N tokens, B sequences, M predicted tokens, T targets of a term, S states that a loss reads, K tokens of
+which these states are sums.
 """
 
 from collections.abc import Iterable, Set
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from xscale import rng
-from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_of
+from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_from_counts
 from xscale.data.sequences import Example, Sequences, fit_pairs
 from xscale.data.shards import pair_name
 from xscale.data.tokenizer import Tokenizer
@@ -26,35 +26,36 @@ _NEUTRAL = rng.key("language", "neutral")
 
 @dataclass(frozen=True)
 class CollateContext:
-    """The arguments of a collate function besides its samples and options."""
+    """The arguments of a collate function other than its samples and options."""
 
     tokenizer: Tokenizer
     max_length: int
     overlong: str
-    """What happens to pairs over max_length: "drop" or "truncate"."""
+    """For pairs of more than max_length tokens: "drop" leaves them out, "truncate" cuts them."""
     language_ids: dict[str, int]
-    """Language -> its number, from 1 on; 0 (neutral) for a language that the model was not trained with."""
+    """Language -> its number, from 1 on. The number 0 (neutral) means a language that the model does not know."""
     seed: int = 0
     lexicons: tuple[Any, ...] = ()
     """The stream's dictionaries (data/lexicon.py), without the withheld words."""
     stream: str = ""
     step: int = 0
     row: int = 0
-    """Number of the packed row among the `rows` rows of all ranks in the step."""
+    """Number of the packed row among the rows of all ranks in the step."""
     rows: int = 1
+    """Number of packed rows of all ranks in the step."""
     segments: bool = False
     """True if the two sentences of a pair have token types 0 and 1."""
     language_groups: tuple[str, ...] = ()
     """Languages ("en") and pairs ("de-en") whose losses are reported separately."""
 
     def fit_pairs(self, samples: list[list[Example]]) -> list[Example]:
-        """Return the pairs; those over max_length are dropped or truncated. samples: one pair each."""
+        """Return the pairs of at most max_length tokens; longer ones are left out or cut. samples: one pair each."""
         pairs = [sample[0] for sample in samples]
         return fit_pairs(pairs, self.max_length, self.overlong, self.tokenizer.pair.special)
 
     def group_numbers(self, sequences: Sequences) -> np.ndarray:
-        """Return each sequence's index in `language_groups` [B], or len(language_groups) if its language or pair is
-        none of them. The first and the last token of a sequence tell its languages."""
+        """Return the index in `language_groups` of each sequence's language or pair; len(language_groups) if it is none
+        of them [B]. The languages of a sequence are those of its first and last token."""
         ends = np.cumsum(sequences.lengths)
         first = sequences.languages[ends - sequences.lengths]
         last = sequences.languages[ends - 1]
@@ -69,23 +70,24 @@ class CollateContext:
         return groups[which]
 
     def types(self, language_embeddings: bool) -> Types | None:
-        """Return what the token type ids of a pair mean; None: all are 0."""
+        """Return the field of Sequences that has the token types of pairs; None: all types are 0."""
         if language_embeddings:
             return "languages"
         return "segments" if self.segments else None
 
 
 class Gather(NamedTuple):
-    """States that losses read. State i is the sum of the hidden states of tokens columns[offsets[i]:offsets[i + 1]].
+    """States that losses read. State i is the sum of the hidden states of the tokens columns[offsets[i]:offsets[i +
+    1]].
 
-    A Gather is a 0/1 matrix in compressed sparse row form, with a row for each state and a column for each token. Its
-    arrays are numpy arrays in a worker, and tensors in a step.
+    A Gather is a matrix of zeros and ones in compressed sparse row form, with a row for each state and a column for
+    each token. Its arrays are numpy arrays in a worker, and tensors in a step.
     """
 
     offsets: Any
-    """[S + 1], int32."""
+    """The index in `columns` at which each state begins, and K at the end [S + 1], int32."""
     columns: Any
-    """Indices of tokens [K], int32."""
+    """The tokens of all states, one state after the other [K], int32."""
 
     @property
     def size(self) -> int:
@@ -94,18 +96,20 @@ class Gather(NamedTuple):
 
     @staticmethod
     def single(tokens: np.ndarray) -> "Gather":
-        """Return the gather whose states are the hidden states of these tokens [S]."""
+        """Return the gather whose states are the hidden states of single tokens. tokens: their indices [S]."""
         return Gather.sums(tokens, np.ones_like(tokens))
 
     @staticmethod
     def sums(tokens: np.ndarray, counts: np.ndarray) -> "Gather":
         """Return the gather whose states are sums. tokens: the tokens of each sum, one sum after the other [K]; counts:
         the number of tokens of each sum [S]."""
-        return Gather(offsets_of(counts), tokens.astype(np.int32))
+        return Gather(offsets_from_counts(counts), tokens.astype(np.int32))
 
     @staticmethod
     def concat(gathers: Iterable["Gather"], first_columns: Iterable[int]) -> "Gather":
-        """Return the states of all `gathers`. first_columns: the number that is added to the columns of each gather."""
+        """Return the states of all `gathers`. first_columns: the numbers that are added to the columns of the
+        gathers."""
+        "gathers."
         counts = [NO_NUMBERS]
         columns = [NO_NUMBERS]
         for gather, first_column in zip(gathers, first_columns, strict=True):
@@ -114,8 +118,8 @@ class Gather(NamedTuple):
         return Gather.sums(np.concatenate(columns), np.concatenate(counts))
 
     def transpose(self, tokens: int) -> "Gather":
-        """Return the transposed matrix, which turns the gradient of the states into that of the hidden states. It has,
-        for each of `tokens` tokens, the states whose sums contain the token."""
+        """Return the transposed matrix: for each of `tokens` tokens, the states whose sums have the token. It turns the
+        gradient of the states into the gradient of the hidden states."""
         by_column = np.argsort(self.columns, kind="stable")
         states = np.repeat(np.arange(self.size), np.diff(self.offsets))
         return Gather.sums(states[by_column], np.bincount(self.columns, minlength=tokens))
@@ -123,7 +127,7 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """One stream's part of a packed row. If the part has no samples, its dictionaries have the same keys with empty
+    """One stream's part of a packed row. In a part without samples, the dictionaries have the usual keys, with empty
     arrays."""
 
     sequences: Sequences
@@ -131,42 +135,40 @@ class StreamBatch:
     states: dict[str, Gather]
     """The states that the loss reads, by name; columns are indices of tokens in `sequences`."""
     target_counts: dict[str, int]
-    """Number of targets by term of the loss, and other counts of the stream by name."""
+    """Number of targets of each term of the loss, by term, and other counts of the stream, by name."""
     samples: int
     """Number of samples."""
     labels: dict[str, np.ndarray] = field(default_factory=dict)
     """Term -> the token ids that it predicts [M]; terms are in the order of Losses.predictions."""
     group_of_target: dict[str, np.ndarray] = field(default_factory=dict)
-    """Term -> for each target, the index of its language or pair in CollateContext.language_groups [T]. The term's loss
-    (if it predicts tokens) and its metrics (if they have a number for each target) are then reported by language,
-    too."""
+    """Term -> the index of each target's language or pair in CollateContext.language_groups [T]. For these terms, the
+    loss of predictions, and metrics that have a number for each target, are also reported by language."""
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    """Further arrays that the loss reads on the device."""
+    """Other arrays that the loss reads on the device, by name."""
     types: Types | None = None
-    """The meaning of the token types; None: all token types are 0."""
+    """The field of `sequences` that has the token types; None: all types are 0."""
     auxiliary: "StreamBatch | None" = None
     """The sequences and states of the stream's auxiliary encoder, which has no gradient."""
     too_long: int = 0
-    """Number of sampled pairs that are longer than max_length. The loader sets it, and replaces what collate has
-    set."""
+    """Number of sampled pairs of more than max_length tokens. The loader sets it, not collate."""
     pair_counts: Counts = field(default_factory=dict)
-    """Number of sampled pairs ("drawn") and of overlong ones ("too_long"), by pair of languages. Set by the loader."""
+    """Number of sampled pairs ("drawn") and of overlong ones ("too_long"), by pair of languages. The loader sets it."""
     keys: list[str] = field(default_factory=list)
-    """Keys of the records, in the order in which they were sampled. Set by the loader."""
+    """Keys of the records, in the order in which they were sampled. The loader sets it."""
 
 
 def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
-    """Raise ValueError if a stream batch cannot be packed into a row. terms: terms of the objective's loss."""
+    """Raise ValueError if a stream batch cannot be packed into a row. terms: the terms of the objective's loss."""
     if not isinstance(stream_batch, StreamBatch):
         raise ValueError(f"returned {type(stream_batch).__name__}, not a StreamBatch (xscale/data/stream_batch.py)")
     tokens = len(stream_batch.sequences.ids)
     total = int(stream_batch.sequences.lengths.sum())
     if total != tokens:
-        raise ValueError(f"its sequences have lengths that add up to {total}, but {tokens} ids")
+        raise ValueError(f"the lengths of its sequences add up to {total}, but it has {tokens} ids")
     for name, (offsets, columns) in stream_batch.states.items():
         if len(columns) and not 0 <= columns.min() <= columns.max() < tokens:
             raise ValueError(
-                f"states[{name!r}] has columns from {columns.min()} to {columns.max()}, of {tokens} tokens"
+                f"states[{name!r}] has columns from {columns.min()} to {columns.max()}, but there are {tokens} tokens"
             )
         if offsets[-1] != len(columns):
             raise ValueError(f"states[{name!r}] has offsets up to {offsets[-1]}, but {len(columns)} columns")
@@ -179,22 +181,17 @@ def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
 
 KEEP_FROM = 0.9
 RANDOM_FROM = 0.8
-"""A random number from [0, 1) decides about each chosen token: below RANDOM_FROM it becomes [MASK], from RANDOM_FROM to
-KEEP_FROM it becomes a random token, and from KEEP_FROM on it stays."""
+"""Each chosen token gets a random number from [0, 1). Below RANDOM_FROM the token becomes [MASK]; from RANDOM_FROM to
+KEEP_FROM it becomes a random token; from KEEP_FROM on it stays."""
 _CHOOSE = rng.key("masking", "choose")
 _ACTION = rng.key("masking", "action")
 _RANDOM_ID = rng.key("masking", "random id")
 
 
-class MaskedTokens(NamedTuple):
-    ids: np.ndarray
-    """Token ids after masking [N]."""
-    targets: np.ndarray
-    """The sorted indices of the tokens to predict [M]."""
-
-
-def mask_tokens(sequences: Sequences, tokenizer: Tokenizer, mask_prob: float, whole_word: bool = False) -> MaskedTokens:
-    """Mask tokens and choose those to predict (Devlin et al. 2019).
+def mask_tokens(
+    sequences: Sequences, tokenizer: Tokenizer, mask_prob: float, whole_word: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids after masking [N], and the sorted indices of the tokens to predict [M] (Devlin et al. 2019).
 
     Each token that is not a special one is chosen with probability `mask_prob`. A chosen token becomes [MASK] in 80 %
     of the cases, a random ordinary token in 10 %, and stays in 10 %. Every choice depends only on the identity of the
@@ -219,7 +216,7 @@ def mask_tokens(sequences: Sequences, tokenizer: Tokenizer, mask_prob: float, wh
     replaced = np.where(action < RANDOM_FROM, tokenizer.mask_id, random_ids)
     ids = sequences.ids.copy()
     ids[targets] = np.where(action < KEEP_FROM, replaced, ids[targets])
-    return MaskedTokens(ids, targets)
+    return ids, targets
 
 
 def masked_lm(
@@ -235,14 +232,15 @@ def masked_lm(
 ) -> StreamBatch:
     """Return the stream batch of MLM and TLM, with one term and the states "masked" [M].
 
-    neutral: the share of sequences that get language number 0 and positions that run through both sentences, as
-    transformers reads a pair by default. samples: number of samples; by default the number of sequences.
+    types: see StreamBatch. neutral: the share of sequences that get the language number 0, and positions that run
+    through both sentences, as transformers encodes a pair by default. samples: the number of samples; None: the number
+    of sequences.
     """
     whole_word = whole_word and len(sequences.ids) > 0  # without sequences there are no word numbers
-    masked = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
+    ids, targets = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
     group_of_target = {}
     if context.language_groups:
-        group_of_target[term] = context.group_numbers(sequences)[sequences.numbers[masked.targets]]
+        group_of_target[term] = context.group_numbers(sequences)[sequences.numbers[targets]]
     languages = sequences.languages
     positions = sequences.positions
     if types == "languages":
@@ -251,11 +249,11 @@ def masked_lm(
         languages = np.where(is_neutral_N, 0, languages)
         positions = np.where(is_neutral_N, indices_within(sequences.lengths), positions)
     return StreamBatch(
-        sequences=replace(sequences, ids=masked.ids, languages=languages, positions=positions),
-        states={"masked": Gather.single(masked.targets)},
-        target_counts={term: len(masked.targets)},
+        sequences=replace(sequences, ids=ids, languages=languages, positions=positions),
+        states={"masked": Gather.single(targets)},
+        target_counts={term: len(targets)},
         samples=len(sequences.lengths) if samples is None else samples,
-        labels={term: sequences.ids[masked.targets]},
+        labels={term: sequences.ids[targets]},
         group_of_target=group_of_target,
         types=types,
     )

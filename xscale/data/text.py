@@ -1,7 +1,7 @@
-"""Reads text files line by line: plain, .gz, .xz, .bz2 or .zst. A cut-off file is an error. Errors name file and line.
+"""Reads text files line by line: plain, .gz, .xz, .bz2 or .zst. Incomplete files are errors, which name file and line.
 
-All readers follow one rule: a line ends at "\\n", and "\\r" before it is removed. The byte-order mark, U+FEFF, is
-removed at any place. A file whose only line ends are "\\r" is refused.
+A line ends at "\\n", and "\\r" before it is removed. The byte-order mark, U+FEFF, is removed at any place. A file whose
+only line ends are "\\r" is refused.
 """
 
 import bz2
@@ -23,16 +23,16 @@ from xscale.files import pointer_in
 _BLOCK = 1 << 16
 """The number of bytes that are read at once."""
 _PACKED_BLOCK = 1 << 10
-"""The number of compressed bytes that are decoded at once. They may expand 32,768-fold, so this limits memory."""
+"""The number of compressed bytes that are decoded at once. They may become 32,768 times as many, so this limits
+memory."""
 _LONGEST_LINE = 1 << 26
-"""The maximum number of bytes of a line. A file with a longer line is refused, so that memory is limited."""
+"""The maximum number of bytes of a line, to limit memory. A file with a longer line is refused."""
 _ZSTD_WINDOW = 1 << 31
-"""The largest window of a zstd stream that is read; `zstd --long=31` writes it. By default, libzstd refuses more than
-2^27."""
+"""The largest window of a zstd stream that is read: that of `zstd --long=31`. libzstd's default is 2^27."""
 _MARKS = re.compile("(?<=[^ \t])\ufeff|\ufeff(?=[^ \t])")
-"""Matches byte-order marks, except those between spaces. An aligner counts those as words, so they are removed only
+"""Matches byte-order marks, except those between spaces. An aligner counts the latter as words, so they are removed
 when links are converted."""
-_TABLES = "`python -m data_tools.prepare` reads tables (`parquet:`, `datasets:`, `jsonl:` in corpus.yaml)"
+_TABLES = "`xscale data prepare` reads tables (`parquet:`, `datasets:`, `jsonl:` in corpus.yaml)"
 _REMEDY = (
     "give lines of UTF-8 text, plain or compressed as .gz, .xz, .bz2 or .zst. `iconv -f ENCODING -t UTF-8` converts an "
     f"encoding, and {_TABLES}"
@@ -40,7 +40,7 @@ _REMEDY = (
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, line without its end) for a UTF-8 file. Raises UserError."""
+    """Yield the number, from 1 on, and the text of each line of a UTF-8 file. Raises UserError."""
     number = 0
     line = ""
     try:
@@ -54,12 +54,12 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line); {_REMEDY}"
         ) from None
     if number == 1 and "\r" in line:
-        raise UserError(f"{path} has no line end but carriage returns; convert it first: `tr '\\r' '\\n'`")
+        raise UserError(f"{path} has only carriage returns as line ends; convert it first: `tr '\\r' '\\n'`")
 
 
 def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
-    """Yield the bytes of a file in blocks, decompressed by the file's suffix. Raises UserError, also if the file is
-    empty, a pointer of Git LFS, a web page, or not text. is_xml: accept UTF-16 as text, too."""
+    """Yield the bytes of a file in blocks. A file with a suffix of compression is decompressed. is_xml: accept UTF-16
+    as text, too. Raises UserError, also if the file is empty, a pointer of Git LFS, a web page, or not text."""
     lines = 0
     try:
         with path.open("rb") as file:
@@ -93,7 +93,8 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
 
 
 def _is_plain(head: bytes) -> bool:
-    """Return whether a file with the suffix of a compressed file begins with text. A browser may have unpacked it."""
+    """Return True if the first bytes of a file are text, as when a browser has decompressed the file. head: these
+    bytes."""
     try:
         head[:-3].decode()
     except UnicodeDecodeError:
@@ -102,7 +103,7 @@ def _is_plain(head: bytes) -> bool:
 
 
 def _check_text(path: Path, head: bytes, is_xml: bool) -> None:
-    """Raise UserError if the beginning of a file is a placeholder for a missing file, or is not text."""
+    """Raise UserError if the first bytes of a file are those of a pointer or an error page, or are not text."""
     problem = pointer_in(head)
     if problem:
         raise UserError(f"{path} {problem}")
@@ -117,12 +118,12 @@ _DECODERS: dict[str, Callable[[], Any]] = {
     ".bz2": bz2.BZ2Decompressor,
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj(),
 }
-"""The suffix of a compressed file -> a function that makes a decoder for one stream."""
+"""Suffix of a compressed file -> a function that returns a new decoder for one compressed stream."""
 
 
 def _decompressed(blocks: Iterator[bytes], suffix: str) -> Iterator[bytes]:
-    """Yield the text of all compressed streams of a file in blocks. Unlike the libraries' own readers, refuse a stream
-    that is cut off, and bytes after the last stream. Raises EOFError."""
+    """Yield the decompressed content of a file in blocks. The file may have several compressed streams. Raises EOFError
+    if a stream is incomplete, or if other bytes follow the last stream; the libraries' own readers accept both."""
     padding = b"" if suffix == ".zst" else b"\0"
     decoder: Any = None
     data = ignored = b""
@@ -146,8 +147,8 @@ def _decompressed(blocks: Iterator[bytes], suffix: str) -> Iterator[bytes]:
 
 
 def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines, without line ends, of a text that comes in blocks. A line longer than _LONGEST_LINE may be cut
-    off."""
+    """Yield the lines of a text without their line ends. blocks: the text. A line of more than _LONGEST_LINE bytes may
+    be incomplete."""
     rest = list[bytes]()
     size = 0
     for block in blocks:
@@ -164,20 +165,20 @@ def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def piece_of_text(text: str, number: int, pieces: int) -> str:
-    """Return piece `number` of a text cut into `pieces` pieces of similar length, without outer white space.
+    """Cut a text into `pieces` pieces of similar length, and return piece `number` without outer white space.
 
     A piece ends at the last white space in its second half. If there is none, it ends at the last place in that half
-    that does not separate a combining mark from its letter.
+    that keeps combining marks with their letters.
     """
     return text[_end_of(text, number, pieces) : _end_of(text, number + 1, pieces)].strip()
 
 
-def _end_of(text: str, number: int, of: int) -> int:
-    """Return the index in `text` at which the first `number` of `of` pieces end."""
-    end = len(text) * number // of
-    if number in (0, of):
+def _end_of(text: str, number: int, pieces: int) -> int:
+    """Return the index in `text` at which the first `number` of `pieces` pieces end."""
+    end = len(text) * number // pieces
+    if number in (0, pieces):
         return end
-    second_half = range(end, end - len(text) // of // 2, -1)
+    second_half = range(end, end - len(text) // pieces // 2, -1)
     for place in second_half:
         if text[place - 1].isspace():
             return place

@@ -1,4 +1,4 @@
-"""The tokenizer of the data path: it turns text into token ids, and knows the special tokens of sequences."""
+"""The tokenizer of a run: turns text into token ids, and has the special tokens of sequences."""
 
 import hashlib
 import json
@@ -31,20 +31,23 @@ class PairTemplate(NamedTuple):
 
 
 MOST_GAPS = 4
-"""A tokenizer is refused if its largest id exceeds its number of tokens by more than this factor."""
+"""A tokenizer is refused if its largest id is more than this many times its number of tokens."""
 
 
 def special_ids(tokenizer: Any) -> dict[str, Any]:
-    """Return {role of a special token ("mask", "pad", "cls", "sep", "unk"): its id, or None if the tokenizer has
-    none}."""
-    found = {"mask": tokenizer.mask_token_id, "pad": tokenizer.pad_token_id}
-    found["cls"] = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
-    found["sep"] = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
-    return found | {"unk": tokenizer.unk_token_id}
+    """Return the id of each special token, by its role: "mask", "pad", "cls", "sep" or "unk". The id is None if the
+    tokenizer has no such token."""
+    return {
+        "mask": tokenizer.mask_token_id,
+        "pad": tokenizer.pad_token_id,
+        "cls": tokenizer.bos_token_id if tokenizer.cls_token_id is None else tokenizer.cls_token_id,
+        "sep": tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id,
+        "unk": tokenizer.unk_token_id,
+    }
 
 
 def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
-    """Raise UserError if masked language models cannot be trained with these special ids."""
+    """Raise UserError if a masked language model cannot be trained with these special ids. mask: the mask token."""
     missing = list[str]()
     same = list[str]()
     for name, token in special.items():
@@ -54,22 +57,23 @@ def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
             same.append(name)
     if missing:
         raise UserError(
-            f"tokenizer {path} has no {', '.join(missing)} token, which masked language models need. "
-            f"Add it to the tokenizer's special tokens, or train a tokenizer with `python -m data_tools.tokenizer`"
+            f"tokenizer {path} has no {', '.join(missing)} token, which masked language models need; add it to the "
+            f"tokenizer's special tokens, or train a tokenizer: `xscale data tokenizer`"
         )
     if len(same) > 1:
         raise UserError(
-            f"tokenizer {path} has one token for {' and '.join(same)}, {mask!r}; "
-            f"a masked language model needs a separate mask token: add it to the tokenizer's special tokens"
+            f"tokenizer {path} has one token for {' and '.join(same)}, {mask!r}; masked language models need a "
+            f"separate mask token: add it to the tokenizer's special tokens"
         )
 
 
 UNKNOWN = 0.002
-"""A run warns if more than this share of the tokens of a language's text is unknown."""
+"""A warning is logged if more than this share of the tokens of a language's text is unknown."""
 
 
-def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
-    """Return console lines about unknown tokens. shares: the share of unknown tokens in each language's text."""
+def describe_unknown_tokens(shares: Mapping[str, float], path: str | Path) -> list[str]:
+    """Return lines for the log about unknown tokens. shares: the share of unknown tokens in each language's text, by
+    language. path: the tokenizer."""
     if not shares:
         return []
     shown = ", ".join(f"{language} {share:.2%}" for language, share in shares.items())
@@ -77,29 +81,29 @@ def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
     for language, share in shares.items():
         if share > UNKNOWN:
             lines.append(
-                f"warning: {share:.1%} of the tokens in {language} are unknown to tokenizer {path}: nothing can be "
-                f"learnt from them; train a tokenizer on text in {language}, with a larger --vocab_size"
+                f"warning: {share:.1%} of the tokens in {language} are unknown to tokenizer {path}, and the model "
+                f"cannot learn from them; train a tokenizer on text in {language}, with a larger --vocab_size"
             )
     return lines
 
 
 def check_sentencepiece(path: Path) -> None:
     """Raise UserError if a folder has only a model of sentencepiece, and the package sentencepiece is not installed.
-    Without this check, transformers would ask for tiktoken, which cannot read such a model."""
+    transformers would ask for the package tiktoken, which cannot read such a model."""
     models = sorted(path.glob("*.model"))
     if models and not (path / "tokenizer.json").exists() and find_spec("sentencepiece") is None:
         raise UserError(
-            f"tokenizer {path} cannot be loaded: {models[0].name} is a model of sentencepiece; install the package "
-            f"that reads it: `pip install sentencepiece`"
+            f"tokenizer {path} cannot be loaded: {models[0].name} is a model of sentencepiece; install its package: "
+            f"`pip install sentencepiece`"
         )
 
 
 def transformers_tokenizer(path: str | Path) -> Any:
-    """Return transformers' tokenizer of a folder or hub name, which gives the ids of its tokenizer.json.
+    """Return transformers' tokenizer of a folder or hub name, with the parts of its tokenizer.json.
 
-    transformers 5 builds the parts of some classes itself, and drops those of tokenizer.json: XLMRobertaTokenizer then
-    has no normaliser, and full-width punctuation becomes unknown. Such a tokenizer is replaced by one of the general
-    class, which every version of transformers loads without changes.
+    For some classes, transformers 5 builds these parts itself and ignores those of tokenizer.json. So
+    XLMRobertaTokenizer has no normaliser, and full-width punctuation becomes unknown. Such a tokenizer is replaced by
+    one of the general class, which all versions of transformers load without changes.
     """
     from tokenizers import Tokenizer as Backend
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -113,7 +117,7 @@ def transformers_tokenizer(path: str | Path) -> Any:
     if not tokenizer.is_fast or file is None:
         return tokenizer
     backend = Backend.from_file(file)
-    if parts_of(backend) == parts_of(tokenizer.backend_tokenizer):
+    if text_processing_parts(backend) == text_processing_parts(tokenizer.backend_tokenizer):
         return tokenizer
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -125,26 +129,26 @@ def transformers_tokenizer(path: str | Path) -> Any:
     )
 
 
-def parts_of(backend: Any) -> list[Any]:
-    """Return those parts of a tokenizer (of the package tokenizers) that turn text into ids."""
+def text_processing_parts(backend: Any) -> list[Any]:
+    """Return the parts that turn text into ids. backend: a tokenizer of the package tokenizers."""
     fields = json.loads(backend.to_str())
     return [fields[part] for part in ("normalizer", "pre_tokenizer", "model", "post_processor")]
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer, reduced to what the data path needs."""
+    """A fast tokenizer of Hugging Face, with the ids and the encodings that the data needs."""
 
     def __init__(self, path: str | Path):
         if not may_exist(path):
             raise UserError(
                 f"tokenizer {path} does not exist; set model.tokenizer to a Hugging Face tokenizer directory"
             )
-        # Workers already run in parallel, and would hang if they inherited threads.
+        # Forked workers would hang if they inherited the tokenizer's threads.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         has_json = Path(path, "tokenizer.json").exists()
         vocabularies = ("tokenizer.json",) if has_json else ("vocab.*", "merges.txt", "*.model")
         pointer = pointer_problem(Path(path), *vocabularies, "tokenizer_config.json", "config.json")
-        if pointer:  # the three lines of a Git LFS pointer could be taken for a vocabulary
+        if pointer:  # transformers may read the three lines of a Git LFS pointer as a vocabulary
             raise UserError(f"tokenizer {path} cannot be loaded: {pointer}")
         try:
             tokenizer = transformers_tokenizer(path)
@@ -156,10 +160,10 @@ class Tokenizer:
             nowhere = "" if Path(path).exists() else f"no such folder in {Path.cwd()}; from the hub: "
             raise UserError(
                 f"tokenizer {path} cannot be loaded ({nowhere}{str(error).splitlines()[0]}). Set model.tokenizer to a "
-                f"Hugging Face tokenizer directory, or train one: `python -m data_tools.tokenizer --help`"
+                f"Hugging Face tokenizer directory, or train one: `xscale data tokenizer --help`"
             ) from None
         if not fast:
-            raise UserError(f"tokenizer {path} has no fast (tokenizers) implementation; convert it to tokenizer.json")
+            raise UserError(f"tokenizer {path} is not a fast tokenizer; convert it to a tokenizer.json")
         self.hf = tokenizer
         check_special(path, special, tokenizer.mask_token)
         self.mask_id = special["mask"]
@@ -167,7 +171,7 @@ class Tokenizer:
         self.cls_id = special["cls"]
         self.sep_id = special["sep"]
         self.vocab_size = max(ids) + 1
-        """The largest token id plus 1. Some smaller ids may belong to no token."""
+        """The largest token id plus 1. There may be smaller ids without a token."""
         if self.vocab_size > MOST_GAPS * len(ids):
             raise UserError(f"tokenizer {path} has {len(ids):,} tokens, with ids up to {max(ids):,}; fix its ids")
         self.is_special = np.ones(self.vocab_size, dtype=bool)
@@ -175,29 +179,29 @@ class Tokenizer:
         self.is_special[tokenizer.all_special_ids] = True
         self.ordinary_ids = np.flatnonzero(~self.is_special)
         try:
-            self.encode(["\U00010400"])  # a letter that is in hardly any vocabulary
+            self.encode(["\U00010400"])  # a letter that few vocabularies have
         except Exception as error:
             raise UserError(f"tokenizer {path} cannot encode unknown text ({error}); fix its unk token") from None
         try:
             self.pair = self._pair_template()
-        except BaseException as error:  # a panic of Rust is not an Exception
+        except BaseException as error:  # the Rust code may panic, which is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             wrong = f"tokenizer {path} cannot join two sentences ({error}); fix post_processor in its tokenizer.json"
             raise UserError(wrong) from None
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
-        """True if a word has different tokens at the beginning of a text and inside it (byte-level BPE)."""
+        """True if a word at the beginning of a text has other tokens than inside it, as in byte-level BPE."""
         normalizer = self.backend.normalizer
         self.lowercases = normalizer is not None and normalizer.normalize_str("A") == "a"
         self._space: int | None = self.backend.token_to_id("▁")
         self.special: dict[str, int | None] = special
-        """Role of a special token ("mask", "pad", ...) -> its id. tokenizer.json alone does not say these roles."""
+        """Role of a special token -> its id (special_ids). tokenizer.json does not have these roles."""
         self.fingerprint = hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
 
     @property
     def backend(self) -> Any:
-        """The tokenizer without transformers' wrapper. It does not pad or truncate, and reads "</s>" or "[MASK]" in a
-        text as ordinary text. A call of `hf` changes these settings, so they are set again at each use."""
+        """The tokenizer of the package tokenizers. It does not pad or truncate, and it reads "</s>" or "[MASK]" in a
+        text as ordinary text. Calls of `hf` change these settings, so they are set at each use."""
         backend = self.hf.backend_tokenizer
         backend.encode_special_tokens = True
         backend.no_padding()
@@ -205,12 +209,12 @@ class Tokenizer:
         return backend
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of each text, without special tokens, by one call of the tokenizer."""
+        """Return the token ids of each text, without special tokens."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_inside(self, words: list[str]) -> list[list[int]]:
-        """Return the token ids that each word has inside a sentence. The word is encoded after ", " ("，" in a script
-        without spaces), because byte-level BPE and Unigram mark the space before a word."""
+        """Return the token ids that each word has inside a sentence. Byte-level BPE and Unigram mark the space before a
+        word, so the word is encoded after ", ", or in a script without spaces after "，"."""
         commas = list[str]()
         texts = list[str]()
         for word in words:
@@ -235,16 +239,18 @@ class Tokenizer:
         spans = np.fromiter(numbers, dtype=np.int64, count=2 * int(counts.sum())).reshape(-1, 2)
         if self._space is not None:
             flat = np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=len(spans))
-            # A space before a text's first word has the span of the word's first character.
+            # The tokenizer gives a space before a text's first word the span of the word's first character.
             spans[flat == self._space] = 0
         return ids, token_words(texts, counts, spans)
 
     def unknown_share(self, ids: list[list[int]]) -> float:
+        """Return the share of unknown tokens. ids: the token ids of several texts."""
         tokens = np.array(list(chain.from_iterable(ids)))
         return float((tokens == self.hf.unk_token_id).mean()) if len(tokens) else 0.0
 
     def _pair_template(self) -> PairTemplate:
-        """Return the tokenizer's template for pairs, found by an example, or [CLS] A [SEP] B [SEP] if it has none."""
+        """Return the special tokens of a pair, from an encoded example. They are [CLS] A [SEP] B [SEP] if the tokenizer
+        has no template for pairs."""
         example = self.backend.encode("a", "b")
         ordinary = ~np.array(example.special_tokens_mask, dtype=bool)
         side = np.array(example.sequence_ids)

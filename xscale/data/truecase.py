@@ -1,29 +1,30 @@
-"""Gives dictionary words the spelling of the text, because dictionaries are lower-case and the text is not.
+"""Truecasing: gives the words of dictionaries, which are lower-case, the spelling of the text.
 
-If several spellings of a word (data/words.py) differ only in case, the most frequent one in the text is used: `hund`
-becomes `Hund` if `Hund` is more frequent.
+If spellings of a word (data/words.py) differ only in case, the most frequent one in the text is used: `hund` becomes
+`Hund` if `Hund` is more frequent.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from xscale.data.words import split
+from xscale.data.words import split_words
 
 Forms = Mapping[str, str]
-"""A word in lower case -> its commonest spelling."""
+"""A word in lower case -> its most frequent spelling."""
 
 
 def count_words(texts: Iterable[list[str]]) -> Counter[str]:
+    """Return the number of times that each word and symbol occurs. texts: lists of texts."""
     counts = Counter[str]()
     for batch in texts:
-        for words, _ in split(batch):
+        for words, _ in split_words(batch):
             counts.update(words)
     return counts
 
 
-def commonest(counts: Mapping[str, int]) -> Forms:
-    """Return the commonest spelling of each word. In a tie, it is the last by code points, which is mostly the
-    lower-case one."""
+def commonest_spellings(counts: Mapping[str, int]) -> Forms:
+    """Return the most frequent spelling of each word. Of equally frequent spellings, it is the last by code points,
+    which is usually in lower case."""
     best: dict[str, tuple[int, str]] = {}
     for word, times in counts.items():
         key = word.lower()
@@ -31,6 +32,7 @@ def commonest(counts: Mapping[str, int]) -> Forms:
     return {key: word for key, (_, word) in best.items()}
 
 
-def respelled(words: list[str], forms: Forms) -> list[str]:
-    """Return each word in its commonest spelling. What `forms` lacks, such as an entry of several words, stays."""
+def respell(words: list[str], forms: Forms) -> list[str]:
+    """Return each word in its most frequent spelling. Words that `forms` does not have, such as entries of several
+    words, stay as they are."""
     return [forms.get(word.lower(), word) for word in words]

@@ -1,12 +1,12 @@
-"""The segmentation of text into words. It is a function of the text alone and does not depend on the tokenizer.
+"""The segmentation of text into words. It depends on the text alone, not on the tokenizer.
 
 A run of letters, marks and digits is a word. Each character of a script that is written without spaces (Han, kana,
 Thai, Lao, Khmer, Burmese) is a word, with its marks. Every other visible character is a symbol by itself, with its
 marks; an emoji sequence is one symbol. Words and symbols of a text are numbered together: `l'homme` has three, namely
 `l`, `'` and `homme`. Links between words, whole-word masks and word states all use these words.
 
-words.txt has the class of every code point: one line for each range of code points of one class (tests/word_table.py
-wrote it once). Its hash is the version of the segmentation.
+words.txt has the class of every code point: a line is the first code point of a range, and the class of the range.
+tests/word_table.py has written it. Its hash is the version of the segmentation.
 
 Shape letters: C characters of all texts, W words of one text, T tokens of words, N tokens of one text.
 """
@@ -25,6 +25,8 @@ TABLE = Path(__file__).with_name("words.txt")
 
 
 class Class(IntEnum):
+    """The classes of characters."""
+
     BREAK = 0
     """White space, controls, and U+200B."""
     LETTER = 1
@@ -43,8 +45,8 @@ class Class(IntEnum):
 
 
 @lru_cache(maxsize=1)
-def table() -> np.ndarray:
-    """Return an array of uint8 that has the class (letter, mark, digit, ...) of Unicode code point i at index i."""
+def character_classes() -> np.ndarray:
+    """Return the class of each Unicode code point, uint8 [0x110000]."""
     firsts, classes = list[int](), list[int]()
     for line in TABLE.read_text(encoding="ascii").splitlines():
         first, name = line.split()
@@ -54,11 +56,11 @@ def table() -> np.ndarray:
 
 
 VERSION = hashlib.sha256(TABLE.read_bytes()).hexdigest()[:16]
-"""The version of the segmentation. Links are numbers of words, so links of another version mean other words."""
+"""The version of the segmentation. Links are numbers of words, so they are valid for one version only."""
 
 
 class Segmented(NamedTuple):
-    """The words of some texts. Words and characters are numbered consecutively over all texts."""
+    """The words and symbols of some texts. Words and characters are numbered consecutively over all texts."""
 
     chars: np.ndarray
     """The offset of each text's first character, and the end of the last text [texts + 1]."""
@@ -71,10 +73,10 @@ class Segmented(NamedTuple):
 
 
 def segment(texts: list[str]) -> Segmented:
-    """Return the words of all texts, found by a few passes of numpy over their characters."""
+    """Return the words and symbols of all texts."""
     chars = np.cumsum([0, *map(len, texts)])
     codes = np.frombuffer("\n".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    c = table()[codes]
+    c = character_classes()[codes]
     place = np.arange(len(c))
 
     def latest(which: np.ndarray) -> np.ndarray:
@@ -97,20 +99,20 @@ def segment(texts: list[str]) -> Segmented:
         Class.SYMBOL: ~(_before(c == Class.JOINER) & before_symbol),
         Class.TONE: ~before_symbol,
     }
-    """For each class, True at the places where a character of the class begins a word or symbol."""
+    """For each class, True at each place where a character of the class would begin a word or symbol."""
     always = (c == Class.OWN) | (c == Class.OWN_PUNCTUATION)
     starts = np.select([c == kind for kind in starts_of], list(starts_of.values()), always)
     word_of = np.where(inside, np.cumsum(starts) - 1, -1)
     at = np.flatnonzero(starts)
     is_word = ~np.isin(c[at], (Class.SYMBOL, Class.TONE, Class.OWN_PUNCTUATION))
-    # Remove the line breaks that were put between the texts.
+    # Remove the line breaks between the texts.
     breaks = chars[1:-1] + np.arange(len(chars) - 2)
     texts_of_words = np.searchsorted(at, chars + np.arange(len(chars)))
     return Segmented(chars, texts_of_words, np.delete(word_of, breaks), is_word)
 
 
 def _before(which: np.ndarray) -> np.ndarray:
-    """Return for each index i whether `which` is True at i - 1."""
+    """Return `which` moved by one place to the right, with False at the beginning."""
     return np.concatenate([[False], which[:-1]])
 
 
@@ -128,15 +130,16 @@ class TokenWords(NamedTuple):
     is_word: np.ndarray
     """True for each word, False for each symbol of the text [W]."""
 
-    def cut(self, end: int, start: int = 0) -> "TokenWords":
-        """Return the words with only the tokens from `start` to `end` - 1, numbered from 0. No word is removed."""
+    def select_tokens(self, start: int, end: int) -> "TokenWords":
+        """Return the words with only the tokens `start` to `end` - 1, which are numbered from 0 then. All words stay,
+        also those without tokens."""
         kept = (start <= self.tokens) & (self.tokens < end)
         return self._replace(
             of_token=self.of_token[start:end], tokens=self.tokens[kept] - start, words=self.words[kept]
         )
 
     def borders(self) -> list[int]:
-        """Return the tokens, except the first, before which the text can be cut without dividing a word."""
+        """Return the indices of the tokens before which the text can be cut without dividing a word, except 0."""
         tokens, words = len(self.of_token), len(self.is_word)
         first, last = np.full(words, tokens), np.full(words, -1)
         np.minimum.at(first, self.words, self.tokens)
@@ -149,7 +152,7 @@ class TokenWords(NamedTuple):
 
 
 def join_words(parts: list[TokenWords]) -> TokenWords:
-    """Return the words of one text that is the concatenation of several texts."""
+    """Return the words of the text that several texts form, one after the other. parts: the words of each text."""
     of_token = list[np.ndarray]()
     tokens = list[np.ndarray]()
     words = list[np.ndarray]()
@@ -172,7 +175,7 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
     token belongs to every word and symbol of which it has a character; but if it has a character of a word, it does not
     belong to symbols (Unigram tokenizers have tokens such as `en.`).
     """
-    segmented = segment([*texts, "."])  # then there is at least one word
+    segmented = segment([*texts, "."])  # so that there is at least one symbol
     text_of = np.repeat(np.arange(len(counts)), counts)
     tokens, words = _overlaps(segmented, spans + segmented.chars[text_of, None])
     words -= segmented.words[text_of[tokens]]
@@ -192,8 +195,9 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
 
 
 def _overlaps(segmented: Segmented, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pairs of a token and a word to which it belongs, in order: the indices of the tokens, and the numbers
-    of the words. spans: first character and end of every token, over all texts [tokens, 2]."""
+    """Return all pairs of a token and a word to which the token belongs, in ascending order, as two arrays: the index
+    of the token, and the number of the word. spans: first character and end of every token, over all texts [tokens,
+    2]."""
     start, end = spans.T
     place = np.arange(len(segmented.word_of))
     outside = segmented.word_of < 0
@@ -219,11 +223,12 @@ def stands_alone(text: str) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def class_of(character: str) -> int:
-    return int(table()[ord(character)])
+    return int(character_classes()[ord(character)])
 
 
-def split(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
-    """Return the words and symbols of each text in order, and for each of them True for a word, False for a symbol."""
+def split_words(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
+    """Return for each text its words and symbols in order, and an array that is True for each word and False for each
+    symbol."""
     segmented = segment(texts)
     inside = np.flatnonzero(segmented.word_of >= 0)
     word_of = segmented.word_of[inside]

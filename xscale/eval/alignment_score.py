@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.data.lexicon import Lexicon, load_lexicon
-from xscale.data.sample import texts_of
-from xscale.data.scripts import names_of
+from xscale.data.lexicon import Lexicon, load_lexicon, without_withheld
+from xscale.data.sample import sample_texts
+from xscale.data.scripts import find_spellings
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -83,7 +83,7 @@ def evaluate(
     of_pair = []
     for lexicon in lexicons:
         first, second = lexicon.langs
-        if {*names_of(first, langs), *names_of(second, langs)} == set(langs):
+        if {*find_spellings(first, langs), *find_spellings(second, langs)} == set(langs):
             of_pair.append(lexicon)
     if not of_pair:
         raise UserError(
@@ -142,7 +142,7 @@ def build_probes(
 def trained_tokens(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
     """Return the ids of one-token words in entries that are not withheld and whose two sides differ."""
     ids: set[int] = set()
-    for entry in zip(*lexicon.without_withheld(withheld_share).ids, strict=True):
+    for entry in zip(*without_withheld(lexicon, withheld_share).ids, strict=True):
         if entry[0] != entry[1]:
             ids.update(side[0] for side in entry if len(side) == 1)
     return np.array(sorted(ids), dtype=np.int64)
@@ -162,8 +162,8 @@ def language_tokens(
     progress."""
     occurs = np.zeros(tokenizer.vocab_size, dtype=bool)
     known = sorted(set(chain.from_iterable(source.langs for source in sources)))
-    for name in names_of(language, known):
-        for texts in texts_of(name, sources, part=part, parts=parts):
+    for name in find_spellings(language, known):
+        for texts in sample_texts(name, sources, part=part, parts=parts):
             note()
             for ids in tokenizer.encode(texts):
                 occurs[ids] = True

@@ -44,7 +44,7 @@ def checkpoint_card(
         layers=layers,
         vectors=vectors,
         oldest=OLDEST.get(config.model_type, "4.0"),
-        sources=checkpoint.manifest.get("sources", []),
+        sources=checkpoint.sources,
         data=checkpoint.identity["data"],
         steps=f"{checkpoint.step:,}",
         init=init,

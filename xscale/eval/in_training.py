@@ -15,19 +15,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from xscale.data.calibrate import bytes_to_tokens
+from xscale.data.calibrate import fit_tokens_to_bytes
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import (
     Corpus,
     check_file_sizes,
-    find_linked,
-    linked_sources,
+    have_word_links,
+    select_linked_sources,
 )
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
 from xscale.data.remote import Cache, location
-from xscale.data.shards import Source, find_sources, take_first
-from xscale.data.stream import Stream, language_groups, matches_languages, share_names
+from xscale.data.shards import Source, find_sources, keep_first_records
+from xscale.data.stream import Stream, language_groups, matches_languages, unify_language_names
 from xscale.errors import RankError, UserError
 from xscale.eval import retrieval
 from xscale.eval.alignment_score import FEWEST, AlignmentProbe, build_probes, language_tokens
@@ -36,7 +36,6 @@ from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.sentence_files import choose_vectors
 from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
-from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import EvalTask, Recipe, Schedule
 from xscale.step.step import measure_rows
@@ -79,7 +78,7 @@ def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGro
             if task.kind == "retrieval":
                 sources_by_row(task, sources)
             else:
-                heldout_streams(recipe, corpus, sources, find_heldout_links(recipe, sources, host_group))
+                heldout_streams(recipe, corpus, sources, have_word_links(sources, host_group))
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
 
@@ -113,8 +112,8 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
     the task's languages."""
     cache = Cache.of(recipe.data.cache, recipe.data.cache_gb)
     sources = find_sources([*map(location, task.data)], cache)
-    share_names(sources, preferred=corpus.languages)
-    sources = take_first(sources, task.limit)
+    unify_language_names(sources, preferred=corpus.languages)
+    sources = keep_first_records(sources, task.limit)
     trained = {source.fingerprint: source for source in corpus.sources}
     for source in sources:
         if source.fingerprint in trained:
@@ -130,12 +129,6 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
     return sources
 
 
-def find_heldout_links(recipe: Recipe, sources: list[Source], host_group: HostGroup) -> list[bool]:
-    """Return which held-out sources have word links, even of languages that `data.languages` excludes."""
-    recipe = replace(recipe, data=replace(recipe.data, languages=None), phases=())
-    return find_linked(recipe, OBJECTIVES, sources, host_group)
-
-
 def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], linked: Sequence[bool]) -> list[Stream]:
     """Return each stream that can read held-out sources, with one step of all records. Raises UserError."""
     streams = list[Stream]()
@@ -149,7 +142,7 @@ def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], linke
         if read:
             chosen = tuple(read)
             if stream.objective.needs == "links":
-                chosen = linked_sources(stream.name, chosen, sources, linked)
+                chosen = select_linked_sources(stream.name, chosen, sources, linked)
             groups = language_groups(sources, chosen)
             of_heldout = replace(stream, sources=chosen, idle=frozenset(), language_groups=groups)
             streams.append(replace(of_heldout, samples=of_heldout.records(sources)))
@@ -176,9 +169,9 @@ class HeldoutTask:
         self.note = partial(note, f"measuring {task.name}")
         recipe = loader.recipe
         sources = find_task_sources(task, recipe, loader.corpus)
-        calibration = Calibration([bytes_to_tokens(source, loader.corpus.tokenizer) for source in sources], {})
+        calibration = Calibration([fit_tokens_to_bytes(source, loader.corpus.tokenizer) for source in sources], {})
         tokens = source_sizes(sources, calibration, "tokens")
-        linked = find_heldout_links(recipe, sources, HostGroup(alone=True))
+        linked = have_word_links(sources, HostGroup(alone=True))
         streams = list[Stream]()
         for stream in heldout_streams(recipe, loader.corpus, sources, linked):
             if stream.packed:

@@ -10,7 +10,7 @@ from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
-from xscale.data.lexicon import cut_pair, find_lexicon_paths
+from xscale.data.lexicon import find_lexicon_paths, split_pair_name
 from xscale.data.scripts import short_code
 from xscale.data.shards import Source, pair_name
 from xscale.errors import UserError
@@ -197,7 +197,7 @@ def plan_aer(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     known = set(chain.from_iterable(source.langs for source in sources))
     rows = []
     for pair, *names in args.aer:
-        langs = cut_pair(pair, known)
+        langs = split_pair_name(pair, known)
         files = list(map(Path, names))
         if langs is None or not 1 <= len(files) <= 2:
             raise UserError(

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from xscale import rng
 from xscale.data.corpus import Corpus
-from xscale.data.scripts import names_of
+from xscale.data.scripts import find_spellings
 from xscale.errors import UserError
 from xscale.files import may_exist, pointer_problem
 from xscale.models.encoder import Encoder
@@ -311,7 +311,7 @@ def _resize_language_rows(lm: PreTrainedModel, languages: list[str], wanted: boo
     known: list[str] = before["languages"][1:] if before.get("language_embeddings") else []
     if not known and not wanted:
         return languages
-    names = [*languages, *(name for name in known if not names_of(name, languages))]
+    names = [*languages, *(name for name in known if not find_spellings(name, languages))]
     old = _type_table(lm)
     table = old[0].repeat(max(_token_type_count(lm.config), 1 + len(names)), 1)
     if not wanted:
@@ -321,9 +321,9 @@ def _resize_language_rows(lm: PreTrainedModel, languages: list[str], wanted: boo
         )
     elif known:
         for number, name in enumerate(known, start=1):
-            for name_now in names_of(name, names):
+            for name_now in find_spellings(name, names):
                 table[1 + names.index(name_now)] = old[number]
-        new = [name for name in languages if not names_of(name, known)]
+        new = [name for name in languages if not find_spellings(name, known)]
         LOG.info(
             f"language embeddings kept from model.init: {', '.join(known)}; new, starting as the neutral embedding: "
             f"{', '.join(new) or 'none'}"

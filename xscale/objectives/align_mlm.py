@@ -60,10 +60,10 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
             f"and differ; set subwords: mean, which also takes words of several tokens"
         )
     picked = entries_of_row(len(source.lengths), options.pairs_per_step, context)
-    source_ids, source_starts = source.take(picked)
-    target_ids, target_starts = target.take(picked)
-    ids = np.concatenate([source_ids, target_ids])
-    starts = np.concatenate([source_starts, target_starts + len(source_ids)])
+    source = source.take(picked)
+    target = target.take(picked)
+    ids = np.concatenate([source.values, target.values])
+    starts = np.concatenate([source.starts, target.starts + len(source.values)])
     return replace(
         stream_batch,
         arrays={"ids": ids, "starts": starts},

@@ -13,7 +13,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from xscale.data.sequences import Example, Sequences, join_segments, pack_sentences
+from xscale.data.sequences import Example, Sequences, join_segments, join_sentences
 from xscale.data.stream_batch import CollateContext, StreamBatch, masked_lm
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.recipe import STRICT, Fraction
@@ -44,7 +44,7 @@ def pack(samples: list[list[Example]], context: CollateContext) -> Sequences:
     """Join the samples into sequences of running text. No token is lost."""
     segments = []
     for sample in samples:
-        for text in pack_sentences(sample, context.max_length):
+        for text in join_sentences(sample, context.max_length):
             segments.append([(text, 0)])
     return join_segments(context.tokenizer, segments, context.language_ids)
 

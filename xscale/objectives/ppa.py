@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from xscale import rng
 from xscale.data.packed_row import Row
 from xscale.data.ragged import indices_within
-from xscale.data.sequences import Example, Sequences, concatenated, join_segments
+from xscale.data.sequences import Example, Sequences, concat_sequences, join_segments
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GatheredVectors, MomentumEncoder, Queue
@@ -158,7 +158,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
     query_states = Gather.concat([pooled(query, options.pooling)], [len(words.sequences.ids)])
     return replace(
         stream_batch,
-        sequences=concatenated(words.sequences, query),
+        sequences=concat_sequences(words.sequences, query),
         states=words.states | {"query": query_states},
         target_counts=words.target_counts | {"moco": len(pairs)},
         arrays={

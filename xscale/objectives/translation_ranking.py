@@ -15,7 +15,7 @@ from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from xscale.data.sequences import Example, concatenated
+from xscale.data.sequences import Example, concat_sequences
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.objectives.base import Losses, Objective, Parts
 from xscale.objectives.ppa import pooled, text_numbers, views
@@ -49,7 +49,7 @@ def collate(samples: list[list[Example]], options: TranslationRankingOptions, co
     second = views(pairs, [1] * len(pairs), context)
     texts_S2 = np.stack([text_numbers(first.ids, first.lengths), text_numbers(second.ids, second.lengths)], 1)
     return StreamBatch(
-        sequences=concatenated(first, second),
+        sequences=concat_sequences(first, second),
         states={
             "first": pooled(first, options.pooling),
             "second": Gather.concat([pooled(second, options.pooling)], [len(first.ids)]),

@@ -47,10 +47,10 @@ def collate(samples: list[list[Example]], options: WordContrastOptions, context:
     words = links.parse_links(pairs, across=True)
     word_tokens = links.word_tokens(pairs, layout, sequences, words.first, "all")
     single_links = one_to_one(words.links)
-    has_tokens = np.diff(word_tokens.starts) > 0
+    has_tokens = word_tokens.lengths > 0
     usable = (words.is_word & has_tokens)[single_links].all(axis=1)
-    first_tokens, first_counts = word_tokens.tokens_of(single_links[usable, 0])
-    second_tokens, second_counts = word_tokens.tokens_of(single_links[usable, 1])
+    first_tokens, first_counts = word_tokens.take(single_links[usable, 0])
+    second_tokens, second_counts = word_tokens.take(single_links[usable, 1])
     first_texts = text_numbers(sequences.ids[first_tokens], first_counts)
     second_texts = text_numbers(sequences.ids[second_tokens], second_counts)
     return StreamBatch(

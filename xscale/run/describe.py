@@ -7,7 +7,7 @@ from xscale.data.corpus import Corpus, epoch_stream
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, source_sizes, stream_weights
 from xscale.data.shards import Source
-from xscale.data.stream import Stream, other_names, select_sources
+from xscale.data.stream import Stream, describe_renamed_languages, select_sources
 from xscale.models.build import run_fields_of
 from xscale.recipe import DataConfig, Recipe
 from xscale.run.resolve import initial_directory
@@ -28,7 +28,7 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     lines += learning_rate_warnings(recipe)
     for lexicon in corpus.lexicons:
         lines.append(f"{lexicon.summary()}; {recipe.data.lexicon_heldout:.0%} of its words are withheld")
-    lines += other_names(corpus.sources)
+    lines += describe_renamed_languages(corpus.sources)
     for stream in corpus.streams.last:
         lines += stream_notes(recipe, corpus, stream)
     counted = epoch_stream(corpus.streams.last)

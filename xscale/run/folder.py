@@ -70,7 +70,7 @@ def read_identity(out: Path) -> dict[str, Any] | None:
         saved = json.loads((out / IDENTITY).read_text(encoding="utf-8"))
         if isinstance(saved, dict) and saved:
             return saved
-    for path in reversed(checkpoints.complete_steps(out / "checkpoints")):
+    for path in reversed(checkpoints.list_checkpoints(out / "checkpoints")):
         with suppress(UserError):
             return checkpoints.read_checkpoint(path).identity
     return None

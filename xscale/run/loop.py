@@ -10,7 +10,7 @@ from typing import Any
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.manager import CheckpointManager
 from xscale.checkpoint.store import Checkpoint
-from xscale.data.corpus import identity_of
+from xscale.data.corpus import run_identity
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state, sources_read
 from xscale.data.tokenizer import Tokenizer
@@ -181,7 +181,7 @@ class Trainer:
         self.evaluations.lines.flush(to_disk=True)
         loader = self.loader
         manifest = {
-            "identity": identity_of(self.recipe, loader.corpus),
+            "identity": run_identity(self.recipe, loader.corpus),
             "state": self.positions,
             "sources": sources_read(self.positions, loader.streams, loader.corpus.sources),
             "calibration": loader.calibration.to_dict(),

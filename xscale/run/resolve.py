@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_initial
-from xscale.data.corpus import Corpus, InitialModel, open_corpus, with_steps
+from xscale.data.corpus import Corpus, InitialModel, convert_epochs_to_steps, open_corpus
 from xscale.errors import UserError
 from xscale.models.build import dropout_of, has_segments, initial_encoder, run_fields_of
 from xscale.models.encoder import Encoder
@@ -30,7 +30,7 @@ def resolve_run(
     check_starting_weights(recipe_name, recipe, sets)
     recipe = fill_dropout(recipe)
     corpus = open_corpus(recipe, OBJECTIVES, data, initial_model(recipe), host_group)
-    return with_steps(recipe, corpus), corpus
+    return convert_epochs_to_steps(recipe, corpus), corpus
 
 
 def initial_directory(init: str | None) -> str | Path | None:

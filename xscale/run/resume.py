@@ -97,12 +97,12 @@ def find_own_checkpoint(out: Path, resume: str, host_group: HostGroup) -> Checkp
         path /= "checkpoints"
     if (path / checkpoints.MANIFEST).exists():
         return verify_checkpoint(path, "--resume", host_group)
-    if checkpoint := checkpoints.newest_valid(path, host_group, LOG.warning):
+    if checkpoint := checkpoints.find_newest_valid(path, host_group, LOG.warning):
         return checkpoint
     if resume != "auto":
         raise UserError(f"--resume {resume} has no complete checkpoint; give a checkpoint or a run that has one")
     remedy = f"or move {out} away to begin again at step 0"
-    if checkpoints.complete_steps(path):
+    if checkpoints.list_checkpoints(path):
         raise UserError(f"no checkpoint in {path} is usable; restore one, {remedy}")
     metrics = out / "metrics.jsonl"
     if metrics.exists() and any(entries_from_end(metrics)):
@@ -180,7 +180,7 @@ def began_at_checkpoint(out: Path, fork: str) -> bool:
 def find_parent(fork: str) -> Path:
     """Return the directory of the checkpoint RUN@STEP. Raises UserError if there is no complete checkpoint."""
     path = checkpoint_path(fork)
-    complete = checkpoints.complete_steps(path.parent)
+    complete = checkpoints.list_checkpoints(path.parent)
     if path not in complete:
         steps = ", ".join(str(checkpoints.step_of(other)) for other in complete)
         raise UserError(f"--fork {fork}: there is no checkpoint {path}; those there are of steps {steps or '(none)'}")
@@ -257,7 +257,7 @@ def with_corpus_positions(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus
     gone = sum(fingerprint not in now for fingerprint in before)
     LOG.info(f"{new} sources are new, and {gone} sources of {checkpoint.path} are left out")
     state = state | {"positions": positions, "sources_at_start": sources_at_start}
-    return replace(checkpoint, manifest=checkpoint.manifest | {"state": state})
+    return replace(checkpoint, state=state)
 
 
 def check_fork_corpus(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) -> None:

@@ -15,7 +15,7 @@ from xscale import files, ranks, rng
 from xscale.checkpoint.restore import load_engine
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibration import Calibration
-from xscale.data.corpus import Corpus, identity_of
+from xscale.data.corpus import Corpus, run_identity
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
 from xscale.data.remote import location
@@ -94,7 +94,7 @@ def prepare_run(args: argparse.Namespace, process: Process, hardware: Hardware, 
     check_ranks_agree(args, recipe, corpus, config, host_group)
     ranks.set_deterministic(recipe.train.deterministic)
     notes = [*config.notes, *start_notes(recipe, corpus)]
-    return ResolvedRun(recipe, corpus, config, hardware, identity_of(recipe, corpus), notes)
+    return ResolvedRun(recipe, corpus, config, hardware, run_identity(recipe, corpus), notes)
 
 
 def claim_folder(

@@ -76,7 +76,7 @@ class Validation:
         assert self.best_of
         best: Path | None = None
         best_number: float | None = None
-        for path in checkpoints.complete_steps(self.context.out / "checkpoints"):
+        for path in checkpoints.list_checkpoints(self.context.out / "checkpoints"):
             number = self.numbers.get(checkpoints.step_of(path))
             if number is not None and is_better(self.best_of.split("/", 2)[2], number, best_number):
                 best = path
