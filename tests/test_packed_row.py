@@ -253,20 +253,20 @@ def test_copying_at_once_is_copying_one_by_one(device: Any, monkeypatch: pytest.
         copies.append(tensor)
         return tensor.clone()
 
-    arrays = {
-        "odd": np.arange(15, dtype=np.int32).reshape(5, 3),
-        "bits": np.array([True, False, True]),
-        "none": np.empty(0, dtype=np.int64),
-        "reals": np.linspace(0, 1, 7).reshape(7, 1),
-    }
+    arrays = [
+        np.arange(15, dtype=np.int32).reshape(5, 3),
+        np.array([True, False, True]),
+        np.empty(0, dtype=np.int64),
+        np.linspace(0, 1, 7).reshape(7, 1),
+    ]
     plain = copy_one_by_one(arrays, torch.device("cpu"))
     if device.type != "cpu":
         monkeypatch.setattr(torch.Tensor, "to", to)
     moved = copy_at_once(arrays, device)
-    assert list(moved) == list(arrays) and len(copies) == (0 if device.type == "cpu" else 1)
-    for name, array in arrays.items():
-        assert moved[name].dtype == plain[name].dtype and moved[name].shape == array.shape
-        assert torch.equal(moved[name], plain[name]) and np.array_equal(moved[name].numpy(), array)
+    assert len(copies) == (0 if device.type == "cpu" else 1)
+    for array, tensor, expected in zip(arrays, moved, plain, strict=True):
+        assert tensor.dtype == expected.dtype and tensor.shape == array.shape
+        assert torch.equal(tensor, expected) and np.array_equal(tensor.numpy(), array)
 
 
 @pytest.mark.parametrize("empty", [False, True])

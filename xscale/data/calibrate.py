@@ -99,7 +99,7 @@ def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitt
         group_of_sample[group] = number
     row = group_of_sample[table.sample]
     in_groups = np.argsort(row, kind="stable")[(row < 0).sum() :]
-    rows = replace(table.select(in_groups), row=row[in_groups])
+    rows = table.select(in_groups)._replace(row=row[in_groups])
     batches = dataset.stream_batches(stream, Plan(0, {stream.name: rows}, len(groups), 1, {}, rank=0))
     targets = Counter[str]()
     for batch in batches:

@@ -10,9 +10,9 @@ from the state.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,7 @@ ORDER = 3
 """The version of the order of running text. A checkpoint with another version cannot resume."""
 
 
-@dataclass(frozen=True)
-class PlanTable:
+class PlanTable(NamedTuple):
     """The records that one stream reads in a step. Each array has an element for each record."""
 
     sample: np.ndarray
@@ -48,30 +47,19 @@ class PlanTable:
     """Number of the record in its shard."""
     tokens: np.ndarray
     """Number of tokens as estimated from the record's bytes, float."""
-    row: np.ndarray = field(default_factory=lambda: NO_RECORDS)
+    row: np.ndarray = NO_RECORDS
     """Number of the packed row; row r of rank k has the number r * world + k. Empty until rows are assigned."""
 
     def select(self, places: np.ndarray) -> "PlanTable":
         """Return the records at these indices."""
-        return PlanTable(
-            self.sample[places],
-            self.source[places],
-            self.epoch[places],
-            self.shard[places],
-            self.record[places],
-            self.tokens[places],
-            self.row[places],
-        )
+        return PlanTable(*[column[places] for column in self])
 
 
 def join_tables(pieces: Sequence[PlanTable]) -> PlanTable:
     """Return the records of all pieces, in order."""
     if not pieces:
         return PlanTable(*[NO_RECORDS] * 6)
-    columns = list[np.ndarray]()
-    for column in fields(PlanTable):
-        columns.append(np.concatenate([getattr(piece, column.name) for piece in pieces]))
-    return PlanTable(*columns)
+    return PlanTable(*map(np.concatenate, zip(*pieces, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -188,7 +176,7 @@ class Mixture:
         first = 0
         for name, table in tables.items():
             end = first + len(tokens[name])
-            tables[name] = replace(table, row=row_of_sample[first:end][table.sample])
+            tables[name] = table._replace(row=row_of_sample[first:end][table.sample])
             first = end
         self.state = self.state | new
         return Plan(step, tables, rows, self.world, self.state, row_tokens=row_tokens)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_from_counts
 from xscale.data.stream_batch import Gather, StreamBatch
@@ -105,75 +106,50 @@ class Row:
     def to(self, device: torch.device) -> "Row":
         """Return the row with its arrays as tensors on the device. All arrays are copied at once. Tokens.lengths
         becomes a tensor on the host. Auxiliary rows are not copied."""
-        on_host = {
-            "input_ids": self.tokens.input_ids,
-            "positions": self.tokens.positions,
-            "starts": self.tokens.starts,
-            "places": self.places,
-            "offsets": self.gather.offsets,
-            "columns": self.gather.columns,
-            "transposed offsets": self.transposed.offsets,
-            "transposed columns": self.transposed.columns,
-            "labels": self.labels,
-        }
-        if self.tokens.types is not None:
-            on_host["types"] = self.tokens.types
-        for stream, arrays in self.arrays.items():
-            for name, array in arrays.items():
-                on_host[f"arrays {stream} {name}"] = array
-        for key, groups in self.language_groups.items():
-            on_host[f"groups {key}"] = groups.group_of_target
-
-        moved = copy_at_once(on_host, device)
-        tokens = Tokens(
-            input_ids=moved["input_ids"],
-            positions=moved["positions"],
-            types=moved.get("types"),
-            starts=moved["starts"],
-            lengths=torch.from_numpy(self.tokens.lengths),
-            longest=self.tokens.longest,
+        on_host = (
+            self.tokens._replace(lengths=None),
+            self.places,
+            self.gather,
+            self.transposed,
+            self.labels,
+            self.language_groups,
+            self.arrays,
         )
-        moved_arrays = {}
-        for stream, arrays in self.arrays.items():
-            moved_arrays[stream] = {name: moved[f"arrays {stream} {name}"] for name in arrays}
-        moved_groups = {}
-        for key, groups in self.language_groups.items():
-            moved_groups[key] = LanguageGroups(moved[f"groups {key}"], groups.languages)
+        arrays = [leaf for leaf in tree_leaves(on_host) if isinstance(leaf, np.ndarray)]
+        tensors = iter(copy_at_once(arrays, device))
+        on_device = tree_map_only(np.ndarray, lambda array: next(tensors), on_host)
+        tokens, places, gather, transposed, labels, language_groups, stream_arrays = on_device
         return replace(
             self,
-            tokens=tokens,
-            places=moved["places"],
-            gather=Gather(moved["offsets"], moved["columns"]),
-            transposed=Gather(moved["transposed offsets"], moved["transposed columns"]),
-            labels=moved["labels"],
-            language_groups=moved_groups,
-            arrays=moved_arrays,
+            tokens=tokens._replace(lengths=torch.from_numpy(self.tokens.lengths)),
+            places=places,
+            gather=gather,
+            transposed=transposed,
+            labels=labels,
+            language_groups=language_groups,
+            arrays=stream_arrays,
         )
 
 
-def copy_at_once(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+def copy_at_once(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     """Return copy_one_by_one(arrays, device). For a GPU, all arrays are copied in one pinned buffer, in which each
     array begins at a multiple of 16 bytes, and the host does not wait for the copy."""
     if device.type == "cpu":
         return copy_one_by_one(arrays, device)
-    sizes = [-(-array.nbytes // 16) * 16 for array in arrays.values()]
+    sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for array, part in zip(arrays.values(), buffer.split(sizes), strict=True):
+    for array, part in zip(arrays, buffer.split(sizes), strict=True):
         part.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
-    on_device = buffer.to(device, non_blocking=True)
-    tensors = {}
-    for (name, array), part in zip(arrays.items(), on_device.split(sizes), strict=True):
+    tensors = list[Tensor]()
+    for array, part in zip(arrays, buffer.to(device, non_blocking=True).split(sizes), strict=True):
         dtype = torch.from_numpy(array).dtype
-        tensors[name] = part[: array.nbytes].view(dtype).view(array.shape)
+        tensors.append(part[: array.nbytes].view(dtype).view(array.shape))
     return tensors
 
 
-def copy_one_by_one(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+def copy_one_by_one(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     """Return the arrays as tensors on the device."""
-    tensors = {}
-    for name, array in arrays.items():
-        tensors[name] = torch.from_numpy(array).to(device)
-    return tensors
+    return [torch.from_numpy(array).to(device) for array in arrays]
 
 
 def pack_row(

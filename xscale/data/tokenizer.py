@@ -223,11 +223,8 @@ class Tokenizer:
             texts.append(comma + word)
         word_ids = list[list[int]]()
         for comma, encoding in zip(commas, self.backend.encode_batch(texts, add_special_tokens=False), strict=True):
-            ids = list[int]()
-            for token, (_, end) in zip(encoding.ids, encoding.offsets, strict=True):
-                if end > len(comma):
-                    ids.append(token)
-            word_ids.append(ids)
+            tokens = zip(encoding.ids, encoding.offsets, strict=True)
+            word_ids.append([token for token, (_, end) in tokens if end > len(comma)])
         return word_ids
 
     def encode_words(self, texts: list[str]) -> tuple[list[list[int]], list[TokenWords]]:

@@ -64,8 +64,8 @@ def run_row(module: Any, row: Row, shared: States, weights: Weights, seed: Seed)
         largest = 1.0
     weights_M = np.repeat(weight_of_term / largest, list(row.label_counts.values()))
     torch.manual_seed(rng.torch_seed("dropout", *seed))
-    moved = copy_at_once({"weights": weights_M}, row.labels.device)
-    return module(row, shared, weights, moved["weights"], largest)
+    (weight_M,) = copy_at_once([weights_M], row.labels.device)
+    return module(row, shared, weights, weight_M, largest)
 
 
 def optimizer_step(
