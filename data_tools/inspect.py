@@ -113,8 +113,8 @@ def describe(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[st
     files.parallel_map(source.check_size, source.shards)
     source.check_links()
     records = list[Record]()
-    for shard, record in source.places(evenly_spaced(source.records, SAMPLE)):
-        records.append(source.with_words(source.read(shard, record)))
+    for shard, record in source.locate_records(evenly_spaced(source.records, SAMPLE)):
+        records.append(source.convert_links(source.read(shard, record)))
     print(summary_line(source.directory, read_index(source.directory)[0]))
     for about in source.shards[:SHARDS_SHOWN]:
         print(f"  {about.name}  {about.records:,} records  {about.bytes:,} bytes  sha256 {about.sha256[:16]}")

@@ -54,7 +54,7 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
             )
         for shard, about in enumerate(source.shards):
             for number in range(about.records):
-                record = source.with_words(source.read(shard, number))
+                record = source.convert_links(source.read(shard, number))
                 if record.links is not None:
                     count_record(counts, record, is_reversed=source.langs != langs)
     if not counts.links:

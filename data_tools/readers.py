@@ -422,7 +422,7 @@ def own_records(directory: str) -> Iterator[ShardRecord]:
     shards = Source(directory)
     for shard, records in enumerate(shards.counts.tolist()):
         for place in range(records):
-            record = shards.with_words(shards.read(shard, place))
+            record = shards.convert_links(shards.read(shard, place))
             yield ShardRecord(record, not shards.continues_document(shard, place), True)
 
 

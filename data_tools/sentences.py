@@ -3,7 +3,7 @@
 import re
 
 from xscale.data.scripts import short_code
-from xscale.data.words import Class, class_of
+from xscale.data.words import Class, character_class
 
 _ENDS = re.compile(r"(?<=[\u17d4\u17d5])\s*|(?<=[。！？])(?=\d)")
 """Matches the end of a sentence after Khmer's full stops, and after Chinese and Japanese ones before a number."""
@@ -54,4 +54,4 @@ def _split_unspaced(piece: str) -> list[str]:
 
 def is_blank(text: str) -> bool:
     """Return True if the text has no visible character. No-break spaces and U+200B are invisible."""
-    return all(class_of(character) in (Class.BREAK, Class.FORMAT, Class.JOINER) for character in text)
+    return all(character_class(character) in (Class.BREAK, Class.FORMAT, Class.JOINER) for character in text)

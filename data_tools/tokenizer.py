@@ -230,7 +230,7 @@ def _alphabet(
 def shard_texts(sources: list[Source], limit: int) -> Iterator[tuple[str, str]]:
     """Yield (language, text) of at most `limit` records of each source, in shard order."""
     for source in sources:
-        for place in source.places(np.arange(min(source.records, limit))):
+        for place in source.locate_records(np.arange(min(source.records, limit))):
             yield from zip(source.langs, source.read(*place).texts, strict=True)
 
 

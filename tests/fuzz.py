@@ -277,7 +277,7 @@ def state_of(directory: Path) -> Any:
     found = []
     for source in find_sources([directory]):
         parallel_map(source.check_size, source.shards)
-        records = [source.with_words(record) for record in all_of(source)]
+        records = [source.convert_links(record) for record in all_of(source)]
         follows = [
             source.lengths_and_continuations(shard, slice(None))[1].tolist() for shard in range(len(source.shards))
         ]

@@ -58,7 +58,7 @@ def test_all_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokeniz
     assert set(tokens["xx"].tolist()) == theirs
     found = build_probes([lexicon], [], 0.2, tokens)["en-xx"]
     for words in (found["withheld"], found["trained"]):
-        assert set(words.targets_C.tolist()) == theirs | {b for _, b in lexicon.single().tolist()}
+        assert set(words.targets_C.tolist()) == theirs | {b for _, b in lexicon.single_token_pairs().tolist()}
         assert all(a != b for a, b in words.pairs_P2.tolist())
 
 
@@ -155,7 +155,7 @@ def test_eval_run_tells_withheld_words_from_trained_ones(demo: Path, tmp_path: P
             pad_id=tokenizer.pad_id, languages=["en", "xx"], language_embeddings=False, reset_positions=False, seed=0,
         )  # fmt: skip
         table = encoder.lm.get_input_embeddings().weight.data
-        for a, b in planted.single().tolist() if planted else ():
+        for a, b in planted.single_token_pairs().tolist() if planted else ():
             table[a] = table[b]
         if heldout is not None:
             encoder.lm.config.xscale["lexicon_heldout"] = heldout

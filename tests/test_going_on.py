@@ -35,10 +35,10 @@ from tests.streams import pairs as stream_of_pairs
 from tests.test_encoder import CONFIGS, make
 from xscale import export, files
 from xscale.checkpoint import store as checkpoints
-from xscale.checkpoint.restore import full_weights, load_run
+from xscale.checkpoint.restore import load_model_of_run, read_full_weights
 from xscale.data.corpus import InitialModel, find_tokenizer
 from xscale.data.loader import Loader
-from xscale.data.mixture import sources_read
+from xscale.data.mixture import describe_sources_read
 from xscale.data.packed_row import Tokens
 from xscale.data.shards import find_sources
 from xscale.data.tokenizer import Tokenizer
@@ -367,9 +367,9 @@ from xscale.checkpoint import restore
 
 process = ranks.read_launcher()
 ranks.join_process_group(process)
-reads, full_weights = [], restore.full_weights
-restore.full_weights = lambda path: reads.append(path) or full_weights(path)
-lm, heads = restore.load_initial(sys.argv[1], 0.0)
+reads, read_full_weights = [], restore.read_full_weights
+restore.read_full_weights = lambda path: reads.append(path) or read_full_weights(path)
+lm, heads = restore.load_initial_model(sys.argv[1], 0.0)
 torch.save((len(reads), lm.state_dict(), {name: of.weights for name, of in heads.items()}), sys.argv[2] + ranks_file)
 """
 
@@ -380,7 +380,7 @@ def test_one_rank_reads_the_weights_of_model_init(ended: tuple[StepModule, Path,
     script.write_text(READ_ON_TWO_RANKS.replace("ranks_file", 'f"/{process.rank}.pt"'))
     code, output = launch.fork(2, [str(script), str(ended[1]), str(tmp_path)], launch.environment())
     assert code == 0, output
-    (lm, heads), found = load_run(ended[1]), [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    (lm, heads), found = load_model_of_run(ended[1]), [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     assert [reads for reads, _, _ in found] == [1, 0]
     for _, weights, of_heads in found:
         assert all(torch.equal(weights[name], weight) for name, weight in lm.state_dict().items())
@@ -438,7 +438,7 @@ def test_an_export_to_nowhere_is_refused_before_the_work(
     ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(export, "load_run", lambda path: pytest.fail("weights were read"))
+    monkeypatch.setattr(export, "load_model_of_run", lambda path: pytest.fail("weights were read"))
     with pytest.raises(UserError, match="file/hf cannot be written"):
         export.export(ended[1], tmp_path / "file" / "hf")
 
@@ -451,16 +451,16 @@ def test_a_run_goes_on_with_the_heads_of_one_that_was_partitioned(demo: Path, tm
     launch.run(2, [*common, "--out", str(tmp_path / "first"), "--set", "train.lr=0.01"])
     export.export(tmp_path / "first", tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "xscale_heads.safetensors")
-    first, last = (full_weights(tmp_path / f"first/checkpoints/step_0000000{step}") for step in (0, 3))
+    first, last = (read_full_weights(tmp_path / f"first/checkpoints/step_0000000{step}") for step in (0, 3))
     for name, weight in weights.items():
         assert torch.equal(weight, last[f"heads.{name}"]) and not torch.equal(weight, first[f"heads.{name}"])
     launch.run(2, [*common, "--out", str(tmp_path / "second"), "--set", f"model.init={tmp_path / 'hf'}"])
-    begun = full_weights(tmp_path / "second/checkpoints/step_00000000")
+    begun = read_full_weights(tmp_path / "second/checkpoints/step_00000000")
     assert all(torch.equal(weight, begun[f"heads.{name}"]) for name, weight in weights.items())
     line = "streams.alignlm starts from the heads of model.init's stream alignlm: W2.bias, "
     assert line in (tmp_path / "second" / "run.log").read_text()
     launch.run(2, [*common, "--out", str(tmp_path / "third"), "--set", f"model.init={tmp_path / 'first'}"])
-    begun = full_weights(tmp_path / "third/checkpoints/step_00000000")
+    begun = read_full_weights(tmp_path / "third/checkpoints/step_00000000")
     assert begun.keys() == last.keys() and all(torch.equal(begun[name], weight) for name, weight in last.items())
 
 
@@ -690,7 +690,7 @@ def test_the_sources_that_streams_read_are_counted(demo: Path) -> None:
     sources = find_sources([demo / "heldout", demo / "pairs"])
     read_by = [stream_of_pairs("tlm", (0, 1), 4), stream_of_pairs("ppa", (1,), 4)]
     state = {"positions": {"tlm": [[0, 0], [1, 5]], "ppa": [[0, 7]]}}
-    (read,) = sources_read(state, read_by, sources)
+    (read,) = describe_sources_read(state, read_by, sources)
     assert read["name"] == sources[1].directory.name and read["languages"] == ["en", "xx"]
     assert read["streams"] == {"tlm": sources[1].records + 5, "ppa": 7} and read["licence"] is None
 

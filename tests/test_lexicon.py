@@ -71,7 +71,7 @@ def test_entries_become_ids(demo: Path, tokenizer: Tokenizer) -> None:
     for words, *ids in zip(lexicon.words, *lexicon.ids, strict=True):
         assert ids == [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
     single = [[a[0], b[0]] for a, b in zip(*lexicon.ids, strict=True) if len(a) == 1 and len(b) == 1]
-    assert lexicon.single().tolist() == single and 0 < len(single) < len(lines)
+    assert lexicon.single_token_pairs().tolist() == single and 0 < len(single) < len(lines)
     assert f"{len(lines):,} entries, {len(single):,} of one token" in lexicon.summary()
 
 
@@ -235,14 +235,14 @@ def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> 
     t = 1 - 0.8**0.5  # of each language's words, so that a fifth of the entries has one
     trained = [e for e in zip(first.words, *first.ids, strict=True) if not any(is_withheld(w, t) for w in e[0])]
     pairs: set[tuple[int, ...]] = {(a[0], b[0]) for _, a, b in trained if len(a) == len(b) == 1}
-    every = {tuple(pair) for pair in first.single().tolist()}
+    every = {tuple(pair) for pair in first.single_token_pairs().tolist()}
     assert 0.1 < 1 - len(trained) / len(first.words) < 0.3
     for name in ("en-xx.txt", "xx-en.txt"):
         loader = launch.open_run("dict_mlm", [f"data.lexicons=[{path / name}]", "data.workers=0"], [demo])
         (lexicon,) = loader.streams[0].lexicons
         flip = 1 if name == "en-xx.txt" else -1
         assert {words[::flip] for words in lexicon.words} == {words for words, *_ in trained}
-        assert {tuple(p[::flip]) for p in lexicon.single().tolist()} == pairs
+        assert {tuple(p[::flip]) for p in lexicon.single_token_pairs().tolist()} == pairs
         piece = next(launch.pieces_of(loader, 1))["dict_mlm"]
         places = piece.states["masked"].columns
         shown = set(zip(piece.labels["mlm"].tolist(), piece.sequences.ids[places].tolist(), strict=True))
@@ -344,7 +344,7 @@ def test_words_are_spelled_as_the_text_mostly_does(tmp_path: Path, dictionary) -
     """By loops over all text."""
     forms = {}
     for source in cased_shards(tmp_path):
-        texts = [source.read(*place).texts[0] for place in source.places(np.arange(source.records))]
+        texts = [source.read(*place).texts[0] for place in source.locate_records(np.arange(source.records))]
         (lang,) = source.langs
         forms[lang] = truecase.commonest_spellings(truecase.count_words([texts]))
         seen: dict[str, Counter] = {}

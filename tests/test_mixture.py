@@ -19,10 +19,10 @@ from xscale.data.mixture import (
     Mixture,
     Plan,
     PlanTable,
-    choose,
+    choose_by_rank,
+    choose_evenly,
     initial_state,
-    plain_ranked_choice,
-    ranked_choice,
+    plain_choose_by_rank,
     source_weights,
 )
 from xscale.data.shards import find_sources
@@ -362,6 +362,6 @@ def test_sources_are_chosen_by_the_order_of_random_numbers(values: int, monkeypa
         source = np.minimum(np.searchsorted(np.cumsum(weights), points, side="right"), len(weights) - 1)
         expected = np.empty(samples, dtype=np.int64)
         expected[np.argsort(drawn[:-1], kind="stable")] = source
-        assert (choose(weights, samples, np.uint64(number)) == expected).all()
+        assert (choose_evenly(weights, samples, np.uint64(number)) == expected).all()
         ends = np.searchsorted(source, np.arange(len(weights)), side="right")
-        assert (plain_ranked_choice(drawn[:-1], ends) == ranked_choice(drawn[:-1], ends)).all()
+        assert (plain_choose_by_rank(drawn[:-1], ends) == choose_by_rank(drawn[:-1], ends)).all()

@@ -21,7 +21,7 @@ from tests import launch
 from tests.launch import open_run
 from tests.test_mixture import SOURCES, mixture
 from tests.test_order import SEED, documents
-from xscale.checkpoint.restore import full_weights
+from xscale.checkpoint.restore import read_full_weights
 from xscale.data.calibration import Calibration
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import Mixture, initial_state
@@ -381,7 +381,7 @@ def test_steps_that_are_left_out(demo: Path, tmp_path: Path) -> None:
     assert launch.without_times(killed) == launch.without_times(whole)
     assert [e["step"] for e in launch.metrics(whole) if e.get("excluded")] == [4, 6, 7, 8]
     assert len(launch.trace(whole)) == 20 * 2
-    weights = [full_weights(whole / "checkpoints" / f"step_{step:08d}") for step in (5, 8, 9)]
+    weights = [read_full_weights(whole / "checkpoints" / f"step_{step:08d}") for step in (5, 8, 9)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
     recipe = load_recipe(write(tmp_path), [], {name: o.options for name, o in OBJECTIVES.items()})

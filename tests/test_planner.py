@@ -24,7 +24,7 @@ from tests.launch import open_run
 from tests.streams import pairs
 from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
 from xscale.data import forks, shards
-from xscale.data.loader import load_batches, step_plans, worker_count
+from xscale.data.loader import load_batches, make_plans, worker_count
 from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure, Node, start_planner
 from xscale.errors import MachineError, RankError, UserError
@@ -42,7 +42,7 @@ class Plans(Dataset):
 
 def through_workers(run: Any, workers: int, steps: int) -> Iterator[Any]:
     dataset: Any = Plans()
-    return load_batches(step_plans(run, workers, steps), dataset, workers, run.rank)
+    return load_batches(make_plans(run, workers, steps), dataset, workers, run.rank)
 
 
 @pytest.mark.parametrize(

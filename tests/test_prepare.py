@@ -415,12 +415,16 @@ def test_repeats_go_whatever_their_chunk_and_source(tmp_path: Path, monkeypatch:
 def records_below(out: Path) -> list[Record]:
     """All records of an output."""
     sources = find_sources([path for path in (out / "shards", out / "heldout") if path.exists()])
-    return [source.read(*place) for source in sources for place in source.places(np.arange(source.records))]
+    return [source.read(*place) for source in sources for place in source.locate_records(np.arange(source.records))]
 
 
 def stored(folder: Path) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Languages and texts of all records below a folder."""
-    return [(s.langs, s.read(*place).texts) for s in find_sources([folder]) for place in s.places(np.arange(s.records))]
+    return [
+        (s.langs, s.read(*place).texts)
+        for s in find_sources([folder])
+        for place in s.locate_records(np.arange(s.records))
+    ]
 
 
 def test_near_duplicates_are_those_of_exact_jaccard(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForMaskedLM, ElectraConfig
 from tests import launch
 from xscale import export
 from xscale.checkpoint import store as checkpoints
-from xscale.checkpoint.restore import full_weights
+from xscale.checkpoint.restore import read_full_weights
 from xscale.data.shards import find_sources
 from xscale.eval import heldout, retrieval
 from xscale.eval.model import ExportedModel, read_texts
@@ -105,7 +105,7 @@ def test_a_model_type_without_a_pass_of_our_own(runs: Path, demo: Path, tmp_path
     assert sum(entry["loss"] for entry in entries[-4:]) < sum(entry["loss"] for entry in entries[:4])
     export.export(runs / "electra", tmp_path / "hf")
     weights = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").state_dict()
-    trained = full_weights(checkpoints.resolve_checkpoint(runs / "electra"))
+    trained = read_full_weights(checkpoints.resolve_checkpoint(runs / "electra"))
     assert all(torch.equal(weights[name], trained[f"encoder.lm.{name}"]) for name in weights)
     model, (source,) = ExportedModel(tmp_path / "hf"), find_sources([demo / "heldout"])
     assert heldout.evaluate(model, source, 50)["tlm_loss"] < 9

@@ -141,7 +141,7 @@ def cached_shards(cache: Path) -> list[Path]:
 
 def open_spec(location: str | Path, demo: Path, cache: Path, *sets: str) -> Loader:
     sets = (f"model.tokenizer={demo / 'tokenizer'}", f"data.cache={cache}", "streams.tlm.samples=60", *sets)
-    return open_run("xlm", ["streams.mlm.samples=20", *sets], [remote.location(str(location))])
+    return open_run("xlm", ["streams.mlm.samples=20", *sets], [remote.parse_location(str(location))])
 
 
 def test_sources_are_those_of_the_disk(corpus: Path, server: type[Handler], tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_sources_are_those_of_the_disk(corpus: Path, server: type[Handler], tmp_
         far = find_sources([url], Cache(tmp_path, 1 << 30))
         assert [source.fingerprint for source in far] == [source.fingerprint for source in near]
         assert [records_of(source) for source in far] == [records_of(source) for source in near]
-        (one,) = find_sources([remote.location(f"{url}/en-xx/")], Cache(tmp_path, 1 << 30))
+        (one,) = find_sources([remote.parse_location(f"{url}/en-xx/")], Cache(tmp_path, 1 << 30))
         assert one.fingerprint == near[1].fingerprint and one.directory == far[1].directory
         with pytest.raises(UserError, match=r"nothing.*index\.json"):
             find_sources([f"{url}/nothing"], Cache(tmp_path, 1 << 30))

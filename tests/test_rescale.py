@@ -81,7 +81,7 @@ def test_a_new_rank_opens_what_it_needs(old: int, stage: int, tmp_path: Path, mo
             for group, name, first, last in wanted(rank, new, stage):
                 for key in KEYS:
                     whole = numbers(group, name, key)[first:last]
-                    assert torch.equal(saved.elements(name, key, first, last), whole), (new, rank, name, key)
+                    assert torch.equal(saved.read_elements(name, key, first, last), whole), (new, rank, name, key)
                     of_old = [set(part.tolist()) for part in parts_of(group, key, old, stage)]
                     needed |= {n for n, part in enumerate(of_old) if part & set(whole.tolist())}
             assert needed <= set(opened) and len(opened) == len(set(opened)), (new, rank)

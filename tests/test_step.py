@@ -16,7 +16,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from tests import launch
 from tests.rows import pass_row
 from xscale import export
-from xscale.checkpoint.restore import full_weights
+from xscale.checkpoint.restore import read_full_weights
 from xscale.data.packed_row import pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.deepspeed_private import model_state_path
@@ -129,7 +129,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
         for auxiliary_state in module.auxiliary_states.values():
             auxiliary_state.update(True)
     path = out / "checkpoints" / f"step_{STEPS:08d}"
-    trained, worst = full_weights(path), (0.0, "")
+    trained, worst = read_full_weights(path), (0.0, "")
     for name, weight in module.named_parameters():
         difference = (weight - trained[name]).abs().max().item()
         worst = max(worst, (difference, name))

@@ -121,7 +121,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_can_be_left_out(
     ]
     tensors = {}
     for path in checkpoints.list_checkpoints(out / "checkpoints"):
-        tensors[checkpoints.step_of(path)] = launch.checkpoint_tensors(path)
+        tensors[checkpoints.step_from_name(path)] = launch.checkpoint_tensors(path)
     assert list(tensors) == list(range(10))
     for of_step in tensors.values():
         assert all((tensor.abs() < 1e30).all() for tensor in of_step.values() if tensor.is_floating_point())

@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from xscale.checkpoint import store as checkpoints
-from xscale.checkpoint.restore import load_run
+from xscale.checkpoint.restore import load_model_of_run
 from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval.card import checkpoint_card
 from xscale.eval.hf_directory import check_new_directory, write_directory
@@ -26,7 +26,7 @@ def export(source: Path, out: Path, best: bool = False, pooling: str | None = No
     pooled; None: see choose_vectors. layers: export only the first `layers` layers, without heads. Raises UserError."""
     path = find_best(source) if best else checkpoints.resolve_checkpoint(source)
     check_new_directory(out)
-    lm, heads = load_run(path)
+    lm, heads = load_model_of_run(path)
     checkpoint = checkpoints.read_checkpoint(path)
     vectors = choose_vectors(checkpoint.identity["recipe"], pooling, layers)
     card = checkpoint_card(checkpoint, lm.config, out.resolve().name, vectors, layers)

@@ -83,7 +83,7 @@ def parse_json(data: bytes, unique_fields: bool = True) -> Any:
         raise ValueError(f"not JSON ({error})") from None
 
 
-def _once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_fields(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(fields)) < len(fields):
         raise ValueError(f"a field occurs twice among {', '.join(name for name, _ in fields)}")
     return dict(fields)
@@ -91,7 +91,7 @@ def _once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Matches the names of WebDataset's own members, such as __meta__."""
-_decode_once = json.JSONDecoder(object_pairs_hook=_once).decode
+_decode_once = json.JSONDecoder(object_pairs_hook=_refuse_repeated_fields).decode
 
 
 def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False) -> Record:

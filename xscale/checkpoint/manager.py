@@ -100,7 +100,7 @@ class CheckpointManager:
             store.remove_old(self.folder, self.keep, needed_steps)
         LOG.info(f"saved {self.path_of(step)} in {time.monotonic() - started:.2f} s")
 
-    def _snapshot(self, step: int) -> dict[str, Any]:
+    def _collect_state(self, step: int) -> dict[str, Any]:
         """Return the content of this rank's files, by their names. All ranks call it together."""
         contents = contents_to_save(self.engine, self.partial_of(step))
         auxiliary = {name: state.state_dict() for name, state in self.engine.module.auxiliary_states.items()}
@@ -129,7 +129,7 @@ class CheckpointManager:
         problem = self._make_room(self.partial_of(step)) if self.host_group.is_main else None
         if not self.host_group.agree(problem is None):
             return problem or {}
-        contents = self._snapshot(step)
+        contents = self._collect_state(step)
         try:
             return self._write_files(step, contents)
         except Exception as error:
@@ -174,7 +174,7 @@ class CheckpointManager:
                 whole = {"step": step, "world_size": self.host_group.size, **manifest}
                 whole["files"] = dict(sorted(sealed.items()))
                 try:
-                    store.publish(self.partial_of(step), self.path_of(step), whole)
+                    store.publish_checkpoint(self.partial_of(step), self.path_of(step), whole)
                 except OSError as error:
                     problems.append(f"rank 0: {error}")
             if problems:
@@ -204,7 +204,7 @@ def check_types(paths: list[Path]) -> None:
     """Raise UserError if a resume would refuse one of the files. This happens if a new version of DeepSpeed writes
     other types."""
     for path in paths:
-        if foreign := store.foreign_types(path):
+        if foreign := store.find_unsafe_types(path):
             import deepspeed
 
             raise UserError(

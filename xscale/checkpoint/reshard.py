@@ -47,7 +47,7 @@ class SavedGroup(NamedTuple):
 
 class SavedPartitions:
     """The weights and optimizer states of a checkpoint, by parameter. A rank's file is mapped into memory when it is
-    first needed, and only the elements that `elements` returns are read from disk."""
+    first needed, and only the elements that `read_elements` returns are read from disk."""
 
     def __init__(self, path: Path, names: list[str], rank_fraction: float = 0.0):
         """Open one of the files, which has the places of all parameters.
@@ -102,7 +102,7 @@ class SavedPartitions:
         self.opened[0] = [SavedGroup.from_state(flat, states.get(n, {})) for n, flat in enumerate(flats)]
         return self.opened[0]
 
-    def elements(self, name: str, key: str, start: int, stop: int) -> Tensor:
+    def read_elements(self, name: str, key: str, start: int, stop: int) -> Tensor:
         """Return the elements `start` to `stop` - 1 of a flattened parameter (key WEIGHT) or of its optimizer state
         `key`."""
         group, offset, before, length = self.places[name]
@@ -133,7 +133,7 @@ def load_rescaled(engine: Any, path: Path) -> None:
             numbers = torch.zeros_like(flat)
             for weight, first, last, at in fragments:
                 if first < last:
-                    part = saved.elements(names[weight], key, first, last)
+                    part = saved.read_elements(names[weight], key, first, last)
                     assert len(part) == last - first, (names[weight], first, last, len(part))
                     numbers.view(-1)[at : at + len(part)].copy_(part)
             if key == WEIGHT:

@@ -56,7 +56,7 @@ def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> N
     host_group.barrier()
 
 
-def full_weights(path: Path) -> dict[str, Tensor]:
+def read_full_weights(path: Path) -> dict[str, Tensor]:
     """Return the fp32 weights of the whole module in a checkpoint, by name. ZeRO partitions are joined."""
     if partition_paths(path):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -68,8 +68,9 @@ def full_weights(path: Path) -> dict[str, Tensor]:
 
 
 def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
-    """Return full_weights(path) on every rank. Rank 0 reads the weights and sends them. All ranks call it together."""
-    weights = full_weights(path) if host_group.is_main else {}
+    """Return read_full_weights(path) on every rank. Rank 0 reads the weights and sends them. All ranks call it
+    together."""
+    weights = read_full_weights(path) if host_group.is_main else {}
     shapes = host_group.gather({name: (weight.shape, weight.dtype) for name, weight in weights.items()})[0]
     if not host_group.is_main:
         weights = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
@@ -79,15 +80,15 @@ def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
     return weights
 
 
-def load_initial(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dict[str, SavedHeads]]:
+def load_initial_model(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dict[str, SavedHeads]]:
     """Return the model of model.init in fp32, and its heads by stream. init: a run, a checkpoint, a Hugging Face
     directory or a hub name. dropout: the model's new dropout probability. Raises UserError."""
     if store.is_run(Path(init)):
-        return load_run(init, dropout)
+        return load_model_of_run(init, dropout)
     return load_pretrained(init, dropout), load_heads(Path(init))
 
 
-def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, dict[str, SavedHeads]]:
+def load_model_of_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, dict[str, SavedHeads]]:
     """Return the Hugging Face model of a checkpoint or run in fp32, and its heads by stream. dropout: the model's new
     dropout probability; None: that of the checkpoint. All ranks call it together. Raises UserError."""
     path = store.resolve_checkpoint(Path(path))

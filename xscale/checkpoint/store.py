@@ -56,7 +56,7 @@ class Checkpoint:
     files: dict[str, dict[str, Any]]
     """The size and hash of each file, by its path in the directory."""
     sources: list[dict[str, Any]] = field(default_factory=list)
-    """The sources that the run had read (data/mixture.py sources_read)."""
+    """The sources that the run had read (data/mixture.py describe_sources_read)."""
 
 
 # Finding
@@ -94,7 +94,7 @@ def find_newest_valid(
     """Return the newest checkpoint, up to step `upto`, whose files have the hashes of its manifest, or None. All ranks
     call it together and get the same one. warn: a function that is called with a message about each damaged one."""
     for path in reversed(list_checkpoints(folder)):
-        if step_of(path) > upto:
+        if step_from_name(path) > upto:
             continue
         problem = find_damage(path, host_group)
         if problem is None:
@@ -103,7 +103,7 @@ def find_newest_valid(
     return None
 
 
-def step_of(path: Path) -> int:
+def step_from_name(path: Path) -> int:
     """Return the step in the name of a checkpoint's directory."""
     return int(path.name.removeprefix("step_"))
 
@@ -115,11 +115,11 @@ def find_damage(path: Path, host_group: HostGroup) -> str | None:
         checkpoint = read_checkpoint(path)
     except UserError as error:
         return str(error)
-    if NAME.fullmatch(path.name) and step_of(path) != checkpoint.step:
+    if NAME.fullmatch(path.name) and step_from_name(path) != checkpoint.step:
         return f"its {MANIFEST} is that of step {checkpoint.step}: it is a copy under another name"
     problems = list[str]()
     for name in sorted(checkpoint.files)[host_group.rank :: host_group.size]:
-        problem = file_problem(path / name, checkpoint.files[name])
+        problem = find_file_damage(path / name, checkpoint.files[name])
         if problem:
             problems.append(f"{name} {problem}")
     for file in sorted(path.glob("*.pt")) if host_group.is_main else ():
@@ -128,7 +128,7 @@ def find_damage(path: Path, host_group: HostGroup) -> str | None:
     return "; ".join(chain.from_iterable(host_group.gather(problems))) or None
 
 
-def file_problem(file: Path, expected: dict[str, Any]) -> str | None:
+def find_file_damage(file: Path, expected: dict[str, Any]) -> str | None:
     """Return a description of a file's difference from its entry in the manifest, or None. expected: the entry."""
     if not file.exists():
         return "is missing"
@@ -137,13 +137,13 @@ def file_problem(file: Path, expected: dict[str, Any]) -> str | None:
         return f"has {size:,} bytes, not {expected['bytes']:,}"
     if files.sha256_file(file) != expected["sha256"]:
         return "differs from its hash"
-    foreign = foreign_types(file) if file.suffix == ".pt" else []
+    foreign = find_unsafe_types(file) if file.suffix == ".pt" else []
     if foreign:
         return f"has {', '.join(foreign)}, which xscale never writes and which may run code"
     return None
 
 
-def foreign_types(path: Path) -> list[str]:
+def find_unsafe_types(path: Path) -> list[str]:
     """Return the names of the types in a file of torch.save that may not be harmless. No code of the file is run."""
     try:
         types = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -173,7 +173,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 # Publishing
 
 
-def publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+def publish_checkpoint(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Complete the checkpoint that all ranks have written: write the manifest, rename the directory `partial` to
     `final`, and write `latest`, in this order. Only rank 0 calls it."""
     files.write_text(partial / MANIFEST, manifest_text(manifest))
@@ -205,7 +205,7 @@ def remove_old(folder: Path, keep: int, needed_steps: set[int]) -> None:
     for path in folder.glob(f"step_*{PARTIAL}"):
         files.remove(path)
     for path in list_checkpoints(folder)[:-keep]:
-        if step_of(path) in needed_steps:
+        if step_from_name(path) in needed_steps:
             continue
         # A renamed directory is no checkpoint any more, if a kill leaves half of its files.
         removed = path.with_name(path.name + PARTIAL)

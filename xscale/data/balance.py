@@ -10,7 +10,7 @@ FEWEST_BINS = 8
 """Each round assigns samples to at least one in FEWEST_BINS bins."""
 
 
-def balance(tokens: np.ndarray, world: int, max_tokens: int) -> tuple[np.ndarray, int]:
+def assign_to_rows(tokens: np.ndarray, world: int, max_tokens: int) -> tuple[np.ndarray, int]:
     """Return the bin of each sample [samples], and the number of packed rows of each rank, at least 1.
 
     tokens: estimated tokens of each sample of all streams, whole numbers. A bin is one row of one rank; its number is

@@ -105,7 +105,7 @@ def open_corpus(
     checks of files among themselves. Raises UserError."""
     initial = initial or InitialModel()
     host_group = host_group or HostGroup(alone=True)
-    every = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
+    every = find_sources(data, Cache.from_settings(recipe.data.cache, recipe.data.cache_gb))
     unify_language_names(every)
     sources = keep_first_records(every, recipe.data.first)
     check_file_sizes(sources, host_group)
@@ -219,7 +219,7 @@ def with_idle_sources(streams: Schedule[list[Stream]], sources: list[Source]) ->
     return streams.map(completed)
 
 
-def epoch_stream(streams: Sequence[Stream]) -> Stream | None:
+def first_pair_stream(streams: Sequence[Stream]) -> Stream | None:
     """Return the first stream that reads pairs, or None. train.epochs counts the pairs of this stream."""
     return next((stream for stream in streams if not stream.packed), None)
 
@@ -228,7 +228,7 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
     """Return the recipe with train.epochs converted to train.steps. Raises UserError."""
     if recipe.train.epochs is None:
         return recipe
-    stream = epoch_stream(corpus.streams.last)
+    stream = first_pair_stream(corpus.streams.last)
     if stream is None:
         raise UserError("train.epochs counts pairs, but no stream of the recipe reads pairs; set train.steps instead")
     return steps_of_epochs(recipe, stream.records(corpus.sources), stream.samples)

@@ -69,8 +69,8 @@ class Lexicon:
         """Return a line for the log: the path, and the numbers of entries of each kind."""
         unknown = len(self.entries) - len(self.words)
         summary = (
-            f"dictionary: {self.path}, {len(self.words):,} entries; {len(self.single()):,} have one token on either "
-            f"side; {self.identical:,} have the same tokens on both sides and no gradient"
+            f"dictionary: {self.path}, {len(self.words):,} entries; {len(self.single_token_pairs()):,} have one token "
+            f"on either side; {self.identical:,} have the same tokens on both sides and no gradient"
         )
         return summary + (f"; {unknown:,} others are left out, because they have unknown tokens" if unknown else "")
 
@@ -79,7 +79,7 @@ class Lexicon:
         """The number of entries with the same tokens on both sides. Their cosine is 1, and they have no gradient."""
         return sum(map(eq, *self.ids))
 
-    def single(self) -> np.ndarray:
+    def single_token_pairs(self) -> np.ndarray:
         """Return the token ids of the entries that have one token on each side [n, 2]."""
         pairs = list[tuple[int, int]]()
         for source, target in zip(*self.ids, strict=True):
@@ -168,14 +168,14 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
     file_entries = read_entries(path)
     unknown = tokenizer.hf.unk_token_id
     source_words, target_words = zip(*file_entries, strict=True)
-    sources = _encoded(list(source_words), tokenizer, path)
-    targets = _encoded(list(target_words), tokenizer, path)
+    sources = _encode(list(source_words), tokenizer, path)
+    targets = _encode(list(target_words), tokenizer, path)
     words = list[tuple[str, str]]()
     source_ids = list[list[int]]()
     target_ids = list[list[int]]()
     for entry, source, target in zip(file_entries, sources, targets, strict=True):
         if source and target and unknown not in (*source, *target):
-            words.append((_spelled(entry[0], source, tokenizer), _spelled(entry[1], target, tokenizer)))
+            words.append((_entry_text(entry[0], source, tokenizer), _entry_text(entry[1], target, tokenizer)))
             source_ids.append(source)
             target_ids.append(target)
     if not words:
@@ -188,7 +188,7 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
     return Lexicon(langs, words, (source_ids, target_ids), fingerprint, path, tuple(file_entries))
 
 
-def _spelled(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
+def _entry_text(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
     """Return the word, or the text of the tokens if the dictionary has token ids in its place. So both forms have the
     same hash, and are withheld together."""
     if not _IDS.fullmatch(word):
@@ -211,7 +211,7 @@ def truecase_entries(
     return list(dict.fromkeys(spelled)), sum(map(ne, entries, spelled))
 
 
-def _encoded(words: list[str], tokenizer: Tokenizer, path: Path) -> list[list[int]]:
+def _encode(words: list[str], tokenizer: Tokenizer, path: Path) -> list[list[int]]:
     """Return the token ids of each word. Each distinct word is encoded once. Raises UserError for an id that the
     tokenizer does not have."""
     ids: dict[str, list[int]] = {}

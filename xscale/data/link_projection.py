@@ -83,13 +83,13 @@ def overlapped_words(text: str, tokenised: str, word_of_char: np.ndarray) -> lis
     """Return the numbers of the words of `text` that each word of `tokenised` overlaps. word_of_char: the number of the
     word to which each character of `text` belongs; negative if it belongs to none."""
     words = list[list[int]]()
-    for characters in places(text, tokenised):
+    for characters in character_places(text, tokenised):
         numbers = word_of_char[characters]
         words.append(np.unique(numbers[numbers >= 0]).tolist())
     return words
 
 
-def places(text: str, tokenised: str) -> list[list[int]]:
+def character_places(text: str, tokenised: str) -> list[list[int]]:
     """Return the indices in `text` of the characters of each word of `tokenised`. Raises ValueError if less than half
     of the characters match."""
     if tokenised is text:

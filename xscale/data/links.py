@@ -51,7 +51,7 @@ def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
     is_word_of_texts = [np.empty(0, dtype=bool)]
     for pair in pairs:
         if pair.links is None or not _PHARAOH.fullmatch(pair.links):
-            _refuse(pair)
+            _raise_link_error(pair)
         numbers_of_pair = pair.links.replace("-", " ").split()
         numbers += map(int, numbers_of_pair)
         link_counts.append(len(numbers_of_pair) // 2)
@@ -64,7 +64,7 @@ def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
     sizes = np.array(word_counts, dtype=np.int64).reshape(-1, 2)
     is_outside = (links >= sizes[pair_of_link]).any(axis=1)
     if is_outside.any():
-        _refuse(pairs[pair_of_link[is_outside.argmax()]])
+        _raise_link_error(pairs[pair_of_link[is_outside.argmax()]])
 
     first = np.concatenate([[0], np.cumsum(sizes)])
     links += first[:-1].reshape(-1, 2)[pair_of_link]
@@ -75,7 +75,7 @@ def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
     return WordLinks(first, distinct_pairs(links[:, 0], links[:, 1]), is_word)
 
 
-def _refuse(pair: Example) -> NoReturn:
+def _raise_link_error(pair: Example) -> NoReturn:
     """Raise the UserError for a pair without links, or with a wrong link."""
     remedy = (
         "Write the shards again with `xscale data write_shards pairs ... --links F` or `--align`, or give them to "

@@ -35,7 +35,7 @@ from xscale.data.sequences import Example
 from xscale.data.shards import Source, pair_name
 from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, StreamBatch, check_stream_batch
-from xscale.data.words import TokenWords, stands_alone
+from xscale.data.words import TokenWords, begins_with_unspaced_script
 from xscale.errors import UserError, adding_note
 from xscale.metric_keys import Counts, MetricKey
 from xscale.ranks import HostGroup, Process, name_process
@@ -183,13 +183,13 @@ class StepDataset(Dataset):
             if not stream.packed:
                 record = cut_long_texts(record, words_wanted, context)
             if words_wanted:
-                record = source.with_words(record)
+                record = source.convert_links(record)
             records.append(record)
             texts += record.texts
         follows = self.continues_document(table).tolist()
         if context.tokenizer.keeps_space and stream.packed:
             for number, text in enumerate(texts):
-                if follows[number] and not stands_alone(text):
+                if follows[number] and not begins_with_unspaced_script(text):
                     texts[number] = " " + text
         words: list[TokenWords] | None = None
         if words_wanted:
@@ -337,7 +337,7 @@ class Loader:
             source.close()  # the next read opens the files again
         workers = worker_count(self.recipe.data.workers, process, device)
         node = find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
-        return step_plans(self.mixture(process, device, state), workers, steps, node)
+        return make_plans(self.mixture(process, device, state), workers, steps, node)
 
     def batches(
         self, process: Process, device: str, state: dict[str, Any], steps: int, plans: Plans | None = None
@@ -360,7 +360,7 @@ def worker_count(wanted: int | str, process: Process, device: str) -> int:
     return 2 if device == "cpu" else min(max(cores - 2, 4), 6)
 
 
-def step_plans(mixture: Mixture, workers: int, steps: int, node: Node | None = None) -> Plans:
+def make_plans(mixture: Mixture, workers: int, steps: int, node: Node | None = None) -> Plans:
     """Return the plans of the mixture's next steps. If there are workers, a planner process makes them."""
     if workers:
         return start_planner(mixture, steps, node)

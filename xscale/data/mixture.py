@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xscale import rng
-from xscale.data.balance import balance
+from xscale.data.balance import assign_to_rows
 from xscale.data.calibration import Calibration
 from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking, window_count
 from xscale.data.ragged import evenly_spaced
@@ -170,7 +170,7 @@ class Mixture:
             tokens[stream.name] = calibration.row_tokens(estimated, data.max_length)
         new = {"step": step + 1, "positions": positions, "order": ORDER, "room": self.room}
         tokens_of_samples = np.concatenate(list(tokens.values()))
-        row_of_sample, rows = balance(tokens_of_samples, self.world, max(self.max_tokens, data.max_length))
+        row_of_sample, rows = assign_to_rows(tokens_of_samples, self.world, max(self.max_tokens, data.max_length))
         row_tokens = np.bincount(row_of_sample, weights=tokens_of_samples, minlength=rows * self.world)
         row_of_sample = row_of_sample.astype(np.min_scalar_type(rows * self.world))
         first = 0
@@ -190,7 +190,7 @@ class Mixture:
         """Return, for each of the stream's sources, the numbers of the samples that it gives to the next step."""
         read = np.flatnonzero(weights).astype(np.min_scalar_type(len(weights)))
         key = rng.key(self.seed, stream.name, "source", self.state["step"])
-        chosen = read[choose(weights[read], stream.samples, key)]
+        chosen = read[choose_evenly(weights[read], stream.samples, key)]
         in_order = np.argsort(chosen, kind="stable")  # numpy sorts small integers in linear time
         return np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
 
@@ -332,7 +332,7 @@ def initial_state(streams: Sequence[Stream]) -> dict[str, Any]:
     return {"step": 0, "positions": positions, "order": ORDER}
 
 
-def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
+def choose_evenly(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
     """Return the number of the source of each sample. Source i is chosen weights[i] * samples times, rounded up or
     down. weights: the probability of each source.
 
@@ -341,10 +341,10 @@ def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
     drawn = rng.uniform(key, np.arange(samples + 1, dtype=np.uint64))
     points = (np.arange(samples) + drawn[-1]) / samples
     ends = np.append(np.searchsorted(points, np.cumsum(weights)[:-1]), samples)
-    return ranked_choice(drawn[:-1], ends)
+    return choose_by_rank(drawn[:-1], ends)
 
 
-def plain_ranked_choice(numbers: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def plain_choose_by_rank(numbers: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Return 0 for the lowest ends[0] numbers, 1 for the next ones up to the lowest ends[1] numbers, and so on. ends:
     in ascending order; the last is the number of numbers."""
     rank = np.empty(len(numbers), dtype=np.int64)
@@ -352,8 +352,8 @@ def plain_ranked_choice(numbers: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.searchsorted(ends, rank, side="right")
 
 
-def ranked_choice(numbers: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the same as plain_ranked_choice, in a tenth of its time for 65,536 numbers. numbers: in [0, 1).
+def choose_by_rank(numbers: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return the same as plain_choose_by_rank, in a tenth of its time for 65,536 numbers. numbers: in [0, 1).
 
     The leading bits of nearly every number decide its place. Only the other numbers are sorted.
     """
@@ -371,7 +371,7 @@ def ranked_choice(numbers: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 BUCKETS = 1 << 12
-"""The number of entries of the table that `ranked_choice` looks up by the leading bits of a random number."""
+"""The number of entries of the table that `choose_by_rank` looks up by the leading bits of a random number."""
 
 
 def source_weights(sources: list[Source], alpha: float, sizes: Sequence[float]) -> np.ndarray:
@@ -389,7 +389,9 @@ def source_weights(sources: list[Source], alpha: float, sizes: Sequence[float]) 
     return np.array(weights)
 
 
-def sources_read(state: dict[str, Any], streams: Sequence[Stream], sources: list[Source]) -> list[dict[str, Any]]:
+def describe_sources_read(
+    state: dict[str, Any], streams: Sequence[Stream], sources: list[Source]
+) -> list[dict[str, Any]]:
     """Return each source from which records were read, as {"name", "languages", "licence", "streams"}. "licence" is
     None if index.json has none. "streams" has the number of records that each stream has read, over all epochs."""
     listed: list[dict[str, Any]] = []

@@ -195,7 +195,7 @@ class EpochOrder:
         if parts > 1:
             key = rng.hash64(key, np.uint64(number))
         tokens = np.rint(self.text.tokens(lengths)).astype(np.int64)
-        order, sample_ends = arrange_by_rooms(tokens, follows, self.text, begin, key)
+        order, sample_ends = arrange_text_by_rooms(tokens, follows, self.text, begin, key)
         skipped = np.repeat(np.cumsum(counts) - counts + first - starts, end - first)
         return window_part(begin, order + skipped[order], lengths[order], sample_ends)
 
@@ -205,11 +205,11 @@ def window_part(first: int, ordinals: np.ndarray, lengths: np.ndarray, sample_en
     return WindowPart(first, ordinals.astype(np.uint32), lengths.astype(np.uint32), sample_ends.astype(np.uint32))
 
 
-def arrange_by_rooms(
+def arrange_text_by_rooms(
     tokens: np.ndarray, follows: np.ndarray, packing: TextPacking, begin: int, key: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the result of `arrange` for a part. If the room has changed within the part, the records after the change
-    are arranged again, with the new room. begin: the part's position in the epoch."""
+    """Return the result of `arrange_text` for a part. If the room has changed within the part, the records after the
+    change are arranged again, with the new room. begin: the part's position in the epoch."""
     ends = list[int]()
     rooms = list[int]()
     for position, room in packing.before:
@@ -217,12 +217,12 @@ def arrange_by_rooms(
             ends.append(position - begin)
             rooms.append(room)
     rooms.append(packing.room)
-    order, sample_ends = arrange(tokens, follows, rooms[0], key)
+    order, sample_ends = arrange_text(tokens, follows, rooms[0], key)
     for done, room in zip(ends, rooms[1:], strict=True):
         left = np.sort(order[done:])
         left_follows = follows[left] & (np.diff(left, prepend=-1) == 1)
         left_follows[0] = False
-        left_order, left_ends = arrange(tokens[left], left_follows, room, rng.hash64(key, np.uint64(done)))
+        left_order, left_ends = arrange_text(tokens[left], left_follows, room, rng.hash64(key, np.uint64(done)))
         order = np.append(order[:done], left[left_order])
         sample_ends = np.append(sample_ends[sample_ends <= done], left_ends + done)
     return order, sample_ends
@@ -234,7 +234,7 @@ def window_count(counts: np.ndarray, window: int = WINDOW_RECORDS) -> int:
     return min(max(int(counts.sum()) // window, -(-len(counts) // WINDOW_SHARDS), 1), len(counts))
 
 
-def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def arrange_text(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the order of records of running text [n], and the number of records up to each sample's end [samples].
 
     sizes: tokens of each record [n]. follows: True for each record that continues the document of the record before it

@@ -164,8 +164,8 @@ def pack_row(
     of each stream, by stream.
     """
     parts = list(stream_batches.values())
-    tokens, places = lay_out(parts, filler)
-    states = gather_of_row(parts, places)
+    tokens, places = lay_out_tokens(parts, filler)
+    states = join_gathers(parts, places)
     tokens_read, columns = np.unique(states.columns, return_inverse=True)
     gather = Gather(states.offsets, columns.astype(np.int32))
     # If no loss reads a state, the first token is in `places`, so that no kernel gets an empty tensor.
@@ -209,12 +209,12 @@ def pack_row(
         auxiliary=auxiliary,
         counts=counts | language_counts(groups) | pair_counts,
         samples=sum(part.samples for part in parts),
-        cost=cost_of(parts, len(tokens_read), list(auxiliary.values())),
+        cost=row_cost(parts, len(tokens_read), list(auxiliary.values())),
         keys=keys,
     )
 
 
-def gather_of_row(stream_batches: Sequence[StreamBatch], places: Sequence[np.ndarray]) -> Gather:
+def join_gathers(stream_batches: Sequence[StreamBatch], places: Sequence[np.ndarray]) -> Gather:
     """Return the states of all stream batches. places: the index in the row of each token of each stream batch."""
     gathers = list[Gather]()
     for stream_batch, place in zip(stream_batches, places, strict=True):
@@ -223,7 +223,7 @@ def gather_of_row(stream_batches: Sequence[StreamBatch], places: Sequence[np.nda
     return Gather.concat(gathers, [0] * len(gathers))
 
 
-def lay_out(stream_batches: Sequence[StreamBatch], filler: int) -> tuple[Tokens, list[np.ndarray]]:
+def lay_out_tokens(stream_batches: Sequence[StreamBatch], filler: int) -> tuple[Tokens, list[np.ndarray]]:
     """Return the tokens of all sequences, longest sequence first, and for each stream batch the indices of its tokens
     in the row. A row without any token gets a filler sequence of two tokens."""
     ids = list[np.ndarray]()
@@ -252,9 +252,9 @@ def lay_out(stream_batches: Sequence[StreamBatch], filler: int) -> tuple[Tokens,
     place = np.repeat(starts, lengths) + indices_within(lengths)
     sorted_lengths = lengths[longest_first].astype(np.int32)
     tokens = Tokens(
-        input_ids=in_order(ids, place),
-        positions=in_order(positions, place),
-        types=in_order(types, place) if has_types else None,
+        input_ids=concatenate_in_order(ids, place),
+        positions=concatenate_in_order(positions, place),
+        types=concatenate_in_order(types, place) if has_types else None,
         starts=offsets_from_counts(sorted_lengths),
         lengths=sorted_lengths,
         longest=int(sorted_lengths[0]),
@@ -272,7 +272,7 @@ def token_types(stream_batch: StreamBatch) -> np.ndarray:
     return np.zeros_like(sequences.ids)
 
 
-def in_order(parts: list[np.ndarray], place: np.ndarray) -> np.ndarray:
+def concatenate_in_order(parts: list[np.ndarray], place: np.ndarray) -> np.ndarray:
     """Return the elements of all parts in another order, int64 [N]. place: the new index of each element [N]."""
     row = np.empty(len(place), dtype=np.int64)
     row[place] = np.concatenate(parts)
@@ -327,7 +327,7 @@ def language_counts(groups: Mapping[MetricKey, LanguageGroups]) -> Counts:
     return counts
 
 
-def cost_of(stream_batches: Sequence[StreamBatch], places: int, auxiliary_rows: Sequence[Row]) -> dict[str, int]:
+def row_cost(stream_batches: Sequence[StreamBatch], places: int, auxiliary_rows: Sequence[Row]) -> dict[str, int]:
     """Return Row.cost of a row with these stream batches. places: the number of tokens whose states are read."""
     cost = Counter(tokens=0, squares=0, places=places, predictions=0)
     for stream_batch in stream_batches:

@@ -39,7 +39,7 @@ IsWhole = Callable[[Path], bool]
 """A function that returns True if a file has the size and hash of index.json."""
 
 
-def location(text: str) -> Path | str:
+def parse_location(text: str) -> Path | str:
     """Return a value of --data: a URL as a string, because a Path would change "//" to "/", and a directory as a
     Path."""
     return text.rstrip("/") if "://" in text else Path(text)
@@ -54,7 +54,7 @@ class Cache:
     """The maximum number of bytes of all shards in the cache."""
 
     @classmethod
-    def of(cls, folder: str | None = None, gigabytes: float = 100.0) -> "Cache":
+    def from_settings(cls, folder: str | None = None, gigabytes: float = 100.0) -> "Cache":
         """Return the cache for the values of data.cache and data.cache_gb."""
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xscale"
         return cls(Path(folder).absolute() if folder else default, round(gigabytes * 1e9))
@@ -138,12 +138,12 @@ class Remote:
                 ) from None
 
 
-def open_remotes(url: str, cache: Cache) -> list[Remote]:
+def open_remote_sources(url: str, cache: Cache) -> list[Remote]:
     """Return the source at a URL, or if there is none, the sources one level below, sorted by name. Raises OSError or
     UserError."""
     cache.folder.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
-        return [open_remote(url, cache)]
+        return [open_remote_source(url, cache)]
     file_system, path = open_file_system(url)
     names = []
     with suppress(FileNotFoundError, NotADirectoryError, NotImplementedError):  # some servers do not list folders
@@ -153,11 +153,11 @@ def open_remotes(url: str, cache: Cache) -> list[Remote]:
     sources = []
     for name in sorted(names):
         with suppress(FileNotFoundError):
-            sources.append(open_remote(f"{url}/{name}", cache))
+            sources.append(open_remote_source(f"{url}/{name}", cache))
     return sources
 
 
-def open_remote(url: str, cache: Cache) -> Remote:
+def open_remote_source(url: str, cache: Cache) -> Remote:
     """Download the index.json of the source at a URL into the cache, and return the source. Raises OSError; if there is
     no index.json, FileNotFoundError."""
     with tempfile.TemporaryDirectory(dir=cache.folder) as folder:
@@ -169,7 +169,7 @@ def open_remote(url: str, cache: Cache) -> Remote:
     return Remote(url, place, cache)
 
 
-class Bound(Callback):
+class SizeLimit(Callback):
     """Raises ValueError during a download when it has more than `most` bytes."""
 
     def __init__(self, most: int):
@@ -192,7 +192,7 @@ def download(url: str, path: Path, most: int, is_whole: IsWhole) -> None:
         try:
             file_system, remote_path = open_file_system(url)
             with files.publish(path) as partial:
-                file_system.get_file(remote_path, str(partial), callback=Bound(most))
+                file_system.get_file(remote_path, str(partial), callback=SizeLimit(most))
                 if not is_whole(partial):
                     raise ValueError("its size or checksum is not that of index.json")
             return

@@ -29,7 +29,7 @@ def sample_texts(
         first = end
         side = source.langs.index(language)
         for start in range(0, len(numbers), _CHUNK)[part::parts]:
-            places = source.places(numbers[start : start + _CHUNK])
+            places = source.locate_records(numbers[start : start + _CHUNK])
             yield [source.read(*place).texts[side] for place in places]
 
 

@@ -99,7 +99,7 @@ def join_segments(
     sequence_lengths = list[int]()
     identities = list[np.uint64]()
     for sequence in sequences:
-        template = template_of(tokenizer, sequence)
+        template = choose_template(tokenizer, sequence)
         start = segment_start = len(ids)
         ids += template.first
         for number, (example, side) in enumerate(sequence, start=1):
@@ -132,7 +132,7 @@ def join_segments(
     )
 
 
-def template_of(tokenizer: Tokenizer, sequence: list[Segment]) -> PairTemplate:
+def choose_template(tokenizer: Tokenizer, sequence: list[Segment]) -> PairTemplate:
     """Return the special tokens of a sequence. They are those of the tokenizer's template for pairs if the sequence has
     the two texts of one record."""
     if len(sequence) == 2 and sequence[0][0] is sequence[1][0]:
@@ -183,11 +183,11 @@ def fit_pairs(pairs: list[Example], max_length: int, overlong: str, special: int
         if excess <= 0:
             fitting.append(pair)
         elif overlong == "truncate":
-            fitting.append(truncated_pair(pair, excess))
+            fitting.append(truncate_pair(pair, excess))
     return fitting
 
 
-def truncated_pair(pair: Example, excess: int) -> Example:
+def truncate_pair(pair: Example, excess: int) -> Example:
     """Return the pair without the last tokens of its texts, `excess` tokens together. Each text keeps at least one
     token."""
     first, second = pair.ids
@@ -235,7 +235,7 @@ def split_to_fit(example: Example, room: int) -> list[Example]:
     pieces = []
     start = 0
     while start < length:
-        end = cut_before(example.borders, start, room) if length - start > room else length
+        end = find_cut(example.borders, start, room) if length - start > room else length
         words = example.words
         if words is not None:
             words = (words[0].select_tokens(start, end),)
@@ -247,7 +247,7 @@ def split_to_fit(example: Example, room: int) -> list[Example]:
     return pieces
 
 
-def cut_before(borders: Sequence[int], start: int, room: int) -> int:
+def find_cut(borders: Sequence[int], start: int, room: int) -> int:
     """Return the end of the piece of a text that begins at token `start`: the last border within `room` tokens, or if
     there is none, `start + room`. borders: see Example."""
     furthest = start + room

@@ -30,7 +30,7 @@ import numpy as np
 from xscale.data import words
 from xscale.data.link_projection import project_links
 from xscale.data.ragged import evenly_spaced
-from xscale.data.remote import Cache, Remote, open_remotes
+from xscale.data.remote import Cache, Remote, open_remote_sources
 from xscale.data.text import piece_of_text
 from xscale.errors import UserError
 from xscale.files import PARTIAL, pointer_problem
@@ -130,7 +130,7 @@ class Source:
                 f"`xscale data write_shards pairs ... --links F` or `--align`"
             )
 
-    def with_words(self, record: Record) -> Record:
+    def convert_links(self, record: Record) -> Record:
         """Return the record with links that number the words of data/words.py. Raises UserError."""
         if record.links is None:
             return record
@@ -145,7 +145,7 @@ class Source:
                 f"word j of the second, counted from 0, and words are divided by white space"
             ) from None
 
-    def places(self, numbers: np.ndarray) -> list[tuple[int, int]]:
+    def locate_records(self, numbers: np.ndarray) -> list[tuple[int, int]]:
         """Return the shard of each record, and the record's number in the shard. numbers: the records' numbers in the
         source."""
         ends = np.cumsum(self.counts)
@@ -432,7 +432,7 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
     sources: list[Source] = []
     for location in locations:
         if isinstance(location, str):
-            found = [Source(of.folder, of) for of in open_remotes(location, cache or Cache.of())]
+            found = [Source(of.folder, of) for of in open_remote_sources(location, cache or Cache.from_settings())]
             remedy = "Copy complete shard directories there"
         else:
             folders = [location] if (location / "index.json").exists() else list_source_folders(location)

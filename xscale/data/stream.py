@@ -75,10 +75,10 @@ def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
     "de-en", and by "en" together with "de"."""
     if any(means_languages(name, langs) for name in languages):
         return True
-    return all(lists_language(lang, languages) for lang in langs)
+    return all(is_listed(lang, languages) for lang in langs)
 
 
-def lists_language(lang: str, languages: list[str]) -> bool:
+def is_listed(lang: str, languages: list[str]) -> bool:
     """Return True if one of `languages` means the language `lang`."""
     return any(means_language(name, lang) for name in languages)
 

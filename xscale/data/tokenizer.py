@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xscale.data.words import TokenWords, stands_alone, token_words
+from xscale.data.words import TokenWords, begins_with_unspaced_script, token_words
 from xscale.errors import UserError
 from xscale.files import may_exist, pointer_problem
 
@@ -218,7 +218,7 @@ class Tokenizer:
         commas = list[str]()
         texts = list[str]()
         for word in words:
-            comma = "，" if stands_alone(word) else ", "
+            comma = "，" if begins_with_unspaced_script(word) else ", "
             commas.append(comma)
             texts.append(comma + word)
         word_ids = list[list[int]]()

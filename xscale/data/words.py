@@ -216,13 +216,13 @@ def _overlaps(segmented: Segmented, spans: np.ndarray) -> tuple[np.ndarray, np.n
     return tokens[kept], words[kept]
 
 
-def stands_alone(text: str) -> bool:
+def begins_with_unspaced_script(text: str) -> bool:
     """Return True if the text begins with a character of a script that is written without spaces."""
-    return bool(text) and class_of(text[0]) in (Class.OWN, Class.OWN_PUNCTUATION)
+    return bool(text) and character_class(text[0]) in (Class.OWN, Class.OWN_PUNCTUATION)
 
 
 @lru_cache(maxsize=1 << 12)
-def class_of(character: str) -> int:
+def character_class(character: str) -> int:
     return int(character_classes()[ord(character)])
 
 

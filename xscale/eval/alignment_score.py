@@ -127,7 +127,7 @@ def build_probes(
     read_tokens = {lexicon: trained_tokens(lexicon, withheld_share) for lexicon in {*trained, *lexicons}}
     probes = {}
     for name, group in groups.items():
-        pairs_P2 = np.concatenate([lexicon.single() for lexicon in group])
+        pairs_P2 = np.concatenate([lexicon.single_token_pairs() for lexicon in group])
         pairs_P2 = np.unique(pairs_P2[pairs_P2[:, 0] != pairs_P2[:, 1]], axis=0)
         targets_C = np.union1d(tokens[group[0].langs[1]], pairs_P2[:, 1])
         read = np.concatenate([read_tokens[lexicon] for lexicon in (*trained, *group)])

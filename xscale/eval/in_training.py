@@ -25,7 +25,7 @@ from xscale.data.corpus import (
 )
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
-from xscale.data.remote import Cache, location
+from xscale.data.remote import Cache, parse_location
 from xscale.data.shards import Source, find_sources, keep_first_records
 from xscale.data.stream import Stream, language_groups, matches_languages, unify_language_names
 from xscale.errors import RankError, UserError
@@ -110,8 +110,8 @@ def mean_of(values: list[float]) -> float:
 def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[Source]:
     """Return the task's sources. Raises UserError if the run trains on a source of the task, or has no text in one of
     the task's languages."""
-    cache = Cache.of(recipe.data.cache, recipe.data.cache_gb)
-    sources = find_sources([*map(location, task.data)], cache)
+    cache = Cache.from_settings(recipe.data.cache, recipe.data.cache_gb)
+    sources = find_sources([*map(parse_location, task.data)], cache)
     unify_language_names(sources, preferred=corpus.languages)
     sources = keep_first_records(sources, task.limit)
     trained = {source.fingerprint: source for source in corpus.sources}

@@ -87,7 +87,9 @@ class ExportedModel:
 
 def read_texts(source: Source, limit: int, start: int = 0, step: int = 1) -> list[tuple[str, ...]]:
     """Return the texts of the records start, start + step, ... below `limit`: two texts for each pair of sentences."""
-    return [source.read(*place).texts for place in source.places(np.arange(start, min(limit, source.records), step))]
+    return [
+        source.read(*place).texts for place in source.locate_records(np.arange(start, min(limit, source.records), step))
+    ]
 
 
 def check_output_file(path: Path) -> None:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from xscale.data.corpus import Corpus, epoch_stream
+from xscale.data.corpus import Corpus, first_pair_stream
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, source_sizes, stream_weights
 from xscale.data.shards import Source
@@ -31,7 +31,7 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     lines += describe_renamed_languages(corpus.sources)
     for stream in corpus.streams.last:
         lines += stream_notes(recipe, corpus, stream)
-    counted = epoch_stream(corpus.streams.last)
+    counted = first_pair_stream(corpus.streams.last)
     if recipe.train.epochs and counted:
         lines.append(
             f"train.epochs {recipe.train.epochs:g}: {recipe.train.steps:,} steps, since stream {counted.name} reads "

@@ -12,7 +12,7 @@ from xscale.checkpoint.manager import CheckpointManager
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.corpus import run_identity
 from xscale.data.loader import Loader, StepBatch
-from xscale.data.mixture import initial_state, sources_read
+from xscale.data.mixture import describe_sources_read, initial_state
 from xscale.data.tokenizer import Tokenizer
 from xscale.deepspeed_private import count_skipped_step
 from xscale.errors import NotFinite
@@ -183,7 +183,7 @@ class Trainer:
         manifest = {
             "identity": run_identity(self.recipe, loader.corpus),
             "state": self.positions,
-            "sources": sources_read(self.positions, loader.streams, loader.corpus.sources),
+            "sources": describe_sources_read(self.positions, loader.streams, loader.corpus.sources),
             "calibration": loader.calibration.to_dict(),
             "engine": self.config.saved(),
         }

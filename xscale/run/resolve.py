@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from xscale.checkpoint import store as checkpoints
-from xscale.checkpoint.restore import load_initial
+from xscale.checkpoint.restore import load_initial_model
 from xscale.data.corpus import Corpus, InitialModel, convert_epochs_to_steps, open_corpus
 from xscale.errors import UserError
 from xscale.models.build import dropout_of, has_segments, initial_encoder, run_fields_of
@@ -87,7 +87,7 @@ def encoder_of_run(recipe: Recipe, corpus: Corpus, kept: dict[str, SavedHeads] |
     """Build the encoder with the weights of step 0. kept: a dictionary that receives the heads of model.init."""
 
     def load(init: str | Path, dropout: float) -> PreTrainedModel:
-        lm, heads = load_initial(init, dropout)
+        lm, heads = load_initial_model(init, dropout)
         if kept is not None:
             kept.update(heads)
         return lm

@@ -182,7 +182,7 @@ def find_parent(fork: str) -> Path:
     path = checkpoint_path(fork)
     complete = checkpoints.list_checkpoints(path.parent)
     if path not in complete:
-        steps = ", ".join(str(checkpoints.step_of(other)) for other in complete)
+        steps = ", ".join(str(checkpoints.step_from_name(other)) for other in complete)
         raise UserError(f"--fork {fork}: there is no checkpoint {path}; those there are of steps {steps or '(none)'}")
     return path
 

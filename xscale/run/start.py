@@ -18,7 +18,7 @@ from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus, run_identity
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
-from xscale.data.remote import location
+from xscale.data.remote import parse_location
 from xscale.deepspeed_private import apply_schedule
 from xscale.errors import UserError, redact
 from xscale.eval.in_training import review_tasks
@@ -45,7 +45,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say what a run is. train.py and its dry run share them."""
     parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
     parser.add_argument(
-        "--data", type=location, nargs="+", help="shard directories or URLs (default: the generated demo corpus)"
+        "--data", type=parse_location, nargs="+", help="shard directories or URLs (default: the generated demo corpus)"
     )
     parser.add_argument("--out", help="the run's directory (default: runs/<recipe>)")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")

@@ -67,7 +67,7 @@ class Validation:
         if number is None or not math.isfinite(number):
             return False
         best = self.best_checkpoint()
-        earlier = self.numbers[checkpoints.step_of(best)] if best else None
+        earlier = self.numbers[checkpoints.step_from_name(best)] if best else None
         self.numbers[step] = number
         return is_better(self.best_of.split("/", 2)[2], number, earlier)
 
@@ -77,7 +77,7 @@ class Validation:
         best: Path | None = None
         best_number: float | None = None
         for path in checkpoints.list_checkpoints(self.context.out / "checkpoints"):
-            number = self.numbers.get(checkpoints.step_of(path))
+            number = self.numbers.get(checkpoints.step_from_name(path))
             if number is not None and is_better(self.best_of.split("/", 2)[2], number, best_number):
                 best = path
                 best_number = number
@@ -91,7 +91,7 @@ class Validation:
             return set()
         with suppress(OSError):  # until the next save, the file names the previous checkpoint
             files.write_text(best.with_name(checkpoints.BEST), best.name + "\n")
-        return {checkpoints.step_of(best)}
+        return {checkpoints.step_from_name(best)}
 
     def due(self, step: int) -> bool:
         section = self.recipe.eval
