@@ -1,11 +1,11 @@
 """Align the words of sentence pairs: run eflomal in both directions, then symmetrise the links.
 
-    python -m data_tools.align --src F --tgt F --out links.txt [--symmetrize intersection]
+    xscale data align --src F --tgt F --out links.txt [--symmetrize intersection]
 
-`write_shards pairs --align` does the same while it writes shards. The numbers in links.txt refer to the words of
-links.src.txt and links.tgt.txt, which this tool writes too. eflomal (Östling & Tiedemann 2016, GPL-3) is called as a
+`write_shards pairs --align` does the same while it writes shards. The numbers in links.txt are those of the words in
+links.src.txt and links.tgt.txt, which this tool also writes. eflomal (Östling & Tiedemann 2016, GPL-3) is called as a
 program: `pip install 'xscale[align]'`. It is not deterministic, so the links of two runs differ a little. To get the
-same shards in every run, align once with this tool and give its files to `write_shards pairs --links links.txt
+same shards in every run, align once with this tool, and give its files to `write_shards pairs --links links.txt
 --links_src links.src.txt --links_tgt links.tgt.txt`.
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from xscale import files
+from xscale.data.link_projection import format_pharaoh, parse_pharaoh
 from xscale.data.text import read_lines
 from xscale.data.words import split_words
 from xscale.errors import UserError
@@ -28,15 +29,17 @@ from .readers import zip_lines
 Links = set[tuple[int, int]]
 """Word links: pairs of a word's index in the first text and a word's index in the second, from 0."""
 
+ANY_SIZES = (sys.maxsize, sys.maxsize)
+"""The numbers of words of a pair whose links are not checked against its words."""
 PROGRAM = "eflomal-align"
 NEIGHBOURS = ((-1, 0), (0, -1), (1, 0), (0, 1), (-1, -1), (-1, 1), (1, -1), (1, 1))
 """The steps (in the first text, in the second) from a link to its eight neighbouring links."""
 
 
 def grow_diag_final_and(forward: Links, reverse: Links) -> Links:
-    """Return symmetrised links (Koehn et al. 2003). Begin with the intersection. Then add links of the union that are
-    neighbours of these links and link a word that has no link yet. Then add links of either direction between two words
-    that have no link yet."""
+    """Return symmetrised links (Koehn et al. 2003): the intersection; then links of the union that are neighbours of
+    these links, if one of their words has no link yet; then links of either direction, if both of their words have no
+    link yet."""
     union = sorted(forward | reverse)
     links = forward & reverse
     first_linked = {i for i, _ in links}
@@ -72,15 +75,6 @@ SYMMETRIZE: dict[str, Callable[[Links, Links], Links]] = {
 }
 
 
-def parse_links(text: str) -> Links:
-    """Return the links that a line of the Pharaoh form, such as "0-0 1-2", contains."""
-    links = Links()
-    for link in text.split():
-        first, second = link.split("-")
-        links.add((int(first), int(second)))
-    return links
-
-
 def find_aligner() -> str:
     """Return the path of eflomal's program. Raises UserError if it is not installed."""
     program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
@@ -93,8 +87,8 @@ def find_aligner() -> str:
 
 
 def align(pairs: Iterable[Sequence[str]], out: Path, symmetrize: str) -> None:
-    """Write the links between the words (data/words.py) of each pair to the file `out`, one line per pair. Raises
-    UserError. symmetrize: a key of SYMMETRIZE."""
+    """Write the links between the words (data/words.py) of each pair to the file `out`, one line per pair. symmetrize:
+    a key of SYMMETRIZE. Raises UserError."""
     with tempfile.TemporaryDirectory(prefix="links.", dir=out.parent) as name:
         folder = Path(name)
         pair_count = 0
@@ -108,12 +102,15 @@ def align(pairs: Iterable[Sequence[str]], out: Path, symmetrize: str) -> None:
         line_count = 0
         with (folder / "forward").open() as forward, (folder / "reverse").open() as reverse, out.open("w") as file:
             for forward_line, reverse_line in zip(forward, reverse, strict=True):
-                links = SYMMETRIZE[symmetrize](parse_links(forward_line), parse_links(reverse_line))
-                file.write(" ".join(f"{i}-{j}" for i, j in sorted(links)) + "\n")
+                links = SYMMETRIZE[symmetrize](
+                    set(parse_pharaoh(forward_line, ANY_SIZES)), set(parse_pharaoh(reverse_line, ANY_SIZES))
+                )
+                file.write(format_pharaoh(sorted(links)) + "\n")
                 line_count += 1
     if line_count != pair_count:
         raise UserError(
-            f"{PROGRAM} gave links for {line_count:,} of {pair_count:,} pairs; give another program's links to --links"
+            f"{PROGRAM} gave links for {line_count:,} of {pair_count:,} pairs; align with another program, and give "
+            f"its links to --links"
         )
 
 
@@ -124,7 +121,10 @@ def run_aligner(folder: Path) -> None:
         command += [flag, str(folder / name)]
     ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if ended.returncode or not (folder / "reverse").exists():
-        raise UserError(f"{PROGRAM} failed ({ended.returncode}): {ended.stderr.strip()[-500:] or 'no message'}")
+        raise UserError(
+            f"{PROGRAM} failed ({ended.returncode}): {ended.stderr.strip()[-500:] or 'no message'}; align with another "
+            f"program, and give its links to --links"
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
             for _, line in read_lines(text):
                 ((words, _),) = split_words([line])
                 file.write(" ".join(words) + "\n")
-    print(f"{args.out}: the links are numbers of the words in {' and '.join(map(str, texts.values()))}")
+    print(f"{args.out}: the links number the words of {' and '.join(map(str, texts.values()))}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cleaning rules of a corpus. For each rule, the removed texts are counted, and a few examples are kept."""
+"""Applies the rules of a corpus. Counts the texts that each rule removes, and keeps a few of them as examples."""
 
 import re
 import unicodedata
@@ -25,19 +25,19 @@ EXAMPLES = 3
 EXAMPLE_LENGTH = 200
 """The number of characters that are kept of each text of an example."""
 LID_PROBABILITY = 0.9
-"""A text is in another language if the identifier gives that language at least this probability, and the text has at
-least LID_LETTERS letters."""
+"""The minimum probability with which the identifier must find another language."""
 LID_LETTERS = 20
+"""The minimum number of letters of a text whose language is identified."""
 LID_CHARACTERS = 1000
 """The language of a document is identified by this many characters from its beginning."""
 SHINGLE = 5
 PERMUTATIONS = 108
 BANDS = 9
-"""MinHash of character 5-grams, in 9 bands of 12 permutations. Two texts have at least one band in common with a
-probability of 2 % if they share 60 % of their 5-grams, of 25 % for 75 %, and of 95 % for 90 %. (14 bands of 8
-permutations removed one in six pairs of Tatoeba, most of which shared less than 75 % with another pair.)"""
+"""MinHash of character 5-grams has 9 bands of 12 permutations. Texts that share 60 % of their 5-grams have a band in
+common with a probability of 2 %; for 75 % it is 25 %, for 90 % it is 95 %. (14 bands of 8 permutations removed one in
+six pairs of Tatoeba. Most of these shared less than 75 % with another pair.)"""
 HASHED_AT_ONCE = 1000
-"""The number of texts whose bands are computed in one call, because the 5-grams of a text need much memory."""
+"""The number of texts whose bands are computed in one call. The 5-grams of more texts would need much memory."""
 SAME_WORDS = 4
 """A pair with the same text on both sides is removed if this text has at least this number of words."""
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f]")
@@ -48,11 +48,11 @@ NORMALISE: dict[str, Callable[[str], str]] = {
     "controls": lambda text: _CONTROLS.sub(" ", text),
     "spaces": lambda text: " ".join(text.split()),
 }
-"""Each change of the rule `normalise` -> its function, in the order in which they are applied."""
+"""{change of the rule `normalise`: its function}, in the order in which the changes are made."""
 
 
 class RemovalCounts:
-    """For each rule: the number of pairs, documents, or sentences of documents that it removed, with examples."""
+    """The number of pairs, documents, or sentences of documents that each rule removed, with examples."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -76,10 +76,10 @@ class RemovalCounts:
 
 
 class Cleaner:
-    """Applies the rules of one source to its units (pairs or documents), and counts in `removed` what they remove."""
+    """Applies the rules of one source to its units, and counts in `removed` which units and sentences they remove."""
 
     def __init__(self, source: SourceSpec, rules: Rules, tokenizer: Tokenizer | None = None):
-        """tokenizer: for rules.length.tokens; None: that rule is applied later."""
+        """tokenizer: the tokenizer of the rule length.tokens; None: the rule is not applied."""
         self.source = source
         self.rules = rules
         self.tokenizer = tokenizer
@@ -87,15 +87,15 @@ class Cleaner:
         self.changes = [change for name, change in NORMALISE.items() if name in rules.normalise]
 
     def clean(self, unit: Unit) -> Unit | None:
-        """Return a unit with its clean sides or sentences; None if a rule removes it. `linked` keeps the texts whose
-        words its links number."""
+        """Return a unit with clean sides or sentences; None if a rule removes the unit. Its field `linked` has the
+        texts that its links belong to."""
         if not unit.texts:
             self.removed.add("language missing" if self.source.pairs else "empty", [])
             return None
         texts = list(map(self.normalise_text, unit.texts))
         if not self.source.pairs:
             texts = self.split_paragraphs(texts)
-        reason = self.unit_problem(texts)
+        reason = self.broken_unit_rule(texts)
         if reason:
             self.removed.add(reason, texts if self.source.pairs else texts[:1])
             return None
@@ -125,7 +125,7 @@ class Cleaner:
         """Return the sentences of a document that no rule removes."""
         kept = list[str]()
         for sentence in sentences:
-            reason = self.length_problem([sentence])
+            reason = self.broken_length_rule([sentence])
             if not reason and self.is_excluded(sentence):
                 reason = "exclude"
             if reason:
@@ -134,13 +134,13 @@ class Cleaner:
                 kept.append(sentence)
         return kept
 
-    def unit_problem(self, texts: list[str]) -> str:
-        """Return the name of the rule by which a whole pair or document is removed; "" if no rule removes it."""
+    def broken_unit_rule(self, texts: list[str]) -> str:
+        """Return the name of the rule that removes a whole pair or document; "" if no rule does."""
         if not texts or (self.source.pairs and any(map(is_blank, texts))):
             return "empty"
         sides = texts
         if self.source.pairs:
-            reason = self.length_problem(texts)
+            reason = self.broken_length_rule(texts)
             if reason:
                 return reason
             if not self.rules.identical and texts[0] == texts[1] and len(texts[0].split()) >= SAME_WORDS:
@@ -156,11 +156,11 @@ class Cleaner:
         return ""
 
     def is_excluded(self, text: str) -> bool:
-        """Return whether a line of the rule's evaluation files has the same letters, marks and digits."""
-        return bool(self.rules.exclude) and letters_of(text) in excluded_letters(tuple(self.rules.exclude))
+        """Return whether an evaluation file of the rule has a line with the same letters, marks and digits."""
+        return bool(self.rules.exclude) and folded_letters(text) in excluded_letters(tuple(self.rules.exclude))
 
-    def length_problem(self, texts: list[str]) -> str:
-        """Return the name of the rule by which a pair, or a single sentence, is removed; "" if no rule removes it."""
+    def broken_length_rule(self, texts: list[str]) -> str:
+        """Return the name of the length rule that removes a pair or a single sentence; "" if no rule does."""
         sizes = list(map(len, texts))
         length = self.rules.length
         if length.characters and not (length.characters[0] <= min(sizes) and max(sizes) <= length.characters[1]):
@@ -168,13 +168,13 @@ class Cleaner:
         if self.rules.ratio and max(sizes) > self.rules.ratio * min(sizes):
             return "ratio"
         if self.tokenizer and length.tokens:
-            return tokens_problem(self.tokenizer, texts, length.tokens)
+            return broken_token_rule(self.tokenizer, texts, length.tokens)
         return ""
 
 
-def tokens_problem(tokenizer: Tokenizer, texts: Sequence[str], bounds: tuple[int, int]) -> str:
-    """Return "too short", "too long", or "" if the numbers of tokens are allowed. Every side needs at least bounds[0]
-    tokens (Pan et al. 2021, 3.1). The whole sequence with its special tokens may have at most bounds[1]."""
+def broken_token_rule(tokenizer: Tokenizer, texts: Sequence[str], bounds: tuple[int, int]) -> str:
+    """Return "too short", "too long", or "" for a sentence or a pair with allowed numbers of tokens. bounds: the
+    minimum of each side (Pan et al. 2021, 3.1), and the maximum of the whole sequence with its special tokens."""
     sizes = list(map(len, tokenizer.encode(list(texts))))
     special = tokenizer.pair.special if len(texts) == 2 else 2
     if min(sizes) < bounds[0]:
@@ -189,9 +189,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     return Tokenizer(name)
 
 
-def letters_of(text: str) -> str:
-    """Return a text's letters, marks and digits, ignoring case. Without its marks, a word of Hindi or Arabic would be
-    the same as others that differ from it in vowels."""
+def folded_letters(text: str) -> str:
+    """Return a text's letters, marks and digits in folded case. The marks tell words of Hindi or Arabic apart that
+    differ in vowels."""
     return "".join(filter(_is_letter, unicodedata.normalize("NFKC", text).casefold()))
 
 
@@ -202,10 +202,10 @@ def _is_letter(character: str) -> bool:
 
 @cache
 def excluded_letters(paths: tuple[str, ...]) -> set[str]:
-    """Return the letters of each line of evaluation files. Raises UserError if a file has no text."""
+    """Return the folded letters of each line of evaluation files. Raises UserError if a file has no text."""
     excluded = set[str]()
     for path in paths:
-        lines = {letters_of(line) for _, line in read_lines(Path(path))} - {""}
+        lines = {folded_letters(line) for _, line in read_lines(Path(path))} - {""}
         if not lines:
             raise UserError(f"rules.exclude: {path} has no text; give a file of evaluation text, or leave it out")
         excluded |= lines
@@ -213,7 +213,7 @@ def excluded_letters(paths: tuple[str, ...]) -> set[str]:
 
 
 def text_hash(texts: list[str]) -> bytes:
-    """Return an 8-byte hash of a unit's whole text."""
+    """Return an 8-byte hash of all texts of a unit."""
     return blake2b("\n".join(texts).encode(), digest_size=8).digest()
 
 
@@ -223,7 +223,7 @@ def minhash_bands(texts: list[str]) -> np.ndarray:
 
     parts = [np.empty((0, BANDS), dtype=np.uint64)]
     for start in range(0, len(texts), HASHED_AT_ONCE):
-        shingles = list(map(shingles_of, texts[start : start + HASHED_AT_ONCE]))
+        shingles = list(map(character_ngrams, texts[start : start + HASHED_AT_ONCE]))
         rows = rensa.RMinHash.digest_matrix_from_token_sets(shingles, PERMUTATIONS, 42).to_rows()
         bands = np.array(rows, dtype=np.uint64).reshape(len(shingles), BANDS, -1)
         factors = np.random.RandomState(0).randint(1 << 62, size=bands.shape[-1], dtype=np.int64).astype(np.uint64)
@@ -232,14 +232,14 @@ def minhash_bands(texts: list[str]) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def shingles_of(text: str) -> list[str]:
+def character_ngrams(text: str) -> list[str]:
     folded = " ".join(text.casefold().split())
     return [folded[start : start + SHINGLE] for start in range(max(len(folded) - SHINGLE + 1, 1))]
 
 
 def language_code(label: str) -> str:
-    """Return the short code of a language, such as "de", from a code or a label of fastText. Norwegian's two written
-    forms (nb, nn) have the code "no", because identifiers disagree about them."""
+    """Return the short code of a language, such as "de", for a code or a label of fastText. The two written forms of
+    Norwegian (nb, nn) have the code "no", because identifiers often confuse them."""
     code = short_code(label.removeprefix("__label__"))
     return "no" if code in ("nb", "nn") else code
 

@@ -2,12 +2,15 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+from xscale import files
 from xscale.errors import ENVIRONMENT_ERRNOS, MachineError, UserError, check_arguments, escape_unprintable
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a tool and exit. A UserError is printed, with exit code 2; an error of the machine exits with 4."""
+    """Run a tool and exit. An error is printed as one line. Exit codes: 2 for a user's error, 4 if the machine
+    failed."""
     escape_unprintable()
     code = 0
     try:
@@ -25,3 +28,10 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def check_new_folder(out: Path) -> None:
+    """Raise UserError unless `out` can be written and is absent or an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not an empty folder; choose another --out, or remove it")
+    files.check_writable(out)

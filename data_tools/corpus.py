@@ -1,4 +1,4 @@
-"""The file corpus.yaml names the sources that `data_tools.prepare` reads and the rules that it applies. Unknown keys
+"""The file corpus.yaml names the sources that `xscale data prepare` reads, and the rules that it applies. Unknown keys
 are errors, and all problems are reported at once.
 
     sources:
@@ -37,8 +37,7 @@ FORMATS: dict[str, set[str]] = {
     "datasets": {"columns", "field", "config", "split"},
     "shards": set(),
 }
-"""For each format: the key of a source that names its files -> further keys that are allowed with this format, but not
-with all formats."""
+"""{key of a source that names its files: the further keys of such a source}, without the keys of all sources."""
 
 
 class Strict(BaseModel):
@@ -49,8 +48,8 @@ class Length(Strict):
     characters: tuple[int, int] | None = Field(default=None, strict=False)
     """The minimum and the maximum number of characters of a sentence, or of each side of a pair."""
     tokens: tuple[int, int] | None = Field(default=None, strict=False)
-    """The minimum number of tokens of a sentence or side, and the maximum number of tokens of a whole sequence, counted
-    as for data.max_length. This rule needs `tokenizer`."""
+    """The minimum number of tokens of a sentence or side, and the maximum number of tokens of a whole sequence, which
+    also counts special tokens, as data.max_length does. This rule needs `tokenizer`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -67,18 +66,19 @@ class Rules(Strict):
     """nfc changes text to Unicode's composed form; controls replaces control characters by spaces; spaces replaces each
     run of white space by one space."""
     identical: bool = False
-    """False: a pair with the same text of four words or more on both sides is removed."""
+    """False: a pair is removed if both sides have the same text, of four words or more."""
     length: Length = Length()
     ratio: float | None = Field(default=None, ge=1)
     """The longer side of a pair has at most this many times the characters of the shorter side."""
     lid: bool | str = False
-    """A pair or a document is removed if py3langid finds that a side is very probably in another language. A path names
-    a fastText model, such as GlotLID's, that is used instead."""
+    """True: a pair or a document is removed if py3langid finds that a side is very probably in another language. A path
+    names a fastText model, such as GlotLID's, that replaces py3langid."""
     exclude: list[str] = []
     """Files of evaluation text. A pair or a sentence is removed if it has the same letters, marks and digits as a line
     of these files."""
     dedup: Literal["exact", "near"] | None = None
-    """Only the first of equal, or nearly equal, pairs or documents is kept, among all sources of the same languages."""
+    """Of equal, or nearly equal, pairs or documents, only the first is kept. The sources of the same languages are
+    compared together."""
 
     @property
     def paths(self) -> list[str]:
@@ -114,8 +114,8 @@ class SourceSpec(Strict):
     field: str = "text"
     """The field that holds a document's text in JSON lines, parquet and data sets."""
     links: int | str | None = None
-    """Word links in Pharaoh format, which number the words between spaces and tabs: a file with one line per pair, or
-    the number of a column of the TSV."""
+    """Word links in Pharaoh format, which number words between spaces and tabs: a file with one line per pair, or the
+    number of a column of the TSV."""
     linked: tuple[str, str] | None = Field(default=None, strict=False)
     """Two files: the texts whose words `links` numbers, if an aligner read other texts than `text`."""
     documents: Literal["auto", "doc", "blank", "lines"] = "auto"
@@ -137,7 +137,7 @@ class SourceSpec(Strict):
 
     @property
     def paths(self) -> list[str]:
-        """Return the source's files and folders, as corpus.yaml names them; then those of links."""
+        """Return the source's files and folders, followed by the files of its links, as corpus.yaml names them."""
         paths = getattr(self, self.format)
         paths = [paths] if isinstance(paths, str) else list(paths)
         if isinstance(self.links, str):
@@ -145,9 +145,9 @@ class SourceSpec(Strict):
         return paths
 
     @property
-    def is_foreign(self) -> bool:
-        """Return True for tars that webdataset reads, instead of a folder with an index."""
-        return self.shards is not None and is_foreign(self.shards)
+    def is_webdataset(self) -> bool:
+        """Return whether webdataset reads the source's shards, because they are tars without an index."""
+        return self.shards is not None and names_tars(self.shards)
 
     @property
     def langs(self) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ class SourceSpec(Strict):
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Return the sorted languages. Duplicates are searched among all sources of the same group."""
+        """Return the sorted languages. Duplicates are sought among all sources of a group."""
         return tuple(sorted(self.langs))
 
     @model_validator(mode="after")
@@ -213,8 +213,8 @@ class TokenizerSpec(Strict):
 
 
 class HeldoutSpec(Strict):
-    """The number of pairs of each language pair, and of sentences of each language, that are held out for evaluation.
-    At most a tenth of the text is held out."""
+    """The number of pairs of each language pair, and the number of sentences of each language, that are held out for
+    evaluation. At most a tenth of the text is held out."""
 
     pairs: int = Field(default=0, ge=0)
     mono: int = Field(default=0, ge=0)
@@ -229,8 +229,8 @@ class Corpus(Strict):
     """The tokenizer to train; or the folder or hub name of an existing one, by which lengths count."""
     heldout: HeldoutSpec = HeldoutSpec()
     lexicons: list[str] = []
-    """The dictionaries, such as en-de.txt, that are written to the folder `lexicon` of the output, respelled as the
-    text spells their words."""
+    """Dictionaries, such as en-de.txt. The output's folder `lexicon` gets them with each word in the spelling that the
+    text uses most."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -281,11 +281,13 @@ class Corpus(Strict):
         return sorted({source.group for source in self.sources})
 
 
-def is_foreign(shards: str) -> bool:
+def names_tars(shards: str) -> bool:
+    """Return whether `shards` names tars that webdataset opens, and not a folder."""
     return "://" in shards or shards.startswith("pipe:") or shards.endswith(".tar") or "{" in shards
 
 
 def default_name(source: SourceSpec) -> str:
+    """Return a name of the first file and the languages, such as `wiki.en`."""
     file_name = source.paths[0].rstrip("/").rpartition("/")[2]
     stem = re.sub(r"[^\w-]", "_", file_name.partition(".")[0]).lstrip("-")
     languages = "-".join(source.langs)
@@ -297,7 +299,7 @@ def load_corpus(path: Path) -> Corpus:
     try:
         tree = read_yaml(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is not YAML in UTF-8: {error}") from None
+        raise UserError(f"{path} is not YAML in UTF-8: {error}; correct it") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give the path of a corpus.yaml") from None
     if not isinstance(tree, dict):
@@ -311,7 +313,7 @@ def parse_corpus(tree: dict[str, Any], place: str) -> Corpus:
     sources = tree.get("sources")
     for source in sources if isinstance(sources, list) else []:
         if isinstance(source, dict) and isinstance(source.get("shards"), str):
-            add_languages(place, source)
+            add_shard_languages(place, source)
     try:
         return Corpus.model_validate(tree)
     except ValidationError as error:
@@ -319,16 +321,16 @@ def parse_corpus(tree: dict[str, Any], place: str) -> Corpus:
         raise UserError("\n".join([f"{place}:", *lines])) from None
 
 
-def add_languages(place: str, source: dict[str, Any]) -> None:
-    """Add the languages of shards to their entry in corpus.yaml. They come from the index or, for tars of other
-    programs, from the first sample. Raises UserError. place: the corpus.yaml, for errors."""
+def add_shard_languages(place: str, source: dict[str, Any]) -> None:
+    """Add `pairs` or `mono` to a source of shards. Its languages come from the index or, for tars of other programs,
+    from the first sample. place: the corpus.yaml, for errors. Raises UserError."""
     named = source.keys() & {"pairs", "mono"}
-    if is_foreign(source["shards"]):
+    if names_tars(source["shards"]):
         if named:
             return
-        from .readers import foreign_records
+        from .readers import webdataset_records
 
-        langs = next((found.record.langs for found in foreign_records(source["shards"])), ())
+        langs = next((stored.record.langs for stored in webdataset_records(source["shards"])), ())
     else:
         langs = Source(source["shards"]).langs
     languages = {"pairs": list(langs)} if len(langs) == 2 else {"mono": "".join(langs)}
@@ -338,17 +340,14 @@ def add_languages(place: str, source: dict[str, Any]) -> None:
 
 
 def problem_lines(error: ValidationError, prefix: str) -> list[str]:
-    """Return a line for each of pydantic's problems: `prefix`, the field, its value, and what is wrong."""
+    """Return a line for each of pydantic's problems: `prefix`, the field, its value, and the problem."""
     lines = list[str]()
     for problem in error.errors():
         place = ".".join(map(str, problem["loc"]))
         text = f"{problem['input']!r}: {problem['msg']}"
         if problem["type"] == "extra_forbidden":
-            remedy = (
-                removed_name(str(problem["loc"][-1]))
-                or "remove it, or move it where it belongs (docs/reference/corpus.md)"
-            )
-            text = f"unknown key here; {remedy}"
+            remedy = removed_name(str(problem["loc"][-1]))
+            text = f"unknown key here; {remedy or 'remove or move it (docs/reference/corpus.md)'}"
         elif problem["type"] == "value_error":
             text = problem["msg"].removeprefix("Value error, ")
         elif isinstance(problem["input"], bool):

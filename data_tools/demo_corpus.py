@@ -1,10 +1,10 @@
-"""Generate the demo corpus: raw files in one natural and two invented languages, and what `prepare` makes of them.
+"""Generate the demo corpus: raw files in one natural and two invented languages, and shards of them.
 
-    python -m data_tools.demo_corpus [--out data/demo] [--pairs 20000] [--mono 20000] [--seed 0]
+    xscale data demo_corpus [--out data/demo] [--pairs 20000] [--mono 20000] [--seed 0]
 
-Writes raw/, with a TSV of en-xx pairs that has gold word links, a TMX of en-yy pairs (a fifth as many), WikiExtractor's
-folders of documents (a fifth as many sentences of yy) and dictionaries, and corpus.yaml, which names these files.
-`data_tools.prepare` makes of them pairs/, pairs_yy/, mono_en/, mono_xx/, mono_yy/, heldout/pairs/, heldout_yy/pairs/,
+The folder raw/ has a TSV of en-xx pairs with gold word links, a TMX of en-yy pairs (a fifth as many), WikiExtractor's
+folders of documents (a fifth as many sentences of yy), and dictionaries. corpus.yaml names these files. From them,
+`xscale data prepare` makes pairs/, pairs_yy/, mono_en/, mono_xx/, mono_yy/, heldout/pairs/, heldout_yy/pairs/,
 tokenizer/, lexicon/{en-xx,xx-en}.txt, report.html and report.json.
 """
 
@@ -17,15 +17,15 @@ from pathlib import Path
 from xscale import files
 from xscale.data.link_projection import Link, format_pharaoh, parse_pharaoh
 from xscale.data.words import split_words
-from xscale.errors import UserError
 
 from . import prepare
-from .command import run
+from .command import check_new_folder, run
 from .demo_world import FIRST_YY, WRITTEN, World
+from .steps import write_lines
 
 HELDOUT = 1000
 CORPUS = """\
-# What `python -m data_tools.prepare` makes of the files in raw/; docs/reference/corpus.md describes every key.
+# What `xscale data prepare` makes of the files in raw/; docs/reference/corpus.md describes every key.
 sources:
   # Columns 1 and 2 are the two texts. Column 3 has word links, which AlignLM and contextual alignment need.
   - {name: pairs, pairs: [en, xx], tsv: "RAW/en-xx.tsv", columns: [1, 2], links: 3}
@@ -56,8 +56,7 @@ UNIT = '<tu><tuv xml:lang="en"><seg>{}</seg></tuv><tuv xml:lang="yy"><seg>{}</se
 def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0) -> None:
     """Write the whole corpus to the directory `out`, which appears only when it is complete. pairs, mono: numbers of
     en-xx pairs, and of sentences of en and of xx. Raises UserError."""
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; choose another --out or remove it")
+    check_new_folder(out)
     with files.publish(out) as partial:
         raw = partial / "raw"
         corpus = partial / "corpus.yaml"
@@ -65,10 +64,10 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0) -> 
         raw.mkdir(parents=True)
         write_raw(World(seed), raw, pairs, mono)
         write_corpus_yaml(corpus, raw)
-        with redirect_stdout(io.StringIO()):  # the report would name folders that are moved
+        with redirect_stdout(io.StringIO()):  # the report names folders that are moved afterwards
             prepare.main([str(corpus), "--out", str(made), "--workers", "1"])
         for name, pair in (("heldout", "en-xx"), ("heldout_yy", "en-yy")):
-            if (made / "heldout" / pair).exists():  # a few pairs have no links
+            if (made / "heldout" / pair).exists():  # of a few pairs, none is held out
                 (partial / name).mkdir()
                 (made / "heldout" / pair).rename(partial / name / "pairs")
         files.remove(made / "heldout")
@@ -90,7 +89,7 @@ def write_raw(world: World, raw: Path, pairs: int, mono: int) -> None:
     lines = list[str]()
     for number in range(count_with_heldout(pairs)):
         en, xx, links = world.pair(number)
-        lines.append(f"{en}\t{xx}\t{link_whitespace_words(en, xx, links)}")
+        lines.append(f"{en}\t{xx}\t{number_whitespace_words(en, xx, links)}")
     write_lines(raw / "en-xx.tsv", lines)
     fifth = -(-pairs // 5)
     units = ""
@@ -111,9 +110,9 @@ def count_with_heldout(pairs: int) -> int:
     return pairs + min(HELDOUT, pairs // 9)
 
 
-def link_whitespace_words(en: str, xx: str, links: str) -> str:
-    """Return the links of a pair as numbers of white-space words, as in a TSV. links: numbers of words and symbols of
-    data/words.py. Links of symbols are left out. Each symbol is at the end of a white-space word."""
+def number_whitespace_words(en: str, xx: str, links: str) -> str:
+    """Return the links of a pair with the numbers of the words between white space, as in a TSV. Links of symbols,
+    which end such words, are left out. links: the links with the numbers of the words and symbols of data/words.py."""
     (_, en_is_word), (_, xx_is_word) = split_words([en, xx])
     kept = list[Link]()
     for i, j in parse_pharaoh(links, (len(en_is_word), len(xx_is_word))):
@@ -134,12 +133,7 @@ def write_wiki(world: World, folder: Path, language: str, sentence_count: int) -
         title = f'<doc id="{number}" url="" title="{language} {number}">'
         lines += [title, space.join(sentences), "", "</doc>", ""]
         written += len(sentences)
-    folder.mkdir(parents=True)
     write_lines(folder / "wiki_00", lines)
-
-
-def write_lines(path: Path, lines: list[str]) -> None:
-    files.write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def main(argv: list[str] | None = None) -> None:

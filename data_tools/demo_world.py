@@ -1,9 +1,10 @@
 """A seeded world: parallel sentences with gold word links and monolingual documents, for demos and tests.
 
-"xx" is an invented verb-final language with postpositions, adjectives after the noun, suffixes for case, number, tense
-and person, no articles, and dropped pronouns. "yy" is xx in a script without spaces. GRAMMAR builds a sentence in both
-languages at once. A token has the concepts that it expresses; tokens of the two sides that share a concept are linked.
-Names and punctuation are the same in English and xx. The sentences of a document reuse its words.
+"xx" is an invented language. The verb comes last, adjectives follow their noun, and there are postpositions, but no
+articles. Suffixes express case, number, tense and person, and pronouns are left out. "yy" is xx in a script without
+spaces. GRAMMAR builds a sentence in English and xx at once. Each token has the concepts that it expresses, and tokens
+of both sides with a common concept are linked. Names and punctuation are the same in English and xx. The sentences of a
+document reuse its words.
 """
 
 import re
@@ -14,11 +15,13 @@ from itertools import count, product
 from random import Random
 from typing import NamedTuple
 
+from xscale.data.link_projection import format_pharaoh
+
 LANGUAGES = ("en", "xx")
 """The languages in which a sentence is built."""
 WRITTEN = (*LANGUAGES, "yy")
 FIRST_YY = 1_000_000
-"""The index of the first en-yy pair of a corpus. It is so high that en-yy and en-xx pairs have different sentences."""
+"""The index of the first en-yy pair of a corpus. The indices of en-xx pairs are lower, so their sentences differ."""
 
 # Earlier words are more frequent; after a slash stand irregular plurals of nouns, and past tenses of verbs.
 NOUNS = {
@@ -51,11 +54,11 @@ OTHERS = {
     "asked": "asked",
     "topic": "topic",
 }
-"""Words without inflection. The last three pools are particles that only xx has."""
+"""Words without inflection. The words of the last three pools are particles that only xx has."""
 NAMES = "Anna Tom Maria Peter Clara John Lucy Henry Emma David"
 SIGNS = {"stop": ".", "comma": ",", "question": "?"}
 FUNCTION = ("determiner", "preposition", "conjunction", "negation", "undone", "asked", "topic", *SIGNS)
-"""The pools of words that the dictionary does not have."""
+"""The pools whose words are not in the dictionary."""
 
 CASES = {"nom": "", "acc": "n", "dat": "ke", "gen": "zo", "loc": "ma"}
 NUMBERS = {"one": "", "many": "ri"}
@@ -118,15 +121,16 @@ GRAMMAR = {
         "determiner adjective *{0}.many.{1} = *{0}.many.{1} adjective determiner",
     ],
 }
-"""Each phrase, and the ways to write it, of which one is chosen: in English, then behind " = " in xx, if that differs.
-A part is a phrase or a word's pool, and after dots its features: {0} and {1} are those of the phrase itself. The head
-has a star. `to+PART` is the word "to", which expresses the concept of PART. Another word expresses nothing."""
+"""{phrase: its rules}, of which one is chosen. A rule is the English form and, after " = ", the form in xx if it
+differs. A part is a phrase or a pool of words, with its features after dots; {0} and {1} are the features of the whole
+phrase. A star marks the head. `to+PART` is the word "to", which expresses the concept of PART. Another word expresses
+no concept."""
 LITERALS = {"a", "an", "the", "of", "to", "will", "did", "i", "we", "you"}
 SYLLABLE = re.compile("[^aeiou]*[aeiou]+|[^aeiou]+")
 ONSETS = ("k", "t", "p", "m", "n", "l", "r", "z", "v", "g", "b", "d", "sh", "j")
 VOWELS = ("a", "i", "o", "u", "ei")
 RETURN = 0.35
-"""The probability that a document reuses the word that it last sampled from a pool."""
+"""The probability that a document uses the last word from a pool again, instead of a new word."""
 
 Token = tuple[str, tuple[int, ...]]
 """A form, and the numbers of the concepts that it expresses."""
@@ -140,7 +144,7 @@ class Word(NamedTuple):
 
 
 class Phrase(NamedTuple):
-    """Tokens of (a part of) a sentence by language, and the concept of its head."""
+    """The tokens of a sentence, or of a part of it, by language; and the concept of its head."""
 
     tokens: dict[str, list[Token]]
     concept: int
@@ -150,27 +154,28 @@ def choose(rng: Random, options: Sequence[str]) -> str:
     return options[int(rng.random() * len(options))]
 
 
-def written_text(tokens: Sequence[Token]) -> str:
-    """Return the tokens as written text. Each token is one word or symbol of data/words.py."""
+def join_tokens(tokens: Sequence[Token]) -> str:
+    """Return the text of English or xx tokens, with spaces between words. A token is a word or symbol of
+    data/words.py."""
     text = " ".join(word for word, _ in tokens)
     text = re.sub(r"\ba (?=[aeiou])", "an ", re.sub(r" (?=[.,?])", "", text))
     return text[0].upper() + text[1:]
 
 
-def in_yy(form: str) -> str:
+def to_yy_script(form: str) -> str:
     """Return a form of xx in the script of yy, which has a Chinese character for each syllable."""
     if form in SIGNS.values():
         return {".": "。", ",": "，", "?": "？"}[form]
     return "".join(chr(0x4E00 + zlib.crc32(syllable.encode()) % 20_000) for syllable in SYLLABLE.findall(form))
 
 
-def add_ed(verb: str) -> str:
+def regular_past(verb: str) -> str:
     """Return the regular past tense of an English verb."""
     return verb[:-1] + "ied" if verb.endswith("ry") else verb.removesuffix("e") + "ed"
 
 
-def add_s(word: str) -> str:
-    """Return the regular plural of an English noun, or the third person of a verb."""
+def regular_s_form(word: str) -> str:
+    """Return the regular plural of an English noun, or the regular third person of a verb."""
     if word[-1] == "y" and word[-2] not in "aeiou":
         return word[:-1] + "ies"
     return word + ("es" if word.endswith(("s", "x", "z", "ch", "sh", "o")) else "s")
@@ -185,7 +190,7 @@ def english_words() -> list[tuple[str, dict[str, str]]]:
             forms = dict[str, str]()
             for case in CASES:
                 forms[f"one.{case}"] = noun
-                forms[f"many.{case}"] = plural or add_s(noun)
+                forms[f"many.{case}"] = plural or regular_s_form(noun)
             words.append((pool, forms))
     for name in NAMES.split():
         words.append(("name", {f"one.{case}": name for case in CASES}))
@@ -193,9 +198,9 @@ def english_words() -> list[tuple[str, dict[str, str]]]:
         for item in items.split():
             base, _, past = item.partition("/")
             forms = {f"{tense}.{person}": base for tense, person in product(TENSES, PERSONS)}
-            forms["pres.one"] = add_s(base)
+            forms["pres.one"] = regular_s_form(base)
             for person in PERSONS:
-                forms[f"past.{person}"] = past or add_ed(base)
+                forms[f"past.{person}"] = past or regular_past(base)
             words.append((pool, forms))
     for pool, items in (OTHERS | SIGNS).items():
         for form in items.split():
@@ -204,7 +209,7 @@ def english_words() -> list[tuple[str, dict[str, str]]]:
 
 
 def xx_suffix(pool: str, key: str) -> str:
-    """Return the suffix of a word of xx for a grammatical key, such as "many.acc" or "past.one"."""
+    """Return the suffix of a word of xx for its grammatical key, such as "many.acc" or "past.one"."""
     first, _, second = key.partition(".")
     if pool in VERBS:
         return TENSES[first] + PERSONS[second]
@@ -212,7 +217,8 @@ def xx_suffix(pool: str, key: str) -> str:
 
 
 def coin_stem(rng: Random, pool: str, en: dict[str, str], taken: set[str]) -> str:
-    """Return the stem of a word of xx, none of whose forms is taken. A name or sign is its own stem."""
+    """Return a new stem for a word of xx, so that none of its forms is in `taken`. The stem of a name or sign is the
+    name or sign itself."""
     if pool == "name" or pool in SIGNS:
         return next(iter(en.values()))
     while True:
@@ -246,24 +252,21 @@ class World:
         end = 0
         for form, concepts in tokens["xx"]:
             start = end
-            end += len(in_yy(form)) if other == "yy" else 1
+            end += len(to_yy_script(form)) if other == "yy" else 1
             for concept in concepts:
                 places[concept] += range(start, end)
         links = set[tuple[int, int]]()
         for i, (_, concepts) in enumerate(tokens["en"]):
             for concept in concepts:
                 links.update((i, j) for j in places[concept])
-        pharaoh = " ".join(f"{i}-{j}" for i, j in sorted(links))
-        return text_in(tokens, "en"), text_in(tokens, other), pharaoh
+        return sentence_text(tokens, "en"), sentence_text(tokens, other), format_pharaoh(sorted(links))
 
     def document(self, language: str, index: int) -> list[str]:
         """Return the sentences of monolingual document `index` of a language."""
-        if language not in WRITTEN:
-            raise ValueError(f"no language {language!r}, only {WRITTEN}")
         rng = Random(f"{self.seed}/{language}/{index}")
         sentences = min(1 + int(rng.expovariate(1 / 5)), 40)
         composer = Composer(self, rng, RETURN)
-        return [text_in(composer.sentence(), language) for _ in range(sentences)]
+        return [sentence_text(composer.sentence(), language) for _ in range(sentences)]
 
     def dictionary(self) -> list[tuple[str, str]]:
         """Return (en form, xx form) of all content words, without duplicates."""
@@ -274,18 +277,18 @@ class World:
         return list(entries)
 
 
-def text_in(tokens: dict[str, list[Token]], language: str) -> str:
+def sentence_text(tokens: dict[str, list[Token]], language: str) -> str:
     """Return a sentence in a language."""
     if language == "yy":
-        return "".join(in_yy(form) for form, _ in tokens["xx"])
-    return written_text(tokens[language])
+        return "".join(to_yy_script(form) for form, _ in tokens["xx"])
+    return join_tokens(tokens[language])
 
 
 class Composer:
     """Writes phrases of GRAMMAR in both languages."""
 
     def __init__(self, world: World, rng: Random, returning: float):
-        """returning: the probability that a word that was sampled last from a pool is used again."""
+        """returning: the probability that the last word from a pool is used again."""
         self.pools = world.pools
         self.rng = rng
         self.returning = returning
@@ -331,7 +334,7 @@ class Composer:
 
     def word(self, pool: str, key: str) -> Phrase:
         """Return a word of a pool, which expresses a new concept. The n-th of N words is drawn about sqrt(N / n) times
-        as often as the last."""
+        as often as the N-th."""
         if pool not in self.last or self.rng.random() >= self.returning:
             words = self.pools[pool]
             self.last[pool] = words[int(len(words) * self.rng.random() ** 2)]

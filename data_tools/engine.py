@@ -1,10 +1,10 @@
 """Runs the tasks of a step in processes of this machine, as an array of SLURM jobs, or on a Ray cluster.
 
-A task is a pure function of the plan. It writes whole files (by `replacing`), and then an empty file that marks it as
-done. A task that is marked is not run again, so a killed run continues with the other tasks, also with another
-executor. The executors use concurrent.futures, `sbatch --wait --array` and Ray's tasks. (datatrove's local executor
-waits forever for a worker that the kernel killed, its SLURM executor does not report whether tasks failed, and its Ray
-executor starts only inside its own pipelines. submitit needs SLURM's accounting database.)
+A task is a pure function of the plan. It writes whole files (by `replacing`). Then an empty file marks the task as
+done. A marked task is not run again, so a new start after a kill runs the other tasks, also with another executor. The
+executors use concurrent.futures, `sbatch --wait --array` and Ray's tasks. (datatrove's local executor waits forever for
+a worker that the kernel killed, its SLURM executor does not report whether tasks failed, and its Ray executor starts
+only inside its own pipelines. submitit needs SLURM's accounting database.)
 """
 
 import fcntl
@@ -47,8 +47,8 @@ class TaskList:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a new path to write to. The file that is written there then replaces `path`. Two processes may do so for
-    one `path` at the same time."""
+    """Yield a new path to write to. The file that is written there then replaces `path`. Two processes may replace the
+    same `path` at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{files.PARTIAL}")
     try:
@@ -64,7 +64,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def lock_folder(folder: Path) -> int:
     """Lock a folder until the returned file descriptor is closed. Raises UserError if another process has the lock.
-    Workers of a killed start may have it for a moment."""
+    After a kill, workers may have it for a moment."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,18 +72,18 @@ def lock_folder(folder: Path) -> int:
         os.close(fd)
         raise UserError(f"{folder} is being written by another process; wait for it, or stop it") from None
     except OSError:
-        pass  # a file system without locks
+        pass  # the file system has no locks
     return fd
 
 
-def mark_path(folder: Path, step: str, number: int) -> Path:
+def done_mark(folder: Path, step: str, number: int) -> Path:
     """Return the path of the empty file that marks a task as done."""
     return folder / "done" / step / f"{number:06d}"
 
 
 def do_task(folder: Path, name: str, function: Callable[[Path, int], None], number: int) -> None:
     """Do task `number` of the step called `name`, unless it is marked as done, and mark it."""
-    done = mark_path(folder, name, number)
+    done = done_mark(folder, name, number)
     if not done.exists():
         function(folder, number)
         done.parent.mkdir(parents=True, exist_ok=True)
@@ -91,8 +91,8 @@ def do_task(folder: Path, name: str, function: Callable[[Path, int], None], numb
 
 
 def run_tasks(executor: str, workers: int, tasks: TaskList) -> None:
-    """Do the tasks by an executor, a key of EXECUTORS, with at most `workers` at a time. On a terminal, a bar counts
-    the finished ones. Raises UserError and MachineError."""
+    """Do the tasks, at most `workers` at a time. executor: a key of EXECUTORS. On a terminal, a bar counts the finished
+    tasks. Raises UserError and MachineError."""
     with tqdm(desc=tasks.name, total=len(tasks.numbers), unit="task", leave=False, disable=None) as bar:
         for _ in EXECUTORS[executor](tasks, workers):
             bar.update()
@@ -122,7 +122,7 @@ def run_local(tasks: TaskList, workers: int) -> Iterator[None]:
 
 
 def start_worker(parent: int) -> None:
-    """Make this process end soon after the process `parent`, and ignore Ctrl-C, which `parent` handles."""
+    """Make this process end soon after the process `parent` ends, and ignore Ctrl-C, which `parent` handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
@@ -134,7 +134,8 @@ def start_worker(parent: int) -> None:
 
 
 def run_slurm(tasks: TaskList, workers: int) -> Iterator[None]:
-    """Run a SLURM array of at most `workers` jobs, each of which does a share of the tasks. Yield at its end."""
+    """Do the tasks in an array of at most `workers` SLURM jobs, each of which does a share of them. Yield at the
+    end."""
     logs = tasks.folder / "logs"
     logs.mkdir(exist_ok=True)
     jobs = min(workers, len(tasks.numbers))
@@ -143,12 +144,12 @@ def run_slurm(tasks: TaskList, workers: int) -> Iterator[None]:
     flags += [f"--job-name=prepare-{tasks.name}", f"--output={logs}/{tasks.name}-%A_%a.out", "--open-mode=append"]
     flags.append(f"--wrap=exec {shlex.join(words)} $SLURM_ARRAY_TASK_ID {jobs}")
     # If this process runs in an allocation, sbatch would take the allocation's variables for flags.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
+    environment = {name: text for name, text in os.environ.items() if name == "SLURM_CONF" or name[:6] != "SLURM_"}
     try:
         done = subprocess.run(["sbatch", *flags], env=environment, capture_output=True, text=True)
     except FileNotFoundError:
-        raise UserError("--executor slurm needs `sbatch` on PATH; or choose --executor local") from None
-    missing = [n for n in tasks.numbers if not mark_path(tasks.folder, tasks.name, n).exists()]
+        raise UserError("--executor slurm needs `sbatch` on PATH; install SLURM, or choose --executor local") from None
+    missing = [n for n in tasks.numbers if not done_mark(tasks.folder, tasks.name, n).exists()]
     if missing:
         job = done.stdout.strip().partition(";")[0]
         log = "".join(path.read_text(errors="replace") for path in sorted(logs.glob(f"{tasks.name}-{job}_*.out")))
@@ -164,12 +165,12 @@ def run_ray(tasks: TaskList, workers: int) -> Iterator[None]:
     try:
         import ray
     except ImportError:
-        raise UserError("--executor ray needs `pip install ray`; or choose --executor local") from None
+        raise UserError("ray is not installed; `pip install ray`, or choose --executor local") from None
     if not ray.is_initialized():
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
-            raise MachineError(f"Ray cannot be reached: {error}; see RAY_ADDRESS") from None
+            raise MachineError(f"Ray cannot be reached: {error}; correct RAY_ADDRESS, or start Ray there") from None
     remote = ray.remote(do_task)
     folder = tasks.folder.resolve()
     left = list(tasks.numbers)
@@ -194,5 +195,5 @@ EXECUTORS: dict[str, Callable[[TaskList, int], Iterator[None]]] = {
     "slurm": run_slurm,
     "ray": run_ray,
 }
-"""The name of an executor -> a function (tasks, workers). It does the tasks, at most `workers` at a time, and yields
-when tasks are finished."""
+"""{name of an executor: its function (tasks, workers)}. The function does the tasks, at most `workers` at a time, and
+yields when some are finished."""

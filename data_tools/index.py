@@ -1,10 +1,10 @@
 """(Re)build the index of a directory of WebDataset tars, including tars that other tools wrote.
 
-    python -m data_tools.index DIR [--langs en de]
+    xscale data index DIR [--langs en de]
 
 Tars may hold `.jsonl` members (one record a line), or one sample per record: KEY.json, KEY.en.txt + KEY.de.txt (+
-KEY.links.txt), or KEY.txt with --langs. Links of samples number white-space words, unless an existing index.json names
-another kind of words.
+KEY.links.txt), or KEY.txt with --langs. The links of samples number the words between white space, unless an existing
+index.json names another kind of words.
 """
 
 import argparse
@@ -33,14 +33,14 @@ WORKER_TARS = 8
 def build_index(
     directory: Path, langs: tuple[str, ...] | None, made_by: dict[str, Any], check_links: bool = False
 ) -> dict[str, Any]:
-    """Scan all tars of a directory. Write an .idx file beside each tar, the file that joins the entries of all .idx
-    files, and then index.json. Return the content of index.json. Raises UserError.
+    """Scan all tars of a directory, and write an .idx file beside each tar, the file that joins all .idx files, and
+    index.json. Return the content of index.json. Raises UserError.
 
     langs: the languages of samples that do not name theirs. check_links: refuse links that do not fit their texts.
     """
     paths = sorted(directory.glob("*.tar"))
     if not paths:
-        raise UserError(f"no .tar in {directory}")
+        raise UserError(f"no .tar in {directory}; give a folder of tars")
     segmentations = link_segmentations(directory) if check_links else None
     index_one = partial(index_tar, langs=langs, segmentations=segmentations)
     index = index_content(directory, map_tars(index_one, paths), made_by)
@@ -49,7 +49,7 @@ def build_index(
 
 
 def map_tars(index_one: Callable[[Path], ScannedTar], paths: list[Path]) -> list[ScannedTar]:
-    """Return list(map(index_one, paths)), computed by a process for each core if there are many tars."""
+    """Return list(map(index_one, paths)). If there are many tars, a process for each core computes a part."""
     if len(paths) < 2 * WORKER_TARS:
         return list(map(index_one, paths))
     workers = min(len(os.sched_getaffinity(0)), len(paths) // WORKER_TARS)
@@ -57,7 +57,7 @@ def map_tars(index_one: Callable[[Path], ScannedTar], paths: list[Path]) -> list
         try:
             return list(pool.map(index_one, paths, chunksize=WORKER_TARS))
         except BrokenProcessPool:
-            raise MachineError("a process that scans tars was killed, perhaps because memory ran out") from None
+            raise MachineError("a process that scans tars was killed, perhaps by lack of memory; start again") from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -73,8 +73,9 @@ def index_tar(
 
 
 def link_segmentations(directory: Path) -> dict[str, dict[str, str]]:
-    """Return which kind of words the links number, for each layout. An existing index.json names it. Without an
-    index.json, links in .jsonl members number words of data/words.py, and links of samples number white-space words."""
+    """Return {layout: the kind of words that its links number}. An existing index.json names this kind. Without an
+    index.json, links in .jsonl members number the words of data/words.py, and links of samples number the words between
+    white space."""
     try:
         existing = read_index(directory)[0].get("segmentation", SEGMENTATIONS["whitespace"])
     except UserError:
@@ -83,8 +84,8 @@ def link_segmentations(directory: Path) -> dict[str, dict[str, str]]:
 
 
 def index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of index.json. tars: all of the directory. Raises UserError if they differ in their languages
-    or layout."""
+    """Return the content of index.json. tars: all tars of the directory. Raises UserError if they differ in their
+    languages or their layout."""
     in_order = sorted(tars, key=lambda tar: tar.shard.name)
     first = in_order[0]
     records = documents = size = 0
@@ -93,7 +94,7 @@ def index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dict[str
         if (tar.layout, tar.langs) != (first.layout, first.langs):
             raise UserError(
                 f"{directory / tar.shard.name} holds {tar.langs} ({tar.layout}), {first.shard.name} holds "
-                f"{first.langs} ({first.layout}); keep one directory for each"
+                f"{first.langs} ({first.layout}); give each its own directory"
             )
         records += tar.shard.records
         documents += tar.documents
@@ -119,7 +120,7 @@ def index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dict[str
 
 
 def write_index(directory: Path, index: dict[str, Any]) -> None:
-    """Write the file that joins the entries of all shards' .idx files, and then index.json."""
+    """Write the file that joins all shards' .idx files, and then index.json."""
     with files.publish(directory / ENTRIES) as partial_path, partial_path.open("wb") as all_entries:
         for shard in index["shards"]:
             all_entries.write((directory / shard["name"]).with_suffix(".idx").read_bytes())

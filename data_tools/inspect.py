@@ -1,8 +1,8 @@
 """Describe a shard directory, or each shard directory one level below.
 
-    python -m data_tools.inspect DIR ... [--show N] [--verify] [--tokenizer T] [--json F]
+    xscale data inspect DIR ... [--show N] [--verify] [--tokenizer T] [--json F]
 
-Words, and the word numbers of word links, follow xscale/data/words.py: runs of letters and digits, and single symbols.
+Words are those of xscale/data/words.py: runs of letters and digits, and single symbols. Word links number these words.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from .index import summary_line
 from .scan import scan_tar
 
 SAMPLE = 10_000
-"""The maximum number of records of a source whose words, links and tokens are counted."""
+"""The maximum number of a source's records in which words, links and tokens are counted."""
 SHARDS_SHOWN = 20
 
 
 def print_lengths(lang: str, texts: list[str]) -> None:
-    """Print the number of words of the texts."""
+    """Print how many words a sentence has: the mean, percentiles and the maximum."""
     counts = [len(words) for words, _ in split_words(texts)]
     low, median, high = np.percentile(counts, [5, 50, 95])
     print(f"  {lang}: words a sentence {np.mean(counts):.1f} on average, 5 % {low:.0f}, 50 % {median:.0f}, 95 % "
@@ -41,7 +41,7 @@ def print_lengths(lang: str, texts: list[str]) -> None:
 
 
 def link_statistics(records: list[Record]) -> dict[str, Any]:
-    """Return the statistics of word links that --json writes as "links". records: pairs with links."""
+    """Return the statistics of word links for the field "links" of --json. records: pairs with links."""
     words = np.zeros(2)
     linked_words = np.zeros(2)
     links = symbols = 0
@@ -61,8 +61,8 @@ def link_statistics(records: list[Record]) -> dict[str, Any]:
 
 
 def linked_tokens_per_target(records: list[Record], tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the median and the 95th percentile of the number of tokens that AlignLM sums for each masked token, its
-    linked tokens. records: pairs with links."""
+    """Return the median and the 95th percentile of the number of linked tokens of a token, over which AlignLM sums.
+    records: pairs with links."""
     _, words = tokenizer.encode_words(list(chain.from_iterable(record.texts for record in records)))
     sums = list[int]()
     for record, first, second in zip(records, words[::2], words[1::2], strict=True):
@@ -83,9 +83,9 @@ def link_array(record: Record, first: int, second: int) -> np.ndarray:
     return np.array(parse_pharaoh(record.links or "", (first, second)), dtype=np.int64).reshape(-1, 2)
 
 
-def damage(source: Source, number: int) -> str:
-    """Return what is wrong with shard `number`, and its first damaged record; "" if the shard is as index.json says."""
-    about = source.shards[number]
+def describe_damage(source: Source, shard_number: int) -> str:
+    """Return a line about the damage of a shard and its first damaged record; "" if the shard is undamaged."""
+    about = source.shards[shard_number]
     path = source.directory / about.name
     idx = path.with_suffix(".idx")
     try:
@@ -93,18 +93,18 @@ def damage(source: Source, number: int) -> str:
         if tar.shard == about and idx.read_bytes() == entries.tobytes():
             return ""
         for record in range(about.records):
-            source.read(number, record)
+            source.read(shard_number, record)
     except (UserError, ValueError, OSError) as error:
         return str(error)
-    return f"{path} or {idx.name} differs from index.json; copy them again, or run `python -m data_tools.index DIR`"
+    return f"{path} or {idx.name} differs from index.json; copy them again, or run `xscale data index DIR`"
 
 
 def verify(source: Source) -> None:
     """Compare every byte of a source with its index. Raises UserError, which lists all damaged shards."""
-    problems = [damage(source, number) for number in range(len(source.shards))]
+    problems = [describe_damage(source, number) for number in range(len(source.shards))]
     lines = sorted(filter(None, problems))
     if lines:
-        raise UserError("\n  ".join([f"{len(lines)} damaged shards:", *lines]))
+        raise UserError("\n  ".join([f"{len(lines)} damaged shards; copy them again:", *lines]))
     print(f"{source.directory}: {len(source.shards)} shards verified")
 
 
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="F", help="also write the counts and the statistics to this file")
     args = parser.parse_args(argv)
     if args.show < 0:
-        raise UserError(f"--show {args.show}: a number of records is 0 or more")
+        raise UserError(f"--show {args.show} must be 0 or more")
     if args.json:
         files.check_writable(args.json)
     tokenizer = Tokenizer(args.tokenizer.absolute()) if args.tokenizer else None

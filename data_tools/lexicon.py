@@ -1,13 +1,13 @@
 """Make a bilingual dictionary: join, filter or sample existing ones, or induce one from word links.
 
-    python -m data_tools.lexicon --dict en-de.txt ... --out out/en-de.txt [--share 0.25] [--drop_identical]
-    python -m data_tools.lexicon --from_links DIR ... --out out/en-de.txt [--min_count 3] [--min_share 0.2]
-    python -m data_tools.lexicon --dict en-de.txt --out out/en-de.txt --truecase DIR ...
+    xscale data lexicon --dict en-de.txt ... --out out/en-de.txt [--share 0.25] [--drop_identical]
+    xscale data lexicon --from_links DIR ... --out out/en-de.txt [--min_count 3] [--min_share 0.2]
+    xscale data lexicon --dict en-de.txt --out out/en-de.txt --truecase DIR ...
 
-The name of a file, such as en-de.txt, gives the order of its columns. --out has the same order. Entries keep the order
-of the input; induced ones begin with the most frequent. --share samples the vocabulary, as Tang et al. (2022) do: it
-selects words of the first column by a hash of the word, and keeps all entries of each. A sample of 10 % is a part of
-the sample of 20 %.
+The name of a file, such as en-de.txt, gives the languages of its columns. --out must name the languages in the same
+order. Entries keep the order of the input; induced entries begin with the most frequent. --share samples the
+vocabulary, as Tang et al. (2022) do: it chooses words of the first column by a hash of the word, and keeps all entries
+of each chosen word. A sample of 10 % is a part of the sample of 20 %.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Entry = tuple[str, str]
 
 @dataclass
 class LinkCounts:
-    """Counts over all records with word links. Words are in lower case."""
+    """Counts of words and of word links, over all records with links. Words are in lower case."""
 
     links: Counter[Entry] = field(default_factory=Counter)
     """Links by the two words that they connect, in the order of the dictionary's columns."""
@@ -43,8 +43,8 @@ class LinkCounts:
 
 
 def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
-    """Return the counts over all records with links. langs: the languages of the columns. Raises UserError for a source
-    in other languages, and if there are no links."""
+    """Return the counts over all records with links. langs: the languages of the dictionary's columns. Raises UserError
+    for a source in other languages, and if there are no links."""
     counts = LinkCounts()
     for source in sources:
         if source.langs not in (langs, langs[::-1]):
@@ -64,8 +64,8 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
 
 
 def count_record(counts: LinkCounts, record: Record, is_reversed: bool) -> None:
-    """Add the words of a pair, and its links between words, to the counts. is_reversed: the pair's second text is in
-    the language of the first column."""
+    """Add the words of a pair, and its links between words, to the counts. is_reversed: True if the pair's second text
+    is in the language of the first column."""
     (first, first_is_word), (second, second_is_word) = split_words([text.lower() for text in record.texts])
     first_lang, second_lang = record.langs
     for word in compress(first, first_is_word):
@@ -79,8 +79,8 @@ def count_record(counts: LinkCounts, record: Record, is_reversed: bool) -> None:
 
 
 def induce_entries(counts: LinkCounts, langs: tuple[str, str], min_count: int, min_share: float) -> list[Entry]:
-    """Return the word pairs that are linked at least `min_count` times, and in at least the share `min_share` of the
-    occurrences of the pair's more frequent word. The most frequent pairs come first."""
+    """Return the pairs of words that are linked at least `min_count` times, and at least `min_share` times as often as
+    the more frequent of the two words occurs. The most frequent pairs come first."""
     kept = []
     for entry, links in counts.links.items():
         occurrences = max(counts.words[langs[0], entry[0]], counts.words[langs[1], entry[1]])
@@ -90,7 +90,8 @@ def induce_entries(counts: LinkCounts, langs: tuple[str, str], min_count: int, m
 
 
 def commonest_forms(sources: list[Source], langs: tuple[str, str]) -> dict[str, Forms]:
-    """Return each language's commonest spelling of each word. Raises UserError if a language has no text."""
+    """Return {language: the commonest spelling of each word in its text}. Raises UserError if a language has no
+    text."""
     forms = {}
     for language in langs:
         counts = count_words(sample_texts(language, sources, most=sys.maxsize))
@@ -163,8 +164,8 @@ def main(argv: list[str] | None = None) -> None:
         for path in args.dict:
             if languages_in_file_name(path, langs) != langs:
                 raise UserError(
-                    f"{path} names other columns than --out, {' '.join(langs)}; swap its columns, as by awk, or name "
-                    f"--out after it"
+                    f"{path} names other columns than --out, {' '.join(langs)}; swap its columns, as by awk, or give "
+                    f"--out its name"
                 )
             entries += read_entries(path)
     report = [f"{len(entries):,} entries"]
@@ -180,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
         entries = sample_entries(entries, args.share, args.seed)
         report.append(f"{len(entries):,} of a share {args.share:g} of the words (seed {args.seed})")
     if not entries:
-        raise UserError(f"nothing to write to {args.out}: {', '.join(report)}")
+        raise UserError(f"no entry is left for {args.out}: {', '.join(report)}; relax the flags, or give other input")
     write_entries(entries, args.out)
     print(f"{args.out}: {', '.join(report)}")
 

@@ -1,14 +1,14 @@
 """Make shards, a tokenizer and held-out text from raw corpora, which corpus.yaml names (data_tools/corpus.py).
 
-    python -m data_tools.prepare corpus.yaml --out DIR [--executor local|slurm|ray] [--workers N] [--dry_run]
+    xscale data prepare corpus.yaml --out DIR [--executor local|slurm|ray] [--workers N] [--dry_run]
 
 DIR appears when it is complete, with shards/NAME/, heldout/, tokenizer/, lexicon/, report.html and report.json. Until
 then the work is in DIR.incomplete. If the command is killed, start it again: it continues, and repeats no finished
 task. Except for the links of `align: true`, the output does not depend on the executor, the workers or kills.
 
-For `--executor slurm`, start the command where `sbatch` is, with --out on a shared file system. SBATCH_PARTITION,
-SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU and SBATCH_ACCOUNT in the environment set what your site needs. Jobs continue if
-the command is killed: cancel them (`scancel`) before you remove DIR.incomplete.
+For `--executor slurm`, start the command where `sbatch` is, with --out on a shared file system. The variables
+SBATCH_PARTITION, SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU and SBATCH_ACCOUNT set what your site needs. Jobs go on if the
+command is killed: cancel them (`scancel`) before you remove DIR.incomplete.
 """
 
 import argparse
@@ -25,19 +25,19 @@ from xscale.errors import UserError
 
 from . import align, prepare_report, steps
 from .cleaning import identifiable_languages, language_code, load_tokenizer
-from .command import run
+from .command import check_new_folder, run
 from .corpus import Corpus, load_corpus
-from .engine import EXECUTORS, TaskList, do_task, lock_folder, mark_path, run_tasks
+from .engine import EXECUTORS, TaskList, do_task, done_mark, lock_folder, run_tasks
 
 
 def check_corpus(corpus: Corpus) -> None:
-    """Raise UserError if a file is missing, a tokenizer or dictionary cannot be used, or the model that identifies
-    languages does not know one of the corpus."""
+    """Raise UserError if a file or eflomal is missing, if a tokenizer or dictionary cannot be used, or if the model
+    that identifies languages does not know a language of the corpus."""
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         rules = corpus.rules_of(source)
-        for path in rules.paths if source.is_foreign else [*source.paths, *rules.paths]:
+        for path in rules.paths if source.is_webdataset else [*source.paths, *rules.paths]:
             if not Path(path).exists() and not (source.datasets == path and files.may_exist(path)):
-                raise UserError(f"{path} (source {name}) not found; give a path, relative to {Path.cwd()}, not a URL")
+                raise UserError(f"{path} (source {name}) not found; give a path relative to {Path.cwd()}, not a URL")
         known = identifiable_languages(rules.lid) if rules.lid else set[str]()
         for lang in source.langs:
             if known and language_code(lang) not in known:
@@ -54,20 +54,20 @@ def check_corpus(corpus: Corpus) -> None:
 
 
 def check_lexicons(corpus: Corpus) -> None:
-    """Raise UserError unless training can read each dictionary and recognise its languages by its name."""
+    """Raise UserError if training could not read a dictionary, or not tell its languages from its name."""
     names = Counter(Path(name).name for name in corpus.lexicons)
     for path in map(Path, corpus.lexicons):
         for lang in languages_in_file_name(path, corpus.languages):
             if lang not in corpus.languages:
                 raise UserError(f"lexicons: {path}: no source has text in {lang}; add one, or leave the dictionary out")
         if path.suffix != ".txt" or names[path.name] > 1:
-            raise UserError(f"lexicons: {path} needs a name of its own, which ends in .txt, as en-de.txt; rename it")
+            raise UserError(f"lexicons: {path} needs a name that ends in .txt and that no other has; rename it")
         read_entries(path)
 
 
 def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
-    """Write what the work in a folder depends on: corpus.yaml, and the size and modification time of each input file.
-    Raise UserError if it has changed since the first task was done."""
+    """Write a stamp of the input to the work folder: corpus.yaml, and each input file's size and modification time.
+    Raise UserError if the input has changed since the first task was done."""
     stamp: list[Any] = [plan.corpus.model_dump(mode="json")]
     for source in plan.corpus.sources:
         for path in steps.files_below([*source.paths, *plan.corpus.rules_of(source).paths]):
@@ -77,8 +77,8 @@ def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
         print(f"continuing after the finished tasks in {folder}", file=sys.stderr)
         if steps.read_json(path) != stamp:
             raise UserError(
-                f"corpus.yaml or a file that it names changed after the work in {folder} began; to start anew, "
-                f"remove {folder}"
+                f"corpus.yaml or a file that it names has changed since the work in {folder} began; remove {folder} to "
+                f"start anew"
             )
     steps.write_json(path, stamp)
 
@@ -87,7 +87,7 @@ def do_steps(folder: Path, executor: str, workers: int) -> None:
     """Do the tasks of all steps that are not done. Raises UserError and MachineError."""
     for name, step in steps.STEPS.items():
         count = step.count(folder)
-        left = [number for number in range(count) if not mark_path(folder, name, number).exists()]
+        left = [number for number in range(count) if not done_mark(folder, name, number).exists()]
         if left:
             run_tasks(executor, workers, TaskList(folder, name, step.function, left))
         if count:
@@ -97,29 +97,29 @@ def do_steps(folder: Path, executor: str, workers: int) -> None:
 
 
 def print_selection(folder: Path) -> None:
-    """Print how many pairs or documents of each source the rules have left, before they are aligned."""
+    """Print how many pairs or documents of each source the rules keep, before these are aligned."""
     corpus = steps.read_plan(folder).corpus
     for number, source in enumerate(corpus.sources):
         read = 0
         left = 0
         for chunk in steps.source_chunks(folder, number):
             read += steps.read_json(folder / f"clean/{chunk.number}.json")["counts"]["read"]
-            states = steps.unit_states(folder, chunk)
+            states = steps.read_states(folder, chunk)
             left += int(((states == steps.KEPT) | (states == steps.HELD_OUT)).sum())
         print(f"{corpus.names[number]}: {left:,} of {read:,} {source.kind} are left", file=sys.stderr, flush=True)
 
 
-def finish(corpus: Corpus, folder: Path, out: Path) -> None:
+def write_result(corpus: Corpus, folder: Path, out: Path) -> None:
     """Write the report, move the result to `out`, and remove the work folder."""
     result = folder / "result"
-    for path in list(result.rglob(f"*{files.PARTIAL}")):  # of a task that was killed
+    for path in list(result.rglob(f"*{files.PARTIAL}")):  # left by a killed task
         files.remove(path)
     report = prepare_report.collect_report(folder, corpus)
     files.write_text(result / "report.json", json.dumps(report, ensure_ascii=False, indent=1) + "\n")
-    files.write_text(result / "report.html", prepare_report.page(report))
+    files.write_text(result / "report.html", prepare_report.render_page(report))
     files.rename_into_place(result, out)
     files.remove(folder)
-    print(prepare_report.summary(out, report))
+    print(prepare_report.summary_lines(out, report))
 
 
 def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:
@@ -129,13 +129,12 @@ def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:
     folder.mkdir(exist_ok=True)
     lock = lock_folder(folder)
     try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} exists; choose another --out, or remove it")
+        check_new_folder(out)
         plan = steps.CorpusPlan(corpus)
         check_unchanged(plan, folder)
         steps.write_plan(folder, plan)
         do_steps(folder, executor, workers)
-        finish(corpus, folder, out)
+        write_result(corpus, folder, out)
     finally:
         os.close(lock)
 

@@ -1,4 +1,4 @@
-"""The report of `data_tools.prepare` on each source, language and rule: as JSON, HTML and lines of text."""
+"""Reports what `xscale data prepare` has made of each source: as JSON, HTML and lines of text."""
 
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,8 @@ def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
     return {"sources": sources, "heldout": heldout, "lexicons": lexicons}
 
 
-def summary(out: Path, report: dict[str, Any]) -> str:
+def summary_lines(out: Path, report: dict[str, Any]) -> str:
+    """Return a line for each source, each held-out part and each dictionary. out: the folder that was made."""
     lines = list[str]()
     for source in report["sources"]:
         place = f"{out}/shards/{source['name']}"
@@ -98,10 +99,10 @@ def summary(out: Path, report: dict[str, Any]) -> str:
             f"{lexicon['one_token']:,} of them of one token on either side; {lexicon['same_tokens']:,} have the same "
             f"tokens on both sides, {lexicon['unknown']:,} unknown ones"
         )
-    lines.append(f"{out}/report.html says what each rule removed, with examples")
+    lines.append(f"{out}/report.html has the removed text of each rule, with examples")
     return "\n".join(lines)
 
 
-def page(report: dict[str, Any]) -> str:
+def render_page(report: dict[str, Any]) -> str:
     """Return report.html."""
     return Environment(autoescape=True, trim_blocks=True).from_string(PAGE).render(report)

@@ -1,8 +1,8 @@
-"""Readers of a corpus's sources. Each yields the units of a source one after the other.
+"""Readers of a corpus's sources. A reader yields the units of a source, which are pairs of sentences or documents.
 
-A unit is a pair of sentences or a document. A unit without texts is a translation unit that lacks a language, or a
-document without text. Texts are as the source gives them; `cleaning` removes byte-order marks and other control
-characters. Every error names the file, the line or unit, and the remedy.
+A unit without texts is a translation unit that lacks a language, or a document without text. Texts are unchanged;
+`cleaning` removes byte-order marks and other control characters later. Every error names the file, the line or unit,
+and the remedy.
 """
 
 import json
@@ -25,14 +25,14 @@ from xscale.record import Record, parse_json
 from .corpus import SourceSpec
 
 PARAGRAPHS = 1000
-"""A document with more paragraphs than this is split into several."""
+"""The maximum number of paragraphs of a unit. A longer document becomes several units."""
 HEAD_LINES = 500
-"""The form of a file is found by this many lines from its beginning."""
+"""The number of first lines that show the form of a file."""
 SHARE = 0.8
-"""A file is refused if at least this share of its first lines look like another format. In real text, at most 6 %
-do."""
+"""A file is refused if at least this share of its first lines look like another format. In real text, at most 6 % of
+the lines do."""
 BLOCK_LINES = 50
-"""Blank lines separate documents if, on average, there are at most this many lines between two blank lines."""
+"""Blank lines are taken for ends of documents if there are, on average, at most this many lines between them."""
 XML_LANG = "{http://www.w3.org/XML/1998/namespace}lang"
 NATIVE_CODES = ("bpt", "ept", "ph", "it", "ut")
 """The elements of TMX whose content is markup of the document's own format, and not text."""
@@ -41,15 +41,17 @@ NumberedLine = tuple[int, str]
 
 
 class Unit(NamedTuple):
+    """A pair of sentences, or a document."""
+
     number: int
     """The number of the unit's line, row or translation unit in the source, from 1. A document has the number of its
     first line."""
     texts: list[str]
     """Both sides of a pair, or a document's paragraphs."""
     links: str | None = None
-    """A pair's word links in Pharaoh form, which number the words between spaces and tabs."""
+    """A pair's word links in Pharaoh form. A word stands between spaces or tabs."""
     linked: list[str] | None = None
-    """The texts whose words `links` numbers; None: `texts`."""
+    """The texts that the word links belong to, if these are not `texts`."""
 
 
 class Paragraph(NamedTuple):
@@ -80,13 +82,13 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
 
 def read_text(source: SourceSpec) -> Iterator[Unit]:
     if source.pairs:
-        return text_pairs(list(map(Path, source.paths)))
-    return text_documents(source)
+        return read_text_pairs(list(map(Path, source.paths)))
+    return read_documents(source)
 
 
-def text_pairs(paths: list[Path]) -> Iterator[Unit]:
-    """Yield the pairs of two files of lines. paths: the two files, then the file of links, then the two texts that the
-    aligner read. Raises UserError."""
+def read_text_pairs(paths: list[Path]) -> Iterator[Unit]:
+    """Yield the pairs of two files of lines. paths: the two files; if there are word links, also the file of links; if
+    the aligner read other texts, also these two texts. Raises UserError."""
     for path in paths:
         if paths.count(path) > 1 and (paths[0] == paths[1] or not path.is_file()):
             raise UserError(f"{path} is given {paths.count(path)} times; give a file for each side, and for links")
@@ -98,21 +100,21 @@ def text_pairs(paths: list[Path]) -> Iterator[Unit]:
 
 
 def zip_lines(paths: list[Path], columns: Sequence[Iterator[NumberedLine]]) -> Iterator[list[str]]:
-    """Yield, for each line number, the list of that line of all files. columns: for each path an iterator of (number,
-    line). Raises UserError if one file ends before the others."""
+    """Yield the first lines of all files as a list, then their second lines, and so on. columns: for each path, an
+    iterator of (line number, line). Raises UserError if one file ends before the others."""
     for number, row in enumerate(zip_longest(*columns), start=1):
         if None in row:
             ended = row.index(None)
             others = [str(path) for path, line in zip(paths, row, strict=True) if line]
             raise UserError(
-                f"{paths[ended]} ends after line {number - 1}, but {' and '.join(others)} goes on at line {number}: "
-                f"line n of one must be the counterpart of line n of the other"
+                f"{paths[ended]} ends after line {number - 1}, but {' and '.join(others)} has line {number}; give "
+                f"files whose lines n belong together"
             )
         yield [line for _, line in row]
 
 
 def checked_lines(path: Path) -> Iterator[NumberedLine]:
-    """Yield (number, line) of a file. Raises UserError if most of its first lines are not text."""
+    """Yield (line number, line) of a file of text. Raises UserError if most of its first lines are not text."""
     lines = read_lines(path)
     head = list(islice(lines, HEAD_LINES))
     texts = [line.strip(" ") for _, line in head if line.strip()]
@@ -122,32 +124,32 @@ def checked_lines(path: Path) -> Iterator[NumberedLine]:
     if others >= SHARE * len(texts) > 0:
         raise UserError(
             f"{path} is not lines of text: {others} of its first {len(texts)} lines are rows of a table, JSON or "
-            f"markup. In corpus.yaml, `python -m data_tools.prepare` reads tables by `tsv:`, JSON lines by `jsonl:`, "
-            f"TMX by `tmx:` and data sets by `datasets:`"
+            f"markup. `xscale data prepare` reads such files: name them in corpus.yaml by `tsv:`, `jsonl:`, `tmx:` or "
+            f"`datasets:`"
         )
     yield from head
     yield from lines
 
 
 def is_text(line: str) -> bool:
-    """Return False for a row of a table, a JSON object, and a line that begins with a tag. WikiExtractor's tags are
-    allowed."""
+    """Return whether a line is text: not a row of a table, a JSON object, or a line that begins with a tag. A tag of
+    WikiExtractor is allowed."""
     is_object = line.startswith(("{", "[{")) and line.endswith(("}", "},"))
     is_tag = TAG.match(line) and not line.startswith(("<doc ", "</doc>"))
     return not (is_object or is_tag or "\t" in line)
 
 
-def text_documents(source: SourceSpec) -> Iterator[Unit]:
+def read_documents(source: SourceSpec) -> Iterator[Unit]:
     """Yield documents: WikiExtractor's, lines between blank lines, or single lines."""
-    numbers = count(1)  # the numbers of the lines of all files
+    numbers = count(1)  # the lines of all files are numbered together
     files = input_files(list(map(Path, source.paths)))
     paragraphs = (text_paragraphs(path, source.documents, numbers) for path in files)
     return join_paragraphs(chain.from_iterable(paragraphs))
 
 
 def text_paragraphs(path: Path, form: str, numbers: Iterator[int]) -> Iterator[Paragraph]:
-    """Yield the lines of a file that have text. form: see SourceSpec.documents. numbers: an iterator of line numbers,
-    which continues over all files. Raises UserError."""
+    """Yield the lines of a file that have text. form: see SourceSpec.documents. numbers: an iterator of the lines'
+    numbers, which goes on from file to file. Raises UserError."""
     lines: Iterator[NumberedLine]
     if form == "auto":
         lines = checked_lines(path)
@@ -171,7 +173,7 @@ def text_paragraphs(path: Path, form: str, numbers: Iterator[int]) -> Iterator[P
 
 
 def guess_form(head: list[str]) -> str:
-    """Return the form of a file with these first lines: "doc" if it begins with WikiExtractor's tag, "blank" if blank
+    """Return the form of a file, given its first lines: "doc" if it begins with WikiExtractor's tag, "blank" if blank
     lines divide it into short blocks, else "lines"."""
     text = "\n".join(head).strip("\n")
     if text.startswith("<doc "):
@@ -183,7 +185,7 @@ def guess_form(head: list[str]) -> str:
 
 
 def join_paragraphs(paragraphs: Iterable[Paragraph]) -> Iterator[Unit]:
-    """Yield a unit for each document. One with more than PARAGRAPHS paragraphs is split."""
+    """Yield a unit for each document, and several units for a document with more than PARAGRAPHS paragraphs."""
     first = 0
     texts = list[str]()
     for paragraph in paragraphs:
@@ -198,7 +200,8 @@ def join_paragraphs(paragraphs: Iterable[Paragraph]) -> Iterator[Unit]:
 
 
 def input_files(paths: list[Path]) -> list[Path]:
-    """Return the files among the paths, and the sorted, not hidden files below the folders. Raises UserError."""
+    """Return the paths that are files, and the files below the paths that are folders, sorted and without hidden files.
+    Raises UserError."""
     files = list[Path]()
     for path in paths:
         if path.is_dir():
@@ -207,10 +210,10 @@ def input_files(paths: list[Path]) -> list[Path]:
         else:
             files.append(path)
     if not files:
-        raise UserError(f"no file in {', '.join(map(str, paths))}")
+        raise UserError(f"no file in {', '.join(map(str, paths))}; give files of text, or folders that have some")
     for name, times in Counter(map(os.path.abspath, files)).items():
         if times > 1:
-            raise UserError(f"{name} is given twice, so its lines would be read twice")
+            raise UserError(f"{name} is given twice, so its lines would be read twice; give it once")
     return files
 
 
@@ -218,7 +221,7 @@ def is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def tsv_pairs(source: SourceSpec) -> Iterator[Unit]:
+def read_tsv(source: SourceSpec) -> Iterator[Unit]:
     path = Path(source.paths[0])
     assert source.columns
     first, second = map(int, source.columns)
@@ -228,8 +231,8 @@ def tsv_pairs(source: SourceSpec) -> Iterator[Unit]:
         columns = ["", *line.split("\t")]
         if len(columns) <= most:
             raise UserError(
-                f"{path}: line {number} has {len(columns) - 1} columns with tabs between them, needs {most}; fix it, "
-                f"or keep the other lines: `awk -F'\\t' 'NF >= {most}'`"
+                f"{path}: line {number} has {len(columns) - 1} columns with tabs between them, and {most} are needed; "
+                f"correct it, or keep only the other lines: `awk -F'\\t' 'NF >= {most}'`"
             )
         yield Unit(number, [columns[first], columns[second]], columns[links] if links else None)
 
@@ -244,8 +247,9 @@ class BlockFile:
         return next(self.blocks, b"")
 
 
-def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
-    """Yield a unit for each translation unit, without texts if a language is missing. `de` also matches de-DE."""
+def read_tmx(source: SourceSpec) -> Iterator[Unit]:
+    """Yield a unit for each translation unit of a TMX, without texts if it lacks a language. `de` also matches
+    de-DE."""
     from defusedxml.ElementTree import ParseError, iterparse
 
     path = Path(source.paths[0])
@@ -253,14 +257,14 @@ def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
     try:
         elements = iterparse(BlockFile(read_blocks(path, is_xml=True)), events=("start", "end"))
         _, body = next(elements)
-        if tag_of(body) != "tmx":
-            raise UserError(f"{path}: its first element is {tag_of(body)}, not tmx; give a TMX")
+        if tag_name(body) != "tmx":
+            raise UserError(f"{path}: its first element is {tag_name(body)}, not tmx; give a TMX")
         for event, element in elements:
-            if event == "start" and tag_of(element) == "body":
+            if event == "start" and tag_name(element) == "body":
                 body = element
-            if event == "end" and tag_of(element) == "tu":
+            if event == "end" and tag_name(element) == "tu":
                 number += 1
-                texts = translations(element, source.langs)
+                texts = translated_texts(element, source.langs)
                 body.clear()
                 yield Unit(number, texts)
     except UserError:
@@ -269,28 +273,29 @@ def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
         raise UserError(f"{path}: after translation unit {number}: {error or 'the file ends'}; fix the TMX") from None
 
 
-def tag_of(element: Any) -> str:
+def tag_name(element: Any) -> str:
     """Return an element's name without its namespace."""
     return element.tag.rpartition("}")[2]
 
 
-def translations(unit: Any, langs: tuple[str, ...]) -> list[str]:
-    """Return a translation unit's texts in both languages, or [] if one is missing."""
+def translated_texts(unit: Any, langs: tuple[str, ...]) -> list[str]:
+    """Return the texts of a TMX's translation unit in two languages; [] if one of the languages is missing."""
     texts = dict[str, str]()
     for variant in unit.iterfind("{*}tuv"):
         segment = variant.find("{*}seg")
         if segment is not None:
             language = variant.get(XML_LANG) or variant.get("lang") or ""
             texts.setdefault(language, segment_text(segment, True).replace("\n", " "))
-    names = fitting_names(langs, texts)
+    names = match_languages(langs, texts)
     return [texts[name] for name in names] if len(names) == 2 else []
 
 
 def segment_text(element: Any, is_text: bool) -> str:
-    """Return the text of a segment, or of an element inside it. is_text: whether the element's own content is text."""
+    """Return the text of a TMX's segment, or of an element inside it. is_text: False if the element's own content is
+    markup."""
     parts = [element.text or ""] if is_text else []
     for child in element:
-        name = tag_of(child)
+        name = tag_name(child)
         inside = segment_text(child, is_text=name == "sub" or (is_text and name not in NATIVE_CODES))
         parts.append(f" {inside} " if name == "sub" else inside)
         if is_text:
@@ -298,15 +303,16 @@ def segment_text(element: Any, is_text: bool) -> str:
     return "".join(parts)
 
 
-def fitting_names(langs: tuple[str, ...], names: Iterable[str]) -> list[str]:
-    """Return for each language the one of `names` that means it, such as de-DE or deu_Latn for de, if there is one."""
+def match_languages(langs: tuple[str, ...], names: Iterable[str]) -> list[str]:
+    """Return the name of each language among `names`, where de can be called de-DE or deu_Latn. A language without a
+    name there is left out."""
     fitting = list[str]()
     for lang in langs:
         fitting += islice(find_spellings(lang, names), 1)
     return fitting
 
 
-def json_rows(source: SourceSpec) -> Iterator[Unit]:
+def read_json_lines(source: SourceSpec) -> Iterator[Unit]:
     path = Path(source.paths[0])
     for number, line in read_lines(path):
         if not line.strip():
@@ -317,38 +323,38 @@ def json_rows(source: SourceSpec) -> Iterator[Unit]:
         except (ValueError, RecursionError):  # a number of more than 4,300 digits raises ValueError
             fields = None
         if not isinstance(fields, dict):
-            raise UserError(f"{place} is not a JSON object; fix or remove it")
-        yield row_unit(place, number, fields, source)
+            raise UserError(f"{place} is not a JSON object; correct or remove it")
+        yield make_unit(place, number, fields, source)
 
 
-def row_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpec) -> Unit:
-    """Return the document or pair in the fields of a JSON object or table row. A text that is null is empty. place: its
-    file and line, for errors."""
+def make_unit(place: str, number: int, fields: dict[str, Any], source: SourceSpec) -> Unit:
+    """Return the document or pair of a JSON object or of a row of a table. A text that is null becomes an empty text.
+    place: the file and the line or row, for errors. Raises UserError."""
     if isinstance(fields.get("translation"), dict):
         fields = fields["translation"]
     remedy = "name two of them in `columns`"
     if source.mono:
         names = [source.field]
-        remedy = f"give the source another `field` than {source.field!r}"
+        remedy = f"name one of them in `field`, instead of {source.field!r}"
     elif source.columns:
         names = list(map(str, source.columns))
     else:
-        names = fitting_names(source.langs, fields)
+        names = match_languages(source.langs, fields)
     if len(names) < len(source.langs) or not fields.keys() >= set(names):
-        raise UserError(f"{place} has no text in it, but the fields {', '.join(fields) or 'none'}; {remedy}")
+        raise UserError(f"{place} lacks a text; its fields are {', '.join(fields) or 'none'}: {remedy}")
     texts = list[str]()
     for name in names:
         if not isinstance(fields[name], str | None):
-            raise UserError(f"{place} has no text in `{name}`, but {fields[name]!r}; {remedy}, or remove the record")
+            raise UserError(f"{place}: `{name}` is {fields[name]!r} instead of text; {remedy}, or remove the record")
         texts.append(fields[name] or "")
     if source.mono:
         return Unit(number, [line for line in texts[0].split("\n") if line.strip()])
     return Unit(number, [text.replace("\n", " ") for text in texts])
 
 
-def table_rows(source: SourceSpec) -> Iterator[Unit]:
-    """Yield a unit for each row of a parquet file, or of a data set. Any exception becomes a UserError, since damaged
-    files raise many."""
+def read_table_rows(source: SourceSpec) -> Iterator[Unit]:
+    """Yield a unit for each row of a parquet file, or of a data set. Raises UserError for every exception, because
+    damaged files raise exceptions of many types."""
     name = source.paths[0]
     rows = parquet_rows(Path(name)) if source.parquet else data_set_rows(source)
     for number in count(1):
@@ -358,11 +364,11 @@ def table_rows(source: SourceSpec) -> Iterator[Unit]:
             raise
         except Exception as error:
             raise UserError(
-                f"{name} is damaged after row {number - 1}, or is not a {source.format} source: {error}"
+                f"{name} is damaged after row {number - 1}, or is not a {source.format} source: {error}; get it again"
             ) from None
         if fields is None:
             return
-        yield row_unit(f"{name}: row {number}", number, fields, source)
+        yield make_unit(f"{name}: row {number}", number, fields, source)
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -400,25 +406,28 @@ class ShardRecord(NamedTuple):
     starts: bool
     """True if a monolingual record starts a document."""
     counts_words: bool
-    """True if the links number words as data/words.py divides a text; False: words between spaces and tabs."""
+    """True if the links number the words of data/words.py; False if they number words between spaces and tabs."""
 
 
-def shard_units(source: SourceSpec) -> Iterator[Unit]:
-    """Yield the pairs or documents of shards: folders with an index, or tars of other programs."""
-    records = foreign_records(source.paths[0], source.langs) if source.is_foreign else own_records(source.paths[0])
+def read_shards(source: SourceSpec) -> Iterator[Unit]:
+    """Yield the pairs or documents of shards: of a folder with an index, or of tars of other programs."""
+    if source.is_webdataset:
+        records = webdataset_records(source.paths[0], source.langs)
+    else:
+        records = indexed_records(source.paths[0])
     numbered = enumerate(records, start=1)
     if source.mono:
-        yield from join_paragraphs(Paragraph(number, of.record.texts[0], of.starts) for number, of in numbered)
+        yield from join_paragraphs(Paragraph(n, stored.record.texts[0], stored.starts) for n, stored in numbered)
         return
-    for number, (record, _, counts_words) in numbered:
-        texts = list(record.texts)
+    for number, stored in numbered:
+        texts = list(stored.record.texts)
         linked = None
-        if record.links is not None and counts_words:
+        if stored.record.links is not None and stored.counts_words:
             linked = [" ".join(words) for words, _ in split_words(texts)]
-        yield Unit(number, texts, record.links, linked)
+        yield Unit(number, texts, stored.record.links, linked)
 
 
-def own_records(directory: str) -> Iterator[ShardRecord]:
+def indexed_records(directory: str) -> Iterator[ShardRecord]:
     shards = Source(directory)
     for shard, records in enumerate(shards.counts.tolist()):
         for place in range(records):
@@ -426,9 +435,9 @@ def own_records(directory: str) -> Iterator[ShardRecord]:
             yield ShardRecord(record, not shards.continues_document(shard, place), True)
 
 
-def foreign_records(urls: str, langs: tuple[str, ...] = ()) -> Iterator[ShardRecord]:
-    """Yield the records of tars that webdataset opens: paths and URLs with braces, `pipe:` and others. langs: the
-    languages of each record, in this order; (): each sample has its own. Raises UserError."""
+def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Iterator[ShardRecord]:
+    """Yield the records of tars that webdataset opens: paths and URLs with braces, `pipe:` and others. expected_langs:
+    the languages of each record, in their order; (): any languages. Raises UserError."""
     import webdataset
 
     place = "the start"
@@ -436,10 +445,12 @@ def foreign_records(urls: str, langs: tuple[str, ...] = ()) -> Iterator[ShardRec
     try:
         for sample in webdataset.WebDataset(urls, shardshuffle=False):
             place = f"sample {sample['__key__']!r} of {sample['__url__']}"
-            for fields in sample_fields(sample, langs):
+            for fields in sample_fields(sample, expected_langs):
                 record = Record.from_dict(fields)
-                if langs and fitting_names(langs, record.langs) != list(record.langs):
-                    raise ValueError(f"it has texts in {', '.join(record.langs)}, not in {' and '.join(langs)}")
+                if expected_langs and match_languages(expected_langs, record.langs) != list(record.langs):
+                    raise ValueError(
+                        f"it has texts in {', '.join(record.langs)}, not in {' and '.join(expected_langs)}"
+                    )
                 yield ShardRecord(record, record.doc is None or record.doc != doc, "jsonl" in sample)
                 doc = record.doc
     except Exception as error:  # tars, servers, programs behind pipes and JSON raise many types of errors
@@ -447,8 +458,9 @@ def foreign_records(urls: str, langs: tuple[str, ...] = ()) -> Iterator[ShardRec
 
 
 def sample_fields(sample: dict[str, Any], langs: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the fields of the records of a sample of WebDataset: JSON lines, a JSON object, or a text for each
-    language (KEY.LANG.txt, KEY.links.txt; or KEY.txt)."""
+    """Return the fields of each record of a WebDataset's sample, which has JSON lines, a JSON object, or a text for
+    each language (KEY.LANG.txt, KEY.links.txt; or KEY.txt). langs: the languages of KEY.txt, or of both texts in
+    order."""
     if "jsonl" in sample:
         return [parse_json(line) for line in sample["jsonl"].splitlines() if line.strip()]
     if "json" in sample:
@@ -458,18 +470,18 @@ def sample_fields(sample: dict[str, Any], langs: tuple[str, ...]) -> list[dict[s
         if name.endswith("txt") and name.count(".") <= 1:
             texts[name.removesuffix("txt").removesuffix(".") or "".join(langs)] = content.decode()
     links = texts.pop("links", None)
-    names = fitting_names(langs, texts) if langs else list(texts)
+    names = match_languages(langs, texts) if langs else list(texts)
     return [{"key": sample["__key__"], "langs": names, "texts": [texts[name] for name in names], "links": links}]
 
 
 READERS: dict[str, Callable[[SourceSpec], Iterator[Unit]]] = {
     "text": read_text,
-    "tsv": tsv_pairs,
-    "tmx": tmx_pairs,
-    "jsonl": json_rows,
-    "parquet": table_rows,
-    "datasets": table_rows,
-    "shards": shard_units,
+    "tsv": read_tsv,
+    "tmx": read_tmx,
+    "jsonl": read_json_lines,
+    "parquet": read_table_rows,
+    "datasets": read_table_rows,
+    "shards": read_shards,
 }
 """The key of a source that names its files -> the function that reads them."""
 

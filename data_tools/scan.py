@@ -1,4 +1,4 @@
-"""Scans a tar of records: one pass finds every record and checks that it can be read."""
+"""Scans a tar of records. One pass finds every record, and checks that it can be read."""
 
 import os
 import tarfile
@@ -21,10 +21,11 @@ from xscale.record import Record, Shard, is_sample_member, parse_json, parse_sam
 class StoredRecord(NamedTuple):
     record: Record
     layout: str
-    """The form of the records in the tar, one of shards.LAYOUTS."""
+    """How the tar stores records; one of shards.LAYOUTS."""
     offset: int
+    """The index of the record's first byte in the tar."""
     data: bytes
-    """The record's bytes in the tar, which begin at `offset`."""
+    """The record's bytes in the tar."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class ScannedTar:
 def scan_tar(
     path: Path, langs: tuple[str, ...] | None = None, segmentations: Mapping[str, dict[str, str]] | None = None
 ) -> tuple[ScannedTar, np.ndarray]:
-    """Return what index.json says of a tar, and the byte range and checksum of each of its records (IDX_DTYPE). Raises
-    UserError, which names the file and the record.
+    """Return the facts for index.json, and the byte range and checksum of each record (IDX_DTYPE). Raises UserError,
+    which names the file and the record.
 
-    langs: the languages of samples that do not name theirs. segmentations: for each layout the words that its links
-    number (an entry of shards.SEGMENTATIONS), to check that the links fit the texts; None: do not check.
+    langs: the languages of samples that do not name theirs. segmentations: {layout: the kind of words that its links
+    number}, to check that the links fit the texts; None: the links are not checked.
     """
     entries = list[tuple[int, int, int]]()
     layout = ""
@@ -73,13 +74,13 @@ def scan_tar(
 
 
 def read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[StoredRecord]:
-    """Yield the records of a tar. langs: see parse_sample; None: the languages of the first sample, and samples in
-    other languages are refused. Raises ValueError."""
+    """Yield the records of a tar. langs: see parse_sample; None: all samples must have the languages of the first
+    sample. Raises ValueError."""
     whole = langs is None
     with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
         fd = file.fileno()
         members_of_samples = groupby(
-            record_members(tar, fd), lambda member: (layout_of(member), sample_key(member.name))
+            record_members(tar, fd), lambda member: (layout_name(member), sample_key(member.name))
         )
         for (layout, _), members in members_of_samples:
             if layout == "lines":
@@ -99,36 +100,37 @@ def read_records(path: Path, langs: tuple[str, ...] | None) -> Iterator[StoredRe
             yield StoredRecord(record, layout, start, data)
 
 
-def layout_of(member: tarfile.TarInfo) -> str:
+def layout_name(member: tarfile.TarInfo) -> str:
     return "lines" if member.name.endswith(".jsonl") else "samples"
 
 
 def record_members(tar: tarfile.TarFile, fd: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the members that hold records. Raises ValueError for a link or device, a member that is cut off or of
-    another layout than the first, and a tar without an end mark (which tarfile accepts)."""
+    """Yield the members that hold records. Raises ValueError for a link or a device, for a member that is cut off or
+    has another layout than the first, and for a tar without an end mark (which tarfile accepts)."""
     size = os.fstat(fd).st_size
     layouts = set[str]()
     for member in tar:
         if member.offset_data + member.size > size:
-            raise ValueError("the file ends inside a member")
+            raise ValueError("the file ends inside a member; copy the tar again")
         if member.isdir():
             continue
         if not member.isfile():
             raise ValueError(f"member {member.name} is a link or a device; archive the file itself: tar --dereference")
         if not is_sample_member(member.name):
             continue
-        layouts.add(layout_of(member))
+        layouts.add(layout_name(member))
         if len(layouts) == 2:
-            raise ValueError(f"member {member.name}: a source cannot have both .jsonl members and others")
+            raise ValueError(f"member {member.name}: a source has either .jsonl members or others; separate them")
         yield member
     rest = os.pread(fd, 1 << 20, tar.offset)
     if len(rest) < BLOCK or rest.strip(b"\0"):
-        raise ValueError("the tar is cut off or damaged here: no end-of-archive mark follows the record before")
+        raise ValueError("the tar is cut off or damaged here: no end-of-archive mark follows; copy the tar again")
 
 
 def idx_entries(stored: StoredRecord, follows: bool) -> list[tuple[int, int, int]]:
-    """Return a record's entries (offset, length, CRC) in the .idx file: one, or for a long monolingual record one for
-    each PART_BYTES of its text. follows: the record continues the document of the record before it."""
+    """Return a record's entries (offset, length, CRC) in the .idx file: one entry, or for a long monolingual record an
+    entry for each PART_BYTES of its text. follows: True if the record continues the document of the record before
+    it."""
     record = stored.record
     length = len(stored.data)
     if length >= FOLLOWS:

@@ -1,18 +1,18 @@
-"""The steps of `data_tools.prepare`. The tasks of a step do not depend on one another. A task reads what earlier steps
-wrote, and writes whole files of its own. All files are in one folder:
+"""The steps of `xscale data prepare`. The tasks of a step are independent. A task reads the files of earlier steps, and
+writes whole files of its own. All files are in one work folder:
 
-    raw/SOURCE/CHUNK.jsonl      cut: the units of a source as its reader gives them, in chunks
+    raw/SOURCE/PART.jsonl       cut: the units of a source as its reader yields them, in chunks
     clean/CHUNK.{jsonl,npy}     clean: a chunk's units after the rules, and the hashes of their texts
     state/CHUNK.npy             select: whether each unit is kept, repeated or held out
-    clean/CHUNK.jsonl           align: again, with word links for the kept or held-out pairs that came without
-    result/tokenizer/           tokenizer: trained on a sample of what is kept, or a copy of an existing one
+    clean/CHUNK.jsonl           align: written again, with word links for the selected pairs that had none
+    result/tokenizer/           tokenizer: trained on a sample of the kept text, or a copy of an existing one
     tars/CHUNK.*, held/CHUNK    shards: a shard, and the records that are held out
-    result/{shards,heldout}/    gather: the shards of each source under their names, with index.json
-    result/lexicon/             lexicons: the dictionaries, respelled as the text spells their words
-    lexicons/NUMBER.json        lexicons: how many of their entries the tokenizer can use
+    result/{shards,heldout}/    gather, heldout: the shards under their names, with index.json
+    result/lexicon/             lexicons: the dictionaries, with the commonest spelling of each word
+    lexicons/NUMBER.json        lexicons: how many entries the tokenizer can use
 
 Chunks do not depend on the number of workers, so every byte depends on the input alone, except eflomal's links. All
-files are JSON, text or arrays of numbers: reading them runs nothing, whoever wrote them.
+files are JSON, text or arrays of numbers, so reading them runs no code of others.
 """
 
 import io
@@ -48,11 +48,11 @@ from .cleaning import (
     BANDS,
     Cleaner,
     RemovalCounts,
+    broken_token_rule,
     excluded_letters,
     load_tokenizer,
     minhash_bands,
     text_hash,
-    tokens_problem,
 )
 from .corpus import Corpus, SourceSpec, TokenizerSpec
 from .engine import replacing
@@ -61,17 +61,17 @@ from .readers import Unit, from_line, read_units, to_line
 
 CHUNK_UNITS = 8192
 CHUNK_BYTES = 4 << 20
-"""A chunk ends after this many units or bytes. It becomes a shard."""
+"""A chunk ends after CHUNK_UNITS units or CHUNK_BYTES bytes. It becomes a shard."""
 MEMBER_RECORDS = 256
 """The number of records in a .jsonl member of a tar."""
 KEPT, REPEATED, NEAR, HELD_OUT = range(4)
 """The states of a unit: kept, removed as an exact duplicate, removed as a near duplicate, held out."""
 REMOVED = {REPEATED: "dedup", NEAR: "dedup (near)"}
-"""The names of the rules that removed a unit."""
+"""{state of a removed unit: the rule that removed it}."""
 SYMMETRIZE = "grow-diag-final-and"
-"""How eflomal's links of both directions are joined."""
+"""The method that joins eflomal's links of both directions."""
 HELD_SHARE = 10
-"""At most about one of this many kept sentences or pairs is held out."""
+"""About one in HELD_SHARE of the kept sentences or pairs is held out at most."""
 SAMPLE = 2_000_000
 """The maximum number of sentences and sides of pairs on which the tokenizer is trained."""
 EXACT, SENTENCES, FIRST_BAND = range(3)
@@ -81,11 +81,11 @@ EXACT, SENTENCES, FIRST_BAND = range(3)
 class CorpusPlan(NamedTuple):
     corpus: Corpus
     tool: str = "data_tools.prepare"
-    """The command, which index.json names."""
+    """The command's name for index.json."""
     shard_units: int | None = None
     """The maximum number of pairs or documents of a shard; None: CHUNK_UNITS."""
     shard_name: str | None = None
-    """The name of the shards; None: the source's name."""
+    """The beginning of the shards' names; None: the source's name."""
 
 
 class Chunk(NamedTuple):
@@ -100,7 +100,7 @@ class PrepareStep(NamedTuple):
     function: Callable[[Path, int], None]
     """A function (work folder, n) that does task n."""
     count: Callable[[Path], int]
-    """A function (work folder) that returns the number of tasks, once the previous step has ended."""
+    """A function (work folder) that returns the number of tasks. It is called after the previous step."""
 
 
 @lru_cache(maxsize=1)
@@ -127,8 +127,8 @@ def all_chunks(folder: Path) -> list[Chunk]:
     return chunks
 
 
-def source_chunks(folder: Path, number: int) -> list[Chunk]:
-    return [chunk for chunk in all_chunks(folder) if chunk.source == number]
+def source_chunks(folder: Path, source_number: int) -> list[Chunk]:
+    return [chunk for chunk in all_chunks(folder) if chunk.source == source_number]
 
 
 def group_chunks(folder: Path, group: tuple[str, ...]) -> list[Chunk]:
@@ -155,28 +155,28 @@ def write_array(path: Path, array: np.ndarray) -> None:
         np.save(file, array)
 
 
-def read_units_of(path: Path) -> Iterator[Unit]:
+def read_unit_file(path: Path) -> Iterator[Unit]:
     with path.open(encoding="utf-8", newline="\n") as file:
         yield from map(from_line, file)
 
 
-def cut_source(folder: Path, number: int) -> None:
-    """Write the pairs or documents of source `number` to chunk files of limited size."""
+def cut_source(folder: Path, source_number: int) -> None:
+    """Write the pairs or documents of a source to chunk files of limited size."""
     plan = read_plan(folder)
     most = plan.shard_units or CHUNK_UNITS
     chunks = 0
     size = 0
     lines = list[str]()
-    for unit in read_units(plan.corpus.sources[number]):
+    for unit in read_units(plan.corpus.sources[source_number]):
         if len(lines) == most or size >= CHUNK_BYTES:
-            write_lines(folder / f"raw/{number}/{chunks:06d}.jsonl", lines)
+            write_lines(folder / f"raw/{source_number}/{chunks:06d}.jsonl", lines)
             chunks += 1
             size = 0
             lines = []
         lines.append(to_line(unit))
         size += len(lines[-1])
-    write_lines(folder / f"raw/{number}/{chunks:06d}.jsonl", lines)
-    write_json(folder / f"raw/{number}.json", {"chunks": chunks + 1})
+    write_lines(folder / f"raw/{source_number}/{chunks:06d}.jsonl", lines)
+    write_json(folder / f"raw/{source_number}.json", {"chunks": chunks + 1})
 
 
 def files_below(paths: list[str]) -> list[Path]:
@@ -187,9 +187,9 @@ def files_below(paths: list[str]) -> list[Path]:
     return list(filter(Path.is_file, below))
 
 
-def clean_chunk(folder: Path, number: int) -> None:
-    """Write those documents or pairs of chunk `number` that pass the rules, and hashes to find equal texts by."""
-    chunk = all_chunks(folder)[number]
+def clean_chunk(folder: Path, chunk_number: int) -> None:
+    """Write the documents or pairs of a chunk that pass the rules, and the hashes by which equal texts are found."""
+    chunk = all_chunks(folder)[chunk_number]
     corpus = read_plan(folder).corpus
     source = corpus.sources[chunk.source]
     rules = corpus.rules_of(source)
@@ -197,7 +197,7 @@ def clean_chunk(folder: Path, number: int) -> None:
     cleaner = Cleaner(source, rules, tokenizer)
     counts = Counter[str]()
     kept = list[Unit]()
-    for raw in read_units_of(folder / f"raw/{chunk.source}/{chunk.part:06d}.jsonl"):
+    for raw in read_unit_file(folder / f"raw/{chunk.source}/{chunk.part:06d}.jsonl"):
         counts["read"] += 1
         unit = cleaner.clean(raw)
         if unit is None:
@@ -207,27 +207,29 @@ def clean_chunk(folder: Path, number: int) -> None:
             links, dropped = project_unit_links(unit, source)
             counts["dropped_links"] += dropped
         kept.append(Unit(unit.number, unit.texts, links))
-    write_lines(folder / f"clean/{number}.jsonl", map(to_line, kept))
-    write_array(folder / f"clean/{number}.npy", hash_table(kept, source, rules.dedup == "near"))
-    write_json(folder / f"clean/{number}.json", {"counts": counts, "removed": cleaner.removed.to_json()})
+    write_lines(folder / f"clean/{chunk_number}.jsonl", map(to_line, kept))
+    write_array(folder / f"clean/{chunk_number}.npy", unit_hashes(kept, source, rules.dedup == "near"))
+    write_json(folder / f"clean/{chunk_number}.json", {"counts": counts, "removed": cleaner.removed.to_json()})
 
 
 def project_unit_links(unit: Unit, source: SourceSpec) -> tuple[str, int]:
-    """Return a pair's links for the words of its clean texts, and the number of dropped links, such as those between a
-    word and a symbol. Raises UserError."""
+    """Return a pair's links with the numbers of the words of its clean texts, and how many links were dropped, such as
+    those between a word and a symbol. Raises UserError."""
     assert unit.links is not None and unit.linked
     try:
         return project_links(unit.links, tuple(unit.texts), tuple(unit.linked))
     except ValueError as error:
         path = source.links if isinstance(source.links, str) else source.paths[0]
         raise UserError(
-            f"{path}: line {unit.number}: {error}; links are 0-based `source-target` numbers of the words between "
-            f"spaces and tabs of the texts, or of the texts that the aligner read: --links_src F --links_tgt F"
+            f"{path}: line {unit.number}: {error}; a link `i-j` joins word i of the first text and word j of the "
+            f"second, counted from 0 between spaces and tabs. If the aligner read other texts, give them, too: "
+            f"--links_src F --links_tgt F"
         ) from None
 
 
-def hash_table(units: list[Unit], source: SourceSpec, with_bands: bool) -> np.ndarray:
-    """Return a row of uint64 for each unit: see EXACT. Sides of pairs are hashed in the order of their group."""
+def unit_hashes(units: list[Unit], source: SourceSpec, with_bands: bool) -> np.ndarray:
+    """Return a row of uint64 for each unit, whose columns EXACT, SENTENCES and FIRST_BAND name. The two sides of a pair
+    are hashed in the order of their group."""
     in_order = [unit.texts for unit in units]
     sentences = list(map(len, in_order))
     if source.pairs:
@@ -241,10 +243,10 @@ def hash_table(units: list[Unit], source: SourceSpec, with_bands: bool) -> np.nd
     return np.hstack(columns)
 
 
-def select_units(folder: Path, number: int) -> None:
-    """Write the state of each unit of group `number`. With `dedup`, only the first of equal units is kept."""
+def select_units(folder: Path, group_number: int) -> None:
+    """Write the state of each unit of a group. With `dedup`, only the first of equal units is kept."""
     corpus = read_plan(folder).corpus
-    group = corpus.groups[number]
+    group = corpus.groups[group_number]
     chunks = group_chunks(folder, group)
     tables = list[np.ndarray]()
     near_tables = list[np.ndarray]()
@@ -272,7 +274,7 @@ def select_units(folder: Path, number: int) -> None:
         )
     wanted = corpus.heldout.pairs if len(group) == 2 else corpus.heldout.mono
     most = int(units[state == KEPT, SENTENCES].sum()) // HELD_SHARE
-    hold_out(state, units, min(wanted, most))
+    mark_held_out(state, units, min(wanted, most))
     ends = np.cumsum(list(map(len, tables)))
     for chunk, chunk_state in zip(chunks, np.split(state, ends[:-1]), strict=True):
         write_array(folder / f"state/{chunk.number}.npy", chunk_state)
@@ -280,15 +282,14 @@ def select_units(folder: Path, number: int) -> None:
 
 def occurs_earlier(values: np.ndarray) -> np.ndarray:
     """Return bool [len(values)]: True for each value that also occurs earlier."""
-    again = np.ones(len(values), dtype=bool)
-    again[np.unique(values, return_index=True)[1]] = False
-    return again
+    is_repeated = np.ones(len(values), dtype=bool)
+    is_repeated[np.unique(values, return_index=True)[1]] = False
+    return is_repeated
 
 
-def hold_out(state: np.ndarray, units: np.ndarray, wanted: int) -> None:
-    """Set the state HELD_OUT for units with `wanted` sentences in total (a few more with documents), in the order of
-    their texts' hashes, and the state REPEATED for other units with the same texts. units: the columns EXACT and
-    SENTENCES."""
+def mark_held_out(state: np.ndarray, units: np.ndarray, wanted: int) -> None:
+    """Set the state of some units to HELD_OUT, in the order of their texts' hashes, until they have `wanted` sentences.
+    Set the state of other units with the same texts to REPEATED. units: the columns EXACT and SENTENCES."""
     if not wanted:
         return
     kept = np.flatnonzero(state == KEPT)
@@ -299,22 +300,23 @@ def hold_out(state: np.ndarray, units: np.ndarray, wanted: int) -> None:
     state[kept[first[:count]]] = HELD_OUT
 
 
-def unit_states(folder: Path, chunk: Chunk) -> np.ndarray:
+def read_states(folder: Path, chunk: Chunk) -> np.ndarray:
     return np.load(folder / f"state/{chunk.number}.npy")
 
 
 def units_and_states(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
-    units = read_units_of(folder / f"clean/{chunk.number}.jsonl")
-    yield from zip(units, unit_states(folder, chunk).tolist(), strict=True)
+    units = read_unit_file(folder / f"clean/{chunk.number}.jsonl")
+    yield from zip(units, read_states(folder, chunk).tolist(), strict=True)
 
 
-def make_links(folder: Path, number: int) -> None:
-    """Give links to all pairs of direction `number` that have none. One run of the aligner finds them."""
+def align_direction(folder: Path, direction_number: int) -> None:
+    """Give word links to all pairs of a direction that have none, by one run of the aligner."""
     corpus = read_plan(folder).corpus
-    chunks = [c for c in all_chunks(folder) if corpus.sources[c.source].langs == corpus.directions[number]]
+    langs = corpus.directions[direction_number]
+    chunks = [chunk for chunk in all_chunks(folder) if corpus.sources[chunk.source].langs == langs]
     if next(unlinked_pairs(folder, chunks), None) is None:
         return
-    path = folder / f"links/{number}"
+    path = folder / f"links/{direction_number}"
     path.parent.mkdir(exist_ok=True)
     align(unlinked_pairs(folder, chunks), path, SYMMETRIZE)
     with path.open(encoding="utf-8") as lines:
@@ -329,7 +331,7 @@ def make_links(folder: Path, number: int) -> None:
 
 
 def unlinked_pairs(folder: Path, chunks: Iterable[Chunk]) -> Iterator[tuple[str, str]]:
-    """Yield the texts of the pairs that eflomal shall align: kept or held out, and without links."""
+    """Yield both texts of each pair without links that is kept or held out."""
     for chunk in chunks:
         for unit, state in units_and_states(folder, chunk):
             if is_unlinked(unit, state):
@@ -340,7 +342,7 @@ def is_unlinked(unit: Unit, state: int) -> bool:
     return unit.links is None and state in (KEPT, HELD_OUT)
 
 
-def kept_texts(folder: Path) -> Iterator[tuple[str, str]]:
+def read_kept_texts(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield (language, text) of every kept sentence and of both sides of every kept pair."""
     for chunk in all_chunks(folder):
         source = read_plan(folder).corpus.sources[chunk.source]
@@ -350,32 +352,32 @@ def kept_texts(folder: Path) -> Iterator[tuple[str, str]]:
                 yield from zip(langs, unit.texts, strict=True)
 
 
-def kept_counts(folder: Path) -> Counter[str]:
-    """Return the number of kept texts in each language."""
+def count_kept_texts(folder: Path) -> Counter[str]:
+    """Return the number of kept sentences, and sides of pairs, in each language."""
     counts = Counter[str]()
     for chunk in all_chunks(folder):
         table = np.load(folder / f"clean/{chunk.number}.npy", mmap_mode="r")
-        kept = int(table[unit_states(folder, chunk) == KEPT, SENTENCES].sum())
+        kept = int(table[read_states(folder, chunk) == KEPT, SENTENCES].sum())
         for lang in read_plan(folder).corpus.sources[chunk.source].langs:
             counts[lang] += kept
     return counts
 
 
 def sample_texts(folder: Path, counts: Counter[str], size: int, alpha: float) -> Iterator[tuple[str, str]]:
-    """Yield an evenly spread sample of at most `size` of the kept (language, text). counts: the number of texts of each
-    language. A language's share of the sample is proportional to its count ** alpha."""
+    """Yield (language, text) of an evenly spread sample of at most `size` kept texts. A language's share of the sample
+    is proportional to its count ** alpha. counts: the number of kept texts in each language."""
     total = sum(count**alpha for count in counts.values())
     wanted = {lang: min(count, int(size * count**alpha / total)) for lang, count in counts.items()}
     passed = Counter[str]()
-    for lang, text in kept_texts(folder):
+    for lang, text in read_kept_texts(folder):
         before = passed[lang] * wanted[lang] // counts[lang]
         passed[lang] += 1
         if passed[lang] * wanted[lang] // counts[lang] > before:
             yield lang, text
 
 
-def make_tokenizer(folder: Path, number: int) -> None:
-    """Train the tokenizer, or copy an existing one."""
+def make_tokenizer(folder: Path, _: int) -> None:
+    """Train the tokenizer, or copy an existing one. The step has this one task."""
     spec = read_plan(folder).corpus.tokenizer
     out = folder / "result/tokenizer"
     with replacing(out) as partial:
@@ -383,24 +385,24 @@ def make_tokenizer(folder: Path, number: int) -> None:
         if isinstance(spec, TokenizerSpec):
             from .tokenizer import train
 
-            texts = sample_texts(folder, kept_counts(folder), SAMPLE, spec.alpha)
+            texts = sample_texts(folder, count_kept_texts(folder), SAMPLE, spec.alpha)
             train(texts, spec.type, spec.vocab_size, False).save_pretrained(partial)
         else:
             load_tokenizer(str(spec)).hf.save_pretrained(partial)
 
 
-def unit_records(unit: Unit, langs: tuple[str, ...], name: str) -> list[Record]:
+def make_records(unit: Unit, langs: tuple[str, ...], source_name: str) -> list[Record]:
     """Return the one record of a pair, or the records of a document's sentences."""
-    key = f"{name}-{unit.number:09d}"
+    key = f"{source_name}-{unit.number:09d}"
     if len(langs) == 2:
         return [Record(key, langs, tuple(unit.texts), unit.links)]
     doc = unit.number if len(unit.texts) > 1 else None
     return [Record(f"{key}.{number}", langs, (text,), doc=doc) for number, text in enumerate(unit.texts)]
 
 
-def write_chunk_shard(folder: Path, number: int) -> None:
-    """Write the shard of chunk `number`, and the chunk's records that are held out."""
-    chunk = all_chunks(folder)[number]
+def write_chunk_shard(folder: Path, chunk_number: int) -> None:
+    """Write the shard of a chunk, and the chunk's records that are held out."""
+    chunk = all_chunks(folder)[chunk_number]
     corpus = read_plan(folder).corpus
     source = corpus.sources[chunk.source]
     removed = RemovalCounts()
@@ -411,8 +413,8 @@ def write_chunk_shard(folder: Path, number: int) -> None:
         if state in REMOVED:
             removed.add(REMOVED[state], unit.texts[: len(source.langs)])
             continue
-        records = unit_records(unit, source.langs, corpus.names[chunk.source])
-        records = with_allowed_lengths(folder, records, source, removed)
+        records = make_records(unit, source.langs, corpus.names[chunk.source])
+        records = drop_wrong_lengths(folder, records, source, removed)
         if state == HELD_OUT:
             held_out += records
         elif records:
@@ -422,17 +424,15 @@ def write_chunk_shard(folder: Path, number: int) -> None:
     counts["held"] = len(held_out)
     counts["linked"] = sum(record.links is not None for record in kept)
     if kept:
-        with replacing(folder / f"tars/{number}.tar") as partial:
+        with replacing(folder / f"tars/{chunk_number}.tar") as partial:
             write_shard(partial, kept)
-    write_lines(folder / f"held/{number}", map(Record.to_json, held_out))
-    write_json(folder / f"tars/{number}.json", {"counts": counts, "removed": removed.to_json()})
+    write_lines(folder / f"held/{chunk_number}", map(Record.to_json, held_out))
+    write_json(folder / f"tars/{chunk_number}.json", {"counts": counts, "removed": removed.to_json()})
 
 
-def with_allowed_lengths(
-    folder: Path, records: list[Record], source: SourceSpec, removed: RemovalCounts
-) -> list[Record]:
-    """Return the records that the rule length.tokens keeps. This is for the case that the rule needs the tokenizer that
-    was trained on the text."""
+def drop_wrong_lengths(folder: Path, records: list[Record], source: SourceSpec, removed: RemovalCounts) -> list[Record]:
+    """Return the records that the rule length.tokens keeps, if the corpus's tokenizer was trained on its text. With an
+    existing tokenizer, the step `clean` has applied the rule, and all records are returned."""
     corpus = read_plan(folder).corpus
     bounds = corpus.rules_of(source).length.tokens
     if not bounds or not isinstance(corpus.tokenizer, TokenizerSpec):
@@ -440,7 +440,7 @@ def with_allowed_lengths(
     tokenizer = load_tokenizer(str((folder / "result/tokenizer").absolute()))
     kept = list[Record]()
     for record in records:
-        reason = tokens_problem(tokenizer, record.texts, bounds)
+        reason = broken_token_rule(tokenizer, record.texts, bounds)
         if reason:
             removed.add(reason, record.texts)
         else:
@@ -462,12 +462,12 @@ def write_shard(path: Path, records: Iterable[Record]) -> None:
             members += 1
 
 
-def source_counts(folder: Path, number: int) -> dict[str, Any]:
-    """Return the counts of source `number` over its chunks, with what each rule removed: {"counts", "removed",
-    "examples"}."""
+def source_counts(folder: Path, source_number: int) -> dict[str, Any]:
+    """Return the sums of a source's counts over its chunks: {"counts": {name: number}, "removed": {rule: number},
+    "examples": {rule: removed texts}}."""
     counts = Counter[str]()
     removed = RemovalCounts()
-    for chunk in source_chunks(folder, number):
+    for chunk in source_chunks(folder, source_number):
         for step in ("clean", "tars"):
             fields = read_json(folder / f"{step}/{chunk.number}.json")
             removed.join(fields["removed"])
@@ -475,22 +475,22 @@ def source_counts(folder: Path, number: int) -> dict[str, Any]:
     return {"counts": counts, "removed": removed.counts, "examples": removed.examples}
 
 
-def gather_shards(folder: Path, number: int) -> None:
-    """Move the shards of source `number` to result/shards/NAME, numbered without gaps, and index them. A move that was
-    killed can be repeated."""
+def move_source_shards(folder: Path, source_number: int) -> None:
+    """Move the shards of a source to result/shards/NAME, numbered without gaps, and index them. A killed move can be
+    repeated."""
     plan = read_plan(folder)
     corpus = plan.corpus
-    source = corpus.sources[number]
-    out = folder / "result/shards" / corpus.names[number]
+    source = corpus.sources[source_number]
+    out = folder / "result/shards" / corpus.names[source_number]
     shards = 0
-    for chunk in source_chunks(folder, number):
+    for chunk in source_chunks(folder, source_number):
         if read_json(folder / f"tars/{chunk.number}.json")["counts"]["records"]:
             out.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # the shard was moved earlier
                 tar = folder / f"tars/{chunk.number}.tar"
                 tar.replace(out / f"{plan.shard_name or out.name}-{shards:06d}.tar")
             shards += 1
-    summary = source_counts(folder, number)
+    summary = source_counts(folder, source_number)
     counts = {"lines": summary["counts"]["read"], "records": summary["counts"]["records"], **summary["removed"]}
     if summary["counts"]["dropped_links"]:
         counts["dropped_links"] = summary["counts"]["dropped_links"]
@@ -505,11 +505,11 @@ def gather_shards(folder: Path, number: int) -> None:
         index.build_index(out, None, made_by)
 
 
-def gather_heldout(folder: Path, number: int) -> None:
-    """Write the shards of the held-out records of group `number` to result/heldout/LANGUAGES, and index them."""
+def write_heldout_shards(folder: Path, group_number: int) -> None:
+    """Write the shards of a group's held-out records to result/heldout/LANGUAGES, and index them."""
     plan = read_plan(folder)
     records = defaultdict[tuple[str, ...], list[Record]](list)
-    for chunk in group_chunks(folder, plan.corpus.groups[number]):
+    for chunk in group_chunks(folder, plan.corpus.groups[group_number]):
         for line in (folder / f"held/{chunk.number}").read_bytes().splitlines():
             record = Record.from_dict(parse_json(line))
             records[record.langs].append(record)
@@ -521,11 +521,11 @@ def gather_heldout(folder: Path, number: int) -> None:
         index.build_index(out, None, {"tool": plan.tool, "heldout": True})
 
 
-def respell_lexicon(folder: Path, number: int) -> None:
-    """Write dictionary `number` with each word in its most frequent spelling in the kept text, and how many of its
-    entries the tokenizer can use."""
+def respell_lexicon(folder: Path, lexicon_number: int) -> None:
+    """Write a dictionary with each word in its commonest spelling in the kept text. Also write how many of its entries
+    the tokenizer can use."""
     corpus = read_plan(folder).corpus
-    path = Path(corpus.lexicons[number])
+    path = Path(corpus.lexicons[lexicon_number])
     langs = languages_in_file_name(path, corpus.languages)
     sources = [Source(path.parent) for path in folder.glob("result/shards/*/index.json")]
     entries, _ = truecase_entries(read_entries(path), langs, commonest_forms(sources, langs))
@@ -534,15 +534,15 @@ def respell_lexicon(folder: Path, number: int) -> None:
         write_entries(entries, partial)
     if corpus.tokenizer:
         tokenizer = load_tokenizer(str((folder / "result/tokenizer").absolute()))
-        counts = count_usable(out, langs, tokenizer)
-        write_json(folder / f"lexicons/{number}.json", {"name": path.name} | counts)
+        counts = count_usable_entries(out, langs, tokenizer)
+        write_json(folder / f"lexicons/{lexicon_number}.json", {"name": path.name} | counts)
         if counts["usable"] + counts["same_tokens"] == 0:
             out.unlink()  # a run would refuse it
 
 
-def count_usable(path: Path, langs: tuple[str, str], tokenizer: Tokenizer) -> dict[str, int]:
-    """Return how many entries a dictionary has, how many of them can be used in training and, of these, how many are of
-    one token on either side. The other entries have the same tokens on both sides, or unknown tokens."""
+def count_usable_entries(path: Path, langs: tuple[str, str], tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the number of a dictionary's entries; of those that training can use; of the usable ones with one token on
+    each side; of those with the same tokens on both sides; and of those with an unknown token."""
     entries = read_entries(path)
     counts = {"entries": len(entries), "usable": 0, "one_token": 0, "same_tokens": 0}
     with suppress(UserError):  # if no entry is left
@@ -559,11 +559,11 @@ STEPS: dict[str, PrepareStep] = {
     "cut": PrepareStep(cut_source, lambda folder: len(read_plan(folder).corpus.sources)),
     "clean": PrepareStep(clean_chunk, lambda folder: len(all_chunks(folder))),
     "select": PrepareStep(select_units, lambda folder: len(read_plan(folder).corpus.groups)),
-    "align": PrepareStep(make_links, lambda folder: len(read_plan(folder).corpus.directions)),
+    "align": PrepareStep(align_direction, lambda folder: len(read_plan(folder).corpus.directions)),
     "tokenizer": PrepareStep(make_tokenizer, lambda folder: int(read_plan(folder).corpus.tokenizer is not None)),
     "shards": PrepareStep(write_chunk_shard, lambda folder: len(all_chunks(folder))),
-    "gather": PrepareStep(gather_shards, lambda folder: len(read_plan(folder).corpus.sources)),
-    "heldout": PrepareStep(gather_heldout, lambda folder: len(read_plan(folder).corpus.groups)),
+    "gather": PrepareStep(move_source_shards, lambda folder: len(read_plan(folder).corpus.sources)),
+    "heldout": PrepareStep(write_heldout_shards, lambda folder: len(read_plan(folder).corpus.groups)),
     "lexicons": PrepareStep(respell_lexicon, lambda folder: len(read_plan(folder).corpus.lexicons)),
 }
 """The steps in order."""

@@ -1,9 +1,9 @@
 """Train a tokenizer on shards or text and save it as a Hugging Face tokenizer directory.
 
-python -m data_tools.tokenizer --data DIR... --out DIR [--type wordpiece|unigram|bpe] [--vocab_size 32000]
+xscale data tokenizer --data DIR... --out DIR [--type wordpiece|unigram|bpe] [--vocab_size 32000]
 
 A WordPiece or Unigram vocabulary holds the characters that make up 99.95 % of each language's text. A word with
-another character is [UNK] in WordPiece; Unigram and byte-level BPE write it in bytes.
+another character is [UNK] in WordPiece. Unigram and byte-level BPE write such a character as bytes.
 """
 
 import argparse
@@ -26,20 +26,20 @@ from xscale.data.shards import Source, find_sources
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 
-from .command import run
+from .command import check_new_folder, run
 from .readers import input_files
 from .sentences import is_blank
 
 WORDPIECE_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 _SYMBOLS = r" ?[^\s\p{L}\p{M}\p{N}]+"
-"""Matches a run of symbols. A token never has both symbols and a word: `en.` would be neither word nor symbol."""
+"""Matches a run of symbols. Symbols are split from words, so that a token is a part of a word or has only symbols."""
 _BYTE_LEVEL_WORD = rf" ?[\p{{L}}\p{{M}}]+| ?\p{{N}}+|{_SYMBOLS}|\s+(?!\S)|\s+"
-"""GPT-2's pattern of words, except that a combining mark belongs to its letter and `'s` is not a special case."""
+"""Matches a word, as GPT-2 does. But a combining mark belongs to its letter, and `'s` is not a special case."""
 COVERAGE = 0.9995
-"""The share of each language's text whose characters the vocabulary contains."""
+"""The share of each language's text that the characters of the vocabulary make up."""
 _ALPHABET = 1000
-"""The vocabulary contains at least this number of the most frequent characters, as far as they fit."""
+"""The number of the most frequent characters of all text that the vocabulary has, as far as they fit."""
 _ROOM = 0.75
 """The maximum share of the vocabulary that single characters may take."""
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -49,20 +49,18 @@ Texts = Iterable[tuple[str, str]]
 """Pairs (language, text)."""
 
 
-def train(
-    texts: Texts, model_type: str, vocab_size: int, lowercase: bool, coverage: float = COVERAGE
-) -> PreTrainedTokenizerFast:
+def train(texts: Texts, model_type: str, vocab_size: int, lowercase: bool) -> PreTrainedTokenizerFast:
     """Return a trained tokenizer: WordPiece in BERT's style, Unigram in XLM-R's, or byte-level BPE in RoBERTa's. It has
     mask, pad, cls and sep tokens, and joins the two sentences of a pair as that model does. Raises UserError."""
     if model_type == "wordpiece":
         special = WORDPIECE_SPECIAL
-        tokenizer = _train_wordpiece(texts, vocab_size, lowercase, coverage)
+        tokenizer = _train_wordpiece(texts, vocab_size, lowercase)
     elif model_type == "bpe":
         special = ROBERTA_SPECIAL
         tokenizer = _train_bpe(texts, vocab_size, lowercase)
     else:
         special = ROBERTA_SPECIAL
-        tokenizer = _train_unigram(texts, vocab_size, lowercase, coverage)
+        tokenizer = _train_unigram(texts, vocab_size, lowercase)
     cls = special["cls"]
     sep = special["sep"]
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -81,21 +79,22 @@ def train(
     )
 
 
-def _train_wordpiece(texts: Texts, vocab_size: int, lowercase: bool, coverage: float) -> Tokenizer:
+def _train_wordpiece(texts: Texts, vocab_size: int, lowercase: bool) -> Tokenizer:
     """Train WordPiece so that every run gives the same vocabulary. WordPieceTrainer numbers the characters inside words
-    in the order of a hash table, and breaks ties by number. So these characters are given to it as its first tokens, in
-    a fixed order."""
+    in the order of a hash table, and breaks ties by these numbers. So the trainer gets these characters as its first
+    tokens, in a fixed order."""
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     special = list(WORDPIECE_SPECIAL.values())
 
     def is_inside(char: str) -> bool:
-        """Return whether a word can contain the character: not if the normalizer puts spaces around it (Chinese)."""
+        """Return whether the character can stand inside a word. The normalizer puts spaces around Chinese
+        characters."""
         return " " not in normalizer.normalize_str("a" + char)
 
     trained = Tokenizer(models.WordPiece())
     trained.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     with _normalised_lines(texts, normalizer) as (lines, characters):
-        alphabet = _alphabet(characters, coverage, vocab_size - len(special), lambda char: 1 + is_inside(char))
+        alphabet = _alphabet(characters, vocab_size - len(special), lambda char: 1 + is_inside(char))
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size,
             special_tokens=special + sorted("##" + char for char in alphabet if is_inside(char)),
@@ -130,7 +129,7 @@ def _train_bpe(texts: Texts, vocab_size: int, lowercase: bool) -> Tokenizer:
     return tokenizer
 
 
-def _train_unigram(texts: Texts, vocab_size: int, lowercase: bool, coverage: float) -> Tokenizer:
+def _train_unigram(texts: Texts, vocab_size: int, lowercase: bool) -> Tokenizer:
     special = list(ROBERTA_SPECIAL.values())
     tokenizer = Tokenizer(models.Unigram())
     steps: list[Any] = [normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
@@ -148,7 +147,7 @@ def _train_unigram(texts: Texts, vocab_size: int, lowercase: bool, coverage: flo
     )
     with _normalised_lines(texts, tokenizer.normalizer) as (lines, characters):
         rare = set().union(*characters.values())
-        rare.difference_update(_alphabet(characters, coverage, vocab_size - len(_BYTES), lambda char: 1))
+        rare.difference_update(_alphabet(characters, vocab_size - len(_BYTES), lambda char: 1))
         to_spaces = str.maketrans(dict.fromkeys(rare, " "))
         tokenizer.train_from_iterator((line.translate(to_spaces) for line in lines), trainer)
     tokenizer.model = _reproducible_unigram(tokenizer, len(special))
@@ -156,9 +155,9 @@ def _train_unigram(texts: Texts, vocab_size: int, lowercase: bool, coverage: flo
 
 
 def _reproducible_unigram(tokenizer: Tokenizer, special: int) -> models.Unigram:
-    """Return the trained Unigram model, made the same in every run, with tokens for bytes. UnigramTrainer iterates over
-    hash tables. So the last digits of its scores vary from run to run, and rare characters get the lowest scores (the
-    lowest, the lowest + 0.0001, ...) in a varying order. special: the number of special tokens."""
+    """Return the trained Unigram model without the differences between runs, and with tokens for bytes. UnigramTrainer
+    iterates over hash tables. So the last digits of its scores vary from run to run, and rare characters get the lowest
+    scores (the lowest, the lowest + 0.0001, ...) in a varying order. special: the number of special tokens."""
     model = json.loads(tokenizer.to_str())["model"]
     lowest = min(score for _, score in model["vocab"][special:])
     pieces = list[tuple[str, float]]()
@@ -187,18 +186,16 @@ def _normalised_lines(texts: Texts, normalizer: Any) -> Iterator[tuple[Iterator[
         yield spool, characters
 
 
-def _alphabet(
-    characters: dict[str, Counter[str]], coverage: float, room: int, tokens_of: Callable[[str], int]
-) -> list[str]:
-    """Return the characters of a vocabulary, as far as they fit: the most frequent ones of each language, which make up
-    the share `coverage` of the language's text, and the _ALPHABET most frequent ones of all text.
+def _alphabet(characters: dict[str, Counter[str]], room: int, tokens_of: Callable[[str], int]) -> list[str]:
+    """Return the characters of a vocabulary, as far as they fit: the most frequent characters of each language, which
+    make up the share COVERAGE of the language's text, and the _ALPHABET most frequent characters of all text.
 
     characters: counts by language. room: the number of tokens of the whole vocabulary. tokens_of: a function that
-    returns the number of tokens that a character takes. Raises UserError if none fits."""
+    returns the number of tokens that a character takes. Raises UserError if no character fits."""
     total = Counter[str]()
     share_before = dict[str, float]()
-    """For each character: the share of a language's text that has more frequent characters; the minimum over
-    languages."""
+    """For each character, the share of a language's text that more frequent characters make up. If several languages
+    have the character, their minimum."""
     for counts in characters.values():
         passed = 0
         for char, count in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])):
@@ -207,20 +204,20 @@ def _alphabet(
         total += counts
     by_count = sorted(total, key=lambda char: (-total[char], char))
     frequent = set(by_count[:_ALPHABET])
-    asked = [char for char in by_count if char in frequent or share_before[char] < coverage]
-    asked.sort(key=lambda char: share_before[char])
+    wanted = [char for char in by_count if char in frequent or share_before[char] < COVERAGE]
+    wanted.sort(key=lambda char: share_before[char])
     kept = list[str]()
     tokens = 0
-    for char in asked:
+    for char in wanted:
         tokens += tokens_of(char)
         if tokens > _ROOM * room:
             break
         kept.append(char)
-    if asked and not kept:
+    if wanted and not kept:
         raise UserError(f"no character fits into a vocabulary of {room} tokens; choose a larger vocab_size")
-    if len(kept) < len(asked):
+    if len(kept) < len(wanted):
         print(
-            f"warning: a coverage of {coverage:g} needs {len(asked):,} characters, of which {len(kept):,} fit; choose "
+            f"warning: {COVERAGE:.2%} of the text need {len(wanted):,} characters, of which {len(kept):,} fit; choose "
             f"a larger vocab_size",
             file=sys.stderr,
         )
@@ -247,15 +244,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max_records", type=int, default=1_000_000, help="maximum number of records of each source")
     args = parser.parse_args(argv)
     if not args.data and not args.text:
-        raise UserError("give --data or --text to train on")
-    if args.out.exists() and any(args.out.iterdir()):
-        raise UserError(f"{args.out} is not empty; choose another --out or remove it")
+        raise UserError("there is no text to train on; give --data DIR or --text FILE")
+    check_new_folder(args.out)
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    files.check_writable(args.out)
 
     def all_texts() -> Iterator[tuple[str, str]]:
         if args.data:

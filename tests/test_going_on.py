@@ -498,7 +498,7 @@ def test_the_tokenizer_returns_the_token_types_that_were_trained(
 def test_the_best_checkpoint_is_exported(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
     shutil.copytree(ended[1] / "checkpoints", tmp_path / "checkpoints")
     shutil.copytree(ended[1] / "checkpoints" / "step_00000007", tmp_path / "checkpoints" / "step_00000009")
-    with pytest.raises(UserError, match=rf"no {tmp_path}/checkpoints/best.*checkpoint\.best"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/checkpoints/best does not exist.*checkpoint\.best"):
         export.export(tmp_path, tmp_path / "hf", best=True)
     (tmp_path / "checkpoints" / "best").write_text("step_00000007\n")
     assert export.export(tmp_path, tmp_path / "hf", best=True).name == "step_00000007"
@@ -649,10 +649,10 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
         (tlm_stream, None, (), "mean", "the default, since no stream trained a sentence vector"),
         ({"ppa": PPA}, init, (), "cls", "as streams.ppa trained it"),
         ({"ppa": PPA | {"moco_weight": 0.0}}, None, (), "mean", "the default"),
-        ({"ppa": PPA}, None, ("mean",), "mean", "as --pooling asks"),
+        ({"ppa": PPA}, None, ("mean",), "mean", "as --pooling says"),
         (tlm_stream, init, (), "cls", f"with the modules and prompts of model.init {init}"),
         (tlm_stream, init, (None, 1), "cls", "whose other modules belong to its last layer"),
-        (tlm_stream, foreign, (), "cls", "the module my.Whitening .* is none of sentence-transformers'"),
+        (tlm_stream, foreign, (), "cls", "sentence-transformers lacks the module my.Whitening"),
         (tlm_stream, plain, (), "mean", f"model.init {plain} has no modules.json"),
         (tlm_stream, str(ended[1]), (), "mean", "as streams.ppa trained it"),
     ]
@@ -709,7 +709,7 @@ def test_sentence_transformers_makes_our_vectors(
     sides = []
     for side in (0, 1):
         texts = [texts[side] for texts in read_texts(source, 100)] + ["", "word " * 600]
-        (ours,) = retrieval.embed(model, texts, 0, retrieval.make_variants(model, [pooling])).values()
+        (ours,) = retrieval.embed_sentences(model, texts, 0, retrieval.make_variants(model, [pooling])).values()
         found = theirs.encode(texts, convert_to_tensor=True).cpu()
         torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
         sides.append(found[:100])

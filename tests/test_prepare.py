@@ -197,9 +197,9 @@ EVERY_READER: list[dict] = [
         ({"pairs": ["en", "de"], "tmx": "f"}, b'<!DOCTYPE tmx [<!ENTITY c SYSTEM "f">]><tmx>&c;</tmx>', "Entit"),
         ({"pairs": ["en", "de"], "parquet": "f"}, b"PAR1 is none", "f is damaged after row 0, or is not a parquet"),
         ({"pairs": ["en", "de"], "datasets": "f"}, b"", "not a datasets source"),
-        ({"mono": "en", "jsonl": "f"}, b'{"text": 3}\n', "f: line 1 has no text in `text`, but 3"),
-        ({"mono": "en", "jsonl": "f"}, b'{"a": "b"}\n', "but the fields a; give the source another `field`"),
-        ({"pairs": ["en", "de"], "jsonl": "f"}, b'{"en": "b"}\n', "but the fields en; name two of them in `columns`"),
+        ({"mono": "en", "jsonl": "f"}, b'{"text": 3}\n', "f: line 1: `text` is 3 instead of text"),
+        ({"mono": "en", "jsonl": "f"}, b'{"a": "b"}\n', "its fields are a: name one of them in `field`"),
+        ({"pairs": ["en", "de"], "jsonl": "f"}, b'{"en": "b"}\n', "its fields are en: name two of them in `columns`"),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "b"}\n{"tex', "f: line 2 is not a JSON object"),
         ({"mono": "en", "jsonl": "f"}, b"[" * 100_000, "f: line 1 is not a JSON object"),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "\\ud800"}\n', "f: pair or document 1 has an unpaired surrogate"),
@@ -453,7 +453,7 @@ def test_near_duplicates_are_those_of_exact_jaccard(tmp_path: Path) -> None:
 def test_samples_for_the_tokenizer_follow_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = Counter({"en": 100_000, "de": 10_000, "sw": 1_000})
     texts = [(lang, str(n)) for lang, count in counts.items() for n in range(count)]
-    monkeypatch.setattr(steps, "kept_texts", lambda folder: texts)
+    monkeypatch.setattr(steps, "read_kept_texts", lambda folder: texts)
     for alpha in (0.0, 0.5, 1.0):
         found = Counter(lang for lang, _ in steps.sample_texts(Path(), counts, 2_000, alpha))
         total = sum(count**alpha for count in counts.values())
@@ -803,7 +803,7 @@ def test_the_whole_of_it(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: py
     report = json.loads((out / "report.json").read_text())
     assert report["sources"][1]["licence"] == "CC0" and len(list((out / "tokenizer").iterdir())) >= 2
     assert {path.name for path in out.iterdir()} == {"shards", "heldout", "tokenizer", "report.json", "report.html"}
-    with pytest.raises(UserError, match="out exists"):
+    with pytest.raises(UserError, match="out is not an empty folder"):
         run(tmp_path, tree)
 
 

@@ -1,8 +1,8 @@
-"""Export a checkpoint as a Hugging Face directory: `python -m xscale.export CHECKPOINT_OR_RUN_DIR HF_DIR`.
+"""Export a checkpoint as a Hugging Face directory: `xscale export CHECKPOINT_OR_RUN_DIR HF_DIR`.
 
 The directory has weights, config and tokenizer for `AutoModelForMaskedLM.from_pretrained`, the files of a
 `SentenceTransformer` (eval/sentence_files.py), the objectives' own heads (models/heads.py), and a model card
-(eval/card.py). If a run is given, its newest checkpoint is exported, or with --best its best.
+(eval/card.py). Of a run, the newest checkpoint is exported, or with --best the best one.
 """
 
 import argparse
@@ -22,8 +22,9 @@ from xscale.eval.sentence_files import choose_vectors
 
 
 def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
-    """Export a checkpoint, of a run its newest, and return that checkpoint's path. pooling: how sentence vectors are
-    pooled; None: see choose_vectors. layers: export only the first `layers` layers, without heads. Raises UserError."""
+    """Export a checkpoint, or a run's newest checkpoint, and return its path. best: export the run's best checkpoint.
+    pooling: how sentence vectors are pooled; None: see choose_vectors. layers: the number of first layers to export,
+    without heads; None: export the whole model. Raises UserError."""
     path = find_best(source) if best else checkpoints.resolve_checkpoint(source)
     check_new_directory(out)
     lm, heads = load_model_of_run(path)
@@ -54,8 +55,8 @@ def find_best(run: Path) -> Path:
     named = run / "checkpoints" / checkpoints.BEST
     if not named.is_file():
         raise UserError(
-            f"--best: there is no {named}; only a run whose recipe sets checkpoint.best has it. Leave "
-            f"--best out to export the newest checkpoint"
+            f"--best: {named} does not exist; only a run whose recipe sets checkpoint.best has it. Leave --best out to "
+            f"export the newest checkpoint"
         )
     return checkpoints.resolve_checkpoint(named.with_name(named.read_text(encoding="utf-8").strip()))
 
@@ -75,7 +76,7 @@ def main() -> int:
         check_arguments(sys.argv[1:])
         args = parser.parse_args()
         if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
-            raise UserError(f"--push {args.push} is no repository of the hub; give USER/NAME")
+            raise UserError(f"--push {args.push} does not name a repository of the hub; give USER/NAME")
         path = export(args.source, args.out, args.best, args.pooling, args.layers)
         print(f"{path} -> {args.out}")
         if args.push:

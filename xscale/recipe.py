@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import json
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -207,7 +208,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class EvalTask:
-    name: Annotated[str, Field(pattern=r"^(heldout|retrieval)(\.[A-Za-z0-9_.-]+)?$")]
+    name: str
     """heldout measures the loss of each stream, language and pair on the records of `data`. retrieval finds the
     translations of sentences among the pairs of `data`. A second task of one kind is named with a suffix, such as
     heldout.test."""
@@ -215,6 +216,15 @@ class EvalTask:
     """Shard directories that are not trained on."""
     limit: Count = 1000
     """The maximum number of records of each language and pair."""
+
+    @model_validator(mode="after")
+    def check_name(self) -> Self:
+        if not re.fullmatch(r"(heldout|retrieval)(\.[A-Za-z0-9_.-]+)?", self.name):
+            raise ValueError(
+                f"tasks: the name {self.name!r} must be heldout or retrieval, with a suffix for a second task, such as "
+                f"heldout.test; alignment scores are in metrics.jsonl, without a task"
+            )
+        return self
 
     @property
     def kind(self) -> str:

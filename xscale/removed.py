@@ -22,6 +22,7 @@ FLAGS: dict[str, str] = {
     "data_tools.inspect --html": "prepare's report.html has the counts and the removed text of each source",
     "--plugin": "name an objective of your own in the recipe: streams.NAME.objective=MODULE:NAME",
     # One line for each flag.
+    "eval.finetune --source": "the first language of --train is the source language",
     "tokenizer --extend": "tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",
     "write_shards --symmetrize": "`xscale data align --symmetrize`, then its files as --links, --links_src ...",
     "--data_change": "`--fork RUN@STEP --out NEW` takes further --data, and the old data continue where they were",

@@ -1,5 +1,5 @@
-"""Aligns words by hidden states, and measures the alignment error rate (Och & Ney 2003) of each layer against links
-made by hand.
+"""Aligns words by the hidden states of each layer. Links made by hand show how good the alignment is: the measure is
+the alignment error rate (Och & Ney 2003).
 
     AER = 1 - (|A & S| + |A & P|) / (|A| + |S|);    precision = |A & P| / |A|;    recall = |A & S| / |S|
 
@@ -11,8 +11,8 @@ Two words are linked if any of their tokens are. Tokens are linked by one of two
     argmax   each of the two tokens is the other's nearest by cosine (SimAlign; Jalili Sabet et al. 2020)
     softmax  the softmaxes of dot products over both sentences exceed 0.001 (awesome-align; Dou & Neubig 2021)
 
-Only spaces and tabs separate words, because aligners and the files of links number words in this way. The two sentences
-go through the encoder separately.
+Words are separated by spaces and tabs alone, because aligners and files of links number words in this way. The two
+sentences go through the encoder separately.
 
 Shape letters: I tokens of the first sentence, J of the second, T of either, L layers, H width.
 """
@@ -76,20 +76,21 @@ class EncodedSentence:
     words: list[int]
     """The index of each token's word [T]."""
     is_truncated: bool
-    """True if tokens were left out, because the sentence has more tokens than the model has positions."""
+    """True if the sentence has more tokens than the model has positions, so that its last tokens are left out."""
 
 
 def evaluate(
     model: ExportedModel, gold: Sequence[LinkedPair], langs: Sequence[str], layers: Sequence[str | int] = (ALL,)
 ) -> dict[str, Scores]:
-    """Return {`METHOD layer N`: error rates, number of pairs, and number `cut` of pairs with a truncated sentence}."""
+    """Return {`METHOD layer N`: scores}. The scores are the error rates, the number of pairs, and the number `cut` of
+    pairs with a truncated sentence. gold: pairs with links made by hand."""
     numbers = layer_numbers(layers, model)
     predicted: dict[str, list[Links]] = {}
     truncated = 0
     for start in range(0, len(gold), BATCH):
         batch = gold[start : start + BATCH]
-        first_sides = encode_words(model, batch, 0, langs[0], numbers)
-        second_sides = encode_words(model, batch, 1, langs[1], numbers)
+        first_sides = encode_sentences(model, batch, 0, langs[0], numbers)
+        second_sides = encode_sentences(model, batch, 1, langs[1], numbers)
         for x, y in zip(first_sides, second_sides, strict=True):
             truncated += x.is_truncated or y.is_truncated
             for method, place in product(METHODS, range(len(numbers))):
@@ -102,10 +103,10 @@ def evaluate(
     return {name: error_rates(links_of_pairs, gold) | counts for name, links_of_pairs in predicted.items()}
 
 
-def encode_words(
+def encode_sentences(
     model: ExportedModel, pairs: Sequence[LinkedPair], side: int, language: str, layers: Sequence[int]
 ) -> list[EncodedSentence]:
-    """Return the words of one sentence of each pair, with the hidden states of their tokens. side: 0 or 1."""
+    """Return one sentence of each pair, encoded. side: 0 for the first sentences, 1 for the second."""
     longest = model.max_length - 2
     ids: list[list[int]] = []
     words: list[list[int]] = []
@@ -144,28 +145,26 @@ def error_rates(predicted: Sequence[Links], gold: Sequence[LinkedPair]) -> Score
     return bootstrap(np.array(counts), scores_of)
 
 
-def load_hand_links(text: Path, links: Path | None = None) -> list[LinkedPair]:
-    """Read a file of lines `sentence<TAB>sentence<TAB>links` (XL-WA), or two files, with lines `sentence ||| sentence`
-    and with their links (WPT, Pharaoh). The link `i-j` is a sure one, `ipj` a possible one. Words are counted from 0 if
-    some link has a 0, else from 1. Raises UserError."""
-    lines = plain_lines(text)
+def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]:
+    """Read a file of lines `sentence<TAB>sentence<TAB>links` (XL-WA), or a file of lines `sentence ||| sentence` and a
+    file of their links (WPT, Pharaoh). `i-j` is a sure link, `ipj` a possible link. Words are counted from 0 if any
+    link has a 0, else from 1. Raises UserError."""
+    lines = read_plain_lines(text)
     separator = "\t"
     form = "sentence<TAB>sentence<TAB>links"
     if links is not None:
         separator = "|||"
         form = "sentence ||| sentence"
-        link_lines = plain_lines(links)
+        link_lines = read_plain_lines(links)
         if len(lines) != len(link_lines):
             raise UserError(
-                f"{links} has {len(link_lines):,} lines, {text} has {len(lines):,}; line n must have the links of line "
-                f"n"
+                f"{links} has {len(link_lines):,} lines, {text} has {len(lines):,}; give a line of links for each pair"
             )
+        lines = list(map(separator.join, zip(lines, link_lines, strict=True)))
     rows: list[list[list[str]]] = []
     first = 1
     for number, line in enumerate(lines, start=1):
         cells = line.split(separator)
-        if links is not None:
-            cells.append(link_lines[number - 1])
         sides = [split_words(cell) for cell in cells]
         if len(cells) != 3 or not sides[0] or not sides[1]:
             raise UserError(f"{text}: line {number}: {line[:60]!r} is not `{form}`; fix the line")
@@ -176,7 +175,7 @@ def load_hand_links(text: Path, links: Path | None = None) -> list[LinkedPair]:
     pairs: list[LinkedPair] = []
     is_clear = first == 0
     for number, sides in enumerate(rows, start=1):
-        pair = make_pair(sides, first, f"{links or text}: line {number}")
+        pair = parse_linked_pair(sides, first, f"{links or text}: line {number}")
         for i, j in pair.possible:
             is_clear = is_clear or i + 1 == len(sides[0]) or j + 1 == len(sides[1])
         pairs.append(pair)
@@ -188,18 +187,18 @@ def load_hand_links(text: Path, links: Path | None = None) -> list[LinkedPair]:
     return pairs
 
 
-def plain_lines(path: Path) -> list[str]:
+def read_plain_lines(path: Path) -> list[str]:
     return [line for _, line in read_lines(path)]
 
 
-def make_pair(sides: list[list[str]], first: int, place: str) -> LinkedPair:
-    """Return a pair. sides: the words of both sentences, and links such as 0-0 and 1p2. first: the number of the first
-    word. place: where the links stand, for errors. Raises UserError."""
+def parse_linked_pair(sides: list[list[str]], first: int, place: str) -> LinkedPair:
+    """Return a pair with its links. sides: the words of the first sentence, the words of the second, and links such as
+    0-0 and 1p2. first: the number of the first word. place: the links' file and line, for errors. Raises UserError."""
     pair = LinkedPair((sides[0], sides[1]), set(), set())
     for link in sides[2]:
         match = LINK.fullmatch(link)
         if not match:
-            raise UserError(f"{place}: {link!r} is no link; write i-j, or ipj for a possible link")
+            raise UserError(f"{place}: {link!r} is not a link; write i-j, or ipj for a possible link")
         i = int(match[1]) - first
         j = int(match[3]) - first
         if not (0 <= i < len(sides[0]) and 0 <= j < len(sides[1])):
@@ -214,5 +213,5 @@ def make_pair(sides: list[list[str]], first: int, place: str) -> LinkedPair:
 
 
 def split_words(text: str) -> list[str]:
-    """Split a text at spaces and tabs alone, as aligners do; U+3000 can be a word of Japanese text."""
+    """Return the words of a text, which spaces and tabs alone separate. U+3000 can be a word of Japanese text."""
     return [word for word in re.split("[ \t]+", text) if word]

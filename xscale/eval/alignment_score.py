@@ -1,11 +1,10 @@
 """Computes alignment scores (Tang et al. 2022): is a word's nearest neighbour in the input embeddings its translation?
 
-Only dictionary entries with one token on each side are used. Their neighbours are searched by cosine among all
-tokens of the other language's text. A token is not its own neighbour: "Hand" does not translate "Hand" if the languages
-share a vocabulary.
+Only dictionary entries with one token on each side are used. A word's neighbour is searched by cosine among all tokens
+of the other language's text. A token is never its own neighbour, although the languages share a vocabulary.
 
-A word counts as withheld if its token is in no entry that objectives read (data/lexicon.py withholds words), and as
-trained otherwise, even if some of its entries are withheld.
+Training withholds a share of the dictionary's words from the objectives (data/lexicon.py). A word counts as withheld if
+its token is in no entry that objectives read. Otherwise it counts as trained, even if some of its entries are withheld.
 
 Shape letters: P entries of the dictionary, Q query tokens, C tokens of the other language, H width, V vocabulary.
 """
@@ -50,7 +49,8 @@ class ProbeWords:
 
     @torch.no_grad()
     def score(self, table_VH: Tensor) -> float | None:
-        """Return the share of queries whose nearest neighbour is a translation; None for fewer than FEWEST queries."""
+        """Return the share of queries whose nearest neighbour in the embedding table is a translation; None for fewer
+        than FEWEST queries."""
         if len(self.queries) < FEWEST:
             return None
         queries_Q = torch.from_numpy(self.queries).to(table_VH.device)
@@ -62,8 +62,8 @@ class ProbeWords:
             cosine.masked_fill_(chunk[:, None] == targets_C, -2.0)
             nearest += targets_C[cosine.argmax(1)].tolist()
         entries = set(map(tuple, self.pairs_P2.tolist()))
-        found = entries & set(zip(self.queries.tolist(), nearest, strict=True))
-        return len(found) / len(nearest)
+        right = entries.intersection(zip(self.queries.tolist(), nearest, strict=True))
+        return len(right) / len(nearest)
 
 
 AlignmentProbe = dict[str, ProbeWords]
@@ -80,25 +80,25 @@ def evaluate(
     """
     known = set(chain.from_iterable(source.langs for source in sources))
     lexicons = [load_lexicon(path, model.tokenizer, known) for path in lexicon_paths]
-    of_pair = []
+    measured = []
     for lexicon in lexicons:
         first, second = lexicon.langs
         if {*find_spellings(first, langs), *find_spellings(second, langs)} == set(langs):
-            of_pair.append(lexicon)
-    if not of_pair:
+            measured.append(lexicon)
+    if not measured:
         raise UserError(
             f"task alignment needs a dictionary of {' and '.join(langs)}: --lexicons PATH/{'-'.join(langs)}.txt, or "
             f"put it into lexicon/ beside the shards"
         )
     tokens: dict[str, np.ndarray] = {}
     directions: dict[str, str] = {}
-    for lexicon in of_pair:
+    for lexicon in measured:
         target = lexicon.langs[1]
         if target not in tokens:
             tokens[target] = language_tokens(target, sources, model.tokenizer)
         directions[lexicon.name] = "->".join(lexicon.langs)
     scores: Scores = {}
-    for name, probe in build_probes(of_pair, lexicons, withheld_share, tokens).items():
+    for name, probe in build_probes(measured, lexicons, withheld_share, tokens).items():
         direction = directions[name]
         for subset, words in probe.items():
             suffix = "" if subset == "withheld" else f" {subset}"
@@ -116,10 +116,11 @@ def evaluate(
 def build_probes(
     lexicons: Sequence[Lexicon], trained: Sequence[Lexicon], withheld_share: float, tokens: Mapping[str, np.ndarray]
 ) -> dict[str, AlignmentProbe]:
-    """Return {name of a dictionary: its probe}. Dictionaries with the same name are joined.
+    """Return {name of a dictionary: its words to score}. Dictionaries with the same name are joined.
 
     trained: the dictionaries that objectives read. withheld_share: the share of words that objectives do not read.
-    tokens: {language: ids of the tokens of its text}, among which translations are searched, besides the dictionary's.
+    tokens: {language: ids of the tokens of its text}. Translations are searched among these tokens and the dictionary's
+    own.
     """
     groups: dict[str, list[Lexicon]] = {}
     for lexicon in lexicons:
@@ -140,7 +141,8 @@ def build_probes(
 
 
 def trained_tokens(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
-    """Return the ids of one-token words in entries that are not withheld and whose two sides differ."""
+    """Return the ids of the one-token words of a dictionary that objectives read. They read the entries that are not
+    withheld and whose two sides differ."""
     ids: set[int] = set()
     for entry in zip(*without_withheld(lexicon, withheld_share).ids, strict=True):
         if entry[0] != entry[1]:
@@ -156,9 +158,9 @@ def language_tokens(
     parts: int = 1,
     note: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
-    """Return the ids of the tokens in a sample (data/sample.py) of a language's text, without special tokens. Text
-    under other names of the language is read if there is none under `language`. part, parts: the index of this caller,
-    and the number of callers that share the sample. note: a function that is called before each batch, to show
+    """Return the ids of the tokens in a sample (data/sample.py) of a language's text, without special tokens. Without
+    text under the name `language`, text under the language's other names is read. part, parts: the index of this
+    caller, and the number of callers that share the sample. note: a function that is called before each batch, to show
     progress."""
     occurs = np.zeros(tokenizer.vocab_size, dtype=bool)
     known = sorted(set(chain.from_iterable(source.langs for source in sources)))

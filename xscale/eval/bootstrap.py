@@ -1,8 +1,8 @@
 """Confidence intervals of scores over sentences, by scipy's bootstrap (Efron 1979).
 
 A score is a function of sums over sentences: an accuracy uses two sums (right answers, sentences), an F1 uses three.
-The sentences are resampled with replacement REPLICATES times; the interval has 95 % of the resampled scores. Texts with
-the same number of sentences are resampled in the same way, so that the scores of two models on one text are paired.
+The sentences are drawn with replacement REPLICATES times, which makes as many resampled texts. The interval has 95 % of
+their scores. Texts with the same number of sentences are resampled alike, so that two models' scores are paired.
 
 Shape letters: S sentences, C sums, R replicates, K classes.
 """
@@ -17,13 +17,13 @@ from scipy import stats
 REPLICATES = 1000
 BOUNDS = (0.025, 0.975)
 AT_ONCE = 2_000_000
-"""The maximum number of sentences that are drawn at once, in one or more resampled texts."""
+"""The maximum number of sentences that are drawn in one call, because the drawn sums need memory."""
 ScoresOf = Callable[[np.ndarray], dict[str, np.ndarray]]
-"""Maps the sums of texts [..., C] to {name: scores of these texts [...]}."""
+"""A function from the sums of texts [..., C] to {name of a score: its value for each text [...]}."""
 
 
 class Score(float):
-    """A score together with its values in resampled texts. Pickling or copying turns it into a plain float."""
+    """A score with its values in resampled texts. A pickled or copied Score is a plain float."""
 
     resampled: np.ndarray
     """The score in each resampled text [R]."""
@@ -43,7 +43,7 @@ class Score(float):
 
 
 def bootstrap(sums_SC: np.ndarray, scores_of: ScoresOf) -> dict[str, float]:
-    """Return {name: Score} of the text whose sentences have these sums."""
+    """Return {name: Score} of a text, given the sums of each of its sentences."""
     sums_SC = np.asarray(sums_SC, dtype=np.float64)
     sentences = len(sums_SC)
 
@@ -92,7 +92,7 @@ def p_value(difference: Score) -> float:
 
 
 def map_scores(results: Any, function: Callable[[Score], list[float]]) -> Any:
-    """Return the nested mappings with function(score) in place of each Score. Other numbers are left out."""
+    """Return the nested mappings with function(score) in place of each Score, and without other numbers."""
     if not isinstance(results, Mapping):
         return function(results) if isinstance(results, Score) else None
     mapped = {}
@@ -104,13 +104,13 @@ def map_scores(results: Any, function: Callable[[Score], list[float]]) -> Any:
 
 
 def intervals(results: Any) -> Any:
-    """Return the nested mappings with [low, high] in place of each Score. Other numbers are left out."""
+    """Return the nested mappings with [low, high] in place of each Score, and without other numbers."""
     return map_scores(results, lambda score: list(score.interval))
 
 
 def resampled_scores(results: Any) -> Any:
-    """Return the nested mappings with the values in resampled texts [R] in place of each Score, without other numbers.
-    The values have six digits."""
+    """Return the nested mappings with a Score's values in resampled texts [R] in place of each Score, and without other
+    numbers. The values are rounded to six digits."""
     return map_scores(results, lambda score: [float(f"{value:.6g}") for value in score.resampled])
 
 

@@ -1,4 +1,4 @@
-"""Makes the card of an exported model, README.md, from the template card.md: the hub's header and a page of text."""
+"""Makes the model card of an export, README.md, from the template card.md."""
 
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from xscale.models.build import longest_sequence
 CARD = "README.md"
 TEMPLATE = Path(__file__).with_name("card.md")
 OLDEST = {"modernbert": "4.48"}
-"""{type of a model: the oldest version of transformers that has it}, for types that are newer than 4.0."""
+"""{type of a model: the oldest version of transformers that has the type}. Other types are in version 4.0."""
 
 
 def checkpoint_card(
     checkpoint: Checkpoint, config: Any, name: str, vectors: SentenceVectors, layers: int | None = None
 ) -> ModelCard:
-    """Return the card of an exported checkpoint. config: the config of the model. layers: the number of first layers
-    that the export has; None: all."""
+    """Return the card of an exported checkpoint. config: the model's configuration. name: the export's name. layers:
+    the number of first layers in the export; None: all."""
     recipe = checkpoint.identity["recipe"]
     init = recipe["model"]["init"]
     is_on_hub = init and not Path(init).exists() and files.may_exist(init)

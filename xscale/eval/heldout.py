@@ -2,13 +2,13 @@
 
     L = - sum_{i in M} log p(x_i | x with M masked);    loss = L / |M|
 
-Pairs are masked and predicted by the objective's own functions. The sums are those of each pair, so that pairs can be
-resampled for intervals.
+Pairs are masked and predicted by the objective's own functions. Loss and right predictions are summed for each pair,
+so that pairs can be resampled for intervals.
 
-The score comes with the text's unigram entropy, the loss of a model that knows only the frequencies of the held-out
-tokens: an encoder with a lower loss has learnt from context. The exported masked-LM head is used, whatever the
-objectives were. The masks are a function of the pair's number, the token's position and the vocabulary: the same for
-every model with the same tokenizer.
+Beside the loss stands the text's unigram entropy: the loss of a model that knows only how frequent each token is. An
+encoder with a lower loss has learnt from context. The export's masked-LM head is used, whatever the objectives were.
+The masks are a function of the pair's number, the token's position and the vocabulary, so all models with the same
+tokenizer have the same masks.
 
 Shape letters: S pairs, M predicted tokens.
 """
@@ -31,14 +31,14 @@ from xscale.objectives import Parts, tlm
 from xscale.step.module import encoder_states
 
 ROW = 64
-"""The number of pairs of a row. They have about the same length, which saves time."""
+"""The number of pairs that are encoded at once. They have about the same length, which saves time."""
 _MASKS = rng.key("heldout")
 
 
 def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
-    """Return the loss (nats per masked token) and accuracy of TLM, the unigram entropy, the number of masked tokens and
-    of pairs that were dropped because they exceed the model's positions. Raises UserError."""
-    if model.headless:  # transformers would add a random one
+    """Return the loss of TLM in nats per masked token, its accuracy, the unigram entropy, the number of masked tokens,
+    and the number of dropped pairs, which exceed the model's positions. Raises UserError."""
+    if model.headless:  # transformers has added a random head
         raise UserError(
             "the model has no masked-LM head, which task heldout measures; give a directory that was saved from "
             "AutoModelForMaskedLM"
@@ -54,7 +54,7 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
     for number in range(len(texts)):
         identity = rng.hash64(_MASKS, np.array([number]))[0]
         pairs.append(Example(source.langs, tuple(ids[2 * number : 2 * number + 2]), None, identity, number))
-    sums_S3 = sums_of_pairs(model, pairs, source.langs, options)
+    sums_S3 = sum_by_pair(model, pairs, source.langs, options)
     targets = sums_S3[:, 2].sum()
     if not targets:
         raise UserError(
@@ -81,11 +81,11 @@ class PairContext(CollateContext):
 
 
 @torch.no_grad()  # not inference_mode: masks of attention are kept for later passes
-def sums_of_pairs(
+def sum_by_pair(
     model: ExportedModel, pairs: list[Example], langs: Sequence[str], options: tlm.TlmOptions
 ) -> np.ndarray:
-    """Return the sums [S, 3] of each pair in the order of their numbers: loss in nats, tokens predicted right, tokens.
-    Pairs that exceed the model's positions are left out."""
+    """Return for each pair the sums over its masked tokens [S, 3]: loss in nats, right predictions, tokens. Pairs are
+    in the order of their numbers, without those that exceed the model's positions."""
     context = PairContext(
         model.tokenizer,
         model.max_length,

@@ -36,8 +36,8 @@ def write_directory(
 ) -> None:
     """Write a model, its heads, its tokenizer, its card and the files of sentence-transformers.
 
-    source: the model's name in errors. layers: write only this number of first layers, without heads; None: write all.
-    Raises UserError if the model lacks such layers.
+    source: the model's name in errors. layers: the number of first layers to write, without heads; None: write the
+    whole model. Raises UserError if the model lacks such layers.
     """
     written: Any = lm
     if layers is not None:
@@ -52,7 +52,7 @@ def write_directory(
     with files.publish(out) as partial:
         written.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        write_names_of_transformers_4(partial)
+        add_fields_for_transformers_4(partial)
         save_heads(heads, partial)
         write_vector_files(partial, vectors, lm.config, longest)
         if card:
@@ -60,9 +60,9 @@ def write_directory(
         files.apply_umask(partial)
 
 
-def write_names_of_transformers_4(folder: Path) -> None:
-    """Add what transformers 4 reads in place of what transformers 5 writes: the tokenizer's class, and the base of
-    ModernBERT's rotary embeddings. Transformers 5 reads the same values."""
+def add_fields_for_transformers_4(folder: Path) -> None:
+    """Write the tokenizer's class, and the base of ModernBERT's rotary embeddings, under the names that transformers 4
+    reads. Transformers 5 reads them, too."""
     path = folder / "tokenizer_config.json"
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     if tokenizer.get("tokenizer_class") == "TokenizersBackend":
@@ -77,7 +77,7 @@ def write_names_of_transformers_4(folder: Path) -> None:
 
 
 def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """Return a copy with only the first layers, whose masked-LM head is meaningless. Raises UserError."""
+    """Return a copy of the first layers of a model. The copy's masked-LM head is meaningless. Raises UserError."""
     config = copy.deepcopy(lm.config)
     last = config.num_hidden_layers
     if not 1 <= layers <= last:

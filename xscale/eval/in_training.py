@@ -1,6 +1,6 @@
 """Measures a run while it trains, by the tasks of the recipe's `eval` section. All ranks share the work.
 
-All evaluations use the same random numbers, which training does not use. So a run trains bit for bit the same with and
+Evaluations have random numbers of their own, the same in each evaluation. So a run trains bit for bit the same with and
 without evaluations.
 """
 
@@ -50,17 +50,15 @@ Results = dict[str, dict[str, float]]
 def measure_functions(
     loader: Loader, engine: Any, process: Process, note: Callable[[str], None]
 ) -> dict[str, Callable[[], Results]]:
-    """Return {task of the recipe: the function that measures it}. All ranks call a function together, and the results
-    are complete on rank 0.
+    """Return {task of the recipe: the function that measures it}. All ranks call such a function together, and its
+    results are complete on rank 0.
 
     note: a function that is called again and again with a description of the work, to show progress. Raises UserError.
     """
     functions: dict[str, Callable[[], Results]] = {}
     for task in loader.recipe.eval.tasks:
-        if task.kind == "heldout":
-            functions[task.name] = HeldoutTask(task, loader, engine, process, note).measure
-        else:
-            functions[task.name] = RetrievalTask(task, loader, engine, process, note).measure
+        measured = HeldoutTask if task.kind == "heldout" else RetrievalTask
+        functions[task.name] = measured(task, loader, engine, process, note).measure
     return functions
 
 
@@ -69,8 +67,8 @@ def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGro
     for task in recipe.eval.tasks:
         if stage >= 3:
             raise UserError(
-                f"eval.{task.name}: tasks need whole weights, which ZeRO stage 3 partitions; evaluate "
-                f"exports of checkpoints (xscale.export, xscale.eval.run), or use a ds_config of stage 2 or lower"
+                f"eval.{task.name}: tasks need whole weights, which ZeRO stage 3 partitions; evaluate exports of "
+                f"checkpoints (`xscale export`, `xscale eval`), or use a ds_config of stage 2 or lower"
             )
         try:
             sources = find_task_sources(task, recipe, corpus)
@@ -84,32 +82,32 @@ def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGro
 
 
 def with_overall_means(task: str, rows: Results) -> Results:
-    """Return rows with means over languages or pairs, followed by the task's own rows. The row of means is `all`; for
-    held-out losses, it is `STREAM all` for each stream. A number is averaged over the rows that have it."""
-    losses = task.partition(".")[0] == "heldout"
+    """Return rows of means over languages or pairs, followed by the task's own rows. The row of means is `all`; for
+    held-out losses, each stream has a row `STREAM all`. A number is averaged over the rows that have it."""
+    is_heldout = task.partition(".")[0] == "heldout"
     values: dict[str, dict[str, list[float]]] = {}
     for row, numbers in rows.items():
         stream, _, language = row.partition(" ")
-        if losses and not language:  # of a stream, not of a language
+        if is_heldout and not language:  # the row of the whole stream
             continue
-        averaged = values.setdefault(f"{stream} {ALL}" if losses else ALL, {})
+        averaged = values.setdefault(f"{stream} {ALL}" if is_heldout else ALL, {})
         for name, value in numbers.items():
-            if direction(name) and "->" not in name:  # and not of one direction
+            if direction(name) and "->" not in name:  # "->": the accuracy of one direction
                 averaged.setdefault(name, []).append(value)
     means: Results = {}
     for mean_row, values_of_name in values.items():
-        means[mean_row] = {name: mean_of(numbers) for name, numbers in values_of_name.items()}
+        means[mean_row] = {name: average(numbers) for name, numbers in values_of_name.items()}
     return means | rows
 
 
-def mean_of(values: list[float]) -> float:
-    """Return the mean, with its interval if the values are Scores."""
+def average(values: list[float]) -> float:
+    """Return the mean of the values, with its interval if they are Scores."""
     return mean(values) if isinstance(values[0], Score) else sum(values) / len(values)
 
 
 def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[Source]:
-    """Return the task's sources. Raises UserError if the run trains on a source of the task, or has no text in one of
-    the task's languages."""
+    """Return the sources of the task's data. Raises UserError if the run trains on one of them, or has no text in a
+    language of theirs."""
     cache = Cache.from_settings(recipe.data.cache, recipe.data.cache_gb)
     sources = find_sources([*map(parse_location, task.data)], cache)
     unify_language_names(sources, preferred=corpus.languages)
@@ -124,13 +122,13 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
         if new:
             raise UserError(
                 f"{source.directory} has text in {' and '.join(new)}, but the run's --data has none; leave it out, and "
-                f"evaluate exports on it (xscale.eval.run)"
+                f"evaluate exports on it (`xscale eval`)"
             )
     return sources
 
 
 def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], linked: Sequence[bool]) -> list[Stream]:
-    """Return each stream that can read held-out sources, with one step of all records. Raises UserError."""
+    """Return the streams that can read held-out sources, with all their records as one step. Raises UserError."""
     streams = list[Stream]()
     for stream in corpus.streams.last:
         languages = recipe.streams[stream.name].languages
@@ -155,16 +153,9 @@ def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], linke
 
 
 class HeldoutTask:
-    """A task that measures the run's losses on held-out records, for each stream and each of the stream's languages."""
+    """A task that measures the run's losses on held-out records, by stream, and by language of each stream."""
 
-    def __init__(
-        self,
-        task: EvalTask,
-        loader: Loader,
-        engine: Any,
-        process: Process,
-        note: Callable[[str], None],
-    ):
+    def __init__(self, task: EvalTask, loader: Loader, engine: Any, process: Process, note: Callable[[str], None]):
         """Prepare one step of all held-out records. Raises UserError."""
         self.note = partial(note, f"measuring {task.name}")
         recipe = loader.recipe
@@ -208,7 +199,7 @@ class HeldoutTask:
         results: Results = {}
         for name, number in metrics.items():
             key = MetricKey.parse(name)
-            if key.stream in with_targets:  # a stream has no targets if all its pairs are too long
+            if key.stream in with_targets:  # if all pairs are too long, a stream has no targets
                 row = " ".join(filter(None, [key.stream, key.language]))
                 results.setdefault(row, {})[f"{key.name}.{key.term}" if key.term else key.name] = number
         return results
@@ -234,7 +225,7 @@ class ModelInTraining(ExportedModel):
 
 
 def sources_by_row(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
-    """Return {results row: source} for the sources of sentence pairs. Raises UserError if there is none."""
+    """Return {results row: source} for the sources of sentence pairs. Raises UserError without such a source."""
     pairs = [source for source in sources if source.kind == "pair"]
     if not pairs:
         raise UserError(f"{', '.join(task.data)} has no pairs; retrieval needs sources of pairs")
@@ -270,8 +261,8 @@ class RetrievalTask:
 
 
 def find_number(results: dict[str, Results], path: str) -> float | None:
-    """Return the number at TASK/ROW/METRIC, or None if the task was not measured. Raises UserError if the task was
-    measured and has no such number."""
+    """Return the number at the path TASK/ROW/METRIC, or None if the task was not measured. Raises UserError if the task
+    was measured and lacks the number."""
     task, row, name = path.split("/", 2)
     if task in results and name not in results[task].get(row, {}):
         known = sorted(f"{task}/{row}/{name}" for row, numbers in results[task].items() for name in numbers)
@@ -285,8 +276,8 @@ def find_number(results: dict[str, Results], path: str) -> float | None:
 
 
 def alignment_metrics(engine: Any, probes: dict[str, AlignmentProbe]) -> dict[str, float]:
-    """Return the alignment scores of a run's embeddings by the name of the metric on rank 0, {} on other ranks. All
-    ranks call it together. probes: the words to compare, by dictionary, which only rank 0 has."""
+    """Return {metric: alignment score of the run's embeddings} on rank 0, and {} on other ranks. All ranks call it
+    together. probes: {name of a dictionary: words to score}; {} on other ranks than 0."""
     metrics = dict[str, float]()
     with whole_weight(engine, engine.module.encoder.embeddings) as table:
         for pair, probe in probes.items():
@@ -299,7 +290,7 @@ def alignment_metrics(engine: Any, probes: dict[str, AlignmentProbe]) -> dict[st
 
 
 def find_probes(corpus: Corpus, host_group: HostGroup, note: Callable[[str], None]) -> dict[str, AlignmentProbe]:
-    """Return {name of a dictionary: words to score}; {} on ranks other than 0. All ranks call it together."""
+    """Return {name of a dictionary: words to score} on rank 0, and {} on other ranks. All ranks call it together."""
     withheld_share = corpus.unseen
     lexicons = corpus.lexicons + corpus.measured
     tokens = tokens_by_language(corpus, sorted({lexicon.langs[1] for lexicon in lexicons}), host_group, note)

@@ -29,23 +29,23 @@ class ExportedModel:
 
     def __init__(self, path: Path):
         if is_run(path):
-            raise UserError(f"--model {path} is a run; export it first: `python -m xscale.export {path} HF_DIR`")
+            raise UserError(f"--model {path} is a run; export it first: `xscale export {path} HF_DIR`")
         if not path.exists():
-            raise UserError(f"--model {path} does not exist; `python -m xscale.export RUN_DIR {path}` makes it")
+            raise UserError(f"--model {path} does not exist; `xscale export RUN_DIR {path}` makes it")
         lm, has_head = read_pretrained("--model", path)
         self.path = path
         pooling = read_pooling(path)
         self.pooling = pooling or "mean"
         """How sentence vectors are pooled: "cls" or "mean"."""
         self.says_pooling = pooling is not None
-        """True if the directory has files of sentence-transformers, which say how vectors are pooled."""
+        """True if the directory has the files of sentence-transformers, from which `pooling` is read."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             self.encoder = Encoder(lm).eval().to(self.device)
         except UserError as error:
             raise UserError(f"--model {path}: {error}") from None
         self.tokenizer, rows = Tokenizer(path), lm.config.vocab_size
-        if not len(self.tokenizer.ordinary_ids):  # if there is no tokenizer, transformers makes one without words
+        if not len(self.tokenizer.ordinary_ids):  # transformers replaces a missing tokenizer by one without words
             raise UserError(
                 f"--model {path} has no tokenizer; save the model's tokenizer there: `tokenizer.save_pretrained(DIR)`"
             )
@@ -62,13 +62,13 @@ class ExportedModel:
         self.language_embeddings: bool = trained.get("language_embeddings", False)
         self.segments: bool = trained.get("segments", False)
         self.reset_positions: bool = trained.get("reset_positions", False)
-        """This option and the two above have their values in the model's training."""
+        """These three options have the values that they had in the model's training."""
         self.lexicon_heldout: float = trained.get("lexicon_heldout", DataConfig.lexicon_heldout)
         """The share of a dictionary's words that training withheld."""
 
     @property
     def max_length(self) -> int:
-        """Return the most tokens that a sequence may have, special tokens included."""
+        """Return the maximum number of tokens of a sequence, special tokens included."""
         return longest_sequence(self.encoder.lm.config)
 
     @property
@@ -99,10 +99,9 @@ def check_output_file(path: Path) -> None:
     files.check_writable(path)
 
 
-def write_results(out: Path | None, model: Path, results: dict, failed: dict, **more: Any) -> None:
-    """Write scores, their intervals and their values in resampled texts to `out`, unless it is None. All models are
-    resampled with the same sentences, so values of two models can be subtracted. results, failed: {task: {results row:
-    scores or error}}."""
-    if out:
-        content = {"model": str(model), "results": results, "intervals": intervals(results), "failed": failed, **more}
-        files.write_text(out, json.dumps(content | {"resampled": resampled_scores(results)}) + "\n")
+def write_results(out: Path, model: Path, results: dict[str, dict[str, Scores]], **further_fields: Any) -> None:
+    """Write the JSON file of a model's scores, with their intervals and their values in resampled texts. All models are
+    resampled with the same sentences, so values of two models can be subtracted. results: {task: {results row:
+    scores}}."""
+    content = {"model": str(model), "results": results, "intervals": intervals(results), **further_fields}
+    files.write_text(out, json.dumps(content | {"resampled": resampled_scores(results)}) + "\n")

@@ -4,8 +4,8 @@ Neighbours are ranked by `cosine`, or by LASER's margin `ratio`, which lowers th
 
     ratio(x, y) = cos(x, y) / ((r(x) + r(y)) / 2)
 
-where r(x) is the mean cosine of x with its k = 4 nearest neighbours in the other language. The match of x is one of
-these.
+where r(x) is the mean cosine of x with its k = 4 nearest neighbours in the other language. Only these neighbours can
+be the match of x.
 
 Layers are counted like transformers' hidden_states: 0 is the output of the embeddings, 1 the first layer, -1 the last.
 
@@ -48,7 +48,7 @@ class Variant:
     """One way to make sentence vectors and to rank neighbours."""
 
     name: str
-    """The end of the names of its results rows; "" for the defaults."""
+    """The end of the names of the variant's results rows; "" for the defaults."""
     pooling: str
     layer: int
     margin: str
@@ -60,9 +60,9 @@ def make_variants(
     layers: Sequence[str | int] = (-1,),
     margins: Sequence[str] = MARGINS[:1],
 ) -> list[Variant]:
-    """Return every combination of pooling, layer and margin. The name of a variant consists of what the caller asks
-    for. So rows of models with other defaults and sizes have the same names. poolings: None stands for the model's own.
-    layers: numbers from either end, or ALL. Raises UserError for layers that the model lacks."""
+    """Return every combination of pooling, layer and margin. A variant's name consists of the values that the caller
+    gives, so that rows of models with other defaults and sizes have the same names. poolings: None stands for the
+    model's own. layers: numbers from either end, or ALL. Raises UserError for layers that the model lacks."""
     variants = []
     for pooling, layer, margin in product(poolings or [model.pooling], layer_numbers(layers, model), margins):
         words = []
@@ -77,8 +77,7 @@ def make_variants(
 
 
 def layer_numbers(layers: Sequence[str | int], model: ExportedModel) -> list[int]:
-    """Return the layers that the caller asks for: numbers from either end, or ALL. Raises UserError for layers that the
-    model lacks."""
+    """Return the layers as numbers, also for ALL. Raises UserError for layers that the model lacks."""
     last = model.num_layers
     if ALL in layers:
         return list(range(last + 1))
@@ -86,7 +85,7 @@ def layer_numbers(layers: Sequence[str | int], model: ExportedModel) -> list[int
     for layer in numbers:
         if not -last - 1 <= layer <= last:
             raise UserError(
-                f"--layer {layer}: the model has layers 1 to {last}, and 0 for its embeddings' output; choose of these"
+                f"--layer {layer}: the model has the layers 0 (embeddings) to {last}, or -1 for the last; give one"
             )
     return numbers
 
@@ -97,34 +96,37 @@ def evaluate(
     langs: Sequence[str],
     variants: Sequence[Variant] | None = None,
 ) -> dict[str, Scores]:
-    """Return {variant's name: accuracies}, in training and after it.
+    """Return {variant's name: accuracies}.
 
-    texts: the pairs of sentences; in training, those with the numbers rank, rank + ranks, ... of all pairs. variants:
-    None stands for the default one.
+    texts: the pairs of sentences. If several ranks evaluate together, a rank has the pairs with the numbers rank, rank
+    + ranks, ... of all pairs. variants: None stands for the default variant.
     """
     variants = variants or make_variants(model)
     language_ids = model.language_ids(langs)
     sides = []
     for side, language in enumerate(langs):
-        vectors = embed(model, [pair[side] for pair in texts], language_ids[language], variants)
-        for key, mine_NH in vectors.items():
-            vectors[key] = gather_vectors(mine_NH)
+        vectors = embed_sentences(model, [pair[side] for pair in texts], language_ids[language], variants)
+        for key, rank_vectors_NH in vectors.items():
+            vectors[key] = gather_vectors(rank_vectors_NH)
         sides.append(vectors)
-    return compare(sides[0], sides[1], langs, variants)
+    return compare_vectors(sides[0], sides[1], langs, variants)
 
 
-def gather_vectors(mine_NH: Tensor) -> Tensor:
-    """Return the vectors of all ranks in the order of the pairs. mine_NH: the vectors of this rank (see `evaluate`)."""
+def gather_vectors(rank_vectors_NH: Tensor) -> Tensor:
+    """Return the vectors of all ranks in the order of the pairs. rank_vectors_NH: this rank's vectors of the pairs
+    rank, rank + ranks, ..."""
     if not dist.is_initialized():
-        return mine_NH
-    vectors_NH, _ = gather_rows(mine_NH.float())
+        return rank_vectors_NH
+    vectors_NH, _ = gather_rows(rank_vectors_NH.float())
     numbers = torch.arange(len(vectors_NH))
     by_rank = torch.argsort(numbers % dist.get_world_size(), stable=True)  # the pairs of one rank follow one another
     return vectors_NH[by_rank.argsort().to(vectors_NH.device)]
 
 
-def compare(first: Vectors, second: Vectors, langs: Sequence[str], variants: Sequence[Variant]) -> dict[str, Scores]:
-    """Do the same as `evaluate`, given the vectors of both languages."""
+def compare_vectors(
+    first: Vectors, second: Vectors, langs: Sequence[str], variants: Sequence[Variant]
+) -> dict[str, Scores]:
+    """Return {variant's name: accuracies}, given the vectors of both languages."""
     results = {}
     for variant in variants:
         key = (variant.pooling, variant.layer)
@@ -133,10 +135,10 @@ def compare(first: Vectors, second: Vectors, langs: Sequence[str], variants: Seq
 
 
 def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: Sequence[str]) -> Scores:
-    """Return the retrieval accuracy in each direction, the mean of both, and the number of sentences. The accuracy is
-    the share of rows whose match in the other matrix has the same index. Rows are unit vectors."""
+    """Return the retrieval accuracy in each direction, their mean, and the number of sentences. An accuracy is the
+    share of rows whose match in the other matrix has the same index. Rows are unit vectors."""
     if margin == "cosine":
-        matches = [nearest(first_NH, second_NH, 1)[1][:, 0], nearest(second_NH, first_NH, 1)[1][:, 0]]
+        matches = [nearest_rows(first_NH, second_NH, 1)[1][:, 0], nearest_rows(second_NH, first_NH, 1)[1][:, 0]]
     else:
         matches = ratio_matches(first_NH, second_NH)
     sentences = len(first_NH)
@@ -153,9 +155,10 @@ def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: Sequence
 
 
 def ratio_matches(first_NH: Tensor, second_NH: Tensor) -> list[Tensor]:
-    """Return the match of each row [N] by the margin `ratio`, in the second matrix and then in the first."""
-    there, there_rows = nearest(first_NH, second_NH, NEIGHBOURS)
-    back, back_rows = nearest(second_NH, first_NH, NEIGHBOURS)
+    """Return two results [N]: the match of each first row in the second matrix by the margin `ratio`, and the match of
+    each second row in the first."""
+    there, there_rows = nearest_rows(first_NH, second_NH, NEIGHBOURS)
+    back, back_rows = nearest_rows(second_NH, first_NH, NEIGHBOURS)
     means_there = there.double().mean(1)
     means_back = back.double().mean(1)
     margins_there = there / ((means_there[:, None] + means_back[there_rows]) / 2)
@@ -166,11 +169,9 @@ def ratio_matches(first_NH: Tensor, second_NH: Tensor) -> list[Tensor]:
     return matches
 
 
-def nearest(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return `(x @ y.T).topk(k)`: scores and rows of y, best first [N, min(k, M)]. Only a chunk of the rows of the
-    matrix N x M is in memory. Among equal scores, the only neighbour (k = 1) is the first."""
-    if not len(x_NH) or not len(y_MH):
-        return x_NH.new_empty(len(x_NH), 0), torch.empty(len(x_NH), 0, dtype=torch.int64, device=x_NH.device)
+def nearest_rows(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return `(x @ y.T).topk(k)`: scores and rows of y, best first [N, min(k, M)]. Only CHUNK rows of the matrix N x M
+    are in memory. For k = 1, the first of equally near neighbours is returned."""
     scores = []
     rows = []
     for chunk_RH in x_NH.split(CHUNK):
@@ -181,7 +182,7 @@ def nearest(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return torch.cat(scores), torch.cat(rows)
 
 
-def embed(model: ExportedModel, texts: list[str], language_id: int, variants: Sequence[Variant]) -> Vectors:
+def embed_sentences(model: ExportedModel, texts: list[str], language_id: int, variants: Sequence[Variant]) -> Vectors:
     """Return unit vectors [texts, H] for the poolings and layers of the variants. Pooling "mean" takes the mean state
     of a text's tokens without special tokens, "cls" the state of [CLS]."""
     poolings = sorted({variant.pooling for variant in variants})
@@ -200,9 +201,9 @@ def embed(model: ExportedModel, texts: list[str], language_id: int, variants: Se
     return vectors
 
 
-@torch.no_grad()  # not inference_mode, because masks are kept for later passes, also of training
+@torch.no_grad()  # not inference_mode, because masks of attention are kept for later passes, also of training
 def layer_states(model: ExportedModel, stream_batch: StreamBatch, layers: Sequence[int]) -> list[Tensor]:
-    """Return for each layer the hidden states [S, H] of the stream batch."""
+    """Return, for each layer, the S states [S, H] that the stream batch asks for."""
     row = pack_row({"": stream_batch}, model.tokenizer.sep_id).to(model.device)
     hidden = model.encoder.hidden_states(row.tokens)
     return [alignment_gather(hidden[layer][row.places], *row.gather, *row.transposed) for layer in layers]
@@ -211,8 +212,8 @@ def layer_states(model: ExportedModel, stream_batch: StreamBatch, layers: Sequen
 def make_stream_batch(
     model: ExportedModel, sentences: list[list[int]], language_id: int, poolings: Sequence[str]
 ) -> StreamBatch:
-    """Return a stream batch of sequences `[CLS] sentence [SEP]`. For each pooling it has states: for
-    "mean" and "cls" one per sentence, for "tokens" one per token."""
+    """Return a stream batch of the sequences `[CLS] sentence [SEP]`. For the poolings "mean" and "cls" it has one state
+    per sentence, for "tokens" one per token. sentences: token ids."""
     segments = [[(Example(("",), (sentence,), None, np.uint64(0)), 0)] for sentence in sentences]
     sequences = join_segments(model.tokenizer, segments, {"": language_id})
     is_last = sequences.offsets == sequences.lengths[sequences.numbers] - 1

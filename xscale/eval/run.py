@@ -1,11 +1,7 @@
-"""Evaluate an exported encoder.
-
-python -m xscale.eval.run --model HF_DIR --task NAME ... --data DIR --out FILE.json
-"""
+"""Evaluate an exported encoder: `xscale eval --model HF_DIR --task NAME ... --data DIR --out FILE.json`."""
 
 import argparse
 import sys
-from itertools import product
 from pathlib import Path
 
 from tqdm import tqdm
@@ -14,14 +10,16 @@ from xscale.data.shards import find_sources
 from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval.bootstrap import format_score
 from xscale.eval.model import ExportedModel, Scores, check_output_file, write_results
-from xscale.eval.tasks import TASKS, TaskRow, add_flags, plan_rows
+from xscale.eval.tasks import TASKS, ResultsRow, add_flags, plan_rows
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="xscale eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory, e.g. from xscale.export")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="Hugging Face directory, such as `xscale export` writes"
+    )
     parser.add_argument("--task", nargs="+", choices=TASKS, required=True)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     add_flags(parser)
@@ -37,26 +35,24 @@ def main(argv: list[str] | None = None) -> int:
         return report_error(error)
 
 
-def evaluate_rows(model: ExportedModel, rows: dict[str, dict[str, TaskRow]], out: Path | None) -> int:
-    """Evaluate and print every row, write the scores so far to `out` after each, and return the exit code: 2 after a
-    user's error, else 0."""
+def evaluate_rows(model: ExportedModel, rows: list[ResultsRow], out: Path | None) -> int:
+    """Evaluate and print every row, and write the scores so far to `out` after each row. Return the exit code: 2 if a
+    row cannot be evaluated, else 0."""
     results: dict[str, dict[str, Scores]] = {}
-    failed: dict[str, dict[str, str]] = {}
-    places: list[tuple[str, str]] = []
-    for task in rows:
-        places += product([task], rows[task])
-    for task, name in tqdm(places, unit="row", disable=None):
+    code = 0
+    for row in tqdm(rows, unit="row", disable=None):
         try:
-            for variant, scores in rows[task][name].evaluate(model).items():
-                full_name = f"{name} {variant}".strip()
-                results.setdefault(task, {})[full_name] = scores
-                shown = ", ".join(format_score(metric, value) for metric, value in scores.items())
-                tqdm.write(f"{task} {full_name}: {shown}", file=sys.stdout)
+            for variant, scores in row.evaluate(model).items():
+                full_name = f"{row.name} {variant}".strip()
+                results.setdefault(row.task, {})[full_name] = scores
+                listed = ", ".join(format_score(metric, value) for metric, value in scores.items())
+                tqdm.write(f"{row.task} {full_name}: {listed}", file=sys.stdout)
         except UserError as error:
-            failed.setdefault(task, {})[name] = str(error)
-            print(f"error: task {task} on {name}: {error}", file=sys.stderr)
-        write_results(out, model.path, results, failed)
-    return 2 if failed else 0
+            code = 2
+            print(f"error: task {row.task} on {row.name}: {error}", file=sys.stderr)
+        if out:
+            write_results(out, model.path, results)
+    return code
 
 
 if __name__ == "__main__":

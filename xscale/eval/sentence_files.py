@@ -29,21 +29,21 @@ class SentenceVectors:
     pooling: str
     """"cls", or "mean" over a sentence's tokens."""
     reason: str
-    """Why these vectors are chosen, in words that follow `pooling, `."""
+    """The reason for this choice. It continues the sentence `POOLING pooling, `."""
     folder: Path | None = None
-    """The folder of model.init whose modules and prompts the export keeps. None: the mean is taken without [CLS] and
-    [SEP], and vectors are normalised."""
+    """The folder of model.init whose modules and prompts the export keeps. None: the export has modules of its own; its
+    means leave [CLS] and [SEP] out, and its vectors are normalised."""
 
 
 def choose_vectors(recipe: dict[str, Any], pooling: str | None = None, layers: int | None = None) -> SentenceVectors:
-    """Return the vectors of a run's export: the pooling that the user asks for, or else the one that a stream trained,
-    or else that of model.init.
+    """Return the vectors of a run's export. Their pooling is the one that the user chooses, or else the one that a
+    stream trained, or else the one of model.init.
 
-    recipe: the recipe as a checkpoint has it. pooling: the one asked for, if any. layers: the number of first layers
+    recipe: the recipe as a checkpoint has it. pooling: the user's choice, if any. layers: the number of first layers
     that are exported; None: all.
     """
     if pooling:
-        return SentenceVectors(pooling, "as --pooling asks")
+        return SentenceVectors(pooling, "as --pooling says")
     for name, stream in recipe["streams"].items():
         if "pooling" in stream and stream.get("moco_weight", 1.0):  # PPA without its contrastive loss trains no vector
             return SentenceVectors(stream["pooling"], f"as streams.{name} trained it")
@@ -57,7 +57,7 @@ def choose_vectors(recipe: dict[str, Any], pooling: str | None = None, layers: i
 
 
 def vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
-    """Return the vectors of model.init, a Hugging Face directory or a hub name, which no stream has changed."""
+    """Return the vectors that a Hugging Face directory or a model of the hub has. layers: see choose_vectors."""
     folder = Path(init)
     if not folder.exists():
         try:
@@ -74,54 +74,56 @@ def vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
         return SentenceVectors(pooling, f"as in model.init {init}, whose other modules belong to its last layer")
     for module in modules:
         if not module["type"].startswith(PACKAGE):
-            reason = f"since the module {module['type']} of model.init {init} is none of sentence-transformers'"
+            reason = f"since sentence-transformers lacks the module {module['type']} of model.init {init}"
             return SentenceVectors(pooling, reason)
     reason = f"with the modules and prompts of model.init {init}, since no stream trained a sentence vector"
     return SentenceVectors(pooling, reason, folder)
 
 
 def read_modules(folder: Path) -> list[dict[str, Any]]:
-    """Return the modules of modules.json, each with "type" and "path"; [] without the file. Raises UserError."""
+    """Return the modules that a folder's modules.json lists, each with "type" and "path"; [] without the file. Raises
+    UserError."""
     path = folder / MODULES
     if not path.exists():
         return []
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
-        inside = all(Path(module["path"]).name == module["path"] and module["type"] for module in modules)
+        is_valid = all(Path(module["path"]).name == module["path"] and module["type"] for module in modules)
     except (ValueError, KeyError, TypeError):
-        inside = False
-    if not inside:
+        is_valid = False
+    if not is_valid:
         raise UserError(f"{path} is damaged: it must list modules with a type and a folder beside it; write it again")
     return modules
 
 
 def read_pooling(folder: Path) -> str | None:
-    """Return how sentence-transformers pools with the files of a folder: "cls" or "mean"; "mean" also stands for other
-    poolings. None: the folder has no such files. Raises UserError."""
-    modules = read_modules(folder)
-    if not modules:
-        return None
-    for module in modules:
+    """Return the pooling of a folder's files of sentence-transformers: "cls", or "mean" for every other pooling; None
+    without such files. Raises UserError."""
+    pooling = None
+    for module in read_modules(folder):
+        pooling = pooling or "mean"
         path = folder / module["path"] / "config.json"
         if module["type"].endswith(".Pooling") and path.exists():
             fields = json.loads(path.read_text(encoding="utf-8"))
-            is_cls = fields.get("pooling_mode_cls_token") or fields.get("pooling_mode") == "cls"
-            return "cls" if is_cls else "mean"
-    return "mean"
+            if fields.get("pooling_mode_cls_token") or fields.get("pooling_mode") == "cls":
+                pooling = "cls"
+    return pooling
 
 
 def write_vector_files(folder: Path, vectors: SentenceVectors, config: Any, max_length: int) -> None:
-    """Write the files of sentence-transformers into a folder that has the tokenizer. config: the model's. max_length:
-    the most tokens of a sentence."""
+    """Write the files of sentence-transformers into an export that has its tokenizer. config: the model's
+    configuration. max_length: the maximum number of tokens of a sentence."""
     if vectors.folder:
-        keep_modules(vectors.folder, folder)
+        copy_modules(vectors.folder, folder)
         return
-    modes = {"cls_token": vectors.pooling == "cls", "mean_tokens": vectors.pooling == "mean"}
-    pooling = {f"pooling_mode_{name}": is_chosen for name, is_chosen in modes.items()}
     configs: dict[str, dict[str, Any]] = {}
     if vectors.pooling == "mean":
         configs["0_WordWeights"] = word_weights(Tokenizer(folder), config.vocab_size)
-    configs["1_Pooling"] = {"word_embedding_dimension": config.hidden_size} | pooling
+    configs["1_Pooling"] = {
+        "word_embedding_dimension": config.hidden_size,
+        "pooling_mode_cls_token": vectors.pooling == "cls",
+        "pooling_mode_mean_tokens": vectors.pooling == "mean",
+    }
     configs["2_Normalize"] = {}
     modules = [{"idx": 0, "name": "0", "path": "", "type": f"{PACKAGE}models.Transformer"}]
     for number, (path, fields) in enumerate(configs.items(), start=1):
@@ -133,8 +135,9 @@ def write_vector_files(folder: Path, vectors: SentenceVectors, config: Any, max_
     write_json(folder / LENGTH, {"max_seq_length": max_length, "do_lower_case": False})
 
 
-def keep_modules(source: Path, folder: Path) -> None:
-    """Copy the modules and prompts of `source`. Its model and tokenizer, the first module, are those of `folder`."""
+def copy_modules(source: Path, folder: Path) -> None:
+    """Copy the modules and prompts of `source` to an export, but not the first module, which is the export's own model
+    and tokenizer."""
     first, *others = read_modules(source)
     for module in others:
         if (source / module["path"]).is_dir():
@@ -148,8 +151,8 @@ def keep_modules(source: Path, folder: Path) -> None:
 
 
 def word_weights(tokenizer: Tokenizer, embeddings: int) -> dict[str, Any]:
-    """Return the fields of a WordWeights module that leaves [CLS] and [SEP] out of means. embeddings: the number of
-    rows of the embedding table, each of which needs a weight."""
+    """Return the configuration of a WordWeights module that leaves [CLS] and [SEP] out of means. embeddings: the number
+    of rows of the embedding table, each of which needs an entry."""
     token_of = {token_id: token for token, token_id in tokenizer.hf.get_vocab().items()}
     weights = {token_of[tokenizer.cls_id]: 0.0, token_of[tokenizer.sep_id]: 0.0}
     vocabulary = [token_of.get(token_id, "") for token_id in range(embeddings)]

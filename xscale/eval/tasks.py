@@ -1,10 +1,10 @@
-"""The tasks of `xscale.eval.run`: each function plan_* checks the flags and returns the results rows to evaluate."""
+"""The tasks of `xscale eval`. Each plan_TASK function checks the flags and returns the results rows to evaluate."""
 
 import re
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
@@ -17,20 +17,23 @@ from xscale.errors import UserError
 from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.model import ExportedModel, Scores, read_texts
 
+RECORDS = 1000
+"""The default of --limit, except for --texts."""
 LANGUAGE = re.compile(r"(?!(bin|csv|dev|idx|log|md|pdf|py|sh|tar|tsv|txt|zip)$)[a-z]{2,3}([-_]\w+)*")
-"""Matches the language in the name of a file of parallel text, but not a usual suffix of a file."""
+"""Matches the language in the name of a file of parallel text. Usual suffixes of files do not match."""
 
 
 @dataclass(frozen=True)
-class TaskRow:
+class ResultsRow:
     """A row of a task's results, before it is evaluated."""
 
+    task: str
     name: str
     """A pair of languages in alphabetical order."""
     path: Path
-    """The path of the row's data. It distinguishes rows with the same name."""
+    """The path of the row's data, which distinguishes rows with the same name."""
     evaluate: Callable[[ExportedModel], dict[str, Scores]]
-    """Returns {variant: scores}; a task without variants has the only variant ""."""
+    """Returns {variant: scores}. A task without variants has the single variant ""."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -49,35 +52,30 @@ def add_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("variants of sentence vectors", "Every combination of the values is evaluated.")
     add = group.add_argument
     add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="for retrieval (default: the model's own)")
-    add("--layer", nargs="+", type=parse_layer, metavar="N", help="0: embeddings, -1: last, or all; for retrieval "
+    add("--layer", nargs="+", type=layer_argument, metavar="N", help="0: embeddings, -1: last, or all; for retrieval "
         "(default: -1), aer (all)")  # fmt: skip
     add("--margin", nargs="+", choices=retrieval.MARGINS, default=["cosine"], help="for retrieval; ratio is LASER's")
 
 
-def parse_layer(text: str) -> str | int:
+def layer_argument(text: str) -> str | int:
     return text if text == retrieval.ALL else int(text)
 
 
-def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, TaskRow]]:
-    """Return {task: {name of a row: row}}. If several rows have the same name, their paths follow it. Raises
+def plan_rows(args: Namespace, sources: list[Source]) -> list[ResultsRow]:
+    """Return the rows of all tasks of the flags. Rows of one task with the same name get their paths as well. Raises
     UserError."""
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit} must be 1 or more")
     if args.lexicon_heldout is not None and not 0 <= args.lexicon_heldout <= 1:
         raise UserError(f"--lexicon_heldout {args.lexicon_heldout:g} must lie between 0 and 1")
-    plans: dict[str, dict[str, TaskRow]] = {}
+    all_rows: list[ResultsRow] = []
     for task in args.task:
         rows = TASKS[task](args, sources)
         times = Counter(row.name for row in rows)
-        plans[task] = {}
         for row in rows:
             name = f"{row.name} ({row.path})" if times[row.name] > 1 else row.name
-            plans[task][name] = row
-    return plans
-
-
-def record_limit(args: Namespace) -> int:
-    return args.limit or 1000
+            all_rows.append(replace(row, name=name))
+    return all_rows
 
 
 def pair_sources(args: Namespace, sources: list[Source]) -> list[Source]:
@@ -85,15 +83,17 @@ def pair_sources(args: Namespace, sources: list[Source]) -> list[Source]:
     pairs = [source for source in sources if source.kind == "pair"]
     if not pairs:
         where = f"no sentence pairs in {', '.join(map(str, args.data))}" if args.data else "--data is missing"
-        raise UserError(f"{where}; tasks alignment, heldout and retrieval need sentence pairs")
+        raise UserError(f"{where}; tasks alignment, heldout and retrieval need sentence pairs: give --data DIR")
     return pairs
 
 
-def source_rows(sources: list[Source], evaluate: Callable[[Source, ExportedModel], dict[str, Scores]]) -> list[TaskRow]:
-    return [TaskRow(source.pair, source.directory, partial(evaluate, source)) for source in sources]
+def source_rows(
+    task: str, sources: list[Source], evaluate: Callable[[Source, ExportedModel], dict[str, Scores]]
+) -> list[ResultsRow]:
+    return [ResultsRow(task, source.pair, source.directory, partial(evaluate, source)) for source in sources]
 
 
-def plan_alignment(args: Namespace, sources: list[Source]) -> list[TaskRow]:
+def plan_alignment(args: Namespace, sources: list[Source]) -> list[ResultsRow]:
     paths: list[Path] = list(args.lexicons or [])
     if not paths:
         for source in sources:
@@ -106,22 +106,22 @@ def plan_alignment(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     first_of_pair: dict[str, Source] = {}
     for source in pair_sources(args, sources):
         first_of_pair.setdefault(source.pair, source)
-    return source_rows(list(first_of_pair.values()), evaluate)
+    return source_rows("alignment", list(first_of_pair.values()), evaluate)
 
 
-def plan_heldout(args: Namespace, sources: list[Source]) -> list[TaskRow]:
+def plan_heldout(args: Namespace, sources: list[Source]) -> list[ResultsRow]:
     def evaluate(source: Source, model: ExportedModel) -> dict[str, Scores]:
-        return {"": heldout.evaluate(model, source, record_limit(args))}
+        return {"": heldout.evaluate(model, source, args.limit or RECORDS)}
 
-    return source_rows(pair_sources(args, sources), evaluate)
+    return source_rows("heldout", pair_sources(args, sources), evaluate)
 
 
-def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
+def plan_retrieval(args: Namespace, sources: list[Source]) -> list[ResultsRow]:
     def evaluate(source: Source, model: ExportedModel) -> dict[str, Scores]:
-        texts = read_texts(source, record_limit(args))
+        texts = read_texts(source, args.limit or RECORDS)
         return retrieval.evaluate(model, texts, source.langs, variants_from_flags(args, model))
 
-    rows: list[TaskRow] = []
+    rows: list[ResultsRow] = []
     for folder in args.texts:
         for name, files in find_parallel_files(folder).items():
             rows += parallel_rows(args, name, files)
@@ -131,7 +131,7 @@ def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
             f"the same sentence in two languages, such as eng_Latn.devtest and deu_Latn.devtest"
         )
     if args.data or not rows:
-        rows += source_rows(pair_sources(args, sources), evaluate)
+        rows += source_rows("retrieval", pair_sources(args, sources), evaluate)
     return rows
 
 
@@ -140,8 +140,9 @@ def variants_from_flags(args: Namespace, model: ExportedModel) -> list[retrieval
 
 
 def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
-    """Return {path with * in place of the language: {language: path}} for the parallel text in a folder and below it.
-    The names of its files differ only in the language, between dots: `eng_Latn.devtest`, `tatoeba.deu-eng.deu.xz`."""
+    """Find the parallel text in a folder and below it: files whose names differ only in the language, which stands
+    between dots (`eng_Latn.devtest`, `tatoeba.deu-eng.deu.xz`). Return {path with * for the language: {language:
+    path}}."""
     texts: dict[str, dict[str, Path]] = {}
     for path in sorted(filter(Path.is_file, folder.rglob("*"))):
         parts = re.sub(r"\.[gx]z$", "", path.name).split(".")
@@ -154,12 +155,12 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
     return {name: files for name, files in texts.items() if len(files) > 1}
 
 
-def parallel_rows(args: Namespace, name: str, files: dict[str, Path]) -> list[TaskRow]:
-    """Return a row for each pair of languages of a parallel text; with --pairs english, only pairs with English if
-    there are any. Raises UserError if the files differ in the number of lines."""
+def parallel_rows(args: Namespace, name: str, files: dict[str, Path]) -> list[ResultsRow]:
+    """Return a row for each pair of languages of a parallel text. With --pairs english, only pairs with English have
+    rows, if there are any. Raises UserError if the files differ in the number of lines."""
     lines: dict[str, list[str]] = {}
     for language, path in files.items():
-        lines[language] = aer.plain_lines(path)[: args.limit]
+        lines[language] = aer.read_plain_lines(path)[: args.limit]
     shortest = min(files, key=lambda language: len(lines[language]))
     longest = max(files, key=lambda language: len(lines[language]))
     if not 0 < len(lines[shortest]) == len(lines[longest]):
@@ -174,24 +175,24 @@ def parallel_rows(args: Namespace, name: str, files: dict[str, Path]) -> list[Ta
         language_ids = model.language_ids(langs)
         for language in langs:
             if (model, language) not in vectors:
-                embedded = retrieval.embed(model, lines[language], language_ids[language], variants)
+                embedded = retrieval.embed_sentences(model, lines[language], language_ids[language], variants)
                 vectors[model, language] = embedded
-        return retrieval.compare(vectors[model, langs[0]], vectors[model, langs[1]], langs, variants)
+        return retrieval.compare_vectors(vectors[model, langs[0]], vectors[model, langs[1]], langs, variants)
 
     has_english = args.pairs == "english" and "en" in map(short_code, files)
     rows = []
     for pair in combinations(sorted(files), 2):
         if not has_english or "en" in map(short_code, pair):
-            rows.append(TaskRow(pair_name(pair), Path(name), partial(evaluate, pair)))
+            rows.append(ResultsRow("retrieval", pair_name(pair), Path(name), partial(evaluate, pair)))
     return rows
 
 
-def plan_aer(args: Namespace, sources: list[Source]) -> list[TaskRow]:
+def plan_aer(args: Namespace, sources: list[Source]) -> list[ResultsRow]:
     if not args.aer:
         raise UserError("task aer needs --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS")
 
     def evaluate(files: list[Path], langs: tuple[str, str], model: ExportedModel) -> dict[str, Scores]:
-        pairs = aer.load_hand_links(*files)[: record_limit(args)]
+        pairs = aer.read_linked_pairs(*files)[: args.limit or RECORDS]
         return aer.evaluate(model, pairs, langs, args.layer or [retrieval.ALL])
 
     known = set(chain.from_iterable(source.langs for source in sources))
@@ -204,11 +205,11 @@ def plan_aer(args: Namespace, sources: list[Source]) -> list[TaskRow]:
                 f"--aer {' '.join([pair, *names])}: give `en-es FILE.tsv`, or `en-fr TEXT LINKS`, with countries in "
                 f"capitals: en-zh-CN"
             )
-        rows.append(TaskRow(pair_name(langs), files[0], partial(evaluate, files, langs)))
+        rows.append(ResultsRow("aer", pair_name(langs), files[0], partial(evaluate, files, langs)))
     return rows
 
 
-TASKS: dict[str, Callable[[Namespace, list[Source]], list[TaskRow]]] = {
+TASKS: dict[str, Callable[[Namespace, list[Source]], list[ResultsRow]]] = {
     "aer": plan_aer,
     "alignment": plan_alignment,
     "heldout": plan_heldout,

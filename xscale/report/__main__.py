@@ -1,9 +1,9 @@
 """A report of runs, or of result files, on one HTML page.
 
-python -m xscale.report RUN_DIR ... --out report.html        one run, or several side by side, also while they train
-python -m xscale.report A.json B.json ... --out table.html   results of evaluations and fine-tuning side by side
+xscale report RUN_DIR ... --out report.html        one run, or several side by side, also while they train
+xscale report A.json B.json ... --out table.html   results of evaluations and fine-tuning side by side
 
-The first file's model is the one from which the others' differences are taken.
+The table shows how the other models differ from the first file's model.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def write_report(paths: list[Path], out: Path) -> None:
     try:
         from xscale.report.page import render_page
         from xscale.report.read import read_results, read_runs
-    except ModuleNotFoundError as error:  # of the extra
+    except ModuleNotFoundError as error:  # the extra `eval` is not installed
         raise UserError(f"a report needs {error.name}; install it by `pip install 'xscale[eval]'`") from None
     result_files = [path for path in paths if path.suffix == ".json" and not path.is_dir()]
     runs = read_runs([path for path in paths if path not in result_files])

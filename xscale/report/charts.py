@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from xscale.report.read import Run
-from xscale.report.tables import late_mean
+from xscale.report.tables import mean_of_last_tenth
 
 COLOURS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")
 MARKERS = "os^Dv<>P"
 MOST_LINES = len(COLOURS)
 MOST_POINTS = 100
-"""The maximum number of points of a line. More would only show noise."""
+"""The maximum number of points of a line. More points would only show noise."""
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "xscale",
@@ -47,25 +47,21 @@ class Chart:
 
 
 def metric_curves(runs: dict[str, Run], metrics: dict[str, str]) -> Curves:
-    """metrics: {label: name of a metric}."""
+    """Return the curves of metrics for each run. metrics: {label in the charts: name of a metric}."""
     curves: Curves = {}
     for label, metric in metrics.items():
         curves[label] = {name: run.metrics.get(metric, pd.Series(dtype=float)) for name, run in runs.items()}
     return curves
 
 
-def has_numbers(curve: pd.Series) -> bool:
-    return bool(curve.notna().any())
-
-
 def draw_charts(title: str, curves: Curves, worst: int = 1) -> list[Chart]:
-    """Return charts of the labels. For a single run, one chart has a line for each label. For several runs, each label
-    has a chart with a line for each run. If there are more than MOST_LINES labels, only the worst are shown. worst: 1
-    if the worst curves end highest, -1 if they end lowest."""
+    """Return the charts of some curves. A single run has one chart, with a line for each label. Several runs have a
+    chart for each label, with a line for each run. If there are more than MOST_LINES labels, only those with the worst
+    last numbers are shown. worst: 1 if high numbers are worse, -1 if low ones are."""
     ends: dict[str, float] = {}
     for label, runs in curves.items():
-        if any(map(has_numbers, runs.values())):
-            ends[label] = pd.Series(list(map(late_mean, runs.values()))).mean()
+        if any(curve.notna().any() for curve in runs.values()):
+            ends[label] = pd.Series(list(map(mean_of_last_tenth, runs.values()))).mean()
     shown = list(ends)
     if len(ends) > MOST_LINES:
         shown = sorted(ends, key=lambda label: -worst * ends[label])[:MOST_LINES]
@@ -88,7 +84,7 @@ def draw_chart(title: str, lines: dict[str, pd.Series]) -> Chart:
         figure = Figure((3.4, 2.1 + 0.15 * len(lines)), layout="constrained")
         axes = figure.add_subplot(xlabel="step")
         for (label, curve), colour, marker in zip(lines.items(), COLOURS, MARKERS, strict=False):
-            points = thin(curve)
+            points = thin_out(curve)
             every = len(points) // 8 + 1
             axes.plot(points.index, points, color=colour, marker=marker, markevery=every, label=label)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
@@ -100,9 +96,9 @@ def draw_chart(title: str, lines: dict[str, pd.Series]) -> Chart:
     return Chart(title, "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode())
 
 
-def thin(curve: pd.Series) -> pd.Series:
-    """Return the means of MOST_POINTS equal parts of a curve, by the mean step of each. A curve of at most MOST_POINTS
-    steps is returned as it is. Missing numbers are ignored."""
+def thin_out(curve: pd.Series) -> pd.Series:
+    """Return the means of MOST_POINTS equal parts of a curve, by the mean step of each part. A curve of at most
+    MOST_POINTS steps is returned unchanged. Missing numbers are ignored."""
     if len(curve) <= MOST_POINTS:
         return curve
     parts = np.arange(len(curve)) * MOST_POINTS // len(curve)

@@ -1,4 +1,4 @@
-"""Makes the report page: one HTML file that needs no other file, for light and dark mode, wide and narrow screens."""
+"""Makes the report page: one HTML file that needs no other file."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
         sections = [summary_section(runs), losses_section(runs), languages_section(runs), scores_section(runs)]
     if models:
         note = tables.PAIRED if len(models) > 1 else ""
-        sections.append(Section("Results", note, tables=tables.compared_tables(models)))
+        sections.append(Section("Results", note, tables=tables.comparison_tables(models)))
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["cell"] = tables.format_cell
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -43,7 +43,7 @@ def summary_section(runs: dict[str, Run]) -> Section:
 
 
 def losses_section(runs: dict[str, Run]) -> Section:
-    """Return the section with the training loss, and the loss of each stream and of its terms."""
+    """Return the curves of the training loss, and of the loss of each stream and of each of its terms."""
     section = Section("Losses")
     if "loss" in metric_keys(runs):
         section.charts.append(draw_chart("Training loss, nats", metric_curves(runs, {"": "loss"})[""]))
@@ -51,35 +51,35 @@ def losses_section(runs: dict[str, Run]) -> Section:
     for metric, key in metric_keys(runs).items():
         if key.name == "loss" and key.stream and not key.language:
             terms_of_stream.setdefault(key.stream, {})[key.term or "sum"] = metric
-    for stream, terms in terms_of_stream.items():
-        section.charts += draw_charts(f"Loss of {stream}, nats", metric_curves(runs, terms))
+    for stream, metric_of_term in terms_of_stream.items():
+        section.charts += draw_charts(f"Loss of {stream}, nats", metric_curves(runs, metric_of_term))
     return section
 
 
 def languages_section(runs: dict[str, Run]) -> Section:
-    """Return the section with the loss of each language, or pair of languages, of each stream and term."""
-    metric_of_language: dict[str, dict[str, str]] = {}
+    """Return the curves and the last means of each stream's loss by language or pair of languages."""
+    languages_of_stream: dict[str, dict[str, str]] = {}
     for metric, key in metric_keys(runs).items():
         if key.name == "loss" and key.language:
-            metric_of_language.setdefault(f"{key.stream} {key.term}".strip(), {})[key.language] = metric
+            languages_of_stream.setdefault(f"{key.stream} {key.term}".strip(), {})[key.language] = metric
     section = Section("Languages")
-    table = Table("Means of the last tenth", ["loss, nats", "language", *runs])
-    for stream, metrics in metric_of_language.items():
-        section.charts += draw_charts(f"Loss of {stream}, nats", metric_curves(runs, metrics))
-        for language, metric in metrics.items():
-            table.rows.append([stream, language, *tables.late_means(runs, metric)])
+    table = Table("Means of the last tenth of steps", ["loss, nats", "language", *runs])
+    for stream, metric_of_language in languages_of_stream.items():
+        section.charts += draw_charts(f"Loss of {stream}, nats", metric_curves(runs, metric_of_language))
+        for language, metric in metric_of_language.items():
+            table.rows.append([stream, language, *tables.last_tenth_cells(runs, metric)])
     section.tables.append(table)
     return section
 
 
 def scores_section(runs: dict[str, Run]) -> Section:
-    """Return the section with the scores of the runs' evaluations, and the alignment scores of their logs."""
-    section = Section("Scores", tables=tables.run_score_tables(runs))
+    """Return the scores of the runs' evaluations, and the alignment scores of their logs."""
+    section = Section("Scores", tables=tables.last_evaluation_tables(runs))
     alignment: dict[str, str] = {}
     for metric, key in metric_keys(runs).items():
         if key.name == "alignment":
             alignment[key.stream] = metric
-    title = "Dictionary words whose nearest neighbour is a translation, share"
+    title = "Share of dictionary words whose nearest neighbour is a translation"
     section.charts += draw_charts(title, metric_curves(runs, alignment), worst=-1)
     curves_of_metric: dict[ScoreName, Curves] = {}
     for run_name, run in runs.items():
@@ -93,8 +93,8 @@ def scores_section(runs: dict[str, Run]) -> Section:
 
 
 def metric_keys(runs: dict[str, Run]) -> dict[str, MetricKey]:
-    """Return {metric: its key} of all runs."""
-    metrics: dict[str, None] = {}
+    """Return {name of a metric: its parts} for the metrics that any run has."""
+    keys: dict[str, MetricKey] = {}
     for run in runs.values():
-        metrics |= dict.fromkeys(run.metrics)
-    return {metric: MetricKey.parse(metric) for metric in metrics}
+        keys |= {metric: MetricKey.parse(metric) for metric in run.metrics}
+    return keys

@@ -1,4 +1,4 @@
-"""Reads the files of runs (metrics.jsonl, evals.jsonl, config.yaml, status.json) and result files of evaluations."""
+"""Reads the files of a run (metrics.jsonl, evals.jsonl, config.yaml, status.json) and result files of evaluations."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from xscale.metric_keys import MetricKey
 from xscale.run.metrics import entries_from_end
 
 SHOWN_METRICS = ("loss", "alignment", "tokens", "tokens_per_s", "step_s", "skipped")
-"""The metrics of metrics.jsonl that a page shows. TensorBoard has all."""
+"""The metrics of metrics.jsonl that a page shows. TensorBoard shows all metrics."""
 T = TypeVar("T")
 Tree = dict[str, dict[str, dict[str, T]]]
 """{task: {row: {metric: value}}}."""
@@ -32,7 +32,7 @@ class ScoreName(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """A score, with its interval or its deviation if they are known."""
+    """A score with its interval and its deviation, if they are known."""
 
     value: float
     """A Score if its values in resampled texts are known; NaN for null."""
@@ -97,53 +97,45 @@ def read_runs(folders: list[Path]) -> dict[str, Run]:
 def read_run(folder: Path) -> Run:
     if not (folder / "metrics.jsonl").is_file() and not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} has no metrics.jsonl; give folders of runs (`--out` of a training), or result files")
-    metrics: dict[int, dict[str, float]] = {}
+    metrics: dict[str, dict[int, float]] = {}
     for line in json_lines(folder / "metrics.jsonl"):
-        metrics[line["step"]] = shown_metrics(line)
-    scores: dict[int, dict[ScoreName, float]] = {}
+        for metric, value in line.items():
+            if MetricKey.parse(metric).name in SHOWN_METRICS:
+                metrics.setdefault(metric, {})[line["step"]] = number_or_nan(value)
+    scores: dict[ScoreName, dict[int, float]] = {}
     last: Results = {}
     for line in json_lines(folder / "evals.jsonl"):
         last = parse_evaluation(line, folder / "evals.jsonl").to_results()
-        scores[line["step"]] = {name: score.value for name, score in last.items()}
+        for name, score in last.items():
+            scores.setdefault(name, {})[line["step"]] = score.value
+    metric_curves = {metric: pd.Series(numbers, dtype=float) for metric, numbers in metrics.items()}
+    score_curves = {name: pd.Series(numbers, dtype=float) for name, numbers in scores.items()}
     return Run(
-        curves_of(metrics),
-        curves_of(scores),
+        metric_curves,
+        score_curves,
         last,
         read_or_default(folder / "config.yaml", yaml.safe_load, {}),
         read_or_default(folder / "status.json", json.loads, {}),
     )
 
 
-def shown_metrics(line: dict[str, Any]) -> dict[str, float]:
-    """Return the SHOWN_METRICS of a line of metrics.jsonl."""
-    metrics = {}
-    for metric, value in line.items():
-        if MetricKey.parse(metric).name in SHOWN_METRICS:
-            metrics[metric] = math.nan
-            if isinstance(value, int | float) and abs(value) < 1e300:
-                metrics[metric] = float(value)
-    return metrics
-
-
-def curves_of(steps: dict[int, dict[Any, float]]) -> dict[Any, pd.Series]:
-    """Return {name: its number by step}. steps: {step: the step's numbers by name}."""
-    columns: dict[Any, dict[int, float]] = {}
-    for step in sorted(steps):
-        for name, number in steps[step].items():
-            columns.setdefault(name, {})[step] = number
-    return {name: pd.Series(column, dtype=float) for name, column in columns.items()}
+def number_or_nan(value: Any) -> float:
+    """Return the value as a float; NaN for null, and for a number beyond the range of floats."""
+    if isinstance(value, int | float) and abs(value) < 1e300:
+        return float(value)
+    return math.nan
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of lines in order, without broken ones; [] without the file."""
+    """Return the JSON objects of a file of lines, in order. Broken lines are left out. Without the file, return []."""
     entries = [entry for _, entry in entries_from_end(path)] if path.is_file() else []
     return entries[::-1]
 
 
 def read_results(paths: list[Path]) -> dict[str, Results]:
-    """Return {model as its files name it: results}, in the order of the files. Files of one model are joined. If two of
-    them have a score in common, the later file is listed separately, under the file's name. Raises UserError for a file
-    that is not a result file."""
+    """Return {name of a model: its results}, in the order of the files, which name their models. Files of one model are
+    joined. If two of them have a score in common, the later file is another entry, with the file's name. Raises
+    UserError for a file that is not a result file."""
     models: dict[str, Results] = {}
     for path in paths:
         evaluation = parse_evaluation(read_file(path, json.loads), path)
@@ -165,8 +157,8 @@ def parse_evaluation(content: Any, path: Path) -> Evaluation:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise UserError(
-            f"{path} is not a file of results (at {place}: {first['msg']}); give files that `xscale.eval.run --out` or "
-            f"fine-tuning wrote"
+            f"{path} is not a file of results (at {place}: {first['msg']}); give files that `xscale eval --out` or "
+            f"`xscale finetune --out` wrote"
         ) from None
 
 

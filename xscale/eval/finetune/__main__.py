@@ -3,10 +3,10 @@
 xscale finetune --model HF_DIR --task ner --train en=train-en.tsv de=train-de.tsv \\
     --test en=test-en.tsv de=test-de.tsv --seeds 0 1 2 --out ner.json
 
-On several ranks: torchrun --nproc_per_node N -m xscale.eval.finetune ...
+On several GPUs: torchrun --nproc_per_node N -m xscale.eval.finetune ...
 
-Exit codes: 0 done, 2 user error, 3 logits not finite, 4 an error of the machine (disk, file system), any other: a bug
-in xscale.
+Exit codes: 0 done, 2 user error, 3 the model's outputs are not finite, 4 the machine failed (disk, file system); any
+other code is a bug in xscale.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import transformers
 
 from xscale.errors import NotFinite, UserError, check_arguments, env_number, report_error, run_command
 from xscale.eval.bootstrap import format_score
-from xscale.eval.finetune.examples import LabelledExample
 from xscale.eval.finetune.tasks import TASKS, AnyTask
 from xscale.eval.finetune.training import Feature, FineTuneSettings, SequenceMaker, fine_tune, predict_outputs
 from xscale.eval.finetune.transfer import Files, TrainingText, TransferTable, check_labels, plan_training
@@ -36,14 +35,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="xscale finetune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="Hugging Face directory, e.g. from xscale.export")
+    add("--model", type=Path, required=True, help="Hugging Face directory, such as `xscale export` writes")
     add("--task", choices=TASKS, required=True)
     text: dict[str, Any] = {"nargs": "+", "metavar": "LANG=FILE", "default": []}
-    add("--train", **text, help="training files: of the source language, and of others for supervised scores")
+    add("--train", **text, help="training files: first of the language for zero-shot scores, then of others for "
+        "supervised scores")  # fmt: skip
     add("--test", **text, required=True, help="test files")
-    add("--translated", **text, help="translations of the source language's training file, for translate-train scores")
-    add("--source", help="language to train on for the zero-shot scores (default: the first of --train)")
-    add("--code_switch", action="store_true", help="for translate-train, translate only one side of each pair")
+    add("--translated", **text, help="translations of the first training file, for translate-train scores")
+    add("--code_switch", action="store_true", help="translate-train: mix the languages of each pair")
     add("--limit", type=int, metavar="N", help="read only the first N examples of each training file")
     add("--test_limit", type=int, metavar="N", help="read only the first N examples of each test file")
     add("--seeds", type=int, nargs="+", metavar="N", help="default: 0 1 2, that is three runs of each training text")
@@ -55,7 +54,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--warmup", type=float, default=0.1, help="steps; below 1, a share of all steps (default: 0.1; papers: 1000)")
     add("--max_length", type=int, help="tokens of a sequence (default: 386 for questions, else 128)")
     add("--out", type=Path, required=True, help="JSON file to write")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -81,7 +79,8 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def read_files(task: AnyTask, values: list[str], flag: str, limit: int | None) -> Files:
-    """Return the file of each language. values: texts LANG=FILE. limit: the most rows. Raises UserError."""
+    """Return the file of each language. values: those of the flag, LANG=FILE. limit: the maximum number of examples of
+    a file. Raises UserError."""
     read: Files = {}
     for value in values:
         language, _, name = value.partition("=")
@@ -101,27 +100,28 @@ def measure_transfer(args: argparse.Namespace) -> TransferTable:
     train = read_files(task, args.train, "--train", args.limit)
     translated = read_files(task, args.translated, "--translated", args.limit)
     tests = read_files(task, args.test, "--test", args.test_limit)
-    source = args.source or next(iter(train), "")
-    if args.source and source not in train:
-        raise UserError(f"--source {source} must be a language of --train, which has {', '.join(train) or 'none'}")
-    plan = plan_training(train, translated, tests, source, args.code_switch)
+    plan = plan_training(train, translated, tests, args.code_switch)
     for training in plan:
         check_labels(task, training, tests)
     languages = [*train, *translated, *tests]
     model = ExportedModel(args.model)
     maker = SequenceMaker(model, languages, args.max_length or task.max_length)
-    settings = make_settings(args, task, maker)
+    default_lr = FROZEN_LR if args.frozen else task.default_lr(model.encoder.width)
+    settings = FineTuneSettings(
+        args.epochs or task.epochs, args.lr or default_lr, args.batch, args.warmup, args.frozen, maker.max_length
+    )
     seeds = args.seeds or SEEDS
     is_main = env_number("RANK", 0) == 0
     if is_main:
         for file in (*train.values(), *translated.values(), *tests.values()):
-            for line in file.left_out():
+            for line in file.left_out_lines():
                 print(line)
         listed = " ".join(map(str, seeds))
         print(f"{len(plan)} training texts with the seeds {listed}, learning rate {settings.lr:g}", flush=True)
     test_features: dict[str, list[Feature]] = {}
     for language, file in tests.items():
-        test_features[language] = longest_first(task.encode(file.examples, maker, None))
+        features = task.encode(file.examples, maker, None)
+        test_features[language] = sorted(features, key=lambda feature: -len(feature.inputs["input_ids"]))
     table = TransferTable(task, tests)
     for training in plan:
         labels = task.list_labels(training.file.examples)
@@ -136,52 +136,39 @@ def measure_transfer(args: argparse.Namespace) -> TransferTable:
                 outputs = predict_outputs(trainer, features)
                 answers = task.predict(tests[language].examples, features, outputs, labels)
                 predictions.setdefault(language, []).append(answers)
-        table.add(training, predictions)
+        table.add_scores(training, predictions)
         if is_main:
             write_table(args, table, settings, seeds)
     return table
 
 
-def make_settings(args: argparse.Namespace, task: AnyTask, maker: SequenceMaker) -> FineTuneSettings:
-    """Return the settings of all runs: the flags', or the task's defaults."""
-    default_lr = FROZEN_LR if args.frozen else task.default_lr(maker.model.encoder.width)
-    epochs = args.epochs or task.epochs
-    return FineTuneSettings(epochs, args.lr or default_lr, args.batch, args.warmup, args.frozen, maker.max_length)
-
-
-def longest_first(features: list[Feature]) -> list[Feature]:
-    return sorted(features, key=lambda feature: -len(feature.inputs["input_ids"]))
-
-
 def encode_groups(
     task: AnyTask, training: TrainingText, maker: SequenceMaker, labels: list[str]
 ) -> list[list[Feature]]:
-    """Return lists of features that must be in one batch: without code-switching, each feature alone."""
-    examples: list[LabelledExample] = []
-    group_of_example: list[int] = []
-    for number, group in enumerate(training.groups):
-        examples += group
-        group_of_example += [number] * len(group)
-    is_switched = len(examples) > len(training.groups)
+    """Return the features of a training text, in lists whose features must be in one batch. Without code-switching,
+    each feature is alone in its list."""
+    features = task.encode(training.examples, maker, labels)
+    if training.group_size == 1:
+        return [[feature] for feature in features]
     groups: dict[int, list[Feature]] = {}
-    for number, feature in enumerate(task.encode(examples, maker, labels)):
-        place = group_of_example[feature.example] if is_switched else number
-        groups.setdefault(place, []).append(feature)
+    for feature in features:
+        groups.setdefault(feature.example // training.group_size, []).append(feature)
     return list(groups.values())
 
 
 def write_table(args: argparse.Namespace, table: TransferTable, settings: FineTuneSettings, seeds: list[int]) -> None:
     """Write the scores of all runs so far, and the settings, to --out."""
-    said: dict[str, Any] = {"seeds": seeds, **asdict(settings)}
-    for name in ("limit", "test_limit", "train", "test", "translated", "code_switch"):
-        said[name] = vars(args)[name]
+    used: dict[str, Any] = {"seeds": seeds, **asdict(settings)}
+    for flag in ("limit", "test_limit", "train", "test", "translated", "code_switch"):
+        used[flag] = vars(args)[flag]
     results = {args.task: table.rows | table.summary}
-    write_results(args.out, args.model, results, {}, seeds={args.task: table.seeds}, settings=said)
+    write_results(args.out, args.model, results, seeds={args.task: table.seeds}, settings=used)
 
 
 def print_table(task: str, table: TransferTable) -> None:
     for row, metrics in table.rows.items():
-        print(f"{task} {row}: " + ", ".join(format_score(metric, value) for metric, value in metrics.items()))
+        listed = ", ".join(format_score(metric, value) for metric, value in metrics.items())
+        print(f"{task} {row}: {listed}")
     for line in table.below_majority_warnings():
         print(line)
 
@@ -191,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parse_arguments(argv)
         check_flags(args)
-        # Else these libraries print in each run that the head is new, and the arguments.
+        # By default, these libraries print in each run that the head is new, and the arguments.
         transformers.logging.set_verbosity_error()
         logging.getLogger("accelerate").setLevel(logging.ERROR)
         table = measure_transfer(args)

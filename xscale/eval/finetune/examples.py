@@ -1,7 +1,7 @@
-"""Labelled examples, and the rows of the files that have them.
+"""Labelled examples, and readers of the files that have them. A reader yields rows, which are mappings of columns.
 
-A row is a mapping of columns. Tables (JSON lines, parquet, folders that `datasets` saved) have columns. The columns of
-other files get the names that `datasets` uses: premise, hypothesis, label; tokens, tags; question, context, answers.
+The columns of JSON lines, parquet and folders that `datasets` saved keep their names. The columns of other files get
+the names that `datasets` uses: premise, hypothesis, label; tokens, tags; question, context, answers.
 """
 
 import json
@@ -32,7 +32,7 @@ class LabelledExample:
     gold: Any
     """A label, a tag for each word, or the answers (text, first character)."""
     left_out: str = ""
-    """Why the example is neither trained on nor scored; "" if it is."""
+    """The reason why the example is neither trained on nor scored; "" for an example that is used."""
 
     @property
     def labels(self) -> list[str]:
@@ -50,8 +50,8 @@ class LabelledFile:
         """Return the examples that are trained on or scored."""
         return [example for example in self.rows if not example.left_out]
 
-    def left_out(self) -> list[str]:
-        """Return a line about the examples that are left out, for each reason."""
+    def left_out_lines(self) -> list[str]:
+        """Return a line for each reason why examples are left out, with their number."""
         lines = []
         for reason, count in Counter(example.left_out for example in self.rows).items():
             if reason:
@@ -68,7 +68,8 @@ def count_labels(examples: list[LabelledExample]) -> Counter[str]:
 
 
 def column_value(row: Row, names: tuple[str, ...], where: str) -> Any:
-    """Return the value of the first of these columns that the row has. Raises UserError, which begins with `where`."""
+    """Return the value of the first of these columns that the row has. where: the row's place, for errors. Raises
+    UserError."""
     for name in names:
         if name in row:
             return row[name]
@@ -101,13 +102,13 @@ def read_table(path: Path) -> Iterator[tuple[str, Row]]:
         raise UserError(f"{path} has the splits {', '.join(dataset)}; give the folder of one of them: {path}/NAME")
     for number, row in enumerate(dataset, start=1):
         for name, feature in dataset.features.items():
-            labels = getattr(feature, "feature", feature)  # the type of a list's elements
+            labels = getattr(feature, "feature", feature)  # of a list, the type of its elements
             if isinstance(labels, datasets.ClassLabel) and row[name] not in (None, -1):
                 row[name] = labels.int2str(row[name])
         yield str(number), row
 
 
-def read_tabs(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tuple[str, Row]]:
+def read_tab_separated(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tuple[str, Row]]:
     """Yield (line number, columns) of each line. If the first line is not a header, each column gets the first of the
     names that it may have. columns: the possible names of each column; the label is the last column."""
     names: list[str] = []
@@ -127,7 +128,7 @@ def read_tabs(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tupl
         yield str(number), dict(zip(names, fields, strict=True))
 
 
-def read_sentences(path: Path) -> Iterator[tuple[str, Row]]:
+def read_tagged_sentences(path: Path) -> Iterator[tuple[str, Row]]:
     """Yield (number of the first word's line, words and tags) of each sentence of a .conllu file, or of a file of lines
     `word<TAB>tag`. A blank line ends a sentence. Raises UserError."""
     is_conllu = ".conllu" in path.suffixes
@@ -143,7 +144,9 @@ def read_sentences(path: Path) -> Iterator[tuple[str, Row]]:
         if line.startswith("#" if is_conllu else "-DOCSTART-"):
             continue
         if is_conllu and len(fields) != 10:
-            raise UserError(f"{path}: line {number} has {len(fields)} columns; CoNLL-U has 10, with tabs between")
+            raise UserError(
+                f"{path}: line {number} has {len(fields)} columns; fix the line: CoNLL-U has 10, with tabs between them"
+            )
         if is_conllu and fields[0] == "1" and row["tokens"]:
             raise UserError(f"{path}: line {number} begins a sentence; put a blank line before it")
         if is_conllu and not fields[0].isdigit():  # a range of words as in 1-2, or an empty node as in 1.1
@@ -173,7 +176,7 @@ def read_squad(path: Path) -> Iterator[tuple[str, Row]]:
                         answers["answer_start"].append(answer["answer_start"])
                     yield key, {"context": paragraph["context"]} | question | {"answers": answers}
     except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+        raise UserError(f"{path} is not JSON: {error}; give JSON of SQuAD 1.1, or download the file again") from None
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{path} has another form than SQuAD 1.1 after question {key!r} ({type(error).__name__}: {error}); give "

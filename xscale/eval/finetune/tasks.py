@@ -1,8 +1,9 @@
 """The tasks of fine-tuning: sentences and pairs of sentences, tags of words, questions about a context.
 
-A word's tag is predicted from its first token. A long sentence is cut between words, and a long context into parts
-that overlap, so that every word and every answer is in some sequence. A question's answer is a span of the context: the
-model scores each token as the first and as the last one. In a part without the answer, both are [CLS].
+A word's tag is predicted from the word's first token. A long sentence is cut between words, and a long context into
+parts that overlap, so that every word and every answer is in some sequence. A question's answer is a span of the
+context: the model scores each token as the first and as the last token of the span. In training, a part of a context
+without the answer has [CLS] as the first and the last token.
 """
 
 import re
@@ -28,10 +29,10 @@ from xscale.eval.finetune.examples import (
     column_value,
     count_labels,
     is_table,
-    read_sentences,
     read_squad,
+    read_tab_separated,
     read_table,
-    read_tabs,
+    read_tagged_sentences,
 )
 from xscale.eval.finetune.training import IGNORED, Feature, Reads, SequenceMaker
 
@@ -39,18 +40,18 @@ PAPERS_WIDTH = 768
 """The hidden width of the encoders for which the papers chose their learning rates."""
 SENTENCE = (("text", "sentence"),)
 PAIR = (("premise", "sentence1"), ("hypothesis", "sentence2"))
-"""For each text of an example, the names that its column may have."""
+"""The names that the column of each text may have."""
 LABEL = ("label", "gold_label", "category")
 SYNONYMS = {"contradictory": "contradiction"}
-"""{label in XNLI's translated training text: the name of this label in XNLI's other files}."""
+"""{label in XNLI's translated training text: the same label in XNLI's other files}."""
 NO_AGREEMENT = "-"
 """MultiNLI's label for pairs on which its annotators did not agree."""
 NO_LABEL = (None, "", -1, "-1")
-"""The values that mean that a label is absent; `datasets` uses -1."""
+"""The values that stand for a missing label; `datasets` uses -1."""
 BLANK = "a sentence is blank"
-"""Why a row without text is left out, such as the failed translations in PAWS-X's training text."""
+"""The reason to leave out a row without text, such as a failed translation in PAWS-X's training text."""
 WITHHELD = "its words are withheld (each is `_`); get the text from the treebank's makers"
-"""Why a sentence without words is left out, as in UD's treebanks of text from LDC and Twitter."""
+"""The reason to leave out a sentence without words, as in UD's treebanks of text from LDC and Twitter."""
 UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X".split()  # noqa: SIM905
 """Universal parts of speech (UD v2)."""
 BIO = r"O|[BI]-.+"
@@ -78,11 +79,11 @@ HAN = re.compile("([\u4e00-\u9fa5])")
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """What the tasks have in common. `epochs`, `lr` and `max_length` are the papers' values, for encoders of base size.
+    """The base class of the tasks. `epochs`, `lr` and `max_length` are the papers' values for encoders of base size.
 
-    Each task also has `encode`, which returns the sequences of examples (labels: those of the head; None for
-    prediction); `predict`, the label, the tags or the answer of each example from the logits of each sequence; and
-    `score`, the scores in a language, the main one first.
+    Each task also has three methods. `encode` returns the sequences of examples; its `labels` are the outputs of the
+    head, or None for prediction. `predict` returns the label, the tags or the answer of each example, given the logits
+    of each sequence. `score` returns the scores in a language, the main score first.
     """
 
     epochs: int
@@ -92,31 +93,32 @@ class Task(ABC):
     unit: ClassVar[str] = "line"
 
     def default_lr(self, width: int) -> float:
-        """Return the learning rate for an encoder of this hidden width. Smaller encoders get larger rates."""
+        """Return the learning rate for an encoder of a hidden width. A smaller encoder gets a larger rate."""
         return self.lr * max(1.0, PAPERS_WIDTH / width)
 
     def read(self, path: Path, language: str, limit: int | None = None) -> LabelledFile:
-        """Return the first examples of a file, without rows in another language. Raises UserError."""
+        """Return the examples of a file. Rows in another language are skipped. limit: the maximum number of examples.
+        Raises UserError."""
         examples: dict[str, LabelledExample] = {}
-        for key, row in read_table(path) if is_table(path) else self.rows(path):
+        for key, row in read_table(path) if is_table(path) else self.read_rows(path):
             if short_code(row.get("language", language)) == short_code(language):
                 where = f"{path}: {self.unit} {key}"
-                example = self.example(key, row, language, where)
+                example = self.make_example(key, row, language, where)
                 if example.key in examples:
                     raise UserError(f"{where} occurs twice; give each {self.unit} an id of its own")
                 examples[example.key] = example
         file = LabelledFile(path, list(examples.values())[:limit])
         if not file.examples:
-            reasons = " ".join(file.left_out())
+            reasons = " ".join(file.left_out_lines())
             raise UserError(f"{path} has no example in {language}; give another file. {reasons}".rstrip())
         return file
 
     @abstractmethod
-    def rows(self, path: Path) -> Iterator[tuple[str, Row]]:
+    def read_rows(self, path: Path) -> Iterator[tuple[str, Row]]:
         """Yield (key, columns) of each row of a file that is not a table. Raises UserError."""
 
     @abstractmethod
-    def example(self, key: str, row: Row, language: str, where: str) -> LabelledExample:
+    def make_example(self, key: str, row: Row, language: str, where: str) -> LabelledExample:
         """Return the example of a row. where: the row's place, for errors. Raises UserError."""
 
     def list_labels(self, examples: list[LabelledExample]) -> list[str]:
@@ -129,14 +131,14 @@ class Classification(Task):
     columns: tuple[tuple[str, ...], ...] = PAIR
     reads: ClassVar[Reads] = "sequence"
 
-    def rows(self, path: Path) -> Iterator[tuple[str, Row]]:
-        return read_tabs(path, (*self.columns, LABEL))
+    def read_rows(self, path: Path) -> Iterator[tuple[str, Row]]:
+        return read_tab_separated(path, (*self.columns, LABEL))
 
-    def example(self, key: str, row: Row, language: str, where: str) -> LabelledExample:
+    def make_example(self, key: str, row: Row, language: str, where: str) -> LabelledExample:
         texts = tuple(column_value(row, names, where) for names in self.columns)
         for text in texts:
             if not isinstance(text, str):
-                raise UserError(f"{where}: a column of sentences has {text!r}; give text in each line")
+                raise UserError(f"{where}: a column of sentences has {text!r} instead of text; correct or remove it")
         label = column_value(row, LABEL, where)
         left_out = ""
         if label == NO_AGREEMENT:
@@ -175,17 +177,17 @@ class Tagging(Task):
     """The pattern of all tags."""
     reads: ClassVar[Reads] = "tokens"
 
-    def rows(self, path: Path) -> Iterator[tuple[str, Row]]:
-        return read_sentences(path)
+    def read_rows(self, path: Path) -> Iterator[tuple[str, Row]]:
+        return read_tagged_sentences(path)
 
-    def example(self, key: str, row: Row, language: str, where: str) -> LabelledExample:
+    def make_example(self, key: str, row: Row, language: str, where: str) -> LabelledExample:
         words = tuple(column_value(row, WORDS, where))
         tags = tuple(map(str, column_value(row, TAGS, where)))
         if len(words) != len(tags):
-            raise UserError(f"{where} has {len(words)} words and {len(tags)} tags; fix it")
+            raise UserError(f"{where} has {len(words)} words and {len(tags)} tags; give a tag for each word")
         for word, tag in zip(words, tags, strict=True):
             if not re.fullmatch(self.form, tag):
-                raise UserError(f"{where}: the tag {tag!r} of {word!r} is not of the form {self.form}; fix it")
+                raise UserError(f"{where}: the tag {tag!r} of {word!r} must match {self.form}; correct it")
         return LabelledExample(key, (language,), words, tags, WITHHELD if set(words) == {"_"} else "")
 
     def list_labels(self, examples: list[LabelledExample]) -> list[str]:
@@ -199,13 +201,13 @@ class Tagging(Task):
     def encode(self, examples: list[LabelledExample], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
         features = []
         for number, example in enumerate(examples):
-            pieces = word_pieces(maker, example)
-            for start, end in word_windows(list(map(len, pieces)), maker.room(1)):
+            ids_of_words = word_token_ids(maker, example.texts)
+            for start, end in word_windows(list(map(len, ids_of_words)), maker.room_inside(1)):
                 ids: list[int] = []
                 positions = []
-                for piece in pieces[start:end]:
+                for word_ids in ids_of_words[start:end]:
                     positions.append(1 + len(ids))
-                    ids += piece
+                    ids += word_ids
                 label_of_token = None
                 if labels:
                     label_of_token = [IGNORED] * (len(ids) + 2)
@@ -246,48 +248,50 @@ class PartsOfSpeech(Tagging):
         return accuracy([example.labels for example in examples], predictions)
 
 
-def word_pieces(maker: SequenceMaker, example: LabelledExample) -> list[list[int]]:
-    """Return the token ids of each word inside the sentence, cut off at the length of a sequence. A word that the
-    tokenizer drops is unknown (or [MASK])."""
+def word_token_ids(maker: SequenceMaker, words: tuple[str, ...]) -> list[list[int]]:
+    """Return the token ids of each word of a sentence, at most as many as a sequence has room for. A word that the
+    tokenizer drops becomes the unknown token or, without one, [MASK]."""
     tokenizer = maker.tokenizer
-    dropped = tokenizer.hf.unk_token_id
-    if dropped is None:
-        dropped = tokenizer.mask_id
-    return [ids[: maker.room(1)] or [dropped] for ids in tokenizer.encode_inside(list(example.texts))]
+    unknown = tokenizer.hf.unk_token_id
+    if unknown is None:
+        unknown = tokenizer.mask_id
+    return [ids[: maker.room_inside(1)] or [unknown] for ids in tokenizer.encode_inside(list(words))]
 
 
-def word_windows(lengths: list[int], room: int) -> Iterator[tuple[int, int]]:
-    """Yield (first word, end) of windows, each as long as `room` tokens allow. lengths: the tokens of each word."""
+def word_windows(token_counts: list[int], room: int) -> Iterator[tuple[int, int]]:
+    """Yield (first word, end) of successive parts of a sentence, each with as many words as fit into `room` tokens.
+    token_counts: the number of tokens of each word."""
     start = 0
     size = 0
-    for word, length in enumerate(lengths):
-        if size + length > room:
+    for word, count in enumerate(token_counts):
+        if size + count > room:
             yield start, word
             start = word
             size = 0
-        size += length
-    yield start, len(lengths)
+        size += count
+    yield start, len(token_counts)
 
 
 @dataclass(frozen=True)
 class QuestionAnswering(Task):
     mlqa: bool = False
-    """Whether answers are compared by the rules of MLQA (Lewis et al. 2020) instead of SQuAD's 1.1 (Rajpurkar et al.
-    2016). Both lower-case them and remove punctuation and articles, but only MLQA's rules depend on the language."""
+    """True: answers are compared by the rules of MLQA (Lewis et al. 2020); False: by those of SQuAD 1.1 (Rajpurkar et
+    al. 2016). Both put answers in lower case and remove punctuation and articles. MLQA's rules depend on the
+    language."""
     reads: ClassVar[Reads] = "span"
     unit: ClassVar[str] = "question"
 
-    def rows(self, path: Path) -> Iterator[tuple[str, Row]]:
+    def read_rows(self, path: Path) -> Iterator[tuple[str, Row]]:
         return read_squad(path)
 
-    def example(self, key: str, row: Row, language: str, where: str) -> LabelledExample:
+    def make_example(self, key: str, row: Row, language: str, where: str) -> LabelledExample:
         texts = (column_value(row, ("question",), where), column_value(row, ("context",), where))
         answers = column_value(row, ("answers",), where)
         if not isinstance(answers, dict) or not {"text", "answer_start"} <= answers.keys():
-            raise UserError(f"{where}: answers must have the lists text and answer_start, as in SQuAD of `datasets`")
+            raise UserError(f"{where}: answers must have the lists text and answer_start, as in `datasets`' SQuAD")
         gold = list(zip(answers["text"], answers["answer_start"], strict=True))
         if not gold:
-            raise UserError(f"{where} has no answer; remove questions without answers, which SQuAD 1.1 does not have")
+            raise UserError(f"{where} has no answer; remove questions without answers, which are not in SQuAD 1.1")
         for text, first in gold:
             if not texts[1].startswith(text, first):
                 raise UserError(
@@ -305,10 +309,10 @@ class QuestionAnswering(Task):
         features = []
         for number, example in enumerate(examples):
             (question,) = tokenizer.encode([example.texts[0]])
-            question = question[: min(MAX_QUESTION, maker.room(2) // 2)]
+            question = question[: min(MAX_QUESTION, maker.room_inside(2) // 2)]
             context = tokenizer.backend.encode(example.texts[1], add_special_tokens=False)
             before = len(tokenizer.pair.first) + len(question) + len(tokenizer.pair.between)
-            for start, end in context_windows(len(context.ids), maker.room(2) - len(question)):
+            for start, end in context_windows(len(context.ids), maker.room_inside(2) - len(question)):
                 spans = context.offsets[start:end]
                 span = None
                 if labels is not None:
@@ -321,7 +325,8 @@ class QuestionAnswering(Task):
     def predict(
         self, examples: list[LabelledExample], features: list[Feature], outputs: np.ndarray, labels: list[str]
     ) -> list[str]:
-        """Return each example's answer: the span with the greatest sum of both logits over all its sequences."""
+        """Return each example's answer. It is the span with the greatest sum of both logits in all sequences of the
+        example."""
         answers = [""] * len(examples)
         best = [-np.inf] * len(examples)
         for feature, logits_L2 in zip(features, outputs, strict=True):
@@ -335,12 +340,13 @@ class QuestionAnswering(Task):
         return answers
 
     def score(self, examples: list[LabelledExample], predictions: list[str], language: str) -> dict[str, float]:
-        """Return the means over questions of the F1 of words and of exact match, by the best of several answers."""
+        """Return the means over questions of the F1 of words and of exact match. A prediction is compared with each
+        gold answer, and the best result counts."""
         scores_S2 = []
         for example, prediction in zip(examples, predictions, strict=True):
-            answer = self.normalize(prediction, language)
-            gold = [self.normalize(text, language) for text, _ in example.gold]
-            scores_S2.append((max(map(partial(f1, answer), gold)), answer in gold))
+            answer = self.normalize_answer(prediction, language)
+            gold = [self.normalize_answer(text, language) for text, _ in example.gold]
+            scores_S2.append((max(map(partial(word_f1, answer), gold)), answer in gold))
 
         def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
             means = sums / len(scores_S2)
@@ -348,7 +354,7 @@ class QuestionAnswering(Task):
 
         return bootstrap(np.array(scores_S2, dtype=float), scores_of)
 
-    def normalize(self, text: str, language: str) -> str:
+    def normalize_answer(self, text: str, language: str) -> str:
         """Return the answer in lower case, without punctuation and articles. SQuAD's rules remove ASCII punctuation and
         English articles. MLQA's rules remove all punctuation of Unicode and the language's own articles, and make each
         Chinese character a word."""
@@ -367,7 +373,8 @@ class QuestionAnswering(Task):
 
 
 def context_windows(tokens: int, room: int) -> Iterator[tuple[int, int]]:
-    """Yield (first token, end) of overlapping parts of up to `room` tokens that cover a context's tokens."""
+    """Yield (first token, end) of overlapping parts of a context. Each has at most `room` tokens. tokens: the number of
+    tokens of the context."""
     start = 0
     while start + room < tokens:
         yield start, start + room
@@ -376,8 +383,8 @@ def context_windows(tokens: int, room: int) -> Iterator[tuple[int, int]]:
 
 
 def answer_tokens(example: LabelledExample, spans: list[tuple[int, int]]) -> list[int]:
-    """Return the indices of the tokens of the first gold answer; [] if the spans do not cover all of it. spans: the
-    characters (first, end) of each token of a part of the context."""
+    """Return the indices of the tokens of the first gold answer; [] if a part of the context lacks some of the answer.
+    spans: the characters (first, end) of each token of the part."""
     text, first = example.gold[0]
     end = first + len(text)
     if not spans or spans[0][0] > first or spans[-1][1] < end:
@@ -401,7 +408,7 @@ def best_span(logits_L2: np.ndarray, longest: int = MAX_ANSWER) -> Span:
     return Span(float(sums_LL[first, last]), int(first), int(last))
 
 
-def f1(prediction: str, gold: str) -> float:
+def word_f1(prediction: str, gold: str) -> float:
     """Return the F1 of the words of two normalised answers; 0 if they share no word, even if both are empty."""
     predicted = prediction.split()
     wanted = gold.split()

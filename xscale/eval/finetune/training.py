@@ -1,8 +1,8 @@
-"""Makes sequences of token ids, fine-tunes a head and an encoder on them by transformers' Trainer, and predicts.
+"""Makes sequences of token ids, fine-tunes an encoder with a new head by transformers' Trainer, and predicts.
 
     logits = W dropout(x) + b
 
-x is the state of a token or, for a label of the whole sequence, the vector that the encoder was trained to pool.
+x is the state of a token or, for a label of the whole sequence, the encoder's sentence vector.
 
 Shape letters: B sequences, L tokens of the longest one, H hidden width, C outputs.
 """
@@ -31,22 +31,22 @@ PREDICTION_BATCH = 64
 
 @dataclass(frozen=True)
 class Feature:
-    """A sequence of tokens: an example, or a part of a long one."""
+    """A sequence of tokens: an example, or a part of a long example."""
 
     example: int
     """The index of the example in the list that was encoded."""
     inputs: dict[str, list[int]]
     """{argument of the encoder: a number for each token}."""
     labels: int | list[int] | None = None
-    """A label, one for each token, or the first and the last token of an answer; None for prediction."""
+    """A label, a label for each token, or the first and the last token of an answer; None for prediction."""
     positions: list[int] = field(default_factory=list)
     """The tokens whose outputs are read."""
     units: list[Any] = field(default_factory=list)
-    """What each position is: the index of a word, or the characters (first, end) of a token of the context."""
+    """For each position, the index of its word, or the characters (first, end) of its token in the context."""
 
 
 class SequenceMaker:
-    """Joins texts to sequences as in the training of the encoder, with the same special tokens and token types."""
+    """Joins texts to sequences with the same special tokens and token types as in the training of the encoder."""
 
     def __init__(self, model: ExportedModel, languages: Sequence[str], max_length: int):
         self.model = model
@@ -54,15 +54,15 @@ class SequenceMaker:
         self.language_ids = model.language_ids(languages)
         self.max_length = min(max_length, model.max_length)
 
-    def room(self, texts: int) -> int:
-        """Return the number of tokens of a sequence of one or two texts that are not special tokens."""
+    def room_inside(self, texts: int) -> int:
+        """Return the maximum number of ordinary tokens of a sequence. texts: 1 or 2."""
         return self.max_length - (2 if texts == 1 else self.tokenizer.pair.special)
 
     def join(self, texts: Sequence[list[int]], languages: Sequence[str]) -> dict[str, list[int]]:
         """Return the encoder's inputs for `[CLS] a [SEP]`, or for the tokenizer's form of `[CLS] a [SEP] b [SEP]`.
         Texts that are too long are cut off at their ends; of two texts, the longer one is cut first. texts: the token
         ids of one or two texts."""
-        room = self.room(len(texts))
+        room = self.room_inside(len(texts))
         if len(texts) == 1:
             sides = [[self.tokenizer.cls_id, *texts[0][:room], self.tokenizer.sep_id]]
         else:
@@ -121,7 +121,7 @@ class FineTunedModel(nn.Module):
         self.frozen = frozen
         self.reads = reads
         self.pools_mean = maker.model.says_pooling and maker.model.pooling == "mean"
-        """Whether a sequence is read from the mean state of its tokens, without special ones, instead of [CLS]."""
+        """True: a sequence's vector is the mean state of its ordinary tokens; False: it is the state of [CLS]."""
         self.register_buffer("special_ids", torch.tensor([maker.tokenizer.cls_id, maker.tokenizer.sep_id]), False)
         self.dropout = nn.Dropout(getattr(self.config, "hidden_dropout_prob", 0.0))
         self.classifier = nn.Linear(self.config.hidden_size, outputs)
@@ -143,7 +143,8 @@ class FineTunedModel(nn.Module):
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return the logits ([B, C] of sequences, else [B, L, C]), and with labels the mean cross-entropy."""
+        """Return {"logits": [B, C] of sequences or [B, L, C] of tokens} and, with labels, the mean cross-entropy as
+        "loss"."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if token_type_ids is not None:
             inputs["token_type_ids"] = token_type_ids
@@ -181,8 +182,9 @@ def fine_tune(
     maker: SequenceMaker, groups: list[list[Feature]], outputs: int, reads: Reads, settings: FineTuneSettings,
     seed: int, folder: Path,
 ) -> transformers.Trainer:  # fmt: skip
-    """Train an encoder with a new head and return the Trainer that has it. groups: lists of features that must be in
-    one batch. outputs: the number of the head's logits. folder: the Trainer's output_dir, where nothing is written."""
+    """Train an encoder with a new head, and return the Trainer that holds both. groups: lists of features that must be
+    in one batch. outputs: the number of the head's logits. folder: the Trainer's output_dir, where nothing is
+    written."""
     transformers.set_seed(seed)  # for the new head's weights
     model = FineTunedModel(maker, outputs, reads, settings.frozen)
     world = env_number("WORLD_SIZE", 1)
@@ -215,7 +217,7 @@ def fine_tune(
 
 
 def predict_outputs(trainer: transformers.Trainer, features: list[Feature]) -> np.ndarray:
-    """Return the logits, a row for each feature. Raises NotFinite."""
+    """Return the logits of each feature. Raises NotFinite."""
     groups: Any = [[feature] for feature in features]
     outputs: Any = trainer.predict(groups).predictions
     if not np.isfinite(outputs).all():

@@ -1,7 +1,7 @@
 """Plans the fine-tuning runs that measure transfer between languages, and tabulates their scores.
 
-A model that was trained in the source language is tested in all languages; in all languages but its own, the test is
-zero-shot. A model that was trained in another language is tested in that language. The test is supervised if the text
+A model that was trained in the source language is tested in all languages. In all but its own language, this test is
+zero-shot. A model that was trained in another language is tested in that language. This test is supervised if the text
 is original, and translate-train if the text was translated.
 
     delta = supervised - zero-shot        of each seed (Tang et al. 2022); smaller is better
@@ -32,19 +32,21 @@ Files = dict[str, LabelledFile]
 
 @dataclass(frozen=True)
 class TrainingText:
-    """A text to train on, and the languages in which the models trained on it are tested."""
+    """A text to train on, and the tests of the models that are trained on it."""
 
     name: str
     file: LabelledFile
-    groups: list[list[LabelledExample]]
-    """Each list has examples that must be in one batch."""
+    examples: list[LabelledExample]
+    group_size: int
+    """Each group of this many successive examples must be in one batch."""
     settings: dict[str, str]
-    """{language of a test: its setting, such as ZERO_SHOT}."""
+    """{language of a test: its setting, such as "zero-shot"}."""
 
 
-def plan_training(train: Files, translated: Files, tests: Files, source: str, code_switch: bool) -> list[TrainingText]:
-    """Return all training texts with their tests. source: the source language, as in `train`. code_switch: replace
-    translated examples by code-switched ones. Raises UserError if a text has no test."""
+def plan_training(train: Files, translated: Files, tests: Files, code_switch: bool) -> list[TrainingText]:
+    """Return all training texts with the settings of their tests. The first language of `train` is the source language.
+    code_switch: replace translated examples by code-switched ones. Raises UserError if a text has no test."""
+    source = next(iter(train), "")
     plan = []
     for language, file in train.items():
         settings = {}
@@ -53,24 +55,20 @@ def plan_training(train: Files, translated: Files, tests: Files, source: str, co
                 settings[test] = SUPERVISED
             elif language == source:
                 settings[test] = ZERO_SHOT
-        plan.append(TrainingText(language, file, alone(file), settings))
+        plan.append(TrainingText(language, file, file.examples, 1, settings))
     for language, file in translated.items():
         name = f"{language} {TRANSLATE_TRAIN}"
-        groups = alone(file)
+        examples = file.examples
         if code_switch:
             name += ", code-switched"
-            groups = code_switched_pairs(train.get(source), file)
+            examples = code_switched_examples(train.get(source), file)
         settings = {test: TRANSLATE_TRAIN for test in tests if short_code(test) == short_code(language)}
-        plan.append(TrainingText(name, file, groups, settings))
+        plan.append(TrainingText(name, file, examples, 2 if code_switch else 1, settings))
     for training in plan:
         if not training.settings:
             language = training.name.split()[0]
             raise UserError(f"{training.file.path} has no test: give --test {language}=FILE, or leave the file out")
     return plan
-
-
-def alone(file: LabelledFile) -> list[list[LabelledExample]]:
-    return [[example] for example in file.examples]
 
 
 def check_labels(task: AnyTask, training: TrainingText, tests: Files) -> None:
@@ -89,27 +87,25 @@ def check_labels(task: AnyTask, training: TrainingText, tests: Files) -> None:
                 )
 
 
-def code_switched_pairs(source: LabelledFile | None, translated: LabelledFile) -> list[list[LabelledExample]]:
-    """Return groups of two code-switched examples (Pan et al. 2021, 2.3): a pair (a, b) and its translation (a', b')
-    become (a', b) and (a, b'). A question gets the answers in its new context. If an example is left out, its
-    counterpart is left out, too. Raises UserError."""
+def code_switched_examples(source: LabelledFile | None, translated: LabelledFile) -> list[LabelledExample]:
+    """Return two code-switched examples for each example (Pan et al. 2021, 2.3): a pair (a, b) and its translation (a',
+    b') become (a', b) and (a, b'). A question gets the answers in its new context. If an example is left out, its
+    translation is left out, too. Raises UserError."""
     if source is None:
         raise UserError("--code_switch needs --train with the source-language file from which --translated was made")
     originals = {example.key: example for example in source.rows}
     translations = {example.key: example for example in translated.rows}
     unpaired = originals.keys() ^ translations.keys()
     if unpaired:
-        first = min(unpaired)
-        there, absent = (source, translated) if first in originals else (translated, source)
         raise UserError(
-            f"line or question {first} is in {there.path}, but not in {absent.path}; for --code_switch, a translation "
-            f"must have its original's line number or question id"
+            f"line or question {min(unpaired)} is in only one of {source.path} and {translated.path}; for "
+            f"--code_switch, a translation must have its original's line number or question id"
         )
-    groups = []
+    switched: list[LabelledExample] = []
     for key, original in originals.items():
         example = translations[key]
         if len(example.languages) < 2:
-            raise UserError("--code_switch is for tasks of two texts, such as xnli and xquad; leave the flag out")
+            raise UserError("--code_switch is for tasks with two texts, such as xnli and xquad; leave the flag out")
         if example.left_out or original.left_out:
             continue
         if isinstance(example.gold, str) and example.gold != original.gold:
@@ -117,8 +113,8 @@ def code_switched_pairs(source: LabelledFile | None, translated: LabelledFile) -
                 f"{translated.path} is no translation of {source.path}: line {key} is labelled {example.gold} instead "
                 f"of {original.gold}; fix it"
             )
-        groups.append([join_halves(example, original), join_halves(original, example)])
-    return groups
+        switched += [join_halves(example, original), join_halves(original, example)]
+    return switched
 
 
 def join_halves(first: LabelledExample, second: LabelledExample) -> LabelledExample:
@@ -146,16 +142,17 @@ class TransferTable:
     seeds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """{`LANGUAGE SETTING`: {metric: score of each seed}}."""
     summary: dict[str, dict[str, float]] = field(default_factory=dict)
-    """{language: main metric by setting, in SHORT_NAMES, the difference `delta`, and `majority`}."""
+    """{language: {short name of a setting: main metric}, with the difference `delta` and with `majority`}."""
 
-    def add(self, training: TrainingText, predictions: dict[str, list[list[Any]]]) -> None:
-        """Score the models that were trained on one text. predictions: {language of a test: those of each seed}."""
+    def add_scores(self, training: TrainingText, predictions: dict[str, list[list[Any]]]) -> None:
+        """Score the models that were trained on one text. predictions: {language of a test: the predictions of each
+        seed}."""
         for language, predictions_of_seeds in predictions.items():
             setting = training.settings[language]
             metric = self.add_row(f"{language} {setting}", language, predictions_of_seeds)
             summary = self.summary.setdefault(language, {})
             summary |= mean_and_deviation(SHORT_NAMES[setting], self.seeds[f"{language} {setting}"][metric])
-            summary |= self.delta(language, metric)
+            summary |= self.delta_scores(language, metric)
             if self.task.list_labels(training.file.examples) and MAJORITY not in summary:
                 majority = self.score_majority(training, language)
                 self.rows[f"{language} {MAJORITY}"] = majority
@@ -174,7 +171,7 @@ class TransferTable:
         return lines
 
     def add_row(self, row: str, language: str, predictions_of_seeds: list[list[Any]]) -> str:
-        """Add the row of scores in a language, and return the name of the main one."""
+        """Add a row of scores in a language. Return the name of the main metric, which is the task's first."""
         examples = self.tests[language].examples
         scores: dict[str, list[float]] = {}
         for predictions in predictions_of_seeds:
@@ -186,8 +183,8 @@ class TransferTable:
             self.rows[row] |= mean_and_deviation(metric, values)
         return next(iter(scores))
 
-    def delta(self, language: str, metric: str) -> dict[str, float]:
-        """Return the mean and the deviation of supervised - zero-shot of each seed; {} if one of them is unknown."""
+    def delta_scores(self, language: str, metric: str) -> dict[str, float]:
+        """Return the mean and the deviation over seeds of supervised - zero-shot; {} while one of them is unknown."""
         supervised = self.seeds.get(f"{language} {SUPERVISED}")
         zero_shot = self.seeds.get(f"{language} {ZERO_SHOT}")
         if not supervised or not zero_shot:
