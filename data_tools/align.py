@@ -102,9 +102,9 @@ def align(pairs: Iterable[Sequence[str]], out: Path, symmetrize: str) -> None:
         line_count = 0
         with (folder / "forward").open() as forward, (folder / "reverse").open() as reverse, out.open("w") as file:
             for forward_line, reverse_line in zip(forward, reverse, strict=True):
-                links = SYMMETRIZE[symmetrize](
-                    set(parse_pharaoh(forward_line, ANY_SIZES)), set(parse_pharaoh(reverse_line, ANY_SIZES))
-                )
+                forward_links = set(parse_pharaoh(forward_line, ANY_SIZES))
+                reverse_links = set(parse_pharaoh(reverse_line, ANY_SIZES))
+                links = SYMMETRIZE[symmetrize](forward_links, reverse_links)
                 file.write(format_pharaoh(sorted(links)) + "\n")
                 line_count += 1
     if line_count != pair_count:

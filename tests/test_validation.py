@@ -197,7 +197,7 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     def task(**fields: Any) -> str:
         return f"eval.tasks=[{json.dumps(fields)}]"
 
-    assert "eval.tasks: the name 'alignment' must be heldout or retrieval" in refused(task(name="alignment"))
+    assert "eval.tasks[0].name: 'alignment' must be heldout or retrieval" in refused(task(name="alignment"))
     assert "eval.tasks[0].data: 'x': the value must be a valid array" in refused(task(name="heldout", data="x"))
     assert "best: 'loss': the text must match pattern" in refused("checkpoint.best=loss")
     best = "checkpoint.best=heldot/tlm/loss"

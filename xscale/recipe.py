@@ -221,7 +221,7 @@ class EvalTask:
     def check_name(self) -> Self:
         if not re.fullmatch(r"(heldout|retrieval)(\.[A-Za-z0-9_.-]+)?", self.name):
             raise ValueError(
-                f"tasks: the name {self.name!r} must be heldout or retrieval, with a suffix for a second task, such as "
+                f"name: {self.name!r} must be heldout or retrieval, with a suffix for a second task, such as "
                 f"heldout.test; alignment scores are in metrics.jsonl, without a task"
             )
         return self
