@@ -41,7 +41,7 @@ from data_tools import command, write_shards
 from tests import demo_shards
 from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
-from xscale.files import parallel_map
+from xscale.files import map_in_threads
 from xscale.record import Record
 
 LIMIT = 60
@@ -276,7 +276,7 @@ def state_of(directory: Path) -> Any:
     """All that a run reads of a folder of shards: records, documents, fingerprints."""
     found = []
     for source in find_sources([directory]):
-        parallel_map(source.check_size, source.shards)
+        map_in_threads(source.check_size, source.shards)
         records = [source.convert_links(record) for record in all_of(source)]
         follows = [
             source.lengths_and_continuations(shard, slice(None))[1].tolist() for shard in range(len(source.shards))

@@ -29,7 +29,7 @@ from xscale.data.shards import Source
 from xscale.data.stream import select_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.files import check_writable, parallel_map, publish, write_text
+from xscale.files import check_writable, map_in_threads, publish, write_text
 
 EN = [f"one two three number {i}" for i in range(400)]
 DE = [f"eins zwei drei Nummer {i}" for i in range(400)]
@@ -555,7 +555,7 @@ def test_two_writers_of_one_place(tmp_path: Path, corpus_files, write_pairs) -> 
         patch.setitem(steps.STEPS, "select", select._replace(function=second))
         write_pairs(*paths, tmp_path / "out", "--shard_lines", 50)
     assert refusals and Source(tmp_path / "out").records == 400
-    parallel_map((whole := Source(tmp_path / "out")).check_size, whole.shards)
+    map_in_threads((whole := Source(tmp_path / "out")).check_size, whole.shards)
 
 
 def test_names_that_say_compressed(tmp_path: Path, demo: Path, refused) -> None:

@@ -20,7 +20,7 @@ from xscale.data import calibrate, shards
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.files import parallel_map
+from xscale.files import map_in_threads
 from xscale.ranks import HostGroup, Process
 from xscale.run.resolve import resolve_run
 from xscale.run.start import check_ranks_agree
@@ -198,11 +198,11 @@ def test_files_far_away_are_looked_at_side_by_side(monkeypatch: pytest.MonkeyPat
             raise UserError("99 is missing")
         return number, threading.get_ident()
 
-    values = parallel_map(look, [0.002] * 90, range(90))
+    values = map_in_threads(look, [0.002] * 90, range(90))
     assert [number for number, _ in values] == [*range(90)] and len({thread for _, thread in values}) >= 9
     with pytest.raises(UserError, match="99 is missing"):
-        parallel_map(look, [0.0] * 110, range(110))
-    assert parallel_map(look, [], []) == []
+        map_in_threads(look, [0.0] * 110, range(110))
+    assert map_in_threads(look, [], []) == []
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from xscale.data.stream import (
 )
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.files import may_exist, parallel_map
+from xscale.files import map_in_threads, may_exist
 from xscale.ranks import HostGroup
 from xscale.recipe import Recipe, Schedule, StreamConfig, steps_of_epochs
 
@@ -167,7 +167,7 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
         shards += source.shards
 
     def check(number: int) -> None:
-        parallel_map(Source.check_size, owners[number :: host_group.size], shards[number :: host_group.size])
+        map_in_threads(Source.check_size, owners[number :: host_group.size], shards[number :: host_group.size])
 
     host_group.divide_work([partial(check, number) for number in range(host_group.size)])
 

@@ -24,7 +24,7 @@ from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 from xscale.data.stream import Stream
 from xscale.errors import UserError
-from xscale.files import parallel_map
+from xscale.files import map_in_threads
 from xscale.recipe import DataConfig, Schedule
 
 PACK_FILL = 0.94
@@ -291,7 +291,7 @@ def lengths_and_continuations_of_shards(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the length in bytes of records of several shards [n], and True for each record that continues the document
     of the record before it [n]. records: the records of each shard."""
-    lengths, follows = zip(*parallel_map(source.lengths_and_continuations, shards, records), strict=True)
+    lengths, follows = zip(*map_in_threads(source.lengths_and_continuations, shards, records), strict=True)
     return np.concatenate(lengths), np.concatenate(follows)
 
 
