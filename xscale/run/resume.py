@@ -172,9 +172,11 @@ def checkpoint_path(fork: str) -> Path:
 
 def began_at_checkpoint(out: Path, fork: str) -> bool:
     """Return whether the run in `out` is a fork that began at the checkpoint RUN@STEP."""
-    for parent in read_ancestry(out)[:1]:
-        return checkpoint_path(fork).resolve() == checkpoint_path(f"{parent['run']}@{parent['step']}")
-    return False
+    ancestors = read_ancestry(out)
+    if not ancestors:
+        return False
+    parent = ancestors[0]
+    return checkpoint_path(fork).resolve() == checkpoint_path(f"{parent['run']}@{parent['step']}")
 
 
 def find_parent(fork: str) -> Path:

@@ -41,7 +41,9 @@ class Validation:
         self.recipe = recipe
         self.tasks = tasks
         self.metrics = metrics
-        self.best_of = recipe.checkpoint.best
+        best = recipe.checkpoint.best
+        self.best_of = best.split("/", 2) if best else []
+        """The task, the row and the name of the number by which the best checkpoint is chosen, if there is one."""
         path = context.out / EVALS if recipe.eval.tasks and context.host_group.is_main else None
         self.lines = JsonLines(path, step)
         self.best_so_far: int | None = None
@@ -53,8 +55,7 @@ class Validation:
 
     def read_earlier(self, evaluations: Path) -> None:
         """Read the numbers of the evaluations before this start, and name the best checkpoint. Rank 0 only."""
-        assert self.best_of
-        task, row, name = self.best_of.split("/", 2)
+        task, row, name = self.best_of
         for _, entry in entries_from_end(evaluations):
             number = (entry.get("results") or {}).get(task, {}).get(row, {}).get(name)
             if number is not None:
@@ -63,22 +64,20 @@ class Validation:
 
     def becomes_best(self, step: int, number: float | None) -> bool:
         """Note the number of an evaluation. Return whether it is better than those of all checkpoints. Rank 0 only."""
-        assert self.best_of
         if number is None or not math.isfinite(number):
             return False
         best = self.best_checkpoint()
         earlier = self.numbers[checkpoints.step_from_name(best)] if best else None
         self.numbers[step] = number
-        return is_better(self.best_of.split("/", 2)[2], number, earlier)
+        return is_better(self.best_of[2], number, earlier)
 
     def best_checkpoint(self) -> Path | None:
         """Return the complete checkpoint with the best number, the earliest if several have it. Rank 0 only."""
-        assert self.best_of
         best: Path | None = None
         best_number: float | None = None
         for path in checkpoints.list_checkpoints(self.context.out / "checkpoints"):
             number = self.numbers.get(checkpoints.step_from_name(path))
-            if number is not None and is_better(self.best_of.split("/", 2)[2], number, best_number):
+            if number is not None and is_better(self.best_of[2], number, best_number):
                 best = path
                 best_number = number
         return best
@@ -107,7 +106,7 @@ class Validation:
         seconds = time.monotonic() - started
         if results and self.lines.file:
             self.report(step, results, seconds)
-        best = self.best_of
+        best = self.recipe.checkpoint.best
         if best and self.context.host_group.from_main(lambda: self.becomes_best(step, find_number(results, best))):
             self.best_so_far = step
 
