@@ -162,8 +162,8 @@ def loader_speed_lines(
 def check_disk_space(size: float, out: Path) -> None:
     """Raise UserError if the disk of --out lacks space for a checkpoint. size: the checkpoint's bytes."""
     place = files.nearest_existing(out)
-    if place.is_dir() and size > shutil.disk_usage(place).free:
-        free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(place).free if place.is_dir() else math.inf
+    if size > free:
         raise UserError(
             f"--out {out} has {free / 1e9:,.2f} GB free, but a checkpoint needs {size / 1e9:,.2f} GB; free some space, "
             f"or choose another place"

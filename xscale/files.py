@@ -94,8 +94,8 @@ def publish(path: Path) -> Iterator[Path]:
         remove(partial)
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)  # errors of writes do not name the file
-        if of_rust := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(of_rust[1]), os.strerror(int(of_rust[1])), str(path)) from None
+        if rust_errno := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(rust_errno[1]), os.strerror(int(rust_errno[1])), str(path)) from None
         raise
 
 

@@ -524,8 +524,8 @@ def find_options(objective: str, objectives: Objectives) -> Any:
     if objective in objectives:
         return objectives[objective]
     if ":" not in objective:
-        there = ", ".join(sorted(objectives))
-        raise UserError(f"{objective!r} is unknown; use one of {there}, or MODULE:NAME for an objective of your own")
+        names = ", ".join(sorted(objectives))
+        raise UserError(f"{objective!r} is unknown; use one of {names}, or MODULE:NAME for an objective of your own")
     options_class: Any = import_objective(objective).options
     shared = [name for name in field_names(options_class) if name in field_names(StreamConfig)]
     if shared:
@@ -541,8 +541,8 @@ def find_contradictions(recipe: Recipe) -> list[str]:
     tasks = [task.name for task in recipe.eval.tasks]
     best = recipe.checkpoint.best
     if best and best.partition("/")[0] not in tasks:
-        there = ", ".join(tasks) or "none"
-        problems.append(f"checkpoint.best: {best} names no task of eval.tasks, which has: {there}")
+        names = ", ".join(tasks) or "none"
+        problems.append(f"checkpoint.best: {best} names no task of eval.tasks, which has: {names}")
     return problems
 
 
@@ -652,8 +652,8 @@ def describe_problem(details: Any, where: str, keys: Mapping[str, Sequence[str]]
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     name = name.removeprefix(".")
     if kind == "unexpected_keyword_argument":
-        there = keys.get(name.rpartition(".")[0])
-        return removed_field(name) or f"{name}: unknown key" + (f"; the keys are {', '.join(there)}" if there else "")
+        names = keys.get(name.rpartition(".")[0])
+        return removed_field(name) or f"{name}: unknown key" + (f"; the keys are {', '.join(names)}" if names else "")
     if kind == "missing":
         return f"{name}: is required"
     if kind == "value_error" and isinstance(value, dict):  # a section's fields do not fit each other

@@ -72,9 +72,9 @@ class FiniteCheck:
     def write_records(self, number: int, what: str, batch: StepBatch, finite: bool) -> Path:
         """Append the keys of a step's records to not_finite.jsonl, a line per rank. Returns its path."""
         path = self.context.out / NOT_FINITE
-        own = {"rank": self.context.process.rank, "finite": finite, "keys": batch.keys()}
+        records_of_rank = {"rank": self.context.process.rank, "finite": finite, "keys": batch.keys()}
         lines = list[str]()
-        for records in self.context.host_group.gather(own):
+        for records in self.context.host_group.gather(records_of_rank):
             lines.append(json.dumps({"step": number, "what": what} | records, ensure_ascii=False) + "\n")
         if self.context.process.is_main:
             with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk must not hide NotFinite

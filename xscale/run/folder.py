@@ -274,9 +274,9 @@ class Status:
     def _write(self, status: str, code: int | None, why: str) -> None:
         entry = {"status": status, "code": code, "why": redact(why), "step": self.step, "rank": self.process.rank}
         entry["time"] = datetime.now(UTC).isoformat(timespec="seconds")
-        own = self.out / f"{STATUS}.{self.process.rank}"  # two ranks may fail at once
+        partial = self.out / f"{STATUS}.{self.process.rank}"  # two ranks may fail at once
         try:
-            files.write_text(own, to_json_text(entry))
-            os.replace(own, self.out / STATUS)
+            files.write_text(partial, to_json_text(entry))
+            os.replace(partial, self.out / STATUS)
         except OSError as error:  # such as a full disk
             LOG.warning(f"{self.out / STATUS} cannot be written ({error.strerror})")

@@ -37,9 +37,9 @@ def start_logging(out: Path, rank: int) -> Path:
     console.setLevel(logging.WARNING if rank else logging.INFO)
     (out / "logs").mkdir(exist_ok=True)
     path = out / "logs" / f"rank{rank}.log"
-    own = logging.FileHandler(path, encoding="utf-8")
-    for handler in [own, console] + ([] if rank else [logging.FileHandler(out / "run.log", encoding="utf-8")]):
-        date = "%Y-%m-%d %H:%M:%S" if handler is own else "%H:%M:%S"
+    rank_log = logging.FileHandler(path, encoding="utf-8")
+    for handler in [rank_log, console] + ([] if rank else [logging.FileHandler(out / "run.log", encoding="utf-8")]):
+        date = "%Y-%m-%d %H:%M:%S" if handler is rank_log else "%H:%M:%S"
         handler.setFormatter(_Printable("%(asctime)s %(message)s", datefmt=date))
         LOG.addHandler(handler)
     stacks = path.open("a")

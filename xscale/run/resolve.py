@@ -74,13 +74,13 @@ def fill_dropout(recipe: Recipe) -> Recipe:
         return recipe
     dropout = dropout_of(initial_directory(recipe.model.init))
 
-    def filled(one: Recipe) -> Recipe:
-        if one.model.dropout is not None:
-            return one
-        return replace(one, model=replace(one.model, dropout=dropout))
+    def fill(recipe: Recipe) -> Recipe:
+        if recipe.model.dropout is not None:
+            return recipe
+        return replace(recipe, model=replace(recipe.model, dropout=dropout))
 
-    phases = [replace(phase, recipe=filled(phase.recipe)) for phase in recipe.phases]
-    return replace(filled(recipe), phases=tuple(phases))
+    phases = [replace(phase, recipe=fill(phase.recipe)) for phase in recipe.phases]
+    return replace(fill(recipe), phases=tuple(phases))
 
 
 def encoder_of_run(recipe: Recipe, corpus: Corpus, kept: dict[str, SavedHeads] | None = None) -> Encoder:

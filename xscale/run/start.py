@@ -185,15 +185,15 @@ def check_ranks_agree(
     args: argparse.Namespace, recipe: Recipe, corpus: Corpus, config: EngineConfig, host_group: HostGroup
 ) -> None:
     """Raise UserError on all ranks unless all were started alike, so that they plan the same data."""
-    ours = corpus.identity() | {
+    settings = corpus.identity() | {
         "recipe": recipe.to_dict(),
         "--ds_config": config.resolved,
         "--resume": args.resume,
         "--fork": args.fork,
         "--out": str(args.out),
     }
-    theirs = host_group.from_main(lambda: ours)
-    differences = folder.list_differences(theirs, ours, form="{} on rank 0, {} there")
+    settings_of_main = host_group.from_main(lambda: settings)
+    differences = folder.list_differences(settings_of_main, settings, form="{} on rank 0, {} there")
     for rank, (host, lines) in enumerate(host_group.gather((os.uname().nodename, differences[:3]))):
         if lines:
             raise UserError(
