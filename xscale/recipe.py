@@ -307,7 +307,7 @@ class Phase:
 @dataclass(frozen=True, config=STRICT, kw_only=True)
 class Recipe:
     model: ModelConfig = ModelConfig()
-    streams: Annotated[dict[Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")], StreamConfig], Field(min_length=1)]
+    streams: dict[str, StreamConfig]
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -487,9 +487,13 @@ def build_recipe(
         train.setdefault("steps", BY_EPOCHS)
     options = dict[str, Any]()
     streams = fields.get("streams")
+    if streams == {}:
+        problems.append("streams: needs at least one, such as {mlm: {objective: mlm, samples: 64}}")
     for name, stream in streams.items() if isinstance(streams, dict) else ():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            problems.append(f"streams.{name}: a stream's name may have only letters, digits, _ and -")
         if isinstance(stream, dict):
-            options[str(name)] = take_options(f"streams.{name}", stream, objectives, problems)
+            options[name] = take_options(f"streams.{name}", stream, objectives, problems)
             if stream.get("samples") == 0 and not is_phase:
                 problems.append(f"streams.{name}.samples: {RESTING}")
     keys = {name: field_names(cls) for name, cls in SECTIONS.items()}
