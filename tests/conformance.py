@@ -41,7 +41,7 @@ def check_objective(recipe: str, data: Sequence[str | Path], sets: Sequence[str]
     in the same way; auxiliary states continue from what they saved.
     """
     sets = ["model.dropout=0.0", "data.workers=0", *sets]
-    loader = open_run(recipe, sets, [Path(folder) for folder in data])
+    loader = open_run(recipe, sets, [Path(folder) for folder in data], measured=False)
     torch.manual_seed(0)
     module = launch.module(loader).double()
     with torch.no_grad():

@@ -208,7 +208,9 @@ def test_ranks_count_tokens_together_and_show_progress(demo: Path, monkeypatch: 
     monkeypatch.setattr(sample, "_CHUNK", 100)
     noted: list[str] = []
     sets = [f"data.lexicons=[{demo / 'lexicon' / 'en-xx.txt'}]"]
-    loader = launch.loader_of(["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets])
+    loader = launch.loader_of(
+        ["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets], measured=False
+    )
     lists = sum(-(-source.records // 100) for source in loader.corpus.sources if "xx" in source.langs)
     alone = targets(HostGroup())
     assert noted == ["counting the tokens of the text in xx"] * lists and lists > 9
@@ -226,7 +228,9 @@ def test_too_few_words_have_no_score(
     table = torch.randn(tokenizer.vocab_size, 8)
     for heldout, noted in ((0.2, True), (0.0, False)):
         sets = [f"data.lexicons=[{tmp_path / 'en-xx.txt'}]", f"data.lexicon_heldout={heldout}"]
-        loader = launch.loader_of(["--ds_config", "x", "--recipe", "align_mlm", "--data", str(demo), "--set", *sets])
+        loader = launch.loader_of(
+            ["--ds_config", "x", "--recipe", "align_mlm", "--data", str(demo), "--set", *sets], measured=False
+        )
         caplog.clear()
         with caplog.at_level("INFO"):
             found = evals.find_probes(loader.corpus, HostGroup(), lambda doing: None)["en-xx"]

@@ -21,31 +21,37 @@ def covered(true: float, scores: list[Score]) -> float:
     return sum(low <= true <= high for low, high in (score.interval for score in scores)) / len(scores)
 
 
-def test_intervals_of_accuracy_and_f1_cover_the_truth() -> None:
+@pytest.fixture
+def few_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for bounds of 2.5 %: over hundreds of simulations their noise is small."""
+    monkeypatch.setattr(bootstrap, "REPLICATES", 400)
+
+
+def test_intervals_of_accuracy_and_f1_cover_the_truth(few_replicates: None) -> None:
     """95 % of simulated texts have the true score in their interval; the F1 is of words whose errors are correlated
     within a sentence, which an interval over words would miss."""
     draw = np.random.default_rng(0)
-    accuracies = [share((draw.random(300) < 0.7).astype(float)) for _ in range(300)]
+    accuracies = [share((draw.random(100) < 0.7).astype(float)) for _ in range(300)]
     assert 0.92 <= covered(0.7, accuracies) <= 0.98
     scores, words = list[Score](), 0
     for _ in range(300):
-        hard = draw.beta(1, 2, 200)  # how many words of a sentence are wrong: a third, on average
+        hard = draw.beta(1, 2, 100)  # how many words of a sentence are wrong: a third, on average
         right = draw.binomial(10, 1 - hard)
-        found = bootstrap.entity_scores(np.stack([right, np.full(200, 10), np.full(200, 10)], 1))["f1"]
+        found = bootstrap.entity_scores(np.stack([right, np.full(100, 10), np.full(100, 10)], 1))["f1"]
         assert isinstance(found, Score)
         scores.append(found)
         low, high = found.interval
-        words += high - low < 2 * 1.96 * math.sqrt(found * (1 - found) / 2000)
+        words += high - low < 2 * 1.96 * math.sqrt(found * (1 - found) / 1000)
     assert 0.92 <= covered(2 / 3, scores) <= 0.98 and words == 0
 
 
-def test_differences_are_paired() -> None:
+def test_differences_are_paired(few_replicates: None) -> None:
     """Two models that differ in one sentence of ten have a narrow difference, and covered ones at that."""
     draw = np.random.default_rng(1)
     differences, widths = [], []
     for _ in range(300):
-        first = draw.random(400) < 0.6
-        second = np.where(draw.random(400) < 0.1, draw.random(400) < 0.9, first)
+        first = draw.random(300) < 0.6
+        second = np.where(draw.random(300) < 0.1, draw.random(300) < 0.9, first)
         a, b = share(first.astype(float)), share(second.astype(float))
         differences.append(bootstrap.weighted_sum([b, a], [1, -1]))
         widths.append([np.subtract(*score.interval[::-1]) for score in (a, differences[-1])])

@@ -23,7 +23,7 @@ from xscale.ranks import Process
 from xscale.run.resume import resume_calibration
 
 MAX_LENGTH = 128
-RECIPES = ["mixed", "tlm", "mlm", "alignlm", "ppa", "xlm", "contextual"]
+RECIPES = ["mixed", "tlm", "mlm", "ppa", "contextual"]
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +131,9 @@ def test_streams_without_an_estimate_of_their_own() -> None:
 
 
 def test_it_is_kept_as_json(loader) -> None:
-    found = loader("mixed").calibration
+    made = loader("mixed", "train.max_tokens=1500")
+    found = made.calibration
     kept = json.loads(json.dumps(found.to_dict()))
-    made = loader("mixed")
     assert Calibration.from_dict(kept, len(made.corpus.sources), list(made.recipe.streams)) == found
     # At a resume it is not measured again: other dropped pairs in the same data would cut other rows.
     nobody: Any = None

@@ -211,7 +211,7 @@ def counter() -> FlopCounterMode:
 
 
 def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, Row]:
-    loader = open_run(recipe, ["data.workers=0", *sets], [demo])
+    loader = open_run(recipe, ["data.workers=0", *sets], [demo], measured=False)
     (batch,) = loader.batches(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams), 1)
     return StepModule(launch.encoder(loader), loader.recipe), batch.rows[0]
 
@@ -250,7 +250,7 @@ def test_flops_of_local_attention() -> None:
     assert 1 <= mixed < 1.1, "of sequences of different length a little too many"
 
 
-@pytest.mark.parametrize("recipe", ["tlm", "mlm", "alignlm", "ppa", "contextual", "mixed", "xlm", "word_contrast"])
+@pytest.mark.parametrize("recipe", ["mlm", "ppa", "contextual", "mixed", "word_contrast"])
 def test_flops_of_a_whole_row(demo: Path, recipe: str) -> None:
     """Forward and backward, auxiliary states included, within 5 %: what is left out are AlignLM's and PPA's own small
     heads, and the padding of attention's blocks."""

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import re
 import textwrap
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ PRIVATE = re.compile(
 """Attributes that no other file may name."""
 
 
+@cache
 def source(thing: Any) -> ast.AST:
     return ast.parse(textwrap.dedent(inspect.getsource(thing)))
 

@@ -22,7 +22,9 @@ SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "contextual=4", "align_mlm=3"]
 def loader(demo: Path) -> Loader:
     sets = [f"streams.{name.replace('=', '.samples=')}" for name in SMALL]
     sets += ["data.workers=0", "streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=8"]
-    return launch.loader_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
+    return launch.loader_of(
+        ["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets], measured=False
+    )
 
 
 @pytest.fixture(scope="module")

@@ -163,13 +163,20 @@ def test_sequences_by_loops(options: dict_mlm.DictMlmOptions, context: CollateCo
     assert not stream_batch.arrays and not stream_batch.types and stream_batch.auxiliary is None
 
 
+@pytest.fixture(scope="module")
+def many_samples(context: CollateContext) -> list[list[Example]]:
+    return random_samples(context, 1500, 2)
+
+
 @pytest.mark.parametrize("synonym", ["input", "label"])
 @pytest.mark.parametrize("share", [0.25, 1.0])
-def test_the_rules(share: float, synonym: str, context: CollateContext, tokenizer: Tokenizer) -> None:
+def test_the_rules(
+    share: float, synonym: str, context: CollateContext, many_samples: list[list[Example]], tokenizer: Tokenizer
+) -> None:
     """The share of the selected words that have a translation use it: whole words, of one token or two, no token in
     its own place; all others are as in MLM. A shown translation has its own language's number."""
     table = translations(context.lexicons)
-    samples = random_samples(context, 1500, 2)
+    samples = many_samples if share < 1 else many_samples[:300]
     plain = mlm.collate(samples, mlm.MaskedOptions(0.3, True, language_embeddings=True, language_dropout=0.0), context)
     options = dict_mlm.DictMlmOptions(
         0.3, language_embeddings=True, language_dropout=0.0, synonym=synonym, dict_share=share

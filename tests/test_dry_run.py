@@ -20,9 +20,9 @@ from xscale.step import cost
 ALONE = Process(0, 1, 0, 1)
 
 
-def loader_of(demo: Path, recipe: str, *sets: str) -> Loader:
+def loader_of(demo: Path, recipe: str, *sets: str, measured: bool = False) -> Loader:
     words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", recipe, "--data", str(demo), "--set"]
-    return launch.loader_of([*words, "data.workers=0", "model.preset=tiny", *sets])
+    return launch.loader_of([*words, "data.workers=0", "model.preset=tiny", *sets], measured)
 
 
 def numbers(line: str) -> list[float]:
@@ -31,7 +31,9 @@ def numbers(line: str) -> list[float]:
 
 def test_shares_and_epochs(demo: Path) -> None:
     """Epochs by language, of pairs and of running text, are about those that the first steps consume."""
-    loader = loader_of(demo, "xlm", "streams.mlm.samples=20", "streams.tlm.samples=30", "train.steps=500")
+    loader = loader_of(
+        demo, "xlm", "streams.mlm.samples=20", "streams.tlm.samples=30", "train.steps=500", measured=True
+    )
     found: Counter[str] = Counter()
     for batch in loader.batches(ALONE, "cpu", initial_state(loader.streams), 64):
         for stream, keys in batch.keys().items():

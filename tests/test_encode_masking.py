@@ -1,9 +1,8 @@
 """Text to arrays. References: the Hugging Face tokenizer called as users call it, loops, and binomial bounds."""
 
 import itertools
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
+from tests import launch
 from tests.plain import originals, sequences_of
 from tests.streams import make_dataset, make_mixture
 from xscale.data.calibrate import fit_tokens_to_bytes
@@ -454,23 +454,19 @@ def test_hidden_languages(tokenizer, pairs) -> None:
     assert (some.sequences.ids == none.sequences.ids).all() and (every.group_of_target["mlm"] == 0).all()
 
 
-FORKS = """
-import multiprocessing, os, sys
-from xscale.data.tokenizer import Tokenizer
-tokenizer = Tokenizer(sys.argv[1])
-texts = ["one two three"] * 5000
-tokenizer.encode(texts)  # with threads, where they are wanted
-child = multiprocessing.get_context("fork").Process(target=tokenizer.encode, args=(texts,))
-child.start()
-child.join(20)
-hangs = child.is_alive()
-child.kill()
-os._exit(int(hangs))
-"""
+def encode_in_a_worker(tokenizer_dir: Path) -> None:
+    os.environ.update(TOKENIZERS_PARALLELISM="true", RAYON_NUM_THREADS="2")
+    tokenizer = Tokenizer(tokenizer_dir)
+    texts = ["one two three"] * 5000
+    tokenizer.encode(texts)  # with threads, where they are wanted
+    worker = multiprocessing.get_context("fork").Process(target=tokenizer.encode, args=(texts,))
+    worker.start()
+    worker.join(20)
+    hangs = worker.is_alive()
+    worker.kill()
+    assert not hangs
 
 
 def test_a_worker_tokenises_whatever_the_environment_says(demo: Path) -> None:
     """The library's threads do not come along into a fork, which waits for them for ever."""
-    asked = os.environ | {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "2"}
-    words = [sys.executable, "-c", FORKS, str(demo / "tokenizer")]
-    assert subprocess.run(words, env=asked, timeout=60).returncode == 0
+    assert launch.fork_ranks(0, encode_in_a_worker, demo / "tokenizer") == [0]

@@ -17,7 +17,7 @@ from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.store import manifest_text
 from xscale.data import order
 from xscale.data.calibrate import calibrate
-from xscale.data.corpus import Corpus
+from xscale.data.corpus import Corpus, run_identity
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.errors import UserError
@@ -42,7 +42,7 @@ def parent(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begin(demo: Path, out: Path, fork: str, *sets: str, recipe: str = "mixed") -> Any:
-    identity = launch.identity(loader_of(demo, recipe, *SETS, *sets))
+    identity = run_identity(*resolve_run(recipe, ["data.workers=0", *SETS, *sets], [demo]))
     return resume.find_checkpoint(Namespace(out=out, resume="auto", fork=fork), identity, HostGroup())
 
 
@@ -119,7 +119,7 @@ def test_ancestors_are_kept_and_reported(demo: Path, parent: Path, tmp_path: Pat
     for out in (first, second):
         out.mkdir()
         (out / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0}\n')
-    identity = launch.identity(loader_of(demo, "mixed", *SETS, "train.lr=0.5"))
+    identity = run_identity(*resolve_run("mixed", ["data.workers=0", *SETS, "train.lr=0.5"], [demo]))
     resume.write_ancestry(first, checkpoints.read_checkpoint(parent / "checkpoints" / "step_00000007"), identity)
     shutil.copytree(parent / "checkpoints", first / "checkpoints")
     resume.write_ancestry(second, checkpoints.read_checkpoint(first / "checkpoints" / "step_00000009"), identity)

@@ -33,7 +33,7 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.write_text(json.dumps(ds_config))
         common = ["--ds_config", str(path), "--recipe", recipe, "--data", str(demo), "--steps", str(STEPS)]
         sets = ["train.lr=0.001", "data.workers=0", f"checkpoint.every={KEPT}", "train.max_tokens=512"]
-        for stream in launch.loader_of([*common, "--set", *sets]).recipe.streams:
+        for stream in launch.loader_of([*common, "--set", *sets], measured=False).recipe.streams:
             sets.append(f"streams.{stream}.samples=8")
         if recipe == "mixed":  # the gradients of contextual are of hundreds: the scale would fall for long
             sets += ["streams.ppa.queue_size=16", "streams.contextual.weight=0.01", "train.measure_every=0"]

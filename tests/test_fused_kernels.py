@@ -115,7 +115,8 @@ def test_the_compiled_kernels_move_16_bytes_a_lane(dtype: torch.dtype, tmp_path:
         (norm_kernels, "forward_rows", lambda: norm_kernels.forward(x, x, weight, weight, 0.1, 1e-5, 5)),
         (norm_kernels, "backward_rows", lambda: norm_kernels.backward(x, x, torch.zeros(9, 2), weight, 0.1, 5)),
     ]
-    for block in attention_kernels.BLOCKS:
+    blocks = attention_kernels.BLOCKS if dtype == torch.float16 else attention_kernels.BLOCKS[1:2]  # the same sizes
+    for block in blocks:
         attend: list[Any] = [qkv, starts, out, block[1], 5, 2, 0.1, None]
         one_block = mock.patch.object(attention_kernels, "BLOCKS", (block,))
         programs.append((attention_kernels, "forward_heads", one_block(partial(attention_kernels.attend, *attend))))

@@ -33,9 +33,10 @@ from tests import launch
 from tests.rows import one_thread  # noqa: F401
 from tests.streams import pairs as stream_of_pairs
 from tests.test_encoder import CONFIGS, make
-from xscale import export, files
+from xscale import export, files, ranks
+from xscale.checkpoint import restore
 from xscale.checkpoint import store as checkpoints
-from xscale.checkpoint.restore import load_model_of_run, read_full_weights
+from xscale.checkpoint.restore import load_initial_model, load_model_of_run, read_full_weights
 from xscale.data.corpus import InitialModel, find_tokenizer
 from xscale.data.loader import Loader
 from xscale.data.mixture import describe_sources_read
@@ -241,7 +242,7 @@ SETS = ("streams.ppa.queue_size=64", "streams.ppa.projection=24", "train.lr=0.00
 
 def loader_of(demo: Path, recipe: str | Path, *sets: str) -> Loader:
     common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", str(recipe), "--data", str(demo)]
-    return launch.loader_of([*common, "--set", "data.workers=0", *sets])
+    return launch.loader_of([*common, "--set", "data.workers=0", *sets], measured=False)
 
 
 def save(module: StepModule, loader: Loader, path: Path, **more: Any) -> Path:
@@ -360,26 +361,21 @@ def test_a_damaged_file_of_heads_is_named(tmp_path: Path) -> None:
         load_heads(tmp_path)
 
 
-READ_ON_TWO_RANKS = """
-import sys, torch
-from xscale import ranks
-from xscale.checkpoint import restore
-
-process = ranks.read_launcher()
-ranks.join_process_group(process)
-reads, read_full_weights = [], restore.read_full_weights
-restore.read_full_weights = lambda path: reads.append(path) or read_full_weights(path)
-lm, heads = restore.load_initial_model(sys.argv[1], 0.0)
-torch.save((len(reads), lm.state_dict(), {name: of.weights for name, of in heads.items()}), sys.argv[2] + ranks_file)
-"""
+def read_on_a_rank(init: Path, folder: Path) -> None:
+    """Write how often the rank has read weights, and the weights that it has."""
+    process = ranks.read_launcher()
+    ranks.join_process_group(process)
+    reads, plain = [], restore.read_full_weights
+    restore.read_full_weights = lambda path: reads.append(path) or plain(path)  # type: ignore[func-returns-value]
+    lm, heads = load_initial_model(init, 0.0)
+    torch.save(
+        (len(reads), lm.state_dict(), {name: of.weights for name, of in heads.items()}), folder / f"{process.rank}.pt"
+    )
 
 
 def test_one_rank_reads_the_weights_of_model_init(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
     """It sends them to the others, which have the same to the last bit."""
-    script = tmp_path / "read.py"
-    script.write_text(READ_ON_TWO_RANKS.replace("ranks_file", 'f"/{process.rank}.pt"'))
-    code, output = launch.fork(2, [str(script), str(ended[1]), str(tmp_path)], launch.environment())
-    assert code == 0, output
+    assert launch.fork_ranks(2, read_on_a_rank, ended[1], tmp_path) == [0, 0]
     (lm, heads), found = load_model_of_run(ended[1]), [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     assert [reads for reads, _, _ in found] == [1, 0]
     for _, weights, of_heads in found:

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,13 @@ LIMITS = {"comprehensions": 40.0, "nested": 2.0, "several": 1.0, "tuple = tuple"
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
-def modules(folder: Path) -> Iterator[tuple[str, ast.Module]]:
+@cache
+def modules(folder: Path) -> list[tuple[str, ast.Module]]:
+    found = []
     for path in sorted(folder.rglob("*.py")):
         name = ".".join(path.relative_to(folder).with_suffix("").parts)
-        yield name.removesuffix(".__init__"), ast.parse(path.read_text(encoding="utf-8"))
+        found.append((name.removesuffix(".__init__"), ast.parse(path.read_text(encoding="utf-8"))))
+    return found
 
 
 def imported(tree: ast.AST, folder: Path) -> Iterator[str]:

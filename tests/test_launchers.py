@@ -1,12 +1,13 @@
 """What ranks read from their launcher, what they leave for those who do not see its exit code, and a signal that comes
 early."""
 
-import ast
 import errno
 import fcntl
 import io
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,9 +23,10 @@ import torch.distributed as dist
 
 from tests import launch
 from xscale import ranks, train
-from xscale.errors import UserError
+from xscale.errors import UserError, hold_signals
 from xscale.ranks import Process
 from xscale.run.folder import IDENTITY, STOPPED, Status
+from xscale.run.watch import StopRequest
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_LOCALID": "0"}
@@ -162,68 +164,58 @@ def test_a_start_that_fails_early_writes_only_where_nobody_else_is(tmp_path: Pat
     assert read(other)[0] == "failed"
 
 
-EARLY = """
-import os, signal, subprocess
-from xscale.errors import hold_signals
-hold_signals()
-os.kill(os.getpid(), signal.SIGUSR2)
-os.kill(os.getpid(), signal.SIGUSR1)
-import torch  # as long as that takes
-from xscale.run.watch import StopRequest
-child = subprocess.Popen(["sleep", "30"])
-stop = StopRequest(None)
-print(bool(stop), stop.why)
-child.send_signal(signal.SIGUSR2)
-try:
-    child.wait(1)
-except subprocess.TimeoutExpired:
-    print("lives")
-child.kill()
-"""
+def take_early_signals(folder: Path) -> None:
+    """A run whose signals come between the first line of a command and its imports."""
+    with (folder / "stacks").open("w") as stacks:
+        os.dup2(stacks.fileno(), 2)
+    hold_signals()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    stop = StopRequest(None)
+    assert stop and stop.why == "SIGUSR2"
+    child = subprocess.Popen(["sleep", "30"])
+    child.send_signal(signal.SIGUSR2)
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.5)
+    child.kill()
 
 
 def test_a_signal_during_the_imports_is_kept(tmp_path: Path) -> None:
     """And one to all processes of a job, as SLURM sends it, ends none of a run; nor is one that asks for
     stacks its end, before there is a log that takes them."""
-    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout.split("\n")[:2]) == (0, ["True SIGUSR2", "lives"]), done.stderr
-    assert "most recent call first" in done.stderr and "line 6 in <module>" in done.stderr
+    assert launch.fork_ranks(0, take_early_signals, tmp_path) == [0], (tmp_path / "stacks").read_text()
+    stacks = (tmp_path / "stacks").read_text()
+    assert "most recent call first" in stacks and "in take_early_signals" in stacks
     assert signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-HANGUP = """
-import signal, sys, time
-from pathlib import Path
-from xscale.run.watch import StopRequest
-
-if sys.argv[2:]:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-stop = StopRequest(None)
-print("ready", flush=True)
-end = time.monotonic() + (1 if sys.argv[2:] else 30)
-while not stop and time.monotonic() < end:
-    time.sleep(0.01)
-Path(sys.argv[1]).write_text(stop.reason)
-"""
+def run_in_terminal(ends: tuple[int, int], nohup: bool, ready: Any, why: Path) -> None:
+    """A run that ends by itself after a while, in a session of its own with a terminal, of which it has both ends."""
+    os.close(ends[0])
+    os.setsid()
+    fcntl.ioctl(ends[1], termios.TIOCSCTTY, 0)
+    if nohup:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopRequest(None)
+    ready.set()
+    end = time.monotonic() + (0.5 if nohup else 30)
+    while not stop and time.monotonic() < end:
+        time.sleep(0.01)
+    why.write_text(stop.reason)
 
 
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_terminal_that_is_closed_stops_the_run(tmp_path: Path, nohup: bool) -> None:
     """A closed terminal stops the run as SIGTERM does. Under nohup the run continues."""
-    ours, theirs = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", HANGUP, str(tmp_path / "why"), *["nohup"] * nohup],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )
-    os.close(theirs)
-    assert b"ready" in os.read(ours, 99)
-    time.sleep(0.3)  # it has written the whole line
-    os.close(ours)
-    assert process.wait(60) == 0 and (tmp_path / "why").read_text() == ("" if nohup else "SIGHUP")
+    context, ends = multiprocessing.get_context("fork"), os.openpty()
+    ready = context.Event()
+    process = context.Process(target=run_in_terminal, args=(ends, nohup, ready, tmp_path / "why"))
+    process.start()
+    assert ready.wait(60)
+    for end in ends:
+        os.close(end)
+    process.join(60)
+    assert process.exitcode == 0 and (tmp_path / "why").read_text() == ("" if nohup else "SIGHUP")
 
 
 def test_a_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,54 +224,44 @@ def test_a_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         ranks.join_process_group(Process(0, 1, 0, 1))
 
 
-def plain() -> dict[str, str]:
-    """The environment of a shell in which no rank runs, with this checkout."""
-    ours = ("GLOO_SOCKET_", "NCCL_SOCKET_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
-    return {name: value for name, value in launch.environment().items() if not name.startswith(ours)}
-
-
-ALONE = """
+MEET = """
+import json, os, sys
 import psutil
 from xscale import ranks
-process = ranks.read_launcher()
-ranks.join_process_group(process)
-control = ranks.HostGroup()
-assert control.sum([3]) == [3] and control.gather("a") == ["a"]
-print({found.laddr.ip for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN})
-"""
 
+def listening():
+    return {found.laddr for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN}
 
-def test_a_lone_run_listens_to_no_other_host() -> None:
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120, env=plain())
-    assert done.returncode == 0, done.stderr
-    assert ast.literal_eval(done.stdout.splitlines()[-1].replace("set()", "{}")) in ({}, {"127.0.0.1"})
-
-
-TOGETHER = """
-import os
-import psutil
-from xscale import ranks
+before = listening()
 process = ranks.read_launcher()
 ranks.join_process_group(process)
 group = ranks.HostGroup()
-listening = {found.laddr.ip for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN}
+assert group.sum([3]) == [3 * process.world]
+places = group.gather([process.rank, process.world, process.local_rank, process.local_world])
 if process.is_main:
-    print(group.gather([process.rank, process.world, process.local_rank, process.local_world]), listening, flush=True)
-else:
-    group.gather([process.rank, process.world, process.local_rank, process.local_world])
+    with open(__file__ + ".json", "w") as file:
+        json.dump([places, sorted({address.ip for address in listening() - before})], file)
 group.barrier()
 os._exit(0)  # as the commands do, since threads of libraries may abort the normal exit
 """
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "deepspeed"])
-def test_ranks_of_one_host_listen_to_no_other_host(tmp_path: Path, launcher: str) -> None:
-    """Under mpirun, mpi4py finds the ranks."""
-    (tmp_path / "script.py").write_text(TOGETHER)
-    words = launch.command(2, [], launcher, str(tmp_path / "script.py"))
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=plain(), cwd=launch.ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "[[0, 2, 0, 2], [1, 2, 1, 2]] {'127.0.0.1'}" in done.stdout
+@pytest.mark.parametrize("started", ["alone", "mpirun", "two ranks"])
+def test_ranks_of_one_host_listen_to_no_other_host(tmp_path: Path, started: str) -> None:
+    """Under mpirun, mpi4py finds the ranks; other launchers tell each its rank."""
+    script = tmp_path / "script.py"
+    script.write_text(MEET)
+    if started == "mpirun":
+        environment = {
+            name: value for name, value in launch.environment().items() if not name.startswith(launch.LAUNCHERS)
+        }
+        words = launch.command(2, [], "mpirun", str(script))
+        subprocess.run(words, check=True, timeout=240, env=environment, cwd=launch.ROOT)
+    else:
+        launch.fork_ranks(0 if started == "alone" else 2, runpy.run_path, str(script))
+    places, listening = json.loads((tmp_path / "script.py.json").read_text())
+    assert places == ([[0, 1, 0, 1]] if started == "alone" else [[0, 2, 0, 2], [1, 2, 1, 2]])
+    assert listening == ["127.0.0.1"] or (started == "alone" and not listening)
 
 
 def test_an_mpi_that_is_not_that_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,7 +238,9 @@ def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> 
     every = {tuple(pair) for pair in first.single_token_pairs().tolist()}
     assert 0.1 < 1 - len(trained) / len(first.words) < 0.3
     for name in ("en-xx.txt", "xx-en.txt"):
-        loader = launch.open_run("dict_mlm", [f"data.lexicons=[{path / name}]", "data.workers=0"], [demo])
+        loader = launch.open_run(
+            "dict_mlm", [f"data.lexicons=[{path / name}]", "data.workers=0"], [demo], measured=False
+        )
         (lexicon,) = loader.streams[0].lexicons
         flip = 1 if name == "en-xx.txt" else -1
         assert {words[::flip] for words in lexicon.words} == {words for words, *_ in trained}
@@ -248,7 +250,9 @@ def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> 
         shown = set(zip(piece.labels["mlm"].tolist(), piece.sequences.ids[places].tolist(), strict=True))
         withheld_pairs = {pair for pair in every - pairs if pair[0] != pair[1]}  # a name may stay as it is
         assert len(shown & both_ways(pairs)) > 50 and not shown & both_ways(withheld_pairs)
-        loader = launch.open_run("align_mlm", [f"data.lexicons=[{path / name}]", "data.workers=0"], [demo])
+        loader = launch.open_run(
+            "align_mlm", [f"data.lexicons=[{path / name}]", "data.workers=0"], [demo], measured=False
+        )
         arrays = next(launch.pieces_of(loader, 1))["align_mlm"].arrays
         words = [ids.tolist() for ids in np.split(arrays["ids"], arrays["starts"][1:])]
         n = len(words) // 2
@@ -592,7 +596,7 @@ def test_real_dictionaries_meet_their_text(real: Path, tmp_path: Path) -> None:
     spelled = tmp_path / "en-de.txt"
     tool.main(["--dict", str(muse), "--out", str(spelled), "--truecase", str(tmp_path)])
     sets = [f"data.lexicons=[{spelled}]", "data.workers=0", "streams.dict_mlm.samples=200"]
-    loader = launch.open_run("dict_mlm", sets, [tmp_path])
+    loader = launch.open_run("dict_mlm", sets, [tmp_path], measured=False)
     for entries, least, most in ((read_entries(muse), 0.1, 0.25), (loader.corpus.lexicons[0].words, 0.5, 0.56)):
         meet = sum(a in seen["en"] and b in seen["de"] for a, b in entries)
         assert least <= meet / len(entries) <= most

@@ -172,7 +172,7 @@ def fits(tokens: list[int], starts: list[int], room: int) -> list[int]:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=40),
     st.sets(st.integers(1, 39)),
@@ -199,7 +199,7 @@ def documents(counts: list[int], together: float = 0.7, room: int = 50, seed: in
     return tokens, on, {"look": look, "text": TextPacking(lambda lengths: lengths, room)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(counts_of_shards, windows, st.integers(1, 80), st.sampled_from([0.0, 0.7, 1.0]), st.integers(0, 9))
 def test_an_epoch_of_documents(counts: list[int], window: int, room: int, together: float, epoch: int) -> None:
     """Every record once; pieces of documents stay whole; windows tile the epoch as they do for pairs; samples are whole

@@ -23,7 +23,7 @@ from xscale.run.resolve import module_of_run, resolve_run
 
 RECIPE = "streams: {ranking: {objective: 'ranking:OBJECTIVE', samples: 24}}\n"
 PAGE = (launch.ROOT / "docs" / "how-to" / "own-objective.md").read_text(encoding="utf-8")
-SETS = ["streams.ranking.temperature=1.0"]
+SETS = ["streams.ranking.temperature=1.0", "streams.ranking.samples=9"]
 CHANGED = "streams.ranking.objective=changed:OBJECTIVE"
 
 

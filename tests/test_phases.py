@@ -76,9 +76,9 @@ def write(folder: Path, phases: list[dict[str, Any]] = PHASES, **changes: Any) -
     return str(folder / "plan.yaml")
 
 
-@pytest.fixture
-def plan(demo: Path, tmp_path: Path) -> Loader:
-    return open_run(write(tmp_path), [], [demo])
+@pytest.fixture(scope="module")
+def plan(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Loader:
+    return open_run(write(tmp_path_factory.mktemp("plan")), [], [demo])
 
 
 def steps_of(loader: Loader, state: dict[str, Any] | None = None, place: Process = ALONE) -> Iterator[StepBatch]:

@@ -524,7 +524,7 @@ SETS = [
 
 def make_job(demo: Path, *sets: str) -> Loader:
     recipe = ["--ds_config", "x.json", "--recipe", "ppa", "--data", str(demo / "pairs")]
-    return launch.loader_of([*recipe, "--set", *SETS, *sets])
+    return launch.loader_of([*recipe, "--set", *SETS, *sets], measured=False)
 
 
 def warm_up_queues(engine: PlainEngine, loader: Loader, process: Process) -> None:

@@ -45,7 +45,7 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     listed = []
     for recipe in RECIPE_NAMES:
         sets = ["train.lr=0.003"]
-        for stream in launch.loader_of(arguments("", recipe, "zero2_cpu")).recipe.streams:
+        for stream in launch.loader_of(arguments("", recipe, "zero2_cpu"), measured=False).recipe.streams:
             sets.append(f"streams.{stream}.samples=8")
         if recipe.startswith("ppa") or recipe == "mixed":
             sets.append("streams.ppa.queue_size=64")
@@ -75,7 +75,7 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             ours = [*same, *unmeasured[name]]
             listed.append(arguments(f"ds-{name}-{order}", str(recipe), str(out / f"{name}.json"), *ours))
     shape = {"embedding_size": 32, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    words = launch.loader_of(listed[0]).corpus.tokenizer.vocab_size
+    words = launch.loader_of(listed[0], measured=False).corpus.tokenizer.vocab_size
     AutoModelForMaskedLM.from_config(ElectraConfig(vocab_size=words, **shape)).save_pretrained(out / "electra-init")
     sets = [f"model.init={out / 'electra-init'}", "streams.alignlm.samples=16", "train.lr=0.003"]
     listed.append(arguments("electra", "alignlm", "zero2_cpu", *sets))

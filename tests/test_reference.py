@@ -83,7 +83,7 @@ CUTS = {"one row": (1, 4096), "four ranks": (4, 64)}
 
 def resolve_run(demo: Path, recipe: str, *sets: str) -> Loader:
     arguments = ["--ds_config", "x.json", "--recipe", recipe, "--data", str(demo)]
-    return launch.loader_of([*arguments, "--set", *SMALL, *SIZES[recipe], *sets])
+    return launch.loader_of([*arguments, "--set", *SMALL, *SIZES[recipe], *sets], measured=False)
 
 
 def make_module(loader: Loader, dtype: torch.dtype = torch.float64) -> StepModule:

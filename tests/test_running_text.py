@@ -84,7 +84,7 @@ def write(folder: Path, lines: Iterable[str], *options: object) -> Path:
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Word number n is token SPECIAL + n."""
-    vocabulary = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", *map(word, range(100_000))]
+    vocabulary = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", *map(word, range(40_000))]
     backend = Backend(models.WordLevel({text: number for number, text in enumerate(vocabulary)}, unk_token="[PAD]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
@@ -115,14 +115,18 @@ def flat(corpus: Documents) -> list[list[int]]:
 class Run:
     """Steps of a stream of MLM: of each the sequences as ranges of words, over all ranks."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, world: int = 1, max_tokens: int = 4096, samples: int = 8):
+    def __init__(
+        self, source: Source, tokenizer: Tokenizer, world: int = 1, max_tokens: int | None = None, samples: int = 8
+    ):
+        """max_tokens: what cuts rows, by an estimate of the stream. None: there is one row."""
         self.tokenizer = tokenizer
         self.stream = Stream("mlm", mlm.OBJECTIVE, mlm.MaskedOptions(), (0,), samples)
         self.dataset = make_dataset([source], [self.stream], CollateContext(tokenizer, LENGTH, "drop", {"en": 0}), 0)
-        lines = Calibration([fit_tokens_to_bytes(source, tokenizer)], {})
-        data = DataConfig(max_length=LENGTH)
-        found = replace(lines, streams={"mlm": estimate_stream(self.stream, data, self.dataset, lines)})
-        places: Any = {"seed": 0, "max_length": LENGTH, "max_tokens": max_tokens, "world": world}
+        found = Calibration([fit_tokens_to_bytes(source, tokenizer)], {})
+        if max_tokens:
+            estimate = estimate_stream(self.stream, DataConfig(max_length=LENGTH), self.dataset, found)
+            found = replace(found, streams={"mlm": estimate})
+        places: Any = {"seed": 0, "max_length": LENGTH, "max_tokens": max_tokens or 1 << 30, "world": world}
         self.ranks = [make_mixture([self.stream], [source], found, rank=rank, **places) for rank in range(world)]
 
     def step(self) -> list[tuple[range, tuple[int, ...]]]:
@@ -282,7 +286,7 @@ def test_stretches_are_the_text(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, Documents]:
-    made = corpus(seed=1, count=200)
+    made = corpus(seed=1, count=80)
     return Source(write(tmp_path_factory.mktemp("running"), as_markup(made), "--shard_lines", 60)), made
 
 
@@ -344,9 +348,10 @@ def test_wikipedia(tmp_path: Path, real: Path, language: str) -> None:
     """Documents as `<doc>` says, by a regular expression; sentences of a document in order, none in two."""
     path = real / "mono" / f"wiki_{language}" / "wiki_00.txt.xz"
     with lzma.open(path, "rt", encoding="utf-8") as file:
-        text = file.read()
-    arguments = ["mono", "--text", path, "--lang", language, "--out", tmp_path / "out", "--shard_lines", 20]
-    write_shards.main(list(map(str, arguments)))
+        text = file.read(300_000).rpartition("<doc ")[0]
+    (tmp_path / "text").write_text(text, encoding="utf-8")
+    words = f"mono --text {tmp_path}/text --lang {language} --out {tmp_path}/out --shard_lines 100"
+    write_shards.main(words.split())
     source = Source(tmp_path / "out")
     expected = []
     for content in re.findall(r"<doc [^\n]*>\n(.*?)\n?</doc>", text, flags=re.DOTALL):

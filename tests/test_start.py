@@ -141,7 +141,7 @@ def test_every_rank_hears_of_a_file_that_is_missing(demo: Path, monkeypatch: pyt
 
 
 def test_ranks_measure_together_what_one_would(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, corpus = resolve_run("mixed", ["data.workers=0"], [demo])
+    recipe, corpus = resolve_run("xlm", ["data.workers=0"], [demo])
     alone = calibrate.calibrate(recipe, corpus)
     reads, plain = Counter[int](), Source.read
     monkeypatch.setattr(

@@ -135,7 +135,7 @@ def test_a_metric_with_a_number_for_each_target_is_reported_by_language(
         return replace(tlm.OBJECTIVE.loss(parts, states, arrays, options), metrics=metrics)
 
     monkeypatch.setitem(OBJECTIVES, "tlm", replace(tlm.OBJECTIVE, collate=collate, loss=loss))
-    loader = open_run("tlm", ["data.workers=0"], [demo])
+    loader = open_run("tlm", ["data.workers=0"], [demo], measured=False)
     engine = engine_of(loader)
     (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.streams), 1)
     sums = measure_rows(engine, loader.recipe, batch.rows, rank=0).by_key()
@@ -154,7 +154,7 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
     dropout, no smoothing; the queue and the random numbers of the training are left alone."""
     queue = ["streams.ppa.queue_size=128"] if recipe in ("mixed", "ppa") else []
     sets = ["data.workers=0", "train.label_smoothing=0.1", *queue]
-    loader = open_run(recipe, sets, [demo])
+    loader = open_run(recipe, sets, [demo], measured=False)
     engine = engine_of(loader)
     held = HeldoutTask(EvalTask(name="heldout", data=[str(heldout)], limit=60), loader, engine, ALONE, print)
     of, rows = held.loader.recipe, held.batch.rows
@@ -181,7 +181,7 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
 def test_no_language_is_hidden_from_what_is_held_out(demo: Path, heldout: Path) -> None:
     """As language_dropout hides them in training."""
     sets = [f"streams.tlm.{field}" for field in ("language_embeddings=true", "language_dropout=1.0", "samples=4")]
-    loader = open_run("tlm", ["data.workers=0", *sets], [demo])
+    loader = open_run("tlm", ["data.workers=0", *sets], [demo], measured=False)
     held = HeldoutTask(EvalTask(name="heldout", data=[str(heldout)], limit=20), loader, engine_of(loader), ALONE, print)
     (batch,) = loader.batches(ALONE, "cpu", initial_state(loader.streams), 1)
     types = [{int(n) for row in of.rows for n in row.tokens.types} for of in (batch, held.batch)]
@@ -203,7 +203,7 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     best = "checkpoint.best=heldot/tlm/loss"
     assert "heldot/tlm/loss names no task of eval.tasks, which has: none" in refused(best)
     assert "which has: retrieval" in refused(best, task(name="retrieval"))
-    loader = open_run("tlm", ["data.workers=0"], [demo])
+    loader = open_run("tlm", ["data.workers=0"], [demo], measured=False)
     engine = engine_of(loader)
     with pytest.raises(UserError, match="is training data of this run; give records"):
         HeldoutTask(EvalTask(name="heldout", data=[str(demo / "pairs")]), loader, engine, ALONE, print)
@@ -212,7 +212,9 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
 
 
 def test_a_language_that_the_run_lacks_is_refused(demo: Path, heldout: Path) -> None:
-    loader = open_run("tlm", ["data.workers=0", f"model.tokenizer={demo / 'tokenizer'}"], [demo / "pairs_yy"])
+    loader = open_run(
+        "tlm", ["data.workers=0", f"model.tokenizer={demo / 'tokenizer'}"], [demo / "pairs_yy"], measured=False
+    )
     for name in ("retrieval", "heldout"):
         with pytest.raises(UserError, match=r"pairs has text in xx, but the run's --data has none; leave it out"):
             find_task_sources(EvalTask(name=name, data=[str(heldout / "pairs")]), loader.recipe, loader.corpus)
@@ -220,7 +222,7 @@ def test_a_language_that_the_run_lacks_is_refused(demo: Path, heldout: Path) -> 
 
 def test_a_rank_reads_its_share_of_the_texts(demo: Path, heldout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each record is read by one rank; a damaged one is the error of that rank."""
-    loader = open_run("tlm", ["data.workers=0"], [demo])
+    loader = open_run("tlm", ["data.workers=0"], [demo], measured=False)
     task, engine, read = (
         EvalTask(name="retrieval", data=[str(heldout / "pairs")], limit=41),
         engine_of(loader),

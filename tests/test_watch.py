@@ -1,13 +1,14 @@
 """What a run watches: numbers that are none, ranks that hang, steps that are skipped."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -34,32 +35,28 @@ def test_the_slowest_rank_is_compared_with_the_median() -> None:
     assert pace_metrics([1.0]) == {}
 
 
-SUSPENDED = """
-import os, sys, time
-from pathlib import Path
-from xscale.ranks import Process
-from xscale.run import watch
-
-watch.END_SECONDS = 0.2
-out = Path(sys.argv[1])
-found = watch.Watch(Process(0, 1, 0, 1), out / "rank0.log", print)
-found.begin(3 / 60)
-print("ready", flush=True)
-time.sleep(0.2)
-time.sleep(1.5)  # after the suspension, when it has made no step for longer than the limit
-os._exit(0)
-"""
+def wait_without_steps(folder: Path, ready: Any) -> None:
+    """A run whose train.stall_limit is 2.4 s, and which makes no step."""
+    found = watch.Watch(Process(0, 1, 0, 1), folder / "rank0.log", print)
+    found.begin(2.4 / 60)
+    ready.set()
+    time.sleep(0.2)
+    time.sleep(0.6)  # after the suspension, when it has made no step for longer than the limit
 
 
-def test_a_run_that_was_suspended_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_was_suspended_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than train.stall_limit, of which its own time alone counts."""
-    words = [sys.executable, "-c", SUSPENDED, str(tmp_path)]
-    with subprocess.Popen(words, cwd=launch.ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout and process.stdout.readline() == "ready\n"
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(4.5)
-        os.kill(process.pid, signal.SIGCONT)
-        assert process.wait(60) == 0
+    monkeypatch.setattr(watch, "END_SECONDS", 0.1)
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=wait_without_steps, args=(tmp_path, ready))
+    process.start()
+    assert process.pid and ready.wait(60)
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(process.pid, signal.SIGCONT)
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_no_progress_is_told_at_twice_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

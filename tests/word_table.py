@@ -32,14 +32,14 @@ PATTERNS = {
 """Regular expressions of the classes; a code point has the first class that matches it."""
 
 
-def ranges() -> list[tuple[int, Class]]:
-    """(first code point, class) of all runs of code points of one class."""
+def ranges(end: int = 0x110000) -> list[tuple[int, Class]]:
+    """(first code point, class) of all runs of code points of one class below `end`."""
     patterns = [(which, regex.compile(pattern, regex.V1)) for which, pattern in PATTERNS.items()]
 
     def class_of(code: int) -> Class:
         return next(which for which, pattern in patterns if pattern.fullmatch(chr(code)))
 
-    return [(next(codes), which) for which, codes in groupby(range(0x110000), key=class_of)]
+    return [(next(codes), which) for which, codes in groupby(range(end), key=class_of)]
 
 
 def main() -> None:

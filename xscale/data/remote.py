@@ -9,6 +9,7 @@ does not share files between processes; so only fsspec's `get_file` is used.
 
 import errno
 import fcntl
+import gc
 import logging
 import os
 import tempfile
@@ -37,6 +38,9 @@ LARGEST_INDEX = 1 << 30
 LOG = logging.getLogger("xscale")
 IsWhole = Callable[[Path], bool]
 """A function that returns True if a file has the size and hash of index.json."""
+# A forked process must not collect the HTTP sessions that its parent left: to close each, fsspec would wait a second
+# for the parent's event loop, which does not run there.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def parse_location(text: str) -> Path | str:
