@@ -17,6 +17,14 @@ from data_tools import write_shards
 from tests import demo_shards
 from xscale.data.tokenizer import Tokenizer
 
+LONG = {"recipes", "zero", "readme", "training", "slurm", "benchmarks", "prepare", "phases", "watch", "wheel"}
+"""Files whose slow tests take minutes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files begin first, so that at the end no core waits for one: see `make test-slow`."""
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
+
 
 @pytest.fixture(autouse=True)
 def log_and_environment_as_before() -> Iterator[None]:
