@@ -112,7 +112,7 @@ def server(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Handl
     handler = type("Server", (Handler,), {"faults": {}, "requests": Counter()})
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(corpus.parent))) as listening:
         listening.daemon_threads, listening.block_on_close = True, False
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        threading.Thread(target=listening.serve_forever, args=(0.02,), daemon=True).start()
         handler.url = f"http://127.0.0.1:{listening.server_port}/corpus"
         yield handler
         RELEASED.set()
