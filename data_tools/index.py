@@ -58,8 +58,6 @@ def map_tars(index_one: Callable[[Path], ScannedTar], paths: list[Path]) -> list
             return list(pool.map(index_one, paths, chunksize=WORKER_TARS))
         except BrokenProcessPool:
             raise MachineError("a process that scans tars was killed, perhaps by lack of memory; start again") from None
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def index_tar(

@@ -70,8 +70,9 @@ def check_unchanged(plan: steps.CorpusPlan, folder: Path) -> None:
     Raise UserError if the input has changed since the first task was done."""
     stamp: list[Any] = [plan.corpus.model_dump(mode="json")]
     for source in plan.corpus.sources:
-        for path in steps.files_below([*source.paths, *plan.corpus.rules_of(source).paths]):
-            stamp.append([str(path), path.stat().st_size, path.stat().st_mtime_ns])
+        for path in map(Path, [*source.paths, *plan.corpus.rules_of(source).paths]):
+            for file in filter(Path.is_file, [path, *sorted(path.rglob("*"))]):
+                stamp.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
     path = folder / "stamp.json"
     if any((folder / "done").glob("*/*")) or (folder / "logs").exists():  # logs: jobs of SLURM may still run
         print(f"continuing after the finished tasks in {folder}", file=sys.stderr)

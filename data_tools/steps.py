@@ -179,14 +179,6 @@ def cut_source(folder: Path, source_number: int) -> None:
     write_json(folder / f"raw/{source_number}.json", {"chunks": chunks + 1})
 
 
-def files_below(paths: list[str]) -> list[Path]:
-    """Return the files among the paths, and those below the folders."""
-    below = list[Path]()
-    for path in map(Path, paths):
-        below += sorted(path.rglob("*")) if path.is_dir() else [path]
-    return list(filter(Path.is_file, below))
-
-
 def clean_chunk(folder: Path, chunk_number: int) -> None:
     """Write the documents or pairs of a chunk that pass the rules, and the hashes by which equal texts are found."""
     chunk = all_chunks(folder)[chunk_number]
