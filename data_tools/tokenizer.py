@@ -244,7 +244,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max_records", type=int, default=1_000_000, help="maximum number of records of each source")
     args = parser.parse_args(argv)
     if not args.data and not args.text:
-        raise UserError("there is no text to train on; give --data DIR or --text FILE")
+        raise UserError("there is no text to train on; give --data or --text")
     check_new_folder(args.out)
     return args
 
