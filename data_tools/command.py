@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from xscale import files
 from xscale.errors import ENVIRONMENT_ERRNOS, MachineError, UserError, check_arguments, escape_unprintable
 
 
@@ -31,7 +30,6 @@ def run(main: Callable[[], None]) -> None:
 
 
 def check_new_folder(out: Path) -> None:
-    """Raise UserError unless `out` can be written and is absent or an empty folder."""
+    """Raise UserError unless `out` is absent or an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty folder; choose another --out, or remove it")
-    files.check_writable(out)

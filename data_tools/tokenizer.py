@@ -246,6 +246,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if not args.data and not args.text:
         raise UserError("there is no text to train on; give --data or --text")
     check_new_folder(args.out)
+    files.check_writable(args.out)
     return args
 
 
