@@ -10,8 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from itertools import accumulate, islice
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor
 from xscale.data.calibrate import calibrate
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
-from xscale.data.packed_row import Row, Tokens
+from xscale.data.packed_row import Row
 from xscale.data.stream_batch import Gather
 from xscale.models.attention import attention, runs_flash
 from xscale.ops import masked_ce
@@ -37,7 +37,6 @@ from xscale.run.resolve import encoder_of_run, resolve_run
 from xscale.step.module import StepModule
 from xscale.step.step import encode_auxiliary, run_row, step_weights
 
-CPU = torch.device("cpu")
 NARROW = [torch.bfloat16, torch.float16] if CUDA else [torch.bfloat16]
 DTYPES = [torch.float32, *NARROW]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-9, torch.float16: 2**-12}
@@ -66,6 +65,21 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().double().requires_grad_()
 
 
+def result_and_gradients(function: Callable[..., Tensor], leaf: Tensor) -> list[Tensor]:
+    out = function(leaf)
+    incoming = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return [out.detach(), *torch.autograd.grad(out, leaf, incoming)]
+
+
+def check(ours: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor], values: Tensor, limit: float) -> None:
+    """Result and gradient have the type of the values, are near those of `plain` in fp64, and repeat bit for bit."""
+    leaf = values.to(DEVICE).requires_grad_()
+    found = result_and_gradients(ours, leaf)
+    assert all(map(torch.equal, found, result_and_gradients(ours, leaf)))
+    for one, exact in zip(found, result_and_gradients(plain, wide(values)), strict=True):
+        assert one.dtype == values.dtype and error(one, exact) < limit
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
@@ -79,28 +93,22 @@ def seeded() -> None:
     "shape", [*[(128 * 128, 768, 4915)] * CUDA, (2000, 1024, 300), (257, 320, 64), (40, 256, 1)], ids=str
 )
 def test_gather(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Forward and backward are right for single states and for sums of 0 to 9 states, and repeat bit for bit."""
+    """Forward and backward are right for single states and for sums of 0 to 9 states."""
     places, width, masked = shape
     random = np.random.default_rng(places)
+    counts = random.choice([0, 1, 1, 1, 2, 5, 9], masked)
+    linked = np.concatenate([random.choice(places, n, replace=False) for n in counts])
     alone = np.sort(random.choice(places, masked, replace=False))
-    linked = [np.sort(random.choice(places, n, replace=False)) for n in random.choice([0, 1, 1, 1, 2, 5, 9], masked)]
-    counts = np.array([len(row) for row in linked])
-    columns = np.concatenate([alone, *linked])
-    row_of = np.concatenate([np.arange(masked), np.repeat(np.arange(masked, 2 * masked), counts)])
-    gather = Gather.concat([Gather.single(alone), Gather.sums(columns[masked:], counts)], [0, 0])
+    gather = Gather.concat([Gather.single(alone), Gather.sums(linked, counts)], [0, 0])
     on_device = [torch.from_numpy(array).to(DEVICE) for array in (*gather, *gather.transpose(places))]
-    hidden = torch.randn(places, width, device=DEVICE).to(dtype).requires_grad_()
-    incoming = torch.randn(2 * masked, width, device=DEVICE).to(dtype)
-    runs = []
-    for _ in range(2):
-        out = alignment_gather(hidden, *on_device)
-        runs.append([out, *torch.autograd.grad(out, hidden, incoming)])
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-    plain = wide(hidden)
-    sums = torch.zeros(2 * masked, width).double().index_add(0, torch.from_numpy(row_of), plain[columns])
-    (expected,) = torch.autograd.grad(sums, plain, incoming.cpu().double())
-    for out, reference in zip(runs[0], [sums, expected], strict=True):
-        assert out.dtype == dtype and error(out, reference) < ROUNDING[dtype]
+    row_of = torch.from_numpy(np.repeat(np.arange(gather.size), np.diff(gather.offsets)))
+    columns = torch.from_numpy(gather.columns)
+
+    def plain(hidden: Tensor) -> Tensor:
+        return hidden.new_zeros(gather.size, width).index_add(0, row_of, hidden[columns])
+
+    hidden = torch.randn(places, width).to(dtype)
+    check(lambda hidden: alignment_gather(hidden, *on_device), plain, hidden, ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -144,20 +152,17 @@ def test_masked_cross_entropy(
     "lengths", [[128] * 8, [128, 65, 64, 3], [512, 300, 128, 127, 64, 9, 1, 0, 5, 0], [1]], ids=str
 )
 def test_attention(lengths: list[int], window: int | None, dtype: torch.dtype) -> None:
-    """Outputs and gradients in 16 bits agree with those in fp32 on the same device, and those in fp32 with fp64."""
-    row, heads = tokens_of(lengths), 4
-    assert runs_flash(torch.empty(1, 3 * heads * 64, dtype=dtype, device=DEVICE), heads) == (dtype in NARROW and CUDA)
+    """The kernels, and the padded blocks in fp32, agree with the blocks in fp64."""
+    heads = 4
     qkv = torch.randn(sum(lengths), 3 * heads * 64).to(dtype)
-    incoming = torch.randn(sum(lengths), heads * 64).to(dtype)
+    assert runs_flash(qkv.to(DEVICE), heads) == (dtype in NARROW and CUDA)
+    lengths_B = torch.tensor(lengths, dtype=torch.int32)
+    starts_B1 = F.pad(lengths_B.cumsum(0), (1, 0)).int()
 
-    def run(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        x = qkv.to(device, dtype).requires_grad_()
-        out = attention(x, row.starts.to(device), row.lengths, row.longest, torch.tensor(0), 0, heads, window=window)
-        return [out, *torch.autograd.grad(out, x, incoming.to(device, dtype))]
+    def attend(x: Tensor) -> Tensor:
+        return attention(x, starts_B1.to(x.device), lengths_B, max(lengths), 0, heads, window=window)
 
-    reference = run(torch.float64, CPU) if dtype == torch.float32 else run(torch.float32, DEVICE)
-    for ours, exact in zip(run(dtype, DEVICE), reference, strict=True):
-        assert ours.dtype == dtype and error(ours, exact) < LIMIT[dtype]
+    check(attend, attend, qkv, LIMIT[dtype])
 
 
 @pytest.mark.skipif(not CUDA, reason="plain operators elsewhere")
@@ -187,14 +192,6 @@ def test_dropout_add_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     exact = [expected, *torch.autograd.grad(expected, plain, incoming.cpu().double())]
     for ours, reference in zip(runs[0], exact, strict=True):
         assert ours.dtype == dtype and error(ours, reference) < LIMIT[dtype]
-
-
-def tokens_of(lengths: list[int]) -> Tokens:
-    """Random tokens of sequences of these lengths, on the CPU. A length of 0 is an empty sequence."""
-    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    ids = torch.randint(5, 3000, (sum(lengths),))
-    return Tokens(ids, positions, None, starts, torch.tensor(lengths, dtype=torch.int32), max(lengths))
 
 
 # Rows

@@ -42,7 +42,7 @@ class OneStream(StepModule):
         self.encoder = parts.encoder
         self.heads = nn.ModuleDict({"s": parts.heads} if parts.heads is not None else {})
         self.auxiliary_states = {"s": parts.auxiliary_state} if parts.auxiliary_state is not None else {}
-        self.streams = {"s": (OBJECTIVES[objective], options)}
+        self.streams = {"s": SimpleNamespace(objective=objective, options=options)}
         self.smoothing = {}
 
 
@@ -63,7 +63,7 @@ def pass_row(module: StepModule, row: Row, weights: Weights, seed: Seed = (0,)) 
 
 def shared_of(module: StepModule, rows: list[Row], seeds: list[Seed]) -> list[States]:
     """Return what the losses of rows need besides their own states. Keys of queues are not exchanged."""
-    if any(objective.vectors for objective, _ in module.streams.values()):
+    if module.streams_with_vectors():
         return shared_states(module, rows, seeds)
     return encode_auxiliary(module, rows, seeds)
 

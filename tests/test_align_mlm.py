@@ -102,7 +102,7 @@ def test_cosines_are_fp32(dtype: torch.dtype, entries: list[Entry], context, mod
     arrays = {name: torch.from_numpy(array) for name, array in stream_batch.arrays.items()}
     half = Parts(Encoder(model.to(dtype)))
     states = {"masked": torch.zeros(0, 16, dtype=dtype)}
-    found = align_mlm.loss(half, states, arrays, align_mlm.AlignMlmOptions()).sums["align"]
+    found = align_mlm.compute_losses(half, states, arrays, align_mlm.AlignMlmOptions()).sums["align"]
     assert found.dtype == torch.float32
     exact = cosines(half.encoder.lm.get_input_embeddings().weight.detach().double(), entries)
     torch.testing.assert_close(-found.double(), exact, rtol=0, atol=1e-5)

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.models import attention as module
-from xscale.models.attention import attention, attention_blocks, dropout, runs_flash
+from xscale.models.attention import attention, dropout, runs_flash
 
 HEADS, WIDTH = 2, 8
 MIXED = [13, 13, 12, 9, 4, 4, 3, 1, 0, 2, 0]
 """Longest first, then fillers that break the order."""
 LENGTHS = [MIXED, [1], [5, 5, 5], [40, 39, 2], [7, 6, 6, 6, 6]]
-SEED = torch.tensor(7)
+SEED = 7
 
 
 def rows(lengths: list[int], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,7 +29,7 @@ def rows(lengths: list[int], dtype: torch.dtype = torch.float64) -> tuple[Tensor
 
 def attend(qkv_NX: Tensor, starts_B1: Tensor, lengths_B: Tensor, p: float = 0.0, window: int | None = None) -> Tensor:
     longest = int(lengths_B.max()) + 2
-    return attention(qkv_NX, starts_B1, lengths_B, longest, SEED, 3, HEADS, p, window)
+    return attention(qkv_NX, starts_B1, lengths_B, longest, SEED, HEADS, p, window)
 
 
 def weights_of(q_mAD: Tensor, k_nAD: Tensor, window: int | None) -> Tensor:
@@ -75,22 +75,19 @@ def test_gradients_are_those_of_what_dropout_kept(p: float, window: int | None) 
 
 
 def test_dropout_keeps_its_share_of_the_weights() -> None:
-    """Equal scores, and values that show each weight. Draws differ between layers, seeds and calls of other seeds."""
+    """Equal scores, and values that show each weight. Draws of other seeds differ, and those of a seed do not."""
     n, p = 500, 0.1
     qkv = torch.zeros(n, WIDTH, 3, HEADS, WIDTH, dtype=torch.float64)
     qkv[:, :, 2] = torch.eye(WIDTH, dtype=torch.float64)[:, None]
     lengths_B = torch.full((n,), WIDTH, dtype=torch.int32)
     arguments = qkv.view(n * WIDTH, -1), torch.arange(n + 1).int() * WIDTH, lengths_B, WIDTH
-    weights, again, layer, seed = (
-        attention(*arguments, torch.tensor(s), k, HEADS, p) * WIDTH for s, k in ((1, 0), (1, 0), (1, 1), (2, 0))
-    )
+    weights, again, other = (attention(*arguments, seed, HEADS, p) * WIDTH for seed in (1, 1, 2))
     values = weights.unique()
     assert len(values) == 2 and values[0] == 0
     assert values[1].item() == pytest.approx(1 / (1 - p), rel=1e-4)
     assert weights.mean().item() == pytest.approx(1, abs=0.01)
     assert torch.equal(weights, again)
-    for other in (layer, seed):
-        assert ((weights == 0) & (other == 0)).double().mean().item() == pytest.approx(p * p, abs=0.005)
+    assert ((weights == 0) & (other == 0)).double().mean().item() == pytest.approx(p * p, abs=0.005)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -122,30 +119,6 @@ def test_blocks_are_of_similar_length() -> None:
     blocks = module._blocks(lengths, HEADS, None, torch.float32, torch.device("cpu"))
     assert [(block.n, block.L) for block in blocks] == [(3, 64), (1, 47), (3, 8), (1, 5), (1, 6), (1, 64)]
     assert [block.tokens.start for block in blocks] == [0, 168, 215, 236, 241, 247]
-
-
-@pytest.mark.parametrize("lengths", [LENGTHS[0], [8] * 7, [64, 56, 56, 56, 49]], ids=str)
-@pytest.mark.parametrize("p", [0.0, 0.1])
-def test_what_is_saved_has_room(lengths: list[int], p: float) -> None:
-    """Its size is known without the lengths, and little more than they need."""
-    X, longest = 3 * HEADS * WIDTH, max(lengths)
-    blocks = module._blocks(tuple(lengths), HEADS, None, torch.float32, torch.device("cpu"))
-    needed = sum(b.n * b.L * (X + b.L * HEADS * (2 if p else 1)) for b in blocks)
-    assert needed <= module.buffer_size(sum(lengths), X, longest, HEADS, p)
-
-
-@pytest.mark.parametrize(("p", "window"), [(0.25, None), (0.0, 1)])
-def test_the_operator_is_one_that_torch_can_trace(
-    p: float, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without room for padding in the buffer that is saved: torch compares all of it."""
-    monkeypatch.setattr(module, "SIMILAR", (1, 1))
-    qkv_NX, _, lengths_B = rows([3, 3])
-    room = module.buffer_size(*qkv_NX.shape, 3, HEADS, p)
-    torch.library.opcheck(attention_blocks, (qkv_NX, lengths_B, room, SEED, 1, HEADS, p, window))
-    out_NH, saved = attention_blocks(qkv_NX, lengths_B, room, SEED, 1, HEADS, p, window)
-    arguments = torch.ones_like(out_NH), out_NH.detach(), saved, lengths_B, HEADS, p, window
-    torch.library.opcheck(module.attention_blocks_backward, arguments)
 
 
 # The flash kernel
@@ -204,7 +177,7 @@ def test_the_kernel_is_one_that_torch_can_trace(kernel: None) -> None:
     """Shapes alone."""
     qkv_NX, starts_B1, lengths_B = rows(MIXED, torch.bfloat16)
     meta = qkv_NX.detach().to("meta").requires_grad_()
-    out = attention(meta, starts_B1.to("meta"), lengths_B, 20, SEED, 0, HEADS, 0.1, 5)
+    out = attention(meta, starts_B1.to("meta"), lengths_B, 20, SEED, HEADS, 0.1, 5)
     assert out.shape == (sum(MIXED), HEADS * WIDTH) and out.dtype == torch.bfloat16
     assert torch.autograd.grad(out.sum(), meta)[0].shape == meta.shape
 

@@ -136,7 +136,8 @@ def test_schedulers_get_the_recipe_s_steps(kind: str, owned: dict[str, Any]) -> 
         params = resolved["scheduler"]["params"]
         assert {key: params[key] for key in owned} == owned
         assert ("total_num_steps" in params) == (kind != "WarmupLR"), "DeepSpeed refuses parameters it does not know"
-        assert ("warmup_min_lr" in params) == (kind != "WarmupCosineLR")
+    minimum = {"scheduler": {"type": kind, "params": {"warmup_min_lr": "auto"}}}
+    assert resolve(minimum, made)[0]["scheduler"]["params"]["warmup_min_lr"] == 0
 
 
 def test_a_schedule_is_the_recipe_s_or_the_ds_config_s() -> None:

@@ -26,7 +26,7 @@ from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import Lock
-from xscale.models.build import read_pretrained, run_fields_of
+from xscale.models.build import read_pretrained, xscale_field_of_init
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
 from xscale.run.folder import Status
@@ -137,7 +137,7 @@ def test_another_s_code_is_never_asked_for(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "m" / "c.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nC = M = T = None\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setattr("signal.alarm", lambda *_: 0)
-    for load in (lambda p: read_pretrained("model.init", p), Tokenizer, run_fields_of):
+    for load in (lambda p: read_pretrained("model.init", p), Tokenizer, xscale_field_of_init):
         with contextlib.suppress(UserError):
             load(tmp_path / "m")
     with pytest.raises(UserError, match=r"model\.init .*m cannot be loaded"):

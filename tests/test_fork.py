@@ -202,6 +202,6 @@ def test_a_fork_reads_other_data(demo: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UserError, match=r"data\.first"):
         resume.with_corpus_positions(checkpoint, *resolved("pairs", "mono_xx", **{"data.first": 900}))
     embeddings = {"streams.mlm.language_embeddings": "true", "streams.tlm.language_embeddings": "true"}
-    monkeypatch.setattr(resume, "run_fields_of", lambda path: {"languages": ["neutral", "en", "sw", "xx"]})
+    monkeypatch.setattr(resume, "xscale_field_of_init", lambda path: {"languages": ["neutral", "en", "sw", "xx"]})
     with pytest.raises(UserError, match=r"embeddings of en, sw, xx, but .* en, xx; .*model\.init"):
         resume.with_corpus_positions(checkpoint, *resolved("pairs", "mono_xx", **embeddings))

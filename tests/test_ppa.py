@@ -34,7 +34,7 @@ from xscale.metric_keys import count_key, loss_key
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.heads import load_heads
-from xscale.models.momentum import GatheredVectors, MomentumEncoder, Queue
+from xscale.models.momentum import MomentumEncoder, Queue
 from xscale.objectives import OBJECTIVES, HasQueue, Parts, ppa, tlm
 from xscale.ranks import Process
 from xscale.recipe import load_recipe
@@ -330,23 +330,14 @@ def test_keys_that_are_not_finite_do_not_poison_the_queue() -> None:
     assert queue.keys.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
 
 
-def test_global_order_from_shuffled_rows() -> None:
-    vectors, batch = torch.arange(22.0).view(11, 2), GatheredVectors()
-    order = torch.randperm(11)
-    for cut in (order[:4], order[4:4], order[4:5], order[5:]):
-        batch.add(vectors[cut], cut, torch.stack([cut + 100, -cut], 1))
-    found, texts = batch.start_exchange()()
-    assert torch.equal(found, vectors) and not batch.parts
-    assert texts.tolist() == [[i + 100, -i] for i in range(11)]
-
-
 def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:
     """Row i of the step's keys is the key of pair number i, by the key encoder of before the update."""
     options = ppa.PpaOptions(queue_size=23, projection=7, prefill=False)
     parts, pairs = make_parts(tokenizer, options, torch.float32), make_pairs(tokenizer, 8)
     moco = parts.auxiliary_state
     whole = read(moco, parts.encoder, collate(tokenizer, pairs, options))
-    assert torch.equal(moco._batch.start_exchange()()[0], whole)
+    moco.gather(None)
+    assert torch.equal(moco.step_keys[0], whole)
     for cut in ([5, 2, 7], [0], [6, 1, 3, 4]):
         read(moco, parts.encoder, collate(tokenizer, [pairs[i] for i in cut], options))
     start = moco.queue.next
@@ -362,7 +353,7 @@ def test_keys_are_read_once_a_row(tokenizer: Tokenizer) -> None:
     options = ppa.PpaOptions(queue_size=9, projection=7)
     parts = make_parts(tokenizer, options)
     sums("ppa", parts, collate(tokenizer, make_pairs(tokenizer, 3), options), options)
-    (keys,) = (vectors for vectors, _ in parts.auxiliary_state._batch.parts)
+    (keys,) = parts.auxiliary_state._rows
     assert len(keys) == 3 and not keys.requires_grad
 
 
@@ -596,7 +587,8 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
             moco.encode(engine.module.encoder, keys, [row.to(CPU).arrays["ppa.prefill"]])
             for ids in tokens.input_ids.split(tokens.lengths.tolist()):
                 plain.append(plain_z(*key, loader.corpus.tokenizer, ids[1:-1].tolist(), moco.options).tolist())
-        expected += moco._batch.start_exchange()()[0].tolist()
+        moco.gather(None)
+        expected += moco.step_keys[0].tolist()
     torch.testing.assert_close(torch.tensor(sorted(expected)), torch.tensor(sorted(plain)), rtol=0, atol=1e-6)
     order = [(moco.queue.next + i) % 17 for i in range(17)]
     torch.testing.assert_close(moco.queue.ring_KD[order], torch.tensor(expected[-17:]), rtol=0, atol=1e-6)

@@ -206,7 +206,8 @@ def assert_equal_the_reference(case: Case, ranks: list[list[Row]], rtol: float =
         if hasattr(auxiliary_state, "queue"):
             options = case.loader.recipe.streams[stream].options
             _, keys = plain.views(case.model, stream, case.stream_batches[stream], options)
-            torch.testing.assert_close(auxiliary_state._batch.start_exchange()()[0], keys, rtol=0, atol=rtol)
+            auxiliary_state.gather(None)
+            torch.testing.assert_close(auxiliary_state.step_keys[0], keys, rtol=0, atol=rtol)
 
 
 def expected_metrics(case: Case) -> dict[str, float]:
@@ -305,7 +306,8 @@ def row_gradients(case: Case, stream_batches: dict[str, StreamBatch]) -> tuple[T
 def forget_keys(case: Case) -> None:
     for auxiliary_state in case.module.auxiliary_states.values():
         if hasattr(auxiliary_state, "queue"):
-            auxiliary_state._batch.start_exchange()()[0]
+            auxiliary_state.gather(None)
+            auxiliary_state.step_keys = None
 
 
 @pytest.mark.parametrize("case", SIZES, indirect=True)

@@ -80,19 +80,6 @@ def test_gradients_that_are_not_contiguous() -> None:
     assert torch.autograd.gradcheck(lambda x: rotate_(x * 1, cos, signed(sin), 2), leaf)
 
 
-def test_it_compiles_whole() -> None:
-    """As plain torch, of which the compiler makes one kernel; nothing is written in place."""
-    cos, sin = angles(6, 8, torch.float64)
-    leaf, incoming = torch.randn(6, 48, dtype=torch.float64, requires_grad=True), torch.randn(6, 48).double()
-
-    def turned(x: Tensor) -> Tensor:
-        return rotate_(x * 1, cos, signed(sin), 2)
-
-    whole = torch.compile(turned, fullgraph=True, backend="aot_eager")
-    (a, da), (b, db) = ((out := run(leaf), *torch.autograd.grad(out, leaf, incoming)) for run in (turned, whole))
-    torch.testing.assert_close((a, da), (b, db))
-
-
 def interpret() -> None:
     def turn(qkv: Tensor, incoming: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         out, back, *turns = map(fenced, (qkv, torch.full_like(incoming, float("nan")), cos, sin))

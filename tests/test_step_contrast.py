@@ -91,10 +91,10 @@ def test_the_vectors_of_one_row_are_computed_at_a_time(demo: Path) -> None:
     computed = list[weakref.ref]()
     plain = module.vectors
 
-    def vectors(row: Row) -> dict[str, torch.Tensor]:
+    def vectors(stream: str, states: dict[str, torch.Tensor], row: Row) -> torch.Tensor:
         assert all(earlier() is None for earlier in computed)
-        found = plain(row)
-        computed.extend(weakref.ref(vectors_ND) for vectors_ND in found.values())
+        found = plain(stream, states, row)
+        computed.append(weakref.ref(found))
         return found
 
     module.vectors = vectors  # type: ignore[method-assign]

@@ -60,7 +60,7 @@ from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 from xscale import deepspeed_private as private  # noqa: E402
 from xscale import ranks  # noqa: E402
 from xscale.step.adam import load_adam  # noqa: E402
-from xscale.step.zero import gather_for_every_pass, one_reduction  # noqa: E402
+from xscale.step.zero import one_reduction, register_weights_read_directly  # noqa: E402
 
 SUM_OVER_RANKS = private.sum_over_ranks
 N, S, D, V = 24, 5, 16, 61
@@ -209,7 +209,7 @@ def build(case: dict[str, Any], out: Path) -> Any:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=[{"params": matrices}, {"params": vectors}], config=config(case)
     )
-    gather_for_every_pass(engine, model.out.parameters())
+    register_weights_read_directly(engine, model.out.parameters())
     private.check_overflow_by_norm(engine)
     if case["stage"] == 3:  # after which small weights are whole before the first pass
         engine.save_checkpoint(str(out / "saved"))

@@ -38,16 +38,6 @@ def import_muon_uncompiled() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
-# The ds_config
-
-
-def config_error_and_dtypes() -> tuple[Any, Any, Any]:
-    """Return the class that reads a ds_config, its exception class, and its enum of data types."""
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
-
-    return DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
-
-
 def discover_mpi_ranks(port: int) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from MPI's communicator, by mpi4py."""
     from deepspeed.comm.comm import mpi_discovery
@@ -75,10 +65,12 @@ def is_partitioned(weight: Tensor) -> bool:
 
 
 def whole_shape(weight: Tensor) -> torch.Size:
+    """Return the weight's shape before ZeRO stage 3 partitioned it."""
     return getattr(weight, "ds_shape", weight.shape)
 
 
 def drop_gradients(module: nn.Module) -> None:
+    """Free the gradients of all weights."""
     for weight in module.parameters():
         weight.grad = weight.grad_accum = None  # type: ignore[attr-defined]  # grad_accum: gradients in fp32
 
@@ -127,8 +119,8 @@ def remove_gradient_hooks(engine: Any) -> None:
 def has_flat_gradients(engine: Any) -> bool:
     """Return whether this engine's gradients are views of flat tensors, which `reduce_flat_gradients` reduces.
 
-    They are at stages 1 and 2, but not with an optimizer in host memory, with gradients that DeepSpeed keeps in fp32
-    beside 16-bit weights, or with `reduce_scatter: false`, for which DeepSpeed has scale factors of its own.
+    Gradients are flat at stages 1 and 2, with three exceptions: the optimizer is in host memory; DeepSpeed keeps
+    gradients in fp32 beside 16-bit weights; `reduce_scatter` is false, and DeepSpeed scales gradients in another way.
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() not in (1, 2) or is_bf16_optimizer(engine) or optimizer.cpu_offload:
@@ -137,8 +129,8 @@ def has_flat_gradients(engine: Any) -> bool:
 
 
 def give_flat_gradients(engine: Any) -> list[Tensor]:
-    """Give every trained weight a gradient of zeros, to which backward passes then add. Returns one flat tensor per
-    group, of which these gradients are views, with the order and the padding of DeepSpeed's flat weights."""
+    """Give every trained weight a gradient of zeros, to which backward passes then add. The gradients of a group are
+    views of one flat tensor, which has the order and the padding of DeepSpeed's flat weights. Return these tensors."""
     optimizer = engine.optimizer
     flat_gradients = list[Tensor]()
     for weights, flat_weight in zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, strict=True):
@@ -161,8 +153,8 @@ def no_reduction(engine: Any) -> Iterator[None]:
 
 
 def reduce_flat_gradients(engine: Any, flat_gradients: list[Tensor]) -> None:
-    """Average flat gradients over ranks, and give the update this rank's partition of each. They are summed in place,
-    so that no gradient is copied, unless they travel in another type."""
+    """Average flat gradients over ranks, and hand this rank's partition of each to DeepSpeed's update. The sum is
+    computed in place, so no gradient is copied unless ranks exchange gradients in another data type."""
     optimizer = engine.optimizer
     for group, flat_gradient in enumerate(flat_gradients):
         process_group = optimizer.real_dp_process_group[group]
@@ -172,8 +164,8 @@ def reduce_flat_gradients(engine: Any, flat_gradients: list[Tensor]) -> None:
         if world > 1:
             total.div_(world)
             sum_over_ranks(total, partition, process_group)
-        weights = len(optimizer.params_in_partition[group])
-        optimizer.averaged_gradients[group] = PartitionGradient(partition, weights)
+        most_parts = len(optimizer.params_in_partition[group])
+        optimizer.averaged_gradients[group] = PartitionGradient(partition, most_parts)
 
 
 def sum_over_ranks(total: Tensor, partition: Tensor, process_group: Any) -> None:
@@ -196,12 +188,12 @@ these tensors at a time to fp64."""
 
 
 class PartitionGradient(list):
-    """A partition's flat gradient as DeepSpeed expects it: a list of its parts, and `flat_partition`, which DeepSpeed
-    would else make of them. With few parts, DeepSpeed's norm needs few operators. weights: the most parts that its norm
-    reads."""
+    """A partition's flat gradient in the form that DeepSpeed expects: a list of parts, and `flat_partition`, the whole.
+    With few parts, DeepSpeed's norm needs few operators."""
 
-    def __init__(self, flat_partition: Tensor, weights: int):
-        super().__init__(flat_partition.split(max(CHUNK, -(-len(flat_partition) // max(weights, 1)))))
+    def __init__(self, flat_partition: Tensor, most_parts: int):
+        """most_parts: the number of parts that DeepSpeed's norm reads at most."""
+        super().__init__(flat_partition.split(max(CHUNK, -(-len(flat_partition) // max(most_parts, 1)))))
         self.flat_partition = flat_partition
 
 
@@ -325,12 +317,12 @@ def partition_paths(path: Path) -> list[Path]:
     return sorted(path.glob("*zero_pp_rank_*_optim_states.pt"), key=rank_of)
 
 
-def saved_groups(
+def group_shapes(
     model_state: dict[str, Any], rank_file: dict[str, Any]
 ) -> Iterator[tuple[dict[str, torch.Size], bool]]:
-    """Yield ({name: shape}, is_partitioned) for each group of weights at stages 1 to 3. The weights are in order. At
-    stage 3 each weight is partitioned by itself, otherwise the whole flat group is. model_state, rank_file: loaded
-    files."""
+    """Yield ({name: shape}, is_partitioned) for each group of weights at stages 1 to 3. is_partitioned: whether each
+    weight is partitioned by itself, as at stage 3, and not the flat group. The weights are in the order of the flat
+    tensor. model_state, rank_file: loaded files."""
     for shapes in model_state["param_shapes"]:
         yield shapes, "fp32_flat_groups" in rank_file["optimizer_state_dict"]
 
@@ -344,7 +336,7 @@ def has_weights_in_order(engine: Any, path: Path) -> bool:
     return list(map(list, saved)) == list(map(list, engine._get_zero_param_shapes()))
 
 
-def saved_partition(rank_file: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+def rank_groups(rank_file: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Yield, for each group, a rank's flat fp32 weights and their optimizer state. rank_file: the loaded file."""
     state = rank_file["optimizer_state_dict"]
     stage_3 = "fp32_flat_groups" in state
@@ -365,8 +357,8 @@ def stage_0_state(model_state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[
 
 
 Fragment = tuple[nn.Parameter, int, int, int]
-"""(weight, first, last, at): the elements [first, last) of a flattened weight. In the flat tensor, they begin at index
-`at`."""
+"""(weight, first, last, start): the elements [first, last) of a flattened weight, which begin at index `start` of the
+flat tensor."""
 
 
 def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
@@ -381,13 +373,13 @@ def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
         rank = optimizer.dp_process_group.rank()
         for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
             fragments: list[Fragment] = []
-            at = 0
+            start = 0
             for weight in group:
                 share = weight.partition_numel()
                 first = min(share * rank, weight.ds_numel)
                 last = min(share * (rank + 1), weight.ds_numel)
-                fragments.append((weight, first, last, at))
-                at += share
+                fragments.append((weight, first, last, start))
+                start += share
             yield flat, fragments
         return
     bf16 = hasattr(optimizer, "bf16_groups")
@@ -409,16 +401,18 @@ def zero_padding(engine: Any) -> None:
     if engine.zero_optimization_stage() == 3:
         for flat, fragments in partitions(engine):
             padding = torch.ones_like(flat, dtype=torch.bool)
-            for _, first, last, at in fragments:
-                padding[at : at + last - first] = False
+            for _, first, last, start in fragments:
+                padding[start : start + last - first] = False
             flat.data.masked_fill_(padding, 0)
 
 
 def torch_optimizer(engine: Any) -> Any:
+    """Return the optimizer that DeepSpeed's ZeRO optimizer calls."""
     return engine.optimizer.optimizer if engine.zero_optimization_stage() else engine.optimizer
 
 
 def prepare_flats_for_change(engine: Any) -> None:
+    """Prepare the engine for `update_weights_from_flats`. Call it before the flat tensors change."""
     if engine.zero_optimization_stage() == 3:
         engine.optimizer.checkpoint_event_prologue()
 

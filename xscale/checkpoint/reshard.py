@@ -73,7 +73,7 @@ class SavedPartitions:
         """Fill `places` from the file of one rank, at ZeRO stage 1, 2 or 3. Return the loss scaler and the groups in
         this file."""
         start_of = self._open(rank)
-        for group, (shapes, each_cut) in enumerate(private.saved_groups(self.model, start_of)):
+        for group, (shapes, each_cut) in enumerate(private.group_shapes(self.model, start_of)):
             at = 0
             length = len(self.opened[rank][group].flats[WEIGHT])
             for name, shape in shapes.items():
@@ -89,7 +89,7 @@ class SavedPartitions:
     def _open(self, rank: int) -> dict[str, Any]:
         """Open the file of a rank, store its groups in `opened`, and return its content."""
         content = private.load_state(self.files[rank])
-        self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.saved_partition(content)]
+        self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.rank_groups(content)]
         return content
 
     def _read_whole(self, names: list[str]) -> list[SavedGroup]:

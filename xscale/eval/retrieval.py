@@ -29,7 +29,7 @@ from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import ExportedModel, Scores
 from xscale.ops.alignment_gather import alignment_gather
-from xscale.step.step import gather_rows
+from xscale.ops.rank_rows import gather_rank_rows
 
 BATCH = 64
 CHUNK = 1024
@@ -117,7 +117,7 @@ def gather_vectors(rank_vectors_NH: Tensor) -> Tensor:
     rank, rank + ranks, ..."""
     if not dist.is_initialized():
         return rank_vectors_NH
-    vectors_NH, _ = gather_rows(rank_vectors_NH.float())
+    vectors_NH, _ = gather_rank_rows(rank_vectors_NH.float())
     numbers = torch.arange(len(vectors_NH))
     by_rank = torch.argsort(numbers % dist.get_world_size(), stable=True)  # the pairs of one rank follow one another
     return vectors_NH[by_rank.argsort().to(vectors_NH.device)]

@@ -1,8 +1,7 @@
-"""Self-attention over a packed row of sequences as one operator, and a dropout that is cheap on a CPU.
+"""Self-attention over a packed row of sequences, and a dropout that is cheap on a CPU.
 
 In 16 bits on CUDA, our kernel for short sequences (ops/short_attention.py) or PyTorch's flash kernel computes
-attention. In all other cases, a row is cut into blocks of sequences of similar length, and each block is padded inside
-the operator.
+attention. In all other cases, a row is cut into blocks of sequences of similar length, and each block is padded.
 
 Shape letters: N tokens of a row, B sequences, A heads, D width of a head, H = A * D, X = 3 * H (queries, keys, values);
 n sequences of a block, L tokens of its longest, R = n * A; P parts of a tensor (3 for queries, keys and values), W its
@@ -17,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from xscale.ops.short_attention import LONGEST, WIDTHS, short_attention
 
-SIMILAR = (3, 4)
-"""A sequence starts a new block if it is shorter than 3/4 of the first sequence of the current block. This makes few
-blocks with little padding."""
+SIMILAR = 0.75
+"""A sequence starts a new block if it is shorter than this share of the current block's first sequence. The blocks are
+then few, and have little padding."""
 
 
 def attention(
@@ -30,26 +30,22 @@ def attention(
     starts_B1: Tensor,
     lengths_B: Tensor,
     longest: int,
-    seed: Tensor,
-    layer: int,
+    seed: int,
     heads: int,
     dropout: float = 0.0,
     window: int | None = None,
 ) -> Tensor:
-    """Return `dropout(softmax(q k^T / sqrt(D))) v` within each sequence [N, H]. window: a token attends only to
-    positions with |i - j| <= window.
+    """Return `dropout(softmax(q k^T / sqrt(D))) v` within each sequence [N, H].
 
-    `starts`, `lengths` and `longest` are those of data/packed_row.py's Tokens. `seed` (int64, on the CPU) and `layer`
-    determine the dropout mask, so that a recomputed call draws the same mask. PyTorch's flash kernel draws from CUDA's
-    generator instead.
+    starts_B1, lengths_B, longest: as in data/packed_row.py's Tokens. seed: it determines the dropout mask, so that a
+    recomputed call draws the same mask; only PyTorch's flash kernel draws from CUDA's generator instead. window: a
+    token attends only to positions with |i - j| <= window.
     """
     if runs_flash(qkv_NX, heads):
         if longest <= LONGEST and qkv_NX.shape[1] // (3 * heads) in WIDTHS:
-            return short_attention(qkv_NX, starts_B1, longest, seed, layer, heads, dropout, window)
+            return short_attention(qkv_NX, starts_B1, longest, seed, heads, dropout, window)
         return _flash(qkv_NX, starts_B1, longest, heads, dropout, window)
-    saves = torch.is_grad_enabled() and qkv_NX.requires_grad
-    elements = buffer_size(qkv_NX.shape[0], qkv_NX.shape[1], longest, heads, dropout) if saves else 0
-    return attention_blocks(qkv_NX, lengths_B, elements, seed, layer, heads, dropout, window)[0]
+    return _BlockAttention.apply(qkv_NX, tuple(lengths_B.tolist()), seed, heads, dropout, window)
 
 
 def runs_flash(qkv_NX: Tensor, heads: int) -> bool:
@@ -96,6 +92,12 @@ class Block(NamedTuple):
                 rows = rows.index_select(0, self.source_token)
         return rows.unflatten(0, (self.n, self.L)).permute(2, 0, 3, 1, 4)
 
+    def sizes(self, X: int, dropout: float) -> list[int]:
+        """Return the numbers of elements that the backward pass reads: padded queries, keys and values, the attention
+        weights, and with dropout the dropped ones."""
+        weights = self.n * self.heads * self.L * self.L
+        return [self.n * self.L * X, weights, weights] if dropout else [self.n * self.L * X, weights]
+
     def unpad_into(self, padded: Tensor, out: Tensor) -> None:
         """Write padded [P, R, L, W] into the block's tokens of out [N, P, A, W]: the inverse of `pad`."""
         padded = padded.unflatten(1, (self.n, self.heads)).permute(1, 3, 0, 2, 4)
@@ -112,8 +114,7 @@ def _blocks(
     """Return the packed row's non-empty sequences as blocks of consecutive sequences of similar length."""
     groups: list[list[int]] = []
     for length in filter(None, lengths):
-        most, of = SIMILAR
-        if not groups or length > groups[-1][0] or of * length < most * groups[-1][0]:
+        if not groups or length > groups[-1][0] or length < SIMILAR * groups[-1][0]:
             groups.append([])
         groups[-1].append(length)
     ends = accumulate(map(sum, groups))
@@ -123,133 +124,102 @@ def _blocks(
 def _block(
     end: int, lengths: list[int], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Block:
-    n, L, tokens = len(lengths), lengths[0], slice(end - sum(lengths), end)
+    n = len(lengths)
+    L = lengths[0]
     outside = torch.finfo(dtype).min / 4  # the sum of both masks is still finite, so that no softmax is NaN
-    real = token = None
+    padded_position = source_token = None
     masks = []
     places_L = torch.arange(L, device=device)
     if min(lengths) < L:
         real_nL = places_L < torch.tensor(lengths, device=device)[:, None]
-        real = real_nL.flatten().nonzero()[:, 0]
-        token = real_nL.flatten().cumsum(0) - 1
+        padded_position = real_nL.flatten().nonzero()[:, 0]
+        source_token = real_nL.flatten().cumsum(0) - 1
         padding = torch.zeros(n, L, dtype=dtype, device=device).masked_fill_(~real_nL, outside)
         masks.append(padding.repeat_interleave(heads, 0)[:, None])
     if window is not None and window < L - 1:
         far_LL = (places_L[:, None] - places_L).abs() > window
         masks.append(torch.zeros(1, L, L, dtype=dtype, device=device).masked_fill_(far_LL, outside))
-    return Block(tokens, n, L, heads, real, token, masks)
+    return Block(slice(end - sum(lengths), end), n, L, heads, padded_position, source_token, masks)
 
 
-def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int:
-    """Return an upper bound on the number of elements that attention over N tokens saves for the backward pass. On a
-    CPU, unused pages of such a buffer cost nothing."""
-    most, of = SIMILAR
-    return of * N // most * (X + heads * longest * (2 if dropout else 1))
+class _BlockAttention(torch.autograd.Function):
+    """Attention in blocks of sequences. One buffer holds what the backward pass reads of all blocks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_NX: Tensor,
+        lengths: tuple[int, ...],
+        seed: int,
+        heads: int,
+        dropout: float,
+        window: int | None,
+    ) -> Tensor:
+        N, X = qkv_NX.shape
+        qkv = qkv_NX.view(N, 3, heads, -1)
+        out_NH = qkv_NX.new_empty(N, X // 3)
+        blocks = _blocks(lengths, heads, window, qkv_NX.dtype, qkv_NX.device)
+        buffer = qkv_NX.new_empty(sum(sum(block.sizes(X, dropout)) for block in blocks))
+        generator = torch.Generator(qkv_NX.device).manual_seed(seed) if dropout else None
+        for block, x, p, dropped in _views(buffer, blocks, X, dropout):
+            x.unflatten(1, (block.n, heads)).copy_(block.pad(qkv))
+            torch.softmax(_scores(x, block.masks), -1, out=p)
+            if dropout:
+                torch.mul(p, dropout_mask(p, dropout, generator), out=dropped)
+            block.unpad_into(torch.bmm(dropped, x[2])[None], out_NH.view(N, 1, heads, -1))
+        ctx.save_for_backward(out_NH, buffer)
+        ctx.blocks = blocks
+        ctx.dropout = dropout
+        return out_NH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of qkv [N, X]: dS = dropout(P) * (g v^T) - P * delta, delta = sum(g * out), g = grad."""
+        out_NH, buffer = ctx.saved_tensors
+        N, H = grad_NH.shape
+        grad = grad_NH.reshape(N, 1, ctx.blocks[0].heads, -1)
+        delta = (grad * out_NH.view_as(grad)).sum(-1, keepdim=True)
+        d_qkv = grad_NH.new_empty(N, 3, *grad.shape[2:])
+        for block, (q, k, v), p, dropped in _views(buffer, ctx.blocks, 3 * H, ctx.dropout):
+            g = block.pad(grad, zeros=True)[0].flatten(0, 1)
+            delta_RL1 = block.pad(delta, zeros=True)[0].flatten(0, 1)
+            dx = q.new_empty(3, *q.shape)
+            scale = q.shape[-1] ** -0.5
+            torch.bmm(dropped.transpose(1, 2), g, out=dx[2])
+            dS = torch.bmm(g, v.transpose(1, 2)).mul_(dropped).addcmul_(p, delta_RL1, value=-1)
+            dx[0].baddbmm_(dS, k, beta=0, alpha=scale)
+            dx[1].baddbmm_(dS.transpose(1, 2), q, beta=0, alpha=scale)
+            block.unpad_into(dx, d_qkv)
+        return d_qkv.view(N, 3 * H), None, None, None, None, None
 
 
 def _views(
-    buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bool
+    buffer: Tensor, blocks: list[Block], X: int, dropout: float
 ) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
     """Yield each block with its views of the buffer: padded queries, keys and values [3, R, L, D], and attention
-    weights before and after dropout [R, L, L]. Without dropout, the last two are the same view.
-
-    If `keep`, the views of different blocks do not overlap, so that the backward pass can read them; otherwise each
-    block begins at the buffer's start.
-    """
-    at = 0
+    weights before and after dropout [R, L, L]. Without dropout, the last two are the same view."""
+    start = 0
     for block in blocks:
-        R, L = block.n * block.heads, block.L
-        sizes = [block.n * L * X, R * L * L] + [R * L * L] * bool(dropout)
-        qkv, *weights = buffer[at : at + sum(sizes)].split(sizes)
-        yield block, qkv.view(3, R, L, -1), weights[0].view(R, L, L), weights[-1].view(R, L, L)
-        at += sum(sizes) if keep else 0
-
-
-@torch.library.custom_op("xscale::attention", mutates_args=())
-def attention_blocks(
-    qkv_NX: Tensor,
-    lengths_B: Tensor,
-    buffer_elements: int,
-    seed: Tensor,
-    layer: int,
-    heads: int,
-    dropout: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the result of `attention` [N, H], computed in blocks, and the buffer that the backward pass reads.
-
-    buffer_elements: the size of the buffer (see buffer_size); 0 if no backward pass follows. The size is an argument
-    because torch caches compiled programs on disk by their arguments.
-    """
-    N, X = qkv_NX.shape
-    qkv, out_NH = qkv_NX.view(N, 3, heads, -1), qkv_NX.new_empty(N, X // 3)
-    blocks = _blocks(tuple(lengths_B.tolist()), heads, window, qkv_NX.dtype, qkv_NX.device)
-    assert blocks[-1].tokens.stop == N, "the row must have as many tokens as its sequences together"
-    buffer = qkv_NX.new_empty(buffer_elements or buffer_size(N, X, max(block.L for block in blocks), heads, dropout))
-    generator = torch.Generator(qkv_NX.device).manual_seed(int(seed) + layer) if dropout else None
-    for block, x, p, dropped in _views(buffer, blocks, X, dropout, keep=buffer_elements > 0):
-        x.unflatten(1, (block.n, heads)).copy_(block.pad(qkv))
-        torch.softmax(_scores(x, block.masks), -1, out=p)
-        if dropout:
-            torch.mul(p, dropout_mask(p, dropout, generator), out=dropped)
-        block.unpad_into(torch.bmm(dropped, x[2])[None], out_NH.view(N, 1, heads, -1))
-    return out_NH, buffer if buffer_elements else qkv_NX.new_empty(0)
+        R = block.n * block.heads
+        sizes = block.sizes(X, dropout)
+        qkv, *weights = buffer[start : start + sum(sizes)].split(sizes)
+        p = weights[0].view(R, block.L, block.L)
+        yield block, qkv.view(3, R, block.L, -1), p, weights[-1].view_as(p)
+        start += sum(sizes)
 
 
 def _scores(x: Tensor, masks: list[Tensor]) -> Tensor:
     """Return q k^T / sqrt(D) + masks [R, L, L] for x = (q, k, v) [3, R, L, D]."""
-    q, k, scale = x[0], x[1].transpose(1, 2), x.shape[-1] ** -0.5
-    scores = torch.baddbmm(masks[0] if masks else q.new_empty(1), q, k, beta=1 if masks else 0, alpha=scale)
-    return scores.add_(masks[1]) if len(masks) > 1 else scores
-
-
-@attention_blocks.register_fake
-def _(qkv_NX: Tensor, lengths_B: Tensor, buffer_elements: int, *_: Any) -> tuple[Tensor, Tensor]:
-    N, X = qkv_NX.shape
-    return qkv_NX.new_empty(N, X // 3), qkv_NX.new_empty(buffer_elements)
-
-
-@torch.library.custom_op("xscale::attention_backward", mutates_args=())
-def attention_blocks_backward(
-    grad_NH: Tensor, out_NH: Tensor, saved: Tensor, lengths_B: Tensor, heads: int, dropout: float, window: int | None
-) -> Tensor:
-    """Return the gradient of qkv [N, X]: dS = dropout(P) * (g v^T) - P * delta, delta = sum(g * out), g = grad."""
-    N, H = grad_NH.shape
-    grad = grad_NH.reshape(N, 1, heads, -1)
-    delta = (grad * out_NH.view_as(grad)).sum(-1, keepdim=True)
-    d_qkv = grad_NH.new_empty(N, 3, heads, H // heads)
-    blocks = _blocks(tuple(lengths_B.tolist()), heads, window, grad_NH.dtype, grad_NH.device)
-    for block, (q, k, v), p, dropped in _views(saved, blocks, 3 * H, dropout, keep=True):
-        g, delta_RL1 = (block.pad(rows, zeros=True)[0].flatten(0, 1) for rows in (grad, delta))
-        dx, scale = q.new_empty(3, *q.shape), q.shape[-1] ** -0.5
-        torch.bmm(dropped.transpose(1, 2), g, out=dx[2])
-        dS = torch.bmm(g, v.transpose(1, 2)).mul_(dropped).addcmul_(p, delta_RL1, value=-1)
-        dx[0].baddbmm_(dS, k, beta=0, alpha=scale)
-        dx[1].baddbmm_(dS.transpose(1, 2), q, beta=0, alpha=scale)
-        block.unpad_into(dx, d_qkv)
-    return d_qkv.view(N, 3 * H)
-
-
-@attention_blocks_backward.register_fake
-def _(grad_NH: Tensor, *_: Any) -> Tensor:
-    return grad_NH.new_empty(len(grad_NH), 3 * grad_NH.shape[1])
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    _, lengths_B, _, _, _, heads, dropout, window = inputs
-    out_NH, saved = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(saved)
-    ctx.save_for_backward(out_NH, saved, lengths_B)
-    ctx.arguments = heads, dropout, window
-
-
-def _backward(ctx: Any, grad_NH: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    grad = None if grad_NH is None else attention_blocks_backward(grad_NH, *ctx.saved_tensors, *ctx.arguments)
-    return grad, *[None] * 7
-
-
-attention_blocks.register_autograd(_backward, setup_context=_save)
+    q = x[0]
+    k_transposed = x[1].transpose(1, 2)
+    scale = q.shape[-1] ** -0.5
+    if not masks:
+        return torch.baddbmm(q.new_empty(1), q, k_transposed, beta=0, alpha=scale)
+    scores = torch.baddbmm(masks[0], q, k_transposed, alpha=scale)
+    for mask in masks[1:]:
+        scores.add_(mask)
+    return scores
 
 
 def dropout_mask(like: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
@@ -278,7 +248,7 @@ class _Dropout(torch.autograd.Function):
 
 def dropout(x: Tensor, p: float, residual: Tensor | None = None) -> Tensor:
     """Return `F.dropout(x, p)`, plus the residual if there is one. Masks are drawn from torch's global generator."""
-    if p and x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if p and x.device.type == "cpu":
         return _Dropout.apply(x, residual, p)
     dropped = F.dropout(x, p) if p else x
     return dropped if residual is None else residual + dropped

@@ -224,7 +224,7 @@ def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
     return {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
 
 
-def dropout_of(init: str | Path | None) -> float:
+def configured_dropout(init: str | Path | None) -> float:
     """Return the dropout of the hidden states in the config of `model.init`; 0.1 without one."""
     config = _config_of(init) if init else None
     if config is None:
@@ -237,10 +237,12 @@ def has_segments(init: str | Path | None, preset: str) -> bool:
     """Return True if the model has token types for the two sentences of a pair; False if `init` cannot be read."""
     if init is None:
         return preset_config(preset, 8, 0, 8, 0.0).model_type == "bert"
-    return getattr(_config_of(init), "type_vocab_size", 0) > 1 and not run_fields_of(init).get("language_embeddings")
+    return getattr(_config_of(init), "type_vocab_size", 0) > 1 and not xscale_field_of_init(init).get(
+        "language_embeddings"
+    )
 
 
-def run_fields_of(init: str | Path | None) -> dict[str, Any]:
+def xscale_field_of_init(init: str | Path | None) -> dict[str, Any]:
     """Return the `xscale_field` of `model.init`, or {} if `init` is None."""
     return xscale_field(_config_of(init), f"model.init {init}") if init else {}
 
@@ -248,20 +250,21 @@ def run_fields_of(init: str | Path | None) -> dict[str, Any]:
 def xscale_field(config: Any, model_name: str) -> dict[str, Any]:
     """Return the field `xscale` of a model's config, which build_encoder writes, or {} if there is none. model_name:
     the model's name for errors. Raises UserError if the field is damaged."""
-    found = getattr(config, "xscale", None) or {}
-    kinds: dict[str, Any] = {"languages": list, "lexicon_heldout": (int, float)}
-    kinds |= dict.fromkeys(("language_embeddings", "neutral_trained", "segments", "reset_positions"), bool)
-    sound = isinstance(found, dict)
-    if sound:
-        for name, value in found.items():
-            sound &= isinstance(value, kinds.get(name, object))
-    if not sound or not all(isinstance(language, str) for language in found.get("languages", [])):
+    fields = getattr(config, "xscale", None) or {}
+    kinds: dict[str, Any] = dict.fromkeys(
+        ("language_embeddings", "neutral_trained", "segments", "reset_positions"), bool
+    )
+    kinds |= {"languages": list, "lexicon_heldout": (int, float)}
+    is_sound = isinstance(fields, dict)
+    if is_sound:
+        is_sound = all(isinstance(value, kinds.get(name, object)) for name, value in fields.items())
+    if is_sound:
+        languages = fields.get("languages", [])
+        is_sound = all(isinstance(language, str) for language in languages)
+        is_sound &= languages[:1] == [NEUTRAL] or not fields.get("language_embeddings")
+    if not is_sound:
         raise UserError(f"{model_name}: the field `xscale` of its config.json is damaged; export the run again")
-    if found.get("language_embeddings") and found.get("languages", [])[:1] != [NEUTRAL]:
-        raise UserError(
-            f"{model_name}: an older xscale, which numbers languages differently, has exported it; train it again"
-        )
-    return found
+    return fields
 
 
 def _config_of(init: str | Path) -> Any:
@@ -271,13 +274,13 @@ def _config_of(init: str | Path) -> Any:
 
 
 def _token_type_count(config: Any) -> int:
-    rows = getattr(config, "type_vocab_size", 0)
-    if not rows:
+    count = getattr(config, "type_vocab_size", 0)
+    if not count:
         raise UserError(
             f"a {config.model_type} model has no token types, which language embeddings need; set "
             f"streams.NAME.language_embeddings=false for each stream"
         )
-    return rows
+    return count
 
 
 def fill_neutral_row(lm: PreTrainedModel) -> None:

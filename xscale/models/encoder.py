@@ -102,7 +102,7 @@ class Encoder(nn.Module):
     def forward(self, row: Tokens, places: Tensor | None = None) -> Tensor:
         """Return the last hidden states [N, H], or with `places` those of the tokens at these places [P, H]. No place
         occurs twice."""
-        seed = torch.randint(2**62, ()) if self.training else torch.zeros((), dtype=torch.int64)
+        seed = int(torch.randint(2**62, ())) if self.training else 0
         run = partial(checkpoint, use_reentrant=False) if self._checkpointing and torch.is_grad_enabled() else _call
         return self._states(self.lm.base_model, row, seed, run, places)
 
@@ -117,7 +117,7 @@ class Encoder(nn.Module):
             inputs.append(x)
             return layer(module, x, *more)
 
-        last = self._states(self.lm.base_model, row, torch.zeros((), dtype=torch.int64), keep)
+        last = self._states(self.lm.base_model, row, 0, keep)
         return [*inputs, last]
 
     def set_rope_theta(self, theta: float) -> None:

@@ -54,7 +54,7 @@ def take_places(x_NH: Tensor, places_P: Tensor | None) -> Tensor:
     return x_NH if places_P is None else _TakePlaces.apply(x_NH, places_P)
 
 
-def bert_states(model: Any, row: Tokens, seed: Tensor, run: Run, places: Tensor | None = None) -> Tensor:
+def bert_states(model: Any, row: Tokens, seed: int, run: Run, places: Tensor | None = None) -> Tensor:
     """Return the last hidden states of a row [N, H], or those at `places` [P, H], for BertModel and models of the same
     structure."""
     e = model.embeddings
@@ -68,10 +68,13 @@ def bert_states(model: Any, row: Tokens, seed: Tensor, run: Run, places: Tensor 
     return x
 
 
-def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int, places: Tensor | None) -> Tensor:
-    own, out, ffn = layer.attention.self, layer.attention.output, layer.output
-    heads, p = own.num_attention_heads, _dropout_rate(own.dropout)
-    attended = attention(_qkv(own, x), row.starts, row.lengths, row.longest, seed, number, heads, p)
+def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: int, number: int, places: Tensor | None) -> Tensor:
+    own = layer.attention.self
+    out = layer.attention.output
+    ffn = layer.output
+    p = _dropout_rate(own.dropout)
+    qkv = _qkv(own, x)
+    attended = attention(qkv, row.starts, row.lengths, row.longest, seed + number, own.num_attention_heads, p)
     attended = take_places(attended, places)
     x = take_places(x, places)
     x = _add_norm(out.dense(attended), x, _dropout_rate(out.dropout), out.LayerNorm, seed, 2 * number)
@@ -80,10 +83,10 @@ def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int, p
     )
 
 
-def _add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: Tensor, number: int) -> Tensor:
+def _add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: int, number: int) -> Tensor:
     if runs_fused(x, norm):
         # The seeds of attention are below 2^62 + layers.
-        return dropout_add_norm(x, residual, p, norm, int(seed) + 2**62 + number)
+        return dropout_add_norm(x, residual, p, norm, seed + 2**62 + number)
     return norm(dropout(x, p, residual))
 
 
@@ -96,7 +99,7 @@ def _qkv(own: Any, x: Tensor) -> Tensor:
     return F.linear(x, torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
 
 
-def modernbert_states(model: Any, row: Tokens, seed: Tensor, run: Run, places: Tensor | None = None) -> Tensor:
+def modernbert_states(model: Any, row: Tokens, seed: int, run: Run, places: Tensor | None = None) -> Tensor:
     """Return the last hidden states of a row [N, H], or those at `places` [P, H], for ModernBertModel (Warner et al.
     2024)."""
     c, e = model.config, model.embeddings
@@ -114,16 +117,18 @@ def _modernbert_layer(
     layer: Any,
     x: Tensor,
     row: Tokens,
-    seed: Tensor,
+    seed: int,
     number: int,
     rotation: tuple[Tensor, Tensor],
     window: int | None,
     places: Tensor | None,
 ) -> Tensor:
-    own, mlp = layer.attn, layer.mlp
-    heads, p = own.config.num_attention_heads, own.attention_dropout if own.training else 0.0
+    own = layer.attn
+    mlp = layer.mlp
+    heads = own.config.num_attention_heads
+    p = own.attention_dropout if own.training else 0.0
     qkv = rotate_(own.Wqkv(layer.attn_norm(x)), *rotation, heads)
-    attended = attention(qkv, row.starts, row.lengths, row.longest, seed, number, heads, p, window)
+    attended = attention(qkv, row.starts, row.lengths, row.longest, seed + number, heads, p, window)
     attended = take_places(attended, places)
     x = take_places(x, places)
     x = dropout(own.Wo(attended), _dropout_rate(own.out_drop), x)
@@ -143,7 +148,7 @@ def _rotation(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tup
     return torch.cat([cos, cos], 1)[:, None, None], torch.cat([-sin, sin], 1)[:, None, None]
 
 
-def padded_states(model: Any, row: Tokens, seed: Tensor, run: Run, places: Tensor | None = None) -> Tensor:
+def padded_states(model: Any, row: Tokens, seed: int, run: Run, places: Tensor | None = None) -> Tensor:
     """Return any Hugging Face encoder's last hidden states [N, H], or those at `places` [P, H], by its own forward pass
     over padded sequences."""
     return take_places(padded_layers(model, row)[-1], places)

@@ -1,6 +1,5 @@
 """Saves the objectives' trained heads beside an exported model, and loads them for a run that starts from it."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,18 +27,17 @@ class SavedHeads(NamedTuple):
     def objective(self) -> str:
         return self.stream["objective"]
 
-    def options(self, options_class: type) -> Any:
-        """Return the objective's own fields as an instance of `options_class`."""
-        own = {field.name for field in dataclasses.fields(options_class)}
-        return options_class(**{name: value for name, value in self.stream.items() if name in own})
 
-
-def save_heads(kept: dict[str, SavedHeads], folder: Path) -> None:
+def save_heads(heads_of_streams: dict[str, SavedHeads], folder: Path) -> None:
     """Write the heads of each stream into the file FILE of the folder, or no file if there are no heads."""
-    if kept:
-        weights = {f"{name}.{part}": w.contiguous() for name, of in kept.items() for part, w in of.weights.items()}
-        streams = json.dumps({name: heads.stream for name, heads in kept.items()})
-        save_file(weights, folder / FILE, {"format": "pt", "streams": streams})
+    weights = {}
+    streams = {}
+    for name, heads in heads_of_streams.items():
+        streams[name] = heads.stream
+        for part, weight in heads.weights.items():
+            weights[f"{name}.{part}"] = weight.contiguous()
+    if weights:
+        save_file(weights, folder / FILE, {"format": "pt", "streams": json.dumps(streams)})
 
 
 def load_heads(folder: Path) -> dict[str, SavedHeads]:
@@ -47,17 +45,18 @@ def load_heads(folder: Path) -> dict[str, SavedHeads]:
     path = folder / FILE
     if not path.exists():
         return {}
+    heads_of_streams = {}
     try:
         with safe_open(path, "pt") as file:
-            kept = {name: SavedHeads(stream, {}) for name, stream in json.loads(file.metadata()["streams"]).items()}
+            for name, stream in json.loads(file.metadata()["streams"]).items():
+                heads_of_streams[name] = SavedHeads(stream, {})
             for name in file.keys():  # noqa: SIM118  (not a dict)
-                stream, _, part = name.partition(".")
-                kept[stream].weights[part] = file.get_tensor(name)
+                stream_name, _, part = name.partition(".")
+                heads_of_streams[stream_name].weights[part] = file.get_tensor(name)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if pointer := pointer_problem(path):
-            raise UserError(pointer) from None
-        raise UserError(f"cannot read {path} ({error}); export the run again, or delete the file") from None
-    return kept
+        problem = pointer_problem(path) or f"cannot read {path} ({error}); export the run again, or delete the file"
+        raise UserError(problem) from None
+    return heads_of_streams
 
 
 def copy_saved_heads(saved: dict[str, SavedHeads], stream: str, objective: str, heads: nn.Module) -> str | None:
@@ -66,19 +65,25 @@ def copy_saved_heads(saved: dict[str, SavedHeads], stream: str, objective: str, 
 
     Heads of a stream with the same name are preferred.
     """
-    found = [name for name, of in saved.items() if of.objective == objective]
-    if not found:
+    candidates = [name for name, candidate in saved.items() if candidate.objective == objective]
+    if not candidates:
         return None
-    name = stream if stream in found else found[0]
-    ours, theirs = heads.state_dict(), saved[name].weights
-    if differing := [part for part in {**ours, **theirs} if _shape(ours, part) != _shape(theirs, part)]:
-        part = differing[0]
-        return (
-            f"streams.{stream} starts with new heads, because {part} of model.init's stream {name} has shape "
-            f"{_shape(theirs, part)}, but here it is {_shape(ours, part)}"
-        )
-    heads.load_state_dict(theirs)
-    return f"streams.{stream} starts from the heads of model.init's stream {name}: {', '.join(sorted(theirs))}"
+    saved_stream = stream if stream in candidates else candidates[0]
+    new_weights = heads.state_dict()
+    saved_weights = saved[saved_stream].weights
+    for part in new_weights | saved_weights:
+        new_shape = _shape(new_weights, part)
+        saved_shape = _shape(saved_weights, part)
+        if new_shape != saved_shape:
+            return (
+                f"streams.{stream} starts with new heads, because {part} of model.init's stream {saved_stream} has "
+                f"shape {saved_shape}, but here it is {new_shape}"
+            )
+    heads.load_state_dict(saved_weights)
+    return (
+        f"streams.{stream} starts from the heads of model.init's stream {saved_stream}: "
+        f"{', '.join(sorted(saved_weights))}"
+    )
 
 
 def _shape(weights: dict[str, Tensor], name: str) -> str:

@@ -1,14 +1,12 @@
 """Momentum contrast (MoCo, He et al. 2020): an encoder that slowly follows the trained one, and a queue of its vectors.
 
-Shape letters: B sequences of a row, N vectors of a global batch, K vectors in the queue, D width of a vector.
+Shape letters: N vectors of a global batch, K vectors in the queue, D width of a vector.
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from xscale.models.encoder import Encoder
@@ -139,49 +137,3 @@ class Queue:
         self.born_K.copy_(state["born"])
         self.texts_K2.copy_(state["texts"])
         self.next, self.filled = state["next"], state["filled"]
-
-
-class GatheredVectors:
-    """Collects the vectors of this rank's rows, and gives every rank the vectors of the whole global batch, in the
-    order of its samples."""
-
-    def __init__(self) -> None:
-        self.parts: list[tuple[Tensor, Tensor]] = []
-        """For each packed row: its vectors [B, D], and their samples' positions and text hashes [B, 3]."""
-
-    def add(self, vectors_BD: Tensor, numbers_B: Tensor, texts_B2: Tensor) -> None:
-        """Add a row's vectors. numbers_B: their samples' positions in the global batch; texts_B2: their text hashes."""
-        self.parts.append((vectors_BD, torch.cat([numbers_B[:, None], texts_B2], 1)))
-
-    def start_exchange(self, counts: list[int] | None = None) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Start the exchange of all added vectors. Every rank calls it. counts: the number of vectors of each rank;
-        None: the ranks exchange these numbers first.
-
-        Return a function that waits for the exchange and returns vectors [N, D] and text hashes [N, 2].
-        """
-        vectors, numbers_N3 = (torch.cat(parts) for parts in zip(*self.parts, strict=True))
-        self.parts.clear()
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return lambda: _in_order(vectors, numbers_N3)
-        if counts is None:
-            counts = [0] * dist.get_world_size()
-            dist.all_gather_object(counts, len(vectors))
-        assert counts[dist.get_rank()] == len(vectors), (counts, len(vectors))
-        width = vectors.shape[1]
-        # Integers as raw bits, so that one message has both.
-        rows = torch.cat([vectors, numbers_N3.view(vectors.dtype)], 1)
-        rows = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), rows.shape[1])])
-        everyone = [torch.empty_like(rows) for _ in counts]
-        message = dist.all_gather(everyone, rows, async_op=True)
-
-        def arrived() -> tuple[Tensor, Tensor]:
-            message.wait()
-            whole = torch.cat([part[:n] for part, n in zip(everyone, counts, strict=True)])
-            return _in_order(whole[:, :width], whole[:, width:].contiguous().view(torch.int64))
-
-        return arrived
-
-
-def _in_order(vectors: Tensor, numbers_N3: Tensor) -> tuple[Tensor, Tensor]:
-    order = numbers_N3[:, 0].argsort()
-    return vectors[order], numbers_N3[order, 1:]

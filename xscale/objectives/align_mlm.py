@@ -80,17 +80,19 @@ def entries_of_row(total: int, wanted: int | None, context: CollateContext) -> n
     return np.sort(chosen)[context.row :: context.rows]
 
 
-def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: AlignMlmOptions) -> Losses:
+def compute_losses(
+    parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: AlignMlmOptions
+) -> Losses:
     E = parts.encoder.lm.get_input_embeddings()
     # Both sides are looked up in one call, because each lookup makes a gradient as large as the table.
-    b1_NH, b2_NH = word_vectors(E, arrays["ids"], arrays["starts"]).chunk(2)
+    b1_NH, b2_NH = mean_word_embeddings(E, arrays["ids"], arrays["starts"]).chunk(2)
     cosine = F.cosine_similarity(b1_NH, b2_NH, dim=-1).sum()
     L_ALIGN = -cosine
-    L_MLM = mlm.loss(parts, states, arrays, options)
+    L_MLM = mlm.compute_losses(parts, states, arrays, options)
     return replace(L_MLM, sums={"align": L_ALIGN}, metrics={"dictionary_cosine": (cosine.detach(), "align")})
 
 
-def word_vectors(table: nn.Module, ids: Tensor, starts_N: Tensor) -> Tensor:
+def mean_word_embeddings(table: nn.Module, ids: Tensor, starts_N: Tensor) -> Tensor:
     """Return the mean embedding of each word's tokens [N, H], in fp32 or wider. ids: the tokens of all words, one word
     after the other."""
     rows = table(ids)
@@ -103,7 +105,7 @@ OBJECTIVE = Objective(
     record_kind="mono",
     options=AlignMlmOptions,
     collate=collate,
-    loss=loss,
+    loss=compute_losses,
     terms=lambda options: {"mlm": 1.0, "align": options.alpha},
     words=mlm.words,
     needs="lexicon",

@@ -108,7 +108,9 @@ def collate(samples: list[list[Example]], options: AlignLMOptions, context: Coll
     )
 
 
-def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: AlignLMOptions) -> Losses:
+def compute_losses(
+    parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: AlignLMOptions
+) -> Losses:
     W1 = parts.encoder.head.dense
     GELU = parts.encoder.head.activation
     LN = parts.encoder.head.norm
@@ -131,7 +133,7 @@ OBJECTIVE = Objective(
     record_kind="pair",
     options=AlignLMOptions,
     collate=collate,
-    loss=loss,
+    loss=compute_losses,
     terms=lambda options: {"mono": 1.0, "bi": options.bilingual_weight},
     divisors={"bi": "mono"},  # both losses are divided by |M|, see (9)
     ratios={"bilingual_coverage": ("bi", "mono"), "bilingual_links": ("links", "bi")},

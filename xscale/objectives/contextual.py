@@ -92,7 +92,7 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
     words = links.parse_links(pairs, across=True)
     last = links.word_tokens(pairs, layout, sequences, words.first, "last")
-    single_links = one_to_one(words.links)
+    single_links = one_to_one_links(words.links)
     connects_words = words.is_word[single_links].all(axis=1)
     first, second = links.token_links(single_links[connects_words], last).T
     alone = join_segments(context.tokenizer, links.segments(pairs, anchors), context.language_ids)
@@ -107,7 +107,7 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
     )
 
 
-def one_to_one(links_K2: np.ndarray) -> np.ndarray:
+def one_to_one_links(links_K2: np.ndarray) -> np.ndarray:
     """Return the links whose two words have no other link."""
     first_K, second_K = links_K2.T
     is_single = (np.bincount(first_K)[first_K] == 1) & (np.bincount(second_K)[second_K] == 1)
@@ -126,7 +126,9 @@ def _anchor_side(pair: Example, anchor: str | None) -> int:
     return sides[0]
 
 
-def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: ContextualOptions) -> Losses:
+def compute_losses(
+    parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: ContextualOptions
+) -> Losses:
     """Return the sums L and R of the paper."""
     L = squared_distances(states["first"], states["second"])
     R = squared_distances(states["anchors"], states["auxiliary"])
@@ -143,7 +145,7 @@ OBJECTIVE = Objective(
     record_kind="pair",
     options=ContextualOptions,
     collate=collate,
-    loss=loss,
+    loss=compute_losses,
     terms=lambda options: {"align": 1.0, "anchor": options.anchor_weight},
     # Both sums are divided by the number of sub-words of both sentences.
     divisors={"align": "tokens", "anchor": "tokens"},

@@ -100,7 +100,7 @@ def translate(
             f"streams.{context.stream}: data.lexicons has no entry whose two words differ and have the same number of "
             f"tokens, so no word has a translation; use a larger dictionary or a tokenizer with a larger vocabulary"
         )
-    firsts, sizes = whole_words(sequences, targets)
+    firsts, sizes = wholly_selected_words(sequences, targets)
     identities_W = sequences.identities[sequences.numbers[firsts]]
     offsets_W = sequences.offsets[firsts]
     uses_W = rng.uniform(identities_W ^ _USE, offsets_W) < options.dict_share
@@ -121,7 +121,7 @@ def translate(
     return Translations(used_N[targets], ids_N[targets], languages_N[targets])
 
 
-def whole_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def wholly_selected_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first token and the number of tokens of each word whose tokens are all targets [W]."""
     if sequences.words is None:
         assert not len(targets)
@@ -142,7 +142,7 @@ OBJECTIVE = Objective(
     record_kind="mono",
     options=DictMlmOptions,
     collate=collate,
-    loss=mlm.loss,
+    loss=mlm.compute_losses,
     terms=lambda options: {"mlm": 1.0},
     ratios={"dictionary_share": ("translated", "mlm")},
     words=lambda options: True,

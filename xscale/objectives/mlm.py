@@ -65,7 +65,7 @@ def words(options: MaskedOptions) -> bool:
     return options.whole_word
 
 
-def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Any) -> Losses:
+def compute_losses(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Any) -> Losses:
     return Losses([Prediction("mlm", parts.encoder.features(states["masked"]))])
 
 
@@ -73,7 +73,7 @@ OBJECTIVE = Objective(
     record_kind="mono",
     options=MaskedOptions,
     collate=collate,
-    loss=loss,
+    loss=compute_losses,
     terms=lambda options: {"mlm": 1.0},
     words=words,
 )

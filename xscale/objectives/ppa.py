@@ -29,9 +29,7 @@ Shape letters: B pairs of a row, N of the step, M masked tokens, S states, H hid
 queue.
 """
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -48,10 +46,11 @@ from xscale.data.ragged import indices_within
 from xscale.data.sequences import Example, Sequences, concat_sequences, join_segments
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
-from xscale.models.momentum import GatheredVectors, MomentumEncoder, Queue
+from xscale.models.momentum import MomentumEncoder, Queue
 from xscale.objectives import tlm
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
+from xscale.ops.rank_rows import gather_rank_rows
 from xscale.recipe import STRICT, Count, Fraction, NotNegative
 
 
@@ -147,15 +146,15 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
     """
     pairs = context.fit_pairs(samples)
     first_sides = tlm.first_sides(pairs)
-    words = no_words(context)
+    words = empty_batch(context)
     if options.tlm_weight:
-        words = word_level(pairs, first_sides, options, context)
+        words = masked_batch(pairs, first_sides, options, context)
     stream_batch = replace(words, samples=len(pairs))
     if not options.moco_weight:
         return stream_batch
-    query = views(pairs, first_sides, context)
-    key = views(pairs, [1 - side for side in first_sides], context)
-    query_states = Gather.concat([pooled(query, options.pooling)], [len(words.sequences.ids)])
+    query = sentence_sequences(pairs, first_sides, context)
+    key = sentence_sequences(pairs, [1 - side for side in first_sides], context)
+    query_states = Gather.concat([pooling_gather(query, options.pooling)], [len(words.sequences.ids)])
     return replace(
         stream_batch,
         sequences=concat_sequences(words.sequences, query),
@@ -163,17 +162,17 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: CollateC
         target_counts=words.target_counts | {"moco": len(pairs)},
         arrays={
             "number": np.array([pair.number for pair in pairs], dtype=np.int64),
-            "texts": np.stack([text_numbers(query.ids, query.lengths), text_numbers(key.ids, key.lengths)], 1),
+            "texts": np.stack([hash_texts(query.ids, query.lengths), hash_texts(key.ids, key.lengths)], 1),
         },
-        auxiliary=StreamBatch(key, {"key": pooled(key, options.pooling)}, {}, len(pairs), types=words.types),
+        auxiliary=StreamBatch(key, {"key": pooling_gather(key, options.pooling)}, {}, len(pairs), types=words.types),
     )
 
 
-def no_words(context: CollateContext) -> StreamBatch:
-    return StreamBatch(views([], [], context), {}, {}, 0)
+def empty_batch(context: CollateContext) -> StreamBatch:
+    return StreamBatch(sentence_sequences([], [], context), {}, {}, 0)
 
 
-def word_level(
+def masked_batch(
     pairs: list[Example], first_sides: list[int], options: PpaOptions, context: CollateContext
 ) -> StreamBatch:
     """Return the batch of the term `word_term`: TLM, or MLM with `replace_tlm_with_mlm`."""
@@ -194,22 +193,23 @@ def word_level(
 _SIDE = (rng.key("ppa", "side 0"), rng.key("ppa", "side 1"))
 
 
-def views(pairs: list[Example], sides: list[int], context: CollateContext) -> Sequences:
+def sentence_sequences(pairs: list[Example], sides: list[int], context: CollateContext) -> Sequences:
     """Return the sequence `[CLS] s [SEP]` of each pair, where s is the pair's text on its side."""
     segments = [[segment] for segment in zip(pairs, sides, strict=True)]
     return join_segments(context.tokenizer, segments, context.language_ids)
 
 
-def pooled(views: Sequences, pooling: str) -> Gather:
-    """Return the tokens whose states are summed for the vector of each view. A sum may replace the mean, because only
-    the direction of the vector matters."""
+def pooling_gather(sentences: Sequences, pooling: str) -> Gather:
+    """Return the tokens whose states are summed for the vector of each sentence. A sum may replace the mean, because
+    only the direction of the vector matters. pooling: "cls" or "mean"."""
     if pooling == "cls":
-        return Gather.single(views.starts)
-    is_special = (views.offsets == 0) | (views.offsets == np.repeat(views.lengths, views.lengths) - 1)
-    return Gather.sums(np.flatnonzero(~is_special), views.lengths - 2)
+        return Gather.single(sentences.starts)
+    last_offsets = np.repeat(sentences.lengths, sentences.lengths) - 1
+    is_special = (sentences.offsets == 0) | (sentences.offsets == last_offsets)
+    return Gather.sums(np.flatnonzero(~is_special), sentences.lengths - 2)
 
 
-def text_numbers(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def hash_texts(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return a hash of each text's tokens, int64 [B]. ids: the tokens of all texts, concatenated; lengths: the number
     of tokens of each text, at least 1 [B]."""
     if not len(lengths):
@@ -249,9 +249,11 @@ class Moco:
         self.step = self.steps = 0
         """The number of finished optimizer steps, and the number of steps of the whole run. StepModule sets the
         latter."""
-        self.step_keys: Callable[[], tuple[Tensor, Tensor]] | None = None
-        """The function that returns the current step's keys [N, D] and text hashes [N, 2]; None before `gather`."""
-        self._batch = GatheredVectors()
+        self.step_keys: tuple[Tensor, Tensor] | None = None
+        """The keys [N, D] of the current step on all ranks, and their text hashes [N, 2], in the order of the samples;
+        None before `gather`."""
+        self._rows: list[Tensor] = []
+        """For each packed row: its keys [B, D], and the bits of their samples' positions and text hashes."""
 
     @torch.no_grad()
     def encode(self, trained: Encoder, row: Row, arrays: list[dict[str, Tensor]]) -> Tensor:
@@ -261,14 +263,21 @@ class Moco:
         key_encoder, projection = self.momentum.key_modules(trained.training and not self.options.momentum_eval)
         z_BD = projection(alignment_gather(key_encoder(row.tokens, row.places), *row.gather, *row.transposed))
         if trained.training:
-            numbers_B = torch.cat([of_row["number"] for of_row in arrays])
-            texts_B2 = torch.cat([of_row["texts"] for of_row in arrays])
-            self._batch.add(z_BD, numbers_B, texts_B2)
+            position_B1 = torch.cat([row_arrays["number"] for row_arrays in arrays])[:, None]
+            texts_B2 = torch.cat([row_arrays["texts"] for row_arrays in arrays])
+            # Integers as raw bits, so that one message has both.
+            self._rows.append(torch.cat([z_BD, torch.cat([position_B1, texts_B2], 1).view(z_BD.dtype)], 1))
         return z_BD
 
     def gather(self, counts: list[int] | None) -> None:
-        if self._batch.parts:
-            self.step_keys = functools.cache(self._batch.start_exchange(counts))
+        if not self._rows:
+            return
+        rows, _ = gather_rank_rows(torch.cat(self._rows), counts)
+        self._rows.clear()
+        width = self.queue.ring_KD.shape[1]
+        position_and_texts_N3 = rows[:, width:].contiguous().view(torch.int64)
+        order = position_and_texts_N3[:, 0].argsort()
+        self.step_keys = rows[order, :width], position_and_texts_N3[order, 1:]
 
     def update(self, weights_changed: bool) -> None:
         self._enqueue(self.step + 1)
@@ -280,7 +289,7 @@ class Moco:
     def _enqueue(self, step: int) -> None:
         self.gather(None)
         if self.step_keys:
-            keys_ND, texts_N2 = self.step_keys()
+            keys_ND, texts_N2 = self.step_keys
             self.queue.push(keys_ND, step, texts_N2)
         self.step_keys = None
 
@@ -289,18 +298,18 @@ class Moco:
         return self.queue.filled
 
     def state_dict(self) -> dict[str, Any]:
-        assert not self._batch.parts and not self.step_keys, "the state is saved between two steps"
+        assert not self._rows and not self.step_keys, "the state is saved between two steps"
         return {"momentum": self.momentum.state_dict(), "queue": self.queue.state_dict(), "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._batch.parts.clear()  # keys of an unfinished step
+        self._rows.clear()  # keys of an unfinished step
         self.step_keys = None
         self.momentum.load_state_dict(state["momentum"])
         self.queue.load_state_dict(state["queue"])
         self.step = state["step"]
 
 
-def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: PpaOptions) -> Losses:
+def compute_losses(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: PpaOptions) -> Losses:
     """Return the predictions of `word_term` and, unless its weight is 0, the sum of L_MoCo over pairs."""
     predictions = []
     if options.tlm_weight:
@@ -319,17 +328,17 @@ def contrast(
     zq_BD = parts.heads(states["query"])
     zk_BD = states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
-    own_BK = share_text(texts_B2, moco.queue.texts)
+    own_BK = have_common_text(texts_B2, moco.queue.texts)
     negative_BK = (zq_BD @ moco.queue.keys.to(zq_BD.dtype).T).masked_fill(own_BK, -torch.inf)
     logits = torch.cat([positive_B1, negative_BK], dim=1) / options.temperature
     labels_B = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     total = F.cross_entropy(logits, labels_B, reduction="sum")
     with torch.no_grad():
-        right = nearer(positive_B1, negative_BK).sum()
+        right = is_nearest(positive_B1, negative_BK).sum()
         age = moco.queue.mean_age(moco.step + 1) * len(logits)
         metrics = {"contrastive_accuracy": right, "queue_age": age, "own_keys": own_BK.sum()}
         if moco.step_keys:
-            metrics |= step_metrics(zq_BD, zk_BD, texts_B2, *moco.step_keys())
+            metrics |= step_metrics(zq_BD, zk_BD, texts_B2, *moco.step_keys)
         return total, metrics
 
 
@@ -338,12 +347,12 @@ TIE = 1e-6
 nearer. So if all vectors are equal, no key is nearer."""
 
 
-def nearer(positive_B1: Tensor, negative_BK: Tensor) -> Tensor:
+def is_nearest(positive_B1: Tensor, negative_BK: Tensor) -> Tensor:
     """Return for each pair whether the similarity of the positive is higher than that of all negatives [B]."""
     return (positive_B1 - TIE * positive_B1.abs() > negative_BK).all(-1)
 
 
-def share_text(texts_B2: Tensor, texts_K2: Tensor) -> Tensor:
+def have_common_text(texts_B2: Tensor, texts_K2: Tensor) -> Tensor:
     """Return for each pair and each key whether they have a text in common [B, K]."""
     a1_B1, a2_B1 = texts_B2[:, :, None].unbind(1)
     b1_K, b2_K = texts_K2.unbind(1)
@@ -355,8 +364,8 @@ def step_metrics(
 ) -> dict[str, Tensor]:
     """Return two sums over pairs: the number of pairs whose translation is nearer than every other sentence of the
     step, and the mean cosine of each key with the N - 1 other keys, which needs only the sum of all keys."""
-    others_BN = (zq_BD @ keys_ND.to(zq_BD.dtype).T).masked_fill(share_text(texts_B2, texts_N2), -torch.inf)
-    right = nearer((zq_BD * zk_BD).sum(-1, keepdim=True), others_BN).sum()
+    others_BN = (zq_BD @ keys_ND.to(zq_BD.dtype).T).masked_fill(have_common_text(texts_B2, texts_N2), -torch.inf)
+    right = is_nearest((zq_BD * zk_BD).sum(-1, keepdim=True), others_BN).sum()
     of_all_D = F.normalize(keys_ND, dim=-1).sum(0)
     cosines_B = (F.normalize(zk_BD, dim=-1) @ of_all_D - 1) / max(len(keys_ND) - 1, 1)
     return {"contrastive_accuracy_step": right, "sentence_cosine": cosines_B.sum()}
@@ -387,7 +396,7 @@ OBJECTIVE = Objective(
     record_kind="pair",
     options=PpaOptions,
     collate=collate,
-    loss=loss,
+    loss=compute_losses,
     terms=terms,
     heads=heads,
     auxiliary_state=auxiliary_state,

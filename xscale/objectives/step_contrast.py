@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.objectives.base import Losses, step_loss_share
-from xscale.objectives.ppa import nearer, share_text
+from xscale.objectives.ppa import have_common_text, is_nearest
 
 _BYTES = 8
 """The number of bytes of a text hash. Every floating type represents a byte exactly, so hashes are sent as further
@@ -56,14 +56,14 @@ def step_contrast(states: dict[str, Tensor], term: str, temperature: float, marg
     u_VH, v_VH = step_VD[:, : -2 * _BYTES].chunk(2, 1)
     s_VV = u_VH @ v_VH.T
     itself_VV = torch.eye(len(s_VV), dtype=torch.bool, device=s_VV.device)
-    left_out_VV = share_text(texts_V2, texts_V2) & ~itself_VV
+    left_out_VV = have_common_text(texts_V2, texts_V2) & ~itself_VV
     logits_VV = ((s_VV - margin * itself_VV.to(s_VV.dtype)) / temperature).masked_fill(left_out_VV, -torch.inf)
     targets_V = torch.arange(len(s_VV), device=s_VV.device)
     forth_V = F.cross_entropy(logits_VV, targets_V, reduction="none")
     back_V = F.cross_entropy(logits_VV.T, targets_V, reduction="none")
     with torch.no_grad():
         negative_VV = s_VV.masked_fill(left_out_VV | itself_VV, -torch.inf)
-        right_V = nearer(s_VV.diagonal()[:, None], negative_VV)
+        right_V = is_nearest(s_VV.diagonal()[:, None], negative_VV)
     return Losses(
         sums={term: step_loss_share((forth_V + back_V) / 2, own_S)},
         metrics={"contrastive_accuracy": (right_V[own_S].sum(), term)},

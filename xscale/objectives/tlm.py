@@ -54,7 +54,7 @@ OBJECTIVE = Objective(
     record_kind="pair",
     options=TlmOptions,
     collate=collate,
-    loss=mlm.loss,
+    loss=mlm.compute_losses,
     terms=lambda options: {"mlm": 1.0},
     words=mlm.words,
 )

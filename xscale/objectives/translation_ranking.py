@@ -18,7 +18,7 @@ from torch import Tensor
 from xscale.data.sequences import Example, concat_sequences
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.objectives.base import Losses, Objective, Parts
-from xscale.objectives.ppa import pooled, text_numbers, views
+from xscale.objectives.ppa import hash_texts, pooling_gather, sentence_sequences
 from xscale.objectives.step_contrast import exchanged_vectors, step_contrast
 from xscale.recipe import STRICT, NotNegative
 
@@ -45,14 +45,14 @@ def collate(samples: list[list[Example]], options: TranslationRankingOptions, co
     """Return the batch of samples, each of which is a single pair. Its sequences are all first sides, then all second
     sides. Its states are "first" and "second" [S], one for each pair."""
     pairs = context.fit_pairs(samples)
-    first = views(pairs, [0] * len(pairs), context)
-    second = views(pairs, [1] * len(pairs), context)
-    texts_S2 = np.stack([text_numbers(first.ids, first.lengths), text_numbers(second.ids, second.lengths)], 1)
+    first = sentence_sequences(pairs, [0] * len(pairs), context)
+    second = sentence_sequences(pairs, [1] * len(pairs), context)
+    texts_S2 = np.stack([hash_texts(first.ids, first.lengths), hash_texts(second.ids, second.lengths)], 1)
     return StreamBatch(
         sequences=concat_sequences(first, second),
         states={
-            "first": pooled(first, options.pooling),
-            "second": Gather.concat([pooled(second, options.pooling)], [len(first.ids)]),
+            "first": pooling_gather(first, options.pooling),
+            "second": Gather.concat([pooling_gather(second, options.pooling)], [len(first.ids)]),
         },
         target_counts={"ranking": len(pairs)},
         samples=len(pairs),
@@ -66,7 +66,7 @@ def vectors(
     return exchanged_vectors(states["first"], states["second"], arrays["texts"])
 
 
-def loss(
+def compute_losses(
     parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: TranslationRankingOptions
 ) -> Losses:
     """Return the sum over the row's pairs of half of their losses in both directions."""
@@ -77,7 +77,7 @@ OBJECTIVE = Objective(
     record_kind="pair",
     options=TranslationRankingOptions,
     collate=collate,
-    loss=loss,
+    loss=compute_losses,
     vectors=vectors,
     terms=lambda options: {"ranking": 1.0},
     check=check,

@@ -24,8 +24,8 @@ from xscale.data import links
 from xscale.data.sequences import Example, join_segments
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.objectives.base import Losses, Objective, Parts
-from xscale.objectives.contextual import one_to_one
-from xscale.objectives.ppa import text_numbers
+from xscale.objectives.contextual import one_to_one_links
+from xscale.objectives.ppa import hash_texts
 from xscale.objectives.step_contrast import exchanged_vectors, step_contrast
 from xscale.recipe import STRICT
 
@@ -46,13 +46,13 @@ def collate(samples: list[list[Example]], options: WordContrastOptions, context:
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
     words = links.parse_links(pairs, across=True)
     word_tokens = links.word_tokens(pairs, layout, sequences, words.first, "all")
-    single_links = one_to_one(words.links)
+    single_links = one_to_one_links(words.links)
     has_tokens = word_tokens.lengths > 0
     usable = (words.is_word & has_tokens)[single_links].all(axis=1)
     first_tokens, first_counts = word_tokens.take(single_links[usable, 0])
     second_tokens, second_counts = word_tokens.take(single_links[usable, 1])
-    first_texts = text_numbers(sequences.ids[first_tokens], first_counts)
-    second_texts = text_numbers(sequences.ids[second_tokens], second_counts)
+    first_texts = hash_texts(sequences.ids[first_tokens], first_counts)
+    second_texts = hash_texts(sequences.ids[second_tokens], second_counts)
     return StreamBatch(
         sequences=sequences,
         states={"first": Gather.sums(first_tokens, first_counts), "second": Gather.sums(second_tokens, second_counts)},
@@ -66,7 +66,9 @@ def vectors(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], 
     return exchanged_vectors(states["first"], states["second"], arrays["texts"])
 
 
-def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: WordContrastOptions) -> Losses:
+def compute_losses(
+    parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: WordContrastOptions
+) -> Losses:
     """Return the sum over the row's links of half of their losses in both directions."""
     return step_contrast(states, "words", options.temperature)
 
@@ -75,7 +77,7 @@ OBJECTIVE = Objective(
     record_kind="pair",
     options=WordContrastOptions,
     collate=collate,
-    loss=loss,
+    loss=compute_losses,
     vectors=vectors,
     terms=lambda options: {"words": 1.0},
     words=lambda options: True,

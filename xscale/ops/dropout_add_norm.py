@@ -16,12 +16,9 @@ from xscale.deepspeed_private import is_partitioned
 
 
 def runs_fused(x_NH: Tensor, norm: nn.Module) -> bool:
-    """Return True if the fused kernel should be used. The conditions: 16 bits on CUDA; the norm's weights are not
-    partitioned; a backward pass follows (otherwise plain operators cost the host less); and torch.compile is not
-    active, because it fuses by itself."""
-    if not x_NH.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return False
-    if not isinstance(norm, nn.LayerNorm) or norm.bias is None:
+    """Return True if the fused kernel should be used: in 16 bits on CUDA, for a norm whose weights are not partitioned,
+    and if a backward pass follows (otherwise plain operators cost the host less)."""
+    if not x_NH.is_cuda or not torch.is_grad_enabled() or not isinstance(norm, nn.LayerNorm) or norm.bias is None:
         return False
     return x_NH.dtype in (torch.float16, torch.bfloat16) and not is_partitioned(norm.weight)
 

@@ -11,17 +11,13 @@ from torch.autograd.function import once_differentiable
 
 
 def rotate_(qkv_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int) -> Tensor:
-    """Rotate the queries and keys in place, and return qkv [N, X]. If torch.compile is active, return a new tensor
-    instead.
+    """Rotate the queries and keys in place, and return qkv [N, X].
 
     Each head x of queries and keys becomes `x * cos + x.roll(D // 2, -1) * sin`, computed in the type of cos and sin,
     which is at least fp32. Number i of a head's first half is rotated with number i of its second half; the first half
     of sin is negated. On a GPU, one kernel does this. It may work in place, because the backward pass of the product
     that made qkv does not read qkv.
     """
-    if torch.compiler.is_compiling():  # torch.compile makes one kernel of these operators
-        turned = _turned(_queries_and_keys(qkv_NX, heads), cos_N11D, sin_N11D)
-        return torch.cat([turned.to(qkv_NX.dtype).flatten(1), qkv_NX[:, 2 * qkv_NX.shape[1] // 3 :]], 1)
     return _Rotation.apply(qkv_NX, cos_N11D, sin_N11D, heads)
 
 
@@ -35,39 +31,30 @@ class _Rotation(torch.autograd.Function):
             kernel.turn(qkv_NX, qkv_NX, cos_N11D, sin_N11D, heads)
         else:
             x = _queries_and_keys(qkv_NX, heads)
-            turned = _turned(x, cos_N11D, sin_N11D, out=x if x.dtype == cos_N11D.dtype else None)
-            if turned is not x:
-                x.copy_(turned)
+            wide = x.to(cos_N11D.dtype)
+            x.copy_(torch.addcmul(wide * cos_N11D, wide.roll(x.shape[-1] // 2, -1), sin_N11D))
         return qkv_NX
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NX: Tensor) -> tuple[Tensor, None, None, None]:
         """Rotate the gradient back, by the opposite angles."""
-        (cos_N11D, sin_N11D), heads = ctx.saved_tensors, ctx.heads
+        cos_N11D, sin_N11D = ctx.saved_tensors
         if kernel := _kernel(grad_NX):
             grad_NX = grad_NX.contiguous()
             back_NX = torch.empty_like(grad_NX)
-            kernel.turn(grad_NX, back_NX, cos_N11D, sin_N11D, heads, back=True)
+            kernel.turn(grad_NX, back_NX, cos_N11D, sin_N11D, ctx.heads, back=True)
         else:
             back_NX = grad_NX.clone(memory_format=torch.contiguous_format)
-            x = _queries_and_keys(back_NX, heads)
+            x = _queries_and_keys(back_NX, ctx.heads)
             wide = x.to(cos_N11D.dtype)
-            rolled = (wide * sin_N11D).roll(x.shape[-1] // 2, -1)
-            turned = torch.addcmul(rolled, wide, cos_N11D, out=x if wide is x else None)
-            if turned is not x:
-                x.copy_(turned)
+            x.copy_(torch.addcmul((wide * sin_N11D).roll(x.shape[-1] // 2, -1), wide, cos_N11D))
         return back_NX, None, None, None
 
 
 def _queries_and_keys(qkv_NX: Tensor, heads: int) -> Tensor:
     """Return a view of the queries and keys [N, 2, A, D] of qkv."""
     return qkv_NX.unflatten(1, (3, heads, -1)).narrow(1, 0, 2)
-
-
-def _turned(x: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, out: Tensor | None = None) -> Tensor:
-    x = x.to(cos_N11D.dtype)
-    return torch.addcmul(x * cos_N11D, x.roll(x.shape[-1] // 2, -1), sin_N11D, out=out)
 
 
 def _kernel(qkv_NX: Tensor) -> Any:

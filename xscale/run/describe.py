@@ -8,7 +8,7 @@ from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, source_sizes, stream_weights
 from xscale.data.shards import Source
 from xscale.data.stream import Stream, describe_renamed_languages, select_sources
-from xscale.models.build import run_fields_of
+from xscale.models.build import xscale_field_of_init
 from xscale.recipe import DataConfig, Recipe
 from xscale.run.resolve import initial_directory
 
@@ -43,7 +43,7 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
 def learning_rate_warnings(recipe: Recipe) -> list[str]:
     """Return a warning if a public encoder would be trained at a rate for random weights."""
     init = recipe.model.init
-    if init is None or recipe.train.lr <= HOT or run_fields_of(initial_directory(init)):
+    if init is None or recipe.train.lr <= HOT or xscale_field_of_init(initial_directory(init)):
         return []
     return [
         f"warning: train.lr {recipe.train.lr:g} suits random weights and would harm the pre-trained model.init {init}; "

@@ -136,7 +136,7 @@ class RunMetrics:
         for step in steps:
             sums_K = step.result.sums.values_K
             vectors += [sums_K, torch.tensor(list(step.batch.language_counts().values())).to(sums_K)]
-            seconds += step.numbers["data_wait_s"] + step.result.own_s()
+            seconds += step.numbers["data_wait_s"] + step.result.passes_s()
         seconds_R = vectors[0].new_zeros(self.process.world)
         seconds_R[self.process.rank] = seconds / len(steps)
         *summed, seconds_of_ranks = sum_over_ranks([*vectors, seconds_R])

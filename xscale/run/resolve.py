@@ -10,7 +10,7 @@ from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_initial_model
 from xscale.data.corpus import Corpus, InitialModel, convert_epochs_to_steps, open_corpus
 from xscale.errors import UserError
-from xscale.models.build import dropout_of, has_segments, initial_encoder, run_fields_of
+from xscale.models.build import configured_dropout, has_segments, initial_encoder, xscale_field_of_init
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads
 from xscale.objectives import OBJECTIVES
@@ -43,7 +43,7 @@ def initial_directory(init: str | None) -> str | Path | None:
 def initial_model(recipe: Recipe) -> InitialModel:
     """Return what the corpus must know of model.init. Raises UserError."""
     directory = initial_directory(recipe.model.init)
-    heldout = run_fields_of(directory).get("lexicon_heldout", 1.0)
+    heldout = xscale_field_of_init(directory).get("lexicon_heldout", 1.0)
     return InitialModel(directory, has_segments(directory, recipe.model.preset), heldout)
 
 
@@ -59,7 +59,7 @@ def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) ->
         )
     if recipe.model.starts_from != "scratch" or init is None or "train.lr" in fields_set:
         return
-    if run_fields_of(initial_directory(init)):
+    if xscale_field_of_init(initial_directory(init)):
         return  # trained by xscale
     raise UserError(
         f"recipe {recipe_name} is for random weights: its train.lr {recipe.train.lr:g} would harm the pre-trained "
@@ -72,7 +72,7 @@ def fill_dropout(recipe: Recipe) -> Recipe:
     """Return the recipe with a number instead of `model.dropout: null`, also in its phases."""
     if all(each.model.dropout is not None for each in recipe.schedule.values):
         return recipe
-    dropout = dropout_of(initial_directory(recipe.model.init))
+    dropout = configured_dropout(initial_directory(recipe.model.init))
 
     def fill(recipe: Recipe) -> Recipe:
         if recipe.model.dropout is not None:

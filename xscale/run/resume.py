@@ -21,7 +21,7 @@ from xscale.data.calibrate import calibrate
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus
 from xscale.errors import UserError
-from xscale.models.build import run_fields_of
+from xscale.models.build import xscale_field_of_init
 from xscale.ranks import HostGroup
 from xscale.recipe import Recipe
 from xscale.run import folder
@@ -272,7 +272,7 @@ def check_fork_corpus(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) ->
         )
     if not recipe.any_stream("language_embeddings"):
         return
-    _, *trained = run_fields_of(checkpoint.path / checkpoints.HF)["languages"]
+    _, *trained = xscale_field_of_init(checkpoint.path / checkpoints.HF)["languages"]
     if trained != corpus.languages:
         raise UserError(
             f"--fork: the model has language embeddings of {', '.join(trained)}, but --data has text in "

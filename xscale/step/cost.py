@@ -39,33 +39,33 @@ ROUNDED = 1024
 
 @dataclass(frozen=True)
 class RowLimit:
-    """The default of train.max_tokens on a GPU, and what it follows from, in bytes."""
+    """The default of train.max_tokens on a GPU, and the bytes from which it follows."""
 
     memory: float
-    """The memory of the GPU."""
+    """The memory of the GPU, in bytes."""
     states: float
-    """What a step needs whatever its tokens are: weights, gradients, optimizer, the vocabulary head."""
+    """The bytes that a step needs for any number of tokens: weights, gradients, optimizer, the vocabulary head."""
     per_token: float
-    """What a row's forward pass keeps of a token for its backward pass."""
+    """The bytes that a row's forward pass keeps of each token for its backward pass."""
     most: int = GPU_TOKENS
     """The highest default."""
 
     @property
-    def fitting(self) -> int:
-        """The tokens whose activations fit."""
+    def fitting_tokens(self) -> int:
+        """Return the number of tokens whose activations fit."""
         return int((GPU_SHARE * self.memory - self.states) / self.per_token)
 
     @property
     def tokens(self) -> int:
-        return max(min(self.fitting, self.most) // ROUNDED * ROUNDED, LEAST_TOKENS)
+        return max(min(self.fitting_tokens, self.most) // ROUNDED * ROUNDED, LEAST_TOKENS)
 
     def sentence(self) -> str:
-        """Return what the log says."""
+        """Return the line about the default for the log."""
         return (
             f"train.max_tokens is {self.tokens:,}: of the GPU's {self.memory / 2**30:.1f} GiB a step takes "
             f"{GPU_SHARE:.0%}, and without {self.states / 1e9:.2f} GB for weights, gradients and optimizer this is "
-            f"enough for {max(self.fitting, 0):,} tokens of {self.per_token / 1e3:,.0f} kB; the default is at least "
-            f"{LEAST_TOKENS:,} and at most {self.most:,}"
+            f"enough for {max(self.fitting_tokens, 0):,} tokens of {self.per_token / 1e3:,.0f} kB; the default is at "
+            f"least {LEAST_TOKENS:,} and at most {self.most:,}"
         )
 
 
@@ -73,8 +73,8 @@ def row_limit(
     module: StepModule, recipe: Recipe, ds_config: dict[str, Any], precision: str, world: int, gpu_bytes: float
 ) -> RowLimit:
     """Return the default of train.max_tokens by the memory of a GPU, gpu_bytes."""
-    per_token = activation_bytes(module.encoder, recipe, WIDTH[precision], "cuda", row_of(1))
-    only_head = row_of(GPU_TOKENS) | {"tokens": 0, "places": 0}
+    per_token = activation_bytes(module.encoder, recipe, WIDTH[precision], "cuda", typical_row_cost(1))
+    only_head = typical_row_cost(GPU_TOKENS) | {"tokens": 0, "places": 0}
     states = memory(module, recipe, ds_config, precision, world, "cuda", only_head)
     # The sum counts neither padding nor the attention weights of blocks, which these models and GPUs keep.
     is_padded = forward_pass_of(module.encoder.lm.config) not in (bert_states, modernbert_states)
@@ -83,7 +83,7 @@ def row_limit(
     return RowLimit(gpu_bytes, sum(states.values()), per_token, most)
 
 
-def row_of(tokens: int) -> dict[str, float]:
+def typical_row_cost(tokens: int) -> dict[str, float]:
     """Return the Row.cost of a row of which losses read and predict the share READ_SHARE, without attention's part."""
     read = READ_SHARE * tokens
     return {"tokens": tokens, "places": read, "predictions": read, "squares": 0}
@@ -172,7 +172,7 @@ def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, 
     if recipe.train.activation_checkpointing:
         return c.num_hidden_layers * row["tokens"] * c.hidden_size * width + layer
     skipped = 0.0
-    if after_last_attention(encoder):
+    if linears_after_last_attention(encoder):
         behind_attention = width * (4 * c.hidden_size + feed_forward)
         skipped = behind_attention * (row["tokens"] - row["places"])
     return c.num_hidden_layers * layer - skipped
@@ -199,7 +199,7 @@ def peak_flops() -> float | None:
     return None
 
 
-def after_last_attention(encoder: Encoder) -> list[nn.Linear]:
+def linears_after_last_attention(encoder: Encoder) -> list[nn.Linear]:
     """Return the linear layers behind the last layer's attention, if the encoder's forward pass skips tokens there."""
     base: Any = encoder.lm.base_model
     forward_pass = forward_pass_of(encoder.lm.config)
@@ -223,8 +223,8 @@ class StepFlops:
     step. The objectives' own heads are small and left out.
     """
 
-    def __init__(self, encoder: Encoder, compares_samples: bool = False):
-        """compares_samples: see StepModule.compares_samples."""
+    def __init__(self, encoder: Encoder, has_vectors: bool = False):
+        """has_vectors: whether a row has one more forward pass (StepModule.streams_with_vectors)."""
         config = encoder.lm.config
         weights = 0
         for module in encoder.lm.base_model.modules():
@@ -232,7 +232,7 @@ class StepFlops:
                 weights += module.weight.numel()
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         self.per_place = 0
-        for linear in after_last_attention(encoder):
+        for linear in linears_after_last_attention(encoder):
             self.per_place += 6 * linear.weight.numel()
         self.per_token = 6 * weights - self.per_place
         self.per_pair = 12 * config.hidden_size
@@ -240,12 +240,12 @@ class StepFlops:
         self.whole = len(kinds) - self.local
         self.window = config.local_attention // 2 if self.local else 0
         self.per_prediction = 6 * (encoder.embeddings.numel() + encoder.head.dense.weight.numel())
-        self.compares_samples = compares_samples
+        self.has_vectors = has_vectors
         self.peak = peak_flops()
 
     @classmethod
     def of(cls, module: StepModule) -> "StepFlops":
-        return cls(module.encoder, module.compares_samples())
+        return cls(module.encoder, bool(module.streams_with_vectors()))
 
     def total(self, cost: Mapping[str, int]) -> float:
         return sum(self.flops(cost).values())
@@ -261,7 +261,7 @@ class StepFlops:
             "attention": attention,
             "head": self.per_prediction * cost["predictions"],
             "auxiliary": auxiliary / 3,
-            "vectors": (encoder + attention) / 3 if self.compares_samples else 0.0,
+            "vectors": (encoder + attention) / 3 if self.has_vectors else 0.0,
         }
 
     def attention(self, tokens: int, squares: int) -> float:

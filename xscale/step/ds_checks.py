@@ -6,8 +6,6 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from xscale import deepspeed_private as private
-
 SECTIONS = (
     *("fp16", "bf16", "zero_optimization", "optimizer", "scheduler", "data_types", "aio"),
     *("comms_logger", "flops_profiler", "csv_monitor", "wandb", "comet", "tensorboard"),
@@ -90,24 +88,25 @@ def unknown_key(key: str, value: Any) -> list[str]:
     return [f"{key} has no effect in a run of xscale; leave it out"]
 
 
-def leaves(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+def leaf_values(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of a tree of dictionaries with their dotted names."""
     if not isinstance(tree, dict):
         yield where, tree
         return
     for key, value in tree.items():
-        yield from leaves(value, f"{where}.{key}" if where else str(key))
+        yield from leaf_values(value, f"{where}.{key}" if where else str(key))
 
 
-def building_problem(resolved: dict[str, Any]) -> str | None:
+def deepspeed_problem(resolved: dict[str, Any]) -> str | None:
     """Return the error with which DeepSpeed refuses a configuration, or None. Optimizer and scheduler are built with
     the engine only, which reports their errors (step/engine.py)."""
+    import deepspeed
+
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    DeepSpeedConfig, _, _ = private.config_error_and_dtypes()
     config = copy.deepcopy(resolved)
     del config["train_batch_size"]
     try:
-        DeepSpeedConfig(config)
+        deepspeed.DeepSpeedConfig(config)
     except Exception as error:  # the error may be of any type
         return f"DeepSpeed: {' '.join(str(error).split()) or type(error).__name__}"
     return None

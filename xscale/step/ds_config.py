@@ -6,27 +6,27 @@ If a field is "auto" or absent, the recipe sets it. A value that differs from th
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from xscale.errors import UserError
 from xscale.recipe import Recipe
 from xscale.record import parse_json
-from xscale.step.ds_checks import ADAM, building_problem, config_problems, leaves
+from xscale.step.ds_checks import ADAM, config_problems, deepspeed_problem, leaf_values
 from xscale.step.zero import stage_of, stage_problem
 
 AUTO = "auto"
+HALF_PRECISIONS = ("fp16", "bf16")
 _PACKAGE = Path(__file__).parents[1]
 SHIPPED = next(folder / "ds_configs" for folder in (_PACKAGE, _PACKAGE.parent) if (folder / "ds_configs").is_dir())
 """The folder of the shipped ds_configs: inside the package of a wheel, beside the package in a checkout."""
-_WARMUP = ("warmup_num_steps", "warmup_max_lr", "warmup_min_lr")
 SCHEDULES = {
-    "WarmupLR": _WARMUP,
-    "WarmupDecayLR": (*_WARMUP, "total_num_steps"),
+    "WarmupLR": ("warmup_num_steps", "warmup_max_lr"),
+    "WarmupDecayLR": ("warmup_num_steps", "warmup_max_lr", "total_num_steps"),
     "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
 }
-"""DeepSpeed's scheduler -> its parameters that the recipe gives if the ds_config leaves them open."""
+"""DeepSpeed's scheduler -> its parameters that the recipe gives if the ds_config leaf_values them open."""
 
 MAY_CHANGE = ("lr", "weight_decay", "fused", "foreach")
 """The parameters of the ds_config's optimizer that a resume may change."""
@@ -142,8 +142,12 @@ def resolve_ds_config(
         raise UserError(
             f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{indented(problems)}'
         )
-    precision = fill_precision(resolved, recipe.train.precision, hardware)
-    unfilled = [key for key, value in leaves(resolved) if value == AUTO]
+    precision = choose_precision(resolved, recipe.train.precision, hardware)
+    notes = precision_notes(resolved, recipe.train.precision, precision, hardware)
+    for name in HALF_PRECISIONS:
+        if name in resolved or precision == name:
+            resolved[name] = resolved.get(name, {}) | {"enabled": precision == name}
+    unfilled = [key for key, value in leaf_values(resolved) if value == AUTO]
     if unfilled:
         raise UserError(
             f'ds_config {path}: "auto" cannot be filled from the recipe for these keys; write values:\n'
@@ -151,10 +155,10 @@ def resolve_ds_config(
         )
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    problem = stage_problem(resolved, precision.name, world) or building_problem(resolved)
+    problem = stage_problem(resolved, precision, world) or deepspeed_problem(resolved)
     if problem:
         raise UserError(f"ds_config {path}: {problem}")
-    return EngineConfig(resolved, precision.name, stage_of(resolved), precision.notes)
+    return EngineConfig(resolved, precision, stage_of(resolved), notes)
 
 
 def indented(lines: list[str]) -> str:
@@ -201,77 +205,52 @@ def fill_scheduler(resolved: dict[str, Any], recipe: Recipe) -> list[str]:
             problems.append(f"scheduler = {scheduler['type']} contradicts the recipe's train.{field} = {value}")
     if any("train.lr" in phase.fields for phase in recipe.phases):
         problems.append(f"scheduler = {scheduler['type']} contradicts the train.lr of a phase")
-    takes = SCHEDULES.get(scheduler["type"], ())
-    params = scheduler.setdefault("params", {"warmup_type": "linear"} if takes else {})
-    if "warmup_min_lr" in takes and params.get("warmup_min_lr", AUTO) == AUTO:
-        params["warmup_min_lr"] = 0.0  # the decay ends at 0, too
+    known = SCHEDULES.get(scheduler["type"], ())
+    params = scheduler.setdefault("params", {"warmup_type": "linear"} if known else {})
+    if params.get("warmup_min_lr") == AUTO:
+        params["warmup_min_lr"] = 0.0
     values = {
         "total_num_steps": ("train.steps", train.steps),
         "warmup_num_steps": ("train.warmup, in steps", max(train.whole_steps(train.warmup), 2)),
         "warmup_max_lr": ("train.lr", train.lr),
     }
-    for key in [key for key in values if key not in params and key not in takes]:
-        del values[key]
-    return problems + fill(params, "scheduler.params.", values)
+    owned = {key: value for key, value in values.items() if key in params or key in known}
+    return problems + fill(params, "scheduler.params.", owned)
 
 
 def precision_problems(resolved: dict[str, Any], wanted: str) -> list[str]:
     """Return a line for each contradiction about the precision. wanted: train.precision."""
     problems = list[str]()
-    enabled = list[str]()
-    for name in ("fp16", "bf16"):
-        if name not in resolved:
-            continue
-        value = resolved[name].get("enabled", AUTO)
-        if value is True:
-            enabled.append(name)
-        if wanted != AUTO and value not in (AUTO, name == wanted):
-            shown = str(value).lower()
+    if all(resolved.get(name, {}).get("enabled") is True for name in HALF_PRECISIONS):
+        problems.append("fp16.enabled = true contradicts bf16.enabled = true")
+    for name in HALF_PRECISIONS:
+        enabled = resolved.get(name, {}).get("enabled", AUTO)
+        if wanted != AUTO and enabled not in (AUTO, name == wanted):
+            shown = str(enabled).lower()
             problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
-    if len(enabled) == 2:
-        problems.insert(0, "fp16.enabled = true contradicts bf16.enabled = true")
     return problems
 
 
-class Precision(NamedTuple):
-    """The precision of a run, and the lines to print about it."""
-
-    name: str
-    notes: list[str]
-
-
-def fill_precision(resolved: dict[str, Any], wanted: str, hardware: Hardware) -> Precision:
-    """Write fp16.enabled and bf16.enabled, and return the precision. Raises UserError if the user has set a
-    precision that the device lacks. With "auto", fp32 is used in this case."""
-    precision = choose_precision(resolved, wanted, hardware)
-    if not hardware.supports(precision.name):
-        name = precision.name
-        raise UserError(
-            f"precision {name} was requested, but this {hardware.device} has no native {name}. "
-            f"Use train.precision auto, bf16 or fp32, or a device that has {name}"
-        )
-    for name in ("fp16", "bf16"):
-        if name in resolved or precision.name == name:
-            resolved[name] = resolved.get(name, {}) | {"enabled": precision.name == name}
-    return precision
-
-
-def choose_precision(resolved: dict[str, Any], wanted: str, hardware: Hardware) -> Precision:
+def choose_precision(resolved: dict[str, Any], wanted: str, hardware: Hardware) -> str:
     """Return train.precision. If it is auto, return the precision that the ds_config demands, or else the first one
-    that the ds_config allows and the device has."""
-    if wanted != AUTO:
-        return Precision(wanted, [])
-    allowed = list[str]()
-    for name in ("fp16", "bf16"):
-        enabled = resolved.get(name, {}).get("enabled", False)
-        if enabled is True:
-            return Precision(name, [])
-        if enabled == AUTO:
-            allowed.append(name)
-    for name in allowed:
-        if hardware.supports(name):
-            return Precision(name, [])
-    if not allowed:
-        return Precision("fp32", [])
-    note = f"precision: {allowed[0]} is not native on this {hardware.device}; this run trains in fp32"
-    return Precision("fp32", [note])
+    that the ds_config allows and the device has. Raises UserError if the device lacks it."""
+    enabled = {name: resolved.get(name, {}).get("enabled", False) for name in HALF_PRECISIONS}
+    if wanted == AUTO:
+        wanted = "fp32"
+        for name in HALF_PRECISIONS:
+            if enabled[name] is True or (enabled[name] == AUTO and wanted == "fp32" and hardware.supports(name)):
+                wanted = name
+    if hardware.supports(wanted):
+        return wanted
+    raise UserError(
+        f"precision {wanted} was requested, but this {hardware.device} has no native {wanted}. "
+        f"Use train.precision auto, bf16 or fp32, or a device that has {wanted}"
+    )
+
+
+def precision_notes(resolved: dict[str, Any], wanted: str, precision: str, hardware: Hardware) -> list[str]:
+    """Return the line to print if a precision that the ds_config leaf_values open is not that of the device."""
+    for name in HALF_PRECISIONS:
+        if wanted == AUTO and precision == "fp32" and resolved.get(name, {}).get("enabled") == AUTO:
+            return [f"precision: {name} is not native on this {hardware.device}; this run trains in fp32"]
+    return []

@@ -9,7 +9,10 @@ from xscale.errors import UserError
 from xscale.models.build import decay_groups
 from xscale.step.adam import load_adam
 from xscale.step.module import StepModule
-from xscale.step.zero import gather_for_every_pass, offloads, stage_of
+from xscale.step.zero import offloads, register_weights_read_directly, stage_of
+
+REFUSALS = (ValueError, TypeError, AttributeError, ImportError, NotImplementedError, AssertionError)
+"""The types of errors with which DeepSpeed refuses a configuration, besides its own."""
 
 
 def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
@@ -21,7 +24,6 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     """
     import deepspeed
 
-    _, ConfigError, _ = private.config_error_and_dtypes()
     private.pickle_stage_plainly()
     check_module(module, stage_of(ds_config))
     optimizer = ds_config["optimizer"]
@@ -34,20 +36,12 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     private.import_muon_uncompiled()
     try:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        NotImplementedError,
-        AssertionError,
-        ConfigError,
-    ) as error:
+    except (*REFUSALS, deepspeed.DeepSpeedConfigError) as error:
         raise UserError(f"--ds_config: DeepSpeed refuses this configuration: {error}") from error
     private.check_overflow_by_norm(engine)
     private.zero_padding(engine)
     if encoder := getattr(module, "encoder", None):
-        gather_for_every_pass(engine, encoder.lm.get_output_embeddings().parameters())
+        register_weights_read_directly(engine, encoder.lm.get_output_embeddings().parameters())
     return engine
 
 
@@ -55,8 +49,8 @@ def check_module(module: nn.Module, stage: int) -> None:
     """Raise UserError if stage 3 partitions weights that a stream reads whole, outside of the engine's forward pass."""
     if stage < 3 or not isinstance(module, StepModule):
         return
-    for name, (objective, _) in module.streams.items():
-        if name in module.auxiliary_states or objective.vectors:
+    for name in module.streams:
+        if name in module.auxiliary_states or name in module.streams_with_vectors():
             raise UserError(
                 f"streams.{name} has a momentum encoder or compares samples of the whole step, which needs whole "
                 f"weights; ZeRO stage 3 partitions them. Use a ds_config of stage 2 or lower"

@@ -7,7 +7,6 @@ G languages and pairs, H hidden width.
 """
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from xscale.metric_keys import MetricKey, count_key, loss_key
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, copy_saved_heads
 from xscale.objectives import OBJECTIVES
-from xscale.objectives.base import AuxiliaryState, Losses, Objective, Parts, Prediction
+from xscale.objectives.base import AuxiliaryState, HasQueue, Losses, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.recipe import Recipe
 from xscale.step.sums import Sums
@@ -34,9 +33,9 @@ States = dict[str, dict[str, Tensor]]
 class StepModule(nn.Module):
     """The encoder, the heads of the objectives, and the computation of a row's loss."""
 
-    def __init__(self, encoder: Encoder, recipe: Recipe, kept: dict[str, SavedHeads] | None = None):
-        """Build heads and auxiliary states. kept: trained heads by stream. They are used if the objective and the
-        shapes are the same."""
+    def __init__(self, encoder: Encoder, recipe: Recipe, saved_heads: dict[str, SavedHeads] | None = None):
+        """Build heads and auxiliary states. saved_heads: trained heads by stream. A stream starts from those of the
+        same objective and shapes."""
         super().__init__()
         self.encoder = encoder
         self.smoothing = {"label_smoothing": recipe.train.label_smoothing, "z_loss": recipe.train.z_loss}
@@ -45,48 +44,49 @@ class StepModule(nn.Module):
         self.auxiliary_states: dict[str, AuxiliaryState] = {}
         """States that no optimizer updates. They are not submodules, because DeepSpeed must neither cast nor save
         them."""
-        self.streams: dict[str, tuple[Objective, Any]] = {}
-        """The objective of each stream, and its options."""
-        self.set_options(recipe)
         self.notes: list[str] = []
-        """The lines to print about the trained heads: whether they have replaced fresh ones."""
-
-        for name, (objective, options) in self.streams.items():
+        """The lines to print about the saved heads."""
+        self.set_streams(recipe)
+        for name, stream in recipe.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
+            objective = OBJECTIVES[stream.objective]
             heads = None
             auxiliary_state = None
             if objective.heads:
                 with self.naming_errors(name, "heads"):
-                    heads = objective.heads(encoder, options)
+                    heads = objective.heads(encoder, stream.options)
             if heads is not None:
                 self.heads[name] = heads
-                note = copy_saved_heads(kept or {}, name, recipe.streams[name].objective, heads)
+                note = copy_saved_heads(saved_heads or {}, name, stream.objective, heads)
                 if note:
                     self.notes.append(note)
             if objective.auxiliary_state:
                 with self.naming_errors(name, "auxiliary_state"):
-                    auxiliary_state = objective.auxiliary_state(encoder, heads, options)
+                    auxiliary_state = objective.auxiliary_state(encoder, heads, stream.options)
             if auxiliary_state is not None:
                 self.auxiliary_states[name] = auxiliary_state
-                if hasattr(auxiliary_state, "steps"):
-                    auxiliary_state.steps = recipe.train.steps
+            if isinstance(auxiliary_state, HasQueue):
+                auxiliary_state.steps = recipe.train.steps
         if recipe.train.activation_checkpointing:
             encoder.checkpoint_activations()
         self.train()  # from_pretrained returns a model in evaluation mode, without dropout
 
-    def set_options(self, recipe: Recipe) -> None:
-        """Take the options of the streams from the recipe of a phase, or of an evaluation."""
-        for name, stream in recipe.streams.items():
-            self.streams[name] = (OBJECTIVES[stream.objective], stream.options)
+    def set_streams(self, recipe: Recipe) -> None:
+        """Use the streams and their options from the recipe of a phase, or of an evaluation."""
+        self.streams = recipe.streams
 
     def naming_errors(self, stream: str, function: str) -> AbstractContextManager[None]:
-        """Return a context whose errors name the stream, the objective and its function."""
-        names = [name for name, objective in OBJECTIVES.items() if objective == self.streams[stream][0]]
-        return adding_note(f"streams.{stream}, objective {names[0] if names else '?'}: {function}")
+        """Return a context whose errors name the stream, its objective and the objective's function."""
+        return adding_note(f"streams.{stream}, objective {self.streams[stream].objective}: {function}")
 
     def objective_parts(self, stream: str) -> Parts:
         heads = dict(self.heads.items()).get(stream)
         return Parts(self.encoder, heads, self.auxiliary_states.get(stream))
+
+    def streams_with_vectors(self) -> list[str]:
+        """Return the streams whose objective compares the samples of a whole step, for which each row has one more
+        forward pass."""
+        return [name for name, stream in self.streams.items() if OBJECTIVES[stream.objective].vectors]
 
     def auxiliary_bytes(self) -> int:
         """Return the size of the auxiliary states' tensors."""
@@ -97,21 +97,15 @@ class StepModule(nn.Module):
                     size += leaf.nbytes
         return size
 
-    def compares_samples(self) -> bool:
-        """Return whether an objective compares the samples of a whole step, for which each row has one more forward
-        pass."""
-        return any(objective.vectors for objective, _ in self.streams.values())
-
-    def vectors(self, row: Row) -> dict[str, Tensor]:
-        """Return the vectors of this row that other rows of the step read, by stream [n, D]."""
-        vectors = dict[str, Tensor]()
-        states = encoder_states(self.encoder, row)
-        for stream, (objective, options) in self.streams.items():
-            if objective.vectors:
-                parts = self.objective_parts(stream)
-                with self.naming_errors(stream, "vectors"):
-                    vectors[stream] = objective.vectors(parts, states[stream], row.arrays[stream], options)
-        return vectors
+    def vectors(self, stream: str, states: dict[str, Tensor], row: Row) -> Tensor:
+        """Return the vectors of a row that other rows of the step read [n, D]. states: the row's states of the
+        stream."""
+        compute_vectors = OBJECTIVES[self.streams[stream].objective].vectors
+        assert compute_vectors
+        with self.naming_errors(stream, "vectors"):
+            return compute_vectors(
+                self.objective_parts(stream), states, row.arrays[stream], self.streams[stream].options
+            )
 
     def forward(
         self, row: Row, shared: States, weights: Weights, weights_M: Tensor, largest: float
@@ -126,15 +120,17 @@ class StepModule(nn.Module):
         wide = torch.promote_types(next(self.encoder.parameters()).dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=weights_M.device)
         sums = list[Sums]()
-        for stream, (objective, options) in self.streams.items():
-            if stream not in row.state_counts:
-                continue
-            named = states[stream] | shared.get(stream, {})
-            arguments = self.objective_parts(stream), named, row.arrays[stream], options
+        with_vectors = self.streams_with_vectors()
+        for stream in row.state_counts:
+            own_states = states[stream] | shared.get(stream, {})
+            if stream in with_vectors:
+                vectors = self.vectors(stream, own_states, row)
+                own_states["step"] = own_states["step"].index_copy(0, own_states["own"], vectors)
+            objective = OBJECTIVES[self.streams[stream].objective]
             with self.naming_errors(stream, "loss"):
-                if objective.vectors:
-                    named["step"] = named["step"].index_copy(0, named["own"], objective.vectors(*arguments))
-                losses = objective.loss(*arguments)
+                losses = objective.loss(
+                    self.objective_parts(stream), own_states, row.arrays[stream], self.streams[stream].options
+                )
                 check_losses(losses, stream, row, weights)
             for prediction in losses.predictions:
                 predictions.append((stream, prediction))
@@ -160,8 +156,10 @@ class StepModule(nn.Module):
         """Call the vocabulary head once for all predictions of the row, even if there are 0 predicted tokens, since all
         ranks must use the head. Returns the loss, and each term's loss and accuracy, with the losses by language."""
         features_MH = torch.cat([p.features_MH for _, p in predictions])
-        options = {"weights_M": weights_M, "largest": largest} | (self.smoothing if self.training else {})
-        loss, losses_M, right_M = self.encoder.vocabulary_loss(features_MH, row.labels, **options)
+        smoothing = self.smoothing if self.training else {}
+        loss, losses_M, right_M = self.encoder.vocabulary_loss(
+            features_MH, row.labels, weights_M=weights_M, largest=largest, **smoothing
+        )
         sizes = list(row.label_counts.values())
         both_2M = torch.stack([losses_M, right_M.to(losses_M.dtype)])
         sums = list[Sums]()
@@ -206,9 +204,13 @@ def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> Non
         raise ValueError(
             f"predicts {predicted}, but collate gave labels {labels}; terms, order and counts must be equal"
         )
-    for term in losses.sums:
+    for term, value in losses.sums.items():
         if loss_key(stream, term) not in weights:
             raise ValueError(f"sums has {term!r}, which is none of the objective's terms")
+        if value.numel() != 1:
+            raise ValueError(
+                f"sums[{term!r}] has shape {list(value.shape)}; it must be one number, the sum over the targets"
+            )
     for name, (value, term) in losses.metrics.items():
         targets = row.counts.get(count_key(stream, term))
         if name == "loss":
@@ -219,9 +221,4 @@ def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> Non
             raise ValueError(
                 f"metric {name} has shape {list(value.shape)}; it must be one number, the sum over the targets, or a "
                 f"number for each of the {targets} targets of {term}"
-            )
-    for term, value in losses.sums.items():
-        if value.numel() != 1:
-            raise ValueError(
-                f"sums[{term!r}] has shape {list(value.shape)}; it must be one number, the sum over the targets"
             )

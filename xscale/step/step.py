@@ -17,27 +17,29 @@ from xscale import rng
 from xscale.data.packed_row import Row, copy_at_once
 from xscale.metric_keys import Counts, MetricKey, count_key, loss_key
 from xscale.objectives import OBJECTIVES, HasQueue
+from xscale.ops.rank_rows import gather_rank_rows
 from xscale.recipe import Recipe
-from xscale.step.module import States, StepModule, Weights
+from xscale.step.module import States, StepModule, Weights, encoder_states
 from xscale.step.sums import Sums
 from xscale.step.zero import one_reduction, take_step
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gives for the metrics. Its tensors are on the device."""
+    """The numbers of a step for its metrics. The tensors are on the device."""
 
     sums: Sums
     """This rank's sums over all rows of the step."""
     gradient_norms: dict[str, Tensor]
     """The norm of each stream's gradient by metric name, if they were measured."""
     lr: float
+    """The learning rate."""
     begin: Any
-    """The time at which this rank's passes began, by `time_on`."""
+    """The time at which this rank's passes began, by `device_time`."""
     end: Any
     """The time at which the passes ended, before the reduction."""
 
-    def own_s(self) -> float:
+    def passes_s(self) -> float:
         """Return the seconds that this rank's passes took. On CUDA it waits for the device."""
         if isinstance(self.begin, float):
             return self.end - self.begin
@@ -89,7 +91,7 @@ def optimizer_step(
     stream -> number of vectors of each rank that enter the stream's queue.
     """
     recipe = recipe.at(step)
-    engine.module.set_options(recipe)
+    engine.module.set_streams(recipe)
     engine.module.encoder.set_dropout(recipe.model.dropout)
     if recipe.model.rope_theta:
         engine.module.encoder.set_rope_theta(recipe.model.rope_theta)
@@ -103,13 +105,13 @@ def optimizer_step(
         norms = gradient_norms(engine, rows, shared, weights, seeds)
     undo_mean = {key: world * weight for key, weight in weights.items()}
     sums_of_rows = list[Sums]()
-    begin = time_on(engine.device)
+    begin = device_time(engine.device)
     with one_reduction(engine):
         for row, states, seed in zip(rows, shared, seeds, strict=True):
             loss, sums = run_row(engine, row, states, undo_mean, seed)
-            sums_of_rows.append(sums.wide())
+            sums_of_rows.append(sums)
             engine.backward(loss)
-        end = time_on(engine.device)
+        end = device_time(engine.device)
     applied = take_step(engine)
     for auxiliary_state in engine.module.auxiliary_states.values():
         auxiliary_state.update(applied)
@@ -126,7 +128,7 @@ def measure_rows(
     before each row.
     """
     module = engine.module
-    module.set_options(recipe)
+    module.set_streams(recipe)
     module.eval()
     try:
         weights = dict.fromkeys(loss_keys(recipe), 0.0)
@@ -136,13 +138,13 @@ def measure_rows(
         for row, states, seed in zip(rows, shared_states(module, rows, seeds), seeds, strict=True):
             note()
             _, sums = run_row(module, row, states, weights, seed)
-            sums_of_rows.append(Sums(sums.keys, sums.values_K.double()))
+            sums_of_rows.append(sums)
         return Sums.total(sums_of_rows)
     finally:
         module.train()
 
 
-def time_on(device: torch.device) -> Any:
+def device_time(device: torch.device) -> Any:
     """Return the present time in seconds, or on CUDA an event, so that the host does not wait."""
     if device.type != "cuda":
         return time.perf_counter()
@@ -172,14 +174,14 @@ def encode_auxiliary(module: StepModule, rows: list[Row], seeds: list[Seed]) -> 
     return shared
 
 
-def group_rows(tokens: list[int], most: int) -> list[list[int]]:
-    """Return groups of consecutive rows, by number, that have at most `most` tokens together; a longer row is alone.
-    tokens: the number of tokens of each row, at least one."""
+def group_rows(tokens: list[int], max_tokens: int) -> list[list[int]]:
+    """Return the numbers of the rows in groups of consecutive rows that have at most max_tokens tokens together. A
+    longer row is a group by itself. tokens: the number of tokens of each row, at least one row."""
     groups: list[list[int]] = [[0]]
     held = tokens[0]
     for number in range(1, len(tokens)):
         held += tokens[number]
-        if held > most:
+        if held > max_tokens:
             groups.append([])
             held = tokens[number]
         groups[-1].append(number)
@@ -201,37 +203,24 @@ def shared_states(
     for stream, auxiliary_state in module.auxiliary_states.items():
         if isinstance(auxiliary_state, HasQueue):
             auxiliary_state.gather(vector_counts.get(stream))
-    if not module.compares_samples():
+    streams = module.streams_with_vectors()
+    if not streams:
         return shared
     vectors = list[dict[str, Tensor]]()
     for row, seed in zip(rows, seeds, strict=True):
         torch.manual_seed(rng.torch_seed("dropout", *seed))
-        with_gradient = module.vectors(row)  # the mode of training, so that kernels draw the same masks
-        vectors.append({stream: vectors_ND.detach() for stream, vectors_ND in with_gradient.items()})
-        del with_gradient
-    for stream in vectors[0]:
+        # With gradient, as in training, so that kernels draw the same masks.
+        states = encoder_states(module.encoder, row)
+        vectors.append({stream: module.vectors(stream, states[stream], row).detach() for stream in streams})
+        del states
+    for stream in streams:
         vectors_of_rows = [row_vectors[stream] for row_vectors in vectors]
-        step_VD, start = gather_rows(torch.cat(vectors_of_rows))
-        for states, row_ND in zip(shared, vectors_of_rows, strict=True):
+        step_VD, start = gather_rank_rows(torch.cat(vectors_of_rows))
+        for shared_of_row, row_ND in zip(shared, vectors_of_rows, strict=True):
             own_S = torch.arange(start, start + len(row_ND), device=row_ND.device)
-            states[stream] = states.get(stream, {}) | {"step": step_VD, "own": own_S}
+            shared_of_row[stream] = shared_of_row.get(stream, {}) | {"step": step_VD, "own": own_S}
             start += len(row_ND)
     return shared
-
-
-def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of all ranks' matrices, in the order of ranks, and the index of this rank's first row."""
-    if not dist.is_initialized():
-        return mine_ND, 0
-    sizes = [torch.zeros(1, dtype=torch.int64, device=mine_ND.device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine_ND)], device=mine_ND.device))
-    counts = torch.cat(sizes).tolist()
-    room = mine_ND.new_zeros(max(counts), mine_ND.shape[1])
-    room[: len(mine_ND)] = mine_ND
-    rooms = [torch.empty_like(room) for _ in counts]
-    dist.all_gather(rooms, room)
-    parts = [rows[:count] for rows, count in zip(rooms, counts, strict=True)]
-    return torch.cat(parts), sum(counts[: dist.get_rank()])
 
 
 def loss_keys(recipe: Recipe) -> list[MetricKey]:
@@ -243,16 +232,19 @@ def loss_keys(recipe: Recipe) -> list[MetricKey]:
     return keys
 
 
-def targets_of(totals: Counts, key: MetricKey, recipe: Recipe) -> int:
+def divisor_of_term(totals: Counts, key: MetricKey, recipe: Recipe) -> int:
     """Return the count over the whole step by which a term's sum is divided, at least 1. key: see `loss_keys`."""
     objective = recipe.streams[key.stream].objective
     counted = OBJECTIVES[objective].divisors.get(key.term, key.term)
     count = totals.get(count_key(key.stream, counted))
     if count is None:
-        counted_keys = [of for of in totals if of.name == "count" and of.stream == key.stream and not of.language]
-        known = ", ".join(of.term for of in counted_keys)
+        known = list[str]()
+        for other in totals:
+            if other.name == "count" and other.stream == key.stream and not other.language:
+                known.append(other.term)
         raise ValueError(
-            f"streams.{key.stream}, objective {objective}: collate's target_counts have {known}, but not {counted}"
+            f"streams.{key.stream}, objective {objective}: collate's target_counts have {', '.join(known)}, but not "
+            f"{counted}"
         )
     return max(count, 1)
 
@@ -263,7 +255,7 @@ def step_weights(recipe: Recipe, totals: Counts, step: int) -> Weights:
     for key in loss_keys(recipe):
         stream = recipe.streams[key.stream]
         factor = OBJECTIVES[stream.objective].terms(stream.options)[key.term]
-        weights[key] = recipe.stream_weight(key.stream, step) * factor / targets_of(totals, key, recipe)
+        weights[key] = recipe.stream_weight(key.stream, step) * factor / divisor_of_term(totals, key, recipe)
     return weights
 
 

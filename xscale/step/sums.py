@@ -3,9 +3,7 @@
 Shape letters: K sums.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -25,26 +23,22 @@ class Sums:
 
     @staticmethod
     def join(parts: list["Sums"], like: Tensor) -> "Sums":
-        """Return the sums of all parts as one vector, of the type and on the device of `like`."""
+        """Return the sums of all parts as one vector in fp64, on the device of `like`, whose type holds each part."""
         keys = list[MetricKey]()
-        values = list[Tensor]()
+        values = [like.new_zeros(0)]
         for part in parts:
             keys += part.keys
             values.append(part.values_K.to(like.dtype))
-        return Sums(keys, torch.cat(values) if values else like.new_zeros(0))
+        return Sums(keys, torch.cat(values).double())
 
     @staticmethod
-    def total(rows: Iterable["Sums"]) -> "Sums":
+    def total(rows: list["Sums"]) -> "Sums":
         """Return the sums over several rows, which have the same keys."""
-        return reduce(Sums.plus, rows)
-
-    def plus(self, other: "Sums") -> "Sums":
-        assert self.keys == other.keys, "an objective reports other numbers for one row than for another"
-        return Sums(self.keys, self.values_K + other.values_K)
-
-    def wide(self) -> "Sums":
-        """Return the sums in fp64 on a CPU, where this costs nothing."""
-        return Sums(self.keys, self.values_K.double()) if self.values_K.device.type == "cpu" else self
+        total_K = rows[0].values_K
+        for row in rows[1:]:
+            assert row.keys == rows[0].keys, "an objective reports other numbers for one row than for another"
+            total_K = total_K + row.values_K
+        return Sums(rows[0].keys, total_K)
 
     def by_key(self) -> dict[MetricKey, float]:
         """Return the sums by key. On CUDA, this waits for the device."""

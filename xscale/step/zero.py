@@ -62,7 +62,7 @@ def whole_weight(engine: Any, weight: Tensor) -> Iterator[Tensor]:
         yield weight
 
 
-def gather_for_every_pass(engine: Any, weights: Iterable[nn.Parameter]) -> None:
+def register_weights_read_directly(engine: Any, weights: Iterable[nn.Parameter]) -> None:
     """At stage 3, register weights that a pass reads without calling the module that owns them. It must precede the
     first pass.
 

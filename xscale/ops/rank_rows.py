@@ -1,0 +1,28 @@
+"""Gathers rows of vectors from all ranks, of which each may have another number.
+
+Shape letters: N vectors of this rank, V of all ranks, D width of a vector.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def gather_rank_rows(rows_ND: Tensor, counts: list[int] | None = None) -> tuple[Tensor, int]:
+    """Return the rows of all ranks [V, D], in the order of ranks, and the index of this rank's first row. All ranks
+    call it together. counts: the number of rows of each rank; None: the ranks first exchange these numbers, for which
+    the host waits for the device."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return rows_ND, 0
+    if counts is None:
+        sizes = [torch.zeros(1, dtype=torch.int64, device=rows_ND.device) for _ in range(dist.get_world_size())]
+        dist.all_gather(sizes, torch.tensor([len(rows_ND)], device=rows_ND.device))
+        counts = torch.cat(sizes).tolist()
+    rank = dist.get_rank()
+    assert counts[rank] == len(rows_ND), (counts, len(rows_ND))
+    padded = rows_ND.new_zeros(max(counts), rows_ND.shape[1])
+    padded[: len(rows_ND)] = rows_ND
+    gathered = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(gathered, padded)
+    parts = [rows[:count] for rows, count in zip(gathered, counts, strict=True)]
+    return torch.cat(parts), sum(counts[:rank])
