@@ -1,7 +1,7 @@
 """Compare kernels and packed rows with wider types, and train in fp16: `pytest benchmarks/gpu_check.py`, on a GPU.
 
 Unless a test says otherwise, errors are ||out - reference|| / ||reference||; the reference is computed in fp64 on the
-CPU from the same (rounded) inputs.
+CPU from the same (rounded) inputs. benchmarks/gather.py checks the alignment gather.
 """
 
 import json
@@ -10,13 +10,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,10 +26,8 @@ from xscale.data.calibrate import calibrate
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row
-from xscale.data.stream_batch import Gather
 from xscale.models.attention import attention, runs_flash
 from xscale.ops import masked_ce
-from xscale.ops.alignment_gather import alignment_gather
 from xscale.ops.dropout_add_norm import dropout_add_norm
 from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.run.resolve import encoder_of_run, resolve_run
@@ -39,8 +36,6 @@ from xscale.step.step import encode_auxiliary, run_row, step_weights
 
 NARROW = [torch.bfloat16, torch.float16] if CUDA else [torch.bfloat16]
 DTYPES = [torch.float32, *NARROW]
-ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-9, torch.float16: 2**-12}
-"""The largest allowed error of a result that is exact but for one rounding at its end."""
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """The largest allowed error of the result of a few operations."""
 OF_A_ROW = {torch.bfloat16: 6e-2, torch.float16: 6e-3}
@@ -65,50 +60,12 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().double().requires_grad_()
 
 
-def result_and_gradients(function: Callable[..., Tensor], leaf: Tensor) -> list[Tensor]:
-    out = function(leaf)
-    incoming = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-    return [out.detach(), *torch.autograd.grad(out, leaf, incoming)]
-
-
-def check(ours: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor], values: Tensor, limit: float) -> None:
-    """Result and gradient have the type of the values, are near those of `plain` in fp64, and repeat bit for bit."""
-    leaf = values.to(DEVICE).requires_grad_()
-    found = result_and_gradients(ours, leaf)
-    assert all(map(torch.equal, found, result_and_gradients(ours, leaf)))
-    for one, exact in zip(found, result_and_gradients(plain, wide(values)), strict=True):
-        assert one.dtype == values.dtype and error(one, exact) < limit
-
-
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
 
 
 # Operators
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "shape", [*[(128 * 128, 768, 4915)] * CUDA, (2000, 1024, 300), (257, 320, 64), (40, 256, 1)], ids=str
-)
-def test_gather(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Forward and backward are right for single states and for sums of 0 to 9 states."""
-    places, width, masked = shape
-    random = np.random.default_rng(places)
-    counts = random.choice([0, 1, 1, 1, 2, 5, 9], masked)
-    linked = np.concatenate([random.choice(places, n, replace=False) for n in counts])
-    alone = np.sort(random.choice(places, masked, replace=False))
-    gather = Gather.concat([Gather.single(alone), Gather.sums(linked, counts)], [0, 0])
-    on_device = [torch.from_numpy(array).to(DEVICE) for array in (*gather, *gather.transpose(places))]
-    row_of = torch.from_numpy(np.repeat(np.arange(gather.size), np.diff(gather.offsets)))
-    columns = torch.from_numpy(gather.columns)
-
-    def plain(hidden: Tensor) -> Tensor:
-        return hidden.new_zeros(gather.size, width).index_add(0, row_of, hidden[columns])
-
-    hidden = torch.randn(places, width).to(dtype)
-    check(lambda hidden: alignment_gather(hidden, *on_device), plain, hidden, ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -155,14 +112,18 @@ def test_attention(lengths: list[int], window: int | None, dtype: torch.dtype) -
     """The kernels, and the padded blocks in fp32, agree with the blocks in fp64."""
     heads = 4
     qkv = torch.randn(sum(lengths), 3 * heads * 64).to(dtype)
+    incoming = torch.randn(sum(lengths), heads * 64)
     assert runs_flash(qkv.to(DEVICE), heads) == (dtype in NARROW and CUDA)
     lengths_B = torch.tensor(lengths, dtype=torch.int32)
     starts_B1 = F.pad(lengths_B.cumsum(0), (1, 0)).int()
 
-    def attend(x: Tensor) -> Tensor:
-        return attention(x, starts_B1.to(x.device), lengths_B, max(lengths), 0, heads, window=window)
+    def run(x: Tensor) -> list[Tensor]:
+        x = x.requires_grad_()
+        out = attention(x, starts_B1.to(x.device), lengths_B, max(lengths), 0, heads, window=window)
+        return [out, *torch.autograd.grad(out, x, incoming.to(out))]
 
-    check(attend, attend, qkv, LIMIT[dtype])
+    for ours, exact in zip(run(qkv.to(DEVICE)), run(wide(qkv)), strict=True):
+        assert ours.dtype == dtype and error(ours, exact) < LIMIT[dtype]
 
 
 @pytest.mark.skipif(not CUDA, reason="plain operators elsewhere")

@@ -51,14 +51,6 @@ def make_data(folder: Path) -> Path:
     for lang in ("es", "it"):
         rows = [f"{a}\t{b}\t{linked}" for a, b, linked in zip(*held, links, strict=True)]
         write(folder / f"eval/wordalign/xlwa-en-{lang}.test.tsv.xz", rows)
-    for task, labels in {"xnli": ("neutral", "entailment", "contradiction"), "pawsx": ("0", "1")}.items():
-        for lang in ("en", "de", "fr", "zh"):
-            texts = train[0 if lang == "en" else 1]
-            rows = [f"{text}\t{texts[n // 2]}\t{labels[n % len(labels)]}" for n, text in enumerate(texts[:TAGGED])]
-            for part in ("dev", "test"):
-                write(folder / f"eval/{task}/{part}-{lang}.tsv.xz", rows)
-            if task == "xnli":
-                write(folder / "eval/nli_en/train.tsv.xz", ["sentence1\tsentence2\tgold_label", *rows])
     for lang, sentences in (("en", train[0]), ("de", train[1]), ("fr", train[1]), ("es", train[1]), ("zh", train[1])):
         write(folder / f"mono/wiki_{lang}/aa.xz", sentences)
         for name in ("en_ewt-ud-train", "en_ewt-ud-test") if lang == "en" else (f"{lang}_pud-ud-test",):
