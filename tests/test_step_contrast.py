@@ -89,7 +89,7 @@ def test_the_vectors_of_one_row_are_computed_at_a_time(demo: Path) -> None:
     (ranks,) = rows_of_step(loader, 1, 40)
     rows = ranks[0]
     computed = list[weakref.ref]()
-    plain = module.vectors
+    plain = module.compute_vectors
 
     def vectors(stream: str, states: dict[str, torch.Tensor], row: Row) -> torch.Tensor:
         assert all(earlier() is None for earlier in computed)
@@ -97,7 +97,7 @@ def test_the_vectors_of_one_row_are_computed_at_a_time(demo: Path) -> None:
         computed.append(weakref.ref(found))
         return found
 
-    module.vectors = vectors  # type: ignore[method-assign]
+    module.compute_vectors = vectors  # type: ignore[method-assign]
     shared_states(module, [row.to(torch.device("cpu")) for row in rows], [(0, number) for number in range(len(rows))])
     assert len(computed) == len(rows) >= 2
 

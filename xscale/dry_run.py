@@ -127,7 +127,9 @@ def requirement_lines(
     yield from loader_speed_lines(second.cost(), seconds, workers, flops, device)
     yield f"parameters: {cost.parameter_count(module):,} (vocabulary {loader.corpus.tokenizer.vocab_size:,})"
     largest = max((row.cost for row in first.rows), key=lambda row: row["tokens"])
-    memory = cost.memory(module, loader.recipe, config.resolved, config.precision, process.world, device, largest)
+    memory = cost.memory_by_purpose(
+        module, loader.recipe, config.resolved, config.precision, process.world, device, largest
+    )
     purposes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in memory.items())
     yield f"memory per rank, ZeRO stage {config.stage}: about {sum(memory.values()) / 1e9:.2f} GB: {purposes}"
     yield f"checkpoint: {cost.checkpoint_bytes(module, config.resolved, config.precision) / 1e9:,.2f} GB"

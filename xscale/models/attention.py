@@ -161,7 +161,7 @@ class _BlockAttention(torch.autograd.Function):
         blocks = _blocks(lengths, heads, window, qkv_NX.dtype, qkv_NX.device)
         buffer = qkv_NX.new_empty(sum(sum(block.sizes(X, dropout)) for block in blocks))
         generator = torch.Generator(qkv_NX.device).manual_seed(seed) if dropout else None
-        for block, x, p, dropped in _views(buffer, blocks, X, dropout):
+        for block, x, p, dropped in _block_views(buffer, blocks, X, dropout):
             x.unflatten(1, (block.n, heads)).copy_(block.pad(qkv))
             torch.softmax(_scores(x, block.masks), -1, out=p)
             if dropout:
@@ -181,7 +181,7 @@ class _BlockAttention(torch.autograd.Function):
         grad = grad_NH.reshape(N, 1, ctx.blocks[0].heads, -1)
         delta = (grad * out_NH.view_as(grad)).sum(-1, keepdim=True)
         d_qkv = grad_NH.new_empty(N, 3, *grad.shape[2:])
-        for block, (q, k, v), p, dropped in _views(buffer, ctx.blocks, 3 * H, ctx.dropout):
+        for block, (q, k, v), p, dropped in _block_views(buffer, ctx.blocks, 3 * H, ctx.dropout):
             g = block.pad(grad, zeros=True)[0].flatten(0, 1)
             delta_RL1 = block.pad(delta, zeros=True)[0].flatten(0, 1)
             dx = q.new_empty(3, *q.shape)
@@ -194,7 +194,7 @@ class _BlockAttention(torch.autograd.Function):
         return d_qkv.view(N, 3 * H), None, None, None, None, None
 
 
-def _views(
+def _block_views(
     buffer: Tensor, blocks: list[Block], X: int, dropout: float
 ) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
     """Yield each block with its views of the buffer: padded queries, keys and values [3, R, L, D], and attention

@@ -202,6 +202,7 @@ def longest_sequence(config: Any) -> int:
 
 
 def preset_config(preset: str, vocab_size: int, pad_id: int, max_length: int, dropout: float) -> Any:
+    """Return the Hugging Face config of a preset. max_length: the tokens of a sequence, for which it has positions."""
     shape = PRESETS[preset] | {"vocab_size": vocab_size, "pad_token_id": pad_id}
     if preset.startswith("modern"):
         shape |= dropout_fields("modernbert", dropout)
@@ -217,6 +218,7 @@ def preset_config(preset: str, vocab_size: int, pad_id: int, max_length: int, dr
 
 
 def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
+    """Return the config's fields, by name, that give all layers this dropout probability."""
     if model_type == "distilbert":
         return {"dropout": dropout, "attention_dropout": dropout}
     if model_type == "modernbert":
@@ -234,7 +236,7 @@ def configured_dropout(init: str | Path | None) -> float:
 
 
 def has_segments(init: str | Path | None, preset: str) -> bool:
-    """Return True if the model has token types for the two sentences of a pair; False if `init` cannot be read."""
+    """Return whether the model has token types for the two sentences of a pair; False if `init` cannot be read."""
     if init is None:
         return preset_config(preset, 8, 0, 8, 0.0).model_type == "bert"
     return getattr(_config_of(init), "type_vocab_size", 0) > 1 and not xscale_field_of_init(init).get(

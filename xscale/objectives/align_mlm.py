@@ -107,6 +107,6 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=compute_losses,
     terms=lambda options: {"mlm": 1.0, "align": options.alpha},
-    words=mlm.words,
+    words=mlm.needs_words,
     needs="lexicon",
 )

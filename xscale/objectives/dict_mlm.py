@@ -67,11 +67,11 @@ class Translations(NamedTuple):
 
 def collate(samples: list[list[Example]], options: DictMlmOptions, context: CollateContext) -> StreamBatch:
     """Return MLM's batch with translations; its count "translated" is the number of targets that use a dictionary."""
-    sequences = mlm.pack(samples, context)
-    stream_batch = mlm.mask(sequences, len(samples), options, context)
+    sequences = mlm.pack_sequences(samples, context)
+    stream_batch = mlm.mask_sequences(sequences, len(samples), options, context)
     masked = stream_batch.states["masked"].columns
     labels = stream_batch.labels["mlm"]
-    translations = translate(sequences, masked, options, context)
+    translations = translate_targets(sequences, masked, options, context)
     replaced = masked[translations.used]
     shown_ids = stream_batch.sequences.ids.copy()
     shown_languages = stream_batch.sequences.languages.copy()
@@ -90,7 +90,7 @@ def collate(samples: list[list[Example]], options: DictMlmOptions, context: Coll
     )
 
 
-def translate(
+def translate_targets(
     sequences: Sequences, targets: np.ndarray, options: DictMlmOptions, context: CollateContext
 ) -> Translations:
     """Return the translations that the target tokens use. targets: their indices [M]."""

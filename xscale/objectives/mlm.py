@@ -37,10 +37,10 @@ class MaskedOptions:
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: CollateContext) -> StreamBatch:
     """Return the masked sequences of samples, each of which is a list of sentences that fill about one sequence."""
-    return mask(pack(samples, context), len(samples), options, context)
+    return mask_sequences(pack_sequences(samples, context), len(samples), options, context)
 
 
-def pack(samples: list[list[Example]], context: CollateContext) -> Sequences:
+def pack_sequences(samples: list[list[Example]], context: CollateContext) -> Sequences:
     """Join the samples into sequences of running text. No token is lost."""
     segments = []
     for sample in samples:
@@ -49,7 +49,7 @@ def pack(samples: list[list[Example]], context: CollateContext) -> Sequences:
     return join_segments(context.tokenizer, segments, context.language_ids)
 
 
-def mask(sequences: Sequences, samples: int, options: MaskedOptions, context: CollateContext) -> StreamBatch:
+def mask_sequences(sequences: Sequences, samples: int, options: MaskedOptions, context: CollateContext) -> StreamBatch:
     return masked_lm(
         sequences,
         context,
@@ -61,7 +61,7 @@ def mask(sequences: Sequences, samples: int, options: MaskedOptions, context: Co
     )
 
 
-def words(options: MaskedOptions) -> bool:
+def needs_words(options: MaskedOptions) -> bool:
     return options.whole_word
 
 
@@ -75,5 +75,5 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=compute_losses,
     terms=lambda options: {"mlm": 1.0},
-    words=words,
+    words=needs_words,
 )

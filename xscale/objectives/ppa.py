@@ -108,7 +108,7 @@ class PpaOptions:
         return "mlm" if self.replace_tlm_with_mlm else "tlm"
 
 
-def check(options: PpaOptions, samples: int) -> str | None:
+def sample_count_problem(options: PpaOptions, samples: int) -> str | None:
     """Return what is wrong with queue_size and the remedy, or None. samples: the stream's samples of a step."""
     if not options.moco_weight or options.queue_size >= samples:
         return None
@@ -118,7 +118,7 @@ def check(options: PpaOptions, samples: int) -> str | None:
     )
 
 
-def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
+def option_warnings(options: PpaOptions, records: int, steps: int) -> list[str]:
     if not options.moco_weight:
         return []
     lines = []
@@ -380,13 +380,13 @@ def terms(options: PpaOptions) -> dict[str, float]:
     return weights
 
 
-def heads(encoder: Encoder, options: PpaOptions) -> Projection | None:
+def build_heads(encoder: Encoder, options: PpaOptions) -> Projection | None:
     if not options.moco_weight:
         return None
     return Projection(encoder.width, options.projection, options.normalize_z)
 
 
-def auxiliary_state(encoder: Encoder, projection: Any, options: PpaOptions) -> Moco | None:
+def build_auxiliary_state(encoder: Encoder, projection: Any, options: PpaOptions) -> Moco | None:
     if not options.moco_weight:
         return None
     return Moco(encoder, projection, options)
@@ -398,8 +398,8 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=compute_losses,
     terms=terms,
-    heads=heads,
-    auxiliary_state=auxiliary_state,
-    check=check,
-    advise=advise,
+    heads=build_heads,
+    auxiliary_state=build_auxiliary_state,
+    check=sample_count_problem,
+    advise=option_warnings,
 )

@@ -56,5 +56,5 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=mlm.compute_losses,
     terms=lambda options: {"mlm": 1.0},
-    words=mlm.words,
+    words=mlm.needs_words,
 )

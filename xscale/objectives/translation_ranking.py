@@ -34,7 +34,7 @@ class TranslationRankingOptions:
     """Sentence vector: the mean over the ordinary tokens, or the state of [CLS]."""
 
 
-def check(options: TranslationRankingOptions, samples: int) -> str | None:
+def sample_count_problem(options: TranslationRankingOptions, samples: int) -> str | None:
     """Return an error message if the number of samples of a step is wrong, or None."""
     if samples == 1:
         return "samples: with 1, a sentence cannot be compared with others; write 2 or more"
@@ -60,7 +60,7 @@ def collate(samples: list[list[Example]], options: TranslationRankingOptions, co
     )
 
 
-def vectors(
+def compute_vectors(
     parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: TranslationRankingOptions
 ) -> Tensor:
     return exchanged_vectors(states["first"], states["second"], arrays["texts"])
@@ -78,7 +78,7 @@ OBJECTIVE = Objective(
     options=TranslationRankingOptions,
     collate=collate,
     loss=compute_losses,
-    vectors=vectors,
+    vectors=compute_vectors,
     terms=lambda options: {"ranking": 1.0},
-    check=check,
+    check=sample_count_problem,
 )

@@ -62,7 +62,9 @@ def collate(samples: list[list[Example]], options: WordContrastOptions, context:
     )
 
 
-def vectors(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: WordContrastOptions) -> Tensor:
+def compute_vectors(
+    parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: WordContrastOptions
+) -> Tensor:
     return exchanged_vectors(states["first"], states["second"], arrays["texts"])
 
 
@@ -78,7 +80,7 @@ OBJECTIVE = Objective(
     options=WordContrastOptions,
     collate=collate,
     loss=compute_losses,
-    vectors=vectors,
+    vectors=compute_vectors,
     terms=lambda options: {"words": 1.0},
     words=lambda options: True,
     needs="links",

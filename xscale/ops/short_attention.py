@@ -23,8 +23,8 @@ def short_attention(
     """Return `dropout(softmax(q k^T / sqrt(D))) v` within each sequence [N, H]. window: a token attends only to
     positions with |i - j| <= window.
 
-    qkv has 16 bits. The seed determines the dropout mask, so that the backward pass can draw the same mask. Only the
-    arguments are kept for the backward pass. Results have the same bits every time.
+    qkv has 16 bits. The seed determines the dropout mask, so that the backward pass can draw the same mask. The
+    backward pass reads only the arguments. Results have the same bits every time.
     """
     return _ShortAttention.apply(qkv_NX, starts_B1, longest, seed, heads, dropout, window)
 

@@ -13,7 +13,7 @@ from xscale.models.flat import bert_states, forward_pass_of, modernbert_states
 from xscale.ops.masked_ce import BLOCK, chunk_rows
 from xscale.recipe import Recipe
 from xscale.step.module import StepModule
-from xscale.step.zero import offloads, stage_of
+from xscale.step.zero import offloads_optimizer, zero_stage
 
 WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Precision -> the bytes of one number."""
@@ -75,7 +75,7 @@ def row_limit(
     """Return the default of train.max_tokens by the memory of a GPU, gpu_bytes."""
     per_token = activation_bytes(module.encoder, recipe, WIDTH[precision], "cuda", typical_row_cost(1))
     only_head = typical_row_cost(GPU_TOKENS) | {"tokens": 0, "places": 0}
-    states = memory(module, recipe, ds_config, precision, world, "cuda", only_head)
+    states = memory_by_purpose(module, recipe, ds_config, precision, world, "cuda", only_head)
     # The sum counts neither padding nor the attention weights of blocks, which these models and GPUs keep.
     is_padded = forward_pass_of(module.encoder.lm.config) not in (bert_states, modernbert_states)
     keeps_blocks = precision == "fp32" or (torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0))
@@ -89,7 +89,7 @@ def typical_row_cost(tokens: int) -> dict[str, float]:
     return {"tokens": tokens, "places": read, "predictions": read, "squares": 0}
 
 
-def memory(
+def memory_by_purpose(
     module: StepModule,
     recipe: Recipe,
     ds_config: dict[str, Any],
@@ -109,15 +109,15 @@ def memory(
     n = parameter_count(module)
     width = WIDTH[precision]
     zero = ds_config.get("zero_optimization", {})
-    stage = stage_of(ds_config)
+    stage = zero_stage(ds_config)
     sums_in_fp32 = stage == 1 and width == 2 and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     states = {"weights": width * n / (world if stage >= 3 else 1)}
-    if not offloads(ds_config):
+    if not offloads_optimizer(ds_config):
         master = 0 if precision == "fp32" and stage == 0 else 4
         states["optimizer"] = (master + 8) * n / (world if stage >= 1 else 1)
     if sums_in_fp32 and precision == "bf16":  # DeepSpeed's BF16_Optimizer
         states["gradients in fp32"] = 4 * n
-    elif stage in (1, 2) and (offloads(ds_config) or sums_in_fp32 or not zero.get("reduce_scatter", True)):
+    elif stage in (1, 2) and (offloads_optimizer(ds_config) or sums_in_fp32 or not zero.get("reduce_scatter", True)):
         bucket = zero.get("reduce_bucket_size", 5e8)
         if device == "cpu":  # pages that are never touched take no memory
             bucket = min(bucket, n)
@@ -145,7 +145,7 @@ def parameter_count(module: nn.Module) -> int:
 
 def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: str) -> float:
     n = parameter_count(module)
-    optimizer = 12 * n if stage_of(ds_config) else 8 * n  # at stage 0, there is no fp32 copy of the weights
+    optimizer = 12 * n if zero_stage(ds_config) else 8 * n  # at stage 0, there is no fp32 copy of the weights
     return WIDTH[precision] * n + optimizer + module.auxiliary_bytes()
 
 

@@ -1,4 +1,4 @@
-"""Checks of a ds_config. They find what DeepSpeed would silently ignore or misread, and what it refuses."""
+"""Checks of a ds_config: for keys and values that DeepSpeed would silently ignore or misread, or that it refuses."""
 
 import copy
 import difflib
@@ -30,14 +30,14 @@ ZERO_KEYS = {
     "round_robin_gradients": "checkpoints need the weights of a group one behind the other; leave it out",
     "zenflow": "xscale updates all weights in each step; leave it out",
 }
-"""Keys of zero_optimization with which xscale would save wrong checkpoints or train wrongly, with the remedy."""
+"""Key of zero_optimization with which xscale would train wrongly or save wrong checkpoints -> the remedy."""
 ADAM = ("adam", "adamw")
 WHOLE_WEIGHTS = ("lamb", "adafactor", "muon")
 """Optimizers that need whole weights, because the update of a number depends on other numbers of the same weight."""
 
 
 def config_problems(config: dict[str, Any]) -> list[str]:
-    """Return a line for each key that DeepSpeed would ignore, and each value that it would misread, in silence."""
+    """Return a line for each key that DeepSpeed would silently ignore, and for each value that it would misread."""
     problems = list[str]()
     for key, section in config.items():
         if key not in KEYS:
@@ -68,6 +68,7 @@ def config_problems(config: dict[str, Any]) -> list[str]:
 
 
 def section_problems(name: str, section: dict[str, Any]) -> list[str]:
+    """Return a line for each unknown or missing key of the section `name`, one of KEYS_OF_SECTION."""
     known = KEYS_OF_SECTION[name]
     problems = [f"{name}.{key} is unknown; the keys are {', '.join(known)}" for key in section if key not in known]
     if "params" in known:
@@ -79,7 +80,7 @@ def section_problems(name: str, section: dict[str, Any]) -> list[str]:
 
 
 def unknown_key(key: str, value: Any) -> list[str]:
-    """Return a line about a key that has no effect. There is no line about an unknown section that is switched off."""
+    """Return a line about a key that has no effect, or [] if it is a section that is switched off."""
     similar = difflib.get_close_matches(key.lower(), KEYS, n=1, cutoff=0.65)
     if similar:
         return [f"{key} has no effect in a run of xscale; did you mean {similar[0]}? Else leave it out"]
@@ -98,8 +99,8 @@ def leaf_values(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def deepspeed_problem(resolved: dict[str, Any]) -> str | None:
-    """Return the error with which DeepSpeed refuses a configuration, or None. Optimizer and scheduler are built with
-    the engine only, which reports their errors (step/engine.py)."""
+    """Return the error with which DeepSpeed refuses a configuration, or None. Errors of the optimizer and the scheduler
+    show only when the engine is built (step/engine.py)."""
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

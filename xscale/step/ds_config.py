@@ -14,7 +14,7 @@ from xscale.errors import UserError
 from xscale.recipe import Recipe
 from xscale.record import parse_json
 from xscale.step.ds_checks import ADAM, config_problems, deepspeed_problem, leaf_values
-from xscale.step.zero import stage_of, stage_problem
+from xscale.step.zero import stage_problem, zero_stage
 
 AUTO = "auto"
 HALF_PRECISIONS = ("fp16", "bf16")
@@ -74,8 +74,8 @@ class EngineConfig:
     """The lines to print about the precision."""
 
     def saved(self) -> dict[str, Any]:
-        """Return the settings that a checkpoint records, because DeepSpeed restores them and ignores those of the
-        ds_config."""
+        """Return the settings that a checkpoint records. On a resume, DeepSpeed restores them from the checkpoint and
+        ignores those of the ds_config."""
         optimizer = self.resolved["optimizer"]
         params = dict(optimizer["params"])
         for name in MAY_CHANGE:
@@ -90,18 +90,21 @@ class EngineConfig:
 
 
 def load_ds_config(path: Path, recipe: Recipe, world: int, hardware: Hardware) -> EngineConfig:
+    """Read a ds_config and complete it with the recipe's values. Raises UserError. world: the number of ranks."""
     return resolve_ds_config(read_ds_config(path), path, recipe, world, hardware)
 
 
-def find_ds_config(path: Path) -> Path:
+def locate_ds_config(path: Path) -> Path:
     """Return the path, or if it does not exist, the shipped file of this name (zero2_cpu or zero2_cpu.json)."""
     shipped = SHIPPED / f"{path.name.removesuffix('.json')}.json"
-    return shipped if path.parent.name in ("", SHIPPED.name) and not path.exists() and shipped.exists() else path
+    if path.parent.name in ("", SHIPPED.name) and not path.exists() and shipped.exists():
+        return shipped
+    return path
 
 
 def read_ds_config(path: Path) -> dict[str, Any]:
     """Read and check a ds_config, given by its path or by the name of a shipped file. Raises UserError."""
-    path = find_ds_config(path)
+    path = locate_ds_config(path)
     try:
         config = parse_json(path.read_bytes())
     except FileNotFoundError:
@@ -130,13 +133,13 @@ def resolve_ds_config(
         if resolved.get(key, AUTO) != AUTO:
             problems.append(f"{key} = {resolved[key]}: {ROWS}")
         resolved[key] = size
-    problems += fill(resolved, "", {"gradient_clipping": ("train.max_grad_norm", recipe.train.max_grad_norm)})
+    problems += fill_section(resolved, "", {"gradient_clipping": ("train.max_grad_norm", recipe.train.max_grad_norm)})
     problems += fill_optimizer(resolved, recipe, hardware)
     problems += fill_scheduler(resolved, recipe)
     zero = resolved.get("zero_optimization", {})
     if zero.get("overlap_comm") == AUTO:
         # Stages 1 and 2 reduce after the last backward pass (zero.one_reduction), so that nothing could overlap.
-        zero["overlap_comm"] = world > 1 and stage_of(resolved) == 3
+        zero["overlap_comm"] = world > 1 and zero_stage(resolved) == 3
     problems += precision_problems(resolved, recipe.train.precision)
     if problems:
         raise UserError(
@@ -158,16 +161,16 @@ def resolve_ds_config(
     problem = stage_problem(resolved, precision, world) or deepspeed_problem(resolved)
     if problem:
         raise UserError(f"ds_config {path}: {problem}")
-    return EngineConfig(resolved, precision, stage_of(resolved), notes)
+    return EngineConfig(resolved, precision, zero_stage(resolved), notes)
 
 
 def indented(lines: list[str]) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def fill(section: dict[str, Any], where: str, owned: dict[str, tuple[str, Any]]) -> list[str]:
-    """Write the recipe's values into a section of the ds_config, and return a line for each value there that differs.
-    owned: key -> (field of the recipe, its value). where: the section's place, such as "optimizer.params."."""
+def fill_section(section: dict[str, Any], where: str, owned: dict[str, tuple[str, Any]]) -> list[str]:
+    """Write the recipe's values into a section of the ds_config. Return a line for each value of the ds_config that
+    differs. owned: key -> (field of the recipe, its value). where: its prefix, such as "optimizer.params."."""
     problems = list[str]()
     for key, (field, value) in owned.items():
         in_file = section.get(key, AUTO)
@@ -178,6 +181,7 @@ def fill(section: dict[str, Any], where: str, owned: dict[str, tuple[str, Any]])
 
 
 def fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware) -> list[str]:
+    """Complete the ds_config's optimizer. Return a line for each of its values that contradicts the recipe."""
     optimizer = resolved.setdefault("optimizer", {"type": "AdamW"})
     is_adam = optimizer["type"].lower() in ADAM
     params = optimizer.setdefault("params", {"torch_adam": True} if is_adam else {})
@@ -189,11 +193,12 @@ def fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware)
     if params.get("torch_adam") and "foreach" not in params:
         params.setdefault("fused", hardware.device in ("cuda", "cpu"))
     owned = {"lr": ("train.lr", recipe.train.lr), "weight_decay": ("train.weight_decay", recipe.train.weight_decay)}
-    return fill(params, "optimizer.params.", owned)
+    return fill_section(params, "optimizer.params.", owned)
 
 
 def fill_scheduler(resolved: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Complete the ds_config's scheduler. Without a scheduler, the recipe's learning rate is set in each step."""
+    """Complete the ds_config's scheduler, if it has one. Return a line for each contradiction to the recipe. Without a
+    scheduler, each step sets the recipe's learning rate."""
     if "scheduler" not in resolved:
         return []
     scheduler = resolved["scheduler"]
@@ -215,7 +220,7 @@ def fill_scheduler(resolved: dict[str, Any], recipe: Recipe) -> list[str]:
         "warmup_max_lr": ("train.lr", train.lr),
     }
     owned = {key: value for key, value in values.items() if key in params or key in known}
-    return problems + fill(params, "scheduler.params.", owned)
+    return problems + fill_section(params, "scheduler.params.", owned)
 
 
 def precision_problems(resolved: dict[str, Any], wanted: str) -> list[str]:

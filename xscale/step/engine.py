@@ -9,7 +9,7 @@ from xscale.errors import UserError
 from xscale.models.build import decay_groups
 from xscale.step.adam import load_adam
 from xscale.step.module import StepModule
-from xscale.step.zero import offloads, register_weights_read_directly, stage_of
+from xscale.step.zero import offloads_optimizer, register_weights_read_directly, zero_stage
 
 REFUSALS = (ValueError, TypeError, AttributeError, ImportError, NotImplementedError, AssertionError)
 """The types of errors with which DeepSpeed refuses a configuration, besides its own."""
@@ -25,12 +25,12 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     import deepspeed
 
     private.pickle_stage_plainly()
-    check_module(module, stage_of(ds_config))
+    check_stage_3(module, zero_stage(ds_config))
     optimizer = ds_config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam"):
-        load_adam("CPUAdamBuilder" if offloads(ds_config) else "FusedAdamBuilder")
+        load_adam("CPUAdamBuilder" if offloads_optimizer(ds_config) else "FusedAdamBuilder")
     groups = decay_groups(module, optimizer["params"]["weight_decay"])
-    if stage_of(ds_config):
+    if zero_stage(ds_config):
         for group in groups:
             group["params"].sort(key=lambda weight: weight.numel() % 8 > 0)
     private.import_muon_uncompiled()
@@ -45,7 +45,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     return engine
 
 
-def check_module(module: nn.Module, stage: int) -> None:
+def check_stage_3(module: nn.Module, stage: int) -> None:
     """Raise UserError if stage 3 partitions weights that a stream reads whole, outside of the engine's forward pass."""
     if stage < 3 or not isinstance(module, StepModule):
         return

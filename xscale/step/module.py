@@ -19,7 +19,7 @@ from xscale.metric_keys import MetricKey, count_key, loss_key
 from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads, copy_saved_heads
 from xscale.objectives import OBJECTIVES
-from xscale.objectives.base import AuxiliaryState, HasQueue, Losses, Parts, Prediction
+from xscale.objectives.base import AuxiliaryState, Losses, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.recipe import Recipe
 from xscale.step.sums import Sums
@@ -65,7 +65,7 @@ class StepModule(nn.Module):
                     auxiliary_state = objective.auxiliary_state(encoder, heads, stream.options)
             if auxiliary_state is not None:
                 self.auxiliary_states[name] = auxiliary_state
-            if isinstance(auxiliary_state, HasQueue):
+            if hasattr(auxiliary_state, "steps"):
                 auxiliary_state.steps = recipe.train.steps
         if recipe.train.activation_checkpointing:
             encoder.checkpoint_activations()
@@ -97,7 +97,7 @@ class StepModule(nn.Module):
                     size += leaf.nbytes
         return size
 
-    def vectors(self, stream: str, states: dict[str, Tensor], row: Row) -> Tensor:
+    def compute_vectors(self, stream: str, states: dict[str, Tensor], row: Row) -> Tensor:
         """Return the vectors of a row that other rows of the step read [n, D]. states: the row's states of the
         stream."""
         compute_vectors = OBJECTIVES[self.streams[stream].objective].vectors
@@ -124,7 +124,7 @@ class StepModule(nn.Module):
         for stream in row.state_counts:
             own_states = states[stream] | shared.get(stream, {})
             if stream in with_vectors:
-                vectors = self.vectors(stream, own_states, row)
+                vectors = self.compute_vectors(stream, own_states, row)
                 own_states["step"] = own_states["step"].index_copy(0, own_states["own"], vectors)
             objective = OBJECTIVES[self.streams[stream].objective]
             with self.naming_errors(stream, "loss"):
@@ -145,12 +145,12 @@ class StepModule(nn.Module):
                     value = value.sum()
                 sums.append(Sums([MetricKey(name, stream, term)], value.reshape(1)))
         if predictions:
-            predicted, sums_of_predictions = self.predict(row, predictions, weights_M, largest)
+            predicted, sums_of_predictions = self.predict_tokens(row, predictions, weights_M, largest)
             loss = loss + predicted
             sums = sums_of_predictions + sums
         return loss, Sums.join(sums, like=loss.detach())
 
-    def predict(
+    def predict_tokens(
         self, row: Row, predictions: list[tuple[str, Prediction]], weights_M: Tensor, largest: float
     ) -> tuple[Tensor, list[Sums]]:
         """Call the vocabulary head once for all predictions of the row, even if there are 0 predicted tokens, since all

@@ -211,7 +211,7 @@ def shared_states(
         torch.manual_seed(rng.torch_seed("dropout", *seed))
         # With gradient, as in training, so that kernels draw the same masks.
         states = encoder_states(module.encoder, row)
-        vectors.append({stream: module.vectors(stream, states[stream], row).detach() for stream in streams})
+        vectors.append({stream: module.compute_vectors(stream, states[stream], row).detach() for stream in streams})
         del states
     for stream in streams:
         vectors_of_rows = [row_vectors[stream] for row_vectors in vectors]

@@ -25,18 +25,19 @@ from xscale import deepspeed_private as private
 from xscale.errors import NotFinite
 
 
-def stage_of(ds_config: dict[str, Any]) -> int:
+def zero_stage(ds_config: dict[str, Any]) -> int:
+    """Return the ZeRO stage of a ds_config."""
     return ds_config.get("zero_optimization", {}).get("stage", 0)
 
 
-def offloads(ds_config: dict[str, Any]) -> bool:
+def offloads_optimizer(ds_config: dict[str, Any]) -> bool:
     """Return whether the optimizer is in host memory."""
     return (ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none") != "none"
 
 
 def stage_problem(ds_config: dict[str, Any], precision: str, world: int) -> str | None:
     """Return why this stage cannot train with these settings and the remedy, or None if it can."""
-    stage = stage_of(ds_config)
+    stage = zero_stage(ds_config)
     node = ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     if precision != "fp32" and stage == 0:
         return f"{precision} does not work at ZeRO stage 0; set zero_optimization.stage to 1 or 2"
@@ -63,8 +64,8 @@ def whole_weight(engine: Any, weight: Tensor) -> Iterator[Tensor]:
 
 
 def register_weights_read_directly(engine: Any, weights: Iterable[nn.Parameter]) -> None:
-    """At stage 3, register weights that a pass reads without calling the module that owns them. It must precede the
-    first pass.
+    """At stage 3, tell DeepSpeed of weights that a pass reads without calling the module that owns them. Call it before
+    the first pass.
 
     DeepSpeed finds such weights by itself only if they are partitioned before a pass. Small weights are partitioned
     only after a skipped step. A weight that is found only then is missing from the order in which DeepSpeed fetches
@@ -117,8 +118,8 @@ def one_reduction(engine: Any) -> Iterator[None]:
 def take_step(engine: Any) -> bool:
     """Update the weights unless the reduced gradient is not finite. Returns True if the weights have changed.
 
-    DeepSpeed checks the gradient at stages 1 to 3, this function at stage 0. Raises NotFinite if fp16 has no smaller
-    loss scale left.
+    At stages 1 to 3, DeepSpeed checks the gradient; at stage 0, this function does. Raises NotFinite if fp16 has no
+    smaller loss scale left.
     """
     if engine.zero_optimization_stage() == 0:
         gradients = [weight.grad for weight in engine.module.parameters() if weight.grad is not None]
