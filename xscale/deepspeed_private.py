@@ -286,14 +286,14 @@ def contents_to_save(engine: Any, partial: Path) -> dict[str, Any]:
         def save(self, state_dict: Any, path: str) -> None:
             contents[os.path.basename(path)] = state_dict
 
-    kept = engine.checkpoint_engine
+    original_engine = engine.checkpoint_engine
     engine.checkpoint_engine = Engine()
     engine._copy_recovery_script = lambda folder: None
     client_state = {"xscale": {"step": engine.global_steps}, "universal_checkpoint_info": {}}
     try:
         engine.save_checkpoint(str(partial.parent), tag=partial.name, client_state=client_state, save_latest=False)
     finally:
-        engine.checkpoint_engine = kept
+        engine.checkpoint_engine = original_engine
         del engine._copy_recovery_script
     return contents
 

@@ -290,8 +290,8 @@ def fill_neutral_row(lm: PreTrainedModel) -> None:
     0."""
     fields = getattr(lm.config, "xscale", None) or {}
     if fields.get("language_embeddings") and not fields.get("neutral_trained"):
-        own = _type_table(lm)[1 : len(fields["languages"])]
-        _set_type_table(lm, torch.cat([own.mean(0, keepdim=True), own]))
+        language_rows = _type_table(lm)[1 : len(fields["languages"])]
+        _set_type_table(lm, torch.cat([language_rows.mean(0, keepdim=True), language_rows]))
 
 
 def _type_table(lm: PreTrainedModel) -> torch.Tensor:
@@ -305,8 +305,8 @@ def _set_type_table(lm: PreTrainedModel, table: torch.Tensor) -> None:
     lm.config.type_vocab_size = len(table)
 
 
-def _resize_language_rows(lm: PreTrainedModel, languages: list[str], wanted: bool) -> list[str]:
-    """Give each language of the run a row of the model's token-type table if `wanted`, else make all rows copies of
+def _resize_language_rows(lm: PreTrainedModel, languages: list[str], embeddings: bool) -> list[str]:
+    """Give each language of the run a row of the model's token-type table if `embeddings`, else make all rows copies of
     row 0. Return the languages in the order of their rows.
 
     Languages that the model knows keep their rows, in any spelling. The row of a new language starts as a copy of row
@@ -314,12 +314,12 @@ def _resize_language_rows(lm: PreTrainedModel, languages: list[str], wanted: boo
     """
     before = getattr(lm.config, "xscale", None) or {}
     known: list[str] = before["languages"][1:] if before.get("language_embeddings") else []
-    if not known and not wanted:
+    if not known and not embeddings:
         return languages
     names = [*languages, *(name for name in known if not find_spellings(name, languages))]
     old = _type_table(lm)
     table = old[0].repeat(max(_token_type_count(lm.config), 1 + len(names)), 1)
-    if not wanted:
+    if not embeddings:
         LOG.warning(
             f"model.init has embeddings of {', '.join(known)}, but no stream of this run sets language_embeddings: "
             f"the neutral embedding replaces them"
@@ -334,7 +334,7 @@ def _resize_language_rows(lm: PreTrainedModel, languages: list[str], wanted: boo
             f"{', '.join(new) or 'none'}"
         )
     _set_type_table(lm, table)
-    return names if wanted else languages
+    return names if embeddings else languages
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -62,15 +62,17 @@ def set_rope_theta(config: Any, theta: float) -> None:
 
 def _check_config(config: Any) -> None:
     """Raise UserError unless a model is an encoder of a supported type that transformers runs as it was trained."""
-    kind, positions = config.model_type, getattr(config, "position_embedding_type", "absolute")
+    kind = config.model_type
+    name = config.name_or_path or "the model"
+    positions = getattr(config, "position_embedding_type", "absolute")
     if kind not in HEADS:
-        raise UserError(f"model type {kind!r} is not supported; use one of {', '.join(HEADS)}")
+        raise UserError(f"{name}: model type {kind!r} is not supported; use one of {', '.join(HEADS)}")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise UserError(f"this {kind} model is a decoder (is_decoder or add_cross_attention is set); use an encoder")
+        raise UserError(f"{name}: this {kind} model is a decoder (is_decoder or add_cross_attention); use an encoder")
     if positions not in ("absolute", "sans_pos"):
         raise UserError(
-            f"transformers 5 ignores this {kind} model's position_embedding_type {positions!r}; use a model with "
-            f"absolute positions"
+            f"{name}: transformers 5 ignores this {kind} model's position_embedding_type {positions!r}; use a model "
+            f"with absolute positions"
         )
 
 
@@ -113,9 +115,9 @@ class Encoder(nn.Module):
             return padded_layers(self.lm.base_model, row, all_layers=True)
         inputs = []
 
-        def keep(layer: Callable[..., Tensor], module: nn.Module, x: Tensor, *more: Any) -> Tensor:
+        def keep(layer: Callable[..., Tensor], module: nn.Module, x: Tensor, *arguments: Any) -> Tensor:
             inputs.append(x)
-            return layer(module, x, *more)
+            return layer(module, x, *arguments)
 
         last = self._states(self.lm.base_model, row, 0, keep)
         return [*inputs, last]

@@ -69,12 +69,14 @@ def bert_states(model: Any, row: Tokens, seed: int, run: Run, places: Tensor | N
 
 
 def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: int, number: int, places: Tensor | None) -> Tensor:
-    own = layer.attention.self
+    attention_weights = layer.attention.self
     out = layer.attention.output
     ffn = layer.output
-    p = _dropout_rate(own.dropout)
-    qkv = _qkv(own, x)
-    attended = attention(qkv, row.starts, row.lengths, row.longest, seed + number, own.num_attention_heads, p)
+    p = _dropout_rate(attention_weights.dropout)
+    qkv = _qkv(attention_weights, x)
+    attended = attention(
+        qkv, row.starts, row.lengths, row.longest, seed + number, attention_weights.num_attention_heads, p
+    )
     attended = take_places(attended, places)
     x = take_places(x, places)
     x = _add_norm(out.dense(attended), x, _dropout_rate(out.dropout), out.LayerNorm, seed, 2 * number)
@@ -90,11 +92,11 @@ def _add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: int, numbe
     return norm(dropout(x, p, residual))
 
 
-def _qkv(own: Any, x: Tensor) -> Tensor:
+def _qkv(attention_weights: Any, x: Tensor) -> Tensor:
     """Return queries, keys and values [N, 3 * H] by one product, or, if ZeRO-3 partitions the weights, by module
     calls."""
-    parts = own.query, own.key, own.value
-    if is_partitioned(own.query.weight):
+    parts = attention_weights.query, attention_weights.key, attention_weights.value
+    if is_partitioned(attention_weights.query.weight):
         return torch.cat([part(x) for part in parts], 1)
     return F.linear(x, torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
 
@@ -123,15 +125,15 @@ def _modernbert_layer(
     window: int | None,
     places: Tensor | None,
 ) -> Tensor:
-    own = layer.attn
+    attn = layer.attn
     mlp = layer.mlp
-    heads = own.config.num_attention_heads
-    p = own.attention_dropout if own.training else 0.0
-    qkv = rotate_(own.Wqkv(layer.attn_norm(x)), *rotation, heads)
+    heads = attn.config.num_attention_heads
+    p = attn.attention_dropout if attn.training else 0.0
+    qkv = rotate_(attn.Wqkv(layer.attn_norm(x)), *rotation, heads)
     attended = attention(qkv, row.starts, row.lengths, row.longest, seed + number, heads, p, window)
     attended = take_places(attended, places)
     x = take_places(x, places)
-    x = dropout(own.Wo(attended), _dropout_rate(own.out_drop), x)
+    x = dropout(attn.Wo(attended), _dropout_rate(attn.out_drop), x)
     states, gate = mlp.Wi(layer.mlp_norm(x)).chunk(2, -1)
     return x + mlp.Wo(dropout(mlp.act(states) * gate, _dropout_rate(mlp.drop)))
 
@@ -167,16 +169,16 @@ def padded_layers(model: Any, row: Tokens, all_layers: bool = False) -> list[Ten
         return values_N.new_full((B * L,), fill).index_copy(0, places_N, values_N).view(B, L)
 
     first = first_position(model.config)
-    given = {"position_ids": padded(row.positions + first, first)}
+    optional_inputs = {"position_ids": padded(row.positions + first, first)}
     if row.types is not None:
-        given["token_type_ids"] = padded(row.types)
-    taken = inspect.signature(model.forward).parameters
-    inputs: dict[str, Any] = {name: values for name, values in given.items() if name in taken}
+        optional_inputs["token_type_ids"] = padded(row.types)
+    accepted = inspect.signature(model.forward).parameters
+    inputs: dict[str, Any] = {name: values for name, values in optional_inputs.items() if name in accepted}
     mask_BL = torch.arange(L, device=device) < lengths_B.clamp(min=1)[:, None]  # a softmax over no token would be NaN
     if all_layers:
         inputs["output_hidden_states"] = True
-    found = model(padded(row.input_ids, pad), attention_mask=mask_BL.long(), **inputs)
-    layers = found.hidden_states if all_layers else [found.last_hidden_state]
+    output = model(padded(row.input_ids, pad), attention_mask=mask_BL.long(), **inputs)
+    layers = output.hidden_states if all_layers else [output.last_hidden_state]
     return [hidden_BLH.flatten(0, 1).index_select(0, places_N) for hidden_BLH in layers]
 
 

@@ -71,12 +71,12 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
     )
 
 
-def entries_of_row(total: int, wanted: int | None, context: CollateContext) -> np.ndarray:
+def entries_of_row(total: int, per_step: int | None, context: CollateContext) -> np.ndarray:
     """Return the indices of the dictionary entries that this row uses, its share of the step's entries."""
-    if wanted is None or wanted >= total:
+    if per_step is None or per_step >= total:
         return np.arange(context.row, total, context.rows)
     draw = rng.key(context.seed, context.stream, "dictionary", context.step)
-    chosen = np.argpartition(rng.hash64(draw, np.arange(total)), wanted - 1)[:wanted]
+    chosen = np.argpartition(rng.hash64(draw, np.arange(total)), per_step - 1)[:per_step]
     return np.sort(chosen)[context.row :: context.rows]
 
 

@@ -22,10 +22,11 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "V100": 125e12, "L
 
 
 READ_SHARE = 0.4
-"""The share of a row's tokens whose states losses read, where no row is at hand: 0.15 in `tlm`, 0.37 in `mixed`."""
-PROGRAM, TOKENIZER = 0.55e9, 3200
-"""The bytes of Python and its libraries in a process, and those of the tokenizer for each id: XLM-R's takes 0.8 GB. On
-a GPU, they are not in its memory."""
+"""The share of a row's tokens whose states losses read, in estimates without a row: 0.15 in `tlm`, 0.37 in `mixed`."""
+PROGRAM_BYTES = 0.55e9
+"""The memory of Python and its libraries in a process. A GPU's memory does not hold them."""
+TOKENIZER_BYTES = 3200
+"""The memory of a tokenizer for each of its ids: XLM-R's tokenizer takes 0.8 GB."""
 GPU_SHARE = 0.6
 """The share of a GPU's memory that a step may take with the default of train.max_tokens. The rest is for fragments and
 for libraries."""
@@ -34,7 +35,7 @@ LEAST_TOKENS = 4096
 UNCOUNTED_TOKENS = 16384
 """The highest default for models that read padded sequences, and for attention without a flash kernel."""
 ROUNDED = 1024
-"""The default is a multiple of this, so that GPUs of the same kind have the same."""
+"""The default is a multiple of this number, so that it is the same on GPUs of the same kind."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def row_limit(
     per_token = activation_bytes(module.encoder, recipe, WIDTH[precision], "cuda", typical_row_cost(1))
     only_head = typical_row_cost(GPU_TOKENS) | {"tokens": 0, "places": 0}
     states = memory_by_purpose(module, recipe, ds_config, precision, world, "cuda", only_head)
-    # The sum counts neither padding nor the attention weights of blocks, which these models and GPUs keep.
+    # activation_bytes counts neither padding nor attention weights, which these models and GPUs keep.
     is_padded = forward_pass_of(module.encoder.lm.config) not in (bert_states, modernbert_states)
     keeps_blocks = precision == "fp32" or (torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0))
     most = UNCOUNTED_TOKENS if is_padded or keeps_blocks else GPU_TOKENS
@@ -125,7 +126,7 @@ def memory_by_purpose(
     if module.auxiliary_states:  # fp32, and a copy in the precision of the weights unless that is fp32
         states["momentum encoder, queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
     if device == "cpu":
-        states["program, tokenizer"] = PROGRAM + TOKENIZER * module.encoder.lm.config.vocab_size
+        states["program, tokenizer"] = PROGRAM_BYTES + TOKENIZER_BYTES * module.encoder.lm.config.vocab_size
     row_bytes = {
         "activations": activation_bytes(module.encoder, recipe, width, device, row),
         "vocabulary head": vocabulary_head_bytes(module.encoder, width, device, row["predictions"]),

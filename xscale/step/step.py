@@ -160,8 +160,8 @@ def encode_auxiliary(module: StepModule, rows: list[Row], seeds: list[Seed]) -> 
     costs a GPU's host as much as one over many.
     """
     shared: list[States] = [{} for _ in rows]
-    most = max(len(row.tokens.input_ids) for row in rows)
-    for group in group_rows([row.cost["auxiliary_tokens"] for row in rows], most):
+    max_tokens = max(len(row.tokens.input_ids) for row in rows)
+    for group in group_rows([row.cost["auxiliary_tokens"] for row in rows], max_tokens):
         torch.manual_seed(rng.torch_seed("beside", *seeds[group[0]]))  # this string is part of the seed and must stay
         for stream in rows[0].auxiliary:
             joined = Row.concat_auxiliary([rows[number].auxiliary[stream] for number in group])
