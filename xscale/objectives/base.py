@@ -71,8 +71,10 @@ class AuxiliaryState(Protocol):
 
 @runtime_checkable
 class HasQueue(AuxiliaryState, Protocol):
-    """An auxiliary state with a queue of vectors of earlier steps. All ranks exchange their new vectors once a step. The
-    queue is filled before step 1, with the initial weights (queue warm-up)."""
+    """An auxiliary state with a queue of vectors of earlier steps. All ranks exchange their new vectors once a step.
+
+    The queue is filled before step 1, with the initial weights (queue warm-up).
+    """
 
     steps: int
     """Number of optimizer steps of the run, which StepModule sets. It is not saved, because a resume may change it."""
