@@ -309,12 +309,8 @@ def model_state_path(path: Path) -> Path:
 
 def partition_paths(path: Path) -> list[Path]:
     """Return the paths of the optimizer's partitions in the order of ranks; [] at stage 0."""
-
-    def rank_of(file: Path) -> int:
-        (rank,) = re.findall(r"zero_pp_rank_(\d+)_", file.name)
-        return int(rank)
-
-    return sorted(path.glob("*zero_pp_rank_*_optim_states.pt"), key=rank_of)
+    files = path.glob("*zero_pp_rank_*_optim_states.pt")
+    return sorted(files, key=lambda file: int(re.findall(r"zero_pp_rank_(\d+)_", file.name)[0]))
 
 
 def group_shapes(

@@ -96,9 +96,8 @@ def mean_word_embeddings(table: nn.Module, ids: Tensor, starts_N: Tensor) -> Ten
     """Return the mean embedding of each word's tokens [N, H], in fp32 or wider. ids: the tokens of all words, one word
     after the other."""
     rows = table(ids)
-    if rows.dtype in (torch.float16, torch.bfloat16):
-        rows = rows.float()
-    return F.embedding_bag(torch.arange(len(ids), device=ids.device), rows, starts_N, mode="mean")
+    wide_rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return F.embedding_bag(torch.arange(len(ids), device=ids.device), wide_rows, starts_N, mode="mean")
 
 
 OBJECTIVE = Objective(

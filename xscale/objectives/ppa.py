@@ -235,7 +235,7 @@ class Projection(nn.Module):
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Moco:
