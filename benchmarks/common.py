@@ -59,7 +59,7 @@ def text_pairs(files: Sequence[Path] | None) -> Iterator[Pair]:
 
 
 def spaced(text: str) -> str:
-    """The text with spaces between all words that the demo world's links count."""
+    """Return the text with spaces between all words that the demo world's links count."""
     return " ".join(split_words([text])[0][0])
 
 
@@ -182,7 +182,7 @@ def free_port() -> int:
 
 
 def now() -> float:
-    """The time in seconds at which the device is done."""
+    """Wait for the device, and return the time in seconds."""
     if CUDA:
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -195,8 +195,8 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 
 def in_turns(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """The seconds of each work in each round, in which all take turns in random order. On a GPU the L2 cache is cold,
-    and the time that the host needs for the launch is hidden."""
+    """Return the seconds of each work in each round. In a round, all take turns in random order. On a GPU the
+    L2 cache is cold, and the time that the host needs for the launch is hidden."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for name in works:
         works[name]()
@@ -211,7 +211,7 @@ def in_turns(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, l
 
 
 def spread(ratios: Iterable[float]) -> str:
-    """The range of the ratios in the middle 80 % of the rounds."""
+    """Return the range of the ratios in the middle 80 % of the rounds."""
     ordered = sorted(ratios)
     few = len(ordered) // 10
     return f"{ordered[few]:.2f}-{ordered[-1 - few]:.2f}"

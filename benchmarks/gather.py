@@ -77,7 +77,7 @@ class Problem:
         self.csr = torch.sparse_csr_tensor(self.offsets, self.column, ones, (R, N))
 
     def exact(self, heads: int) -> list[Tensor]:
-        """The outputs and the gradient in fp64."""
+        """Return the outputs and the gradient in fp64."""
         hidden = self.hidden.detach().double().requires_grad_()
         sums = hidden.new_zeros(len(self.masked), hidden.shape[1]).index_add(0, self.row, hidden[self.column])
         outputs = [hidden[self.masked], sums][2 - heads :]

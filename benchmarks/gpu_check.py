@@ -56,7 +56,7 @@ def error(out: Tensor, reference: Tensor) -> float:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """A leaf tensor with the same values, in fp64 on the CPU."""
+    """Return a leaf tensor with the same values, in fp64 on the CPU."""
     return tensor.detach().cpu().double().requires_grad_()
 
 
@@ -165,7 +165,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def loader(world: list[Path]) -> Loader:
-    """A run of the recipe `mixed` with few samples, without dropout."""
+    """Return the loader of a run of the recipe `mixed` with few samples, without dropout."""
     sets = [f"streams.{name}.samples={n}" for name, n in FEW_SAMPLES.items()]
     sets += ["streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=64", "data.workers=0", "train.max_tokens=16384"]
     sets += [f"model.preset={'mini' if CUDA else 'tiny'}", "model.dropout=0.0"]
@@ -179,7 +179,7 @@ def first_row(loader: Loader) -> Row:
 
 
 def ready_module(loader: Loader) -> StepModule:
-    """The run's module in fp32 on the CPU, with a filled queue; each call returns the same values."""
+    """Return the run's module in fp32 on the CPU, with a filled queue. Each call returns the same values."""
     module = StepModule(encoder_of_run(loader.recipe, loader.corpus), loader.recipe)
     queue = module.auxiliary_states["ppa"].queue
     torch.manual_seed(1)
@@ -188,7 +188,7 @@ def ready_module(loader: Loader) -> StepModule:
 
 
 def row_results(loader: Loader, row: Row, module: StepModule) -> Iterator[Tensor]:
-    """The loss, the sums of all losses, and the gradients in one vector, computed with a loss scale as in fp16."""
+    """Yield the loss, the sums of all losses, and all gradients as one vector. A loss scale is used, as in fp16."""
     scale = 2.0**10
     device = next(module.parameters()).device
     weights = step_weights(loader.recipe, row.counts, 0)

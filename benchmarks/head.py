@@ -49,7 +49,7 @@ class Problem:
 
 
 def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss, and xscale's count of right predictions."""
+    """Return the loss. As xscale does, count the right predictions, too."""
     logits = logits.float()
     with torch.no_grad():
         (logits.argmax(-1) == labels).sum()

@@ -51,7 +51,7 @@ def loop(source: Path, out: Path) -> None:
 
 
 def commands_of(folder: Path, workers: int) -> dict[str, list[str]]:
-    """The arguments of python for each row of the table."""
+    """Return the arguments of python for each row of the table."""
     commands = {"datasets + webdataset": [__file__, "--loop", str(folder / "pairs.jsonl"), str(folder / "loop")]}
     for number, (kind, rules) in enumerate(KINDS.items()):
         corpus = folder / f"{number}.yaml"

@@ -136,7 +136,7 @@ class Bench:
 
 
 def profile_cells(events: Iterable[Any], seconds: float, step_seconds: float) -> list[str]:
-    """The cells of a profiled step. seconds: of this step; step_seconds: of a step without the profiler."""
+    """Return the cells of a profiled step. seconds: its duration; step_seconds: that of a step without the profiler."""
     spans = []
     for event in events:
         if "CUDA" in str(event.device_type):

@@ -85,7 +85,7 @@ def mixture_of(kind: str, sources: list[Any], batch: int, ranks: int) -> Mixture
 
 
 def memory(field: str) -> float:
-    """The MB of memory of this process: VmRSS is the present value, VmHWM the peak."""
+    """Return the MB of memory of this process. field: VmRSS, the present value, or VmHWM, the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field + ":")) / 1e3
 

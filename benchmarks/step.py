@@ -103,7 +103,7 @@ class XscaleLoop:
         self.flops = sum(self.formula.flops(batch.cost()).values())
 
     def loss(self) -> float:
-        """The loss of the last step."""
+        """Return the loss of the last step."""
         metrics = stream_metrics(self.sums.by_key(), self.targets, self.loader.recipe)
         return sum(stream.weight * metrics[f"loss/{name}"] for name, stream in self.loader.recipe.streams.items())
 
@@ -127,7 +127,7 @@ class StockLoop:
         self.engine = engine.build_engine(StockModule(encoder.lm, loader), fields)
 
     def prepared(self) -> list[tuple[str, dict[str, torch.Tensor], float]]:
-        """The stream, the batch and the weight of each micro-batch of the next step."""
+        """Return the stream, the batch and the weight of each micro-batch of the next step."""
         micro_batches = []
         for name, draw in next(self.draws).items():
             part = self.engine.module.streams[name]
@@ -152,7 +152,7 @@ class StockLoop:
         self.seconds.append(now() - started)
 
     def loss(self) -> float:
-        """The loss of the last step."""
+        """Return the loss of the last step."""
         return float(sum(self.losses))
 
 
@@ -165,7 +165,7 @@ def global_batches(loader: Loader) -> Iterator[dict[str, PlanTable]]:
 
 
 def samples_of(loader: Loader, part: Tlm, draw: PlanTable) -> list[Example]:
-    """The stock loop's example of each sample, in the draw's order."""
+    """Return the stock loop's example of each sample, in the order in which samples were drawn."""
     places = zip(draw.source.tolist(), draw.shard.tolist(), draw.record.tolist(), strict=True)
     return [part.example(loader.corpus.sources[source].read(shard, record)) for source, shard, record in places]
 
@@ -174,7 +174,7 @@ def samples_of(loader: Loader, part: Tlm, draw: PlanTable) -> list[Example]:
 
 
 def step_fields(recipe: str, args: argparse.Namespace, steps: int) -> dict[str, object]:
-    """The fields of the recipe that are the same for all loops, and for another checkout."""
+    """Return the fields of the recipe that are the same for all loops, and for another checkout."""
     fields: dict[str, object] = {"model.preset": args.preset, "data.max_length": 128, "data.workers": args.workers}
     fields |= {"data.overlong": "truncate", "train.steps": steps}
     if args.samples and recipe not in ("mixed", "xlm"):

@@ -94,7 +94,7 @@ def weights_without_gradient(engine: Any) -> list[nn.Parameter]:
 
 @contextmanager
 def manual_gradients(engine: Any) -> Iterator[None]:
-    """A context in which the caller sets gradients. DeepSpeed then treats them as those of a backward pass."""
+    """Return a context in which the caller sets gradients. DeepSpeed then treats them as those of a backward pass."""
     accumulates = engine.zero_optimization_stage() in (1, 2)
     if accumulates:
         engine.optimizer.backward_prologue()  # BF16_Optimizer clears the gradients of the previous pass
@@ -143,8 +143,8 @@ def give_flat_gradients(engine: Any) -> list[Tensor]:
 
 @contextmanager
 def no_reduction(engine: Any) -> Iterator[None]:
-    """A context whose backward passes reduce nothing. DeepSpeed's own `no_sync` refuses stage 2, where hooks reduce
-    (`remove_gradient_hooks`)."""
+    """Return a context whose backward passes reduce nothing. DeepSpeed's own `no_sync` refuses stage 2, where hooks
+    reduce (`remove_gradient_hooks`)."""
     engine.inside_no_sync_ctxt = True
     try:
         yield
@@ -247,7 +247,7 @@ loaded."""
 
 @contextmanager
 def known_types_only() -> Iterator[None]:
-    """A context in which torch.load, also DeepSpeed's, refuses files with types other than KNOWN_TYPES."""
+    """Return a context in which torch.load, also DeepSpeed's, refuses files with types other than KNOWN_TYPES."""
     types = []
     for name in KNOWN_TYPES:
         module, _, kind = name.rpartition(".")

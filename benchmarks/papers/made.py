@@ -76,12 +76,12 @@ def make_encoder(folder: Path, data: Path) -> Path:
 
 
 def spaced(text: str) -> str:
-    """The text with spaces between all words that its links count."""
+    """Return the text with spaces between all words that its links count."""
     return " ".join(split_words([text])[0][0])
 
 
 def tagged(text: str) -> str:
-    """A sentence as CoNLL-U. Its tags are made up from the words' form; each word's head is the word before it."""
+    """Return a sentence as CoNLL-U. Tags follow from the form of a word; its head is the word before it."""
     lines = [f"# text = {text}"]
     for number, word in enumerate(text.split()):
         relation = "obj" if number else "root"

@@ -133,7 +133,7 @@ class Grid:
         return folder
 
     def recipe(self, arm: dict[str, Any], steps: int, world: Path, init: Path | None) -> dict[str, Any]:
-        """The arm's shipped recipe with fields of the scale, the grid and the arm; without streams that are null.
+        """Return the arm's shipped recipe with fields of the scale, the grid and the arm, without null streams.
         The samples of the arm's `short` streams are shorter than max_length, so fewer of them go with a smaller one."""
         recipe = yaml.safe_load((RECIPES / f"{arm['recipe']}.yaml").read_text(encoding="utf-8"))
         length_ratio = self.scale["max_length"] / recipe.get("data", {}).get("max_length", 128)
@@ -311,8 +311,8 @@ class Grid:
         return {f"{task_name} {name}": 100 * row[key] for key, name in names.items() if key in row}
 
     def training(self, cell: Cell, started: float) -> dict[str, Any]:
-        """Whether the loss fell, and the cost: steps, tokens, minutes since the cell was begun or resumed, minutes of
-        training, and the commit."""
+        """Return whether the loss fell, and the cost: steps, tokens, minutes since the cell was begun, minutes
+        of training, and the commit."""
         metrics = self.out / "runs" / cell.path / "metrics.jsonl"
         steps: list[dict[str, Any]] = []
         if metrics.exists():
@@ -352,7 +352,7 @@ def read_grid(name: str) -> dict[str, Any]:
 
 
 def read_settings(words: list[str], fields: dict[str, Any]) -> dict[str, Any]:
-    """The values of --set. Raises UserError."""
+    """Return the values of --set. Raises UserError."""
     settings = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -369,7 +369,7 @@ def read_results(path: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def problems(cells: list[dict[str, Any]]) -> list[str]:
-    """The signs in finished cells that cells of this scale do not learn; [] if there are none."""
+    """Return the signs in finished cells that cells of this scale do not learn, or []."""
     signs = []
     aligned = {}
     for finished in cells:

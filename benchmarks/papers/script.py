@@ -53,7 +53,7 @@ class Script:
         self._image = self._images(sorted(alphabet))
 
     def _bare(self, number: int) -> str:
-        """The token's text without the prefix of continuations."""
+        """Return the token's text without the prefix of continuations."""
         token = self.tokens[number]
         return token if token == self._prefix else token.removeprefix(self._prefix)
 

@@ -39,7 +39,7 @@ def folder_name(name: str) -> str:
 
 
 def converged(one: Done) -> bool:
-    """True if the loss fell and, for a model that predicts tokens, the TLM loss is below the unigram entropy."""
+    """Return whether the loss fell; of a model that predicts tokens, also whether the TLM loss is below the entropy."""
     scores = one["scores"]
     says_more = not one.get("predicts", True) or scores.get("TLM loss", math.inf) < scores.get("unigram entropy", 0)
     return not one["problem"] and one["loss fell"] and says_more
@@ -64,7 +64,7 @@ def shown_p(p: float) -> str:
 
 
 def map_worlds(done: list[Done]) -> list[str]:
-    """A table for each world, with means and sample standard deviations over seeds."""
+    """Return a table for each world, with means and sample standard deviations over seeds."""
     tables = []
     for world in dict.fromkeys(one["cell"]["world"] for one in done):
         of_world = [one for one in done if one["cell"]["world"] == world]
@@ -92,7 +92,7 @@ def spread(values: list[float], name: str) -> str:
 
 
 def compared_cells(grid: dict[str, Any], done: list[Done]) -> list[tuple[Name, Name]]:
-    """The cells that `compare` names: two arms in each world, or two cells."""
+    """Return the cells that `compare` names: two arms in each world, or two cells."""
     pairs: list[tuple[Name, Name]] = []
     for first, second in grid.get("compare", []):
         if "/" in first:
@@ -116,14 +116,14 @@ class Comparison(NamedTuple):
 
     @property
     def p(self) -> float:
-        """The p of a two-sided paired t-test over seeds; NaN if there are too few, or if all are equal."""
+        """Return the p of a two-sided paired t-test over seeds. It is NaN for few seeds, and if all are equal."""
         if len(self.differences) < MIN_SEEDS or not np.ptp(self.differences):
             return math.nan
         return float(stats.ttest_1samp(self.differences, 0.0).pvalue)
 
 
 def comparisons(grid: dict[str, Any], done: list[Done]) -> list[str]:
-    """A table of the differences that `compare` names, with paired t-tests over the seeds that both sides have."""
+    """Return a table of the differences that `compare` names, with paired t-tests over seeds."""
     found = list[Comparison]()
     names = [name for name in measures(done) if name != "unigram entropy" and not name.endswith("majority")]
     for (first, second), name in product(compared_cells(grid, done), names):
@@ -182,7 +182,7 @@ def correlations(done: list[Done]) -> list[str]:
 
 
 def points_of(done: list[Done], name: str) -> list[Point]:
-    """The cells that converged and have both an alignment score and this Delta."""
+    """Return the cells that converged and have both an alignment score and this Delta."""
     points = []
     for one in filter(converged, done):
         aligned = one["scores"].get("aligned all", math.nan)

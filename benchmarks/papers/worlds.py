@@ -202,7 +202,7 @@ def write_words(out: Path) -> None:
 
 
 def read(path: Path) -> list[str]:
-    """The lines of a text file, plain or .xz. Raises UserError."""
+    """Return the lines of a text file, plain or .xz. Raises UserError."""
     if not path.is_file():
         raise UserError(f"{path} does not exist; --data is the folder with parallel/, mono/, lexicon/ and eval/")
     raw = path.read_bytes()
@@ -215,7 +215,7 @@ def read_blocks(path: Path) -> list[str]:
 
 
 def text_of(block: str) -> str:
-    """The sentence in the comment `# text =` of a block of CoNLL-U. Raises UserError."""
+    """Return the sentence in the comment `# text =` of a block of CoNLL-U. Raises UserError."""
     found = [line.partition("=")[2].strip() for line in block.split("\n") if line.startswith("# text =")]
     if not found:
         raise UserError(f"a sentence of the parses has no `# text =`: {block[:200]!r}; add it, as UD's files have it")
