@@ -159,9 +159,11 @@ class _BlockAttention(torch.autograd.Function):
         qkv = qkv_NX.view(N, 3, heads, -1)
         out_NH = qkv_NX.new_empty(N, X // 3)
         blocks = _blocks(lengths, heads, window, qkv_NX.dtype, qkv_NX.device)
-        buffer = qkv_NX.new_empty(sum(sum(block.sizes(X, dropout)) for block in blocks))
+        sizes = [sum(block.sizes(X, dropout)) for block in blocks]
+        keep = ctx.needs_input_grad[0]
+        buffer = qkv_NX.new_empty(sum(sizes) if keep else max(sizes))
         generator = torch.Generator(qkv_NX.device).manual_seed(seed) if dropout else None
-        for block, x, p, dropped in _block_views(buffer, blocks, X, dropout):
+        for block, x, p, dropped in _block_views(buffer, blocks, X, dropout, keep):
             x.unflatten(1, (block.n, heads)).copy_(block.pad(qkv))
             torch.softmax(_scores(x, block.masks), -1, out=p)
             if dropout:
@@ -181,7 +183,7 @@ class _BlockAttention(torch.autograd.Function):
         grad = grad_NH.reshape(N, 1, ctx.blocks[0].heads, -1)
         delta = (grad * out_NH.view_as(grad)).sum(-1, keepdim=True)
         d_qkv = grad_NH.new_empty(N, 3, *grad.shape[2:])
-        for block, (q, k, v), p, dropped in _block_views(buffer, ctx.blocks, 3 * H, ctx.dropout):
+        for block, (q, k, v), p, dropped in _block_views(buffer, ctx.blocks, 3 * H, ctx.dropout, keep=True):
             g = block.pad(grad, zeros=True)[0].flatten(0, 1)
             delta_RL1 = block.pad(delta, zeros=True)[0].flatten(0, 1)
             dx = q.new_empty(3, *q.shape)
@@ -195,10 +197,14 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _block_views(
-    buffer: Tensor, blocks: list[Block], X: int, dropout: float
+    buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bool
 ) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
     """Yield each block with its views of the buffer: padded queries, keys and values [3, R, L, D], and attention
-    weights before and after dropout [R, L, L]. Without dropout, the last two are the same view."""
+    weights before and after dropout [R, L, L]. Without dropout, the last two are the same view.
+
+    If `keep`, the views of different blocks do not overlap, so that the backward pass can read them. Otherwise each
+    block begins at the buffer's start.
+    """
     start = 0
     for block in blocks:
         R = block.n * block.heads
@@ -206,7 +212,8 @@ def _block_views(
         qkv, *weights = buffer[start : start + sum(sizes)].split(sizes)
         p = weights[0].view(R, block.L, block.L)
         yield block, qkv.view(3, R, block.L, -1), p, weights[-1].view_as(p)
-        start += sum(sizes)
+        if keep:
+            start += sum(sizes)
 
 
 def _scores(x: Tensor, masks: list[Tensor]) -> Tensor:
