@@ -162,7 +162,7 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
     assert torch.equal(sums.values_K, again.values_K) and engine.module.training
     for auxiliary_state in engine.module.auxiliary_states.values():
         if isinstance(auxiliary_state, ppa.Moco):
-            assert not auxiliary_state._batch.parts and not auxiliary_state.queue.filled
+            assert not auxiliary_state._rows and not auxiliary_state.queue.filled
     results = held.measure()
     assert set(loader.recipe.streams) <= set(results) and all(
         "loss" in results[stream] for stream in loader.recipe.streams

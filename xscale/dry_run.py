@@ -26,7 +26,7 @@ from xscale.run.resume import find_starting_checkpoint, resume_calibration
 from xscale.run.start import prepare_run
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig, Hardware, read_ds_config
-from xscale.step.engine import check_module
+from xscale.step.engine import check_stage_3
 from xscale.step.module import StepModule
 
 UNKNOWN_SAMPLE = 1024
@@ -53,7 +53,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     if limit:
         print(limit.sentence())
         loader = replace(loader, gpu_tokens=limit.tokens)
-    check_module(module, run.config.stage)
+    check_stage_3(module, run.config.stage)
     print(redact(yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)))
     print("ds_config:", yaml.safe_dump(run.config.resolved, sort_keys=False))
     print(
