@@ -20,7 +20,7 @@ def test_one_version() -> None:
 
 def test_programs_of_the_package() -> None:
     assert PROJECT["scripts"]["xscale"] == "xscale.commands:main"
-    assert set(PROJECT["scripts"]) == {"xscale", *(f"xscale-{name}" for name in commands.MODULES)}
+    assert set(PROJECT["scripts"]) == {"xscale", "xscale-data", *(f"xscale-{name}" for name in commands.MODULES)}
 
 
 def test_one_address() -> None:

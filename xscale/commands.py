@@ -5,6 +5,7 @@ Each command runs a module as a script. Nothing is imported before that module, 
 
 import runpy
 import sys
+from pathlib import Path
 
 from xscale import __version__
 from xscale.errors import TOOLS
@@ -49,6 +50,9 @@ tools:
 
 
 def main() -> None:
+    program = Path(sys.argv[0]).name
+    if program.startswith("xscale-"):  # xscale-train and the other names of 0.1 go with 0.3
+        sys.argv.insert(1, program.removeprefix("xscale-"))
     command = take_word()
     if command == "--version":
         print(f"xscale {__version__}")

@@ -17,7 +17,10 @@ def import_objective(name: str) -> Any:
             f"{name} cannot be imported ({error}); install its package, or add its folder to PYTHONPATH"
         ) from None
     except (Exception, SystemExit) as error:  # importing a module may raise anything
-        raise UserError(f"{name} cannot be imported: {type(error).__name__}: {error}") from None
+        raise UserError(
+            f"{name} cannot be imported: {type(error).__name__}: {error}; write MODULE:NAME, such as "
+            f"mypackage.ranking:OBJECTIVE, and see that `import MODULE` works"
+        ) from None
     objective = getattr(module, attribute, None)
     if not is_dataclass(getattr(objective, "options", None)):
         raise UserError(f"{name} is not an Objective (xscale/objectives/base.py); write MODULE:NAME")

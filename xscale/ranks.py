@@ -242,12 +242,20 @@ def join_process_group(process: Process) -> torch.device:
     waiting.daemon = True
     if process.world > 1 and process.local_rank == 0:  # one line a host
         waiting.start()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     store = open_local_store(process)
     if store is not None:
-        dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.world, timeout=TIMEOUT)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=process.rank,
+            world_size=process.world,
+            timeout=TIMEOUT,
+            device_id=device if cuda and process.world > 1 else None,  # as DeepSpeed does for other groups
+        )
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
     waiting.cancel()
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    return device
 
 
 def set_deterministic(wanted: bool) -> None:

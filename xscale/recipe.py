@@ -487,15 +487,19 @@ def build_recipe(
         train.setdefault("steps", BY_EPOCHS)
     options = dict[str, Any]()
     streams = fields.get("streams")
-    if streams == {}:
+    if not streams or not isinstance(streams, dict):
         problems.append("streams: needs at least one, such as {mlm: {objective: mlm, samples: 64}}")
-    for name, stream in streams.items() if isinstance(streams, dict) else ():
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        streams = {}
+    fields["streams"] = {str(name): stream for name, stream in streams.items()}  # a name such as 1 is a number in YAML
+    for name, stream in fields["streams"].items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             problems.append(f"streams.{name}: a stream's name may have only letters, digits, _ and -")
-        if isinstance(stream, dict):
-            options[name] = take_options(f"streams.{name}", stream, objectives, problems)
-            if stream.get("samples") == 0 and not is_phase:
-                problems.append(f"streams.{name}.samples: {RESTING}")
+        if not isinstance(stream, dict):
+            problems.append(f"streams.{name}: needs fields, such as {{objective: mlm, samples: 64}}")
+            continue
+        options[name] = take_options(f"streams.{name}", stream, objectives, problems)
+        if stream.get("samples") == 0 and not is_phase:
+            problems.append(f"streams.{name}.samples: {RESTING}")
     keys = {name: field_names(cls) for name, cls in SECTIONS.items()}
     recipe = validate(Recipe, fields, "", problems, keys | {"": field_names(Recipe)})
     if problems:
@@ -633,8 +637,8 @@ def validate(cls: Any, fields: Any, where: str, problems: list[str], keys: Mappi
     recipe. keys: place -> the keys that are listed if a key there is unknown."""
     try:
         text = json.dumps(fields, default=str)
-    except TypeError:  # YAML reads a key such as 2024-01-01 as a date
-        problems.append(f"{where or 'recipe'}: a key is not text; put it between quotes, or remove it")
+    except TypeError as error:  # YAML reads a key such as 2024-01-01 as a date
+        problems.append(f"{where or 'recipe'}: a key is not text ({error}); put it between quotes, or remove it")
         return None
     try:
         return TypeAdapter(cls).validate_json(text)
@@ -660,6 +664,8 @@ def describe_problem(details: Any, where: str, keys: Mapping[str, Sequence[str]]
         return removed_field(name) or f"{name}: unknown key" + (f"; the keys are {', '.join(names)}" if names else "")
     if kind == "missing":
         return f"{name}: is required"
+    if kind == "list_type":
+        return f"{name}: {value!r} is not a list; write [{value}]"
     if kind == "value_error" and isinstance(value, dict):  # a section's fields do not fit each other
         return f"{name}.{details['ctx']['error']}"
     message = (

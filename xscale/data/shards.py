@@ -286,23 +286,23 @@ class Source:
         return ENTRY.unpack(self._entry_bytes(shard, record, record + 1))
 
     def _file(self, name: str, readahead: bool = False) -> "OpenFile":
-        """Open a file of the directory, or return it if it is open. Close the files that were used longest ago if too
-        many are open. readahead: see `read`."""
-        file = _open.get((id(self), name))
+        """Open a file of the directory, or return it if it is open. If too many are open, drop those that were used
+        longest ago; each closes when the last thread that reads it is done. readahead: see `read`."""
+        file = _open.pop((id(self), name), None)
         if file is None:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             most = OPEN_FILES if soft == resource.RLIM_INFINITY else min(OPEN_FILES, soft // 2)
             while _open and len(_open) >= most:
-                _open.popitem(last=False)[1].close()
-            file = _open[id(self), name] = OpenFile(f"{self.directory}/{name}")
+                _open.popitem(last=False)
+            file = OpenFile(f"{self.directory}/{name}")
             if readahead:
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_WILLNEED)
-        _open.move_to_end((id(self), name))
+        _open[id(self), name] = file  # the newest
         return file
 
     def close(self) -> None:
         for key in [key for key in _open if key[0] == id(self)]:
-            _open.pop(key).close()
+            _open.pop(key, None)
 
     def __del__(self) -> None:
         if _open is not None:  # the name may be None when the interpreter ends
@@ -312,6 +312,9 @@ class Source:
 class OpenFile:
     """A file of a source that is open for reading."""
 
+    fd = -1
+    """-1 if the file could not be opened."""
+
     def __init__(self, path: str):
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not wait
@@ -319,6 +322,10 @@ class OpenFile:
         """The file's change time when its entries were last verified."""
         self.intact: dict[int, bool] = {}
         """Shard -> the result of fits_index."""
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
 
     def read(self, size: int, at: int) -> bytes:
         try:

@@ -235,7 +235,7 @@ class Status:
         self.step = step
 
     def asks_for_lock(self) -> None:
-        """Note that this run asks for the directory's lock. It has the lock once `running` is called."""
+        """Note that this run asks for the directory's lock. It has the lock once `write_running` is called."""
         self.has_lock = False
 
     def write_running(self) -> None:
@@ -250,13 +250,19 @@ class Status:
         if code not in NAMES and self.has_lock:
             self.write_first_failure(code, why)
         elif self.process.is_main:
-            self._write(NAMES.get(code, "failed"), code, why)
+            self._write_reason(code, why)
 
     def write_first_failure(self, code: int, why: str) -> None:
         """Write why this rank ends, unless another rank has already written why it ended."""
         with suppress(OSError, ValueError, LookupError, TypeError):
             if json.loads((self.out / STATUS).read_text(encoding="utf-8"))["status"] == "running":
-                self._write(NAMES.get(code, "failed"), code, why)
+                self._write_reason(code, why)
+
+    def _write_reason(self, code: int, why: str) -> None:
+        try:
+            self._write(NAMES.get(code, "failed"), code, why)
+        except OSError as error:  # such as a full disk
+            LOG.warning(f"{self.out / STATUS} cannot be written ({error.strerror})")
 
     @contextmanager
     def recording_failures(self) -> Iterator[None]:
@@ -275,8 +281,5 @@ class Status:
         entry = {"status": status, "code": code, "why": redact(why), "step": self.step, "rank": self.process.rank}
         entry["time"] = datetime.now(UTC).isoformat(timespec="seconds")
         partial = self.out / f"{STATUS}.{self.process.rank}"  # two ranks may fail at once
-        try:
-            files.write_text(partial, to_json_text(entry))
-            os.replace(partial, self.out / STATUS)
-        except OSError as error:  # such as a full disk
-            LOG.warning(f"{self.out / STATUS} cannot be written ({error.strerror})")
+        files.write_text(partial, to_json_text(entry))
+        os.replace(partial, self.out / STATUS)

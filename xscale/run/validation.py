@@ -85,8 +85,12 @@ class Validation:
     def name_best_checkpoint(self) -> set[int]:
         """Write the name of the best checkpoint to checkpoints/best. Return its step, which must stay on disk, or an
         empty set. Rank 0 only."""
-        best = self.best_checkpoint() if self.best_of else None
+        if not self.best_of:
+            return set()
+        best = self.best_checkpoint()
         if best is None:
+            with suppress(OSError):  # the file may name a checkpoint that was best by another number
+                (self.context.out / "checkpoints" / checkpoints.BEST).unlink(missing_ok=True)
             return set()
         with suppress(OSError):  # until the next save, the file names the previous checkpoint
             files.write_text(best.with_name(checkpoints.BEST), best.name + "\n")
