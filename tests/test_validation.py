@@ -198,7 +198,7 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
         return f"eval.tasks=[{json.dumps(fields)}]"
 
     assert "eval.tasks[0].name: 'alignment' must be heldout or retrieval" in refused(task(name="alignment"))
-    assert "eval.tasks[0].data: 'x': the value must be a valid array" in refused(task(name="heldout", data="x"))
+    assert "eval.tasks[0].data: 'x' is not a list; write [x]" in refused(task(name="heldout", data="x"))
     assert "best: 'loss': the text must match pattern" in refused("checkpoint.best=loss")
     best = "checkpoint.best=heldot/tlm/loss"
     assert "heldot/tlm/loss names no task of eval.tasks, which has: none" in refused(best)

@@ -490,13 +490,15 @@ def build_recipe(
     if not streams or not isinstance(streams, dict):
         problems.append("streams: needs at least one, such as {mlm: {objective: mlm, samples: 64}}")
         streams = {}
-    fields["streams"] = {str(name): stream for name, stream in streams.items()}  # a name such as 1 is a number in YAML
-    for name, stream in fields["streams"].items():
+    fields["streams"] = dict[str, Any]()
+    for key, stream in streams.items():
+        name = str(key)  # YAML reads a name such as 1 as a number
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             problems.append(f"streams.{name}: a stream's name may have only letters, digits, _ and -")
         if not isinstance(stream, dict):
             problems.append(f"streams.{name}: needs fields, such as {{objective: mlm, samples: 64}}")
             continue
+        fields["streams"][name] = stream
         options[name] = take_options(f"streams.{name}", stream, objectives, problems)
         if stream.get("samples") == 0 and not is_phase:
             problems.append(f"streams.{name}.samples: {RESTING}")

@@ -24,7 +24,7 @@ FLAGS: dict[str, str] = {
     # One line for each flag.
     "eval.finetune --source": "the first language of --train is the source language",
     "tokenizer --extend": "tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",
-    "write_shards --symmetrize": "`xscale data align --symmetrize`, then its files as --links, --links_src, --links_tgt",
+    "write_shards --symmetrize": "`xscale data align --symmetrize`, its files as --links, --links_src, --links_tgt",
     "--data_change": "`--fork RUN@STEP --out NEW` takes further --data, and the old data continue where they were",
     "--suite": "give each test set to --task by its own flags",
     "--parts": "give each job its own --task and --out",
