@@ -70,7 +70,8 @@ def test_lines_that_find_no_room_wait(tmp_path: Path, caplog: Any, monkeypatch: 
         lines.write({"step": step, "loss": 1.5})
         lines.flush()
     lines.close()
-    assert "its last 4 lines are missing" in caplog.records[-1].message
+    assert "3 lines could not wait any longer and are lost" in caplog.text
+    assert "its last 1 lines are missing" in caplog.records[-1].message
     assert [entry["step"] for entry in launch.metrics(tmp_path)] == [*range(1, 10)]
 
 
