@@ -281,24 +281,15 @@ def concatenate_in_order(parts: list[np.ndarray], place: np.ndarray) -> np.ndarr
 
 def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
     """Return the sequences of all parts, in their order."""
-    ids = list[np.ndarray]()
-    positions = list[np.ndarray]()
-    types = list[np.ndarray]()
-    sequence_lengths = list[np.ndarray]()
-    for part in parts:
-        ids.append(part.input_ids)
-        positions.append(part.positions)
-        sequence_lengths.append(part.lengths)
-        if part.types is not None:
-            types.append(part.types)
-    lengths = np.concatenate(sequence_lengths)
+    fields = Tokens(*zip(*parts, strict=True))
+    lengths = np.concatenate(fields.lengths)
     return Tokens(
-        input_ids=np.concatenate(ids),
-        positions=np.concatenate(positions),
-        types=np.concatenate(types) if types else None,
+        input_ids=np.concatenate(fields.input_ids),
+        positions=np.concatenate(fields.positions),
+        types=None if fields.types[0] is None else np.concatenate(fields.types),
         starts=offsets_from_counts(lengths),
         lengths=lengths,
-        longest=int(lengths.max()),
+        longest=max(fields.longest),
     )
 
 

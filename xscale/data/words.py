@@ -184,14 +184,11 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
     token_borders = np.concatenate([[0], np.cumsum(counts)])
     overlap_borders = np.searchsorted(tokens, token_borders)
     tokens -= token_borders[text_of[tokens]]
-    result = list[TokenWords]()
     of_tokens = np.split(of_token, token_borders[1:-1].tolist())
     overlapping = np.split(tokens, overlap_borders[1:-1].tolist())
     overlapped = np.split(words, overlap_borders[1:-1].tolist())
-    is_word = np.split(segmented.is_word, segmented.words[1:].tolist())
-    for text in range(len(counts)):
-        result.append(TokenWords(of_tokens[text], overlapping[text], overlapped[text], is_word[text]))
-    return result
+    is_word = np.split(segmented.is_word, segmented.words[1:-1].tolist())[: len(counts)]
+    return list(map(TokenWords, of_tokens, overlapping, overlapped, is_word))
 
 
 def _overlaps(segmented: Segmented, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
