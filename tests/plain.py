@@ -216,7 +216,9 @@ def words_of(ids: list[int], sides: list[list[tuple[int, int]]], tokenizer: Toke
 
 def sides_of(example: Example) -> list[list[tuple[int, int]]]:
     assert example.words is not None
-    return [list(zip(ids, text.of_token, strict=True)) for ids, text in zip(example.ids, example.words, strict=True)]
+    return [
+        list(zip(ids, text.word_of_token, strict=True)) for ids, text in zip(example.ids, example.words, strict=True)
+    ]
 
 
 def links_of(links: str | None) -> set[tuple[int, int]]:

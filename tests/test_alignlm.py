@@ -177,7 +177,7 @@ def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
     """A word that the tokenizer drops is still a word to whoever counted links: also the last one."""
     pairs = [("Peter \ufffd will \ufffd", "shaka vopina", "2-0 3-1 1-1")]
     (sample,) = examples_of(tokenizer, pairs)
-    assert max(sample[0].words[0].of_token) == 2 and len(sample[0].words[0].is_word) == 4
+    assert max(sample[0].words[0].word_of_token) == 2 and len(sample[0].words[0].is_word) == 4
     words = word_links.parse_links(sample)
     layout = [[0, 1]]
     sequences = alignlm.join_segments(tokenizer, word_links.segments(sample, layout), {"en": 0, "xx": 1})

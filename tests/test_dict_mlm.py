@@ -93,7 +93,7 @@ def laid_out(samples: list[list[Example]], context: CollateContext) -> list[tupl
     for sample in samples:
         room = 0
         for example in sample:
-            ids, numbers = example.ids[0], example.words[0].of_token.tolist()
+            ids, numbers = example.ids[0], example.words[0].word_of_token.tolist()
             if len(ids) > room or not example.follows:
                 found.append((example, {}))
                 room = context.max_length - 2

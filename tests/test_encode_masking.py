@@ -134,7 +134,7 @@ def test_positions_languages_and_words_by_loops(tokenizer, pairs, reset: bool) -
                 ids.append(token)
                 languages.append(LANGUAGES[example.langs[side]])
                 last = i == len(example.ids[side])
-                words.append(-1 if last else before + example.words[side].of_token[i])
+                words.append(-1 if last else before + example.words[side].word_of_token[i])
             before += len(example.words[side].is_word)
         here = slice(at, at + len(ids))
         assert joined.ids[here].tolist() == ids
@@ -172,7 +172,10 @@ def test_pairs_that_do_not_fit(sizes: list[tuple[int, int]], max_length: int) ->
         assert kept.identity == original.identity
         for side, whole, words, all_words in zip(kept.ids, original.ids, kept.words, original.words, strict=True):
             assert side, "a side was cut away"
-            assert side == whole[: len(side)] and words.of_token.tolist() == all_words.of_token[: len(side)].tolist()
+            assert (
+                side == whole[: len(side)]
+                and words.word_of_token.tolist() == all_words.word_of_token[: len(side)].tolist()
+            )
         shares = [len(side) / len(whole) for side, whole in zip(kept.ids, original.ids, strict=True)]
         smallest = min(map(len, original.ids))
         assert abs(shares[0] - shares[1]) <= 2 / smallest, "not in proportion"
@@ -200,7 +203,9 @@ def test_running_text(sizes: list[tuple[int, bool]], max_length: int) -> None:
     assert all(1 <= len(text.ids[0]) <= room for text in texts)
     assert all(len({document[token // 1000] for token in text.ids[0]}) == 1 for text in texts), "documents share a text"
     assert len({int(text.identity) for text in texts}) == len(texts), "two texts would be masked alike"
-    words = {token: word for e in sample for token, word in zip(e.ids[0], e.words[0].of_token.tolist(), strict=True)}
+    words = {
+        token: word for e in sample for token, word in zip(e.ids[0], e.words[0].word_of_token.tolist(), strict=True)
+    }
     for one, other in itertools.pairwise(texts):
         last, first = one.ids[0][-1], other.ids[0][0]
         if document[last // 1000] != document[first // 1000]:
@@ -216,7 +221,7 @@ def test_running_text(sizes: list[tuple[int, bool]], max_length: int) -> None:
                 assert one.ids[0][0] in of_word, "a word is torn that fits"
     for text in texts:  # whole-word masking: the same number for the same word, and for no other
         keys = [(token // 1000, words[token]) for token in text.ids[0]]
-        numbers = text.words[0].of_token.tolist()
+        numbers = text.words[0].word_of_token.tolist()
         assert len(set(zip(keys, numbers, strict=True))) == len(set(keys)) == len(set(numbers))
         assert text.words[0].tokens.tolist() == [*range(len(numbers))] and text.words[0].words.tolist() == numbers
         assert len(text.words[0].is_word) == sum(
@@ -234,7 +239,9 @@ def test_where_words_begin() -> None:
     of_token, tokens, words = [0, 1, 2, 2, -1, -1, 4, 4], [0, 1, 2, 3, 3, 6, 7], [0, 1, 2, 2, 3, 4, 4]
     found = TokenWords(*map(np.array, (of_token, tokens, words, [True] * 5)))
     assert found.borders() == [1, 2, 4, 5, 6]
-    assert found.select_tokens(3, 6).of_token.tolist() == [2, -1, -1] and found.select_tokens(3, 6).words.tolist() == [
+    assert found.select_tokens(3, 6).word_of_token.tolist() == [2, -1, -1] and found.select_tokens(
+        3, 6
+    ).words.tolist() == [
         2,
         3,
     ]

@@ -145,11 +145,11 @@ def test_tokens_of_words_by_a_loop(trained: Path) -> None:
             expected += [(token, w) for w in of_token]
             first.append(of_token[0] if of_token else -1)
         assert list(zip(got.tokens.tolist(), got.words.tolist(), strict=True)) == expected
-        assert got.of_token.tolist() == first and got.is_word.tolist() == is_word.tolist()
+        assert got.word_of_token.tolist() == first and got.is_word.tolist() == is_word.tolist()
         assert sorted(got.words.tolist()) == got.words.tolist()  # never backwards
         cut = got.select_tokens(0, 2)
         assert list(zip(cut.tokens.tolist(), cut.words.tolist(), strict=True)) == [e for e in expected if e[0] < 2]
-        assert cut.of_token.tolist() == first[:2] and len(cut.is_word) == len(is_word)
+        assert cut.word_of_token.tolist() == first[:2] and len(cut.is_word) == len(is_word)
 
 
 def test_text_that_spells_special_tokens_has_none(trained: Path) -> None:

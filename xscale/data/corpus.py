@@ -105,9 +105,9 @@ def open_corpus(
     checks of files among themselves. Raises UserError."""
     initial = initial or InitialModel()
     host_group = host_group or HostGroup(alone=True)
-    every = find_sources(data, Cache.from_settings(recipe.data.cache, recipe.data.cache_gb))
-    unify_language_names(every)
-    sources = keep_first_records(every, recipe.data.first)
+    all_sources = find_sources(data, Cache.from_settings(recipe.data.cache, recipe.data.cache_gb))
+    unify_language_names(all_sources)
+    sources = keep_first_records(all_sources, recipe.data.first)
     check_file_sizes(sources, host_group)
     linked = list[bool]()
     if any(objectives[stream.objective].needs == "links" for stream in recipe.streams.values()):
@@ -120,9 +120,9 @@ def open_corpus(
     check_tokenizer_of_init(recipe.model.init, initial, tokenizer)
     lexicons = load_lexicons(recipe, tokenizer, sources, near)
     with_lexicons = list[Sequence[Stream]]()
-    for phase, of_phase in zip(recipe.schedule.values, streams.values, strict=True):
+    for phase, phase_streams in zip(recipe.schedule.values, streams.values, strict=True):
         completed = list[Stream]()
-        for stream in of_phase:
+        for stream in phase_streams:
             completed.append(add_lexicons(stream, phase, lexicons))
         with_lexicons.append(completed)
     trained_paths = set[Path]()
@@ -213,8 +213,8 @@ def with_idle_sources(streams: Schedule[list[Stream]], sources: list[Source]) ->
     for stream in chain(*streams.values):
         read.setdefault(stream.name, set()).update(stream.sources)
 
-    def completed(of_phase: list[Stream]) -> Sequence[Stream]:
-        return [stream.with_sources_of_all_phases(sources, read[stream.name]) for stream in of_phase]
+    def completed(phase_streams: list[Stream]) -> Sequence[Stream]:
+        return [stream.with_sources_of_all_phases(sources, read[stream.name]) for stream in phase_streams]
 
     return streams.map(completed)
 

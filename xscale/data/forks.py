@@ -27,20 +27,20 @@ def safe_forks() -> Iterator[None]:
 
 def _fork(fork: Callable[[], int]) -> int:
     while True:
-        ours, theirs = os.pipe()
+        read_end, write_end = os.pipe()
         pid = fork()
         if not pid:
-            os.close(ours)
-            os.write(theirs, b".")
-            os.close(theirs)
+            os.close(read_end)
+            os.write(write_end, b".")
+            os.close(write_end)
             return pid
-        os.close(theirs)
-        said = select.poll()  # select.select fails beyond 1,024 open files
-        said.register(ours, select.POLLIN)
-        begun = said.poll(1000 * BEGIN_SECONDS)
+        os.close(write_end)
+        poll = select.poll()  # select.select fails beyond 1,024 open files
+        poll.register(read_end, select.POLLIN)
+        begun = poll.poll(1000 * BEGIN_SECONDS)
         if not begun:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        os.close(ours)
+        os.close(read_end)
         if begun:
             return pid

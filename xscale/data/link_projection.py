@@ -95,20 +95,20 @@ def character_places(text: str, tokenised: str) -> list[list[int]]:
     if tokenised is text:
         return [list(range(*match.span())) for match in _LINK_WORD.finditer(text)]
     visible = [place for place, character in enumerate(text) if not character.isspace()]
-    ours = [_folded(text[place]) for place in visible]
+    text_characters = [_folded(text[place]) for place in visible]
     tokens = split_at_spaces(tokenised)
-    theirs = _folded_characters_of_all(tokens)
-    if ours != theirs:
+    token_characters = _folded_characters_of_all(tokens)
+    if text_characters != token_characters:
         tokens = list(map(html.unescape, tokens))  # Moses escapes characters for HTML
-        theirs = _folded_characters_of_all(tokens)
+        token_characters = _folded_characters_of_all(tokens)
     place_of = dict(enumerate(visible))
     """Number of a character of `tokens`, without white space -> its index in `text`."""
-    if ours != theirs:
+    if text_characters != token_characters:
         place_of = {}
-        for block in difflib.SequenceMatcher(None, ours, theirs, False).get_matching_blocks():
+        for block in difflib.SequenceMatcher(None, text_characters, token_characters, False).get_matching_blocks():
             for k in range(block.size):
                 place_of[block.b + k] = visible[block.a + k]
-    if 2 * len(place_of) < len(theirs):
+    if 2 * len(place_of) < len(token_characters):
         raise ValueError(f"the tokenised text {tokenised[:60]!r} does not match the text {text[:60]!r}")
     places_of_tokens = list[list[int]]()
     character_number = 0

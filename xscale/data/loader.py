@@ -134,8 +134,8 @@ class StepDataset(Dataset):
             return reportable_failure(error, f"step {plan.step}: ")
         rows = list[Row]()
         for number in range(plan.rows):
-            of_row = {name: batches[number] for name, batches in stream_batches.items()}
-            rows.append(pack_row(of_row, context.tokenizer.sep_id, language_groups=groups))
+            row_batches = {name: batches[number] for name, batches in stream_batches.items()}
+            rows.append(pack_row(row_batches, context.tokenizer.sep_id, language_groups=groups))
         return StepBatch(plan.step, rows, plan.state)
 
     def stream_batches(self, stream: Stream, plan: Plan) -> list[StreamBatch]:
@@ -144,9 +144,9 @@ class StepDataset(Dataset):
         examples = self.examples(stream, plan.tables[stream.name], shared)
         stream_batches = list[StreamBatch]()
         for row, count in enumerate(plan.records_of_rows(stream.name)):
-            of_row = list(islice(examples, count))
+            row_examples = list(islice(examples, count))
             samples = list[list[Example]]()
-            for _, sample in groupby(of_row, key=lambda example: example.number):
+            for _, sample in groupby(row_examples, key=lambda example: example.number):
                 samples.append(list(sample))
             context = replace(shared, row=row * plan.world + plan.rank)
             with adding_note(f"streams.{stream.name}, objective {stream.objective_name}: collate"):
@@ -154,10 +154,10 @@ class StepDataset(Dataset):
                 check_stream_batch(stream_batch, stream.objective.terms(stream.options).keys())
             too_long = 0
             keys = list[str]()
-            for example in of_row:
+            for example in row_examples:
                 too_long += int(is_too_long(example, context))
                 keys.append(example.key)
-            counts = count_pairs(stream.name, of_row, context)
+            counts = count_pairs(stream.name, row_examples, context)
             stream_batches.append(replace(stream_batch, too_long=too_long, pair_counts=counts, keys=keys))
         return stream_batches
 

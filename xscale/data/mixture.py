@@ -359,10 +359,10 @@ def choose_by_rank(numbers: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """
     bits = (numbers * BUCKETS).astype(np.uint16)
     borders = np.append(0, np.cumsum(np.bincount(bits, minlength=BUCKETS)))
-    of_lowest = np.searchsorted(ends, borders[:-1], side="right")
-    of_highest = np.searchsorted(ends, borders[1:] - 1, side="right")
-    chosen = of_lowest.astype(np.min_scalar_type(len(ends)))[bits]
-    unclear = np.flatnonzero((of_lowest < of_highest)[bits])
+    choice_of_lowest = np.searchsorted(ends, borders[:-1], side="right")
+    choice_of_highest = np.searchsorted(ends, borders[1:] - 1, side="right")
+    chosen = choice_of_lowest.astype(np.min_scalar_type(len(ends)))[bits]
+    unclear = np.flatnonzero((choice_of_lowest < choice_of_highest)[bits])
     unclear = unclear[np.argsort(numbers[unclear], kind="stable")]
     unclear_bits = bits[unclear]
     place_in_bucket = np.arange(len(unclear)) - np.searchsorted(unclear_bits, unclear_bits)

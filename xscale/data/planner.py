@@ -73,21 +73,21 @@ def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Pla
     node: the ranks that share one planner; None: this rank has its own planner."""
     listener = node and node.listener
     if node is None:
-        ours, theirs = multiprocessing.Pipe()
+        connection, planner_end = multiprocessing.Pipe()
     planner = None
     if node is None or listener:
-        connect = partial(_connect_ranks, node) if node else lambda: {mixture.rank: theirs}
+        connect = partial(_connect_ranks, node) if node else lambda: {mixture.rank: planner_end}
         planner = multiprocessing.Process(target=_plan, args=(mixture, steps, connect), name="planner", daemon=True)
         with safe_forks():
             planner.start()
         atexit.register(planner.kill)
-        (listener or theirs).close()  # so that the connection ends when the planner ends
+        (listener or planner_end).close()  # so that the connection ends when the planner ends
     if node:
         client = socket.socket(socket.AF_UNIX)
         client.connect(node.address)
-        ours = Connection(client.detach())
-        ours.send_bytes(str(mixture.rank).encode())
-    return _received_plans(planner, ours, steps, shared=node is not None)
+        connection = Connection(client.detach())
+        connection.send_bytes(str(mixture.rank).encode())
+    return _received_plans(planner, connection, steps, shared=node is not None)
 
 
 def _connect_ranks(node: Node) -> dict[int, Connection]:
@@ -104,15 +104,15 @@ def _connect_ranks(node: Node) -> dict[int, Connection]:
     return connections
 
 
-def _received_plans(planner: multiprocessing.Process | None, ours: Connection, steps: int, shared: bool) -> Plans:
-    """Yield the plans that the planner sends. planner: the planner's process, if this rank has started it. ours: this
-    rank's connection to the planner. shared: whether other ranks get plans from the planner, too."""
+def _received_plans(planner: multiprocessing.Process | None, connection: Connection, steps: int, shared: bool) -> Plans:
+    """Yield the plans that the planner sends. planner: the planner's process, if this rank has started it. connection:
+    this rank's connection to the planner. shared: whether other ranks get plans from the planner, too."""
     left = steps
     try:
         while left:
             if planner and planner.exitcode:  # the planner has died, and the last plan may be cut off
                 raise EOFError
-            plan = ours.recv()
+            plan = connection.recv()
             left -= 1
             yield plan
             if isinstance(plan, Failure):
@@ -129,7 +129,7 @@ def _received_plans(planner: multiprocessing.Process | None, ours: Connection, s
             atexit.unregister(planner.kill)
             planner.kill()
             planner.join()
-        ours.close()
+        connection.close()
 
 
 def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connection]]) -> None:

@@ -104,9 +104,9 @@ def same_language(a: str, b: str) -> bool:
     if first.code != second.code:
         return False
     for part in ("member", "script", "region"):
-        said_first = getattr(first, part)
-        said_second = getattr(second, part)
-        if said_first and said_second and said_first != said_second:
+        first_part = getattr(first, part)
+        second_part = getattr(second, part)
+        if first_part and second_part and first_part != second_part:
             return False
     return True
 

@@ -150,8 +150,8 @@ def word_numbers(sequences: list[list[Segment]], segment_starts: np.ndarray, tok
         for example, side in sequence:
             assert example.words is not None, "either all examples have words, or none"
             words = example.words[side]
-            numbers.append(np.where(words.of_token < 0, -1, words.of_token + first_word))
-            lengths.append(len(words.of_token))
+            numbers.append(np.where(words.word_of_token < 0, -1, words.word_of_token + first_word))
+            lengths.append(len(words.word_of_token))
             first_word += len(words.is_word)
     word_of_token = np.full(tokens, -1)
     place = np.repeat(segment_starts, lengths) + indices_within(np.array(lengths, dtype=np.int64))

@@ -429,8 +429,7 @@ def fingerprint(index: dict[str, Any]) -> str:
 
 def list_source_folders(directory: Path) -> list[Path]:
     """Return the folders in a directory that have an index.json that exists; a broken link does not."""
-    found = directory.glob("*/index.json") if directory.is_dir() else iter(())
-    return sorted(path.parent for path in found if path.exists())
+    return sorted(path.parent for path in directory.glob("*/index.json") if path.exists())
 
 
 def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) -> list[Source]:
@@ -439,18 +438,21 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
     sources: list[Source] = []
     for location in locations:
         if isinstance(location, str):
-            found = [Source(of.folder, of) for of in open_remote_sources(location, cache or Cache.from_settings())]
+            sources_there = [
+                Source(remote.folder, remote)
+                for remote in open_remote_sources(location, cache or Cache.from_settings())
+            ]
             remedy = "Copy complete shard directories there"
         else:
             folders = [location] if (location / "index.json").exists() else list_source_folders(location)
             check_folders_without_index(location, folders)
-            found = [Source(folder) for folder in folders]
+            sources_there = [Source(folder) for folder in folders]
             remedy = (
                 f"Write shards with `xscale data write_shards`, or index existing tars: `xscale data index {location}`"
             )
-        if not found:
+        if not sources_there:
             raise UserError(f"--data {location}: no index.json there or one level below. {remedy}")
-        sources += found
+        sources += sources_there
     seen: dict[str, Path] = {}
     for source in sources:
         if source.fingerprint in seen:
@@ -461,10 +463,10 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
     return sources
 
 
-def check_folders_without_index(directory: Path, found: list[Path]) -> None:
+def check_folders_without_index(directory: Path, with_index: list[Path]) -> None:
     """Raise UserError if a folder beside the sources has shards but no index.json. An incomplete copy may look like
     this."""
-    if not found or directory in found:
+    if not with_index or directory in with_index:
         return
     for path in sorted(directory.iterdir()):
         if path.is_symlink() and not path.exists():
@@ -472,7 +474,7 @@ def check_folders_without_index(directory: Path, found: list[Path]) -> None:
                 f"{path} is a link to {path.readlink()}, which does not exist; restore it, or remove the link"
             )
         being_written = path.name.endswith(PARTIAL)
-        if path not in found and not being_written and path.is_dir() and any(path.glob("*.tar")):
+        if path not in with_index and not being_written and path.is_dir() and any(path.glob("*.tar")):
             raise UserError(
                 f"{path} has shards, but no index.json that can be read. Copy it again, or run `xscale data index "
                 f"{path}`; or move the folder away, or name the other directories in --data"

@@ -85,11 +85,11 @@ def segment(texts: list[str]) -> Segmented:
 
     # A mark or a format character belongs to the last character before it that is neither.
     base = latest((c != Class.MARK) & (c != Class.FORMAT) & (c != Class.JOINER) & (c != Class.OWN_MARK))
-    of_base = np.where(base >= 0, c[base], np.uint8(Class.BREAK))
-    symbol = (of_base == Class.SYMBOL) | (of_base == Class.TONE)
-    own = (of_base == Class.OWN) | (of_base == Class.OWN_PUNCTUATION)
+    base_class = np.where(base >= 0, c[base], np.uint8(Class.BREAK))
+    symbol = (base_class == Class.SYMBOL) | (base_class == Class.TONE)
+    own = (base_class == Class.OWN) | (base_class == Class.OWN_PUNCTUATION)
     own |= ~symbol & (latest(c == Class.OWN_MARK) > base)
-    run = ~symbol & ~own & ((of_base == Class.LETTER) | (latest(c == Class.MARK) > base))
+    run = ~symbol & ~own & ((base_class == Class.LETTER) | (latest(c == Class.MARK) > base))
     inside = run | own | symbol
     before_run, before_symbol, before_inside = _before(run), _before(symbol), _before(inside)
     starts_of = {
@@ -119,7 +119,7 @@ def _before(which: np.ndarray) -> np.ndarray:
 class TokenWords(NamedTuple):
     """The words of one text, and the tokens that overlap them."""
 
-    of_token: np.ndarray
+    word_of_token: np.ndarray
     """Number of the first word that each token overlaps; -1 for a token that overlaps no word, such as white space
     alone [N]."""
     tokens: np.ndarray
@@ -135,12 +135,12 @@ class TokenWords(NamedTuple):
         also those without tokens."""
         kept = (start <= self.tokens) & (self.tokens < end)
         return self._replace(
-            of_token=self.of_token[start:end], tokens=self.tokens[kept] - start, words=self.words[kept]
+            word_of_token=self.word_of_token[start:end], tokens=self.tokens[kept] - start, words=self.words[kept]
         )
 
     def borders(self) -> list[int]:
         """Return the indices of the tokens before which the text can be cut without dividing a word, except 0."""
-        tokens, words = len(self.of_token), len(self.is_word)
+        tokens, words = len(self.word_of_token), len(self.is_word)
         first, last = np.full(words, tokens), np.full(words, -1)
         np.minimum.at(first, self.words, self.tokens)
         np.maximum.at(last, self.words, self.tokens)
@@ -153,19 +153,19 @@ class TokenWords(NamedTuple):
 
 def join_words(parts: list[TokenWords]) -> TokenWords:
     """Return the words of the text that several texts form, one after the other. parts: the words of each text."""
-    of_token = list[np.ndarray]()
+    word_of_token = list[np.ndarray]()
     tokens = list[np.ndarray]()
     words = list[np.ndarray]()
     first_token = 0
     first_word = 0
     for part in parts:
-        of_token.append(np.where(part.of_token < 0, -1, part.of_token + first_word))
+        word_of_token.append(np.where(part.word_of_token < 0, -1, part.word_of_token + first_word))
         tokens.append(part.tokens + first_token)
         words.append(part.words + first_word)
-        first_token += len(part.of_token)
+        first_token += len(part.word_of_token)
         first_word += len(part.is_word)
     is_word = np.concatenate([part.is_word for part in parts])
-    return TokenWords(np.concatenate(of_token), np.concatenate(tokens), np.concatenate(words), is_word)
+    return TokenWords(np.concatenate(word_of_token), np.concatenate(tokens), np.concatenate(words), is_word)
 
 
 def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list[TokenWords]:
@@ -179,16 +179,16 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
     text_of = np.repeat(np.arange(len(counts)), counts)
     tokens, words = _overlaps(segmented, spans + segmented.chars[text_of, None])
     words -= segmented.words[text_of[tokens]]
-    of_token = np.full(len(spans), -1)
-    of_token[tokens[::-1]] = words[::-1]
+    word_of_token = np.full(len(spans), -1)
+    word_of_token[tokens[::-1]] = words[::-1]
     token_borders = np.concatenate([[0], np.cumsum(counts)])
     overlap_borders = np.searchsorted(tokens, token_borders)
     tokens -= token_borders[text_of[tokens]]
-    of_tokens = np.split(of_token, token_borders[1:-1].tolist())
+    words_of_tokens = np.split(word_of_token, token_borders[1:-1].tolist())
     overlapping = np.split(tokens, overlap_borders[1:-1].tolist())
     overlapped = np.split(words, overlap_borders[1:-1].tolist())
     is_word = np.split(segmented.is_word, segmented.words[1:-1].tolist())[: len(counts)]
-    return list(map(TokenWords, of_tokens, overlapping, overlapped, is_word))
+    return list(map(TokenWords, words_of_tokens, overlapping, overlapped, is_word))
 
 
 def _overlaps(segmented: Segmented, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
