@@ -38,22 +38,18 @@ LINE_RECORDS = 1024
 """To fit tokens to bytes, LINE_RECORDS / (number of sources) records of each shard are read, but 8 to 32."""
 
 
-def calibrate(
-    recipe: Recipe, corpus: Corpus, host_group: HostGroup | None = None, known: Calibration | None = None
-) -> Calibration:
+def calibrate(recipe: Recipe, corpus: Corpus, host_group: HostGroup | None = None) -> Calibration:
     """Return the calibration of a run and its phases. All ranks of `host_group` call it together and get the same
-    result. known: an earlier calibration of the run; its lines and streams are kept, and only phases are measured."""
+    result."""
     host_group = host_group or HostGroup(alone=True)
     shards = max(SHARDS // len(corpus.sources), SHARDS_OF_SOURCE)
     sources = [source.with_few_shards(shards) for source in corpus.sources]
     seed = recipe.train.seed
-    if known is None:
-        records = min(max(LINE_RECORDS // len(sources), 8), 32)
-        fits = list[Callable[[], tuple[float, float]]]()
-        for source in sources:
-            fits.append(partial(fit_tokens_to_bytes, source, corpus.tokenizer, LINE_SHARDS, records))
-        known = Calibration(host_group.divide_work(fits), {})
-    fitted = Calibration(known.lines, {})
+    records = min(max(LINE_RECORDS // len(sources), 8), 32)
+    fits = list[Callable[[], tuple[float, float]]]()
+    for source in sources:
+        fits.append(partial(fit_tokens_to_bytes, source, corpus.tokenizer, LINE_SHARDS, records))
+    fitted = Calibration(host_group.divide_work(fits), {})
 
     def estimates(data: DataConfig, streams: Sequence[Stream]) -> dict[str, Estimate]:
         context = Schedule.constant(collate_context(corpus, data, seed))
@@ -66,11 +62,11 @@ def calibrate(
             by_stream[stream.name] = estimate_of_stream
         return by_stream
 
-    streams = known.streams or estimates(recipe.data, corpus.streams.last)
+    streams = estimates(recipe.data, corpus.streams.last)
     phases = list[dict[str, Estimate]]()
     for phase, phase_streams in zip(recipe.phases, corpus.streams.values, strict=False):
         phases.append(estimates(phase.recipe.data, phase_streams))
-    return Calibration(known.lines, streams, phases)
+    return Calibration(fitted.lines, streams, phases)
 
 
 def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitted: Calibration) -> Estimate:
