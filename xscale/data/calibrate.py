@@ -50,23 +50,16 @@ def calibrate(recipe: Recipe, corpus: Corpus, host_group: HostGroup | None = Non
     for source in sources:
         fits.append(partial(fit_tokens_to_bytes, source, corpus.tokenizer, LINE_SHARDS, records))
     fitted = Calibration(host_group.divide_work(fits), {})
-
-    def estimates(data: DataConfig, streams: Sequence[Stream]) -> dict[str, Estimate]:
-        context = Schedule.constant(collate_context(corpus, data, seed))
+    by_phase = list[dict[str, Estimate]]()
+    for phase, streams in zip(recipe.schedule.values, corpus.streams.values, strict=True):
+        context = Schedule.constant(collate_context(corpus, phase.data, seed))
         dataset = StepDataset(sources, Schedule.constant(streams), context, seed)
         works = list[Callable[[], Estimate]]()
         for stream in streams:
-            works.append(partial(estimate_stream, stream, data, dataset, fitted))
-        by_stream = dict[str, Estimate]()
-        for stream, estimate_of_stream in zip(streams, host_group.divide_work(works), strict=True):
-            by_stream[stream.name] = estimate_of_stream
-        return by_stream
-
-    streams = estimates(recipe.data, corpus.streams.last)
-    phases = list[dict[str, Estimate]]()
-    for phase, phase_streams in zip(recipe.phases, corpus.streams.values, strict=False):
-        phases.append(estimates(phase.recipe.data, phase_streams))
-    return Calibration(fitted.lines, streams, phases)
+            works.append(partial(estimate_stream, stream, phase.data, dataset, fitted))
+        names = [stream.name for stream in streams]
+        by_phase.append(dict(zip(names, host_group.divide_work(works), strict=True)))
+    return Calibration(fitted.lines, by_phase[-1], by_phase[:-1])
 
 
 def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitted: Calibration) -> Estimate:
