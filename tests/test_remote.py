@@ -285,9 +285,10 @@ def test_windows_are_fetched_before_they_are_read(
     for source in loader.corpus.sources:
         source.remote = replace(source.remote, cache=Cache(tmp_path, size))
     mixture = loader.mixture(ALONE, "cpu", initial_state(loader.streams))
+    (pairs,) = (source for source in loader.corpus.sources if source.kind == "pair")
     asked: set[int] = set()
     for step in range(12):
-        new = [shard for source, shard in mixture.remote_shards() if source.kind == "pair"]
+        new = [pairs.shards.index(shard) for remote, shard in mixture.remote_shards() if remote is pairs.remote]
         assert len(new) in ((0, 2, together) if step else (together,))
         asked |= set(new)
         assert set(mixture.next_plan().tables["tlm"].shard.tolist()) <= asked

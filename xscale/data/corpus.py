@@ -24,7 +24,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import map_in_threads, may_exist
 from xscale.ranks import HostGroup
-from xscale.recipe import Recipe, Schedule, StreamConfig, steps_of_epochs
+from xscale.recipe import Recipe, Schedule, steps_of_epochs
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 """The files of tokenizers. A directory with a tokenizer has at least one of them."""
@@ -264,11 +264,6 @@ def select_linked_sources(
     return with_links
 
 
-def stream_languages(recipe: Recipe, stream: StreamConfig) -> list[str] | None:
-    """Return the languages that a stream of the recipe reads; None: all."""
-    return recipe.data.languages if stream.languages is None else stream.languages
-
-
 # Dictionaries
 
 
@@ -299,7 +294,9 @@ def add_lexicons(stream: Stream, recipe: Recipe, lexicons: tuple[Lexicon, ...]) 
     the stream's phase. Raises UserError if the dictionaries have no entry."""
     if stream.objective.needs != "lexicon":
         return stream
-    languages = stream_languages(recipe, recipe.streams[stream.name])
+    languages = recipe.streams[stream.name].languages
+    if languages is None:
+        languages = recipe.data.languages
     read = list[Lexicon]()
     for lexicon in lexicons:
         if reads_lexicon(languages, lexicon):

@@ -21,11 +21,13 @@ from xscale.data.balance import assign_to_rows
 from xscale.data.calibration import Calibration
 from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking, window_count
 from xscale.data.ragged import evenly_spaced
+from xscale.data.remote import Remote
 from xscale.data.shards import Source
 from xscale.data.stream import Stream
 from xscale.errors import UserError
 from xscale.files import map_in_threads
 from xscale.recipe import DataConfig, Schedule
+from xscale.record import Shard
 
 PACK_FILL = 0.94
 """A packed sample has at most this share of data.max_length in estimated tokens, because estimates have errors."""
@@ -225,7 +227,7 @@ class Mixture:
             if position[1] == order.size:
                 position[:] = [epoch + 1, 0]
 
-    def remote_shards(self) -> Iterator[tuple[Source, int]]:
+    def remote_shards(self) -> Iterator[tuple[Remote, Shard]]:
         """Yield the shards of each remote source's current window and, if the cache has room, of the next window of the
         epoch. Skip a source whose window is the same as in the last call."""
         streams = self.streams.at(self.state["step"])
@@ -245,7 +247,7 @@ class Mixture:
                     windows = 2
                 for shards in order.window_shards[window : window + windows]:
                     for shard in shards.tolist():
-                        yield source, shard
+                        yield source.remote, source.shards[shard]
 
     def _order(self, stream: Stream, source: int, position: list[int]) -> EpochOrder:
         """Return the order of a source in the epoch of `position`. The order is kept until the epoch or the room

@@ -150,8 +150,8 @@ def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connecti
     try:
         for _ in range(steps):
             if has_remote:
-                for source, shard in mixture.remote_shards():
-                    fetchers.submit(source.fetch, shard)  # the reader of the shard reports a failure
+                for remote, shard in mixture.remote_shards():
+                    fetchers.submit(remote.fetch, shard)  # the reader of the shard reports a failure
             send(mixture.next_plan().parts([*connections]))
     except (UserError, OSError) as error:
         send([reportable_failure(error)] * len(connections))

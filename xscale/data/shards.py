@@ -260,11 +260,6 @@ class Source:
             return whole
         return self._text_part(whole, shard, record, offset, length // PART_BYTES)
 
-    def fetch(self, shard: int) -> None:
-        """Fetch a shard of a remote source unless it is in the cache. Raises OSError."""
-        assert self.remote
-        self.remote.fetch(self.shards[shard])
-
     def _text_part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
         """Return the record of one part of a long text. whole: the record of the whole text. record: the number of the
         part's entry in the shard. most: the maximum number of parts before and after this one."""

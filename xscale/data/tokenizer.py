@@ -191,8 +191,6 @@ class Tokenizer:
             raise UserError(wrong) from None
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
         """True if a word at the beginning of a text has other tokens than inside it, as in byte-level BPE."""
-        normalizer = self.backend.normalizer
-        self.lowercases = normalizer is not None and normalizer.normalize_str("A") == "a"
         self._space: int | None = self.backend.token_to_id("▁")
         self.special: dict[str, int | None] = special
         """Role of a special token -> its id (special_ids). tokenizer.json does not have these roles."""
