@@ -52,8 +52,8 @@ class Corpus:
     sources: list[Source]
     tokenizer: Tokenizer
     streams: Schedule[Sequence[Stream]]
-    """The streams of each step. A stream has the same list of sources in all phases. In a phase, the sources that it
-    does not read are idle."""
+    """The streams of each step. A stream has the same list of sources in all phases. The sources that
+    a stream does not read in a phase are idle in this phase."""
     languages: list[str]
     """The languages of the sources, in alphabetical order."""
     lexicons: tuple[Lexicon, ...]

@@ -326,8 +326,9 @@ def stream_weights(stream: Stream, sources: list[Source], alpha: float, sizes: l
 
 
 def initial_state(streams: Sequence[Stream]) -> dict[str, Any]:
-    """Return the state before step 0. It has the position [epoch, number of records read] of every source of every
-    stream. If the room of a packed sample changes within the epoch, TextPacking.before is appended to the position."""
+    """Return the state before step 0. For every stream and each of its sources, it has the position [epoch, number of
+    records read]. If the room of a packed sample changes within the epoch, TextPacking.before is appended to the
+    position."""
     positions: dict[str, list[list[int]]] = {}
     for stream in streams:
         positions[stream.name] = [[0, 0] for _ in stream.sources]

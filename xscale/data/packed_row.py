@@ -72,9 +72,9 @@ class Row:
     auxiliary: dict[str, "Row"] = field(default_factory=dict)
     """The row of a stream's auxiliary encoder, by stream: tokens and states, without labels."""
     counts: Counts = field(default_factory=dict)
-    """Number of targets, and other counts, by `count_key`, also by language. The counts of sampled and of overlong
-    pairs have the names "drawn" and "too_long", by stream and pair of languages. "too_long" is counted by stream,
-    too."""
+    """The counts of the row, such as the number of targets, by `count_key`; some of them also by language. The counts
+    of sampled and of overlong pairs have the names "drawn" and "too_long", by stream and pair of languages. "too_long"
+    is counted by stream, too."""
     samples: int = 0
     """Number of samples."""
     cost: dict[str, int] = field(default_factory=dict)

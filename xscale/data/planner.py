@@ -39,7 +39,7 @@ def reportable_failure(error: UserError | OSError, where: str = "") -> Failure:
 
 
 class Node(NamedTuple):
-    """The ranks of one node. They get their plans from one planner, which the first of them starts."""
+    """The ranks of one node. One planner makes the plans of all these ranks. The first of the ranks starts it."""
 
     ranks: list[int]
     address: bytes
@@ -133,7 +133,7 @@ def _received_plans(planner: multiprocessing.Process | None, connection: Connect
 
 
 def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connection]]) -> None:
-    """Send each rank its part of the plans of the next steps: the planner's main function."""
+    """The main function of the planner: send each rank its part of the plan of each step."""
     name_process(f"xscale{mixture.rank}-plan")
     leave_signals_to_parent()
     connections = connect()

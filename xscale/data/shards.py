@@ -94,8 +94,8 @@ class Source:
         return pair_name(self.langs)
 
     def rename_languages(self, names: Mapping[str, str]) -> None:
-        """Call languages by other names, also in the records that are read. names: {written name: name}. Raises
-        UserError if both sides of a pair get one name."""
+        """Change the names of the source's languages, also in the records that are read. names: name in index.json ->
+        new name. Raises UserError if both languages of a pair get the same name."""
         langs = tuple(names[lang] for lang in self.written_langs)
         if len(set(langs)) < len(langs):
             raise UserError(
