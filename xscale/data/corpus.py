@@ -121,10 +121,7 @@ def open_corpus(
     lexicons = load_lexicons(recipe, tokenizer, sources, near)
     with_lexicons = list[Sequence[Stream]]()
     for phase, phase_streams in zip(recipe.schedule.values, streams.values, strict=True):
-        completed = list[Stream]()
-        for stream in phase_streams:
-            completed.append(add_lexicons(stream, phase, lexicons))
-        with_lexicons.append(completed)
+        with_lexicons.append([add_lexicons(stream, phase, lexicons) for stream in phase_streams])
     trained_paths = set[Path]()
     for stream in chain(*with_lexicons):
         trained_paths.update(lexicon.path for lexicon in stream.lexicons)
@@ -195,8 +192,7 @@ def build_streams(
     check_languages(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
         objective = objectives[stream.objective]
-        kind = objective.record_kind
-        chosen = select_sources(name, kind, stream.languages, sources, recipe.data.languages)
+        chosen = select_sources(name, objective.record_kind, stream.languages, sources, recipe.data.languages)
         if objective.needs == "links":
             chosen = select_linked_sources(name, chosen, sources, linked)
         streams.append(Stream(name, objective, stream.options, chosen, stream.samples, objective_name=stream.objective))

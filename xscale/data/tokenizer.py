@@ -152,7 +152,6 @@ class Tokenizer:
             raise UserError(f"tokenizer {path} cannot be loaded: {pointer}")
         try:
             tokenizer = transformers_tokenizer(path)
-            fast = tokenizer.is_fast
             special = special_ids(tokenizer)
             ids = [*tokenizer.get_vocab().values()]
         except Exception as error:
@@ -162,7 +161,7 @@ class Tokenizer:
                 f"tokenizer {path} cannot be loaded ({nowhere}{str(error).splitlines()[0]}). Set model.tokenizer to a "
                 f"Hugging Face tokenizer directory, or train one: `xscale data tokenizer --help`"
             ) from None
-        if not fast:
+        if not tokenizer.is_fast:
             raise UserError(f"tokenizer {path} is not a fast tokenizer; convert it to a tokenizer.json")
         self.hf = tokenizer
         check_special(path, special, tokenizer.mask_token)
