@@ -281,7 +281,7 @@ def test_a_pair_that_is_far_too_long_is_not_tokenised_whole(
         seen.extend(map(len, texts))
         return encode(self, texts)
 
-    monkeypatch.setattr(Source, "read", lambda self, shard, record: long)
+    monkeypatch.setattr(Source, "read", lambda self, shard, record, readahead: long)
     monkeypatch.setattr(Tokenizer, "encode_words", encode_words)
     stream = Stream("alignlm", alignlm.OBJECTIVE, alignlm.AlignLMOptions(), (0,), 4)
     dataset = make_dataset([source], [stream], replace(context(tokenizer), overlong="drop"), 5)

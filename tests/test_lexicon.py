@@ -72,7 +72,7 @@ def test_entries_become_ids(demo: Path, tokenizer: Tokenizer) -> None:
         assert ids == [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
     single = [[a[0], b[0]] for a, b in zip(*lexicon.ids, strict=True) if len(a) == 1 and len(b) == 1]
     assert lexicon.single_token_pairs().tolist() == single and 0 < len(single) < len(lines)
-    assert f"{len(lines):,} entries, {len(single):,} of one token" in lexicon.summary()
+    assert f"{len(lines):,} entries; {len(single):,} have one token" in lexicon.summary()
 
 
 def test_entries_of_ids_are_mixed_with_words(dictionary, tokenizer: Tokenizer) -> None:
@@ -82,7 +82,7 @@ def test_entries_of_ids_are_mixed_with_words(dictionary, tokenizer: Tokenizer) -
     assert lexicon.ids == ([a, a, [a[0], b[0]]], [b, c, c])
     assert lexicon.words[0][0] == "the"  # so that the word and its id are withheld together
     with pytest.raises(
-        UserError, match=r"en-xx\.txt: 'id:999999' is not in the tokenizer, whose ids are below [\d,]+; give the dict"
+        UserError, match=r"en-xx\.txt: 'id:999999' is not in the tokenizer, whose ids are below [\d,]+; give a dict"
     ):
         load_lexicon(dictionary("en-xx.txt", "the id:999999"), tokenizer)
 
