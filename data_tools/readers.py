@@ -81,9 +81,13 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
 
 
 def read_text(source: SourceSpec) -> Iterator[Unit]:
+    """Yield pairs of lines, or documents: WikiExtractor's, the lines between blank lines, or single lines."""
+    paths = list(map(Path, source.paths))
     if source.pairs:
-        return read_text_pairs(list(map(Path, source.paths)))
-    return read_documents(source)
+        return read_text_pairs(paths)
+    numbers = count(1)  # the lines of all files are numbered together
+    paragraphs = (text_paragraphs(path, source.documents, numbers) for path in input_files(paths))
+    return join_paragraphs(chain.from_iterable(paragraphs))
 
 
 def read_text_pairs(paths: list[Path]) -> Iterator[Unit]:
@@ -137,14 +141,6 @@ def is_text(line: str) -> bool:
     is_object = line.startswith(("{", "[{")) and line.endswith(("}", "},"))
     is_tag = TAG.match(line) and not line.startswith(("<doc ", "</doc>"))
     return not (is_object or is_tag or "\t" in line)
-
-
-def read_documents(source: SourceSpec) -> Iterator[Unit]:
-    """Yield documents: WikiExtractor's, lines between blank lines, or single lines."""
-    numbers = count(1)  # the lines of all files are numbered together
-    files = input_files(list(map(Path, source.paths)))
-    paragraphs = (text_paragraphs(path, source.documents, numbers) for path in files)
-    return join_paragraphs(chain.from_iterable(paragraphs))
 
 
 def text_paragraphs(path: Path, form: str, numbers: Iterator[int]) -> Iterator[Paragraph]:

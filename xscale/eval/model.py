@@ -34,25 +34,22 @@ class ExportedModel:
             raise UserError(f"--model {path} does not exist; `xscale export RUN_DIR {path}` makes it")
         lm, has_head = read_pretrained("--model", path)
         self.path = path
-        pooling = read_pooling(path)
-        self.pooling = pooling or "mean"
+        self.pooling = read_pooling(path) or "mean"
         """How sentence vectors are pooled: "cls" or "mean"."""
-        self.says_pooling = pooling is not None
-        """True if the directory has the files of sentence-transformers, from which `pooling` is read."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             self.encoder = Encoder(lm).eval().to(self.device)
         except UserError as error:
             raise UserError(f"--model {path}: {error}") from None
-        self.tokenizer, rows = Tokenizer(path), lm.config.vocab_size
+        self.tokenizer = Tokenizer(path)
         if not len(self.tokenizer.ordinary_ids):  # transformers replaces a missing tokenizer by one without words
             raise UserError(
                 f"--model {path} has no tokenizer; save the model's tokenizer there: `tokenizer.save_pretrained(DIR)`"
             )
-        if self.tokenizer.vocab_size > rows:
+        if self.tokenizer.vocab_size > lm.config.vocab_size:
             raise UserError(
-                f"--model {path}: its tokenizer has {self.tokenizer.vocab_size:,} ids for {rows:,} embeddings; save "
-                f"the tokenizer there that the model was trained with"
+                f"--model {path}: its tokenizer has {self.tokenizer.vocab_size:,} ids for {lm.config.vocab_size:,} "
+                f"embeddings; save the tokenizer there that the model was trained with"
             )
         self.headless = not has_head
         """True if the directory has no masked-LM head, so that the head is random."""

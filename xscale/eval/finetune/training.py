@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from xscale.errors import NotFinite, env_number
 from xscale.eval.model import ExportedModel
+from xscale.eval.sentence_files import read_pooling
 
 IGNORED = -100
 """The label of a token without a label."""
@@ -120,7 +121,7 @@ class FineTunedModel(nn.Module):
         self.config = self.base_model.config
         self.frozen = frozen
         self.reads = reads
-        self.pools_mean = maker.model.says_pooling and maker.model.pooling == "mean"
+        self.pools_mean = read_pooling(path) == "mean"
         """True: a sequence's vector is the mean state of its ordinary tokens; False: it is the state of [CLS]."""
         self.register_buffer("special_ids", torch.tensor([maker.tokenizer.cls_id, maker.tokenizer.sep_id]), False)
         self.dropout = nn.Dropout(getattr(self.config, "hidden_dropout_prob", 0.0))
