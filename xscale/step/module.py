@@ -65,8 +65,8 @@ class StepModule(nn.Module):
                     auxiliary_state = objective.auxiliary_state(encoder, heads, stream.options)
             if auxiliary_state is not None:
                 self.auxiliary_states[name] = auxiliary_state
-            if hasattr(auxiliary_state, "steps"):
-                auxiliary_state.steps = recipe.train.steps
+                if hasattr(auxiliary_state, "steps"):
+                    auxiliary_state.steps = recipe.train.steps
         if recipe.train.activation_checkpointing:
             encoder.checkpoint_activations()
         self.train()  # from_pretrained returns a model in evaluation mode, without dropout
