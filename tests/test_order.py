@@ -287,7 +287,9 @@ def test_part_of_a_permutation(key: int, n: int, bits: int, data: st.DataObject)
     whole = sorted(range(n), key=lambda i: splitmix64((key + i * 0x9E3779B97F4A7C15) % 2**64))
     assert rng.permutation(np.uint64(key), n).tolist() == whole
     at = data.draw(st.integers(0, n - 1))
-    first, part = rng.permuted_part(np.uint64(key), rng.leading_bits(np.uint64(key), n, bits), at)
+    leading = rng.leading_bits(np.uint64(key), n, bits)
+    first, ascending, order = rng.permuted_part(np.uint64(key), leading, bits, at)
+    part = ascending[order]
     assert first <= at < first + len(part) and whole[first : first + len(part)] == part.tolist()
     hashes = [splitmix64((key + i * 0x9E3779B97F4A7C15) % 2**64) >> (64 - bits) for i in whole]
     assert [i for i, leading in zip(whole, hashes, strict=True) if leading == hashes[at]] == part.tolist()

@@ -9,13 +9,14 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.launch import ROOT, open_run
-from xscale import train
+from xscale import files, train
 from xscale.data import calibrate, shards
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source
@@ -122,6 +123,9 @@ def test_word_links_are_looked_for_once(demo: Path, monkeypatch: pytest.MonkeyPa
         pairs = [source for source in opened[0].sources if source.kind == "pair"]
         assert len(looked) == len(pairs), ranks
     looked.clear()
+    resolve_run("alignlm", [*sets, "data.languages=[en-xx]"], [demo])
+    assert len(pairs) == 2 and len(looked) == 1, "a source that no stream reads is left alone"
+    looked.clear()
     resolve_run("tlm", sets[:1], [demo])
     assert not looked, "no stream needs word links"
 
@@ -191,17 +195,23 @@ def test_a_node_asks_for_whole_shards_where_it_reads_much_of_them(
 
 def test_files_far_away_are_looked_at_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order asked for; and near ones one after another."""
+    clock = [0.0]
+    monkeypatch.setattr(files, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     def look(seconds: float, number: int) -> tuple[int, int]:
         time.sleep(seconds)
+        clock[0] += seconds
         if number == 99:
             raise UserError("99 is missing")
         return number, threading.get_ident()
 
-    values = map_in_threads(look, [0.002] * 90, range(90))
-    assert [number for number, _ in values] == [*range(90)] and len({thread for _, thread in values}) >= 9
-    with pytest.raises(UserError, match="99 is missing"):
-        map_in_threads(look, [0.0] * 110, range(110))
+    for seconds, least_threads in ((0.0, 1), (0.002, 9)):
+        values = map_in_threads(look, [seconds] * 90, range(90))
+        assert [number for number, _ in values] == [*range(90)]
+        threads = {thread for _, thread in values}
+        assert threads == {threading.get_ident()} if least_threads == 1 else len(threads) >= least_threads
+        with pytest.raises(UserError, match="99 is missing"):
+            map_in_threads(look, [seconds] * 110, range(110))
     assert map_in_threads(look, [], []) == []
 
 

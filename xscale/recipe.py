@@ -115,7 +115,7 @@ class DataConfig:
     directory or its parent is used. A stream whose objective uses dictionaries reads those of its languages.
     Dictionaries that no stream reads are used for evaluation only."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """The share of a dictionary's words that no objective sees, chosen by a hash of the word. `alignment/en-de` is
+    """The share of a dictionary's entries that no objective sees, chosen by a hash of their words. `alignment/en-de` is
     measured on these words, `alignment_trained/en-de` on the others. At 0 there is no `alignment/en-de`."""
 
 

@@ -5,6 +5,7 @@ their results are the same on all machines and with all versions of numpy.
 """
 
 import hashlib
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,20 +42,43 @@ def permutation(key: Key, n: int) -> np.ndarray:
     return np.argsort(hash64(key, np.arange(n, dtype=np.uint64)))  # no two hashes are equal
 
 
-def permuted_part(key: Key, leading: np.ndarray, place: int) -> tuple[int, np.ndarray]:
-    """Return a part of permutation(key, n), which takes less time and memory than the whole: its numbers, and the place
-    of its first number. The part has `place`, and all its numbers' hashes have the same first bits. leading: the result
-    of leading_bits(key, n)."""
-    sizes = np.bincount(leading)
-    ends = np.cumsum(sizes)
-    bits = np.searchsorted(ends, place, side="right")
-    numbers = np.flatnonzero(leading == bits)
-    return int(ends[bits] - sizes[bits]), numbers[np.argsort(hash64(key, numbers))]
+class PermutedPart(NamedTuple):
+    """A part of a permutation: the numbers whose hashes have the same first bits."""
+
+    first: int
+    """The place of the part's first number in the permutation."""
+    ascending: np.ndarray
+    """The numbers in ascending order."""
+    order: np.ndarray
+    """Indices such that ascending[order] is the part."""
+
+
+def permuted_part(key: Key, leading: np.ndarray, bits: int, place: int) -> PermutedPart:
+    """Return the part of permutation(key, n) that has `place`, in less time and memory than the whole takes. leading:
+    the result of leading_bits(key, n, bits)."""
+    value = (place << bits) // len(leading)  # hashes are uniform, so the part's first bits are near this value
+    first = np.count_nonzero(leading < np.uint8(value))
+    while place < first:
+        value -= 1
+        first -= np.count_nonzero(leading == np.uint8(value))
+    while place >= first + (size := np.count_nonzero(leading == np.uint8(value))):
+        first += size
+        value += 1
+    ascending = np.flatnonzero(leading == np.uint8(value))
+    return PermutedPart(int(first), ascending, np.argsort(hash64(key, ascending)))
 
 
 def leading_bits(key: Key, n: int, bits: int) -> np.ndarray:
     """Return the first `bits` bits (1 to 8) of each of hash64(key, range(n)), uint8 [n]."""
-    return (hash64(key, np.arange(n, dtype=np.uint64)) >> np.uint64(64 - bits)).astype(np.uint8)
+    leading = np.empty(n, dtype=np.uint8)
+    for start in range(0, n, _CHUNK):
+        hashes = hash64(key, np.arange(start, min(start + _CHUNK, n), dtype=np.uint64))
+        leading[start : start + _CHUNK] = hashes >> np.uint64(64 - bits)
+    return leading
+
+
+_CHUNK = 1 << 14
+"""`leading_bits` computes this many hashes at a time, which fit into a processor's cache."""
 
 
 def torch_seed(*names: str | int) -> int:

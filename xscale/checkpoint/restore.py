@@ -95,7 +95,7 @@ def load_model_of_run(path: str | Path, dropout: float | None = None) -> tuple[P
     host_group = HostGroup()
     problem = store.find_damage(path, host_group)
     if problem:
-        raise UserError(f"checkpoint {path} is damaged: {problem}; copy it again, or give another checkpoint")
+        raise UserError(f"checkpoint {path} is not usable ({problem}); restore it, or give another checkpoint")
     config = AutoConfig.from_pretrained(path / store.HF, trust_remote_code=False)
     if dropout is not None:
         config.update(dropout_fields(config.model_type, dropout))

@@ -109,9 +109,7 @@ def open_corpus(
     unify_language_names(all_sources)
     sources = keep_first_records(all_sources, recipe.data.first)
     check_file_sizes(sources, host_group)
-    linked = list[bool]()
-    if any(objectives[stream.objective].needs == "links" for stream in recipe.streams.values()):
-        linked = have_word_links(sources, host_group)
+    linked = have_word_links(sources, languages_of_linked_streams(recipe, objectives), host_group)
     without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, linked))
     streams = with_idle_sources(without_idle, sources)
     check_cache_size(recipe, streams.last, sources)
@@ -233,11 +231,23 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
 # Word links
 
 
-def have_word_links(sources: list[Source], host_group: HostGroup) -> list[bool]:
-    """Return for each source whether its first record has word links. Each record is read by one rank."""
+def languages_of_linked_streams(recipe: Recipe, objectives: Objectives) -> list[list[str] | None]:
+    """Return the languages of each stream that reads word links, in each phase; None: all languages."""
+    languages = list[list[str] | None]()
+    for phase in recipe.schedule.values:
+        for stream in phase.streams.values():
+            if objectives[stream.objective].needs == "links":
+                languages.append(stream.languages or phase.data.languages)
+    return languages
+
+
+def have_word_links(sources: list[Source], languages: Sequence[list[str] | None], host_group: HostGroup) -> list[bool]:
+    """Return for each source whether its first record has word links; False for a source of which no stream reads word
+    links. languages: the languages of each of these streams; None: all. Each record is read by one rank."""
 
     def has_links(source: Source) -> bool:
-        return source.kind == "pair" and source.read(0, 0).links is not None
+        is_read = any(names is None or matches_languages(names, source.langs) for names in languages)
+        return is_read and source.kind == "pair" and source.read(0, 0).links is not None
 
     return host_group.divide_work([partial(has_links, source) for source in sources])
 

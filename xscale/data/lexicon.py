@@ -109,14 +109,12 @@ def without_withheld(lexicon: Lexicon, heldout: float) -> Lexicon:
 def normalise_word(word: str) -> str:
     """Return a form of the word that is the same for all spellings that differ in case or in the encoding of
     accents."""
-    "accents."
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", word).casefold())
 
 
 def is_withheld(word: str, heldout: float) -> bool:
     """Return True if the entries of this word are withheld from all objectives. heldout: the share of withheld
     words."""
-    "words."
     return int(rng.key("lexicon_heldout", normalise_word(word))) < heldout * 2**64
 
 

@@ -177,9 +177,10 @@ class StepDataset(Dataset):
         words_wanted = stream.objective.words(stream.options)
         records = list[Record]()
         texts = list[str]()
-        for source_number, shard, record_number in zip(table.source, table.shard, table.record, strict=True):
+        places = zip(table.source.tolist(), table.shard.tolist(), table.record.tolist(), strict=True)
+        for source_number, shard, record_number in places:
             source = self.sources[source_number]
-            record = source.read(int(shard), int(record_number), self.readahead)
+            record = source.read(shard, record_number, self.readahead)
             if not stream.packed:
                 record = cut_long_texts(record, words_wanted, context)
             if words_wanted:

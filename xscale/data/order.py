@@ -157,22 +157,18 @@ class EpochOrder:
         if bits:
             if self._leading[0] != window:
                 self._leading = (window, rng.leading_bits(key, records, bits))
-            first, ordinals = rng.permuted_part(key, self._leading[1], position - window_start)
+            part = rng.permuted_part(key, self._leading[1], bits, position - window_start)
         else:
-            first = 0
-            ordinals = rng.permutation(key, records)
+            part = rng.PermutedPart(0, np.arange(records), rng.permutation(key, records))
         lengths = NO_RECORDS
         if self.look:
             ends = np.cumsum(self.counts[shards])
-            ascending = np.sort(ordinals)
-            by_shard = np.split(ascending, np.searchsorted(ascending, ends[:-1]))
+            by_shard = np.split(part.ascending, np.searchsorted(part.ascending, ends[:-1]))
             chosen = list[slice | np.ndarray]()
             for shard_ordinals, shard_start in zip(by_shard, ends - self.counts[shards], strict=True):
                 chosen.append(shard_ordinals - shard_start)
-            lengths_of_window = np.empty(records, dtype=np.uint32)
-            lengths_of_window[ascending] = self.look(shards.tolist(), chosen)[0]
-            lengths = lengths_of_window[ordinals]
-        return window_part(window_start + first, ordinals, lengths, NO_RECORDS)
+            lengths = self.look(shards.tolist(), chosen)[0][part.order]
+        return window_part(window_start + part.first, part.ascending[part.order], lengths, NO_RECORDS)
 
     def _text_part(self, position: int) -> WindowPart:
         """Return the part that has the record at `position`, for running text."""

@@ -31,6 +31,7 @@ def sample_texts(
         for start in range(0, len(numbers), _CHUNK)[part::parts]:
             places = source.locate_records(numbers[start : start + _CHUNK])
             yield [source.read(*place).texts[side] for place in places]
+        source.close()  # the run opens its files again, with readahead
 
 
 def sample_records(records: int, most: int) -> np.ndarray:

@@ -205,7 +205,8 @@ class Source:
                     return file.read(size, (start + first) * ENTRY.size)
         if self.remote:
             raise UserError(
-                f"{self.directory}/{ENTRIES} is damaged; remove this folder, and the next start will fetch it again"
+                f"{self.directory}/{ENTRIES} is damaged; remove {self.directory}, and the next start will fetch it "
+                f"again"
             )
         file = self._file(f"{about.name[:-4]}.idx")
         if not file.fits_index(shard, 0, about):

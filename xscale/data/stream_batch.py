@@ -109,7 +109,6 @@ class Gather(NamedTuple):
     def concat(gathers: Iterable["Gather"], first_columns: Iterable[int]) -> "Gather":
         """Return the states of all `gathers`. first_columns: the numbers that are added to the columns of the
         gathers."""
-        "gathers."
         counts = [NO_NUMBERS]
         columns = [NO_NUMBERS]
         for gather, first_column in zip(gathers, first_columns, strict=True):

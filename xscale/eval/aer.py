@@ -152,6 +152,7 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
     lines = read_plain_lines(text)
     separator = "\t"
     form = "sentence<TAB>sentence<TAB>links"
+    link_lines: list[str] | None = None
     if links is not None:
         separator = "|||"
         form = "sentence ||| sentence"
@@ -160,11 +161,12 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
             raise UserError(
                 f"{links} has {len(link_lines):,} lines, {text} has {len(lines):,}; give a line of links for each pair"
             )
-        lines = list(map(separator.join, zip(lines, link_lines, strict=True)))
     rows: list[list[list[str]]] = []
     first = 1
     for number, line in enumerate(lines, start=1):
         cells = line.split(separator)
+        if link_lines is not None:
+            cells.append(link_lines[number - 1])
         sides = [split_words(cell) for cell in cells]
         if len(cells) != 3 or not sides[0] or not sides[1]:
             raise UserError(f"{text}: line {number}: {line[:60]!r} is not `{form}`; fix the line")

@@ -76,7 +76,7 @@ def evaluate(
     """Return the alignment scores of the dictionaries of two languages, and the number of query words of each score.
 
     sources: the sources in whose text translations are searched. lexicon_paths: all dictionaries that the model was
-    trained with. withheld_share: the share of the dictionaries' words that training withheld.
+    trained with. withheld_share: the share of the dictionaries' entries that training withheld.
     """
     known = set(chain.from_iterable(source.langs for source in sources))
     lexicons = [load_lexicon(path, model.tokenizer, known) for path in lexicon_paths]
@@ -118,7 +118,7 @@ def build_probes(
 ) -> dict[str, AlignmentProbe]:
     """Return {name of a dictionary: its words to score}. Dictionaries with the same name are joined.
 
-    trained: the dictionaries that objectives read. withheld_share: the share of words that objectives do not read.
+    trained: the dictionaries that objectives read. withheld_share: the share of entries that objectives do not read.
     tokens: {language: ids of the tokens of its text}. Translations are searched among these tokens and the dictionary's
     own.
     """

@@ -76,7 +76,7 @@ def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGro
             if task.kind == "retrieval":
                 sources_by_row(task, sources)
             else:
-                heldout_streams(recipe, corpus, sources, have_word_links(sources, host_group))
+                heldout_streams(recipe, corpus, sources, have_word_links(sources, [None], host_group))
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
 
@@ -162,7 +162,7 @@ class HeldoutTask:
         sources = find_task_sources(task, recipe, loader.corpus)
         calibration = Calibration([fit_tokens_to_bytes(source, loader.corpus.tokenizer) for source in sources], {})
         tokens = source_sizes(sources, calibration, "tokens")
-        linked = have_word_links(sources, HostGroup(alone=True))
+        linked = have_word_links(sources, [None], HostGroup(alone=True))
         streams = list[Stream]()
         for stream in heldout_streams(recipe, loader.corpus, sources, linked):
             if stream.packed:

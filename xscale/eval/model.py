@@ -61,7 +61,7 @@ class ExportedModel:
         self.reset_positions: bool = trained.get("reset_positions", False)
         """These three options have the values that they had in the model's training."""
         self.lexicon_heldout: float = trained.get("lexicon_heldout", DataConfig.lexicon_heldout)
-        """The share of a dictionary's words that training withheld."""
+        """The share of a dictionary's entries that training withheld."""
 
     @property
     def max_length(self) -> int:

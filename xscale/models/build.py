@@ -261,11 +261,13 @@ def xscale_field(config: Any, model_name: str) -> dict[str, Any]:
     if is_sound:
         is_sound = all(isinstance(value, kinds.get(name, object)) for name, value in fields.items())
     if is_sound:
-        languages = fields.get("languages", [])
-        is_sound = all(isinstance(language, str) for language in languages)
-        is_sound &= languages[:1] == [NEUTRAL] or not fields.get("language_embeddings")
+        is_sound = all(isinstance(language, str) for language in fields.get("languages", []))
     if not is_sound:
         raise UserError(f"{model_name}: the field `xscale` of its config.json is damaged; export the run again")
+    if fields.get("language_embeddings") and fields.get("languages", [])[:1] != [NEUTRAL]:
+        raise UserError(
+            f"{model_name}: an older xscale, which numbers languages differently, has exported it; train it again"
+        )
     return fields
 
 

@@ -26,7 +26,7 @@ SCHEDULES = {
     "WarmupDecayLR": ("warmup_num_steps", "warmup_max_lr", "total_num_steps"),
     "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
 }
-"""DeepSpeed's scheduler -> its parameters that the recipe gives if the ds_config leaf_values them open."""
+"""DeepSpeed's scheduler -> its parameters that the recipe gives if the ds_config leaves them open."""
 
 MAY_CHANGE = ("lr", "weight_decay", "fused", "foreach")
 """The parameters of the ds_config's optimizer that a resume may change."""
@@ -212,7 +212,7 @@ def fill_scheduler(resolved: dict[str, Any], recipe: Recipe) -> list[str]:
         problems.append(f"scheduler = {scheduler['type']} contradicts the train.lr of a phase")
     known = SCHEDULES.get(scheduler["type"], ())
     params = scheduler.setdefault("params", {"warmup_type": "linear"} if known else {})
-    if params.get("warmup_min_lr") == AUTO:
+    if known and params.get("warmup_min_lr") == AUTO:
         params["warmup_min_lr"] = 0.0
     values = {
         "total_num_steps": ("train.steps", train.steps),
@@ -254,7 +254,7 @@ def choose_precision(resolved: dict[str, Any], wanted: str, hardware: Hardware) 
 
 
 def precision_notes(resolved: dict[str, Any], wanted: str, precision: str, hardware: Hardware) -> list[str]:
-    """Return the line to print if a precision that the ds_config leaf_values open is not that of the device."""
+    """Return the line to print if a precision that the ds_config leaves open is not that of the device."""
     for name in HALF_PRECISIONS:
         if wanted == AUTO and precision == "fp32" and resolved.get(name, {}).get("enabled") == AUTO:
             return [f"precision: {name} is not native on this {hardware.device}; this run trains in fp32"]

@@ -97,8 +97,11 @@ def code_switched_examples(source: LabelledFile | None, translated: LabelledFile
     translations = {example.key: example for example in translated.rows}
     unpaired = originals.keys() ^ translations.keys()
     if unpaired:
+        key = min(unpaired)
+        present = source if key in originals else translated
+        absent = translated if key in originals else source
         raise UserError(
-            f"line or question {min(unpaired)} is in only one of {source.path} and {translated.path}; for "
+            f"line or question {key} is in {present.path}, but not in {absent.path}; for "
             f"--code_switch, a translation must have its original's line number or question id"
         )
     switched: list[LabelledExample] = []
