@@ -197,7 +197,7 @@ def unwrap_os_error(error: Exception) -> Exception:
     cause: BaseException | None = error
     while cause and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    return cause or error
+    return cause if cause else error
 
 
 def check_types(paths: list[Path]) -> None:

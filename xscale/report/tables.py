@@ -16,8 +16,8 @@ PAIRED = (
     "Brackets are 95 % intervals. A difference from the first model (`− first`) has the interval and the p value of a "
     "paired bootstrap: all models are resampled with the same sentences. `not in file`: evaluate the model with the "
     "same --task, --data, --pooling and --layer; a smaller model may lack the layer. `no interval`: the score is not "
-    "over sentences, such as `alignment`, or an older xscale wrote the file. A dash: one of the two models lacks the score, or the number has no better "
-    "direction."
+    "over sentences, such as `alignment`, or an older xscale wrote the file. A dash: one of the two models lacks the "
+    "score, or the number has no better direction."
 )
 
 
