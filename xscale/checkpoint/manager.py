@@ -195,9 +195,11 @@ def unwrap_os_error(error: Exception) -> Exception:
     """Return the OSError that caused `error`, or else `error`. torch raises other errors from the OSError of a
     write."""
     cause: BaseException | None = error
-    while cause and not isinstance(cause, OSError):
+    while cause:
+        if isinstance(cause, OSError):
+            return cause
         cause = cause.__cause__ or cause.__context__
-    return cause if cause else error
+    return error
 
 
 def check_types(paths: list[Path]) -> None:

@@ -281,15 +281,17 @@ def concatenate_in_order(parts: list[np.ndarray], place: np.ndarray) -> np.ndarr
 
 def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
     """Return the sequences of all parts, in their order."""
-    fields = Tokens(*zip(*parts, strict=True))
-    lengths = np.concatenate(fields.lengths)
+    lengths = np.concatenate([part.lengths for part in parts])
+    types = None
+    if parts[0].types is not None:
+        types = np.concatenate([part.types for part in parts])
     return Tokens(
-        input_ids=np.concatenate(fields.input_ids),
-        positions=np.concatenate(fields.positions),
-        types=None if fields.types[0] is None else np.concatenate(fields.types),
+        input_ids=np.concatenate([part.input_ids for part in parts]),
+        positions=np.concatenate([part.positions for part in parts]),
+        types=types,
         starts=offsets_from_counts(lengths),
         lengths=lengths,
-        longest=max(fields.longest),
+        longest=max(part.longest for part in parts),
     )
 
 

@@ -31,11 +31,20 @@ def short_attention(
 
 class _ShortAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv_NX: Tensor, starts_B1: Tensor, longest: int, seed: int, heads: int, *rest: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        qkv_NX: Tensor,
+        starts_B1: Tensor,
+        longest: int,
+        seed: int,
+        heads: int,
+        dropout: float,
+        window: int | None,
+    ) -> Tensor:
         from xscale.ops import short_attention_triton as kernel  # Triton comes with CUDA builds of torch
 
         ctx.save_for_backward(qkv_NX, starts_B1)
-        ctx.arguments = longest, seed, heads, *rest
+        ctx.arguments = longest, seed, heads, dropout, window
         out_NH = qkv_NX.new_empty(len(qkv_NX), qkv_NX.shape[1] // 3)
         kernel.attend(qkv_NX.contiguous(), starts_B1, out_NH, *ctx.arguments)
         return out_NH
@@ -48,5 +57,5 @@ class _ShortAttention(torch.autograd.Function):
         qkv_NX, starts_B1 = ctx.saved_tensors
         qkv_NX = qkv_NX.contiguous()
         grad_NX = torch.empty_like(qkv_NX)
-        kernel.attend(qkv_NX, starts_B1, grad_NH.contiguous(), *ctx.arguments, grad_NX)
+        kernel.attend(qkv_NX, starts_B1, grad_NH.contiguous(), *ctx.arguments, grad_NX=grad_NX)
         return grad_NX, None, None, None, None, None, None
