@@ -57,5 +57,6 @@ class _ShortAttention(torch.autograd.Function):
         qkv_NX, starts_B1 = ctx.saved_tensors
         qkv_NX = qkv_NX.contiguous()
         grad_NX = torch.empty_like(qkv_NX)
-        kernel.attend(qkv_NX, starts_B1, grad_NH.contiguous(), *ctx.arguments, grad_NX=grad_NX)
+        longest, seed, heads, dropout, window = ctx.arguments
+        kernel.attend(qkv_NX, starts_B1, grad_NH.contiguous(), longest, seed, heads, dropout, window, grad_NX)
         return grad_NX, None, None, None, None, None, None
