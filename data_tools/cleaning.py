@@ -156,7 +156,8 @@ class Cleaner:
         return ""
 
     def is_excluded(self, text: str) -> bool:
-        """Return whether an evaluation file of the rule has a line with the same letters, marks and digits."""
+        """Return whether a file of the rule `exclude` has a line with the letters, marks and digits of the text, in
+        any case."""
         return bool(self.rules.exclude) and folded_letters(text) in excluded_letters(tuple(self.rules.exclude))
 
     def broken_length_rule(self, texts: list[str]) -> str:

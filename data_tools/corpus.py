@@ -335,7 +335,10 @@ def add_shard_languages(place: str, source: dict[str, Any]) -> None:
         langs = Source(source["shards"]).langs
     languages = {"pairs": list(langs)} if len(langs) == 2 else {"mono": "".join(langs)}
     if named:
-        raise UserError(f"{place}: the index of shards: {source['shards']} says {languages}; remove pairs and mono")
+        raise UserError(
+            f"{place}: remove the keys `pairs` and `mono`, since the index of {source['shards']} has the languages "
+            f"{'-'.join(langs)}"
+        )
     source.update(languages)
 
 

@@ -137,7 +137,7 @@ Token = tuple[str, tuple[int, ...]]
 
 
 class Word(NamedTuple):
-    """A word. `en` and `xx` map the same grammatical keys to its forms; invariable words have the key ""."""
+    """A word. `en` and `xx` map the same grammatical keys to the word's forms; invariable words have the key ""."""
 
     en: dict[str, str]
     xx: dict[str, str]

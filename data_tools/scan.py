@@ -44,8 +44,8 @@ def scan_tar(
     """Return the facts for index.json, and the byte range and checksum of each record (IDX_DTYPE). Raises UserError,
     which names the file and the record.
 
-    langs: the languages of samples that do not name theirs. segmentations: {layout: the kind of words that its links
-    number}, to check that the links fit the texts; None: the links are not checked.
+    langs: the languages of samples that do not name theirs. segmentations: {layout: how its texts are split into the
+    words that links count}, to check that the links fit the texts; None: the links are not checked.
     """
     entries = list[tuple[int, int, int]]()
     layout = ""

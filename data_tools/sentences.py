@@ -16,7 +16,7 @@ _ORDINAL = re.compile(r"(?:^|[\s(])\d{1,3}\.\s*$")
 _WITH_ORDINALS = re.compile("bs|cs|da|de|et|fi|fo|hr|hu|is|lb|lv|nb|nn|no|pl|sk|sl|sr|tr")
 """The languages in which 3. is an ordinal number, so that a sentence may continue after it."""
 _END = 8
-"""The number of characters at the end of a piece in which _INITIAL and _ORDINAL are searched."""
+"""_INITIAL and _ORDINAL are looked for in this many characters at the end of a piece."""
 _LONG = 60
 """A Thai or Lao sentence ends at a space only after at least this number of characters."""
 

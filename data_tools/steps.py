@@ -514,8 +514,8 @@ def write_heldout_shards(folder: Path, group_number: int) -> None:
 
 
 def respell_lexicon(folder: Path, lexicon_number: int) -> None:
-    """Write a dictionary with each word in its commonest spelling in the kept text. Also write how many of its entries
-    the tokenizer can use."""
+    """Write a dictionary with each word in its commonest spelling in the kept text. If the corpus has a tokenizer,
+    also write how many of the dictionary's entries it can use."""
     corpus = read_plan(folder).corpus
     path = Path(corpus.lexicons[lexicon_number])
     langs = languages_in_file_name(path, corpus.languages)

@@ -529,7 +529,10 @@ def test_shards_are_a_source_again(tmp_path: Path) -> None:
     assert pair.texts == ("a, b c d", "x y") and pair.links == "0-0 2-1 3-1"
     assert [text for record in sentences for text in record.texts] == ["One here.", "Two there.", "Three."]
     assert sentences[0].doc == sentences[1].doc != sentences[2].doc
-    for bad, named in (({"mono": "en", **again[0]}, "remove pairs and mono"), ({"shards": "none"}, "none/index.json")):
+    for bad, named in (
+        ({"mono": "en", **again[0]}, "remove the keys `pairs` and `mono`"),
+        ({"shards": "none"}, "none/index.json"),
+    ):
         with pytest.raises(UserError, match=named):
             run(tmp_path, {"sources": [bad]})
 

@@ -41,7 +41,7 @@ ENVIRONMENT_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST),  # a wrong path
     *(errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.EREMOTEIO, errno.EBUSY),
 }
-"""The error numbers of failures of a file system, network or device. A bug does not cause them."""
+"""The error numbers of OSErrors that are taken for a failure of a file system, network or device, not for a bug."""
 
 
 class NotFinite(Exception):

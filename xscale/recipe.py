@@ -221,8 +221,8 @@ class EvalTask:
     def check_name(self) -> Self:
         if not re.fullmatch(r"(heldout|retrieval)(\.[A-Za-z0-9_.-]+)?", self.name):
             raise ValueError(
-                f"name: {self.name!r} must be heldout or retrieval, with a suffix for a second task, such as "
-                f"heldout.test; alignment scores are in metrics.jsonl, without a task"
+                f"name: {self.name!r} must be heldout or retrieval, or one of these with a suffix, such as "
+                f"heldout.test; alignment needs no task, because the run writes its scores to metrics.jsonl"
             )
         return self
 

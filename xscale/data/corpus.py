@@ -27,7 +27,7 @@ from xscale.ranks import HostGroup
 from xscale.recipe import Recipe, Schedule, steps_of_epochs
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
-"""The files of tokenizers. A directory with a tokenizer has at least one of them."""
+"""The files of tokenizers. A directory with a tokenizer has at least one of these files."""
 
 Objectives = Mapping[str, Any]
 """Name -> Objective (objectives/base.py)."""

@@ -37,13 +37,13 @@ from xscale.data.truecase import Forms, respell
 from xscale.errors import UserError
 
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(_\w+)?")
-"""Matches a language in a pair's name that has one "-", as in en-de."""
+"""Matches either language of a pair whose name has only one "-", as in en-de."""
 _LANGUAGE_WITH_PARTS = re.compile(r"[a-z]{2,3}(_\w+|-[A-Z][a-z]{3}|-[A-Z]{2}|-\d{3})*")
-"""Matches a language in a pair's name that has several "-", such as zh-CN, zh-Hans and es-419."""
+"""Matches either language, such as zh-CN, zh-Hans and es-419, of a pair whose name has several "-"."""
 _BATCH = 10_000
 """The number of words that are encoded by one call of the tokenizer, because encodings take memory."""
 _IDS = re.compile(r"id:\d{1,9}( id:\d{1,9})*")
-"""Matches a side of an entry that has token ids."""
+"""Matches one side of an entry if token ids stand there, as in `id:17 id:42`."""
 
 
 @dataclass(frozen=True, eq=False)  # its hash is that of the object, so that functions can cache tables of a dictionary

@@ -3,8 +3,8 @@
 A rank does one forward and backward pass for each row. Its arrays are numpy arrays in a worker, and tensors after
 `Row.to(device)`.
 
-Shape letters: N tokens of a row, P places (tokens) that states read, B sequences, S states that a loss reads,
-M predictions, T targets of a term.
+Shape letters: N tokens of a row, P places (tokens whose hidden states are read), B sequences, S states that a loss
+reads, M predictions, T targets of a term.
 """
 
 from collections import Counter
@@ -80,7 +80,7 @@ class Row:
     cost: dict[str, int] = field(default_factory=dict)
     """The numbers on which the cost of the row depends: "tokens"; "places", the tokens whose states are read;
     "predictions"; and "squares", the sum of the squared lengths of sequences, for attention. "auxiliary_tokens",
-    "auxiliary_places" and "auxiliary_squares" are the same numbers of the auxiliary rows."""
+    "auxiliary_places" and "auxiliary_squares" are the corresponding numbers of the auxiliary rows."""
     keys: dict[str, list[str]] = field(default_factory=dict)
     """Keys of each stream's records, by stream, in the order in which they were sampled."""
 

@@ -258,7 +258,7 @@ def find_cut(borders: Sequence[int], start: int, room: int) -> int:
 
 
 def join_texts(examples: list[Example]) -> Example:
-    """Return the example of several texts as one text. It has the identity of the first text."""
+    """Join the texts of several examples into one, and return its example, which has the identity of the first."""
     if len(examples) == 1:
         return examples[0]
     ids = list[int]()

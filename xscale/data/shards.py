@@ -8,7 +8,7 @@ single file besides the tars. If `entries` is absent or does not fit index.json,
 
 The entries of a document's records stand one after the other, and all but the first have the bit FOLLOWS. A
 monolingual text of more than PART_BYTES has several entries with the same byte range. Each of them is read as a record
-with one part of the text, and these records form one document. This limits the length of records in any tar.
+with one part of the text, and these records form one document. So a monolingual record is short in any tar.
 """
 
 import copy

@@ -107,8 +107,7 @@ class Gather(NamedTuple):
 
     @staticmethod
     def concat(gathers: Iterable["Gather"], first_columns: Iterable[int]) -> "Gather":
-        """Return the states of all `gathers`. first_columns: the numbers that are added to the columns of the
-        gathers."""
+        """Join several gathers into one. first_columns: for each gather, the number that is added to its columns."""
         counts = [NO_NUMBERS]
         columns = [NO_NUMBERS]
         for gather, first_column in zip(gathers, first_columns, strict=True):

@@ -211,7 +211,8 @@ class Tokenizer:
 
     def encode_inside(self, words: list[str]) -> list[list[int]]:
         """Return the token ids that each word has inside a sentence. Byte-level BPE and Unigram mark the space before a
-        word, so the word is encoded after ", ", or in a script without spaces after "，"."""
+        word. So the word is encoded behind ", ", or behind "，" if its script has no spaces, and the tokens of the
+        comma are left out."""
         commas = list[str]()
         texts = list[str]()
         for word in words:

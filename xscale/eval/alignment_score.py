@@ -75,8 +75,8 @@ def evaluate(
 ) -> Scores:
     """Return the alignment scores of the dictionaries of two languages, and the number of query words of each score.
 
-    sources: the sources in whose text translations are searched. lexicon_paths: all dictionaries that the model was
-    trained with. withheld_share: the share of the dictionaries' entries that training withheld.
+    sources: translations are looked for among the tokens of their texts. lexicon_paths: all dictionaries that the
+    model was trained with. withheld_share: the share of the dictionaries' entries that training withheld.
     """
     known = set(chain.from_iterable(source.langs for source in sources))
     lexicons = [load_lexicon(path, model.tokenizer, known) for path in lexicon_paths]

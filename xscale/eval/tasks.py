@@ -41,7 +41,12 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--data", type=Path, nargs="+", default=[], help="shards of held-out text; for alignment, of any text")
     add("--texts", type=Path, nargs="+", default=[], metavar="DIR", help="folders of public test sets for retrieval "
         "(FLORES, NTREX, Tatoeba): one file per language; line n has the same sentence in all files")  # fmt: skip
-    add("--pairs", choices=("english", "all"), default="english", help="pairs of --texts (default: with English)")
+    add(
+        "--pairs",
+        choices=("english", "all"),
+        default="english",
+        help="pairs of languages of --texts that are measured: those with English (default), or all",
+    )
     add("--limit", type=int, help="maximum number of records of a source or pairs of --aer (default: 1000), "
         "or of lines of --texts (default: all)")  # fmt: skip
     add("--lexicons", type=Path, nargs="+", help="dictionaries for alignment (default: lexicon/*.txt)")

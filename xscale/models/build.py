@@ -227,7 +227,7 @@ def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
 
 
 def configured_dropout(init: str | Path | None) -> float:
-    """Return the dropout of the hidden states in the config of `model.init`; 0.1 without one."""
+    """Return the dropout of the hidden states that the config of `model.init` has, or 0.1 if it has none."""
     config = _config_of(init) if init else None
     if config is None:
         return 0.1
@@ -312,7 +312,8 @@ def _resize_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
     row 0. Return the languages in the order of their rows.
 
     Languages that the model knows keep their rows, in any spelling. The row of a new language starts as a copy of row
-    0, the neutral row. In a model without language embeddings, row 0 is that of single sentences.
+    0, the neutral row. In a model without language embeddings, row 0 of the table is the token type of single
+    sentences.
     """
     before = getattr(lm.config, "xscale", None) or {}
     known: list[str] = before["languages"][1:] if before.get("language_embeddings") else []

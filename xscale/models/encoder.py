@@ -61,7 +61,8 @@ def set_rope_theta(config: Any, theta: float) -> None:
 
 
 def _check_config(config: Any) -> None:
-    """Raise UserError unless a model is an encoder of a supported type that transformers runs as it was trained."""
+    """Raise UserError unless the model is an encoder of a supported type, with position embeddings that transformers
+    applies."""
     kind = config.model_type
     name = config.name_or_path or "the model"
     positions = getattr(config, "position_embedding_type", "absolute")

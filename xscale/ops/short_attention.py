@@ -1,8 +1,8 @@
 """Self-attention over a packed row of sequences of up to 128 tokens on a GPU. One program computes one head of one
 sequence, and holds all of its scores.
 
-PyTorch's flash kernel works in blocks of 128 tokens, and a sentence fills a third of a block. Its backward pass needs
-four kernels and three more passes over memory.
+PyTorch's flash kernel works in blocks of 128 tokens, and a sentence fills a third of a block. The backward pass of
+PyTorch's kernel needs four kernels and three more passes over memory.
 
 Shape letters: N tokens of a row, B sequences, A heads, D width of a head, H = A * D, X = 3 * H (queries, keys, values).
 """

@@ -185,7 +185,9 @@ class Board:
             return function(*arguments, **options)
         except Exception as error:  # the library may raise any type
             self.writer = None
-            LOG.error(f"{self.folder}: {error}; training continues without it, and metrics.jsonl has all metrics")
+            LOG.error(
+                f"{self.folder}: {error}; training continues without TensorBoard, and metrics.jsonl has all metrics"
+            )
 
     def call(self, function: str, *arguments: Any) -> None:
         """Call a function of the writer, such as "flush"."""

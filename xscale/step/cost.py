@@ -216,8 +216,8 @@ def linears_after_last_attention(encoder: Encoder) -> list[nn.Linear]:
 class StepFlops:
     """The model FLOPs of a step, by purpose. Recomputation and padding are not counted.
 
-    encoder: 6 n for each token, where n is the number of weights in linear layers; what follows the last layer's
-    attention counts for the tokens alone whose states are read. attention: 12 H for each layer and
+    encoder: 6 n for each token, where n is the number of weights in linear layers; those after the last
+    attention count only for the tokens whose states are read. attention: 12 H for each layer and
     each pair of tokens in a sequence; local layers count the pairs within their window. head: 6 E (V + H) for each
     predicted token. auxiliary: a third of encoder and attention, for the tokens that auxiliary encoders read. vectors:
     a third of encoder and attention, for the additional forward pass of objectives that compare the samples of a whole

@@ -124,7 +124,7 @@ def measure_rows(
 ) -> Sums:
     """Return this rank's sums over evaluation rows, without dropout and smoothing. The training state does not change.
 
-    recipe: a recipe with the streams of the rows. All ranks must have the same number of rows. note: it is called
+    recipe: its streams are those of the rows. All ranks must have the same number of rows. note: it is called
     before each row.
     """
     module = engine.module
@@ -156,8 +156,8 @@ def device_time(device: torch.device) -> Any:
 def encode_auxiliary(module: StepModule, rows: list[Row], seeds: list[Seed]) -> list[States]:
     """Return each row's states of auxiliary encoders, by stream and name.
 
-    The encoders get as many rows at a time as together have no more tokens than the largest row. A pass over few tokens
-    costs a GPU's host as much as one over many.
+    Consecutive rows go through an auxiliary encoder together, as long as their tokens are no more than those of the
+    largest row. A pass over few tokens costs a GPU's host as much as one over many.
     """
     shared: list[States] = [{} for _ in rows]
     max_tokens = max(len(row.tokens.input_ids) for row in rows)

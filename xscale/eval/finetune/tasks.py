@@ -373,8 +373,8 @@ class QuestionAnswering(Task):
 
 
 def context_windows(tokens: int, room: int) -> Iterator[tuple[int, int]]:
-    """Yield (first token, end) of overlapping parts of a context. Each has at most `room` tokens. tokens: the number of
-    tokens of the context."""
+    """Yield (first token, end) of overlapping parts of a context. Each part has at most `room` tokens. tokens: the
+    number of tokens of the context."""
     start = 0
     while start + room < tokens:
         yield start, start + room

@@ -145,7 +145,8 @@ class TransferTable:
     seeds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """{`LANGUAGE SETTING`: {metric: score of each seed}}."""
     summary: dict[str, dict[str, float]] = field(default_factory=dict)
-    """{language: {short name of a setting: main metric}, with the difference `delta` and with `majority`}."""
+    """{language: {key: score by the main metric}}. The keys are the settings' short names, `delta` (supervised minus
+    zero-shot) and `majority`; with several seeds also KEY_std."""
 
     def add_scores(self, training: TrainingText, predictions: dict[str, list[list[Any]]]) -> None:
         """Score the models that were trained on one text. predictions: {language of a test: the predictions of each
