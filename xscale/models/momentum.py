@@ -15,7 +15,7 @@ from xscale.models.encoder import Encoder
 class MomentumEncoder:
     """The key encoder and its projection: theta_k = m * theta_k + (1 - m) * theta_q, beginning with theta_k = theta_q.
 
-    Its weights (`masters`) are fp32, because in fp16 theta_k plus 0.001 * (theta_q - theta_k) usually rounds to theta_k.
+    Its weights (`masters`) are fp32, because in fp16 theta_k plus 0.001 * (theta_q - theta_k) is usually theta_k.
     If the query encoder has another data type, the forward pass uses a copy of the masters in that type. At the first
     use, the masters are moved to the query encoder's device.
     """

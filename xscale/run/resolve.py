@@ -24,8 +24,8 @@ from xscale.step.module import StepModule
 def resolve_run(
     recipe_name: str, sets: list[str], data: Sequence[Path | str], host_group: HostGroup | None = None
 ) -> tuple[Recipe, Corpus]:
-    """Return a run's recipe and the corpus that it reads, both checked. The ranks of `host_group` share the check of the
-    files. Raises UserError."""
+    """Return a run's recipe and the corpus that the run reads, both checked. The ranks of `host_group` share the check
+    of the files. Raises UserError."""
     recipe = load_recipe(recipe_name, sets, {name: objective.options for name, objective in OBJECTIVES.items()})
     check_starting_weights(recipe_name, recipe, sets)
     recipe = fill_dropout(recipe)

@@ -2,8 +2,8 @@
 
 A rank that makes no progress writes what it is doing into a file beside the logs, which the other ranks can read. After
 `train.stall_limit` minutes without progress it writes its stacks into logs/rankN.log and the ranks for which it waits
-into the log, and ends with exit code 5. The watch notices processes that are suspended or gone, and hangs in a file system, a
-collective or a lock.
+into the log, and ends with exit code 5. The watch notices processes that are suspended or gone, and hangs in a file
+system, a collective or a lock.
 """
 
 import faulthandler
