@@ -23,7 +23,7 @@ from data_tools.demo_world import LANGUAGES, World
 from xscale.data.calibrate import calibrate
 from xscale.data.loader import Loader
 from xscale.data.text import read_lines
-from xscale.data.words import split_words
+from xscale.data.words import split_words_and_symbols
 from xscale.ranks import Process
 from xscale.run.resolve import resolve_run
 
@@ -60,7 +60,7 @@ def text_pairs(files: Sequence[Path] | None) -> Iterator[Pair]:
 
 def spaced(text: str) -> str:
     """Return the text with spaces between all words that the demo world's links count."""
-    return " ".join(split_words([text])[0][0])
+    return " ".join(split_words_and_symbols([text])[0][0])
 
 
 def with_words(pairs: Iterable[Pair], words: int) -> Iterator[Pair]:

@@ -28,7 +28,7 @@ from xscale.data.mixture import initial_state
 from xscale.data.packed_row import Row
 from xscale.models.attention import attention, runs_flash
 from xscale.ops import masked_ce
-from xscale.ops.dropout_add_norm import dropout_add_norm
+from xscale.ops.dropout_add_norm import fused_dropout_add_norm
 from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.run.resolve import encoder_of_run, resolve_run
 from xscale.step.module import StepModule
@@ -140,7 +140,7 @@ def test_dropout_add_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     leaves = [tensor.requires_grad_() for tensor in (x, residual)] + [*norm.parameters()]
     runs = []
     for _ in range(2):
-        out = dropout_add_norm(x, residual, p, norm, 5)
+        out = fused_dropout_add_norm(x, residual, p, norm, 5)
         runs.append([out, *torch.autograd.grad(out, leaves, incoming)])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
     _, d_x, d_residual, *_ = runs[0]

@@ -17,7 +17,7 @@ from transformers import DataCollatorForLanguageModeling
 
 from xscale.data.link_projection import parse_pharaoh
 from xscale.data.loader import Loader
-from xscale.data.words import split_words
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.models.encoder import HEADS
 from xscale.record import Record
@@ -63,7 +63,7 @@ class AlignLm(Tlm):
             nn.init.zeros_(layer.bias)
 
     def example(self, pair: Record) -> Example:
-        words = [split_words([text])[0][0] for text in pair.texts]  # links count a sentence's marks too
+        words = [split_words_and_symbols([text])[0][0] for text in pair.texts]  # links count a sentence's marks too
         encoding = self.tokenizer(*words, is_split_into_words=True, truncation=True, max_length=self.max_length)
         tokens_of = defaultdict(list)
         for token, word in enumerate(zip(encoding.sequence_ids(0), encoding.word_ids(0), strict=True)):

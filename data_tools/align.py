@@ -20,7 +20,7 @@ from pathlib import Path
 from xscale import files
 from xscale.data.link_projection import format_pharaoh, parse_pharaoh
 from xscale.data.text import read_lines
-from xscale.data.words import split_words
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 
 from .command import run
@@ -94,7 +94,7 @@ def align(pairs: Iterable[Sequence[str]], out: Path, symmetrize: str) -> None:
         pair_count = 0
         with (folder / "src").open("w", encoding="utf-8") as src, (folder / "tgt").open("w", encoding="utf-8") as tgt:
             for first, second in pairs:
-                (first_words, _), (second_words, _) = split_words([first, second])
+                (first_words, _), (second_words, _) = split_words_and_symbols([first, second])
                 src.write(" ".join(first_words).lower() + "\n")
                 tgt.write(" ".join(second_words).lower() + "\n")
                 pair_count += 1
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     for text, path in texts.items():
         with files.publish(path) as partial, partial.open("w", encoding="utf-8") as file:
             for _, line in read_lines(text):
-                ((words, _),) = split_words([line])
+                ((words, _),) = split_words_and_symbols([line])
                 file.write(" ".join(words) + "\n")
     print(f"{args.out}: the links number the words of {' and '.join(map(str, texts.values()))}")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from xscale import files
 from xscale.data.link_projection import Link, format_pharaoh, parse_pharaoh
-from xscale.data.words import split_words
+from xscale.data.words import split_words_and_symbols
 
 from . import prepare
 from .command import check_new_folder, run
@@ -113,7 +113,7 @@ def count_with_heldout(pairs: int) -> int:
 def number_whitespace_words(en: str, xx: str, links: str) -> str:
     """Return the links of a pair with the numbers of the words between white space, as in a TSV. Links of symbols,
     which end such words, are left out. links: the links with the numbers of the words and symbols of data/words.py."""
-    (_, en_is_word), (_, xx_is_word) = split_words([en, xx])
+    (_, en_is_word), (_, xx_is_word) = split_words_and_symbols([en, xx])
     kept = list[Link]()
     for i, j in parse_pharaoh(links, (len(en_is_word), len(xx_is_word))):
         if en_is_word[i]:

@@ -41,7 +41,7 @@ def build_index(
     paths = sorted(directory.glob("*.tar"))
     if not paths:
         raise UserError(f"no .tar in {directory}; give a folder of tars")
-    segmentations = link_segmentations(directory) if check_links else None
+    segmentations = segmentation_by_layout(directory) if check_links else None
     index_one = partial(index_tar, langs=langs, segmentations=segmentations)
     index = index_content(directory, map_tars(index_one, paths), made_by)
     write_index(directory, index)
@@ -70,7 +70,7 @@ def index_tar(
     return tar
 
 
-def link_segmentations(directory: Path) -> dict[str, dict[str, str]]:
+def segmentation_by_layout(directory: Path) -> dict[str, dict[str, str]]:
     """Return {layout: the kind of words that its links number}. An existing index.json names this kind. Without an
     index.json, links in .jsonl members number the words of data/words.py, and links of samples number the words between
     white space."""
@@ -108,7 +108,7 @@ def index_content(directory: Path, tars: Sequence[ScannedTar], made_by: dict[str
         "langs": list(first.langs),
         "languages": dict.fromkeys(first.langs, records),
         "layout": first.layout,
-        "segmentation": link_segmentations(directory)[first.layout],
+        "segmentation": segmentation_by_layout(directory)[first.layout],
         "records": records,
         **optional,
         "bytes": size,

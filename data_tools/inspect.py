@@ -19,7 +19,7 @@ from xscale.data.link_projection import parse_pharaoh
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source, list_source_folders, read_index
 from xscale.data.tokenizer import Tokenizer, describe_unknown_tokens
-from xscale.data.words import split_words
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.record import Record
 
@@ -34,7 +34,7 @@ SHARDS_SHOWN = 20
 
 def print_lengths(lang: str, texts: list[str]) -> None:
     """Print how many words a sentence has: the mean, percentiles and the maximum."""
-    counts = [len(words) for words, _ in split_words(texts)]
+    counts = [len(words) for words, _ in split_words_and_symbols(texts)]
     low, median, high = np.percentile(counts, [5, 50, 95])
     print(f"  {lang}: words a sentence {np.mean(counts):.1f} on average, 5 % {low:.0f}, 50 % {median:.0f}, 95 % "
           f"{high:.0f}, longest {max(counts)} (of {len(texts):,} records)")  # fmt: skip
@@ -46,7 +46,7 @@ def link_statistics(records: list[Record]) -> dict[str, Any]:
     linked_words = np.zeros(2)
     links = symbols = 0
     for record in records:
-        (first, first_is_word), (second, _) = split_words(list(record.texts))
+        (first, first_is_word), (second, _) = split_words_and_symbols(list(record.texts))
         links_K2 = link_array(record, len(first), len(second))
         words += len(first), len(second)
         linked_words += len(np.unique(links_K2[:, 0])), len(np.unique(links_K2[:, 1]))

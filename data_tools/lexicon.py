@@ -23,7 +23,7 @@ from xscale.data.link_projection import parse_pharaoh
 from xscale.data.sample import sample_texts
 from xscale.data.shards import Source, find_sources
 from xscale.data.truecase import Forms, commonest_spellings, count_words
-from xscale.data.words import split_words
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.record import Record
 
@@ -66,7 +66,7 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
 def count_record(counts: LinkCounts, record: Record, is_reversed: bool) -> None:
     """Add the words of a pair, and its links between words, to the counts. is_reversed: True if the pair's second text
     is in the language of the first column."""
-    (first, first_is_word), (second, second_is_word) = split_words([text.lower() for text in record.texts])
+    (first, first_is_word), (second, second_is_word) = split_words_and_symbols([text.lower() for text in record.texts])
     first_lang, second_lang = record.langs
     for word in compress(first, first_is_word):
         counts.words[first_lang, word] += 1

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from xscale.data.scripts import find_spellings
 from xscale.data.shards import Source
 from xscale.data.text import read_blocks, read_lines
-from xscale.data.words import split_words
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError, can_be_encoded
 from xscale.files import pointer_problem
 from xscale.record import Record, parse_json
@@ -419,7 +419,7 @@ def read_shards(source: SourceSpec) -> Iterator[Unit]:
         texts = list(stored.record.texts)
         linked = None
         if stored.record.links is not None and stored.counts_words:
-            linked = [" ".join(words) for words, _ in split_words(texts)]
+            linked = [" ".join(words) for words, _ in split_words_and_symbols(texts)]
         yield Unit(number, texts, stored.record.links, linked)
 
 

@@ -334,7 +334,7 @@ def is_unlinked(unit: Unit, state: int) -> bool:
     return unit.links is None and state in (KEPT, HELD_OUT)
 
 
-def read_kept_texts(folder: Path) -> Iterator[tuple[str, str]]:
+def read_kept_languages_and_texts(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield (language, text) of every kept sentence and of both sides of every kept pair."""
     for chunk in all_chunks(folder):
         source = read_plan(folder).corpus.sources[chunk.source]
@@ -361,7 +361,7 @@ def sample_texts(folder: Path, counts: Counter[str], size: int, alpha: float) ->
     total = sum(count**alpha for count in counts.values())
     wanted = {lang: min(count, int(size * count**alpha / total)) for lang, count in counts.items()}
     passed = Counter[str]()
-    for lang, text in read_kept_texts(folder):
+    for lang, text in read_kept_languages_and_texts(folder):
         before = passed[lang] * wanted[lang] // counts[lang]
         passed[lang] += 1
         if passed[lang] * wanted[lang] // counts[lang] > before:

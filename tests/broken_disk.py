@@ -90,7 +90,7 @@ def patch() -> None:
             raise FULL
         record(self, data)
 
-    snapshot = manager.CheckpointManager._collect_state
+    snapshot = manager.CheckpointManager._contents_of_own_files
 
     def also_own(self: manager.CheckpointManager, step: int) -> Any:
         states = snapshot(self, step)
@@ -103,7 +103,7 @@ def patch() -> None:
     vars(loop).update(optimizer_step=noted(loop.optimizer_step))
     for module in (metrics, reporting, validation):
         vars(module)["JsonLines"] = Lines
-    RecordWriter.write, manager.CheckpointManager._collect_state = write, also_own  # type: ignore[method-assign]
+    RecordWriter.write, manager.CheckpointManager._contents_of_own_files = write, also_own  # type: ignore[method-assign]
 
 
 def run(entries: list[dict[str, Any]]) -> int:

@@ -28,7 +28,7 @@ from xscale.data.shards import Source
 from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.words import split_words
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
@@ -258,7 +258,7 @@ def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None
             sequence = of_token[partners.columns[a]]
             place = next(p for p in at if original[p] == label and of_token[p] == sequence)
             record = records[keys[sequence]]
-            texts = [found for found, _ in split_words(list(record.texts))]
+            texts = [found for found, _ in split_words_and_symbols(list(record.texts))]
             token = tokenizer.backend.id_to_token(int(original[place])).removeprefix("##")
             theirs = [tokenizer.backend.id_to_token(int(original[c])) for c in partners.columns[a:b]]
             links = links_of(record.links)

@@ -26,7 +26,7 @@ def parts(tokenizer: Tokenizer) -> Parts:
     encoder = tiny(tokenizer)
     noise(encoder)
     encoder.float().double()  # as fp32 masters would hold it
-    auxiliary_state = contextual.Frozen(encoder)
+    auxiliary_state = contextual.FrozenInitialEncoder(encoder)
     noise(encoder)
     return Parts(encoder, auxiliary_state=auxiliary_state)
 
@@ -102,7 +102,7 @@ def test_before_the_first_step_nothing_has_moved(tokenizer: Tokenizer) -> None:
 
 def test_the_copy_has_no_dropout_no_gradients_and_no_place_among_modules(tokenizer: Tokenizer) -> None:
     encoder = fresh(tokenizer, 0.5).train()
-    auxiliary_state = contextual.Frozen(encoder)
+    auxiliary_state = contextual.FrozenInitialEncoder(encoder)
     given = auxiliary(tokenizer)
     state = torch.get_rng_state()
     first, again = (auxiliary_state.encode(encoder, *given) for _ in range(2))
@@ -113,7 +113,7 @@ def test_the_copy_has_no_dropout_no_gradients_and_no_place_among_modules(tokeniz
 
 def test_the_copy_computes_in_the_encoders_type_and_stays_fp32(tokenizer: Tokenizer) -> None:
     encoder = fresh(tokenizer, 0.0)
-    auxiliary_state = contextual.Frozen(encoder)
+    auxiliary_state = contextual.FrozenInitialEncoder(encoder)
     given = auxiliary(tokenizer)
     row = given[0]
     exact = auxiliary_state.encode(encoder, *given)
@@ -126,12 +126,12 @@ def test_the_copy_computes_in_the_encoders_type_and_stays_fp32(tokenizer: Tokeni
 
 def test_the_copy_survives_a_checkpoint(tokenizer: Tokenizer) -> None:
     encoder = fresh(tokenizer, 0.0)
-    saved = contextual.Frozen(encoder)
+    saved = contextual.FrozenInitialEncoder(encoder)
     file = io.BytesIO()
     torch.save({"contextual": saved.state_dict()}, file)
     noise(encoder)
     file.seek(0)
-    resumed = contextual.Frozen(encoder)
+    resumed = contextual.FrozenInitialEncoder(encoder)
     given = auxiliary(tokenizer)
     resumed.encode(encoder.bfloat16(), *given)
     resumed.load_state_dict(torch.load(file, weights_only=True)["contextual"])

@@ -127,7 +127,7 @@ def test_signatures() -> None:
 
 
 def test_what_the_update_looks_at() -> None:
-    """`reduce_flat_gradients`, and the norm: an update is skipped for a norm that is not finite, it is of all tensors
+    """`average_flat_gradients`, and the norm: an update is skipped for a norm that is not finite, it is of all tensors
     of averaged_gradients as far as there are weights, and a list with a flat_partition is not flattened again."""
     step = inspect.getsource(DeepSpeedZeroOptimizer.step)
     looks = [

@@ -9,7 +9,7 @@ from itertools import chain
 import pytest
 
 from data_tools.demo_world import NAMES, WRITTEN, World, to_yy_script
-from xscale.data.words import split_words
+from xscale.data.words import split_words_and_symbols
 
 PUNCTUATION = {".", ",", "?"}
 NAMES_OF_BOTH = set(NAMES.split())
@@ -41,7 +41,7 @@ def ends_of(links: str) -> list[tuple[int, int]]:
 
 def words_of(texts: list[str]) -> list[list[str]]:
     found = []
-    for (first, *rest), _ in split_words(texts):
+    for (first, *rest), _ in split_words_and_symbols(texts):
         found.append([first if is_name(first) else first[0].lower() + first[1:], *rest])
     return found
 
@@ -90,7 +90,7 @@ def test_another_script() -> None:
         assert "".join(map(to_yy_script, xx)) == text and ends[-1] == len(text)
         assert {(i, of_word[j]) for i, j in ends_of(pharaoh)} == set(links)
         texts.append(text)
-    assert [characters for characters, _ in split_words(texts)] == [list(text) for text in texts]
+    assert [characters for characters, _ in split_words_and_symbols(texts)] == [list(text) for text in texts]
 
 
 @pytest.mark.parametrize("seed", [0, 1])

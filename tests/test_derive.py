@@ -15,7 +15,7 @@ from tests import launch
 from xscale.data.lexicon import load_lexicon
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.words import split_words
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 
 sys.path.append(str(launch.ROOT / "benchmarks" / "papers"))
@@ -145,7 +145,7 @@ def test_ids_are_shifted_by_the_vocabulary(english: tuple[Path, Path], tmp_path:
     ordinary = Tokenizer(folder).vocab_size - 5
     assert len(seen) > 0.7 * ordinary
     assert len((tmp_path / "ids").read_text().splitlines()) == ordinary - round(overlap * ordinary)
-    first, second = (split_words(lines) for lines in (texts[:-3], derived[:-3]))
+    first, second = (split_words_and_symbols(lines) for lines in (texts[:-3], derived[:-3]))
     assert [len(words) for words, _ in first] == [len(words) for words, _ in second]
     lines = (tmp_path / "ids").read_text().splitlines()
     (tmp_path / "en-xx.txt").write_text("".join(f"id:{line.replace(chr(9), chr(9) + 'id:')}\n" for line in lines))

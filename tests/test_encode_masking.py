@@ -189,7 +189,7 @@ def sentence(number: int, length: int, follows: bool) -> Example:
     of_token = np.repeat(np.arange(length), np.random.default_rng(number).integers(1, 14, length))[:length]
     words = TokenWords(of_token, np.arange(length), of_token, np.ones(length, dtype=bool))
     ids, identity = [1000 * number + i for i in range(length)], np.uint64(number)
-    return Example(("en",), (ids,), (words,), identity, follows=follows, borders=words.borders())
+    return Example(("en",), (ids,), (words,), identity, follows=follows, borders=words.cut_points())
 
 
 @settings(max_examples=300, deadline=None)
@@ -238,7 +238,7 @@ def test_where_words_begin() -> None:
     """Word 2 has tokens 2 and 3, the latter also all of word 3; tokens 4 and 5 have no word."""
     of_token, tokens, words = [0, 1, 2, 2, -1, -1, 4, 4], [0, 1, 2, 3, 3, 6, 7], [0, 1, 2, 2, 3, 4, 4]
     found = TokenWords(*map(np.array, (of_token, tokens, words, [True] * 5)))
-    assert found.borders() == [1, 2, 4, 5, 6]
+    assert found.cut_points() == [1, 2, 4, 5, 6]
     assert found.select_tokens(3, 6).word_of_token.tolist() == [2, -1, -1] and found.select_tokens(
         3, 6
     ).words.tolist() == [

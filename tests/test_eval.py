@@ -92,9 +92,9 @@ def test_pairs_of_about_one_length_share_a_row(hf: Path, demo: Path, monkeypatch
     rows: list[int] = []
     pack_row = heldout.pack_row
 
-    def counting(stream_batches: Any, filler: int) -> Any:
+    def counting(stream_batches: Any, id_if_empty: int) -> Any:
         rows.append(sum(batch.samples for batch in stream_batches.values()))
-        return pack_row(stream_batches, filler)
+        return pack_row(stream_batches, id_if_empty)
 
     monkeypatch.setattr(heldout, "pack_row", counting)
     together = heldout.evaluate(model, source, 60)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.triton_kernel import compiled, fenced, memory_instructions
 from xscale.models.attention import attention
 from xscale.ops import dropout_add_norm_triton, short_attention_triton
-from xscale.ops.dropout_add_norm import dropout_add_norm
+from xscale.ops.dropout_add_norm import fused_dropout_add_norm
 from xscale.ops.short_attention import short_attention
 
 HALF = {"rtol": 0, "atol": 4e-3}
@@ -77,7 +77,7 @@ def check_norm(tokens: int, width: int, p: float) -> None:
         nn.init.normal_(weight)
     leaves = [fenced(torch.randn(tokens, width).half()).requires_grad_() for _ in range(2)] + [*norm.parameters()]
     incoming = fenced(torch.randn(tokens, width).half())
-    out = dropout_add_norm(leaves[0], leaves[1], p, norm, 5)
+    out = fused_dropout_add_norm(leaves[0], leaves[1], p, norm, 5)
     ours = torch.autograd.grad(out, leaves, incoming)
     kept = (ours[0] != 0) | (ours[1] == 0)
     if tokens * width > 1000 and p:

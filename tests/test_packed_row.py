@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xscale.data.packed_row import Row, Tokens, copy_at_once, copy_one_by_one, lay_out_tokens, pack_row
+from xscale.data.packed_row import Row, Tokens, copy_at_once, copy_one_by_one, lay_out_longest_first, pack_row
 from xscale.data.ragged import indices_within
 from xscale.data.sequences import Sequences
 from xscale.data.stream_batch import Gather, StreamBatch
@@ -52,7 +52,7 @@ def split(part: Sequences) -> list[list[int]]:
 def test_every_token_once_longest_first(parts: list[Sequences], data: st.DataObject) -> None:
     some_types = st.sampled_from([None, "languages", "segments"])
     types = data.draw(st.lists(some_types, min_size=len(parts), max_size=len(parts)))
-    tokens, places = lay_out_tokens(
+    tokens, places = lay_out_longest_first(
         [StreamBatch(p, {}, {}, 0, types=t) for p, t in zip(parts, types, strict=True)], FILLER
     )
     expected = [sequence for part in parts for sequence in split(part)]

@@ -41,7 +41,7 @@ from tests.slurm_cluster import cluster, wait_for
 from xscale import files
 from xscale.data.lexicon import find_lexicon_paths, read_entries
 from xscale.data.shards import find_sources
-from xscale.data.words import split_words
+from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.record import Record
 
@@ -453,7 +453,7 @@ def test_near_duplicates_are_those_of_exact_jaccard(tmp_path: Path) -> None:
 def test_samples_for_the_tokenizer_follow_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = Counter({"en": 100_000, "de": 10_000, "sw": 1_000})
     texts = [(lang, str(n)) for lang, count in counts.items() for n in range(count)]
-    monkeypatch.setattr(steps, "read_kept_texts", lambda folder: texts)
+    monkeypatch.setattr(steps, "read_kept_languages_and_texts", lambda folder: texts)
     for alpha in (0.0, 0.5, 1.0):
         found = Counter(lang for lang, _ in steps.sample_texts(Path(), counts, 2_000, alpha))
         total = sum(count**alpha for count in counts.values())
@@ -758,7 +758,7 @@ def test_dictionaries_of_real_text(real: Path, tmp_path: Path) -> None:
     out = run(tmp_path, {"sources": [source], "lexicons": [str(tmp_path / "en-de.txt")]})
     words: tuple[set[str], set[str]] = (set(), set())
     for _, pair in stored(out / "shards"):
-        for side, (found, _) in zip(words, split_words(list(pair)), strict=True):
+        for side, (found, _) in zip(words, split_words_and_symbols(list(pair)), strict=True):
             side.update(found)
     folded = [{word.lower() for word in side} for side in words]
     hits = Counter[str]()

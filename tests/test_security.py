@@ -15,7 +15,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from xscale import deepspeed_private as private
 from xscale.data.remote import locked
-from xscale.errors import UserError, escape_controls, redact
+from xscale.errors import UserError, redact, safe_to_show
 from xscale.record import parse_sample
 from xscale.strict_yaml import read_yaml
 
@@ -89,7 +89,7 @@ def test_aliases_of_aliases_are_refused() -> None:
     assert read_yaml("a: &a {b: 1}\nc: *a") == {"a": {"b": 1}, "c": {"b": 1}}
 
 
-@pytest.mark.parametrize("show", [redact, escape_controls, lambda text: str(UserError(text))])
+@pytest.mark.parametrize("show", [redact, safe_to_show, lambda text: str(UserError(text))])
 def test_secrets_of_urls_are_not_shown(show: Callable[[str], str]) -> None:
     shown = show(f"error: {SECRET}, s3://bucket/b.tar (`{SECRET}`)")
     assert "secret" not in shown and "me" not in shown

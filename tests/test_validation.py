@@ -19,7 +19,7 @@ from tests import launch, plain
 from tests.launch import open_run
 from tests.rows import one_thread  # noqa: F401
 from tests.test_training import same_checkpoint
-from xscale.data.corpus import have_word_links
+from xscale.data.corpus import first_record_has_links
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source, find_sources
@@ -268,7 +268,7 @@ def test_held_out_pairs_without_word_links(demo: Path, heldout: Path, odd: Path)
     """Objectives that need links leave such a source out if another has links; others measure it."""
     recipe, corpus = resolve_run("mixed", ["data.workers=0"], [demo])
     sources = find_sources([odd / "bare", heldout / "pairs"])
-    linked = have_word_links(sources, [None], HostGroup())
+    linked = first_record_has_links(sources, [None], HostGroup())
     measured = {s.name: (s.sources, s.samples) for s in heldout_streams(recipe, corpus, sources, linked)}
     second, both = ((1,), 1000), ((0, 1), 1060)
     assert measured == {"tlm": both, "alignlm": second, "ppa": both, "contextual": second}

@@ -15,7 +15,7 @@ from tests import word_table
 from xscale.data import words
 from xscale.data.link_projection import character_places, project_links, split_at_spaces
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.words import segment, split_words
+from xscale.data.words import segment, split_words_and_symbols
 
 U = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 Z, J, T = "\u200b", "\u200d", "\U0001f3fb-\U0001f3ff"
@@ -91,11 +91,11 @@ def test_real_text_is_cut_as_the_pattern_cuts_it(plain_texts: list[Path]) -> Non
     ],
 )
 def test_words_cut_by_hand(text: str, cut: str) -> None:
-    assert split_words([text])[0][0] == cut.split(" ")
+    assert split_words_and_symbols([text])[0][0] == cut.split(" ")
 
 
 def test_punctuation_and_symbols_are_no_words() -> None:
-    ((found, is_word),) = split_words(["我 a1 é . 。 ។ ၊ $ 👩🏽 ー が"])
+    ((found, is_word),) = split_words_and_symbols(["我 a1 é . 。 ។ ၊ $ 👩🏽 ー が"])
     assert [w for w, whole in zip(found, is_word, strict=True) if whole] == ["我", "a1", "é", "ー", "が"]
 
 
@@ -135,7 +135,7 @@ def test_tokens_of_words_by_a_loop(trained: Path) -> None:
         encoded = reference_tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         assert tokens == encoded["input_ids"]
         of_char = {c: w for w, (a, b) in enumerate(spans([text])[0]) for c in range(a, b)}
-        is_word = split_words([text])[0][1]
+        is_word = split_words_and_symbols([text])[0][1]
         expected, first = [], []
         for token, (start, end) in enumerate(encoded["offset_mapping"]):
             space = reference_tokenizer.convert_ids_to_tokens(tokens[token]) == "▁"
@@ -214,7 +214,7 @@ def test_white_space_links_by_brute_force(texts: list[str], data: st.DataObject)
     for text in texts:
         ends = [match.span() for match in regex.finditer(r"\S+", text)]
         inside.append([[w for w, (a, b) in enumerate(spans([text])[0]) if s < b and a < e] for s, e in ends])
-    is_word = [split_words([text])[0][1] for text in texts]
+    is_word = [split_words_and_symbols([text])[0][1] for text in texts]
     expected, nothing = set(), 0
     for i, j in drawn:
         found = {(a, b) for a in inside[0][i] for b in inside[1][j] if is_word[0][a] == is_word[1][b]}

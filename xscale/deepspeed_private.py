@@ -117,7 +117,7 @@ def remove_gradient_hooks(engine: Any) -> None:
 
 
 def has_flat_gradients(engine: Any) -> bool:
-    """Return whether this engine's gradients are views of flat tensors, which `reduce_flat_gradients` reduces.
+    """Return whether this engine's gradients are views of flat tensors, which `average_flat_gradients` averages.
 
     Gradients are flat at stages 1 and 2, with three exceptions: the optimizer is in host memory; DeepSpeed keeps
     gradients in fp32 beside 16-bit weights; `reduce_scatter` is false, and DeepSpeed scales gradients in another way.
@@ -152,9 +152,10 @@ def no_reduction(engine: Any) -> Iterator[None]:
         engine.inside_no_sync_ctxt = False
 
 
-def reduce_flat_gradients(engine: Any, flat_gradients: list[Tensor]) -> None:
+def average_flat_gradients(engine: Any, flat_gradients: list[Tensor]) -> None:
     """Average flat gradients over ranks, and hand this rank's partition of each to DeepSpeed's update. The sum is
-    computed in place, so no gradient is copied unless ranks exchange gradients in another data type."""
+    computed in place, so no gradient is copied unless ranks exchange gradients in another data type. On CUDA, only this
+    rank's partition is valid afterwards."""
     optimizer = engine.optimizer
     for group, flat_gradient in enumerate(flat_gradients):
         process_group = optimizer.real_dp_process_group[group]

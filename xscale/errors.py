@@ -93,10 +93,14 @@ def report_error(error: UserError | OSError) -> int:
     return 4
 
 
-def escape_controls(text: str) -> str:
+def safe_to_show(text: str) -> str:
     """Return the text as people may see it: without the secrets of URLs, and with control characters escaped (except
     line ends and tabs), because a terminal would obey them."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: f"\\x{ord(control[0]):02x}", redact(text))
+
+
+def indent_lines(lines: list[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def check_arguments(words: list[str]) -> None:

@@ -60,7 +60,7 @@ def read_launcher() -> Process:
         raise UserError(f"rank {process.rank} is not below the number of ranks, {process.world}; correct the launcher")
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)
-    if process.world == process.local_world and not is_store_open():
+    if process.world == process.local_world and not launcher_has_store():
         env["MASTER_ADDR"] = "127.0.0.1"
     if "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = slurm_first_host()
@@ -168,7 +168,7 @@ def name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(set_name, name.encode()[:15], 0, 0, 0)
 
 
-def is_store_open() -> bool:
+def launcher_has_store() -> bool:
     """Return whether the launcher has opened a store at which the ranks meet, as torchrun's agent does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -179,7 +179,7 @@ def open_local_store(process: Process) -> dist.Store | None:
     DistNetworkError if the port is in use."""
     if process.world == 1:
         return dist.HashStore()
-    if process.world > process.local_world or is_store_open():
+    if process.world > process.local_world or launcher_has_store():
         return None
     port = int(os.environ["MASTER_PORT"])
     listener = None

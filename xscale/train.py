@@ -30,10 +30,10 @@ from xscale.errors import (
     RankError,
     UserError,
     check_arguments,
-    escape_controls,
     refusing_exit,
     report_error,
     run_command,
+    safe_to_show,
 )
 from xscale.ranks import HostGroup, Process
 from xscale.run.folder import FAULT, MACHINE, Status, exit_code_and_message, is_lost_rank, is_out_of_memory
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         if process.local_rank == 0 or is_rare:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
             with suppress(OSError):  # for example, the disk is full; the exit code stays the same
-                print(f"{where}error: {escape_controls(message)}", file=sys.stderr, flush=True)
+                print(f"{where}error: {safe_to_show(message)}", file=sys.stderr, flush=True)
         return code
 
 

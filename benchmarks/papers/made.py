@@ -7,7 +7,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
-from xscale.data.words import split_words
+from xscale.data.words import split_words_and_symbols
 
 PAIRS = 500
 HELDOUT = 60
@@ -77,7 +77,7 @@ def make_encoder(folder: Path, data: Path) -> Path:
 
 def spaced(text: str) -> str:
     """Return the text with spaces between all words that its links count."""
-    return " ".join(split_words([text])[0][0])
+    return " ".join(split_words_and_symbols([text])[0][0])
 
 
 def tagged(text: str) -> str:

@@ -100,7 +100,7 @@ class CheckpointManager:
             store.remove_old(self.folder, self.keep, needed_steps)
         LOG.info(f"saved {self.path_of(step)} in {time.monotonic() - started:.2f} s")
 
-    def _collect_state(self, step: int) -> dict[str, Any]:
+    def _contents_of_own_files(self, step: int) -> dict[str, Any]:
         """Return the content of this rank's files, by their names. All ranks call it together."""
         contents = contents_to_save(self.engine, self.partial_of(step))
         auxiliary = {name: state.state_dict() for name, state in self.engine.module.auxiliary_states.items()}
@@ -129,7 +129,7 @@ class CheckpointManager:
         problem = self._make_room(self.partial_of(step)) if self.host_group.is_main else None
         if not self.host_group.agree(problem is None):
             return problem or {}
-        contents = self._collect_state(step)
+        contents = self._contents_of_own_files(step)
         try:
             return self._write_files(step, contents)
         except Exception as error:

@@ -109,7 +109,7 @@ def open_corpus(
     unify_language_names(all_sources)
     sources = keep_first_records(all_sources, recipe.data.first)
     check_file_sizes(sources, host_group)
-    linked = have_word_links(sources, languages_of_linked_streams(recipe, objectives), host_group)
+    linked = first_record_has_links(sources, languages_of_linked_streams(recipe, objectives), host_group)
     without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, linked))
     streams = with_idle_sources(without_idle, sources)
     check_cache_size(recipe, streams.last, sources)
@@ -241,12 +241,14 @@ def languages_of_linked_streams(recipe: Recipe, objectives: Objectives) -> list[
     return languages
 
 
-def have_word_links(sources: list[Source], languages: Sequence[list[str] | None], host_group: HostGroup) -> list[bool]:
+def first_record_has_links(
+    sources: list[Source], stream_languages: Sequence[list[str] | None], host_group: HostGroup
+) -> list[bool]:
     """Return for each source whether its first record has word links; False for a source of which no stream reads word
-    links. languages: the languages of each of these streams; None: all. Each record is read by one rank."""
+    links. stream_languages: the languages of each of these streams; None: all. Each record is read by one rank."""
 
     def has_links(source: Source) -> bool:
-        is_read = any(names is None or matches_languages(names, source.langs) for names in languages)
+        is_read = any(names is None or matches_languages(names, source.langs) for names in stream_languages)
         return is_read and source.kind == "pair" and source.read(0, 0).links is not None
 
     return host_group.divide_work([partial(has_links, source) for source in sources])

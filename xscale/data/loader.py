@@ -274,7 +274,7 @@ def borders_of_long_texts(texts: list[str], ids: list[list[int]], context: Colla
     for number, tokens in enumerate(ids):
         if len(tokens) > context.max_length - 2:
             _, words = context.tokenizer.encode_words([texts[number]])
-            borders[number] = words[0].borders()
+            borders[number] = words[0].cut_points()
     return borders
 
 

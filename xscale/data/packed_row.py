@@ -154,17 +154,17 @@ def copy_one_by_one(arrays: list[np.ndarray], device: torch.device) -> list[Tens
 
 def pack_row(
     stream_batches: Mapping[str, StreamBatch],
-    filler: int,
+    id_if_empty: int,
     *,
     language_groups: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Row:
     """Return the packed row of these stream batches.
 
-    filler: a token id; a row without any token gets two tokens of it. language_groups: CollateContext.language_groups
-    of each stream, by stream.
+    id_if_empty: a token id; a row without any token gets two tokens of it. language_groups:
+    CollateContext.language_groups of each stream, by stream.
     """
     parts = list(stream_batches.values())
-    tokens, places = lay_out_tokens(parts, filler)
+    tokens, places = lay_out_longest_first(parts, id_if_empty)
     states = join_gathers(parts, places)
     tokens_read, columns = np.unique(states.columns, return_inverse=True)
     gather = Gather(states.offsets, columns.astype(np.int32))
@@ -190,7 +190,7 @@ def pack_row(
         counts[MetricKey("too_long", stream)] = part.too_long
         pair_counts |= part.pair_counts
         if part.auxiliary is not None:
-            auxiliary[stream] = pack_row({stream: part.auxiliary}, filler)
+            auxiliary[stream] = pack_row({stream: part.auxiliary}, id_if_empty)
         arrays[stream] = part.arrays
         keys[stream] = part.keys
         languages = (language_groups or {}).get(stream)
@@ -223,9 +223,9 @@ def join_gathers(stream_batches: Sequence[StreamBatch], places: Sequence[np.ndar
     return Gather.concat(gathers, [0] * len(gathers))
 
 
-def lay_out_tokens(stream_batches: Sequence[StreamBatch], filler: int) -> tuple[Tokens, list[np.ndarray]]:
+def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: int) -> tuple[Tokens, list[np.ndarray]]:
     """Return the tokens of all sequences, longest sequence first, and for each stream batch the indices of its tokens
-    in the row. A row without any token gets a filler sequence of two tokens."""
+    in the row. A row without any token gets one sequence, twice the token `id_if_empty`."""
     ids = list[np.ndarray]()
     positions = list[np.ndarray]()
     types = list[np.ndarray]()
@@ -239,7 +239,7 @@ def lay_out_tokens(stream_batches: Sequence[StreamBatch], filler: int) -> tuple[
         sequence_lengths.append(sequences.lengths)
         ends.append(sum(map(len, ids)))
     if ends[-1] == 0:
-        ids.append(np.full(2, filler))
+        ids.append(np.full(2, id_if_empty))
         positions.append(np.arange(2))
         types.append(np.zeros(2))
         sequence_lengths.append(np.array([2]))

@@ -54,7 +54,7 @@ class Stream:
             self,
             sources=tuple(sorted(read_in_any_phase)),
             idle=frozenset(read_in_any_phase).difference(self.sources),
-            language_groups=language_groups(sources, read_in_any_phase),
+            language_groups=languages_and_pairs(sources, read_in_any_phase),
         )
 
     def records(self, sources: Sequence[Source]) -> int:
@@ -62,10 +62,10 @@ class Stream:
         return sum(sources[source].records for source in self.read)
 
 
-def language_groups(sources: Sequence[Source], chosen: Collection[int]) -> tuple[str, ...]:
+def languages_and_pairs(sources: Sequence[Source], chosen_numbers: Collection[int]) -> tuple[str, ...]:
     """Return the languages and pairs of the chosen sources, in alphabetical order."""
     names = set[str]()
-    for source in chosen:
+    for source in chosen_numbers:
         names.update((sources[source].pair, *sources[source].langs))
     return tuple(sorted(names))
 

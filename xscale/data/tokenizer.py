@@ -87,13 +87,13 @@ def describe_unknown_tokens(shares: Mapping[str, float], path: str | Path) -> li
     return lines
 
 
-def check_sentencepiece(path: Path) -> None:
+def require_sentencepiece_package(folder: Path) -> None:
     """Raise UserError if a folder has only a model of sentencepiece, and the package sentencepiece is not installed.
     transformers would ask for the package tiktoken, which cannot read such a model."""
-    models = sorted(path.glob("*.model"))
-    if models and not (path / "tokenizer.json").exists() and find_spec("sentencepiece") is None:
+    models = sorted(folder.glob("*.model"))
+    if models and not (folder / "tokenizer.json").exists() and find_spec("sentencepiece") is None:
         raise UserError(
-            f"tokenizer {path} cannot be loaded: {models[0].name} is a model of sentencepiece; install its package: "
+            f"tokenizer {folder} cannot be loaded: {models[0].name} is a model of sentencepiece; install its package: "
             f"`pip install sentencepiece`"
         )
 
@@ -155,7 +155,7 @@ class Tokenizer:
             special = special_ids(tokenizer)
             ids = [*tokenizer.get_vocab().values()]
         except Exception as error:
-            check_sentencepiece(Path(path))
+            require_sentencepiece_package(Path(path))
             nowhere = "" if Path(path).exists() else f"no such folder in {Path.cwd()}; from the hub: "
             raise UserError(
                 f"tokenizer {path} cannot be loaded ({nowhere}{str(error).splitlines()[0]}). Set model.tokenizer to a "

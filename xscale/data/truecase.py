@@ -7,7 +7,7 @@ If spellings of a word (data/words.py) differ only in case, the most frequent on
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from xscale.data.words import split_words
+from xscale.data.words import split_words_and_symbols
 
 Forms = Mapping[str, str]
 """A word in lower case -> its most frequent spelling."""
@@ -17,7 +17,7 @@ def count_words(texts: Iterable[list[str]]) -> Counter[str]:
     """Return the number of times that each word and symbol occurs. texts: lists of texts."""
     counts = Counter[str]()
     for batch in texts:
-        for words, _ in split_words(batch):
+        for words, _ in split_words_and_symbols(batch):
             counts.update(words)
     return counts
 

@@ -138,7 +138,7 @@ class TokenWords(NamedTuple):
             word_of_token=self.word_of_token[start:end], tokens=self.tokens[kept] - start, words=self.words[kept]
         )
 
-    def borders(self) -> list[int]:
+    def cut_points(self) -> list[int]:
         """Return the indices of the tokens before which the text can be cut without dividing a word, except 0."""
         tokens, words = len(self.word_of_token), len(self.is_word)
         first, last = np.full(words, tokens), np.full(words, -1)
@@ -223,7 +223,7 @@ def character_class(character: str) -> int:
     return int(character_classes()[ord(character)])
 
 
-def split_words(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
+def split_words_and_symbols(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
     """Return for each text its words and symbols in order, and an array that is True for each word and False for each
     symbol."""
     segmented = segment(texts)

@@ -91,13 +91,13 @@ def p_value(difference: Score) -> float:
     return float(np.clip(2 * smaller, 1 / REPLICATES, 1))
 
 
-def map_scores(results: Any, function: Callable[[Score], list[float]]) -> Any:
+def only_scores(results: Any, function: Callable[[Score], list[float]]) -> Any:
     """Return the nested mappings with function(score) in place of each Score, and without other numbers."""
     if not isinstance(results, Mapping):
         return function(results) if isinstance(results, Score) else None
     mapped = {}
     for name, value in results.items():
-        inner = map_scores(value, function)
+        inner = only_scores(value, function)
         if inner:
             mapped[name] = inner
     return mapped
@@ -105,13 +105,13 @@ def map_scores(results: Any, function: Callable[[Score], list[float]]) -> Any:
 
 def intervals(results: Any) -> Any:
     """Return the nested mappings with [low, high] in place of each Score, and without other numbers."""
-    return map_scores(results, lambda score: list(score.interval))
+    return only_scores(results, lambda score: list(score.interval))
 
 
 def resampled_scores(results: Any) -> Any:
     """Return the nested mappings with a Score's values in resampled texts [R] in place of each Score, and without other
     numbers. The values are rounded to six digits."""
-    return map_scores(results, lambda score: [float(f"{value:.6g}") for value in score.resampled])
+    return only_scores(results, lambda score: [float(f"{value:.6g}") for value in score.resampled])
 
 
 def format_score(name: str, value: float) -> str:

@@ -20,14 +20,14 @@ from xscale.data.calibration import Calibration
 from xscale.data.corpus import (
     Corpus,
     check_file_sizes,
-    have_word_links,
+    first_record_has_links,
     select_linked_sources,
 )
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
 from xscale.data.remote import Cache, parse_location
 from xscale.data.shards import Source, find_sources, keep_first_records
-from xscale.data.stream import Stream, language_groups, matches_languages, unify_language_names
+from xscale.data.stream import Stream, languages_and_pairs, matches_languages, unify_language_names
 from xscale.errors import RankError, UserError
 from xscale.eval import retrieval
 from xscale.eval.alignment_score import FEWEST, AlignmentProbe, build_probes, language_tokens
@@ -76,7 +76,7 @@ def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGro
             if task.kind == "retrieval":
                 sources_by_row(task, sources)
             else:
-                heldout_streams(recipe, corpus, sources, have_word_links(sources, [None], host_group))
+                heldout_streams(recipe, corpus, sources, first_record_has_links(sources, [None], host_group))
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
 
@@ -141,7 +141,7 @@ def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], linke
             chosen = tuple(read)
             if stream.objective.needs == "links":
                 chosen = select_linked_sources(stream.name, chosen, sources, linked)
-            groups = language_groups(sources, chosen)
+            groups = languages_and_pairs(sources, chosen)
             of_heldout = replace(stream, sources=chosen, idle=frozenset(), language_groups=groups)
             streams.append(replace(of_heldout, samples=of_heldout.records(sources)))
     if not streams:
@@ -162,7 +162,7 @@ class HeldoutTask:
         sources = find_task_sources(task, recipe, loader.corpus)
         calibration = Calibration([fit_tokens_to_bytes(source, loader.corpus.tokenizer) for source in sources], {})
         tokens = source_sizes(sources, calibration, "tokens")
-        linked = have_word_links(sources, [None], HostGroup(alone=True))
+        linked = first_record_has_links(sources, [None], HostGroup(alone=True))
         streams = list[Stream]()
         for stream in heldout_streams(recipe, loader.corpus, sources, linked):
             if stream.packed:

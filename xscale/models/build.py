@@ -149,7 +149,7 @@ def build_encoder(
     limit = longest_sequence(lm.config)
     if max_length > limit:
         raise UserError(f"data.max_length {max_length} exceeds the {limit} positions of model.init {init}; lower it")
-    lm.config.xscale = trained | {"languages": [NEUTRAL, *_resize_language_rows(lm, languages, language_embeddings)]}
+    lm.config.xscale = trained | {"languages": [NEUTRAL, *_assign_language_rows(lm, languages, language_embeddings)]}
     return Encoder(lm)
 
 
@@ -307,7 +307,7 @@ def _set_type_table(lm: PreTrainedModel, table: torch.Tensor) -> None:
     lm.config.type_vocab_size = len(table)
 
 
-def _resize_language_rows(lm: PreTrainedModel, languages: list[str], embeddings: bool) -> list[str]:
+def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings: bool) -> list[str]:
     """Give each language of the run a row of the model's token-type table if `embeddings`, else make all rows copies of
     row 0. Return the languages in the order of their rows.
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
-from xscale.models.flat import forward_pass_of, modernbert_states, padded_layers, padded_states
+from xscale.models.flat import flat_or_padded_states, modernbert_states, padded_layers, padded_states
 from xscale.ops.masked_ce import masked_cross_entropy
 
 
@@ -86,7 +86,7 @@ class Encoder(nn.Module):
         self.lm = lm
         self.dropout: float | None = None
         """The dropout probability of all layers, or None if the config's probabilities apply."""
-        self._states = forward_pass_of(lm.config)
+        self._states = flat_or_padded_states(lm.config)
         self._checkpointing = False
 
     @property

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from xscale.data.packed_row import Tokens
 from xscale.deepspeed_private import is_partitioned
 from xscale.models.attention import attention, dropout
-from xscale.ops.dropout_add_norm import dropout_add_norm, runs_fused
+from xscale.ops.dropout_add_norm import can_fuse, fused_dropout_add_norm
 from xscale.ops.rotation import rotate_
 
 Run = Callable[..., Tensor]
@@ -86,9 +86,9 @@ def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: int, number: int, plac
 
 
 def _add_norm(x: Tensor, residual: Tensor, p: float, norm: Any, seed: int, number: int) -> Tensor:
-    if runs_fused(x, norm):
+    if can_fuse(x, norm):
         # The seeds of attention are below 2^62 + layers.
-        return dropout_add_norm(x, residual, p, norm, seed + 2**62 + number)
+        return fused_dropout_add_norm(x, residual, p, norm, seed + 2**62 + number)
     return norm(dropout(x, p, residual))
 
 
@@ -192,7 +192,7 @@ FLAT: dict[str, Callable[..., Tensor]] = {
 """Model type -> its flat forward pass. Models of other types read padded sequences."""
 
 
-def forward_pass_of(config: Any) -> Callable[..., Tensor]:
+def flat_or_padded_states(config: Any) -> Callable[..., Tensor]:
     """Return the model's forward pass: a flat one if its type has one and its rotary embeddings are not scaled,
     otherwise padded_states."""
     ropes = (getattr(config, "rope_parameters", None) or {}).values()

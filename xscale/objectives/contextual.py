@@ -46,7 +46,7 @@ class ContextualOptions:
     """The factor lambda of R."""
 
 
-class Frozen:
+class FrozenInitialEncoder:
     """The initial encoder f0: a frozen copy in fp32, without dropout."""
 
     def __init__(self, encoder: Encoder):
@@ -151,5 +151,5 @@ OBJECTIVE = Objective(
     divisors={"align": "tokens", "anchor": "tokens"},
     words=lambda options: True,
     needs="links",
-    auxiliary_state=lambda encoder, heads, options: Frozen(encoder),
+    auxiliary_state=lambda encoder, heads, options: FrozenInitialEncoder(encoder),
 )

@@ -67,7 +67,7 @@ class Translations(NamedTuple):
 
 def collate(samples: list[list[Example]], options: DictMlmOptions, context: CollateContext) -> StreamBatch:
     """Return MLM's batch with translations; its count "translated" is the number of targets that use a dictionary."""
-    sequences = mlm.pack_sequences(samples, context)
+    sequences = mlm.join_samples(samples, context)
     stream_batch = mlm.mask_sequences(sequences, len(samples), options, context)
     masked = stream_batch.states["masked"].columns
     labels = stream_batch.labels["mlm"]

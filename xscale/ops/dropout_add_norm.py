@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from xscale.deepspeed_private import is_partitioned
 
 
-def runs_fused(x_NH: Tensor, norm: nn.Module) -> bool:
+def can_fuse(x_NH: Tensor, norm: nn.Module) -> bool:
     """Return True if the fused kernel should be used: in 16 bits on CUDA, for a norm whose weights are not partitioned,
     and if a backward pass follows (otherwise plain operators cost the host less)."""
     if not x_NH.is_cuda or not torch.is_grad_enabled() or not isinstance(norm, nn.LayerNorm) or norm.bias is None:
@@ -23,7 +23,7 @@ def runs_fused(x_NH: Tensor, norm: nn.Module) -> bool:
     return x_NH.dtype in (torch.float16, torch.bfloat16) and not is_partitioned(norm.weight)
 
 
-def dropout_add_norm(x_NH: Tensor, residual_NH: Tensor, p: float, norm: nn.LayerNorm, seed: int) -> Tensor:
+def fused_dropout_add_norm(x_NH: Tensor, residual_NH: Tensor, p: float, norm: nn.LayerNorm, seed: int) -> Tensor:
     """Return `norm(dropout(x, p) + residual)` [N, H]. The sum is rounded to the type of x, and then normed in fp32.
     `seed` determines the dropout mask. Results have the same bits every time."""
     return _DropoutAddNorm.apply(x_NH, residual_NH, norm.weight, norm.bias, p, norm.eps, seed)

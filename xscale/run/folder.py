@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from xscale import files
 from xscale.checkpoint import store as checkpoints
-from xscale.errors import ENVIRONMENT_ERRNOS, DirectoryTaken, MachineError, NotFinite, UserError, redact
+from xscale.errors import ENVIRONMENT_ERRNOS, DirectoryTaken, MachineError, NotFinite, UserError, indent_lines, redact
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.recipe import SECTIONS, StreamConfig, default_values
@@ -57,10 +57,6 @@ def check_folder(out: Path, identity: dict[str, Any], resume: str) -> None:
             f"{out} belongs to another run. Start with that run's settings, or choose another --out: there, --set "
             f"model.init={out} starts from that run's weights:\n" + indent_lines(differences)
         )
-
-
-def indent_lines(lines: list[str]) -> str:
-    return "\n".join(f"  {line}" for line in lines)
 
 
 def read_identity(out: Path) -> dict[str, Any] | None:

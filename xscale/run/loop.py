@@ -115,7 +115,7 @@ class Trainer:
                 self.metrics.add(self.train_step(step.batch, counts, started))
             self.done = number
             self.positions = step.batch.state
-            self.context.stop.note_step()
+            self.context.stop.arm_time_limit()
             self.context.status.note_step(number)
             self.metrics.after_step(number, step.batch, flush=counts.flush > 0)
             if self.evaluations.due(number) and not self.synchronizer.stops_next():

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files
-from xscale.errors import escape_controls
+from xscale.errors import safe_to_show
 
 LOG = logging.getLogger("xscale")
 BUFFER = 1 << 16
@@ -53,7 +53,7 @@ class _Printable(logging.Formatter):
     """A formatter that escapes control characters, which names of files and records may have."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return escape_controls(super().format(record))
+        return safe_to_show(super().format(record))
 
 
 # Files of lines

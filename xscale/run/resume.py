@@ -20,7 +20,7 @@ from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibrate import calibrate
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus
-from xscale.errors import UserError
+from xscale.errors import UserError, indent_lines
 from xscale.models.build import xscale_field_of_init
 from xscale.ranks import HostGroup
 from xscale.recipe import Recipe
@@ -73,7 +73,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
         if differences := folder.identity_differences(checkpoint.identity, identity):
             raise UserError(
                 f"checkpoint {checkpoint.path} was made with other settings. Start with the old ones, or begin a new "
-                f"run with model.init={checkpoint.path} instead of --resume:\n" + folder.indent_lines(differences)
+                f"run with model.init={checkpoint.path} instead of --resume:\n" + indent_lines(differences)
             )
         if args.fork and not began_at_checkpoint(args.out, args.fork):
             raise UserError(
@@ -85,7 +85,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
         if differences := folder.identity_differences(with_fork_fields(checkpoint.identity, identity), identity):
             raise UserError(
                 f"--fork {args.fork} cannot change these fields. Give that run's values, or start from its weights "
-                f"alone: --set model.init={checkpoint.path} instead of --fork:\n" + folder.indent_lines(differences)
+                f"alone: --set model.init={checkpoint.path} instead of --fork:\n" + indent_lines(differences)
             )
     return checkpoint
 
@@ -132,7 +132,7 @@ def check_engine(checkpoint: Checkpoint, config: EngineConfig) -> None:
     if changed := folder.list_differences(saved | {"stage": config.stage}, config.saved()):
         raise UserError(
             f"{checkpoint.path} was saved with another optimizer or scheduler, which DeepSpeed would continue to use. "
-            f"Give the ds_config of the run's first start:\n" + folder.indent_lines(changed)
+            f"Give the ds_config of the run's first start:\n" + indent_lines(changed)
         )
 
 

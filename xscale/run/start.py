@@ -20,14 +20,14 @@ from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
 from xscale.data.remote import parse_location
 from xscale.deepspeed_private import apply_schedule
-from xscale.errors import UserError, redact
+from xscale.errors import UserError, indent_lines, redact
 from xscale.eval.in_training import review_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import Recipe, Schedule
 from xscale.run import folder, resume
 from xscale.run.describe import dropped_pairs_warnings, language_share_lines, start_notes
-from xscale.run.folder import DONE, STOPPED, Status, indent_lines, to_json_text
+from xscale.run.folder import DONE, STOPPED, Status, to_json_text
 from xscale.run.loop import Trainer
 from xscale.run.metrics import LOG, start_logging
 from xscale.run.resolve import module_of_run, resolve_run, row_limit
@@ -105,7 +105,7 @@ def claim_folder(
     stop = StopRequest(train.time_limit)
     locks = list[files.Lock]()
     status.asks_for_lock()
-    host_group.from_main(lambda: locks.append(lock_folder(args, run.identity)))
+    host_group.from_main(lambda: locks.append(claim_run_folder(args, run.identity)))
     status.write_running()
     if not args.out.is_dir():
         raise UserError(
@@ -202,16 +202,16 @@ def check_ranks_agree(
             )
 
 
-def lock_folder(args: argparse.Namespace, identity: dict[str, Any]) -> files.Lock:
+def claim_run_folder(args: argparse.Namespace, run_identity: dict[str, Any]) -> files.Lock:
     """Check, create and lock the run's directory. Rank 0 only. Raises UserError."""
     out: Path = args.out
-    folder.check_folder(out, identity, args.resume)
+    folder.check_folder(out, run_identity, args.resume)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be created ({error.strerror}); choose another") from None
     lock = files.Lock(out)
-    folder.check_folder(out, identity, args.resume)  # it may have waited
+    folder.check_folder(out, run_identity, args.resume)  # it may have waited
     return lock
 
 

@@ -140,7 +140,7 @@ class StepSynchronizer:
             cost=batch.cost(),
             samples=batch.samples(),
             flush=int(self.context.process.is_main and self.metrics.wants_flush()),
-            auxiliary=self.vector_counts(batch),
+            auxiliary=self.own_vector_counts(batch),
         )
         numbers, form = tree_flatten(counts)
         self.length = 2 + len(numbers)
@@ -152,7 +152,7 @@ class StepSynchronizer:
         message = self.context.host_group.begin_sum([1, *[0] * (self.length - 1)])
         return PendingStep(None, error, message, None)
 
-    def vector_counts(self, batch: StepBatch) -> dict[str, list[int]]:
+    def own_vector_counts(self, batch: StepBatch) -> dict[str, list[int]]:
         """Return GlobalCounts.auxiliary of a message: this rank's numbers of vectors, and 0 for the other ranks."""
         counts = dict[str, list[int]]()
         for stream, vectors in batch.auxiliary_vector_counts().items():

@@ -62,8 +62,8 @@ class StopRequest:
     def _note(self, number: int, frame: Any) -> None:
         self.reason = signal.Signals(number).name
 
-    def note_step(self) -> None:
-        """Note that this start has made a step."""
+    def arm_time_limit(self) -> None:
+        """Let the time limit take effect from now on: this start has made a step."""
         self.has_stepped = True
 
     @property

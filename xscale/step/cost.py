@@ -9,7 +9,7 @@ from torch import nn
 
 from xscale.data.loader import GPU_TOKENS
 from xscale.models.encoder import Encoder
-from xscale.models.flat import bert_states, forward_pass_of, modernbert_states
+from xscale.models.flat import bert_states, flat_or_padded_states, modernbert_states
 from xscale.ops.masked_ce import BLOCK, chunk_rows
 from xscale.recipe import Recipe
 from xscale.step.module import StepModule
@@ -78,7 +78,7 @@ def row_limit(
     only_head = typical_row_cost(GPU_TOKENS) | {"tokens": 0, "places": 0}
     states = memory_by_purpose(module, recipe, ds_config, precision, world, "cuda", only_head)
     # activation_bytes counts neither padding nor attention weights, which these models and GPUs keep.
-    is_padded = forward_pass_of(module.encoder.lm.config) not in (bert_states, modernbert_states)
+    is_padded = flat_or_padded_states(module.encoder.lm.config) not in (bert_states, modernbert_states)
     keeps_blocks = precision == "fp32" or (torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0))
     most = UNCOUNTED_TOKENS if is_padded or keeps_blocks else GPU_TOKENS
     return RowLimit(gpu_bytes, sum(states.values()), per_token, most)
@@ -203,7 +203,7 @@ def peak_flops() -> float | None:
 def linears_after_last_attention(encoder: Encoder) -> list[nn.Linear]:
     """Return the linear layers behind the last layer's attention, if the encoder's forward pass skips tokens there."""
     base: Any = encoder.lm.base_model
-    forward_pass = forward_pass_of(encoder.lm.config)
+    forward_pass = flat_or_padded_states(encoder.lm.config)
     if forward_pass is bert_states:
         last = base.encoder.layer[-1]
         return [last.attention.output.dense, last.intermediate.dense, last.output.dense]

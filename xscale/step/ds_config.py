@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xscale.errors import UserError
+from xscale.errors import UserError, indent_lines
 from xscale.recipe import Recipe
 from xscale.record import parse_json
 from xscale.step.ds_checks import ADAM, config_problems, deepspeed_problem, leaf_values
@@ -117,7 +117,7 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"--ds_config {path}: needs a JSON object")
     if problems := config_problems(config):
-        raise UserError(f"--ds_config {path}:\n" + indented(problems))
+        raise UserError(f"--ds_config {path}:\n" + indent_lines(problems))
     return config
 
 
@@ -143,7 +143,7 @@ def resolve_ds_config(
     problems += precision_problems(resolved, recipe.train.precision)
     if problems:
         raise UserError(
-            f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{indented(problems)}'
+            f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{indent_lines(problems)}'
         )
     precision = choose_precision(resolved, recipe.train.precision, hardware)
     notes = precision_notes(resolved, recipe.train.precision, precision, hardware)
@@ -154,7 +154,7 @@ def resolve_ds_config(
     if unfilled:
         raise UserError(
             f'ds_config {path}: "auto" cannot be filled from the recipe for these keys; write values:\n'
-            f"{indented(unfilled)}"
+            f"{indent_lines(unfilled)}"
         )
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
@@ -162,10 +162,6 @@ def resolve_ds_config(
     if problem:
         raise UserError(f"ds_config {path}: {problem}")
     return EngineConfig(resolved, precision, zero_stage(resolved), notes)
-
-
-def indented(lines: list[str]) -> str:
-    return "\n".join(f"  {line}" for line in lines)
 
 
 def fill_section(section: dict[str, Any], where: str, owned: dict[str, tuple[str, Any]]) -> list[str]:

@@ -110,7 +110,7 @@ def one_reduction(engine: Any) -> Iterator[None]:
             private.drop_gradients(engine.module)
             raise
     if flat_gradients is not None:
-        private.reduce_flat_gradients(engine, flat_gradients)
+        private.average_flat_gradients(engine, flat_gradients)
     elif on_request:
         engine.allreduce_gradients()
 
