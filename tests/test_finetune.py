@@ -431,7 +431,7 @@ def test_means_deviations_delta_and_the_majority() -> None:
         ("--translated de=de.tsv --code_switch", "--code_switch needs --train"),
         (
             "--train en=one.tsv --translated de=de.tsv --code_switch",
-            "2 is in only one of one.tsv and de.tsv",
+            "2 is in de.tsv, but not in one.tsv",
         ),
         ("--train en=de.tsv --lr nan", "--lr nan"),
         ("--train en=de.tsv --seeds 1 1", "--seeds 1 1"),
