@@ -25,7 +25,7 @@ note_step = Status.note_step
 
 def stopping_step(self: Status, step: int) -> None:
     note_step(self, step)
-    if step == UNTIL:
+    if UNTIL and step == UNTIL:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
