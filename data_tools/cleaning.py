@@ -169,11 +169,11 @@ class Cleaner:
         if self.rules.ratio and max(sizes) > self.rules.ratio * min(sizes):
             return "ratio"
         if self.tokenizer and length.tokens:
-            return broken_token_rule(self.tokenizer, texts, length.tokens)
+            return broken_token_count_rule(self.tokenizer, texts, length.tokens)
         return ""
 
 
-def broken_token_rule(tokenizer: Tokenizer, texts: Sequence[str], bounds: tuple[int, int]) -> str:
+def broken_token_count_rule(tokenizer: Tokenizer, texts: Sequence[str], bounds: tuple[int, int]) -> str:
     """Return "too short", "too long", or "" for a sentence or a pair with allowed numbers of tokens. bounds: the
     minimum of each side (Pan et al. 2021, 3.1), and the maximum of the whole sequence with its special tokens."""
     sizes = list(map(len, tokenizer.encode(list(texts))))

@@ -202,7 +202,7 @@ def input_files(paths: list[Path]) -> list[Path]:
     for path in paths:
         if path.is_dir():
             below = sorted(path.rglob("*"))
-            files += [file for file in below if file.is_file() and not is_hidden(file.relative_to(path))]
+            files += [file for file in below if file.is_file() and not has_hidden_part(file.relative_to(path))]
         else:
             files.append(path)
     if not files:
@@ -213,8 +213,8 @@ def input_files(paths: list[Path]) -> list[Path]:
     return files
 
 
-def is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def has_hidden_part(relative_path: Path) -> bool:
+    return any(part.startswith(".") for part in relative_path.parts)
 
 
 def read_tsv(source: SourceSpec) -> Iterator[Unit]:

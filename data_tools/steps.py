@@ -48,7 +48,7 @@ from .cleaning import (
     BANDS,
     Cleaner,
     RemovalCounts,
-    broken_token_rule,
+    broken_token_count_rule,
     excluded_letters,
     load_tokenizer,
     minhash_bands,
@@ -205,7 +205,7 @@ def clean_chunk(folder: Path, chunk_number: int) -> None:
 
 
 def project_unit_links(unit: Unit, source: SourceSpec) -> tuple[str, int]:
-    """Return a pair's links with the numbers of the words of its clean texts, and how many links were dropped, such as
+    """Return a pair's links, renumbered to the words of its clean texts, and how many links were dropped, such as
     those between a word and a symbol. Raises UserError."""
     assert unit.links is not None and unit.linked
     try:
@@ -432,7 +432,7 @@ def drop_wrong_lengths(folder: Path, records: list[Record], source: SourceSpec, 
     tokenizer = load_tokenizer(str((folder / "result/tokenizer").absolute()))
     kept = list[Record]()
     for record in records:
-        reason = broken_token_rule(tokenizer, record.texts, bounds)
+        reason = broken_token_count_rule(tokenizer, record.texts, bounds)
         if reason:
             removed.add(reason, record.texts)
         else:

@@ -86,7 +86,7 @@ def test_ranks_are_for_plans(capsys: pytest.CaptureFixture) -> None:
     for words in (["--ranks", "8"], ["--ranks", "0", "--dry_run"]):
         with pytest.raises(SystemExit):
             launch.parse_arguments(["--ds_config", "x.json", *words])
-        assert "goes with --dry_run" in capsys.readouterr().err
+        assert "works only with --dry_run" in capsys.readouterr().err
 
 
 def test_a_pair_has_one_name(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

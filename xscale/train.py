@@ -65,7 +65,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.ranks is not None and not (args.dry_run and 0 < args.ranks <= MOST_RANKS):
         parser.error(
-            f"--ranks N, of 1 to {MOST_RANKS:,}, goes with --dry_run; a run has as many ranks as its launcher starts"
+            f"--ranks must be from 1 to {MOST_RANKS:,}, and works only with --dry_run; a run's launcher sets its ranks"
         )
     args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
     if args.fork and args.resume != "auto":

@@ -93,7 +93,7 @@ def _raise_link_error(pair: Example) -> NoReturn:
             f"record {pair.key!r}: {error}; links are 0-based `first-second` numbers of the words that "
             f"xscale/data/words.py defines. {remedy}"
         ) from None
-    raise AssertionError(f"the links of record {pair.key!r} fit")
+    raise AssertionError(f"the links of record {pair.key!r} fit, but were refused")
 
 
 def segments(pairs: list[Example], layout: Layout) -> list[list[Segment]]:

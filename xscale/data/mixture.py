@@ -339,7 +339,8 @@ def choose_evenly(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarr
     """Return the number of the source of each sample. Source i is chosen weights[i] * samples times, rounded up or
     down. weights: the probability of each source.
 
-    This is systematic sampling (Madow 1949) in shuffled order. The steps' lengths vary less than by independent draws.
+    This is systematic sampling (Madow 1949) in shuffled order. The tokens of a step vary less than with
+    independent draws.
     """
     drawn = rng.uniform(key, np.arange(samples + 1, dtype=np.uint64))
     points = (np.arange(samples) + drawn[-1]) / samples
@@ -348,8 +349,8 @@ def choose_evenly(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarr
 
 
 def plain_choose_by_rank(numbers: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return 0 for the lowest ends[0] numbers, 1 for the next ones up to the lowest ends[1] numbers, and so on. ends:
-    in ascending order; the last is the number of numbers."""
+    """Rank the numbers in ascending order, from 0. Return 0 for ranks below ends[0], 1 for the other ranks below
+    ends[1], and so on. ends: in ascending order; ends[-1] is len(numbers)."""
     rank = np.empty(len(numbers), dtype=np.int64)
     rank[np.argsort(numbers, kind="stable")] = np.arange(len(numbers))
     return np.searchsorted(ends, rank, side="right")

@@ -42,7 +42,7 @@ class ExportedModel:
         except UserError as error:
             raise UserError(f"--model {path}: {error}") from None
         self.tokenizer = Tokenizer(path)
-        if not len(self.tokenizer.ordinary_ids):  # transformers replaces a missing tokenizer by one without words
+        if not len(self.tokenizer.ordinary_ids):  # without files, transformers makes a tokenizer without words
             raise UserError(
                 f"--model {path} has no tokenizer; save the model's tokenizer there: `tokenizer.save_pretrained(DIR)`"
             )

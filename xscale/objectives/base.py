@@ -116,8 +116,8 @@ class Objective:
     """The kind of records that a sample consists of; samples of "mono" are packed to max_length."""
     options: type
     """Frozen dataclass of the objective's own fields of a stream. Its class variable `in_phases` names the fields that
-    a phase may change. Only collate, loss and terms may read these fields, and `terms` must return the same keys for
-    all their values."""
+    a phase may change. Only collate, loss and terms may read these fields, and `terms` must return the same keys
+    whatever their values are."""
     collate: Callable[[list[list[Example]], Any, CollateContext], StreamBatch]
     """(samples, options, context) -> stream batch. It runs in a worker. A sample is a list of one or more examples."""
     loss: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Losses]

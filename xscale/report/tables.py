@@ -1,4 +1,4 @@
-"""Makes the tables of a page: what runs trained and reached, and scores side by side."""
+"""Makes the tables of a report: each run's streams, model, state and last metrics, and scores side by side."""
 
 import math
 from dataclasses import dataclass, field

@@ -200,6 +200,6 @@ def write_model(recipe: Recipe, tokenizer: Tokenizer, lm: Any, step: int, path: 
     config = copy.deepcopy(lm.config)
     theta = recipe.at(max(step - 1, 0)).model.rope_theta
     if theta:
-        set_rope_theta(config, theta)  # before the first step, the model does not have that of its phase
+        set_rope_theta(config, theta)  # after a resume, the model has that of step 0 until its first step
     config.save_pretrained(path / checkpoints.HF)
     tokenizer.hf.save_pretrained(path / checkpoints.HF)

@@ -23,7 +23,7 @@ LOG = logging.getLogger("xscale")
 BUFFER = 1 << 16
 """Lines wait in memory until they have more than this number of bytes, or until the next flush."""
 MOST_WAITING = 1 << 24
-"""Lines that cannot be written, as on a full disk, wait until they have more than this number of bytes."""
+"""Lines that cannot be written, as on a full disk, stay in memory. If they have more bytes than this, they are lost."""
 
 
 def start_logging(out: Path, rank: int) -> Path:
@@ -92,7 +92,8 @@ class JsonLines:
         """True if the last attempt to write failed."""
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Add a line, which waits for `flush` or until BUFFER bytes wait. A number that is not finite becomes null."""
+        """Add a line. It stays in memory until `flush`, or until more than BUFFER bytes wait. A number that
+        is not finite becomes null."""
         if self.file:
             self.lines.append(_encoded(entry))
             self.size += len(self.lines[-1])

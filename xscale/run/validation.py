@@ -63,7 +63,8 @@ class Validation:
         self.name_best_checkpoint()
 
     def becomes_best(self, step: int, number: float | None) -> bool:
-        """Note the number of an evaluation. Return whether it is better than those of all checkpoints. Rank 0 only."""
+        """Note the number of an evaluation. Return whether it is better than the numbers of all checkpoints. Rank 0
+        only."""
         if number is None or not math.isfinite(number):
             return False
         best = self.best_checkpoint()
@@ -124,14 +125,14 @@ class Validation:
             for row, scores in rows.items():
                 for name, number in scores.items():
                     entry[f"eval/{task}/{row}/{name}"] = number
-                if not is_one_language(row, rows):
+                if not is_covered_by_mean(row, rows):
                     texts = [format_score(name, number) for name, number in scores.items()]
                     shown.append(f"  {task} {row}: {', '.join(texts)}")
         self.metrics.board.add(entry)
         LOG.info("\n".join(shown))
 
 
-def is_one_language(row: str, rows: dict[str, Any]) -> bool:
+def is_covered_by_mean(row: str, rows: dict[str, Any]) -> bool:
     """Return whether a results row is that of one of several languages or pairs. rows: all rows of the task."""
     mean = f"{row.partition(' ')[0]} {ALL}" if " " in row else ALL
     return row != mean and mean in rows

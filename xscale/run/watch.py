@@ -143,7 +143,7 @@ class Watch:
         return min(FIRST_WARNING_SECONDS, self.limit / 2)
 
     def _watch(self) -> None:
-        """Check until `close` if this rank makes progress."""
+        """Until `close`, check whether this rank makes progress."""
         marks = self.marks
         progress = 0.0
         checked = time.monotonic()

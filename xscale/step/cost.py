@@ -63,10 +63,10 @@ class RowLimit:
     def sentence(self) -> str:
         """Return the line about the default for the log."""
         return (
-            f"train.max_tokens is {self.tokens:,}: of the GPU's {self.memory / 2**30:.1f} GiB a step takes "
-            f"{GPU_SHARE:.0%}, and without {self.states / 1e9:.2f} GB for weights, gradients and optimizer this is "
-            f"enough for {max(self.fitting_tokens, 0):,} tokens of {self.per_token / 1e3:,.0f} kB; the default is at "
-            f"least {LEAST_TOKENS:,} and at most {self.most:,}"
+            f"train.max_tokens is {self.tokens:,}: a step may use {GPU_SHARE:.0%} of the GPU's "
+            f"{self.memory / 2**30:.1f} GiB; weights, gradients and optimizer take {self.states / 1e9:.2f} GB of it, "
+            f"and the rest is enough for {max(self.fitting_tokens, 0):,} tokens of {self.per_token / 1e3:,.0f} kB "
+            f"each; the default is at least {LEAST_TOKENS:,} and at most {self.most:,}"
         )
 
 
@@ -216,12 +216,16 @@ def linears_after_last_attention(encoder: Encoder) -> list[nn.Linear]:
 class StepFlops:
     """The model FLOPs of a step, by purpose. Recomputation and padding are not counted.
 
-    encoder: 6 n for each token, where n is the number of weights in linear layers; those after the last
-    attention count only for the tokens whose states are read. attention: 12 H for each layer and
-    each pair of tokens in a sequence; local layers count the pairs within their window. head: 6 E (V + H) for each
-    predicted token. auxiliary: a third of encoder and attention, for the tokens that auxiliary encoders read. vectors:
-    a third of encoder and attention, for the additional forward pass of objectives that compare the samples of a whole
-    step. The objectives' own heads are small and left out.
+    encoder: 6 n for each token, where n is the number of weights in linear layers. Linear layers after the last
+    attention count only for the tokens whose states are read.
+    attention: 12 H (H: hidden width) for each layer and each pair of tokens in a sequence. Local layers count only the
+    pairs within their window.
+    head: 6 E (V + H) for each predicted token, with V tokens in the vocabulary and embeddings of width E.
+    auxiliary: a third of encoder and attention for the tokens that auxiliary encoders read, since these encoders have
+    no backward pass.
+    vectors: a third of encoder and attention, for the additional forward pass of objectives that compare the samples of
+    a whole step.
+    The objectives' own heads are small and left out.
     """
 
     def __init__(self, encoder: Encoder, has_vectors: bool = False):

@@ -54,8 +54,8 @@ Seed = tuple[str | int, ...]
 def run_row(module: Any, row: Row, shared: States, weights: Weights, seed: Seed) -> tuple[Tensor, Sums]:
     """Make the forward pass of a StepModule, or of the engine around it. Returns the loss and the sums of the row.
 
-    row: a row on the device. shared: its states that `shared_states` returns. Every pass with the same seed draws the
-    same dropout masks.
+    row: a row on the device. shared: the row's element of what `shared_states` returns. Every pass with the
+    same seed draws the same dropout masks.
 
     Weights of 1 / targets may be below what fp16 can represent. The head therefore gets weights of at most 1, in which
     fp16 gradients keep their bits, and their largest as a factor in fp32.

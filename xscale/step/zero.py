@@ -83,8 +83,8 @@ def register_weights_read_directly(engine: Any, weights: Iterable[nn.Parameter])
 def one_reduction(engine: Any) -> Iterator[None]:
     """Keep the gradients of the backward passes in this context on this rank, and reduce their sums at its end, once.
 
-    At stages 1 and 2, every gradient is a view of one flat tensor per group, in which the passes add up, and which is
-    then reduced as it is: no gradient is copied. Where DeepSpeed keeps gradients in other places
+    At stages 1 and 2, the gradients of each parameter group are views of one flat tensor. All passes add to it, and
+    then this tensor itself is reduced, so that no gradient is copied. Where DeepSpeed keeps gradients in other places
     (`has_flat_gradients`), and at stage 3, its `coalesce_grad_reduction` reduces them in buckets; without it, stages 2
     and 3 reduce after every pass. Stage 0 and BF16_Optimizer do not support it, and reduce when `allreduce_gradients`
     is called.

@@ -146,7 +146,7 @@ def encode_groups(
     task: AnyTask, training: TrainingText, maker: SequenceMaker, labels: list[str]
 ) -> list[list[Feature]]:
     """Return the features of a training text, in lists whose features must be in one batch. Without code-switching,
-    each feature is alone in its list."""
+    each list has one feature."""
     features = task.encode(training.examples, maker, labels)
     if training.group_size == 1:
         return [[feature] for feature in features]
