@@ -114,13 +114,6 @@ def test_large_scores_of_half_precision_stay_finite() -> None:
     assert out.isfinite().all() and gradient.isfinite().all()
 
 
-def test_blocks_are_of_similar_length() -> None:
-    lengths = (64, 56, 48, 47, 8, 7, 6, 5, 0, 6, 64, 0)
-    blocks = module._blocks(lengths, HEADS, None, torch.float32, torch.device("cpu"))
-    assert [(block.n, block.L) for block in blocks] == [(3, 64), (1, 47), (3, 8), (1, 5), (1, 6), (1, 64)]
-    assert [block.tokens.start for block in blocks] == [0, 168, 215, 236, 241, 247]
-
-
 # The flash kernel
 
 

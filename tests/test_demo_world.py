@@ -56,14 +56,6 @@ def vocabularies(seed: int = 0) -> tuple[Counter[str], Counter[str]]:
     return en, xx
 
 
-def test_random_access() -> None:
-    first, second = World(3), World(3)
-    forwards = [first.pair(i) for i in range(50)]
-    assert [second.pair(i) for i in reversed(range(50))] == forwards[::-1]
-    assert first.document("xx", 7) == second.document("xx", 7)
-    assert first.dictionary() == second.dictionary()
-
-
 def test_hash_seed_does_not_matter() -> None:
     script = "from data_tools.demo_world import World; print(*World(3).pair(5, 'yy'), *World(3).document('xx', 5))"
     environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

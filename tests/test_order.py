@@ -47,18 +47,6 @@ def test_an_epoch_is_every_record_once(counts: list[int], seed: int, epoch: int,
     assert set(found) - expected == set(), "invented"
 
 
-def test_orders_differ_between_epochs_and_seeds() -> None:
-    counts = [30, 50, 20, 40]
-    orders = [places(counts, np.uint64(seed), epoch) for seed in range(5) for epoch in range(5)]
-    assert len({tuple(order) for order in orders}) == 25
-    assert tuple(sorted(orders[0])) not in {tuple(order) for order in orders}
-    starts = Counter(order[0] for order in orders)
-    assert max(starts.values()) <= 3
-    # No order is a rotation or a close relative of another: few places are taken by the same record.
-    same = [sum(a == b for a, b in zip(x, y, strict=True)) for i, x in enumerate(orders) for y in orders[:i]]
-    assert max(same) < 15 and np.mean(same) < 3
-
-
 def splitmix64(state: int) -> int:
     """Steele, Lea and Flood 2014, in plain integers."""
     x = (state + 0x9E3779B97F4A7C15) % 2**64
@@ -143,19 +131,6 @@ def test_every_window_is_a_cross_section() -> None:
     for start in range(0, 10_000, 1000):
         tenths = Counter((shards[start : start + 1000] // 20).tolist())
         assert sorted(tenths.values()) == [100] * 10
-
-
-@pytest.mark.parametrize("window", [500, 10_000])
-def test_neighbours_are_unrelated(window: int) -> None:
-    """Within a window a shuffle is full: neighbours come from the same shard as often as chance says."""
-    whole = places([50] * 200, window=window)
-    chance = min(1.0, 49 / (window - 1))
-    same_shard = sum(a[0] == b[0] for a, b in pairwise(whole)) / len(whole)
-    assert abs(same_shard - chance) < 5 * (chance / len(whole)) ** 0.5
-    in_turn = sum(b == (a[0], a[1] + 1) for a, b in pairwise(whole))
-    assert in_turn < 5 + 3 * len(whole) / window
-    record = np.array([record for _, record in whole])
-    assert abs(np.corrcoef(record[:-1], record[1:])[0, 1]) < 0.05
 
 
 # Running text
@@ -278,21 +253,6 @@ def test_a_long_document_comes_in_many_pieces() -> None:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order_module, "WINDOW_RECORDS", 64)
     monkeypatch.setattr(order_module, "PART_RECORDS", 8)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**63), st.integers(1, 300), st.integers(1, 8), st.data())
-def test_part_of_a_permutation(key: int, n: int, bits: int, data: st.DataObject) -> None:
-    """Parts tile the permutation, which is that of a plain sort of all hashes."""
-    whole = sorted(range(n), key=lambda i: splitmix64((key + i * 0x9E3779B97F4A7C15) % 2**64))
-    assert rng.permutation(np.uint64(key), n).tolist() == whole
-    at = data.draw(st.integers(0, n - 1))
-    leading = rng.leading_bits(np.uint64(key), n, bits)
-    first, ascending, order = rng.permuted_part(np.uint64(key), leading, bits, at)
-    part = ascending[order]
-    assert first <= at < first + len(part) and whole[first : first + len(part)] == part.tolist()
-    hashes = [splitmix64((key + i * 0x9E3779B97F4A7C15) % 2**64) >> (64 - bits) for i in whole]
-    assert [i for i, leading in zip(whole, hashes, strict=True) if leading == hashes[at]] == part.tolist()
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
