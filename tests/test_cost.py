@@ -189,6 +189,7 @@ IN_PLACE: dict[Any, Any] = {
     torch.ops.aten.baddbmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * a[2] * b[2],
 }
 """Products that torch does not count."""
+ATTENTION = (torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten.baddbmm_)
 
 
 def counter() -> FlopCounterMode:
@@ -199,6 +200,27 @@ def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, Row]:
     loader = open_run(recipe, ["data.workers=0", *sets], [demo], measured=False)
     (batch,) = loader.batches(Process(0, 1, 0, 1), "cpu", initial_state(loader.streams), 1)
     return StepModule(launch.encoder(loader), loader.recipe), batch.rows[0]
+
+
+@pytest.mark.parametrize("preset", ["tiny", "mini"])
+def test_flops_by_term(preset: str) -> None:
+    """Against torch's own count of each part, forward and backward: exact where sequences are equally long."""
+    encoder = Encoder(AutoModelForMaskedLM.from_config(preset_config(preset, 900, 0, 64, 0.0)).train())
+    row_cost = {"tokens": 512, "places": 75, "squares": 8 * 64**2, "predictions": 30}
+    row_cost |= {"auxiliary_tokens": 128, "auxiliary_places": 128, "auxiliary_squares": 2 * 64**2}
+    found = cost.StepFlops(encoder).flops(row_cost)
+    with counter() as counted:
+        encoder(row_of(8, 64), torch.arange(75)).sum().backward()
+    in_attention = sum(counted.get_flop_counts()["Global"].get(operator, 0) for operator in ATTENTION)
+    assert in_attention == found["attention"]
+    assert counted.get_total_flops() - in_attention == found["encoder"]
+    states = torch.randn(30, encoder.width, requires_grad=True)
+    with counter() as counted:
+        encoder.vocabulary_loss(encoder.features(states), torch.arange(30))[0].backward()
+    assert counted.get_total_flops() == found["head"]
+    with counter() as counted, torch.no_grad():
+        encoder(row_of(2, 64))
+    assert counted.get_total_flops() == pytest.approx(found["auxiliary"])
 
 
 def test_flops_of_local_attention() -> None:

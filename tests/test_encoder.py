@@ -1,6 +1,7 @@
 """Flat forward passes and heads against transformers' own padded forward pass."""
 
 import copy
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AlbertConfig,
     AutoModelForMaskedLM,
@@ -29,6 +31,7 @@ from transformers.models.modernbert import modeling_modernbert
 from tests.rows import saved_bytes
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
+from xscale.models import flat
 from xscale.models.build import PRESETS, build_encoder, decay_groups, dropout_fields, longest_sequence
 from xscale.models.encoder import HEADS, Encoder
 from xscale.models.flat import FLAT, first_position
@@ -333,6 +336,35 @@ def test_checkpointed_activations_give_the_same_gradients(kind: str) -> None:
     assert plain.state_dict().keys() == checkpointed.state_dict().keys()
 
 
+@dataclass
+class Count(TorchDispatchMode):
+    """Operators that do more than give another view."""
+
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_few_operators_are_dispatched(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of a layer with dropout, without its attention, which is one kernel on a GPU."""
+    monkeypatch.setattr(flat, "attention", lambda qkv_NX, *_: qkv_NX[:, : qkv_NX.shape[1] // 3])
+    found = []
+    for layers in (3, 6):
+        config = copy.deepcopy(CONFIGS[kind])
+        fields = config.to_dict() | dropout_fields(kind, 0.1) | {"num_hidden_layers": layers, "layer_types": None}
+        encoder = Encoder(AutoModelForMaskedLM.from_config(type(config).from_dict(fields))).train()
+        with Count() as count:
+            encoder(row_of(LENGTHS[0])).sum().backward()
+        found.append(count.number)
+    assert (found[1] - found[0]) / 3 <= 50
+
+
 # Building
 
 
@@ -342,6 +374,19 @@ def build(**changes: object) -> Encoder:
         "languages": ["de", "en", "fr"], "language_embeddings": False, "reset_positions": False, "seed": 1,
     }  # fmt: skip
     return build_encoder(**(defaults | changes))
+
+
+def test_language_embeddings_are_token_types(tmp_path: object) -> None:
+    """Three languages have a row each behind the neutral one, in a fresh model and in a loaded one."""
+    fresh = build(language_embeddings=True)
+    assert fresh.lm.config.type_vocab_size == 4
+    old = AutoModelForMaskedLM.from_config(CONFIGS["bert"])
+    old.save_pretrained(tmp_path)
+    loaded = build(init=str(tmp_path), language_embeddings=True)
+    table = loaded.lm.bert.embeddings.token_type_embeddings.weight
+    before = old.bert.embeddings.token_type_embeddings.weight
+    assert torch.equal(table, before[0].repeat(4, 1))
+    assert loaded.lm.config.type_vocab_size == 4
 
 
 def test_init_checks_tokenizer_and_length(tmp_path: object) -> None:
