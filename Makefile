@@ -14,10 +14,11 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test test-slow test-other lint bench clean
 .DELETE_ON_ERROR:
 
+# --use-pep517: seqeval has a setup.py alone, and pip before 23.1 would run it without what it needs.
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 (with venv) is needed; set PYTHON=/path/to/python3.13"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev,mpi,eval]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --use-pep517 -c constraints.txt --editable '.[dev,mpi,eval]'
 	touch $@
 
 data/demo: | $(VENV)/installed
@@ -45,7 +46,7 @@ test-slow: $(VENV)/installed
 	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends slurm-wlm munge chromium > /dev/null; } || \
 	    { echo "tests/test_slurm.py needs SLURM, and root to install and run it, tests/test_report.py a browser:" \
 	    "apt-get install slurm-wlm munge chromium"; exit 2; }
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[align,ray]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --use-pep517 -c constraints.txt --editable '.[align,ray]'
 	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
 # A second Python, where the machine has one that works (pyenv's commands answer for chosen versions only): an install with
@@ -57,7 +58,7 @@ OTHER_TESTS := tests/test_pointers.py tests/test_security.py tests/test_shards.p
 test-other:
 	@test -n "$(OTHER)" || echo "no second Python: nothing to test"
 	@test -z "$(OTHER)" || { set -ex; test -x .venv-other/bin/python || $(OTHER) -m venv .venv-other; \
-	    .venv-other/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev]'; \
+	    .venv-other/bin/pip install --quiet --disable-pip-version-check --use-pep517 -c constraints.txt --editable '.[dev]'; \
 	    OMP_NUM_THREADS=1 .venv-other/bin/python -m pytest -m "not slow" $(OTHER_TESTS); }
 
 lint: $(VENV)/installed
