@@ -137,7 +137,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="an induced entry's lowest ratio of links to occurrences of its more frequent word",
     )
     parser.add_argument(
-        "--truecase", type=Path, nargs="+", metavar="DIR", help="spell words as the text of these shards mostly does"
+        "--truecase",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="write words in upper or lower case as the text of these shards mostly does",
     )
     parser.add_argument("--drop_identical", action="store_true", help="leave out a word that is its own translation")
     parser.add_argument(

@@ -125,8 +125,8 @@ class Source:
         """Raise UserError if the links number the words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
-                f"{self.directory}: the word links number the words of segmentation {self.segmentation}, but this "
-                f"xscale has version {words.VERSION}. Write the shards again from the text: "
+                f"{self.directory}: the word links count words by the segmentation {self.segmentation}, which this "
+                f"xscale, of version {words.VERSION}, does not know. Write the shards again from the text: "
                 f"`xscale data write_shards pairs ... --links F` or `--align`"
             )
 
@@ -398,7 +398,7 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     shards = [Shard(**shard) for shard in index["shards"]]
     for name, records, size, sha256, crc in shards:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
-            raise ValueError(f"shard {name!r}: {(records, size, crc)} are not records, bytes and a checksum")
+            raise ValueError(f"shard {name!r}: its records {records}, bytes {size} and crc {crc} must be integers")
         if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
             raise ValueError(f"shard {name!r} is not a tar file's name, or has no hash")
     if len({shard.name for shard in shards}) < len(shards):

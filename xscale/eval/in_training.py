@@ -267,7 +267,7 @@ def find_number(results: dict[str, Results], path: str) -> float | None:
     if task in results and name not in results[task].get(row, {}):
         known = sorted(f"{task}/{row}/{name}" for row, numbers in results[task].items() for name in numbers)
         raise UserError(
-            f"checkpoint.best: {path} is not measured; choose another: there are {', '.join(known) or 'none'}"
+            f"checkpoint.best: the evaluation does not measure {path}; choose one of {', '.join(known) or '(none)'}"
         )
     return results.get(task, {}).get(row, {}).get(name)
 

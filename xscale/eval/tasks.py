@@ -47,10 +47,10 @@ def add_flags(parser: ArgumentParser) -> None:
         default="english",
         help="pairs of languages of --texts that are measured: those with English (default), or all",
     )
-    add("--limit", type=int, help="maximum number of records of a source or pairs of --aer (default: 1000), "
-        "or of lines of --texts (default: all)")  # fmt: skip
+    add("--limit", type=int, help="the maximum to read: records of a source and pairs of --aer (default: 1000), "
+        "lines of --texts (default: all)")  # fmt: skip
     add("--lexicons", type=Path, nargs="+", help="dictionaries for alignment (default: lexicon/*.txt)")
-    add("--lexicon_heldout", type=float, metavar="SHARE", help="share of a dictionary's words that training withheld; "
+    add("--lexicon_heldout", type=float, metavar="SHARE", help="share of dictionary entries that training withheld; "
         "their scores are separate (default: the model's own, else 0.2; 1: no word was trained)")  # fmt: skip
     repeated: dict[str, Any] = {"nargs": "+", "action": "append", "default": [], "metavar": "X"}
     add("--aer", **repeated, help="word links made by hand: `en-es FILE.tsv`, or `en-fr TEXT LINKS`; repeatable")
@@ -59,7 +59,13 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="for retrieval (default: the model's own)")
     add("--layer", nargs="+", type=layer_argument, metavar="N", help="0: embeddings, -1: last, or all; for retrieval "
         "(default: -1), aer (all)")  # fmt: skip
-    add("--margin", nargs="+", choices=retrieval.MARGINS, default=["cosine"], help="for retrieval; ratio is LASER's")
+    add(
+        "--margin",
+        nargs="+",
+        choices=retrieval.MARGINS,
+        default=["cosine"],
+        help="how retrieval compares: by cosine, or LASER's ratio",
+    )
 
 
 def layer_argument(text: str) -> str | int:

@@ -54,8 +54,9 @@ def check_folder(out: Path, identity: dict[str, Any], resume: str) -> None:
         raise UserError(f"{out} already holds a run; --resume auto continues it, or choose another --out")
     if saved and (differences := identity_differences(saved, identity)):
         raise UserError(
-            f"{out} belongs to another run. Start with that run's settings, or choose another --out: there, --set "
-            f"model.init={out} starts from that run's weights:\n" + indent_lines(differences)
+            f"{out} belongs to another run. Start with that run's settings, or choose another --out; with --set "
+            f"model.init={out}, the new run starts from that run's weights. The settings that differ:\n"
+            + indent_lines(differences)
         )
 
 
