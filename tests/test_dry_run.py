@@ -64,7 +64,7 @@ def test_a_plan_for_another_machine(
     assert ("26 samples: 38 ranks have nothing to do" in told) == (device == "")
     assert " epochs)" in told and "a step has about" in told and "checkpoint: " in told
     assert "loader: " in told and "tokens/s" in told
-    assert ("train.max_tokens is 65,536: of the GPU's 80.0 GiB" in told) == (device == "cuda")
+    assert ("train.max_tokens is 65,536: a step may use 60% of the GPU's 80.0 GiB" in told) == (device == "cuda")
 
 
 @pytest.mark.parametrize(("seconds", "workers", "waits"), [(1.0, 4, False), (1.0, 1, True), (100.0, 0, True)])
