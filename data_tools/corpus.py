@@ -77,7 +77,7 @@ class Rules(Strict):
     """Files of evaluation text. A pair or a sentence is removed if it has the same letters, marks and digits as a line
     of these files."""
     dedup: Literal["exact", "near"] | None = None
-    """Of equal, or nearly equal, pairs or documents, only the first is kept. The sources of the same languages are
+    """Only the first of equal, or nearly equal, pairs or documents is kept. The sources of the same languages are
     compared together."""
 
     @property

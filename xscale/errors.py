@@ -23,7 +23,7 @@ class UserError(ValueError):
     """An error that the user can correct. Its message names the file, the value and the remedy. Exit code 2."""
 
     def __str__(self) -> str:
-        return redact(super().__str__()).replace("python -m data_tools.", f"python -m {TOOLS}.")
+        return redact(super().__str__())
 
 
 URL_SECRETS = re.compile(r"""(?<=://)[^\s/@"'<>]*(?=@)|(?<=[?])[^\s"'<>]*""")

@@ -35,7 +35,7 @@ SHARDS_OF_SOURCE = 4
 LINE_SHARDS = 8
 """The maximum number of shards of each source that are read to fit tokens to bytes."""
 LINE_RECORDS = 1024
-"""To fit tokens to bytes, LINE_RECORDS / (number of sources) records of each shard are read: at least 8, at most 32."""
+"""The fit of tokens to bytes reads LINE_RECORDS / (number of sources) records of a shard: at least 8, at most 32."""
 
 
 def calibrate(recipe: Recipe, corpus: Corpus, host_group: HostGroup | None = None) -> Calibration:

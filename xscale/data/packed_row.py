@@ -281,18 +281,14 @@ def concatenate_in_order(parts: list[np.ndarray], place: np.ndarray) -> np.ndarr
 
 def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
     """Return the sequences of all parts, in their order."""
+    input_ids = np.concatenate([part.input_ids for part in parts])
+    positions = np.concatenate([part.positions for part in parts])
     lengths = np.concatenate([part.lengths for part in parts])
+    longest = max(part.longest for part in parts)
     types = None
     if parts[0].types is not None:
         types = np.concatenate([part.types for part in parts])
-    return Tokens(
-        input_ids=np.concatenate([part.input_ids for part in parts]),
-        positions=np.concatenate([part.positions for part in parts]),
-        types=types,
-        starts=offsets_from_counts(lengths),
-        lengths=lengths,
-        longest=max(part.longest for part in parts),
-    )
+    return Tokens(input_ids, positions, types, offsets_from_counts(lengths), lengths, longest)
 
 
 def group_by_language(
