@@ -36,44 +36,49 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     starts_from: Literal["any", "scratch", "model"] = "any"
-    """The weights that the recipe's learning rate, dropout and attention gain suit: random weights (scratch), a
-    pre-trained model.init (model), or either (any). A recipe from scratch refuses a model.init that xscale has not
-    trained unless --set gives train.lr; a recipe for a model refuses to start without model.init."""
+    """Which initial weights suit the recipe's learning rate, dropout and attention gain: random weights (scratch), a
+    pre-trained `init` (model), or both (any). With scratch, a run refuses an `init` that xscale has not trained unless
+    --set gives train.lr. With model, a run refuses to start without `init`."""
     init: str | None = None
-    """Weights to start from: a Hugging Face directory, a hub name, or a run or checkpoint of xscale; null: random
-    weights of `preset`. A run's language embeddings and its streams' heads are taken over, too."""
+    """The initial weights: a Hugging Face directory, a hub name, or a run or checkpoint of xscale; null: random weights
+    of `preset`. From a run of xscale, the new run also takes the language embeddings and the heads of objectives."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
     """The architecture of a randomly initialised encoder."""
     tokenizer: str | None = None
-    """A Hugging Face tokenizer directory; null: the tokenizer of `init`, else `tokenizer/` in the first --data
-    directory or its parent. If `init` has a tokenizer, it must be the same."""
+    """A Hugging Face tokenizer directory; null: the tokenizer of `init`, or without `init` the folder `tokenizer/` in
+    the first --data directory or its parent. If `init` has a tokenizer, `tokenizer` must be the same tokenizer."""
     dropout: Annotated[float, Field(ge=0, le=0.9)] | None = 0.1
-    """The dropout probability of hidden states and attention; null: that of `init`, and 0.1 with random weights."""
+    """The dropout probability of hidden states and attention; null: the dropout of `init`, and 0.1 with random
+    weights."""
     attention_gain: PositiveFloat | None = None
-    """The gain g of attention: its value and output projections start from random weights of standard deviation g /
-    sqrt(width). null: a standard deviation of 0.02 as in transformers, which is a gain of 0.23 in preset tiny and 0.55
-    in base. At a gain of 0.23 all sentences have nearly the same [CLS] vector (mean cosine 0.9999; 0.97 at a gain of
-    1), and contrastive losses begin to fall late. At a gain of 1 other losses begin to fall somewhat later."""
+    """The gain g of attention layers: their value and output projections start from random weights of standard
+    deviation g / sqrt(width). null: a standard deviation of 0.02 as in transformers, which is a gain of 0.23 in preset
+    tiny and 0.55 in base. At a gain of 0.23, all sentences have nearly the same [CLS] vector (mean cosine 0.9999; 0.97
+    at a gain of 1), so contrastive losses begin to fall late. At a gain of 1, other losses begin to fall somewhat
+    later."""
     rope_theta: PositiveFloat | None = None
-    """The base of the rotary position embeddings in all layers (ModernBERT); null: that of `init`, or 160,000 in the
-    presets. A larger base suits longer sequences. A phase may change it if the recipe sets it."""
+    """The base of the rotary position embeddings in all layers (ModernBERT); null: the base of `init`, or 160,000 in
+    the presets. A larger base suits longer sequences. A phase may change the base only if the recipe sets
+    `rope_theta`."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class StreamConfig:
     objective: str
-    """The name of the objective, such as mlm or tlm; MODULE:NAME for an Objective of another package."""
+    """The name of the objective, such as mlm or tlm, or MODULE:NAME for an objective of your own."""
     samples: Annotated[int, Field(ge=0, le=MOST)]
-    """Samples per optimizer step over all ranks. In a stream of pairs, a sample is one pair. In a stream of monolingual
-    text, it is about data.max_length tokens of running text: consecutive sentences of a document, or several short
-    documents, each in a separate sequence. Text beyond data.max_length continues in another sequence; nothing is
-    dropped. A phase may set 0 samples, which pauses the stream."""
+    """The number of samples per optimizer step over all ranks. For sentence pairs, a sample is one pair. For
+    monolingual text, a sample is about data.max_length tokens: consecutive sentences of a document, or several short
+    documents, each in a separate sequence. If a sample has more than data.max_length tokens, the rest forms another
+    sequence; no text is dropped. A phase may pause the stream with 0 samples."""
     weight: PositiveFloat = 1.0
-    """The factor of the stream's loss in the loss of the step."""
+    """The factor of the stream's loss in the total loss of the step."""
     warm_in: NotNegative = 0.0
-    """The number of steps in which the loss's factor rises linearly to `weight`. Below 1: a share of train.steps."""
+    """The number of steps in which the factor of the stream's loss rises linearly from 0 to `weight`. A number below 1
+    is a share of train.steps."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
-    """Languages ("en") or pairs ("en-de", in either order) whose data and dictionaries the stream reads; null: all."""
+    """The languages ("en") or language pairs ("en-de", in either order) whose text and dictionaries the stream reads;
+    null: all."""
     options: Any = None
     """The objective's own fields. In YAML they are written beside the stream's other fields."""
 
@@ -87,91 +92,100 @@ def check_workers(value: Any) -> Any:
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
     max_length: Annotated[int, Field(ge=8, le=MOST)] = 128
-    """The maximum number of tokens of a sequence, special tokens included."""
+    """The maximum number of tokens in a sequence, including special tokens."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """What happens to longer pairs; the log gives their number. Monolingual text that is longer continues in the next
-    sequence."""
+    """What happens to sentence pairs longer than `max_length`: drop leaves them out, truncate cuts them. The log says
+    how many pairs were too long. Monolingual text that is too long always continues in the next sequence."""
     segments: bool = True
-    """The two sentences of a pair have token types 0 and 1, if the model and the tokenizer have such types and no
-    stream has language embeddings; false: both have type 0."""
+    """true: the two sentences of a pair have token types 0 and 1, if the model and the tokenizer have such types and no
+    stream has language embeddings; false: both sentences have token type 0."""
     first: Count | None = None
-    """The maximum number of records of each language and pair, in the order of --data and shards; null: no limit."""
+    """The maximum number of records (sentences or pairs) of each language and language pair. Records are taken in the
+    order of --data and of the shards; null: no limit."""
     languages: Annotated[list[str], Field(min_length=1)] | None = None
-    """Languages ("en") or pairs ("en-de") for streams that do not set `languages` themselves; null: all."""
+    """The languages ("en") or language pairs ("en-de") for streams without a field `languages` of their own; null:
+    all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """A language, or pair of languages, is sampled with probability proportional to n^alpha; alpha_by defines n."""
+    """A language, or language pair, is sampled with a probability proportional to n^alpha, where n is its size;
+    `alpha_by` says how n is counted."""
     alpha_by: Literal["records", "tokens", "bytes"] = "records"
-    """The n of n^alpha: the number of a language's records, or of their tokens or bytes, which are estimated from some
-    shards. A sample of running text has about data.max_length tokens in any case."""
+    """What n counts in n^alpha: the records (sentences or pairs) of a language, or its tokens or bytes. xscale
+    estimates tokens and bytes from some shards. `alpha_by` does not change the size of a sample."""
     workers: Annotated[int | Literal["auto"], PlainValidator(check_workers)] = "auto"
-    """Data loading processes per rank; 0: the training process loads. auto: 2 on a CPU, on a GPU 4 to 6 by cores."""
+    """The number of data loading processes per rank; 0: the training process loads the data itself; auto: 2 on a CPU,
+    and 4 to 6 on a GPU, depending on the number of cores."""
     cache: str | None = None
-    """The folder on each machine in which shards of --data that are at a URL are cached; null: ~/.cache/xscale."""
+    """The folder on each machine in which xscale caches shards that --data names by URL; null: ~/.cache/xscale."""
     cache_gb: PositiveFloat = 100.0
-    """The maximum size of the shards in `cache` in GB. The least recently used shards are deleted first."""
+    """The maximum size of all shards in `cache`, in GB. xscale deletes the least recently used shards first."""
 
     lexicons: list[str] = dataclasses.field(default_factory=list)
-    """Dictionary files, named after the pair: en-de.txt. If the list is empty, `lexicon/*.txt` in the first --data
-    directory or its parent is used. A stream whose objective uses dictionaries reads those of its languages.
-    Dictionaries that no stream reads are used for evaluation only."""
+    """A list of dictionary files, named after the language pair, such as en-de.txt. If the list is empty, xscale reads
+    `lexicon/*.txt` in the first --data directory or its parent. A stream whose objective needs dictionaries reads the
+    dictionaries of its languages. Dictionaries that no stream reads are used for evaluation only."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """The share of a dictionary's entries that no objective sees, chosen by a hash of their words. `alignment/en-de` is
-    measured on these words, `alignment_trained/en-de` on the others. At 0 there is no `alignment/en-de`."""
+    """The share of a dictionary's entries that no objective reads, chosen by a hash of the words. The metric
+    `alignment/en-de` is measured on these withheld words, and `alignment_trained/en-de` on all other words. If the
+    share is 0, there is no metric `alignment/en-de`."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class TrainConfig:
     steps: Count = 1000
-    """Optimizer steps of the run."""
+    """The number of optimizer steps of the run."""
     epochs: PositiveFloat | None = None
-    """Epochs, instead of `steps`: the first stream of pairs reads this many times the number of its pairs. With
-    data.alpha 1 every pair is read this often; with a lower alpha, pairs of small languages more often than others."""
+    """Replaces `steps`: the first stream of sentence pairs reads as many pairs as `epochs` times its number of pairs.
+    With data.alpha 1, every pair is read `epochs` times; with a lower alpha, pairs of small languages are read more
+    often than other pairs."""
     lr: PositiveFloat = 3e-4
     """The peak learning rate."""
     warmup: NotNegative = 0.1
-    """The steps of linear warm-up. A number below 1 is a share of `steps`."""
+    """The number of steps in which the learning rate rises linearly to `lr`. A number below 1 is a share of `steps`."""
     schedule: Literal["linear", "cosine", "1-sqrt"] | None = None
     """The curve by which the learning rate falls to 0: 1 - x, (1 + cos(pi x)) / 2 or 1 - sqrt(x), where x goes from 0
     to 1. null: linear, or the scheduler of the ds_config if it has one."""
     decay: NotNegative | None = None
-    """The number of steps at the end of the run in which the learning rate falls; before them it stays at its peak
-    (warm-up, stable, decay). A number below 1 is a share of `steps`. null: all steps after the warm-up; 0: none."""
+    """The number of steps at the end of the run in which the learning rate falls. Between warm-up and decay, the
+    learning rate stays at its peak (warm-up, stable, decay). A number below 1 is a share of `steps`. null: the learning
+    rate falls in all steps after the warm-up; 0: it does not fall."""
     weight_decay: NotNegative = 0.01
-    """The weight decay of AdamW. It does not apply to biases and normalisation weights."""
+    """The weight decay of AdamW. Biases and normalisation weights have no weight decay."""
     max_grad_norm: NotNegative = 1.0
     """The global norm to which gradients are clipped; 0: no clipping."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The share of a predicted token's target probability that is spread over the whole vocabulary."""
+    """The share of the target probability that is spread over the whole vocabulary when a token is predicted."""
     z_loss: NotNegative = 0.0
-    """The factor of logsumexp(logits)^2, which is added to the loss of a predicted token (PaLM: 1e-4)."""
+    """The factor of logsumexp(logits)^2, which is added to the loss of each predicted token (PaLM: 1e-4)."""
     max_tokens: Count | None = None
-    """The maximum number of tokens in a packed row, which is one forward and backward pass of a rank; null: on a GPU as
-    many as its memory holds, up to 65,536, on a CPU 8,192. Apart from the masks of dropout, it does not change the
-    result. More tokens are faster: on an H200, xlmr-base trains 1.3 times as fast with 65,536 as with
-    16,384."""
+    """The maximum number of tokens in one forward and backward pass of a rank (a packed row). null: on a GPU, as many
+    as its memory holds, up to 65,536; on a CPU, 8,192. `max_tokens` changes the random masks of dropout; the rest of
+    the training stays the same. More tokens per pass are faster: on an H200, xlmr-base trains 1.3 times as many tokens
+    per second with 65,536 as with 16,384."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
-    """The precision of training. auto takes the precision of the ds_config if the hardware supports it, else fp32."""
+    """The precision of training. auto takes the precision of the ds_config if the hardware supports it, and fp32
+    otherwise."""
     activation_checkpointing: bool = False
-    """The forward pass keeps only the inputs of each layer, and the backward pass computes the rest again. This saves
-    memory and takes about a third more time."""
+    """true: the forward pass stores only the inputs of each layer, and the backward pass computes the other activations
+    again. Activation checkpointing saves memory, and a step takes about a third more time."""
     deterministic: bool = False
-    """CUDA uses only algorithms that are reproducible bit for bit, so that a resume is exact. Attention's backward pass
-    is slower. CPUs are reproducible anyway."""
+    """true: CUDA uses only algorithms that are reproducible bit for bit, so that a resumed run equals an uninterrupted
+    run exactly. The backward pass of attention is slower. On a CPU, training is always reproducible."""
     seed: Annotated[int, Field(ge=-MOST, le=MOST)] = 0
-    """The seed of the data order, masks, random weights and dropout."""
+    """The seed of the data order, the masks, the random weights and the dropout."""
     measure_every: Annotated[int, Field(ge=0, le=MOST)] = 100
-    """The steps between expensive measurements: the gradient norm of each stream (a second backward pass) and the
-    alignment scores of dictionaries; 0: never."""
+    """The number of steps between two expensive measurements: the gradient norm of each stream, which needs a second
+    backward pass, and the alignment scores of dictionaries; 0: never."""
     time_limit: PositiveFloat | None = None
-    """The minutes after which the run saves and stops with exit code 75, after at least one step; null: no limit."""
+    """The number of minutes after which the run saves and stops with exit code 75; the run always finishes at least one
+    step. null: no limit."""
     stall_limit: PositiveFloat | None = 15.0
-    """The minutes without progress after which the run ends with exit code 5; null: no limit. The logs then have every
-    rank's stack and the rank that the others wait for. Time in which the process was suspended does not count.
-    Collectives time out after 30 minutes."""
+    """The number of minutes without progress after which the run ends with exit code 5; null: no limit. Before the run
+    ends, the logs get the stack traces of every rank and the name of the rank for which the others wait. Time in which
+    the process was suspended does not count. Collectives time out after 30 minutes."""
     skip_steps: list[Count] = dataclasses.field(default_factory=list)
-    """Excluded steps, counted from 1, such as [500, 501]: they read their records, but do not change the model. After a
-    loss spike, resume from a checkpoint before the spike and exclude the spike's steps, as by
-    skip_steps=[$(seq -s, 81200 81260)]."""
+    """Steps that read their data but do not change the model, counted from 1, such as [500, 501]. After a loss spike,
+    resume from a checkpoint before the spike and skip the steps of the spike, for example with skip_steps=[$(seq -s,
+    81200 81260)]."""
 
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
@@ -199,24 +213,25 @@ class TrainConfig:
 @dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     every: Count = 500
-    """The number of optimizer steps between checkpoints. The last step always saves."""
+    """The number of optimizer steps between two checkpoints. The run also saves after its last step."""
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
-    """The number of newest complete checkpoints that stay on disk."""
+    """The number of newest complete checkpoints that the run keeps. The run deletes older checkpoints."""
     best: Annotated[str, Field(pattern="^.+/.+/.+$")] | None = None
-    """A number that `eval` measures, as TASK/ROW/NUMBER, such as heldout/tlm/loss. The checkpoint with the best value
-    stays on disk, and checkpoints/best names it. Losses, perplexities and error rates (aer) are best when lowest."""
+    """The score by which the run chooses its best checkpoint: TASK/ROW/NUMBER from the results of `eval`, such as
+    heldout/tlm/loss. The run keeps the best checkpoint, and the file checkpoints/best names it. Losses, perplexities
+    and error rates (aer) are best when lowest, all other scores when highest."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class EvalTask:
     name: str
-    """heldout measures the loss of each stream, language and pair on the records of `data`. retrieval finds the
-    translations of sentences among the pairs of `data`. A second task of one kind is named with a suffix, such as
-    heldout.test."""
+    """The kind of the task. heldout measures the loss of each stream, language and language pair on the records in
+    `data`. retrieval measures how often the nearest neighbour of a sentence is its translation, among the pairs in
+    `data`. A second task of the same kind needs a suffix, such as heldout.test."""
     data: list[str] = dataclasses.field(default_factory=list)
-    """Shard directories that are not trained on."""
+    """Directories of shards for evaluation. The run must not train on the same shards."""
     limit: Count = 1000
-    """The maximum number of records of each language and pair."""
+    """The maximum number of records (sentences or pairs) of each language and language pair."""
 
     @model_validator(mode="after")
     def check_name(self) -> Self:
@@ -237,9 +252,9 @@ class EvalConfig:
     """Evaluations that the run makes itself, before step 1, every `every` steps, and at the end."""
 
     every: Count = 500
-    """The optimizer steps between evaluations."""
+    """The number of optimizer steps between two evaluations."""
     tasks: list[EvalTask] = dataclasses.field(default_factory=list)
-    """The tasks that are measured."""
+    """The list of tasks of each evaluation."""
 
     @model_validator(mode="after")
     def names_each_task_once(self) -> Self:

@@ -39,12 +39,13 @@ from xscale.recipe import STRICT, Count, NotNegative
 class AlignMlmOptions(mlm.MaskedOptions):
     in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"alpha", "pairs_per_step"}
     alpha: NotNegative = 10.0
-    """The factor alpha of L_ALIGN."""
+    """The factor alpha of L_ALIGN, the loss that aligns the embeddings of dictionary words."""
     subwords: Literal["mean", "single"] = "mean"
-    """How to represent a word of several tokens. mean: by the mean of its tokens' input embeddings; single: leave out
-    entries with such words."""
+    """How the loss represents a word of several tokens. mean: by the mean of the input embeddings of its tokens;
+    single: dictionary entries with such words are left out."""
     pairs_per_step: Count | None = None
-    """Number of dictionary entries sampled for each step, without replacement; null: all entries."""
+    """The number of dictionary entries sampled for each step, without replacement; null: every step uses all
+    entries."""
 
 
 def collate(samples: list[list[Example]], options: AlignMlmOptions, context: CollateContext) -> StreamBatch:

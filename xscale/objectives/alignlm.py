@@ -44,16 +44,17 @@ from xscale.recipe import STRICT, Fraction, NotNegative
 class AlignLMOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob", "bilingual_weight", "shuffle_sides"})
     mask_prob: Fraction = 0.30
-    """Fraction of the maskable tokens that is predicted."""
+    """The share of the tokens, without special tokens, that is predicted."""
     bilingual_weight: NotNegative = 1.0
-    """The factor lambda of L_bp."""
+    """The factor lambda of L_bp, the loss of the predictions from aligned words of the translation."""
     expand: Literal["all", "first"] = "all"
-    """Which sub-words of two linked words are linked. all: every sub-word of one with every sub-word of the other;
-    first: only the first sub-words."""
+    """Which sub-words of two aligned words are linked. all: every sub-word of one word with every sub-word of the other
+    word; first: only the first sub-words of both words."""
     normalize: Literal["sum", "mean"] = "sum"
-    """How the hidden states of the sub-words linked to a masked token are combined (H* of the paper): sum or mean."""
+    """How the hidden states of the sub-words that are linked to a masked token are combined (H* of the paper): by their
+    sum or their mean."""
     shuffle_sides: bool = False
-    """Swap the two sentences of a pair with probability 1/2."""
+    """true: the two sentences of a pair are swapped with probability 1/2."""
 
 
 class Heads(nn.Module):

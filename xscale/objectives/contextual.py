@@ -40,10 +40,11 @@ from xscale.recipe import STRICT, NotNegative
 class ContextualOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"anchor_weight"})
     anchor: str | None = "en"
-    """The language whose states stay near those of the initial encoder. Every pair must have it. null: each pair's
-    first language."""
+    """The anchor language, whose hidden states stay near those of the initial encoder. Every pair must have a sentence
+    in this language. null: the first language of each pair."""
     anchor_weight: NotNegative = 1.0
-    """The factor lambda of R."""
+    """The factor lambda of R, the squared distance of the anchor language's hidden states from those of the initial
+    encoder."""
 
 
 class FrozenInitialEncoder:

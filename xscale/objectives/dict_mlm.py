@@ -42,12 +42,14 @@ from xscale.recipe import STRICT
 class DictMlmOptions(mlm.MaskedOptions):
     in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"dict_share"}
     whole_word: bool = True
-    """Choose whole words. If false, tokens are chosen one by one, and a word is translated only if all its tokens were
-    chosen."""
+    """true: whole words are chosen. false: tokens are chosen one by one, and a word is translated only if all its
+    tokens were chosen."""
     synonym: Literal["input", "label"] = "input"
-    """The translation replaces the tokens that the model sees (input), or the tokens that it predicts (label)."""
+    """Where the translation of a chosen word stands: in place of the tokens that the model sees (input), or in place of
+    the tokens that the model predicts (label)."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The share of the selected words with a translation that use it. `synonym` says how."""
+    """The share of the chosen words for which the translation is used, among the chosen words that have a
+    translation."""
 
 
 _USE = rng.key("dict_mlm", "use")

@@ -25,14 +25,15 @@ class MaskedOptions:
 
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob"})
     mask_prob: Fraction = 0.15
-    """Fraction of the maskable tokens that is predicted."""
+    """The share of the tokens, without special tokens, that is predicted."""
     whole_word: bool = False
-    """Choose whole words and mask all their tokens."""
+    """true: whole words are chosen, and all their tokens are predicted; false: tokens are chosen one by one."""
     language_embeddings: bool = False
-    """Add an embedding of the language to every token (XLM). The embeddings are in the model's token-type table."""
+    """true: the model adds an embedding of the language to every token (XLM). The embeddings are in the model's
+    token-type table."""
     language_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of the sequences that get the neutral embedding (token type 0) instead of language embeddings, so that the
-    model also learns to read text without token types and in other languages."""
+    """The share of the sequences that get the neutral embedding (token type 0) instead of language embeddings, so that
+    the model also learns to read text without token types and text in other languages."""
 
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: CollateContext) -> StreamBatch:

@@ -60,30 +60,33 @@ class PpaOptions:
     temperature: PositiveFloat = 0.05
     """The temperature tau of the contrastive loss."""
     pooling: Literal["cls", "mean"] = "cls"
-    """Sentence vector: the state of [CLS] (the paper), or the mean over the ordinary tokens (its footnote 1)."""
+    """The sentence vector: cls is the hidden state of [CLS] (the paper), mean is the mean over all tokens but the
+    special ones (the paper's footnote 1)."""
     queue_size: Count = 32000
-    """Size K of the queue, at least the stream's samples per step."""
+    """The number K of vectors in the queue. The queue must hold at least the stream's samples of one step."""
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
-    """Momentum m of the key encoder."""
+    """The momentum m of the key encoder, a moving average of the trained encoder."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Value to which m rises over the run along half a cosine (BYOL, Grill et al. 2020), so that the key encoder moves
-    fast at first and slowly at the end; null: m does not change."""
+    """The value to which m rises over the run along half a cosine (BYOL, Grill et al. 2020), so that the key encoder
+    changes fast at first and slowly at the end; null: m stays constant."""
     projection: Count = 300
-    """Width of z."""
+    """The width of z, the projected sentence vector that the contrastive loss compares."""
     normalize_z: bool = True
-    """L2-normalise z, as MoCo does."""
+    """true: z is L2-normalised, as in MoCo."""
     prefill: bool = True
-    """Fill the queue from the momentum encoder before the first step; otherwise it fills during training."""
+    """true: the key encoder fills the queue before the first step; false: the queue fills during training."""
     momentum_eval: bool = False
-    """Run the key encoder without dropout."""
+    """true: the key encoder runs without dropout."""
     moco_weight: NotNegative = 1.0
-    """Factor of L_MoCo; 0: not computed, no momentum encoder (Table 5, -MoCo)."""
+    """The factor of the contrastive loss L_MoCo. 0: the loss is not computed, and there is no key encoder (-MoCo in
+    Table 5 of the paper)."""
     tlm_weight: NotNegative = 1.0
-    """Factor of L_TLM; 0: not computed (Table 5, -TLM)."""
+    """The factor of L_TLM. 0: the loss is not computed (-TLM in Table 5 of the paper)."""
     replace_tlm_with_mlm: bool = False
-    """Mask and encode each side alone (Table 5, repl TLM w/ MLM). `tlm_weight` is then the factor of MLM."""
+    """true: the two sentences of a pair are masked and encoded separately (repl TLM w/ MLM in Table 5 of the paper).
+    `tlm_weight` is then the factor of the MLM loss."""
     mask_prob: Fraction = 0.15
-    """Fraction of the maskable tokens that is predicted."""
+    """The share of the tokens, without special tokens, that is predicted."""
 
     @model_validator(mode="after")
     def check_combination(self) -> Self:

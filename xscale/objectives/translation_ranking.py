@@ -29,9 +29,10 @@ class TranslationRankingOptions:
     temperature: PositiveFloat = 0.05
     """The temperature tau of the softmax over the sentences of the step."""
     margin: NotNegative = 0.3
-    """The margin m. A sentence must be nearer to its translation than to other sentences by at least m."""
+    """The margin m: the cosine of a sentence and its translation should exceed the cosine of the sentence and any other
+    sentence by at least m."""
     pooling: Literal["cls", "mean"] = "mean"
-    """Sentence vector: the mean over the ordinary tokens, or the state of [CLS]."""
+    """The sentence vector: mean is the mean over all tokens but the special ones, cls is the hidden state of [CLS]."""
 
 
 def sample_count_problem(options: TranslationRankingOptions, samples: int) -> str | None:

@@ -34,7 +34,7 @@ from xscale.recipe import STRICT
 class WordContrastOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"temperature"})
     temperature: PositiveFloat = 0.1
-    """The temperature tau of the softmax over the linked words of the step."""
+    """The temperature tau of the softmax over the aligned words of the step."""
 
 
 def collate(samples: list[list[Example]], options: WordContrastOptions, context: CollateContext) -> StreamBatch:
