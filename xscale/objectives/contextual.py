@@ -41,7 +41,7 @@ class ContextualOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"anchor_weight"})
     anchor: str | None = "en"
     """The anchor language, whose hidden states stay near those of the initial encoder. Every pair must have a sentence
-    in this language. null: the first language of each pair."""
+    in the anchor language. null: the first language of each pair."""
     anchor_weight: NotNegative = 1.0
     """The factor lambda of R, the squared distance of the anchor language's hidden states from those of the initial
     encoder."""
