@@ -15,9 +15,8 @@ from xscale.data.lexicon import Lexicon, is_withheld, load_lexicon, without_with
 from xscale.data.sample import sample_records
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
-from xscale.eval import in_training as evals
 from xscale.eval import run
-from xscale.eval.alignment_score import ProbeWords, build_probes, language_tokens, trained_tokens
+from xscale.eval.alignment_score import ProbeWords, build_probes, find_probes, language_tokens, trained_tokens
 from xscale.models.build import build_encoder
 from xscale.ranks import HostGroup
 
@@ -202,7 +201,7 @@ def test_ranks_count_tokens_together_and_show_progress(demo: Path, monkeypatch: 
 
     def targets(host_group: HostGroup) -> dict[str, list[int]]:
         noted.clear()
-        found = evals.find_probes(loader.corpus, host_group, noted.append)
+        found = find_probes(loader.corpus, host_group, noted.append)
         return {name: probe["trained"].targets_C.tolist() for name, probe in found.items()}
 
     monkeypatch.setattr(sample, "_CHUNK", 100)
@@ -233,7 +232,7 @@ def test_too_few_words_have_no_score(
         )
         caplog.clear()
         with caplog.at_level("INFO"):
-            found = evals.find_probes(loader.corpus, HostGroup(), lambda doing: None)["en-xx"]
+            found = find_probes(loader.corpus, HostGroup(), lambda doing: None)["en-xx"]
         assert (
             f"alignment/en-xx is left out: only {len(found['withheld'].queries)} withheld words" in caplog.text
         ) == noted

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,7 +84,7 @@ def test_masks_depend_on_the_number_of_a_pair_alone(
     assert numbers[0]["targets"] == numbers[1]["targets"]
 
 
-def test_pairs_of_about_one_length_share_a_row(hf: Path, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_share_a_row(hf: Path, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers are those of rows of one pair each."""
     model = ExportedModel(hf)
     (source,) = find_sources([demo / "heldout"])
@@ -102,7 +101,9 @@ def test_pairs_of_about_one_length_share_a_row(hf: Path, demo: Path, monkeypatch
     monkeypatch.setattr(heldout, "ROW", 1)
     alone = heldout.evaluate(model, source, 60)
     assert len(rows) == 1 + rows[0] and together == pytest.approx(alone, rel=1e-6)
-    intervals = [bootstrap.intervals({"": scores})[""]["tlm_loss"] for scores in (together, alone)]
+    intervals = [
+        bootstrap.intervals({"heldout": {"": scores}})["heldout"][""]["tlm_loss"] for scores in (together, alone)
+    ]
     assert intervals[0] == pytest.approx(intervals[1], rel=1e-6)
 
 
@@ -156,9 +157,7 @@ def test_text_in_a_language_that_the_model_lacks_is_measured(
     with torch.no_grad():
         states = [plain(**tokenizer.hf(text, return_tensors="pt")).last_hidden_state[0, 1:-1] for text in texts]
     expected = torch.stack([torch.nn.functional.normalize(state.mean(0), dim=0) for state in states])
-    (of_xx,), (of_en,) = (
-        retrieval.embed_sentences(model, texts, n, retrieval.make_variants(model)).values() for n in (0, 2)
-    )
+    (of_xx,), (of_en,) = (retrieval.embed_sentences(model, texts, name, ["mean"]).values() for name in ("xx", "en"))
     torch.testing.assert_close(of_xx, expected, rtol=0, atol=1e-5)
     assert (of_en - expected).abs().max() > 0.01
 
@@ -361,15 +360,3 @@ def test_retrieval_on_real_text(measure: Measure, real: Path, tmp_path: Path, wr
     same_as_the_reference(scores, tmp_path / "hf", texts, ("de", "en"), ties=2)
     accuracy = {name: of_row["accuracy"] for name, of_row in scores.items()}
     assert accuracy["de-en mean cosine layer 0"] > 0.02 > accuracy["de-en mean cosine layer 3"]
-
-
-def test_rows_are_named_by_what_is_asked_for() -> None:
-    """The same for models with other defaults and numbers of layers."""
-
-    def names(pooling: str, num_layers: int, *asked: Any) -> list[str]:
-        model: Any = SimpleNamespace(pooling=pooling, num_layers=num_layers)
-        return [variant.name for variant in retrieval.make_variants(model, *asked)]
-
-    for asked in ((["mean"], [8]), (["mean"], [-1, 7]), (None, [-1]), (["cls", "mean"], [0, -2])):
-        assert names("mean", 8, *asked) == names("cls", 12, *asked)
-    assert names("mean", 8, ["mean"], [8]) == ["mean layer 8"] and names("cls", 8) == [""]

@@ -19,7 +19,7 @@ from tests.rows import one_thread  # noqa: F401
 from tests.test_readme import commands
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval import aer, retrieval, run, tasks
+from xscale.eval import aer, retrieval, run
 from xscale.eval.model import ExportedModel
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -77,10 +77,10 @@ def test_nearest_is_a_sort_of_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_plain_lines_are_read_as_shards_are(
-    command: Command, demo: Path, tmp_path: Path, write_pairs: Callable[..., None]
+    command: Command, demo: Path, tmp_path: Path, write_pairs: Callable[..., None], capsys: Any
 ) -> None:
-    """Files of FLORES, NTREX and Tatoeba; pairs with English alone unless all are asked for; a language is known under
-    every spelling; files that differ in their lines are named."""
+    """Files of FLORES, NTREX and Tatoeba; pairs with English alone; a language is known under every spelling; files
+    that differ in their lines are named."""
     lines = {"eng_Latn": sentences(demo, 0)[:40], "deu_Latn": sentences(demo, 1)[:40]}
     lines["fra_Latn"] = lines["deu_Latn"][::-1]
     (tmp_path / "flores").mkdir()
@@ -89,13 +89,14 @@ def test_plain_lines_are_read_as_shards_are(
     task = ("--task", "retrieval", "--texts", tmp_path)
     code, found = command(*task)
     assert code == 0 and list(found["results"]["retrieval"]) == ["deu_Latn-eng_Latn", "eng_Latn-fra_Latn"]
-    assert len(command(*task, "--pairs", "all")[1]["results"]["retrieval"]) == 3
     files = [tmp_path / "flores" / f"{language}.devtest" for language in ("eng_Latn", "deu_Latn")]
     write_pairs(*files, tmp_path / "shards", "--langs", "en", "de")
     shards = command("--task", "retrieval", "--data", tmp_path / "shards")[1]["results"]["retrieval"]["de-en"]
     plain = found["results"]["retrieval"]["deu_Latn-eng_Latn"]
     assert (plain["accuracy"], plain["sentences"]) == (shards["accuracy"], 40)
     assert command(*task, "--limit", 7)[1]["results"]["retrieval"]["deu_Latn-eng_Latn"]["sentences"] == 7
+    (tmp_path / "flores" / "deu_Latn.devtest").write_text("one line\n")
+    assert command(*task)[0] == 2 and "deu_Latn.devtest has 1 lines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_plain_lines_are_read_as_shards_are(
 def test_names_of_parallel_files(tmp_path: Path, names: list[str], found: dict[str, list[str]]) -> None:
     for name in names:
         (tmp_path / name).touch()
-    read = tasks.find_parallel_files(tmp_path)
+    read = run.find_parallel_files(tmp_path)
     assert {Path(name).name: sorted(files) for name, files in read.items()} == found
 
 
@@ -244,7 +245,7 @@ def test_real_gold(real: Path) -> None:
     [
         (("aer",), "--aer en-es FILE.tsv"),
         (("aer", "--aer", "en-es"), "--aer en-es: .*FILE.tsv"),
-        (("retrieval",), "--data is missing"),
+        (("retrieval",), r"--data \(not given\) has no sentence pairs"),
         (("retrieval", "--texts", "nowhere"), "--texts nowhere: no parallel text"),
         (("retrieval", "--suite", "all"), "--suite is no longer part of xscale"),
     ],

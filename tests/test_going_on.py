@@ -44,7 +44,7 @@ from xscale.data.packed_row import Tokens
 from xscale.data.shards import find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval import hf_directory, retrieval
+from xscale.eval import retrieval
 from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.sentence_files import SentenceVectors, choose_vectors, read_modules, read_pooling
 from xscale.models.build import build_encoder, longest_sequence, xscale_field
@@ -525,9 +525,7 @@ def test_an_export_loads_with_transformers_4(ended: tuple[StepModule, Path, Path
     lm = make("modernbert", torch.float32).lm
     for rope in lm.config.rope_parameters.values():
         rope["rope_theta"] = 80_000.0
-    hf_directory.write_directory(
-        tmp_path / "hf", lm, {}, demo / "tokenizer", SentenceVectors("mean", "asked for"), "modernbert"
-    )
+    export.write_directory(tmp_path / "hf", lm, {}, demo / "tokenizer", SentenceVectors("mean", "asked for"))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["global_rope_theta"] == config["local_rope_theta"] == 80_000.0
     again = AutoConfig.from_pretrained(tmp_path / "hf")
@@ -565,7 +563,7 @@ def test_the_first_layers_are_exported(ended: tuple[StepModule, Path, Path], dem
     cut = ExportedModel(tmp_path / "hf")
     assert whole.num_layers == 2 and cut.num_layers == 1 and cut.headless
     texts = read_texts(source, 50)
-    (of_whole,) = retrieval.evaluate(whole, texts, source.langs, retrieval.make_variants(whole, layers=[1])).values()
+    (of_whole,) = retrieval.evaluate(whole, texts, source.langs, layers=[1]).values()
     (of_cut,) = retrieval.evaluate(cut, texts, source.langs).values()
     assert of_whole == of_cut
     card = ModelCard.load(tmp_path / "hf" / "README.md")
@@ -579,9 +577,9 @@ def test_the_first_layer_of_every_model_type_is_its_state_or_refused(kind: str, 
     lm = make(kind, torch.float32).lm
     if kind == "modernbert":
         with pytest.raises(UserError, match=r"--layers 1: .*modernbert"):
-            hf_directory.first_layers(lm, 1)
+            export.first_layers(lm, 1)
         return
-    hf_directory.first_layers(lm, 1).base_model.save_pretrained(tmp_path)
+    export.first_layers(lm, 1).base_model.save_pretrained(tmp_path)
     assert is_read_alike(lm, tmp_path, 1)
 
 
@@ -705,12 +703,11 @@ def test_sentence_transformers_makes_our_vectors(
     sides = []
     for side in (0, 1):
         texts = [texts[side] for texts in read_texts(source, 100)] + ["", "word " * 600]
-        (ours,) = retrieval.embed_sentences(model, texts, 0, retrieval.make_variants(model, [pooling])).values()
+        (ours,) = retrieval.embed_sentences(model, texts, "en", [pooling]).values()
         found = theirs.encode(texts, convert_to_tensor=True).cpu()
         torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
         sides.append(found[:100])
-    variants = retrieval.make_variants(model, [pooling])
-    expected = retrieval.evaluate(model, read_texts(source, 100), source.langs, variants)
+    expected = retrieval.evaluate(model, read_texts(source, 100), source.langs, [pooling])
     assert [retrieval.accuracies(*sides, "cosine", source.langs)] == [*expected.values()]
 
 

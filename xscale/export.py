@@ -2,63 +2,34 @@
 
 The directory has weights, config and tokenizer for `AutoModelForMaskedLM.from_pretrained`, the files of a
 `SentenceTransformer` (eval/sentence_files.py), the objectives' own heads (models/heads.py), and a model card
-(eval/card.py). Of a run, the newest checkpoint is exported, or with --best the best one.
+(eval/card.md). Of a run, the newest checkpoint is exported, or with --best the best one.
 """
 
 import argparse
+import copy
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import HfApi
+import yaml
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from transformers import AutoModelForMaskedLM, PreTrainedModel
 
+from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_model_of_run
+from xscale.data.tokenizer import transformers_tokenizer
 from xscale.errors import UserError, check_arguments, report_error
-from xscale.eval.card import checkpoint_card
-from xscale.eval.hf_directory import check_new_directory, write_directory
 from xscale.eval.retrieval import POOLINGS
-from xscale.eval.sentence_files import choose_vectors
+from xscale.eval.sentence_files import SentenceVectors, choose_vectors, write_json, write_vector_files
+from xscale.models.build import longest_sequence, xscale_field
+from xscale.models.heads import SavedHeads, save_heads
 
-
-def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
-    """Export a checkpoint, or a run's newest checkpoint, and return its path. best: export the run's best checkpoint.
-    pooling: how sentence vectors are pooled; None: see choose_vectors. layers: the number of first layers to export,
-    without heads; None: export the whole model. Raises UserError."""
-    path = find_best(source) if best else checkpoints.resolve_checkpoint(source)
-    check_new_directory(out)
-    lm, heads = load_model_of_run(path)
-    checkpoint = checkpoints.read_checkpoint(path)
-    vectors = choose_vectors(checkpoint.identity["recipe"], pooling, layers)
-    card = checkpoint_card(checkpoint, lm.config, out.resolve().name, vectors, layers)
-    write_directory(out, lm, heads, path / checkpoints.HF, vectors, str(path), card, layers)
-    print(f"sentence vectors: {vectors.pooling} pooling, {vectors.reason}")
-    return path
-
-
-def push(folder: Path, repo: str) -> None:
-    """Upload an export to the hub's repository `repo`, which is created as private if needed. Raises UserError."""
-    api = HfApi(library_name="xscale")
-    try:
-        api.create_repo(repo, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Export of xscale")
-    except Exception as error:  # the hub's HTTP library, and so its exceptions, differ between versions
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"--push {repo}: {reason}; {folder} is complete: log in by `hf auth login` if you are not, then run "
-            f"`hf upload --private {repo} {folder}`"
-        ) from None
-
-
-def find_best(run: Path) -> Path:
-    """Return the directory of the run's checkpoint with the best value of checkpoint.best. Raises UserError."""
-    named = run / "checkpoints" / checkpoints.BEST
-    if not named.is_file():
-        raise UserError(
-            f"--best: {named} does not exist; only a run whose recipe sets checkpoint.best has it. Leave --best out to "
-            f"export the newest checkpoint"
-        )
-    return checkpoints.resolve_checkpoint(named.with_name(named.read_text(encoding="utf-8").strip()))
+CARD_TEMPLATE = Path(__file__).parent / "eval" / "card.md"
+OLDEST = {"modernbert": "4.48"}
+"""{type of a model: the oldest version of transformers that has the type}. Other types are in version 4.0."""
 
 
 def main() -> int:
@@ -85,6 +56,149 @@ def main() -> int:
     except (UserError, OSError) as error:
         return report_error(error)
     return 0
+
+
+def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
+    """Export a checkpoint, or a run's newest checkpoint, and return its path. best: export the run's best checkpoint.
+    pooling: how sentence vectors are pooled; None: see choose_vectors. layers: the number of first layers to export,
+    without heads; None: export the whole model. Raises UserError."""
+    path = find_best(source) if best else checkpoints.resolve_checkpoint(source)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not an empty directory; choose another, or remove it")
+    files.check_writable(out)
+    lm, heads = load_model_of_run(path)
+    checkpoint = checkpoints.read_checkpoint(path)
+    vectors = choose_vectors(checkpoint.identity["recipe"], pooling, layers)
+    card = checkpoint_card(checkpoint, lm.config, out.resolve().name, vectors, layers)
+    if layers is not None:
+        lm = first_layers(lm, layers).base_model
+        heads = {}
+    write_directory(out, lm, heads, path / checkpoints.HF, vectors, card)
+    print(f"sentence vectors: {vectors.pooling} pooling, {vectors.reason}")
+    return path
+
+
+def find_best(run: Path) -> Path:
+    """Return the directory of the run's checkpoint with the best value of checkpoint.best. Raises UserError."""
+    named = run / "checkpoints" / checkpoints.BEST
+    if not named.is_file():
+        raise UserError(
+            f"--best: {named} does not exist; only a run whose recipe sets checkpoint.best has it. Leave --best out to "
+            f"export the newest checkpoint"
+        )
+    return checkpoints.resolve_checkpoint(named.with_name(named.read_text(encoding="utf-8").strip()))
+
+
+def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """Return a copy of the first layers of a model. The copy's masked-LM head is meaningless. Raises UserError."""
+    config = copy.deepcopy(lm.config)
+    last = config.num_hidden_layers
+    if not 1 <= layers <= last:
+        raise UserError(f"--layers {layers}: the model has layers 1 to {last}; choose one of these numbers")
+    if hasattr(lm.base_model, "final_norm"):
+        raise UserError(
+            f"--layers {layers}: a model of type {config.model_type} changes the states after its last layer, so its "
+            f"first layers alone give other states; export all layers, and evaluate with --layer {layers}"
+        )
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    first = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
+    missing, _ = first.load_state_dict(lm.state_dict(), strict=False)
+    assert not [name for name in missing if not name.endswith("position_ids")], missing
+    return first
+
+
+def write_directory(
+    out: Path,
+    lm: PreTrainedModel,
+    heads: dict[str, SavedHeads],
+    tokenizer_path: str | Path,
+    vectors: SentenceVectors,
+    card: ModelCard | None = None,
+) -> None:
+    """Write a model, its heads, its tokenizer, its card and the files of sentence-transformers."""
+    config: Any = lm.config
+    longest = longest_sequence(config)
+    tokenizer = transformers_tokenizer(tokenizer_path)
+    tokenizer.model_max_length = longest
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    if xscale_field(config, str(out)).get("segments"):  # token types are a pair's two sentences, not languages
+        tokenizer.model_input_names.insert(1, "token_type_ids")
+    with files.publish(out) as partial:
+        lm.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        rename_fields_for_transformers_4(partial)
+        save_heads(heads, partial)
+        write_vector_files(partial, vectors, config, longest)
+        if card:
+            card.save(partial / "README.md")
+        files.apply_umask(partial)
+
+
+def rename_fields_for_transformers_4(folder: Path) -> None:
+    """Write the tokenizer's class, and the base of ModernBERT's rotary embeddings, under the names that transformers 4
+    reads. Transformers 5 reads them, too."""
+    path = folder / "tokenizer_config.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    if tokenizer.get("tokenizer_class") == "TokenizersBackend":
+        write_json(path, tokenizer | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config["model_type"] == "modernbert":
+        config["global_rope_theta"] = config["rope_parameters"]["full_attention"]["rope_theta"]
+        config["local_rope_theta"] = config["rope_parameters"]["sliding_attention"]["rope_theta"]
+        write_json(path, config)
+
+
+def checkpoint_card(
+    checkpoint: checkpoints.Checkpoint, config: Any, name: str, vectors: SentenceVectors, layers: int | None
+) -> ModelCard:
+    """Return the model card of an exported checkpoint. config: the model's configuration. name: the export's name.
+    layers: the number of first layers in the export; None: all."""
+    recipe = checkpoint.identity["recipe"]
+    init = recipe["model"]["init"]
+    is_on_hub = init and not Path(init).exists() and files.may_exist(init)
+    objectives = sorted({stream["objective"] for stream in recipe["streams"].values()})
+    header = ModelCardData(
+        language=config.xscale["languages"][1:],
+        license="unknown",
+        library_name="transformers",
+        pipeline_tag="feature-extraction" if layers else "fill-mask",
+        base_model=init if is_on_hub else None,
+        model_name=name,
+        tags=["xscale", "sentence-transformers", "feature-extraction", *objectives],
+    )
+    return ModelCard.from_template(
+        header,
+        str(CARD_TEMPLATE),
+        name=name,
+        languages=header.language,
+        objectives=objectives,
+        layers=layers,
+        vectors=vectors,
+        oldest=OLDEST.get(config.model_type, "4.0"),
+        sources=checkpoint.sources,
+        data=checkpoint.identity["data"],
+        steps=f"{checkpoint.step:,}",
+        init=init,
+        settings=yaml.safe_dump(recipe, sort_keys=False),
+        max_length=longest_sequence(config),
+    )
+
+
+def push(folder: Path, repo: str) -> None:
+    """Upload an export to the hub's repository `repo`, which is created as private if needed. Raises UserError."""
+    api = HfApi(library_name="xscale")
+    try:
+        api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Export of xscale")
+    except Exception as error:  # the hub's HTTP library, and so its exceptions, differ between versions
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"--push {repo}: {reason}; {folder} is complete: log in by `hf auth login` if you are not, then run "
+            f"`hf upload --private {repo} {folder}`"
+        ) from None
 
 
 if __name__ == "__main__":

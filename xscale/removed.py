@@ -30,6 +30,7 @@ FLAGS: dict[str, str] = {
     "--parts": "give each job its own --task and --out",
     "--part": "give each job its own --task and --out",
     "--card": "`huggingface_hub.metadata_update` adds scores to a model's card",
+    "eval.run --pairs": "pairs with English are measured; of a folder of --texts without English, all pairs",
     "--mteb": "an export is a sentence-transformers model: `mteb run -m HF_DIR -t TASK`",
     "--mining": "sentence-transformers' `paraphrase_mining`, or mteb's BUCC task",
     "--mining_dev": "mteb's BUCC task sets its own threshold",

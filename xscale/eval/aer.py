@@ -34,7 +34,6 @@ from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import ExportedModel, Scores
 from xscale.eval.retrieval import ALL, layer_numbers, layer_states, make_stream_batch
 
-BATCH = 32
 THRESHOLD = 1e-3
 """The minimum probability of a softmax link, as in awesome-align."""
 LINK = re.compile(r"([0-9]{1,6})([-p])([0-9]{1,6})")
@@ -70,6 +69,30 @@ def softmax_links(x_IH: Tensor, y_JH: Tensor) -> Tensor:
 METHODS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"argmax": argmax_links, "softmax": softmax_links}
 
 
+def evaluate(
+    model: ExportedModel, gold: Sequence[LinkedPair], langs: Sequence[str], layers: Sequence[str | int] = (ALL,)
+) -> dict[str, Scores]:
+    """Return {`METHOD layer N`: scores}. The scores are the error rates, the number of pairs, and the number `cut` of
+    pairs with a truncated sentence. gold: pairs with links made by hand."""
+    numbers = layer_numbers(layers, model)
+    predicted: dict[str, list[Links]] = {}
+    for method, layer in product(METHODS, numbers):
+        predicted[f"{method} layer {layer}"] = []
+    truncated = 0
+    for pair in gold:
+        x = encode_sentence(model, pair.words[0], langs[0], numbers)
+        y = encode_sentence(model, pair.words[1], langs[1], numbers)
+        truncated += x.is_truncated or y.is_truncated
+        for method, (place, layer) in product(METHODS, enumerate(numbers)):
+            links: Links = set()
+            if x.words and y.words:
+                is_linked_IJ = METHODS[method](x.states_LTH[place], y.states_LTH[place])
+                links = {(x.words[i], y.words[j]) for i, j in is_linked_IJ.nonzero().tolist()}
+            predicted[f"{method} layer {layer}"].append(links)
+    counts = {"sentences": len(gold), "cut": truncated}
+    return {name: error_rates(links_of_pairs, gold) | counts for name, links_of_pairs in predicted.items()}
+
+
 @dataclass(frozen=True)
 class EncodedSentence:
     states_LTH: Tensor
@@ -79,53 +102,17 @@ class EncodedSentence:
     """True if the sentence has more tokens than the model has positions, so that its last tokens are left out."""
 
 
-def evaluate(
-    model: ExportedModel, gold: Sequence[LinkedPair], langs: Sequence[str], layers: Sequence[str | int] = (ALL,)
-) -> dict[str, Scores]:
-    """Return {`METHOD layer N`: scores}. The scores are the error rates, the number of pairs, and the number `cut` of
-    pairs with a truncated sentence. gold: pairs with links made by hand."""
-    numbers = layer_numbers(layers, model)
-    predicted: dict[str, list[Links]] = {}
-    truncated = 0
-    for start in range(0, len(gold), BATCH):
-        batch = gold[start : start + BATCH]
-        first_sides = encode_sentences(model, batch, 0, langs[0], numbers)
-        second_sides = encode_sentences(model, batch, 1, langs[1], numbers)
-        for x, y in zip(first_sides, second_sides, strict=True):
-            truncated += x.is_truncated or y.is_truncated
-            for method, place in product(METHODS, range(len(numbers))):
-                links: Links = set()
-                if x.words and y.words:
-                    is_linked_IJ = METHODS[method](x.states_LTH[place], y.states_LTH[place])
-                    links = {(x.words[i], y.words[j]) for i, j in is_linked_IJ.nonzero().tolist()}
-                predicted.setdefault(f"{method} layer {numbers[place]}", []).append(links)
-    counts = {"sentences": len(gold), "cut": truncated}
-    return {name: error_rates(links_of_pairs, gold) | counts for name, links_of_pairs in predicted.items()}
-
-
-def encode_sentences(
-    model: ExportedModel, pairs: Sequence[LinkedPair], side: int, language: str, layers: Sequence[int]
-) -> list[EncodedSentence]:
-    """Return one sentence of each pair, encoded. side: 0 for the first sentences, 1 for the second."""
+def encode_sentence(model: ExportedModel, words: list[str], language: str, layers: Sequence[int]) -> EncodedSentence:
+    """Return the hidden states of the tokens of a sentence, given its words."""
+    ids_T: list[int] = []
+    word_T: list[int] = []
+    for word, tokens in enumerate(model.tokenizer.encode_inside(words)):
+        ids_T += tokens
+        word_T += [word] * len(tokens)
     longest = model.max_length - 2
-    ids: list[list[int]] = []
-    words: list[list[int]] = []
-    lengths: list[int] = []
-    for pair in pairs:
-        ids_T: list[int] = []
-        word_T: list[int] = []
-        for word, tokens in enumerate(model.tokenizer.encode_inside(pair.words[side])):
-            ids_T += tokens
-            word_T += [word] * len(tokens)
-        ids.append(ids_T[:longest])
-        words.append(word_T)
-        lengths.append(len(ids[-1]))
-    batch = make_stream_batch(model, ids, model.language_ids([language])[language], ["tokens"])
-    states_LNH = torch.stack(layer_states(model, batch, layers)).cpu()
-    encoded = []
-    for states_LTH, word_T in zip(states_LNH.split(lengths, 1), words, strict=True):
-        encoded.append(EncodedSentence(states_LTH, word_T[:longest], len(word_T) > longest))
-    return encoded
+    batch = make_stream_batch(model, [ids_T[:longest]], language, ["tokens"])
+    states_LTH = torch.stack(layer_states(model, batch, layers)).cpu()
+    return EncodedSentence(states_LTH, word_T[:longest], len(ids_T) > longest)
 
 
 def error_rates(predicted: Sequence[Links], gold: Sequence[LinkedPair]) -> Scores:
@@ -152,7 +139,6 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
     lines = read_plain_lines(text)
     separator = "\t"
     form = "sentence<TAB>sentence<TAB>links"
-    link_lines: list[str] | None = None
     if links is not None:
         separator = "|||"
         form = "sentence ||| sentence"
@@ -161,25 +147,22 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
             raise UserError(
                 f"{links} has {len(link_lines):,} lines, {text} has {len(lines):,}; give a line of links for each pair"
             )
+        lines = list(map("|||".join, zip(lines, link_lines, strict=True)))
     rows: list[list[list[str]]] = []
     first = 1
     for number, line in enumerate(lines, start=1):
-        cells = line.split(separator)
-        if link_lines is not None:
-            cells.append(link_lines[number - 1])
-        sides = [split_words(cell) for cell in cells]
-        if len(cells) != 3 or not sides[0] or not sides[1]:
+        row = [re.findall("[^ \t]+", cell) for cell in line.split(separator)]  # U+3000 can be a word of Japanese text
+        if len(row) != 3 or not row[0] or not row[1]:
             raise UserError(f"{text}: line {number}: {line[:60]!r} is not `{form}`; fix the line")
-        rows.append(sides)
-        for link in sides[2]:
-            if "0" in re.split("[-p]", link):
-                first = 0
+        rows.append(row)
+        if re.search("(?<![0-9])0(?![0-9])", " ".join(row[2])):
+            first = 0
     pairs: list[LinkedPair] = []
     is_clear = first == 0
-    for number, sides in enumerate(rows, start=1):
-        pair = parse_linked_pair(sides, first, f"{links or text}: line {number}")
+    for number, row in enumerate(rows, start=1):
+        pair = parse_linked_pair(row, first, f"{links or text}: line {number}")
         for i, j in pair.possible:
-            is_clear = is_clear or i + 1 == len(sides[0]) or j + 1 == len(sides[1])
+            is_clear = is_clear or i + 1 == len(row[0]) or j + 1 == len(row[1])
         pairs.append(pair)
     if not is_clear:
         raise UserError(
@@ -193,27 +176,22 @@ def read_plain_lines(path: Path) -> list[str]:
     return [line for _, line in read_lines(path)]
 
 
-def parse_linked_pair(sides: list[list[str]], first: int, place: str) -> LinkedPair:
-    """Return a pair with its links. sides: the words of the first sentence, the words of the second, and links such as
+def parse_linked_pair(row: list[list[str]], first: int, place: str) -> LinkedPair:
+    """Return a pair with its links. row: the words of the first sentence, the words of the second, and links such as
     0-0 and 1p2. first: the number of the first word. place: the links' file and line, for errors. Raises UserError."""
-    pair = LinkedPair((sides[0], sides[1]), set(), set())
-    for link in sides[2]:
+    pair = LinkedPair((row[0], row[1]), set(), set())
+    for link in row[2]:
         match = LINK.fullmatch(link)
         if not match:
             raise UserError(f"{place}: {link!r} is not a link; write i-j, or ipj for a possible link")
         i = int(match[1]) - first
         j = int(match[3]) - first
-        if not (0 <= i < len(sides[0]) and 0 <= j < len(sides[1])):
+        if not (0 <= i < len(row[0]) and 0 <= j < len(row[1])):
             raise UserError(
-                f"{place}: link {link} does not fit sentences of {len(sides[0])} and {len(sides[1])} words, counted "
-                f"from {first}; fix the line"
+                f"{place}: link {link} does not fit sentences of {len(row[0])} and {len(row[1])} words, counted from "
+                f"{first}; fix the line"
             )
         pair.possible.add((i, j))
         if match[2] == "-":
             pair.sure.add((i, j))
     return pair
-
-
-def split_words(text: str) -> list[str]:
-    """Return the words of a text, which spaces and tabs alone separate. U+3000 can be a word of Japanese text."""
-    return [word for word in re.split("[ \t]+", text) if word]

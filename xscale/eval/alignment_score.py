@@ -9,17 +9,19 @@ its token is in no entry that objectives read. Otherwise it counts as trained, e
 Shape letters: P entries of the dictionary, Q query tokens, C tokens of the other language, H width, V vocabulary.
 """
 
-import sys
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xscale.data.corpus import Corpus, languages_of
 from xscale.data.lexicon import Lexicon, load_lexicon, without_withheld
 from xscale.data.sample import sample_texts
 from xscale.data.scripts import find_spellings
@@ -27,9 +29,15 @@ from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.model import ExportedModel, Scores
+from xscale.metric_keys import MetricKey
+from xscale.ranks import HostGroup
+from xscale.step.zero import whole_weight
 
+LOG = logging.getLogger("xscale")
 FEWEST = 20
 """The fewest query words for which a score is computed."""
+METRICS = {"withheld": "alignment", "trained": "alignment_trained"}
+"""{kind of words: the metric of a run with their score}."""
 _CHUNK = 1024
 
 
@@ -70,49 +78,6 @@ AlignmentProbe = dict[str, ProbeWords]
 """{"withheld": words that no objective reads, "trained": words that objectives read}, of one dictionary."""
 
 
-def evaluate(
-    model: ExportedModel, langs: Sequence[str], sources: list[Source], lexicon_paths: list[Path], withheld_share: float
-) -> Scores:
-    """Return the alignment scores of the dictionaries of two languages, and the number of query words of each score.
-
-    sources: translations are looked for among the tokens of their texts. lexicon_paths: all dictionaries that the
-    model was trained with. withheld_share: the share of the dictionaries' entries that training withheld.
-    """
-    known = set(chain.from_iterable(source.langs for source in sources))
-    lexicons = [load_lexicon(path, model.tokenizer, known) for path in lexicon_paths]
-    measured = []
-    for lexicon in lexicons:
-        first, second = lexicon.langs
-        if {*find_spellings(first, langs), *find_spellings(second, langs)} == set(langs):
-            measured.append(lexicon)
-    if not measured:
-        raise UserError(
-            f"task alignment needs a dictionary of {' and '.join(langs)}: --lexicons PATH/{'-'.join(langs)}.txt, or "
-            f"put it into lexicon/ beside the shards"
-        )
-    tokens: dict[str, np.ndarray] = {}
-    directions: dict[str, str] = {}
-    for lexicon in measured:
-        target = lexicon.langs[1]
-        if target not in tokens:
-            tokens[target] = language_tokens(target, sources, model.tokenizer)
-        directions[lexicon.name] = "->".join(lexicon.langs)
-    scores: Scores = {}
-    for name, probe in build_probes(measured, lexicons, withheld_share, tokens).items():
-        direction = directions[name]
-        for subset, words in probe.items():
-            suffix = "" if subset == "withheld" else f" {subset}"
-            count = len(words.queries)
-            score = words.score(model.encoder.embeddings)
-            if score is not None:
-                scores[direction + suffix] = score
-            elif count:
-                few = f"only {count} {subset} words have one token, and {FEWEST} are needed"
-                print(f"alignment {name}: no score, since {few}; use a tokenizer with whole words", file=sys.stderr)
-            scores[f"words{suffix}"] = scores.get(f"words{suffix}", 0) + count
-    return scores
-
-
 def build_probes(
     lexicons: Sequence[Lexicon], trained: Sequence[Lexicon], withheld_share: float, tokens: Mapping[str, np.ndarray]
 ) -> dict[str, AlignmentProbe]:
@@ -133,10 +98,14 @@ def build_probes(
         targets_C = np.union1d(tokens[group[0].langs[1]], pairs_P2[:, 1])
         read = np.concatenate([read_tokens[lexicon] for lexicon in (*trained, *group)])
         is_trained = np.isin(pairs_P2[:, 0], read)
-        probes[name] = {
-            "withheld": ProbeWords(pairs_P2[~is_trained], targets_C),
-            "trained": ProbeWords(pairs_P2[is_trained], targets_C),
-        }
+        withheld = ProbeWords(pairs_P2[~is_trained], targets_C)
+        probes[name] = {"withheld": withheld, "trained": ProbeWords(pairs_P2[is_trained], targets_C)}
+        if withheld_share and len(withheld.queries) < FEWEST:
+            LOG.warning(
+                f"alignment/{name} is left out: only {len(withheld.queries)} withheld words have one token, and "
+                f"{FEWEST} are needed; give a larger dictionary, a larger share of withheld words (lexicon_heldout), "
+                f"or a tokenizer with whole words"
+            )
     return probes
 
 
@@ -151,22 +120,82 @@ def trained_tokens(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
 
 
 def language_tokens(
-    language: str,
-    sources: list[Source],
-    tokenizer: Tokenizer,
-    part: int = 0,
-    parts: int = 1,
-    note: Callable[[], None] = lambda: None,
+    language: str, sources: list[Source], tokenizer: Tokenizer, note: Callable[[], None] = lambda: None
 ) -> np.ndarray:
     """Return the ids of the tokens in a sample (data/sample.py) of a language's text, without special tokens. Without
-    text under the name `language`, text under the language's other names is read. part, parts: the index of this
-    caller, and the number of callers that share the sample. note: a function that is called before each batch, to show
-    progress."""
+    text under the name `language`, text under the language's other names is read. note: a function that is called
+    before each batch, to show progress."""
     occurs = np.zeros(tokenizer.vocab_size, dtype=bool)
-    known = sorted(set(chain.from_iterable(source.langs for source in sources)))
-    for name in find_spellings(language, known):
-        for texts in sample_texts(name, sources, part=part, parts=parts):
+    for name in find_spellings(language, sorted(languages_of(sources))):
+        for texts in sample_texts(name, sources):
             note()
             for ids in tokenizer.encode(texts):
                 occurs[ids] = True
     return np.flatnonzero(occurs & ~tokenizer.is_special)
+
+
+# The scores of an export
+
+
+def evaluate(
+    model: ExportedModel, langs: Sequence[str], sources: list[Source], lexicon_paths: list[Path], withheld_share: float
+) -> Scores:
+    """Return the alignment scores of the dictionaries of two languages, and the number of query words of each score.
+
+    sources: translations are looked for among the tokens of their texts. lexicon_paths: all dictionaries that the
+    model was trained with. withheld_share: the share of the dictionaries' entries that training withheld.
+    """
+    lexicons = [load_lexicon(path, model.tokenizer, languages_of(sources)) for path in lexicon_paths]
+    measured = []
+    tokens: dict[str, np.ndarray] = {}
+    for lexicon in lexicons:
+        source, target = lexicon.langs
+        if {*find_spellings(source, langs), *find_spellings(target, langs)} == set(langs):
+            measured.append(lexicon)
+            tokens[target] = language_tokens(target, sources, model.tokenizer)
+    if not measured:
+        raise UserError(
+            f"task alignment needs a dictionary of {' and '.join(langs)}: --lexicons PATH/{'-'.join(langs)}.txt, or "
+            f"put it into lexicon/ beside the shards"
+        )
+    directions = {lexicon.name: "->".join(lexicon.langs) for lexicon in measured}
+    scores: Scores = {}
+    for name, probe in build_probes(measured, lexicons, withheld_share, tokens).items():
+        for kind, words in probe.items():
+            suffix = "" if kind == "withheld" else f" {kind}"
+            scores[f"words{suffix}"] = scores.get(f"words{suffix}", 0) + len(words.queries)
+            score = words.score(model.encoder.embeddings)
+            if score is not None:
+                scores[directions[name] + suffix] = score
+    return scores
+
+
+# The metrics of a run
+
+
+def find_probes(corpus: Corpus, host_group: HostGroup, note: Callable[[str], None]) -> dict[str, AlignmentProbe]:
+    """Return {name of a dictionary: words to score} on rank 0, and {} on other ranks. The ranks divide the languages
+    among themselves, and all call it together."""
+    lexicons = corpus.lexicons + corpus.measured
+    languages = sorted({lexicon.langs[1] for lexicon in lexicons})
+    counts = []
+    for language in languages:
+        noted = partial(note, f"counting the tokens of the text in {language}")
+        counts.append(partial(language_tokens, language, corpus.sources, corpus.tokenizer, noted))
+    tokens = dict(zip(languages, host_group.divide_work(counts), strict=True))
+    if not host_group.is_main:
+        return {}
+    return build_probes(lexicons, corpus.lexicons, corpus.unseen, tokens)
+
+
+def alignment_metrics(engine: Any, probes: dict[str, AlignmentProbe]) -> dict[str, float]:
+    """Return {metric: alignment score of the run's embeddings} on rank 0, and {} on other ranks. All ranks call it
+    together. probes: {name of a dictionary: words to score}; {} on other ranks than 0."""
+    metrics = dict[str, float]()
+    with whole_weight(engine, engine.module.encoder.embeddings) as table:
+        for pair, probe in probes.items():
+            for kind, words in probe.items():
+                score = words.score(table)
+                if score is not None:
+                    metrics[str(MetricKey(METRICS[kind], pair))] = score
+    return metrics

@@ -20,6 +20,8 @@ AT_ONCE = 2_000_000
 """The maximum number of sentences that are drawn in one call, because the drawn sums need memory."""
 ScoresOf = Callable[[np.ndarray], dict[str, np.ndarray]]
 """A function from the sums of texts [..., C] to {name of a score: its value for each text [...]}."""
+ScoresOfTasks = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""{task: {results row: {metric: number or Score}}}."""
 
 
 class Score(float):
@@ -91,25 +93,26 @@ def p_value(difference: Score) -> float:
     return float(np.clip(2 * smaller, 1 / REPLICATES, 1))
 
 
-def only_scores(results: Any, function: Callable[[Score], list[float]]) -> Any:
-    """Return the nested mappings with function(score) in place of each Score, and without other numbers."""
-    if not isinstance(results, Mapping):
-        return function(results) if isinstance(results, Score) else None
-    mapped = {}
-    for name, value in results.items():
-        inner = only_scores(value, function)
-        if inner:
-            mapped[name] = inner
+def only_scores(
+    results: ScoresOfTasks, function: Callable[[Score], list[float]]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the results with function(score) in place of each Score, and without other numbers."""
+    mapped: dict[str, dict[str, dict[str, Any]]] = {}
+    for task, rows in results.items():
+        for row, scores in rows.items():
+            for name, score in scores.items():
+                if isinstance(score, Score):
+                    mapped.setdefault(task, {}).setdefault(row, {})[name] = function(score)
     return mapped
 
 
-def intervals(results: Any) -> Any:
-    """Return the nested mappings with [low, high] in place of each Score, and without other numbers."""
+def intervals(results: ScoresOfTasks) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the results with [low, high] in place of each Score, and without other numbers."""
     return only_scores(results, lambda score: list(score.interval))
 
 
-def resampled_scores(results: Any) -> Any:
-    """Return the nested mappings with a Score's values in resampled texts [R] in place of each Score, and without other
+def resampled_scores(results: ScoresOfTasks) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the results with a Score's values in resampled texts [R] in place of each Score, and without other
     numbers. The values are rounded to six digits."""
     return only_scores(results, lambda score: [float(f"{value:.6g}") for value in score.resampled])
 

@@ -18,6 +18,7 @@ from itertools import chain
 
 import numpy as np
 import torch
+from scipy import stats
 
 from xscale import rng
 from xscale.data.packed_row import pack_row
@@ -31,7 +32,7 @@ from xscale.objectives import Parts, tlm
 from xscale.step.module import encoder_states
 
 ROW = 64
-"""The number of pairs that are encoded at once. They have about the same length, which saves time."""
+"""The number of pairs that are encoded at once."""
 _MASKS = rng.key("heldout")
 
 
@@ -66,7 +67,7 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
         return {"tlm_loss": loss / targets, "masked_accuracy": right / targets}
 
     scores = bootstrap(sums_S3, scores_of)
-    scores["unigram_entropy"] = unigram_entropy(ids)
+    scores["unigram_entropy"] = float(stats.entropy(np.bincount(list(chain.from_iterable(ids)))))
     scores["targets"] = float(targets)
     scores["dropped"] = float(len(texts) - len(sums_S3))
     return scores
@@ -84,8 +85,8 @@ class PairContext(CollateContext):
 def sum_by_pair(
     model: ExportedModel, pairs: list[Example], langs: Sequence[str], options: tlm.TlmOptions
 ) -> np.ndarray:
-    """Return for each pair the sums over its masked tokens [S, 3]: loss in nats, right predictions, tokens. Pairs are
-    in the order of their numbers, without those that exceed the model's positions."""
+    """Return the sums over the masked tokens of each pair [S, 3]: loss in nats, right predictions, tokens. Pairs that
+    exceed the model's positions are left out."""
     context = PairContext(
         model.tokenizer,
         model.max_length,
@@ -94,12 +95,10 @@ def sum_by_pair(
         segments=model.segments,
         language_groups=tuple(langs),  # any: PairContext numbers the pairs itself
     )
-    by_length = sorted(context.fit_pairs([[pair] for pair in pairs]), key=lambda pair: sum(map(len, pair.ids)))
-    sums = np.zeros((len(pairs), 3))
-    for start in range(0, len(by_length), ROW):
-        together = by_length[start : start + ROW]
-        numbers = np.array([pair.number for pair in together])
-        stream_batch = tlm.collate([[pair] for pair in together], options, context)
+    samples = [[pair] for pair in context.fit_pairs([[pair] for pair in pairs])]
+    sums_S3 = np.zeros((len(samples), 3))
+    for start in range(0, len(samples), ROW):
+        stream_batch = tlm.collate(samples[start : start + ROW], options, context)
         row = pack_row({"tlm": stream_batch}, model.tokenizer.sep_id).to(model.device)
         states = encoder_states(model.encoder, row)["tlm"]
         losses = tlm.OBJECTIVE.loss(Parts(model.encoder), states, row.arrays["tlm"], options)
@@ -107,12 +106,5 @@ def sum_by_pair(
         _, losses_M, right_M = model.encoder.vocabulary_loss(prediction.features_MH, row.labels)
         sums_M3 = torch.stack([losses_M, right_M, torch.ones_like(losses_M)], 1).double().cpu().numpy()
         (pair_of_target_M,) = stream_batch.group_of_target.values()
-        np.add.at(sums, numbers[pair_of_target_M], sums_M3)
-    return sums[sorted(pair.number for pair in by_length)]
-
-
-def unigram_entropy(ids: list[list[int]]) -> float:
-    """Return the entropy of the tokens' frequencies in nats. ids: the texts' token ids."""
-    counts = np.bincount(list(chain.from_iterable(ids)))
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
+        np.add.at(sums_S3, start + pair_of_target_M, sums_M3)
+    return sums_S3

@@ -82,11 +82,10 @@ class ExportedModel:
         return ids
 
 
-def read_texts(source: Source, limit: int, start: int = 0, step: int = 1) -> list[tuple[str, ...]]:
-    """Return the texts of the records start, start + step, ... below `limit`: two texts for each pair of sentences."""
-    return [
-        source.read(*place).texts for place in source.locate_records(np.arange(start, min(limit, source.records), step))
-    ]
+def read_texts(source: Source, limit: int) -> list[tuple[str, ...]]:
+    """Return the texts of the first `limit` records: two texts for each pair of sentences."""
+    places = source.locate_records(np.arange(min(limit, source.records)))
+    return [source.read(*place).texts for place in places]
 
 
 def check_output_file(path: Path) -> None:

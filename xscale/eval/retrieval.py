@@ -13,12 +13,10 @@ Shape letters: N sentences of the first language, M of the second, R rows of a c
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,7 +27,6 @@ from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import ExportedModel, Scores
 from xscale.ops.alignment_gather import alignment_gather
-from xscale.ops.rank_rows import gather_rank_rows
 
 BATCH = 64
 CHUNK = 1024
@@ -43,94 +40,51 @@ ALL = "all"
 """--layer all: the embeddings' output and each layer."""
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way to make sentence vectors and to rank neighbours."""
-
-    name: str
-    """The end of the names of the variant's results rows; "" for the defaults."""
-    pooling: str
-    layer: int
-    margin: str
-
-
-def make_variants(
-    model: ExportedModel,
-    poolings: Sequence[str] | None = None,
-    layers: Sequence[str | int] = (-1,),
-    margins: Sequence[str] = MARGINS[:1],
-) -> list[Variant]:
-    """Return every combination of pooling, layer and margin. A variant's name consists of the values that the caller
-    gives, so that rows of models with other defaults and sizes have the same names. poolings: None stands for the
-    model's own. layers: numbers from either end, or ALL. Raises UserError for layers that the model lacks."""
-    variants = []
-    for pooling, layer, margin in product(poolings or [model.pooling], layer_numbers(layers, model), margins):
-        words = []
-        if poolings:
-            words.append(pooling)
-        if list(margins) != ["cosine"]:
-            words.append(margin)
-        if list(layers) != [-1]:
-            words.append(f"layer {layer}")
-        variants.append(Variant(" ".join(words), pooling, layer, margin))
-    return variants
-
-
 def layer_numbers(layers: Sequence[str | int], model: ExportedModel) -> list[int]:
     """Return the layers as numbers, also for ALL. Raises UserError for layers that the model lacks."""
     last = model.num_layers
     if ALL in layers:
         return list(range(last + 1))
-    numbers = list(map(int, layers))
-    for layer in numbers:
-        if not -last - 1 <= layer <= last:
+    known = list(map(str, range(-last - 1, last + 1)))
+    for layer in layers:
+        if str(layer) not in known:
             raise UserError(
                 f"--layer {layer}: the model has the layers 0 (embeddings) to {last}, or -1 for the last; give one"
             )
-    return numbers
+    return list(map(int, layers))
 
 
 def evaluate(
     model: ExportedModel,
     texts: Sequence[tuple[str, ...]],
     langs: Sequence[str],
-    variants: Sequence[Variant] | None = None,
+    poolings: Sequence[str] | None = None,
+    layers: Sequence[str | int] = (-1,),
+    margins: Sequence[str] = MARGINS[:1],
 ) -> dict[str, Scores]:
-    """Return {variant's name: accuracies}.
+    """Return {variant: accuracies} for every combination of pooling, layer and margin. A variant's name consists of the
+    values that the caller gives, so that rows of models with other defaults and sizes have the same names.
 
-    texts: the pairs of sentences. If several ranks evaluate together, a rank has the pairs with the numbers rank, rank
-    + ranks, ... of all pairs. variants: None stands for the default variant.
+    texts: the pairs of sentences. poolings: None stands for the model's own. layers: numbers from either end, or ALL.
+    Raises UserError for layers that the model lacks.
     """
-    variants = variants or make_variants(model)
-    language_ids = model.language_ids(langs)
+    numbers = layer_numbers(layers, model)
+    measured_poolings = poolings or [model.pooling]
     sides = []
     for side, language in enumerate(langs):
-        vectors = embed_sentences(model, [pair[side] for pair in texts], language_ids[language], variants)
-        for key, rank_vectors_NH in vectors.items():
-            vectors[key] = gather_vectors(rank_vectors_NH)
-        sides.append(vectors)
-    return compare_vectors(sides[0], sides[1], langs, variants)
-
-
-def gather_vectors(rank_vectors_NH: Tensor) -> Tensor:
-    """Return the vectors of all ranks in the order of the pairs. rank_vectors_NH: this rank's vectors of the pairs
-    rank, rank + ranks, ..."""
-    if not dist.is_initialized():
-        return rank_vectors_NH
-    vectors_NH, _ = gather_rank_rows(rank_vectors_NH.float())
-    numbers = torch.arange(len(vectors_NH))
-    by_rank = torch.argsort(numbers % dist.get_world_size(), stable=True)  # the pairs of one rank follow one another
-    return vectors_NH[by_rank.argsort().to(vectors_NH.device)]
-
-
-def compare_vectors(
-    first: Vectors, second: Vectors, langs: Sequence[str], variants: Sequence[Variant]
-) -> dict[str, Scores]:
-    """Return {variant's name: accuracies}, given the vectors of both languages."""
+        texts_of_side = [pair[side] for pair in texts]
+        sides.append(embed_sentences(model, texts_of_side, language, measured_poolings, numbers))
     results = {}
-    for variant in variants:
-        key = (variant.pooling, variant.layer)
-        results[variant.name] = accuracies(first[key], second[key], variant.margin, langs)
+    for pooling, layer, margin in product(measured_poolings, numbers, margins):
+        words = []
+        if poolings:
+            words.append(pooling)
+        if list(margins) != ["cosine"]:
+            words.append(margin)
+        if numbers != [-1]:
+            words.append(f"layer {layer}")
+        key = (pooling, layer)
+        results[" ".join(words)] = accuracies(sides[0][key], sides[1][key], margin, langs)
     return results
 
 
@@ -182,22 +136,21 @@ def nearest_rows(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return torch.cat(scores), torch.cat(rows)
 
 
-def embed_sentences(model: ExportedModel, texts: list[str], language_id: int, variants: Sequence[Variant]) -> Vectors:
-    """Return unit vectors [texts, H] for the poolings and layers of the variants. Pooling "mean" takes the mean state
-    of a text's tokens without special tokens, "cls" the state of [CLS]."""
-    poolings = sorted({variant.pooling for variant in variants})
-    layers = sorted({variant.layer for variant in variants})
-    ids = [sentence[: model.max_length - 2] for sentence in model.tokenizer.encode(texts)]
-    longest_first = sorted(range(len(ids)), key=lambda number: -len(ids[number]))
+def embed_sentences(
+    model: ExportedModel, texts: Sequence[str], language: str, poolings: Sequence[str], layers: Sequence[int] = (-1,)
+) -> Vectors:
+    """Return unit vectors [N, H] for each pooling and layer. Pooling "mean" takes the mean state of a text's tokens
+    without special tokens, "cls" the state of [CLS]."""
+    ids = [sentence[: model.max_length - 2] for sentence in model.tokenizer.encode(list(texts))]
     vectors: Vectors = {}
     for key in product(poolings, layers):
-        vectors[key] = model.encoder.embeddings.new_empty(len(ids), model.encoder.width)
+        vectors[key] = torch.empty(len(ids), model.encoder.width, device=model.device)
     for start in range(0, len(ids), BATCH):
-        numbers = longest_first[start : start + BATCH]
-        stream_batch = make_stream_batch(model, [ids[number] for number in numbers], language_id, poolings)
+        batch = ids[start : start + BATCH]
+        stream_batch = make_stream_batch(model, batch, language, poolings)
         for layer, states in zip(layers, layer_states(model, stream_batch, layers), strict=True):
-            for pooling, pooled_NH in zip(poolings, states.split(len(numbers)), strict=True):
-                vectors[pooling, layer][numbers] = F.normalize(pooled_NH, dim=-1)
+            for pooling, pooled_NH in zip(poolings, states.split(len(batch)), strict=True):
+                vectors[pooling, layer][start : start + BATCH] = F.normalize(pooled_NH, dim=-1)
     return vectors
 
 
@@ -210,12 +163,12 @@ def layer_states(model: ExportedModel, stream_batch: StreamBatch, layers: Sequen
 
 
 def make_stream_batch(
-    model: ExportedModel, sentences: list[list[int]], language_id: int, poolings: Sequence[str]
+    model: ExportedModel, sentences: list[list[int]], language: str, poolings: Sequence[str]
 ) -> StreamBatch:
     """Return a stream batch of the sequences `[CLS] sentence [SEP]`. For the poolings "mean" and "cls" it has one state
     per sentence, for "tokens" one per token. sentences: token ids."""
-    segments = [[(Example(("",), (sentence,), None, np.uint64(0)), 0)] for sentence in sentences]
-    sequences = join_segments(model.tokenizer, segments, {"": language_id})
+    segments = [[(Example((language,), (sentence,), None, np.uint64(0)), 0)] for sentence in sentences]
+    sequences = join_segments(model.tokenizer, segments, model.language_ids([language]))
     is_last = sequences.offsets == sequences.lengths[sequences.numbers] - 1
     tokens = np.flatnonzero((sequences.offsets > 0) & ~is_last)
     states = {

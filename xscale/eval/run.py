@@ -1,58 +1,240 @@
 """Evaluate an exported encoder: `xscale eval --model HF_DIR --task NAME ... --data DIR --out FILE.json`."""
 
 import argparse
+import re
 import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from xscale.data.shards import find_sources
+from xscale.data.corpus import languages_of
+from xscale.data.lexicon import find_lexicon_paths, split_pair_name
+from xscale.data.scripts import short_code
+from xscale.data.shards import Source, find_sources, pair_name
 from xscale.errors import UserError, check_arguments, report_error
+from xscale.eval import aer, alignment_score, heldout, retrieval
 from xscale.eval.bootstrap import format_score
-from xscale.eval.model import ExportedModel, Scores, check_output_file, write_results
-from xscale.eval.tasks import TASKS, ResultsRow, add_flags, plan_rows
+from xscale.eval.model import ExportedModel, Scores, check_output_file, read_texts, write_results
+
+RECORDS = 1000
+"""The default of --limit, except for --texts."""
+LANGUAGE = re.compile(r"(?!(bin|csv|dev|idx|log|md|pdf|py|sh|tar|tsv|txt|zip)$)[a-z]{2,3}([-_]\w+)*")
+"""Matches the language in the name of a file of parallel text. Usual suffixes of files do not match."""
+
+
+@dataclass(frozen=True)
+class ResultsRow:
+    """A row of a task's results, before it is evaluated."""
+
+    task: str
+    name: str
+    """A pair of languages in alphabetical order."""
+    path: Path
+    """The path of the row's data, which distinguishes rows with the same name."""
+    evaluate: Callable[[ExportedModel], dict[str, Scores]]
+    """Returns {variant: scores}. A task without variants has the single variant ""."""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="xscale eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", type=Path, required=True, help="Hugging Face directory, such as `xscale export` writes"
-    )
-    parser.add_argument("--task", nargs="+", choices=TASKS, required=True)
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    add_flags(parser)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="Hugging Face directory, such as `xscale export` writes")
+    add("--task", nargs="+", choices=TASKS, required=True)
+    add("--out", type=Path, help="JSON file to write")
+    add("--data", type=Path, nargs="+", default=[], help="shards of held-out text; for alignment, of any text")
+    add("--texts", type=Path, nargs="+", default=[], metavar="DIR", help="folders of public test sets for retrieval "
+        "(FLORES, NTREX, Tatoeba): one file per language; line n has the same sentence in all files; pairs of "
+        "languages with English are measured, or without English all pairs")  # fmt: skip
+    add("--limit", type=int, help="the maximum to read: records of a source and pairs of --aer (default: 1000), "
+        "lines of --texts (default: all)")  # fmt: skip
+    add("--lexicons", type=Path, nargs="+", help="dictionaries for alignment (default: lexicon/*.txt)")
+    add("--lexicon_heldout", type=float, metavar="SHARE", help="share of dictionary entries that training withheld; "
+        "their scores are separate (default: the model's own, else 0.2; 1: no word was trained)")  # fmt: skip
+    repeated: dict[str, Any] = {"nargs": "+", "action": "append", "default": [], "metavar": "X"}
+    add("--aer", **repeated, help="word links made by hand: `en-es FILE.tsv`, or `en-fr TEXT LINKS`; repeatable")
+    add = parser.add_argument_group("variants", "Every combination of the values is evaluated.").add_argument
+    add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="for retrieval (default: the model's own)")
+    add("--layer", nargs="+", metavar="N", help="0: embeddings, -1: last, or all; for retrieval (default: -1), aer "
+        "(all)")  # fmt: skip
+    margins: dict[str, Any] = {"nargs": "+", "choices": retrieval.MARGINS, "default": ["cosine"]}
+    add("--margin", **margins, help="how retrieval compares: by cosine, or LASER's ratio")
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parser.parse_args(argv)
-        if args.out:
-            check_output_file(args.out)
-        rows = plan_rows(args, find_sources(args.data))
-        model = ExportedModel(args.model)
-        return evaluate_rows(model, rows, args.out)
+        rows = plan_rows(args)
+        return evaluate_rows(ExportedModel(args.model), rows, args.out)
     except (UserError, OSError) as error:
         return report_error(error)
+
+
+def plan_rows(args: argparse.Namespace) -> list[ResultsRow]:
+    """Return the rows of all tasks of the flags. Raises UserError."""
+    if args.out:
+        check_output_file(args.out)
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit {args.limit} must be 1 or more")
+    if args.lexicon_heldout is not None and not 0 <= args.lexicon_heldout <= 1:
+        raise UserError(f"--lexicon_heldout {args.lexicon_heldout:g} must lie between 0 and 1")
+    sources = find_sources(args.data)
+    rows: list[ResultsRow] = []
+    for task in args.task:
+        rows += TASKS[task](args, sources)
+    return rows
 
 
 def evaluate_rows(model: ExportedModel, rows: list[ResultsRow], out: Path | None) -> int:
     """Evaluate and print every row, and write the scores so far to `out` after each row. Return the exit code: 2 if a
     row cannot be evaluated, else 0."""
+    times = Counter((row.task, row.name) for row in rows)
     results: dict[str, dict[str, Scores]] = {}
     code = 0
     for row in tqdm(rows, unit="row", disable=None):
+        name = row.name if times[row.task, row.name] == 1 else f"{row.name} ({row.path})"
         try:
             for variant, scores in row.evaluate(model).items():
-                full_name = f"{row.name} {variant}".strip()
+                full_name = f"{name} {variant}".strip()
                 results.setdefault(row.task, {})[full_name] = scores
                 listed = ", ".join(format_score(metric, value) for metric, value in scores.items())
                 tqdm.write(f"{row.task} {full_name}: {listed}", file=sys.stdout)
         except UserError as error:
             code = 2
-            print(f"error: task {row.task} on {row.name}: {error}", file=sys.stderr)
+            print(f"error: task {row.task} on {name}: {error}", file=sys.stderr)
         if out:
             write_results(out, model.path, results)
     return code
+
+
+# The tasks
+
+
+def pair_sources(args: argparse.Namespace, sources: list[Source]) -> list[Source]:
+    """Return the sources of sentence pairs. Raises UserError if there is none."""
+    pairs = [source for source in sources if source.kind == "pair"]
+    if not pairs:
+        raise UserError(
+            f"--data ({', '.join(map(str, args.data)) or 'not given'}) has no sentence pairs, which the tasks "
+            f"alignment, heldout and retrieval read; give --data DIR with shards of pairs"
+        )
+    return pairs
+
+
+def plan_alignment(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow]:
+    paths: list[Path] = list(args.lexicons or [])
+    if not paths:
+        for source in sources:
+            paths += find_lexicon_paths(sources, source.directory)
+
+    def evaluate(source: Source, model: ExportedModel) -> dict[str, Scores]:
+        share = model.lexicon_heldout if args.lexicon_heldout is None else args.lexicon_heldout
+        return {"": alignment_score.evaluate(model, source.langs, sources, list(dict.fromkeys(paths)), share)}
+
+    first_of_pair: dict[str, ResultsRow] = {}
+    for source in pair_sources(args, sources):
+        row = ResultsRow("alignment", source.pair, source.directory, partial(evaluate, source))
+        first_of_pair.setdefault(source.pair, row)
+    return list(first_of_pair.values())
+
+
+def plan_heldout(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow]:
+    def evaluate(source: Source, model: ExportedModel) -> dict[str, Scores]:
+        return {"": heldout.evaluate(model, source, args.limit or RECORDS)}
+
+    rows = []
+    for source in pair_sources(args, sources):
+        rows.append(ResultsRow("heldout", source.pair, source.directory, partial(evaluate, source)))
+    return rows
+
+
+def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow]:
+    def evaluate(
+        langs: tuple[str, ...], read: Callable[[], list[tuple[str, ...]]], model: ExportedModel
+    ) -> dict[str, Scores]:
+        return retrieval.evaluate(model, read(), langs, args.pooling, args.layer or [-1], args.margin)
+
+    rows: list[ResultsRow] = []
+    for folder in args.texts:
+        texts = find_parallel_files(folder)
+        if not texts:
+            raise UserError(
+                f"--texts {folder}: no parallel text; give folders with files whose lines n are the same sentence in "
+                f"two languages, such as eng_Latn.devtest and deu_Latn.devtest"
+            )
+        for name, files in texts.items():
+            has_english = "en" in map(short_code, files)
+            for langs in combinations(sorted(files), 2):
+                if not has_english or "en" in map(short_code, langs):
+                    read = partial(read_parallel_lines, files[langs[0]], files[langs[1]], args.limit)
+                    rows.append(ResultsRow("retrieval", pair_name(langs), Path(name), partial(evaluate, langs, read)))
+    if args.data or not args.texts:
+        for source in pair_sources(args, sources):
+            read = partial(read_texts, source, args.limit or RECORDS)
+            row = ResultsRow("retrieval", source.pair, source.directory, partial(evaluate, source.langs, read))
+            rows.append(row)
+    return rows
+
+
+def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
+    """Find the parallel text in a folder and below it: files whose names differ only in the language, which stands
+    between dots (`eng_Latn.devtest`, `tatoeba.deu-eng.deu.xz`). Return {path with * for the language: {language:
+    path}}."""
+    texts: dict[str, dict[str, Path]] = {}
+    for path in sorted(filter(Path.is_file, folder.rglob("*"))):
+        parts = re.sub(r"\.[gx]z$", "", path.name).split(".")
+        places = [place for place, part in enumerate(parts) if LANGUAGE.fullmatch(part)]
+        if places:
+            language = parts[places[-1]]
+            parts[places[-1]] = "*"
+            name = re.sub(r"-(ref|src)\.", ".", ".".join(parts))  # NTREX's source is English
+            texts.setdefault(str(path.with_name(name)), {})[language] = path
+    return {name: files for name, files in texts.items() if len(files) > 1}
+
+
+def read_parallel_lines(first: Path, second: Path, limit: int | None) -> list[tuple[str, ...]]:
+    """Return the pairs of lines of two files, at most `limit` of them. Raises UserError if one file has more lines."""
+    sides = [aer.read_plain_lines(path)[:limit] for path in (first, second)]
+    if len(sides[0]) != len(sides[1]):
+        raise UserError(
+            f"{first} has {len(sides[0]):,} lines, {second} has {len(sides[1]):,}; lines n of both files must be "
+            f"translations of one another. Correct the wrong file, or move it elsewhere"
+        )
+    return list(zip(*sides, strict=True))
+
+
+def plan_aer(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow]:
+    if not args.aer:
+        raise UserError("task aer needs --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS")
+
+    def evaluate(files: list[Path], langs: tuple[str, str], model: ExportedModel) -> dict[str, Scores]:
+        pairs = aer.read_linked_pairs(*files)[: args.limit or RECORDS]
+        return aer.evaluate(model, pairs, langs, args.layer or [retrieval.ALL])
+
+    rows = []
+    for pair, *names in args.aer:
+        langs = split_pair_name(pair, languages_of(sources))
+        files = list(map(Path, names))
+        if langs is None or not 1 <= len(files) <= 2:
+            raise UserError(
+                f"--aer {' '.join([pair, *names])}: give `en-es FILE.tsv`, or `en-fr TEXT LINKS`, with countries in "
+                f"capitals: en-zh-CN"
+            )
+        rows.append(ResultsRow("aer", pair_name(langs), files[0], partial(evaluate, files, langs)))
+    return rows
+
+
+TASKS: dict[str, Callable[[argparse.Namespace, list[Source]], list[ResultsRow]]] = {
+    "aer": plan_aer,
+    "alignment": plan_alignment,
+    "heldout": plan_heldout,
+    "retrieval": plan_retrieval,
+}
 
 
 if __name__ == "__main__":

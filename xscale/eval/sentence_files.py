@@ -65,14 +65,13 @@ def vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
         except Exception as error:  # of the hub, or of its HTTP library
             reason = f"the default, since model.init {init} cannot be read ({type(error).__name__})"
             return SentenceVectors("mean", reason)
-    modules = read_modules(folder)
-    if not modules:
+    pooling = read_pooling(folder)
+    if pooling is None:
         reason = f"the default, since no stream trained a sentence vector and model.init {init} has no {MODULES}"
         return SentenceVectors("mean", reason)
-    pooling = read_pooling(folder) or "mean"
     if layers is not None:
         return SentenceVectors(pooling, f"as in model.init {init}, whose other modules belong to its last layer")
-    for module in modules:
+    for module in read_modules(folder):
         if not module["type"].startswith(PACKAGE):
             reason = f"since sentence-transformers lacks the module {module['type']} of model.init {init}"
             return SentenceVectors(pooling, reason)
@@ -88,26 +87,27 @@ def read_modules(folder: Path) -> list[dict[str, Any]]:
         return []
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
-        is_valid = all(Path(module["path"]).name == module["path"] and module["type"] for module in modules)
+        for module in modules:
+            if not module["type"] or Path(module["path"]).name != module["path"]:
+                raise ValueError
     except (ValueError, KeyError, TypeError):
-        is_valid = False
-    if not is_valid:
-        raise UserError(f"{path} is damaged: it must list modules with a type and a folder beside it; write it again")
+        raise UserError(
+            f"{path} is damaged: it must list modules with a type and a folder beside it; write it again"
+        ) from None
     return modules
 
 
 def read_pooling(folder: Path) -> str | None:
     """Return the pooling of a folder's files of sentence-transformers: "cls", or "mean" for every other pooling; None
     without such files. Raises UserError."""
-    pooling = None
-    for module in read_modules(folder):
-        pooling = pooling or "mean"
+    modules = read_modules(folder)
+    for module in modules:
         path = folder / module["path"] / "config.json"
         if module["type"].endswith(".Pooling") and path.exists():
             fields = json.loads(path.read_text(encoding="utf-8"))
             if fields.get("pooling_mode_cls_token") or fields.get("pooling_mode") == "cls":
-                pooling = "cls"
-    return pooling
+                return "cls"
+    return "mean" if modules else None
 
 
 def write_vector_files(folder: Path, vectors: SentenceVectors, config: Any, max_length: int) -> None:
@@ -153,9 +153,8 @@ def copy_modules(source: Path, folder: Path) -> None:
 def word_weights(tokenizer: Tokenizer, embeddings: int) -> dict[str, Any]:
     """Return the configuration of a WordWeights module that leaves [CLS] and [SEP] out of means. embeddings: the number
     of rows of the embedding table, each of which needs an entry."""
-    token_of = {token_id: token for token, token_id in tokenizer.hf.get_vocab().items()}
-    weights = {token_of[tokenizer.cls_id]: 0.0, token_of[tokenizer.sep_id]: 0.0}
-    vocabulary = [token_of.get(token_id, "") for token_id in range(embeddings)]
+    vocabulary = [token or "" for token in tokenizer.hf.convert_ids_to_tokens(list(range(embeddings)))]
+    weights = {vocabulary[tokenizer.cls_id]: 0.0, vocabulary[tokenizer.sep_id]: 0.0}
     return {"vocab": vocabulary, "word_weights": weights, "unknown_word_weight": 1.0}
 
 

@@ -38,11 +38,11 @@ def write_report(paths: list[Path], out: Path) -> None:
     files.check_writable(out)
     try:
         from xscale.report.page import render_page
-        from xscale.report.read import read_results, read_runs
+        from xscale.report.read import read_results, read_run
     except ModuleNotFoundError as error:  # the extra `eval` is not installed
         raise UserError(f"a report needs {error.name}; install it by `pip install 'xscale[eval]'`") from None
     result_files = [path for path in paths if path.suffix == ".json" and not path.is_dir()]
-    runs = read_runs([path for path in paths if path not in result_files])
+    runs = {str(path): read_run(path) for path in paths if path not in result_files}
     files.write_text(out, render_page(runs, read_results(result_files)))
 
 

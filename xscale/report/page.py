@@ -1,100 +1,157 @@
 """Makes the report page: one HTML file that needs no other file."""
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import jinja2
 
+from xscale.eval.bootstrap import Score, p_value, weighted_sum
 from xscale.metric_keys import MetricKey, direction
-from xscale.report import tables
-from xscale.report.charts import Chart, Curves, draw_chart, draw_charts, metric_curves
-from xscale.report.read import Results, Run, ScoreName
-from xscale.report.tables import Table
+from xscale.report.charts import Lines, draw_chart, mean_of_last_tenth
+from xscale.report.read import Measured, Results, Run, ScoreName
+
+Cell = str | float | None
+ALIGNMENT = "Share of dictionary words whose nearest neighbour is a translation"
+PAIRED = (
+    "Brackets are 95 % intervals. A difference from the first model (`− first`) has the interval and the p value of a "
+    "paired bootstrap: all models are resampled with the same sentences. `not in file`: evaluate the model with the "
+    "same --task, --data, --pooling and --layer; a smaller model may lack the layer. `no interval`: the score is not "
+    "over sentences, such as `alignment`, or a training run measured it. A dash: one of the two models lacks the "
+    "score, or the number has no better direction."
+)
+
+
+@dataclass
+class Table:
+    title: str
+    head: list[str]
+    rows: list[list[Cell]] = field(default_factory=list)
 
 
 @dataclass
 class Section:
     title: str
     note: str = ""
-    charts: list[Chart] = field(default_factory=list)
+    charts: dict[str, Lines] = field(default_factory=lambda: defaultdict(dict))
+    """{title: lines}. The title has the name of a metric."""
     tables: list[Table] = field(default_factory=list)
 
 
 def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
     """Return the page's HTML. runs: {name: run}; models: {name: results}."""
-    sections = []
-    if runs:
-        sections = [summary_section(runs), losses_section(runs), languages_section(runs), scores_section(runs)]
+    sections = run_sections(runs) if runs else []
     if models:
-        note = tables.PAIRED if len(models) > 1 else ""
-        sections.append(Section("Results", note, tables=tables.comparison_tables(models)))
+        sections.append(Section("Results"))
+        add_scores(sections[-1], models)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["cell"] = tables.format_cell
+    environment.filters |= {"cell": format_cell, "picture": draw_chart}
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     page = template.render(title=", ".join([*runs, *models]), sections=sections)
     return page.encode("utf-8", "replace").decode()  # names of files may have lone surrogates
 
 
-def summary_section(runs: dict[str, Run]) -> Section:
-    section = Section("Summary", tables=[tables.run_table(runs), tables.summary_table(runs)])
-    if not metric_keys(runs):
-        section.note = "No step has been written yet."
-    return section
+def format_cell(cell: Cell) -> str:
+    """Return the text of a cell; a number has four digits, an empty cell a dash."""
+    if cell is None or isinstance(cell, str):
+        return cell or "–"
+    if not math.isfinite(cell):
+        return "not finite"
+    if abs(cell) >= 1000 or cell == int(cell):
+        return f"{cell:,.0f}"
+    return f"{cell:.4g}"
 
 
-def losses_section(runs: dict[str, Run]) -> Section:
-    """Return the curves of the training loss, and of the loss of each stream and of each of its terms."""
-    section = Section("Losses")
-    if "loss" in metric_keys(runs):
-        section.charts.append(draw_chart("Training loss, nats", metric_curves(runs, {"": "loss"})[""]))
-    terms_of_stream: dict[str, dict[str, str]] = {}
-    for metric, key in metric_keys(runs).items():
-        if key.name == "loss" and key.stream and not key.language:
-            terms_of_stream.setdefault(key.stream, {})[key.term or "sum"] = metric
-    for stream, metric_of_term in terms_of_stream.items():
-        section.charts += draw_charts(f"Loss of {stream}, nats", metric_curves(runs, metric_of_term))
-    return section
+# Runs
 
 
-def languages_section(runs: dict[str, Run]) -> Section:
-    """Return the curves and the last means of each stream's loss by language or pair of languages."""
-    languages_of_stream: dict[str, dict[str, str]] = {}
-    for metric, key in metric_keys(runs).items():
-        if key.name == "loss" and key.language:
-            languages_of_stream.setdefault(f"{key.stream} {key.term}".strip(), {})[key.language] = metric
-    section = Section("Languages")
-    table = Table("Means of the last tenth of steps", ["loss, nats", "language", *runs])
-    for stream, metric_of_language in languages_of_stream.items():
-        section.charts += draw_charts(f"Loss of {stream}, nats", metric_curves(runs, metric_of_language))
-        for language, metric in metric_of_language.items():
-            table.rows.append([stream, language, *tables.last_tenth_cells(runs, metric)])
-    section.tables.append(table)
-    return section
-
-
-def scores_section(runs: dict[str, Run]) -> Section:
-    """Return the scores of the runs' evaluations, and the alignment scores of their logs."""
-    section = Section("Scores", tables=tables.last_evaluation_tables(runs))
-    alignment: dict[str, str] = {}
-    for metric, key in metric_keys(runs).items():
-        if key.name == "alignment":
-            alignment[key.stream] = metric
-    title = "Share of dictionary words whose nearest neighbour is a translation"
-    section.charts += draw_charts(title, metric_curves(runs, alignment), worst=-1)
-    curves_of_metric: dict[ScoreName, Curves] = {}
+def run_sections(runs: dict[str, Run]) -> list[Section]:
+    """Return the sections of the page about runs. A line of a chart is a stream's term, a language or a row of scores;
+    with several runs, each run has its own lines."""
+    sections = {title: Section(title) for title in ("Summary", "Losses", "Languages", "Scores", "Metrics")}
+    sections["Summary"].tables = [column_table("", {name: run_summary(run) for name, run in runs.items()})]
+    add_scores(sections["Scores"], {name: run.last for name, run in runs.items()})
+    means: dict[str, dict[str, Cell]] = {}
     for run_name, run in runs.items():
+        means[run_name] = {metric: mean_of_last_tenth(curve) for metric, curve in run.metrics.items()}
+        suffix = f", {run_name}" if len(runs) > 1 else ""
+        for metric, curve in run.metrics.items():
+            key = MetricKey.parse(metric)
+            if key.name == "alignment":
+                sections["Scores"].charts[ALIGNMENT][key.stream + suffix] = curve
+            elif key.name == "loss":
+                section = sections["Languages" if key.language else "Losses"]
+                label = f"{key.term} {key.language}".strip() or "sum"
+                section.charts[f"Loss of {key.stream or 'all streams'}, nats"][label + suffix] = curve
         for name, curve in run.scores.items():
             if direction(name.metric):
-                rows = curves_of_metric.setdefault(name._replace(row=""), {})
-                rows.setdefault(name.row, {})[run_name] = curve
-    for name, rows in curves_of_metric.items():
-        section.charts += draw_charts(f"{name.task}: {name.metric}", rows, worst=-direction(name.metric))
-    return section
+                sections["Scores"].charts[f"{name.task}: {name.metric}"][name.row + suffix] = curve
+    sections["Metrics"].tables = [column_table("Means of the last tenth of steps", means)]
+    return list(sections.values())
 
 
-def metric_keys(runs: dict[str, Run]) -> dict[str, MetricKey]:
-    """Return {name of a metric: its parts} for the metrics that any run has."""
-    keys: dict[str, MetricKey] = {}
-    for run in runs.values():
-        keys |= {metric: MetricKey.parse(metric) for metric in run.metrics}
-    return keys
+def run_summary(run: Run) -> dict[str, Cell]:
+    """Return what the run trains, its state and its sizes."""
+    model = run.recipe.get("model", {})
+    summary: dict[str, Cell] = {
+        "streams": ", ".join(run.recipe.get("streams", {})),
+        "model": model.get("init") or model.get("preset"),
+        "state": run.status.get("status", "no status.json"),
+        "reason": run.status.get("why"),
+        "steps": float(max((curve.index[-1] for curve in run.metrics.values()), default=0)),
+    }
+    for metric, title in (("tokens", "tokens"), ("step_s", "seconds of steps"), ("skipped", "skipped steps")):
+        if metric in run.metrics:
+            summary[title] = float(run.metrics[metric].sum())
+    return summary
+
+
+def column_table(title: str, columns: dict[str, dict[str, Cell]]) -> Table:
+    """Return a table with the columns {name: {name of a row: cell}}."""
+    table = Table(title, ["", *columns])
+    for row in dict.fromkeys(chain.from_iterable(columns.values())):
+        table.rows.append([row, *[cells.get(row) for cells in columns.values()]])
+    return table
+
+
+# Scores side by side
+
+
+def add_scores(section: Section, models: dict[str, Results]) -> None:
+    """Add a table for each task to the section. It has a row for each results row and metric, with the scores of all
+    models, and the differences of the others from the first."""
+    first, *others = models.values()
+    head = ["row", "number", *models]
+    for other_name in list(models)[1:]:
+        head.append(f"{other_name} − first")
+        section.note = PAIRED
+    tables: dict[str, Table] = {}
+    for name in dict.fromkeys(chain.from_iterable(models.values())):
+        row: list[Cell] = [name.row, name.metric]
+        for scores in models.values():
+            row.append(score_cell(scores[name]) if name in scores else "not in file")
+        row += [difference_cell(name, first.get(name), other.get(name)) for other in others]
+        tables.setdefault(name.task, Table(name.task, head)).rows.append(row)
+    section.tables = list(tables.values())
+
+
+def score_cell(score: Measured) -> Cell:
+    """Return a cell such as `0.94 [0.92, 0.96]`."""
+    if score.interval is None:
+        return score.value
+    low, high = score.interval
+    return f"{format_cell(score.value)} [{low:.4g}, {high:.4g}]"
+
+
+def difference_cell(name: ScoreName, first: Measured | None, other: Measured | None) -> Cell:
+    """Return the difference of another model's score from the first model's. It is None if one of the two lacks the
+    score, or if the metric has no better direction."""
+    if first is None or other is None or not direction(name.metric):
+        return None
+    difference = weighted_sum([other.value, first.value], [1, -1])
+    if not isinstance(first.value, Score) or not isinstance(other.value, Score):
+        return f"{difference:+.4g}, no interval"
+    low, high = difference.interval
+    return f"{difference:+.4g} [{low:+.4g}, {high:+.4g}], p {p_value(difference):.2g}"

@@ -32,14 +32,11 @@ class ScoreName(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """A score with its interval and its deviation, if they are known."""
+    """A score with its 95 % interval, if the interval is known."""
 
     value: float
     """A Score if its values in resampled texts are known; NaN for null."""
     interval: tuple[float, float] | None = None
-    """The 95 % interval."""
-    deviation: float | None = None
-    """The standard deviation over seeds."""
 
 
 Results = dict[ScoreName, Measured]
@@ -49,7 +46,6 @@ Results = dict[ScoreName, Measured]
 class Evaluation(BaseModel):
     """A result file, or a line of evals.jsonl. A number that is not finite is null."""
 
-    step: int = 0
     model: str = ""
     results: Tree[float | None]
     intervals: Tree[tuple[float, float]] = {}
@@ -57,16 +53,13 @@ class Evaluation(BaseModel):
 
     def to_results(self) -> Results:
         results: Results = {}
-        values = dict(leaves(self.results))
         intervals = dict(leaves(self.intervals))
         resampled = dict(leaves(self.resampled))
-        for name, number in values.items():
+        for name, number in leaves(self.results):
             value = float("nan" if number is None else number)
             if name in resampled:
                 value = Score(value, np.array(resampled[name], dtype=float))
-            deviation = values.get(name._replace(metric=f"{name.metric}_std"))
-            if not name.metric.endswith("_std"):
-                results[name] = Measured(value, intervals.get(name), deviation)
+            results[name] = Measured(value, intervals.get(name))
         return results
 
 
@@ -89,47 +82,36 @@ class Run:
     status: dict[str, Any]
 
 
-def read_runs(folders: list[Path]) -> dict[str, Run]:
-    """Return {folder: run}. Raises UserError for a folder without a run, and for a damaged file."""
-    return {str(folder): read_run(folder) for folder in folders}
-
-
 def read_run(folder: Path) -> Run:
+    """Return the content of a run's folder. Raises UserError for a folder without a run, and for a damaged file."""
     if not (folder / "metrics.jsonl").is_file() and not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} has no metrics.jsonl; give folders of runs (`--out` of a training), or result files")
     metrics: dict[str, dict[int, float]] = {}
     for line in json_lines(folder / "metrics.jsonl"):
         for metric, value in line.items():
             if MetricKey.parse(metric).name in SHOWN_METRICS:
-                metrics.setdefault(metric, {})[line["step"]] = number_or_nan(value)
+                is_float = isinstance(value, int | float) and abs(value) < 1e300
+                metrics.setdefault(metric, {})[line["step"]] = float(value) if is_float else math.nan
     scores: dict[ScoreName, dict[int, float]] = {}
     last: Results = {}
     for line in json_lines(folder / "evals.jsonl"):
         last = parse_evaluation(line, folder / "evals.jsonl").to_results()
         for name, score in last.items():
             scores.setdefault(name, {})[line["step"]] = score.value
-    metric_curves = {metric: pd.Series(numbers, dtype=float) for metric, numbers in metrics.items()}
-    score_curves = {name: pd.Series(numbers, dtype=float) for name, numbers in scores.items()}
     return Run(
-        metric_curves,
-        score_curves,
+        {metric: pd.Series(numbers, dtype=float) for metric, numbers in metrics.items()},
+        {name: pd.Series(numbers, dtype=float) for name, numbers in scores.items()},
         last,
-        read_or_default(folder / "config.yaml", yaml.safe_load, {}),
-        read_or_default(folder / "status.json", json.loads, {}),
+        read_file(folder / "config.yaml", yaml.safe_load, {}),
+        read_file(folder / "status.json", json.loads, {}),
     )
-
-
-def number_or_nan(value: Any) -> float:
-    """Return the value as a float; NaN for null, and for a number beyond the range of floats."""
-    if isinstance(value, int | float) and abs(value) < 1e300:
-        return float(value)
-    return math.nan
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects of a file of lines, in order. Broken lines are left out. Without the file, return []."""
-    entries = [entry for _, entry in entries_from_end(path)] if path.is_file() else []
-    return entries[::-1]
+    if not path.is_file():
+        return []
+    return [entry for _, entry in entries_from_end(path)][::-1]
 
 
 def read_results(paths: list[Path]) -> dict[str, Results]:
@@ -141,11 +123,9 @@ def read_results(paths: list[Path]) -> dict[str, Results]:
         evaluation = parse_evaluation(read_file(path, json.loads), path)
         results = evaluation.to_results()
         name = evaluation.model or path.stem
-        known = models.setdefault(name, {})
-        if known.keys() & results.keys():
-            models[f"{name} ({path})"] = results
-        else:
-            known |= results
+        if results.keys() & models.get(name, {}).keys():
+            name = f"{name} ({path})"
+        models[name] = models.get(name, {}) | results
     return models
 
 
@@ -162,17 +142,13 @@ def parse_evaluation(content: Any, path: Path) -> Evaluation:
         ) from None
 
 
-def read_or_default(path: Path, parse: Callable[[str], Any], default: T) -> T:
-    """Return a file's content, or `default` if there is no file, or if the content's type is not that of `default`."""
-    content = read_file(path, parse) if path.is_file() else default
-    return content if isinstance(content, type(default)) else default
-
-
-def read_file(path: Path, parse: Callable[[str], Any]) -> Any:
-    """Return a JSON or YAML file's content. Raises UserError."""
+def read_file(path: Path, parse: Callable[[str], Any], default: Any = None) -> Any:
+    """Return the content of a JSON or YAML file; without the file, `default` if there is one. Raises UserError."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
+        if default is not None and not path.exists():
+            return default
         raise UserError(f"{path} cannot be read ({error.strerror}); give files that evaluations wrote") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         line = str(error).splitlines()[0]

@@ -16,8 +16,8 @@ from xscale.data.mixture import describe_sources_read, initial_state
 from xscale.data.tokenizer import Tokenizer
 from xscale.deepspeed_private import count_skipped_step
 from xscale.errors import NotFinite
-from xscale.eval.alignment_score import AlignmentProbe
-from xscale.eval.in_training import alignment_metrics, find_probes, measure_functions
+from xscale.eval.alignment_score import AlignmentProbe, alignment_metrics, find_probes
+from xscale.eval.in_training import measure_functions
 from xscale.models.encoder import set_rope_theta
 from xscale.recipe import Recipe
 from xscale.run.finite import FiniteCheck
