@@ -17,6 +17,7 @@ from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval import run
 from xscale.eval.alignment_score import ProbeWords, build_probes, find_probes, language_tokens, trained_tokens
+from xscale.metric_keys import MetricKey
 from xscale.models.build import build_encoder
 from xscale.ranks import HostGroup
 
@@ -55,8 +56,7 @@ def test_all_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokeniz
     tokens = {language: language_tokens(language, sources, tokenizer) for language in ("en", "xx")}
     theirs = plain_tokens(sources[0], "xx", tokenizer) | plain_tokens(sources[1], "xx", tokenizer)
     assert set(tokens["xx"].tolist()) == theirs
-    found = build_probes([lexicon], [], 0.2, tokens)["en-xx"]
-    for words in (found["withheld"], found["trained"]):
+    for words in build_probes([lexicon], [], 0.2, tokens).values():
         assert set(words.targets_C.tolist()) == theirs | {b for _, b in lexicon.single_token_pairs().tolist()}
         assert all(a != b for a, b in words.pairs_P2.tolist())
 
@@ -108,15 +108,15 @@ def test_words_of_which_an_objective_saw_any_entry_are_not_withheld() -> None:
             for a, b in draw.integers(0, 40, (40, 2)).tolist()
         ]
         lexicon = lexicon_of(langs, *entries)
-        asked = build_probes([lexicon], [lexicon], 0.5, tokens)[lexicon.name]
+        withheld, trained = build_probes([lexicon], [lexicon], 0.5, tokens).values()
         seen: set[int] = set()
         for *words, a, b in entries:
             if not any(is_withheld(word, 1 - 0.5**0.5) for word in words) and a != b:
                 seen |= {side[0] for side in (a, b) if len(side) == 1}
         pairs = {(a[0], b[0]) for _, _, a, b in entries if len(a) == len(b) == 1 and a != b}
-        assert set(map(tuple, asked["withheld"].pairs_P2.tolist())) == {p for p in pairs if p[0] not in seen}
-        assert set(map(tuple, asked["trained"].pairs_P2.tolist())) == {p for p in pairs if p[0] in seen}
-        assert seen and len(asked["withheld"].queries)
+        assert set(map(tuple, withheld.pairs_P2.tolist())) == {p for p in pairs if p[0] not in seen}
+        assert set(map(tuple, trained.pairs_P2.tolist())) == {p for p in pairs if p[0] in seen}
+        assert seen and len(withheld.queries)
 
 
 def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
@@ -128,7 +128,7 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
     tokens = {language: np.arange(9) for language in ("de", "en")}
 
     def asked(*read: Lexicon) -> list[int]:
-        return build_probes([lexicon], read, 0.3, tokens)["de-en"]["withheld"].queries.tolist()
+        return build_probes([lexicon], read, 0.3, tokens)[MetricKey("alignment", "de-en")].queries.tolist()
 
     assert asked(lexicon) == asked() == [4]
     other = lexicon_of(("de", "fr"), (kept, "u", [4], [8]), (kept, "u", [7, 4], [8]))
@@ -139,7 +139,8 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
 def test_dictionaries_of_one_name_are_measured_together() -> None:
     one, two = (lexicon_of(("de", "en"), (some_word(True, "a"), "x", [a], [a + 1])) for a in (1, 5))
     found = build_probes([one, two], [], 0.3, {"en": np.arange(9)})
-    assert found.keys() == {"de-en"} and found["de-en"]["withheld"].pairs_P2.tolist() == [[1, 2], [5, 6]]
+    assert [str(metric) for metric in found] == ["alignment/de-en", "alignment_trained/de-en"]
+    assert found[MetricKey("alignment", "de-en")].pairs_P2.tolist() == [[1, 2], [5, 6]]
 
 
 def test_eval_run_tells_withheld_words_from_trained_ones(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -202,7 +203,7 @@ def test_ranks_count_tokens_together_and_show_progress(demo: Path, monkeypatch: 
     def targets(host_group: HostGroup) -> dict[str, list[int]]:
         noted.clear()
         found = find_probes(loader.corpus, host_group, noted.append)
-        return {name: probe["trained"].targets_C.tolist() for name, probe in found.items()}
+        return {str(metric): words.targets_C.tolist() for metric, words in found.items()}
 
     monkeypatch.setattr(sample, "_CHUNK", 100)
     noted: list[str] = []
@@ -232,9 +233,7 @@ def test_too_few_words_have_no_score(
         )
         caplog.clear()
         with caplog.at_level("INFO"):
-            found = find_probes(loader.corpus, HostGroup(), lambda doing: None)["en-xx"]
-        assert (
-            f"alignment/en-xx is left out: only {len(found['withheld'].queries)} withheld words" in caplog.text
-        ) == noted
-        withheld, trained = (found[kind].score(table) for kind in ("withheld", "trained"))
-        assert withheld is None and trained is not None
+            withheld, trained = find_probes(loader.corpus, HostGroup(), lambda doing: None).values()
+        left_out = f"alignment/en-xx is left out: only {len(withheld.queries)} withheld words"
+        assert (left_out in caplog.text) == noted
+        assert withheld.score(table) is None and trained.score(table) is not None

@@ -36,8 +36,6 @@ from xscale.step.zero import whole_weight
 LOG = logging.getLogger("xscale")
 FEWEST = 20
 """The fewest query words for which a score is computed."""
-METRICS = {"withheld": "alignment", "trained": "alignment_trained"}
-"""{kind of words: the metric of a run with their score}."""
 _CHUNK = 1024
 
 
@@ -74,14 +72,15 @@ class ProbeWords:
         return len(right) / len(nearest)
 
 
-AlignmentProbe = dict[str, ProbeWords]
-"""{"withheld": words that no objective reads, "trained": words that objectives read}, of one dictionary."""
+Probes = dict[MetricKey, ProbeWords]
+"""{metric: the words to score}. Each dictionary has the metric `alignment/NAME` for the words that no objective reads,
+and `alignment_trained/NAME` for the words that objectives read."""
 
 
 def build_probes(
     lexicons: Sequence[Lexicon], trained: Sequence[Lexicon], withheld_share: float, tokens: Mapping[str, np.ndarray]
-) -> dict[str, AlignmentProbe]:
-    """Return {name of a dictionary: its words to score}. Dictionaries with the same name are joined.
+) -> Probes:
+    """Return the words to score of each dictionary. Dictionaries with the same name are joined.
 
     trained: the dictionaries that objectives read. withheld_share: the share of entries that objectives do not read.
     tokens: {language: ids of the tokens of its text}. Translations are searched among these tokens and the dictionary's
@@ -91,7 +90,7 @@ def build_probes(
     for lexicon in lexicons:
         groups.setdefault(lexicon.name, []).append(lexicon)
     read_tokens = {lexicon: trained_tokens(lexicon, withheld_share) for lexicon in {*trained, *lexicons}}
-    probes = {}
+    probes: Probes = {}
     for name, group in groups.items():
         pairs_P2 = np.concatenate([lexicon.single_token_pairs() for lexicon in group])
         pairs_P2 = np.unique(pairs_P2[pairs_P2[:, 0] != pairs_P2[:, 1]], axis=0)
@@ -99,7 +98,8 @@ def build_probes(
         read = np.concatenate([read_tokens[lexicon] for lexicon in (*trained, *group)])
         is_trained = np.isin(pairs_P2[:, 0], read)
         withheld = ProbeWords(pairs_P2[~is_trained], targets_C)
-        probes[name] = {"withheld": withheld, "trained": ProbeWords(pairs_P2[is_trained], targets_C)}
+        probes[MetricKey("alignment", name)] = withheld
+        probes[MetricKey("alignment_trained", name)] = ProbeWords(pairs_P2[is_trained], targets_C)
         if withheld_share and len(withheld.queries) < FEWEST:
             LOG.warning(
                 f"alignment/{name} is left out: only {len(withheld.queries)} withheld words have one token, and "
@@ -160,22 +160,21 @@ def evaluate(
         )
     directions = {lexicon.name: "->".join(lexicon.langs) for lexicon in measured}
     scores: Scores = {}
-    for name, probe in build_probes(measured, lexicons, withheld_share, tokens).items():
-        for kind, words in probe.items():
-            suffix = "" if kind == "withheld" else f" {kind}"
-            scores[f"words{suffix}"] = scores.get(f"words{suffix}", 0) + len(words.queries)
-            score = words.score(model.encoder.embeddings)
-            if score is not None:
-                scores[directions[name] + suffix] = score
+    for metric, words in build_probes(measured, lexicons, withheld_share, tokens).items():
+        suffix = " trained" if metric.name == "alignment_trained" else ""
+        scores[f"words{suffix}"] = scores.get(f"words{suffix}", 0) + len(words.queries)
+        score = words.score(model.encoder.embeddings)
+        if score is not None:
+            scores[directions[metric.stream] + suffix] = score
     return scores
 
 
 # The metrics of a run
 
 
-def find_probes(corpus: Corpus, host_group: HostGroup, note: Callable[[str], None]) -> dict[str, AlignmentProbe]:
-    """Return {name of a dictionary: words to score} on rank 0, and {} on other ranks. The ranks divide the languages
-    among themselves, and all call it together."""
+def find_probes(corpus: Corpus, host_group: HostGroup, note: Callable[[str], None]) -> Probes:
+    """Return the words to score of a run's dictionaries on rank 0, and {} on other ranks. All ranks call it together,
+    and divide the languages among themselves."""
     lexicons = corpus.lexicons + corpus.measured
     languages = sorted({lexicon.langs[1] for lexicon in lexicons})
     counts = []
@@ -188,14 +187,13 @@ def find_probes(corpus: Corpus, host_group: HostGroup, note: Callable[[str], Non
     return build_probes(lexicons, corpus.lexicons, corpus.unseen, tokens)
 
 
-def alignment_metrics(engine: Any, probes: dict[str, AlignmentProbe]) -> dict[str, float]:
+def alignment_metrics(engine: Any, probes: Probes) -> dict[str, float]:
     """Return {metric: alignment score of the run's embeddings} on rank 0, and {} on other ranks. All ranks call it
-    together. probes: {name of a dictionary: words to score}; {} on other ranks than 0."""
+    together. probes: {} on other ranks than 0."""
     metrics = dict[str, float]()
     with whole_weight(engine, engine.module.encoder.embeddings) as table:
-        for pair, probe in probes.items():
-            for kind, words in probe.items():
-                score = words.score(table)
-                if score is not None:
-                    metrics[str(MetricKey(METRICS[kind], pair))] = score
+        for metric, words in probes.items():
+            score = words.score(table)
+            if score is not None:
+                metrics[str(metric)] = score
     return metrics

@@ -22,7 +22,7 @@ from scipy import stats
 
 from xscale import rng
 from xscale.data.packed_row import pack_row
-from xscale.data.sequences import Example, Sequences
+from xscale.data.sequences import Example
 from xscale.data.shards import Source
 from xscale.data.stream_batch import CollateContext
 from xscale.errors import UserError
@@ -73,27 +73,14 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
     return scores
 
 
-class PairContext(CollateContext):
-    """The context of a batch with separate sums for each pair instead of each language."""
-
-    def group_numbers(self, sequences: Sequences) -> np.ndarray:
-        """Return the number of each sequence, which has one pair [S]."""
-        return np.arange(len(sequences.lengths))
-
-
 @torch.no_grad()  # not inference_mode: masks of attention are kept for later passes
 def sum_by_pair(
     model: ExportedModel, pairs: list[Example], langs: Sequence[str], options: tlm.TlmOptions
 ) -> np.ndarray:
     """Return the sums over the masked tokens of each pair [S, 3]: loss in nats, right predictions, tokens. Pairs that
     exceed the model's positions are left out."""
-    context = PairContext(
-        model.tokenizer,
-        model.max_length,
-        "drop",
-        model.language_ids(langs),
-        segments=model.segments,
-        language_groups=tuple(langs),  # any: PairContext numbers the pairs itself
+    context = CollateContext(
+        model.tokenizer, model.max_length, "drop", model.language_ids(langs), segments=model.segments
     )
     samples = [[pair] for pair in context.fit_pairs([[pair] for pair in pairs])]
     sums_S3 = np.zeros((len(samples), 3))
@@ -105,6 +92,6 @@ def sum_by_pair(
         (prediction,) = losses.predictions
         _, losses_M, right_M = model.encoder.vocabulary_loss(prediction.features_MH, row.labels)
         sums_M3 = torch.stack([losses_M, right_M, torch.ones_like(losses_M)], 1).double().cpu().numpy()
-        (pair_of_target_M,) = stream_batch.group_of_target.values()
+        pair_of_target_M = stream_batch.sequences.numbers[stream_batch.states["masked"].columns]
         np.add.at(sums_S3, start + pair_of_target_M, sums_M3)
     return sums_S3

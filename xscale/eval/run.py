@@ -136,11 +136,10 @@ def plan_alignment(args: argparse.Namespace, sources: list[Source]) -> list[Resu
         share = model.lexicon_heldout if args.lexicon_heldout is None else args.lexicon_heldout
         return {"": alignment_score.evaluate(model, source.langs, sources, list(dict.fromkeys(paths)), share)}
 
-    first_of_pair: dict[str, ResultsRow] = {}
+    rows: dict[str, ResultsRow] = {}
     for source in pair_sources(args, sources):
-        row = ResultsRow("alignment", source.pair, source.directory, partial(evaluate, source))
-        first_of_pair.setdefault(source.pair, row)
-    return list(first_of_pair.values())
+        rows.setdefault(source.pair, ResultsRow("alignment", source.pair, source.directory, partial(evaluate, source)))
+    return list(rows.values())
 
 
 def plan_heldout(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow]:

@@ -16,7 +16,7 @@ from xscale.data.mixture import describe_sources_read, initial_state
 from xscale.data.tokenizer import Tokenizer
 from xscale.deepspeed_private import count_skipped_step
 from xscale.errors import NotFinite
-from xscale.eval.alignment_score import AlignmentProbe, alignment_metrics, find_probes
+from xscale.eval.alignment_score import Probes, alignment_metrics, find_probes
 from xscale.eval.in_training import measure_functions
 from xscale.models.encoder import set_rope_theta
 from xscale.recipe import Recipe
@@ -76,7 +76,7 @@ class Trainer:
         self.synchronizer = StepSynchronizer(
             context, self.metrics, engine.module.auxiliary_states, self.done, self.recipe.train.steps
         )
-        self.probes: dict[str, AlignmentProbe] = {}
+        self.probes: Probes = {}
         if self.recipe.train.measure_every and (loader.corpus.lexicons or loader.corpus.measured):
             self.probes = find_probes(loader.corpus, context.host_group, context.watch.note)
         tasks = measure_functions(loader, engine, context.process, context.watch.note)
