@@ -14,11 +14,8 @@ RUN = 64
 _CHUNK = 1024
 
 
-def sample_texts(
-    language: str, sources: list[Source], most: int | None = None, part: int = 0, parts: int = 1
-) -> Iterator[list[str]]:
-    """Yield lists of texts in a language, from at most `most` records; None: SAMPLE. parts: the number of callers that
-    share the work. part: the number of this caller, from 0. Each caller gets every `parts`-th list of each source."""
+def sample_texts(language: str, sources: list[Source], most: int | None = None) -> Iterator[list[str]]:
+    """Yield lists of texts in a language, from at most `most` records; None: SAMPLE."""
     with_language = [source for source in sources if language in source.langs]
     records = sum(source.records for source in with_language)
     chosen = sample_records(records, SAMPLE if most is None else most)
@@ -28,7 +25,7 @@ def sample_texts(
         numbers = chosen[(chosen >= first) & (chosen < end)] - first
         first = end
         side = source.langs.index(language)
-        for start in range(0, len(numbers), _CHUNK)[part::parts]:
+        for start in range(0, len(numbers), _CHUNK):
             places = source.locate_records(numbers[start : start + _CHUNK])
             yield [source.read(*place).texts[side] for place in places]
         source.close()  # the run opens its files again, with readahead
