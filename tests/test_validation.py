@@ -39,7 +39,7 @@ from xscale.objectives import OBJECTIVES, Losses, Parts, ppa, tlm
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import EvalTask, load_recipe
 from xscale.report.read import ScoreName, read_run
-from xscale.run.metrics import LOG, Board, JsonLines, entries_from_end, start_logging
+from xscale.run.metrics import LOG, Board, JsonLines, start_logging
 from xscale.run.resolve import resolve_run
 from xscale.run.validation import Validation
 from xscale.step.step import measure_rows, run_row, step_weights
@@ -410,20 +410,6 @@ def test_a_resume_cuts_a_long_file_without_reading_it(tmp_path: Path, monkeypatc
     assert read["lines"] == 11 and read["bytes"] < 500
     JsonLines(path, 0).close()
     assert path.read_bytes() == b""
-
-
-def test_lines_longer_than_a_block(tmp_path: Path) -> None:
-    """Such as the keys of a large step; lines of one step stay together."""
-    path = tmp_path / "rank0.jsonl"
-    lines = [json.dumps({"step": step, "keys": ["k" * n]}) + "\n" for step in (1, 2, 3) for n in (1, 70_000, 300_000)]
-    path.write_text("".join(lines))
-    assert [entry for _, entry in entries_from_end(path)] == [json.loads(line) for line in reversed(lines)]
-    for step in (3, 2, 1, 0):
-        file = JsonLines(path, step)
-        assert path.read_text() == "".join(lines[: 3 * step])
-        file.write({"step": step + 1})
-        file.close()
-        assert path.read_text() == "".join(lines[: 3 * step]) + f'{{"step": {step + 1}}}\n'
 
 
 def test_what_a_terminal_would_obey_is_shown_as_numbers(tmp_path: Path) -> None:

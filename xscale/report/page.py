@@ -139,10 +139,10 @@ def add_scores(section: Section, models: dict[str, Results]) -> None:
 
 def score_cell(score: Measured) -> Cell:
     """Return a cell such as `0.94 [0.92, 0.96]`."""
-    if score.interval is None:
-        return score.value
-    low, high = score.interval
-    return f"{format_cell(score.value)} [{low:.4g}, {high:.4g}]"
+    text = format_cell(score.value)
+    if score.interval:
+        text += " [{:.4g}, {:.4g}]".format(*score.interval)
+    return text
 
 
 def difference_cell(name: ScoreName, first: Measured | None, other: Measured | None) -> Cell:
