@@ -41,8 +41,13 @@ def write_report(paths: list[Path], out: Path) -> None:
         from xscale.report.read import read_results, read_run
     except ModuleNotFoundError as error:  # the extra `eval` is not installed
         raise UserError(f"a report needs {error.name}; install it by `pip install 'xscale[eval]'`") from None
-    result_files = [path for path in paths if path.suffix == ".json" and not path.is_dir()]
-    runs = {str(path): read_run(path) for path in paths if path not in result_files}
+    runs = {}
+    result_files = []
+    for path in paths:
+        if path.suffix == ".json" and not path.is_dir():
+            result_files.append(path)
+        else:
+            runs[str(path)] = read_run(path)
     files.write_text(out, render_page(runs, read_results(result_files)))
 
 

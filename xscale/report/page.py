@@ -14,7 +14,6 @@ from xscale.report.charts import Lines, draw_chart, mean_of_last_tenth
 from xscale.report.read import Measured, Results, Run, ScoreName
 
 Cell = str | float | None
-ALIGNMENT = "Share of dictionary words whose nearest neighbour is a translation"
 PAIRED = (
     "Brackets are 95 % intervals. A difference from the first model (`− first`) has the interval and the p value of a "
     "paired bootstrap: all models are resampled with the same sentences. `not in file`: evaluate the model with the "
@@ -71,16 +70,19 @@ def run_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of the page about runs. A line of a chart is a stream's term, a language or a row of scores;
     with several runs, each run has its own lines."""
     sections = {title: Section(title) for title in ("Summary", "Losses", "Languages", "Scores", "Metrics")}
-    sections["Summary"].tables = [column_table("", {name: run_summary(run) for name, run in runs.items()})]
-    add_scores(sections["Scores"], {name: run.last for name, run in runs.items()})
+    summaries: dict[str, dict[str, Cell]] = {}
     means: dict[str, dict[str, Cell]] = {}
+    last_scores: dict[str, Results] = {}
     for run_name, run in runs.items():
+        summaries[run_name] = run_summary(run)
+        last_scores[run_name] = run.last
         means[run_name] = {metric: mean_of_last_tenth(curve) for metric, curve in run.metrics.items()}
         suffix = f", {run_name}" if len(runs) > 1 else ""
         for metric, curve in run.metrics.items():
             key = MetricKey.parse(metric)
             if key.name == "alignment":
-                sections["Scores"].charts[ALIGNMENT][key.stream + suffix] = curve
+                title = "Share of dictionary words whose nearest neighbour is a translation"
+                sections["Scores"].charts[title][key.stream + suffix] = curve
             elif key.name == "loss":
                 section = sections["Languages" if key.language else "Losses"]
                 label = f"{key.term} {key.language}".strip() or "sum"
@@ -88,7 +90,9 @@ def run_sections(runs: dict[str, Run]) -> list[Section]:
         for name, curve in run.scores.items():
             if direction(name.metric):
                 sections["Scores"].charts[f"{name.task}: {name.metric}"][name.row + suffix] = curve
+    sections["Summary"].tables = [column_table("", summaries)]
     sections["Metrics"].tables = [column_table("Means of the last tenth of steps", means)]
+    add_scores(sections["Scores"], last_scores)
     return list(sections.values())
 
 

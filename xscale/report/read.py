@@ -19,6 +19,7 @@ from xscale.run.metrics import entries_from_end
 
 SHOWN_METRICS = ("loss", "alignment", "tokens", "tokens_per_s", "step_s", "skipped")
 """The metrics of metrics.jsonl that a page shows. TensorBoard shows all metrics."""
+Key = TypeVar("Key")
 T = TypeVar("T")
 Tree = dict[str, dict[str, dict[str, T]]]
 """{task: {row: {metric: value}}}."""
@@ -99,12 +100,16 @@ def read_run(folder: Path) -> Run:
         for name, score in last.items():
             scores.setdefault(name, {})[line["step"]] = score.value
     return Run(
-        {metric: pd.Series(numbers, dtype=float) for metric, numbers in metrics.items()},
-        {name: pd.Series(numbers, dtype=float) for name, numbers in scores.items()},
+        to_curves(metrics),
+        to_curves(scores),
         last,
         read_file(folder / "config.yaml", yaml.safe_load, {}),
         read_file(folder / "status.json", json.loads, {}),
     )
+
+
+def to_curves(numbers_by_step: dict[Key, dict[int, float]]) -> dict[Key, pd.Series]:
+    return {name: pd.Series(numbers, dtype=float) for name, numbers in numbers_by_step.items()}
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
