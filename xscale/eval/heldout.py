@@ -51,11 +51,11 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
     )
     texts = read_texts(source, limit)
     ids = model.tokenizer.encode(list(chain.from_iterable(texts)))
-    pairs: list[Example] = []
+    samples: list[list[Example]] = []
     for number in range(len(texts)):
         identity = rng.hash64(_MASKS, np.array([number]))[0]
-        pairs.append(Example(source.langs, tuple(ids[2 * number : 2 * number + 2]), None, identity, number))
-    sums_S3 = sum_by_pair(model, pairs, source.langs, options)
+        samples.append([Example(source.langs, tuple(ids[2 * number : 2 * number + 2]), None, identity, number)])
+    sums_S3 = sum_by_pair(model, samples, source.langs, options)
     targets = sums_S3[:, 2].sum()
     if not targets:
         raise UserError(
@@ -75,14 +75,14 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
 
 @torch.no_grad()  # not inference_mode: masks of attention are kept for later passes
 def sum_by_pair(
-    model: ExportedModel, pairs: list[Example], langs: Sequence[str], options: tlm.TlmOptions
+    model: ExportedModel, samples: list[list[Example]], langs: Sequence[str], options: tlm.TlmOptions
 ) -> np.ndarray:
     """Return the sums over the masked tokens of each pair [S, 3]: loss in nats, right predictions, tokens. Pairs that
-    exceed the model's positions are left out."""
+    exceed the model's positions are left out. samples: one pair each."""
     context = CollateContext(
         model.tokenizer, model.max_length, "drop", model.language_ids(langs), segments=model.segments
     )
-    samples = [[pair] for pair in context.fit_pairs([[pair] for pair in pairs])]
+    samples = [[pair] for pair in context.fit_pairs(samples)]
     sums_S3 = np.zeros((len(samples), 3))
     for start in range(0, len(samples), ROW):
         stream_batch = tlm.collate(samples[start : start + ROW], options, context)

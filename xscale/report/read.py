@@ -19,7 +19,6 @@ from xscale.run.metrics import entries_from_end
 
 SHOWN_METRICS = ("loss", "alignment", "tokens", "tokens_per_s", "step_s", "skipped")
 """The metrics of metrics.jsonl that a page shows. TensorBoard shows all metrics."""
-Key = TypeVar("Key")
 T = TypeVar("T")
 Tree = dict[str, dict[str, dict[str, T]]]
 """{task: {row: {metric: value}}}."""
@@ -108,7 +107,7 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def to_curves(numbers_by_step: dict[Key, dict[int, float]]) -> dict[Key, pd.Series]:
+def to_curves(numbers_by_step: dict[T, dict[int, float]]) -> dict[T, pd.Series]:
     return {name: pd.Series(numbers, dtype=float) for name, numbers in numbers_by_step.items()}
 
 
