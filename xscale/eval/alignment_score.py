@@ -12,7 +12,7 @@ Shape letters: P entries of the dictionary, Q query tokens, C tokens of the othe
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +89,12 @@ def build_probes(
     groups: dict[str, list[Lexicon]] = {}
     for lexicon in lexicons:
         groups.setdefault(lexicon.name, []).append(lexicon)
-    read_tokens = {lexicon: trained_tokens(lexicon, withheld_share) for lexicon in {*trained, *lexicons}}
     probes: Probes = {}
     for name, group in groups.items():
         pairs_P2 = np.concatenate([lexicon.single_token_pairs() for lexicon in group])
         pairs_P2 = np.unique(pairs_P2[pairs_P2[:, 0] != pairs_P2[:, 1]], axis=0)
         targets_C = np.union1d(tokens[group[0].langs[1]], pairs_P2[:, 1])
-        read = np.concatenate([read_tokens[lexicon] for lexicon in (*trained, *group)])
+        read = np.concatenate([trained_tokens(lexicon, withheld_share) for lexicon in (*trained, *group)])
         is_trained = np.isin(pairs_P2[:, 0], read)
         withheld = ProbeWords(pairs_P2[~is_trained], targets_C)
         probes[MetricKey("alignment", name)] = withheld
@@ -109,6 +108,7 @@ def build_probes(
     return probes
 
 
+@cache
 def trained_tokens(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
     """Return the ids of the one-token words of a dictionary that objectives read. They read the entries that are not
     withheld and whose two sides differ."""

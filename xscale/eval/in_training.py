@@ -227,24 +227,21 @@ def with_overall_means(task: str, rows: Results) -> Results:
     """Return rows of means over languages or pairs, followed by the task's own rows. The row of means is `all`; for
     held-out losses, each stream has a row `STREAM all`. A number is averaged over the rows that have it."""
     is_heldout = task.partition(".")[0] == "heldout"
-    values: dict[str, dict[str, list[float]]] = {}
+    values: dict[tuple[str, str], list[float]] = {}
     for row, numbers in rows.items():
         stream, _, language = row.partition(" ")
         if is_heldout and not language:  # the row of the whole stream
             continue
-        averaged = values.setdefault(f"{stream} {ALL}" if is_heldout else ALL, {})
+        mean_row = f"{stream} {ALL}" if is_heldout else ALL
         for name, value in numbers.items():
             if direction(name) and "->" not in name:  # "->": the accuracy of one direction
-                averaged.setdefault(name, []).append(value)
+                values.setdefault((mean_row, name), []).append(value)
     means: Results = {}
-    for mean_row, values_of_name in values.items():
-        means[mean_row] = {name: average(numbers) for name, numbers in values_of_name.items()}
+    for (mean_row, name), row_values in values.items():
+        has_intervals = isinstance(row_values[0], Score)
+        average = mean(row_values) if has_intervals else sum(row_values) / len(row_values)
+        means.setdefault(mean_row, {})[name] = average
     return means | rows
-
-
-def average(values: list[float]) -> float:
-    """Return the mean of the values, with its interval if they are Scores."""
-    return mean(values) if isinstance(values[0], Score) else sum(values) / len(values)
 
 
 def find_number(results: dict[str, Results], path: str) -> float | None:
