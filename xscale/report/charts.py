@@ -56,7 +56,7 @@ def draw_chart(lines: Lines, title: str) -> str:
         axes = figure.add_subplot(xlabel="step")
         for (label, curve), colour, marker in zip(lines.items(), COLOURS, "os^Dv<>P", strict=False):
             points = thin_out(curve)
-            axes.plot(points.index, points, color=colour, marker=marker, markevery=0.15, label=label)
+            axes.plot(points.index, points, color=colour, marker=marker, markevery=len(points) // 8 + 1, label=label)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(4))
         if len(lines) > 1:
