@@ -30,7 +30,7 @@ from xscale.models.attention import attention, runs_flash
 from xscale.ops import masked_ce
 from xscale.ops.dropout_add_norm import fused_dropout_add_norm
 from xscale.ops.masked_ce import masked_cross_entropy
-from xscale.run.resolve import encoder_of_run, resolve_run
+from xscale.run.resolve import module_of_run, resolve_run
 from xscale.step.module import StepModule
 from xscale.step.step import encode_auxiliary, run_row, step_weights
 
@@ -180,7 +180,7 @@ def first_row(loader: Loader) -> Row:
 
 def ready_module(loader: Loader) -> StepModule:
     """Return the run's module in fp32 on the CPU, with a filled queue. Each call returns the same values."""
-    module = StepModule(encoder_of_run(loader.recipe, loader.corpus), loader.recipe)
+    module = module_of_run(loader.recipe, loader.corpus)
     queue = module.auxiliary_states["ppa"].queue
     torch.manual_seed(1)
     queue.push(F.normalize(torch.randn(queue.ring_KD.shape), dim=-1), 0)

@@ -28,11 +28,10 @@ from xscale import ranks
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
 from xscale.recipe import Schedule
-from xscale.run.resolve import encoder_of_run
+from xscale.run.resolve import module_of_run
 from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config
-from xscale.step.module import StepModule
 from xscale.step.step import optimizer_step
 
 FILL = 0.93
@@ -90,9 +89,8 @@ class Bench:
         self.data = data
         self.args = args
         loader = self.loader(args.steps[0].tokens)
-        encoder = encoder_of_run(loader.recipe, loader.corpus)
         config = load_ds_config(args.ds_config, loader.recipe, 1, Hardware.here())
-        module = StepModule(encoder, loader.recipe)
+        module = module_of_run(loader.recipe, loader.corpus)
         self.formula = StepFlops.of(module)
         self.engine = engine.build_engine(module, config.resolved)
 

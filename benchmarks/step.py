@@ -59,11 +59,10 @@ from transformers.utils import logging as transformers_logging
 from xscale import ranks
 from xscale.data.loader import Loader
 from xscale.data.mixture import PlanTable, initial_state
-from xscale.run.resolve import encoder_of_run
+from xscale.run.resolve import module_of_run
 from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config
-from xscale.step.module import StepModule
 from xscale.step.step import optimizer_step
 from xscale.step.sums import stream_metrics
 
@@ -86,10 +85,10 @@ class XscaleLoop:
         self.loader = loader
         self.name = f"xscale, rows of {loader.max_tokens(DEVICE):,}"
         self.seconds: list[float] = []
-        encoder = encoder_of_run(loader.recipe, loader.corpus)
-        self.formula = StepFlops(encoder)
+        module = module_of_run(loader.recipe, loader.corpus)
+        self.formula = StepFlops(module.encoder)
         resolved = load_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.here()).resolved
-        self.engine = engine.build_engine(StepModule(encoder, loader.recipe), resolved)
+        self.engine = engine.build_engine(module, resolved)
         state = initial_state(loader.streams)
         self.batches = loader.batches(ALONE, DEVICE, state, loader.recipe.train.steps)
 
@@ -118,7 +117,7 @@ class StockLoop:
         self.seconds: list[float] = []
         self.flops = 0
         self.draws = global_batches(loader)
-        encoder = encoder_of_run(loader.recipe, loader.corpus)
+        encoder = module_of_run(loader.recipe, loader.corpus).encoder
         encoder.lm.set_attn_implementation("sdpa")  # Hugging Face's own
         passes = sum(-(-stream.samples // micro_batch) for stream in loader.streams)
         config = load_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.here())

@@ -23,7 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from xscale import ranks, train
 from xscale.checkpoint import manager
 from xscale.ranks import HostGroup
-from xscale.run import loop, metrics, reporting, validation
+from xscale.run import loop, metrics, validation
 from xscale.run.folder import Status
 from xscale.run.start import train_run
 
@@ -68,10 +68,10 @@ class Half:
 
 
 class Lines(metrics.JsonLines):
-    def _append_or_error(self, data: bytes) -> str | None:
+    def flush(self, to_disk: bool = False) -> None:
         if self.file and not isinstance(self.file, Half):
             self.file: Any = Half(self.file)
-        return super()._append_or_error(data)
+        super().flush(to_disk)
 
 
 def noted(optimizer_step: Any) -> Any:
@@ -101,7 +101,7 @@ def patch() -> None:
 
     vars(manager)["write_state"] = write_state
     vars(loop).update(optimizer_step=noted(loop.optimizer_step))
-    for module in (metrics, reporting, validation):
+    for module in (metrics, validation):
         vars(module)["JsonLines"] = Lines
     RecordWriter.write, manager.CheckpointManager._contents_of_own_files = write, also_own  # type: ignore[method-assign]
 

@@ -26,7 +26,7 @@ from xscale.data.mixture import initial_state
 from xscale.data.stream_batch import StreamBatch
 from xscale.models.encoder import Encoder
 from xscale.ranks import Process
-from xscale.run.resolve import encoder_of_run, module_of_run, resolve_run
+from xscale.run.resolve import module_of_run, resolve_run
 from xscale.step.module import StepModule
 from xscale.train import parse_arguments
 
@@ -195,7 +195,7 @@ def module(loader: Loader) -> StepModule:
 
 
 def encoder(loader: Loader) -> Encoder:
-    return encoder_of_run(loader.recipe, loader.corpus)
+    return module_of_run(loader.recipe, loader.corpus).encoder
 
 
 def loader_of(arguments: list[str], measured: bool = True) -> Loader:

@@ -19,7 +19,6 @@ from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.recipe import load_recipe
-from xscale.run.describe import start_notes
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 
@@ -121,8 +120,6 @@ def test_steps_of_epochs(texts: Path, demo: Path, epochs: float, first: int, sam
     steps = next(n for n in range(1, 10**6) if n * samples >= Fraction(str(epochs)) * pairs)
     assert loader.recipe.train.steps == steps and loader.recipe.train.epochs == epochs
     assert loader.recipe.train.whole_steps(0.3) == round(0.3 * steps)
-    (note,) = [line for line in start_notes(loader.recipe, loader.corpus) if line.startswith("train.epochs")]
-    assert f"{epochs:g}: {steps:,} steps, since stream tlm reads {samples:,} of its {pairs:,} pairs" in note
 
 
 def test_the_first_stream_of_pairs_counts(texts: Path, demo: Path) -> None:

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from tests import launch
 from xscale import ranks, train
-from xscale.errors import UserError, hold_signals
+from xscale.errors import DirectoryTaken, UserError, hold_signals
 from xscale.ranks import Process
-from xscale.run.folder import IDENTITY, STOPPED, Status
+from xscale.run.folder import STATUS, STOPPED, Status
 from xscale.run.watch import StopRequest
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"}
@@ -38,9 +38,9 @@ LAST = BATCH | STEP | {"SLURM_PROCID": "6", "SLURM_NODEID": "3"}
 def started(monkeypatch: pytest.MonkeyPatch):
     """started(environment): the process that a launcher with these variables started."""
 
-    def start(environment: dict[str, str]) -> Process:
+    def start(environment: dict[str, str], is_dry_run: bool = False) -> Process:
         monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1"} | environment)
-        process = ranks.read_launcher()
+        process = ranks.read_launcher(is_dry_run)
         written = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
         assert written == [str(process.rank), str(process.world), str(process.local_rank), str(process.local_world)]
         assert os.environ["LOCAL_SIZE"] == str(process.local_world)
@@ -63,7 +63,6 @@ def started(monkeypatch: pytest.MonkeyPatch):
             LAST | {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},  # torchrun below srun
             Process(3, 8, 1, 2),
         ),
-        (BATCH, Process(0, 1, 0, 1)),
     ],
 )
 def test_ranks_of_launchers(started, environment: dict[str, str], expected: Process) -> None:
@@ -88,7 +87,6 @@ def test_an_environment_that_says_nothing(
 ) -> None:
     monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1"} | environment)
     with pytest.raises(UserError, match=named):
-        ranks.check_launch()
         ranks.read_launcher()
 
 
@@ -100,13 +98,13 @@ def test_jobs_and_steps_meet_at_ports_of_their_own(started) -> None:
     assert len(set(ports)) == 5 and all(1024 < port < 32768 for port in ports)
 
 
-def test_one_process_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lone task of srun, and a job of one task, are as they should be."""
-    lone = LAST | {"SLURM_STEP_NUM_TASKS": "1"}
-    torchrun = BATCH | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    for right in (LAST, lone, torchrun, BATCH | {"SLURM_NTASKS": "1"}):
-        monkeypatch.setattr(os, "environ", right)
-        ranks.check_launch()
+def test_one_process_of_a_job(started) -> None:
+    """A lone task of srun, a job of one task, and a dry run in any job."""
+    lone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    for environment in (LAST | lone, BATCH | torchrun, BATCH | {"SLURM_NTASKS": "1"}):
+        assert started(environment) == Process(0, 1, 0, 1)
+    assert started(BATCH, is_dry_run=True) == Process(0, 1, 0, 1)
 
 
 def read(out: Path) -> tuple[str, int, str, int]:
@@ -114,9 +112,9 @@ def read(out: Path) -> tuple[str, int, str, int]:
     return entry["status"], entry["code"], entry["why"], entry["rank"]
 
 
-def run(out: Path, rank: int, ours: bool | None) -> Status:
+def run(out: Path, rank: int, has_lock: bool) -> Status:
     status = Status(out, Process(rank, 2, rank, 2))
-    status.has_lock = ours
+    status.has_lock = has_lock
     return status
 
 
@@ -125,10 +123,8 @@ def test_the_first_rank_that_fails_says_why(tmp_path: Path) -> None:
     first.write_running()
     second.write_running()
     assert read(tmp_path)[0] == "running"
-    with pytest.raises(UserError), second.recording_failures():
-        raise UserError("record 7 is damaged")
-    with pytest.raises(RuntimeError), first.recording_failures():
-        raise RuntimeError("connection closed by peer")
+    second.write_failure(UserError("record 7 is damaged"))
+    first.write_failure(RuntimeError("Connection closed by peer"))
     assert read(tmp_path) == ("failed", 2, "record 7 is damaged", 1)
     first.write_running()  # the next start
     second.write_end(STOPPED, "told")
@@ -138,29 +134,25 @@ def test_the_first_rank_that_fails_says_why(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-def fail(out: Path, rank: int = 0, ours: bool | None = None) -> None:
-    with pytest.raises(UserError), run(out, rank, ours).recording_failures():
-        raise UserError("no such field")
-
-
 def test_a_start_that_fails_early_writes_only_where_nobody_else_is(tmp_path: Path) -> None:
     new, other, shards = tmp_path / "new", tmp_path / "other", tmp_path / "shards"
-    fail(new, rank=1)
+    error = UserError("no such field")
+    run(new, 1, False).write_failure(error)
     assert not new.exists()
     for _ in range(2):
-        fail(new)
+        run(new, 0, False).write_failure(error)
         assert read(new) == ("failed", 2, "no such field", 0)
-    for folder, name in ((other, IDENTITY), (shards, "index.json")):
+    for folder, name in ((other, STATUS), (shards, "index.json")):
         folder.mkdir()
         (folder / name).write_text("{}")
-    fail(shards)
-    fail(other, ours=False)  # refused
-    assert not (shards / "status.json").exists() and not (other / "status.json").exists()
+    run(shards, 0, False).write_failure(error)
+    assert not (shards / STATUS).exists()
+    run(other, 0, False).write_failure(DirectoryTaken("another run's"))
     with (other / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        fail(other)  # in use
-        assert not (other / "status.json").exists()
-    fail(other)
+        run(other, 0, False).write_failure(error)  # in use
+        assert (other / STATUS).read_text() == "{}"
+    run(other, 0, False).write_failure(error)
     assert read(other)[0] == "failed"
 
 
@@ -306,10 +298,10 @@ def test_memory_that_runs_out_is_told(
     monkeypatch.setattr(train, "train", run_out)
     launcher = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     monkeypatch.setattr(os, "environ", os.environ | launcher)
-    assert train.main(["--ds_config", "none.json", "--out", str(tmp_path)]) == 2
+    assert train.main(["--ds_config", "none.json", "--data", "d", "--out", str(tmp_path)]) == 2
     assert "[rank 1] error: out of memory" in capsys.readouterr().err
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in launcher})
-    assert train.main(["--ds_config", "none.json", "--out", str(tmp_path)]) == 2
+    assert train.main(["--ds_config", "none.json", "--data", "d", "--out", str(tmp_path)]) == 2
     assert "out of memory" in capsys.readouterr().err
     told = json.loads((tmp_path / "status.json").read_text())
     assert (told["status"], told["code"]) == ("failed", 2) and "train.max_tokens" in told["why"]
@@ -349,5 +341,5 @@ def test_an_error_that_cannot_be_printed_keeps_its_code(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(train, "train", no_room)
     monkeypatch.setattr(sys, "stderr", Full())
-    assert train.main(["--ds_config", "none.json", "--out", str(tmp_path)]) == 4
+    assert train.main(["--ds_config", "none.json", "--data", "d", "--out", str(tmp_path)]) == 4
     assert "metrics.jsonl" in json.loads((tmp_path / "status.json").read_text())["why"]

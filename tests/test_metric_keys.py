@@ -2,7 +2,7 @@
 
 import pytest
 
-from xscale.metric_keys import MetricKey, direction, is_better
+from xscale.metric_keys import MetricKey, direction
 
 
 @pytest.mark.parametrize(
@@ -28,5 +28,3 @@ def test_a_key_is_its_name(text: str, key: MetricKey) -> None:
 )
 def test_one_direction_is_better(name: str, better: int) -> None:
     assert direction(name) == better
-    assert is_better(name, 0.3, None) and is_better(name, 0.2, 0.3) == (better < 0) != is_better(name, 0.4, 0.3)
-    assert not is_better(name, 0.3, 0.3)

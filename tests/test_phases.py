@@ -32,8 +32,7 @@ from xscale.metric_keys import count_key
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import Schedule, load_recipe
-from xscale.run.describe import language_share_lines
-from xscale.run.resolve import encoder_of_run, resolve_run
+from xscale.run.resolve import module_of_run, resolve_run
 from xscale.run.resume import resume_calibration
 from xscale.step.ds_config import Hardware, resolve_ds_config
 
@@ -283,7 +282,7 @@ def test_a_step_has_the_rate_and_the_dropout_of_its_phase(demo: Path, tmp_path: 
         assert recipe.at(step).train.learning_rate(step) == plain.train.learning_rate(step) / (2 if half else 1)
         assert recipe.at(step).model.dropout == (0.2 if step >= 14 else 0.1)
     early = resolve_run(write(tmp_path, [{"until": 7, "model.dropout": 0.3}]), [], [demo])
-    dropout = encoder_of_run(*early).dropout
+    dropout = module_of_run(*early).encoder.dropout
     assert dropout == 0.3, "a queue is filled before step 1"
     scheduler = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
     plain_train = replace(recipe.train, schedule=None, decay=None)
@@ -291,17 +290,6 @@ def test_a_step_has_the_rate_and_the_dropout_of_its_phase(demo: Path, tmp_path: 
         resolve_ds_config(
             scheduler, Path("X.json"), replace(recipe, train=plain_train), 1, Hardware("cpu", False, True)
         )
-
-
-def test_the_shares_are_told(plan: Loader) -> None:
-    """For each phase and stream, with the shares by which it draws."""
-    lines = [line for line in language_share_lines(plan) if "stream tlm" in line]
-    assert [line.split(": ")[0] for line in lines] == ["steps 5 to 7", "steps 8 to 14", "steps 15 to 20"]
-    pairs = {source.pair: source.records for source in plan.corpus.sources if len(source.langs) == 2}
-    for line, alpha, read in zip(lines, (0.7, 0.5, 0.3), (["en-xx"], pairs, pairs), strict=True):
-        total = sum(pairs[pair] ** alpha for pair in read)
-        assert "8 samples a step" in line and all(f"{pairs[p] ** alpha / total:.2%}" in line for p in read)
-        assert ("yy" in line) == (len(read) > 1)
 
 
 def listed(demo: Path, folder: Path, outs: list[str], *sets: str, phases: list[dict[str, Any]] = PHASES) -> list[str]:

@@ -28,7 +28,7 @@ from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure, Node, start_planner
 from xscale.errors import MachineError, RankError, UserError
 from xscale.ranks import Process
-from xscale.run import metrics
+from xscale.run import folder
 from xscale.run.folder import MACHINE, USER_ERROR, exit_code_and_message
 
 
@@ -41,7 +41,7 @@ class Plans(Dataset):
 
 def through_workers(run: Any, workers: int, steps: int) -> Iterator[Any]:
     dataset: Any = Plans()
-    return load_batches(make_plans(run, workers, steps), dataset, workers, run.rank)
+    return load_batches(make_plans(run, workers, steps), dataset, workers)
 
 
 @pytest.mark.parametrize(
@@ -119,20 +119,12 @@ def test_a_child_that_does_not_come_out_of_its_fork_is_made_again(hangs: int, mo
     assert forked == [4] and os.fork is fork and multiprocessing.active_children() == []
 
 
-def test_processes_are_called_by_what_they_are() -> None:
-    """A worker's signal, or its memory, is not taken for the trainer's."""
-    batches = through_workers(mixture(1, 3, 100), 2, 100)
-    list(islice(batches, 2))  # one of each worker
-    names = {Path(f"/proc/{child.pid}/comm").read_text() for child in multiprocessing.active_children()}
-    assert names == {"xscale1-plan\n", "xscale1-load0\n", "xscale1-load1\n"}
-
-
 def test_processes_of_the_loader_tell_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into the log of their rank, when a run that hangs asks for it."""
-    monkeypatch.setattr(metrics.LOG, "propagate", True)
-    monkeypatch.setattr(metrics.LOG, "handlers", [])
+    monkeypatch.setattr(folder.LOG, "propagate", True)
+    monkeypatch.setattr(folder.LOG, "handlers", [])
     monkeypatch.setattr(faulthandler, "enable", lambda _: None)  # pytest's own stays
-    log = metrics.start_logging(tmp_path, 0)
+    log = folder.start_logging(tmp_path, 0)
     others = set(multiprocessing.active_children())
     batches = through_workers(mixture(1, 3, 100), 2, 10**6)  # the planner is not done
     list(islice(batches, 2))

@@ -36,7 +36,7 @@ class Network:
                 self.waits.append(self.now)
             return [sum(of) for of in zip(*(of_rank[number] for of_rank in self.sent), strict=True)]
 
-        return SimpleNamespace(wait=wait)
+        return wait
 
 
 def batch(step: int) -> Any:
@@ -53,6 +53,14 @@ def batches(failing: int) -> Any:
         yield batch(step)
 
 
+class Failed(Exception):
+    """What end_all_ranks raises."""
+
+
+def end_all_ranks(*_: Any) -> None:
+    raise Failed
+
+
 def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchronizer:
     host_group = SimpleNamespace(begin_sum=lambda numbers: network.begin_sum(rank, numbers))
     context: Any = SimpleNamespace(process=Process(rank, RANKS, rank, RANKS), host_group=host_group)
@@ -60,22 +68,30 @@ def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchroniz
     context.watch = SimpleNamespace(note=lambda doing: None)
     context.locks = []
     metrics: Any = SimpleNamespace(wants_flush=lambda: False)
-    return StepSynchronizer(context, metrics, {}, 0, STEPS)
+    return StepSynchronizer(context, metrics, 0, STEPS)
 
 
 def run(network: Network, stop: int = -1, fails: int = -1) -> tuple[int, str]:
     """Return the number of steps done, and how the run ended. stop: the step in which rank 1 is told to stop; fails:
-    the step that it cannot read."""
+    the step that it cannot read, before which all ranks raise."""
     told: list[list[str]] = [[] for _ in range(RANKS)]
     ranks = [synchronizer(rank, network, told[rank]) for rank in range(RANKS)]
     data = [batches(-1), batches(fails)]
     for done in range(STEPS):
-        steps = [rank.next(of) for rank, of in zip(ranks, data, strict=True)]
-        assert len({(step.failed(), step.stopped()) for step in steps}) == 1
-        if steps[0].failed() or steps[0].stopped():
-            return done, "failed" if steps[0].failed() else "stopped"
-        counts = [step.counts() for step in steps]
-        assert counts[0] == counts[1] and counts[0].targets == {TLM: RANKS * done}
+        steps = list[Any]()
+        failed = 0
+        for rank, of_rank in zip(ranks, data, strict=True):
+            try:
+                steps.append(rank.next(of_rank))
+            except Failed:
+                failed += 1
+        if failed:
+            assert failed == RANKS
+            return done, "failed"
+        if None in steps:
+            assert steps == [None, None]
+            return done, "stopped"
+        assert steps[0].counts == steps[1].counts and steps[0].counts.targets == {TLM: RANKS * done}
         if done == stop:
             told[1].append("a signal")
         network.now += 1
@@ -103,15 +119,16 @@ def test_a_stop_comes_as_many_steps_later() -> None:
     assert run(Network(0.1), stop=10) == (10 + 1 + AHEAD, "stopped")
 
 
-def test_what_a_rank_cannot_read_ends_all_of_them_before_that_step() -> None:
+def test_what_a_rank_cannot_read_ends_all_of_them_before_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xscale.run.synchronizer.end_all_ranks", end_all_ranks)
     assert run(Network(2.0), fails=30) == (30, "failed")
 
 
 def test_the_loop_does_what_ranks_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop of any rank ends the loop before the step, and the targets of all ranks divide the step's losses."""
     total = {TLM: 12}
-    counts = SimpleNamespace(targets=total, auxiliary={})
-    step = SimpleNamespace(failed=lambda: False, counts=lambda: counts, batch=SimpleNamespace(rows=[]), error=None)
+    step = SimpleNamespace(counts=SimpleNamespace(targets=total, auxiliary={}), batch=SimpleNamespace(rows=[]))
+    agreed = iter([None, step])
 
     class Stepped(Exception):
         pass
@@ -126,15 +143,13 @@ def test_the_loop_does_what_ranks_agreed_on(monkeypatch: pytest.MonkeyPatch) -> 
     recipe.train = SimpleNamespace(skip_steps=[], measure_every=0, steps=9)
     trainer.recipe, trainer.done = recipe, 3
     trainer.engine = SimpleNamespace(skipped_steps=0)
-    trainer.synchronizer = SimpleNamespace(next=lambda batches: step)
+    trainer.synchronizer = SimpleNamespace(next=lambda batches: next(agreed))
     trainer.metrics = SimpleNamespace(add=lambda step: None)
     watch = SimpleNamespace(note=lambda doing: None)
     stop = SimpleNamespace(why="a signal")
     trainer.context = SimpleNamespace(stop=stop, watch=watch, process=Process(0, 2, 0, 2), out=None)
     trainer.save = lambda must_succeed: None
-    step.stopped = lambda: True
     assert trainer.loop(iter([])) == STOPPED
-    step.stopped = lambda: False
     with pytest.raises(Stepped) as raised:
         trainer.loop(iter([]))
     assert raised.value.args == (total,)

@@ -3,6 +3,7 @@
 import errno
 import faulthandler
 import io
+import logging
 import os
 import re
 import signal
@@ -17,6 +18,10 @@ from xscale.removed import removed_flag
 
 TOOLS = "xscale.data_tools" if (Path(__file__).parent / "data_tools").is_dir() else "data_tools"
 """The name of the package of the data tools. It differs between a wheel and a checkout."""
+
+
+LOG = logging.getLogger("xscale")
+"""The log of this process. run/folder.py says where it is written."""
 
 
 class UserError(ValueError):
@@ -53,7 +58,7 @@ class MachineError(Exception):
 
 
 class DirectoryTaken(UserError):
-    """Another run has taken over the run's directory. This run must not write there any more, not even why it ends."""
+    """Another run has the directory, or has taken it over. This run must not write there, not even why it ends."""
 
 
 class RankError(UserError):

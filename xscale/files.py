@@ -3,6 +3,8 @@ renamed. It also has locks of directories, and other helpers for files."""
 
 import fcntl
 import hashlib
+import json
+import math
 import os
 import re
 import shutil
@@ -11,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,10 +25,7 @@ COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
 LOCK = "lock"
 LOCK_SECONDS = 20
 """The seconds for which a start waits for a previous run's lock, since ranks may outlive a killed launcher."""
-FIRST = 8
-FAR_SECONDS = 3e-4
 THREADS = 32
-"""map_in_threads uses THREADS threads if its FIRST calls take FAR_SECONDS or more on average, as on a network."""
 WEB_PAGE = "is a web page, as a server sends it with an error; download the file again"
 SERVER_ERROR = "is a server's error, not the file itself; download the file again"
 POINTERS = {
@@ -78,15 +76,9 @@ def pointer_problem(path: Path, *names: str) -> str | None:
 
 
 def map_in_threads(function: Callable[..., Value], *items: Sequence[Any]) -> list[Value]:
-    """Return list(map(function, *items)). If the first calls are slow, as on a network's file system, threads make the
-    others; on a local disk, threads would take longer."""
-    calls = list(zip(*items, strict=True))
-    started = time.perf_counter()
-    values = list(starmap(function, calls[:FIRST]))
-    if time.perf_counter() - started < FIRST * FAR_SECONDS:
-        return values + list(starmap(function, calls[FIRST:]))
+    """Return list(map(function, *items)). Threads make the calls, because each may wait for a network's file system."""
     with ThreadPoolExecutor(THREADS) as pool:
-        return values + list(pool.map(lambda call: function(*call), calls[FIRST:]))
+        return list(pool.map(function, *items))
 
 
 @contextmanager
@@ -160,35 +152,35 @@ def remove(path: Path) -> None:
 
 
 class Lock:
-    """A lock on a directory, until `close` or the process's end. Raises UserError if another process holds the lock."""
+    """A lock on a directory for as long as this object lives. Raises DirectoryTaken if another process has it."""
 
     def __init__(self, folder: Path):
         self.path = folder / LOCK
         self.file = self.path.open("a+")
         self.problem = ""
         """Why the lock does not work, or an empty string."""
-        try:
-            self._wait()
-        except BlockingIOError:
-            self.file.seek(0)
-            owner = self.file.readline().strip()
-            raise UserError(f"another process ({owner}) trains the run in {folder}; stop that process first") from None
-        except OSError as error:
-            self.problem = f"{folder} is on a file system without locks ({error.strerror}): start no run twice there"
+        deadline = time.monotonic() + LOCK_SECONDS
+        while not self._is_acquired():
+            if time.monotonic() >= deadline:
+                self.file.seek(0)
+                owner = self.file.readline().strip()
+                raise DirectoryTaken(f"another process ({owner}) trains the run in {folder}; stop that process first")
+            time.sleep(1)
         self.text = f"host {os.uname().nodename}, process {os.getpid()}\n{os.urandom(8).hex()}\n"
         self.file.truncate(0)
         self.file.write(self.text)
         self.file.flush()
 
-    def _wait(self) -> None:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                return fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(1)
+    def _is_acquired(self) -> bool:
+        """Try to lock, and return False if another process holds the lock."""
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            folder = self.path.parent
+            self.problem = f"{folder} is on a file system without locks ({error.strerror}): start no run twice there"
+        return True
 
     def check(self) -> None:
         """Raise DirectoryTaken if another process has the directory. This can happen if the directory was removed and
@@ -202,9 +194,6 @@ class Lock:
                 f"{self.path.parent} was removed, or has no locks, and now belongs to another run "
                 f"({text.splitlines()[0]}); this run ends, and writes nothing more there"
             )
-
-    def close(self) -> None:
-        self.file.close()
 
 
 def may_exist(path: Path | str) -> bool:
@@ -243,3 +232,19 @@ def nearest_existing(path: Path) -> Path:
     while not os.path.lexists(path):
         path = path.parent
     return path
+
+
+def entries_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of a file of lines from the last to the first, each with the offset at which its line ends.
+    Lines that are incomplete, or have no step, are left out."""
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    while end:
+        start = data.rfind(b"\n", 0, end - 1) + 1
+        entry: Any = None
+        with suppress(ValueError, RecursionError):
+            entry = json.loads(data[start:end])
+        # Numbers of more than 308 digits are no floats, so that math.isfinite would raise an error.
+        if isinstance(entry, dict) and type(entry.get("step")) in (int, float) and abs(entry["step"]) < math.inf:
+            yield end, entry
+        end = start

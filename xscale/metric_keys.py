@@ -58,8 +58,3 @@ def direction(name: str) -> int:
     """Return 1 if higher values are better, -1 if lower values are better, else 0. name: the name of a metric or a
     score."""
     return 0 if NEITHER.search(name) else -1 if LESS.search(name) else 1
-
-
-def is_better(name: str, number: float, than: float | None) -> bool:
-    """Return whether `number` is better than the earlier number `than`, or `than` is None."""
-    return than is None or (number < than if direction(name) < 0 else number > than)

@@ -12,14 +12,10 @@ def import_objective(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{name} cannot be imported ({error}); install its package, or add its folder to PYTHONPATH"
-        ) from None
     except (Exception, SystemExit) as error:  # importing a module may raise anything
         raise UserError(
             f"{name} cannot be imported: {type(error).__name__}: {error}; write MODULE:NAME, such as "
-            f"mypackage.ranking:OBJECTIVE, and see that `import MODULE` works"
+            f"mypackage.ranking:OBJECTIVE, and install its package, or add its folder to PYTHONPATH"
         ) from None
     objective = getattr(module, attribute, None)
     if not is_dataclass(getattr(objective, "options", None)):

@@ -1,14 +1,10 @@
 """Finds the rank of this process, whichever launcher started it, and exchanges small values between ranks."""
 
-import contextlib
-import ctypes
 import logging
 import os
 import resource
 import socket
 import subprocess
-import sys
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,20 +38,23 @@ class Process:
         return self.rank == 0
 
 
-def read_launcher() -> Process:
+def read_launcher(is_dry_run: bool = False) -> Process:
     """Return the rank that the launcher (deepspeed, torchrun, mpirun, srun) has given this process in its environment,
-    and set torch's environment variables accordingly. Raises UserError."""
+    and set torch's environment variables accordingly. is_dry_run: this process may be alone in a SLURM job of several
+    tasks. Raises UserError."""
     env = os.environ
-    if is_started_by_mpirun():
-        process = discover_mpi()
-    elif env.get("RANK") and env.get("WORLD_SIZE"):
+    if env.get("RANK") and env.get("WORLD_SIZE"):
         local_world = env_number("LOCAL_WORLD_SIZE", env_number("LOCAL_SIZE", 1))  # deepspeed sets LOCAL_SIZE
         process = Process(env_number("RANK", 0), env_number("WORLD_SIZE", 1), env_number("LOCAL_RANK", 0), local_world)
+    elif env.get("OMPI_COMM_WORLD_SIZE") or env.get("MPI_LOCALNRANKS"):  # Open MPI's or MPICH's mpirun
+        process = discover_mpi()
     elif env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS"):
         world = env_number("SLURM_STEP_NUM_TASKS", 1)  # a variable of job steps: a batch script is not a rank
         process = Process(env_number("SLURM_PROCID", 0), world, env_number("SLURM_LOCALID", 0), slurm_local_world())
     else:
         process = Process(0, 1, 0, 1)
+        if not is_dry_run:
+            check_alone()
     if process.rank >= process.world:
         raise UserError(f"rank {process.rank} is not below the number of ranks, {process.world}; correct the launcher")
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
@@ -65,15 +64,8 @@ def read_launcher() -> Process:
     if "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = slurm_first_host()
     if not env_number("MASTER_PORT", 0):
-        env["MASTER_PORT"] = str(choose_port(process))
+        env["MASTER_PORT"] = str(choose_port())
     return process
-
-
-def is_started_by_mpirun() -> bool:
-    """Return whether Open MPI's or MPICH's mpirun has started this process, and nothing has told it its rank yet."""
-    env = os.environ
-    is_rank = env.get("RANK") and env.get("WORLD_SIZE")
-    return not is_rank and bool(env.get("OMPI_COMM_WORLD_SIZE") or env.get("MPI_LOCALNRANKS"))
 
 
 def discover_mpi() -> Process:
@@ -101,28 +93,21 @@ def discover_mpi() -> Process:
     return Process(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), local_world)
 
 
-def check_launch() -> None:
-    """Raise UserError if a SLURM job of several tasks was started without srun or another launcher, or if only one of
-    RANK and WORLD_SIZE is set."""
-    env = os.environ
-    if env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS"):
-        return
-    if bool(env.get("RANK")) != bool(env.get("WORLD_SIZE")):
+def check_alone() -> None:
+    """Raise UserError if a process without a launcher is in a SLURM job of several tasks, or if only one of RANK and
+    WORLD_SIZE is set."""
+    if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
         raise UserError("only one of RANK and WORLD_SIZE is set in the environment; set both, or unset it")
     tasks = env_number("SLURM_NTASKS", env_number("SLURM_NNODES", 1))
-    if tasks > 1 and not env.get("RANK") and not is_started_by_mpirun():
+    if tasks > 1:
         raise UserError(
             f"this SLURM job has {tasks} tasks, but this process was started without srun; start it with srun, so that "
             f"every task is a rank (srun --ntasks=1 for a single rank)"
         )
 
 
-def choose_port(process: Process) -> int:
-    """Return the port at which the ranks connect. A run of one rank uses any free port, so that two runs on one machine
-    do not use the same port."""
-    if process.world == 1:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return server.getsockname()[1]
+def choose_port() -> int:
+    """Return the port at which the ranks connect. The jobs of SLURM, and the steps of a job, have different ports."""
     job = os.environ.get("SLURM_JOB_ID", "")
     if not job.isdigit():
         return DEFAULT_PORT
@@ -157,15 +142,6 @@ def slurm_first_host() -> str:
         raise UserError(
             "MASTER_ADDR is not set and this launcher does not name the first host; export MASTER_ADDR"
         ) from None
-
-
-def name_process(name: str) -> None:
-    """Name this process for ps, top and /proc/PID/comm, which show 15 characters. A name with a space would be refused,
-    because SLURM's proctrack/linuxproc splits /proc/PID/stat at spaces, and could not send the process a signal."""
-    assert name.split() == [name]
-    with contextlib.suppress(OSError, AttributeError):  # only Linux has prctl
-        set_name = 15
-        ctypes.CDLL(None).prctl(set_name, name.encode()[:15], 0, 0, 0)
 
 
 def launcher_has_store() -> bool:
@@ -207,8 +183,8 @@ def check_interfaces() -> None:
             raise UserError(f"GLOO_SOCKET_IFNAME={name} is not a network interface of this host: {', '.join(known)}")
 
 
-def join_process_group(process: Process) -> torch.device:
-    """Join the process group, over nccl on CUDA and gloo on a CPU. Return this rank's device."""
+def join_process_group(process: Process) -> None:
+    """Join the process group, over nccl on CUDA and gloo on a CPU. Raises UserError or DistNetworkError."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         # CUDA reads this at its first allocation. Rows differ in size, which would fragment fixed segments.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -220,29 +196,26 @@ def join_process_group(process: Process) -> torch.device:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # With this setting, gloo connects a rank only with its neighbours in the ring, the ranks that it talks to.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    disable_shared_memory_op()
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
-    accelerator = get_accelerator()
-    cuda = accelerator.device_name() == "cuda"
     # Huge pages for large tensors on the CPU lower the time of page faults from 14 % to 7 % of a step. Keeping freed
     # memory instead, by glibc's MALLOC_MMAP_MAX_=0, let a process grow to 10 GB of fragments.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    disable_shared_memory_op()
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
     check_interfaces()
-    if cuda:
-        torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
-    backend = "nccl" if cuda else "gloo"
     if process.world == 1:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     if process.world == process.local_world:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
-    line = f"rank {process.rank} waits for the other ranks, {process.world} in all, at {place}"
-    waiting = threading.Timer(20, print, [line], {"file": sys.stderr, "flush": True})
-    waiting.daemon = True
-    if process.world > 1 and process.local_rank == 0:  # one line a host
-        waiting.start()
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    elif process.local_rank == 0:
+        address = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+        print(f"rank {process.rank} of {process.world} meets the other ranks at {address}", flush=True)
+    backend = "gloo"
+    device: torch.device | None = None
+    if get_accelerator().device_name() == "cuda":
+        backend = "nccl"
+        device = torch.device("cuda", process.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     store = open_local_store(process)
     if store is not None:
         dist.init_process_group(
@@ -251,11 +224,9 @@ def join_process_group(process: Process) -> torch.device:
             rank=process.rank,
             world_size=process.world,
             timeout=TIMEOUT,
-            device_id=device if cuda and process.world > 1 else None,  # as DeepSpeed does for other groups
+            device_id=device if process.world > 1 else None,  # as DeepSpeed does for other groups
         )
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
-    waiting.cancel()
-    return device
 
 
 def set_deterministic(wanted: bool) -> None:
@@ -263,21 +234,6 @@ def set_deterministic(wanted: bool) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without this, torch refuses cuBLAS
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted)
-
-
-@dataclass(frozen=True)
-class PendingSum:
-    """A sum of numbers over all ranks that is under way, started by HostGroup.begin_sum."""
-
-    tensor: torch.Tensor
-    """This rank's numbers int64 [n]; the sums over all ranks once the sum is complete."""
-    work: Any
-    """torch's handle of the reduction; None if the group has one process."""
-
-    def wait(self) -> list[int]:
-        if self.work is not None:
-            self.work.wait()
-        return self.tensor.tolist()
 
 
 class HostGroup:
@@ -295,16 +251,20 @@ class HostGroup:
         self.is_main = self.rank == 0
 
     def sum(self, numbers: list[int]) -> list[int]:
-        return self.begin_sum(numbers).wait()
+        """Return the sum of each number over all ranks."""
+        return self.begin_sum(numbers)()
 
-    def begin_sum(self, numbers: list[int]) -> PendingSum:
-        """Begin a sum of the numbers over all ranks."""
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        return PendingSum(tensor, self.group and dist.all_reduce(tensor, group=self.group, async_op=True))
+    def begin_sum(self, numbers: list[int]) -> Callable[[], list[int]]:
+        """Begin a sum of the numbers over all ranks. Returns a function that waits for the sums and returns them."""
+        sums = torch.tensor(numbers, dtype=torch.int64)
+        work = self.group and dist.all_reduce(sums, group=self.group, async_op=True)
 
-    def agree(self, ok: bool) -> bool:
-        """Return whether `ok` is True on every rank."""
-        return self.sum([int(not ok)])[0] == 0
+        def wait_for_sums() -> list[int]:
+            if work:
+                work.wait()
+            return sums.tolist()
+
+        return wait_for_sums
 
     def gather(self, value: Any) -> list[Any]:
         """Return on every rank the `value` of each rank, in rank order."""
@@ -316,26 +276,17 @@ class HostGroup:
 
     def from_main(self, make: Callable[[], Any]) -> Any:
         """Return on every rank what `make` returns on rank 0. A UserError of rank 0 is raised on all ranks."""
-        return raise_if_error(self.broadcast(value_or_error(make) if self.is_main else None, 0))
+        values = [value_or_error(make) if self.is_main else None]
+        if self.group is not None:
+            dist.broadcast_object_list(values, src=0, group=self.group)
+        return raise_if_error(values[0])
 
     def divide_work(self, works: list[Callable[[], Any]]) -> list[Any]:
         """Return the values of all functions on every rank. Each function is called on one rank; its UserError is
         raised on all ranks."""
-
-        def own_values() -> list[Any]:
-            return [work() for work in works[self.rank :: self.size]]
-
-        values_of_ranks = [raise_if_error(values) for values in self.gather(value_or_error(own_values))]
+        values = value_or_error(lambda: [work() for work in works[self.rank :: self.size]])
+        values_of_ranks = list(map(raise_if_error, self.gather(values)))
         return [values_of_ranks[i % self.size][i // self.size] for i in range(len(works))]
-
-    def broadcast(self, value: Any, source: int) -> Any:
-        """Return the `value` of rank `source` on every rank. For large values, this is better than `gather`, which
-        keeps one value per rank."""
-        if self.group is None:
-            return value
-        values = [value if self.rank == source else None]
-        dist.broadcast_object_list(values, src=source, group=self.group)
-        return values[0]
 
     def barrier(self) -> None:
         self.sum([0])
@@ -352,5 +303,5 @@ def value_or_error(make: Callable[[], Any]) -> Any:
 def raise_if_error(value: Any) -> Any:
     """Return the result of `value_or_error`, which may be another rank's, or raise the UserError that it is."""
     if isinstance(value, UserError):
-        raise UserError(*value.args)
+        raise value
     return value

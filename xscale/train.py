@@ -24,22 +24,24 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from xscale import ranks
+from xscale.data.remote import parse_location
 from xscale.dry_run import dry_run
 from xscale.errors import (
     TOOLS,
-    RankError,
+    DirectoryTaken,
+    NotFinite,
     UserError,
     check_arguments,
     refusing_exit,
-    report_error,
     run_command,
     safe_to_show,
 )
 from xscale.ranks import HostGroup, Process
-from xscale.run.folder import FAULT, MACHINE, Status, exit_code_and_message, is_lost_rank, is_out_of_memory
-from xscale.run.start import DEMO, add_run_arguments, train_run
+from xscale.run.folder import FAULT, LOST_RANK, Status, exit_code_and_message
+from xscale.run.start import train_run
 
-MOST_RANKS = 1 << 20
+DEMO = Path("data/demo")
+"""The directory of the generated demo corpus."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -52,7 +54,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         required=True,
         help="a DeepSpeed JSON file, or the name of a shipped one, such as zero2_fp16",
     )
-    add_run_arguments(parser)
+    parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
+    parser.add_argument(
+        "--data", type=parse_location, nargs="+", help="shard directories or URLs (default: the generated demo corpus)"
+    )
+    parser.add_argument("--out", help="the run's directory (default: runs/<recipe>)")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument(
         "--resume", default="auto", help="auto (newest valid checkpoint in --out), never, or a directory"
     )
@@ -63,10 +71,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, metavar="N", help="with --dry_run: plan for N ranks, on any machine")
     parser.add_argument("--trace", action="store_true", help="write the key of every record that is read")
     args = parser.parse_args(argv)
-    if args.ranks is not None and not (args.dry_run and 0 < args.ranks <= MOST_RANKS):
-        parser.error(
-            f"--ranks must be from 1 to {MOST_RANKS:,}, and works only with --dry_run; a run's launcher sets its ranks"
-        )
+    if args.ranks is not None and (args.ranks < 1 or not args.dry_run):
+        parser.error("--ranks must be at least 1, and works only with --dry_run; a run's launcher sets its ranks")
     args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
     if args.fork and args.resume != "auto":
         parser.error("--fork begins a run, and the same command resumes it later; leave --resume out")
@@ -77,35 +83,32 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    process = Process(0, 1, 0, 1)  # until the launcher's is found
+    status: Status | None = None
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        return report_error(error)
-    args = parse_arguments(argv)
-    process = Process(0, 1, 0, 1)  # until the launcher's is found
-    try:
-        if not args.dry_run:
-            ranks.check_launch()
-        process = ranks.read_launcher()
-        if args.dry_run:
-            if process.is_main:
-                default_to_demo_data(args, process)
-                with refusing_exit("a part of the dry run"):
-                    dry_run(args, process)
+        args = parse_arguments(argv)
+        process = ranks.read_launcher(args.dry_run)
+        if args.dry_run and not process.is_main:
             return 0
-        status = Status(args.out, process)
-        with status.recording_failures(), refusing_exit("a part of the run"):
-            return train(args, process, status)
+        status = None if args.dry_run else Status(args.out, process)
+        default_to_demo_data(args, process)
+        with refusing_exit("a part of the run"):
+            if status:
+                return train(args, process, status)
+            dry_run(args, process)
+            return 0
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if status:
+            status.write_failure(error)
         code, message = exit_code_and_message(error)
         if code == FAULT:
             raise
-        # Every rank sees most mistakes, so one message for each node is enough.
-        is_rare = isinstance(error, RankError) or is_out_of_memory(error)
-        is_rare = is_rare or (code == MACHINE and not is_lost_rank(error))
-        if process.local_rank == 0 or is_rare:
+        # Every rank sees these errors, so one message for each node is enough.
+        is_shared = type(error) in (UserError, NotFinite, DirectoryTaken) or LOST_RANK in message
+        if process.local_rank == 0 or not is_shared:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
             with suppress(OSError):  # for example, the disk is full; the exit code stays the same
                 print(f"{where}error: {safe_to_show(message)}", file=sys.stderr, flush=True)
@@ -123,8 +126,6 @@ def default_to_demo_data(args: argparse.Namespace, process: Process) -> None:
 
 
 def train(args: argparse.Namespace, process: Process, status: Status) -> int:
-    default_to_demo_data(args, process)
-    ranks.name_process(f"xscale-rank{process.rank}")
     ranks.join_process_group(process)
     gc.freeze()  # objects that the imports have made never become garbage
     host_group = HostGroup()

@@ -4,7 +4,6 @@ Every rank writes and hashes its own files, while training waits.
 """
 
 import errno
-import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -16,10 +15,9 @@ import torch
 from xscale import files
 from xscale.checkpoint import store
 from xscale.deepspeed_private import contents_to_save, copy_conversion_script
-from xscale.errors import UserError
+from xscale.errors import LOG, UserError
 from xscale.ranks import HostGroup
 
-LOG = logging.getLogger("xscale")
 SPARE_BYTES = 1 << 28
 """The number of bytes that must stay free on the disk after a save."""
 WriteModel = Callable[[int, Path], None]
@@ -127,7 +125,7 @@ class CheckpointManager:
     def _write(self, step: int) -> WrittenFiles:
         """Write, check and hash this rank's files. All ranks call it together."""
         problem = self._make_room(self.partial_of(step)) if self.host_group.is_main else None
-        if not self.host_group.agree(problem is None):
+        if not self.host_group.from_main(lambda: problem is None):
             return problem or {}
         contents = self._contents_of_own_files(step)
         try:
@@ -179,7 +177,7 @@ class CheckpointManager:
                     problems.append(f"rank 0: {error}")
             if problems:
                 files.remove(self.partial_of(step))
-        problem = self.host_group.broadcast("; ".join(problems), 0)
+        problem = self.host_group.from_main(lambda: "; ".join(problems))
         if user_errors:
             raise user_errors[0]
         return problem

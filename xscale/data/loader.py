@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby, islice
 from typing import Any
 
@@ -38,7 +37,7 @@ from xscale.data.stream_batch import CollateContext, StreamBatch, check_stream_b
 from xscale.data.words import TokenWords, begins_with_unspaced_script
 from xscale.errors import UserError, adding_note
 from xscale.metric_keys import Counts, MetricKey
-from xscale.ranks import HostGroup, Process, name_process
+from xscale.ranks import HostGroup, Process
 from xscale.recipe import DataConfig, Recipe, Schedule
 from xscale.record import Record
 
@@ -348,7 +347,7 @@ class Loader:
         plans = plans or self.plans(process, device, state, steps)
         workers = worker_count(self.recipe.data.workers, process, device)
         readahead = process.local_world / process.world >= SWEPT
-        return load_batches(plans, self.dataset(readahead), workers, process.rank)
+        return load_batches(plans, self.dataset(readahead), workers)
 
 
 def worker_count(wanted: int | str, process: Process, device: str) -> int:
@@ -368,7 +367,7 @@ def make_plans(mixture: Mixture, workers: int, steps: int, node: Node | None = N
     return (mixture.next_part() for _ in range(steps))
 
 
-def load_batches(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> Iterator[StepBatch]:
+def load_batches(plans: Plans, dataset: StepDataset, workers: int) -> Iterator[StepBatch]:
     """Return the batches of these plans. The call starts `workers` worker processes, and waits for the first plans.
     With 0 workers, this process makes the batches."""
     loader: DataLoader = DataLoader(
@@ -378,7 +377,7 @@ def load_batches(plans: Plans, dataset: StepDataset, workers: int, rank: int) ->
         num_workers=workers,
         prefetch_factor=2 if workers else None,
         collate_fn=lambda batch: batch,
-        worker_init_fn=partial(_begin_worker, rank),
+        worker_init_fn=lambda worker: leave_signals_to_parent(),
     )
     with safe_forks():
         started = iter(loader)
@@ -393,8 +392,3 @@ def _raise_failure(batch: StepBatch | Failure) -> StepBatch:
     if isinstance(batch, Failure):
         raise batch
     return batch
-
-
-def _begin_worker(rank: int, worker: int) -> None:
-    name_process(f"xscale{rank}-load{worker}")
-    leave_signals_to_parent()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from xscale.data.forks import safe_forks
 from xscale.data.mixture import Mixture, Plan
 from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError
-from xscale.ranks import HostGroup, name_process
+from xscale.ranks import HostGroup
 
 FETCHERS = 4
 """The number of threads of the planner that fetch remote shards before they are read."""
@@ -134,7 +134,6 @@ def _received_plans(planner: multiprocessing.Process | None, connection: Connect
 
 def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connection]]) -> None:
     """The main function of the planner: send each rank its part of the plan of each step."""
-    name_process(f"xscale{mixture.rank}-plan")
     leave_signals_to_parent()
     connections = connect()
 

@@ -10,7 +10,6 @@ does not share files between processes; so only fsspec's `get_file` is used.
 import errno
 import fcntl
 import gc
-import logging
 import os
 import tempfile
 import time
@@ -25,7 +24,7 @@ import fsspec
 from fsspec.callbacks import Callback
 
 from xscale import files
-from xscale.errors import UserError, redact
+from xscale.errors import LOG, UserError, redact
 from xscale.record import Shard
 
 TRIES = 7
@@ -35,7 +34,6 @@ FIRST_WAIT = 0.5
 STALL = 60.0
 """An attempt over HTTP fails after this many seconds without a new byte. Other protocols have their own limits."""
 LARGEST_INDEX = 1 << 30
-LOG = logging.getLogger("xscale")
 IsWhole = Callable[[Path], bool]
 """A function that returns True if a file has the size and hash of index.json."""
 # A forked process must not collect the HTTP sessions that its parent left: to close each, fsspec would wait a second

@@ -9,7 +9,6 @@ its token is in no entry that objectives read. Otherwise it counts as trained, e
 Shape letters: P entries of the dictionary, Q query tokens, C tokens of the other language, H width, V vocabulary.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,13 +26,12 @@ from xscale.data.sample import sample_texts
 from xscale.data.scripts import find_spellings
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
-from xscale.errors import UserError
+from xscale.errors import LOG, UserError
 from xscale.eval.model import ExportedModel, Scores
 from xscale.metric_keys import MetricKey
 from xscale.ranks import HostGroup
 from xscale.step.zero import whole_weight
 
-LOG = logging.getLogger("xscale")
 FEWEST = 20
 """The fewest query words for which a score is computed."""
 _CHUNK = 1024

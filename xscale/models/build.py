@@ -1,6 +1,5 @@
 """Builds the run's encoder, from a preset with random weights or from a pre-trained model."""
 
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from xscale import rng
 from xscale.data.corpus import Corpus
 from xscale.data.scripts import find_spellings
-from xscale.errors import UserError
+from xscale.errors import LOG, UserError
 from xscale.files import may_exist, pointer_problem
 from xscale.models.encoder import Encoder
 from xscale.models.flat import first_position
@@ -29,7 +28,6 @@ from xscale.recipe import Recipe
 
 transformers_logging.disable_progress_bar()
 
-LOG = logging.getLogger("xscale")
 
 NEUTRAL = "neutral"
 """The name of token type 0, which text in an unknown language gets. The languages have the token types from 1 on."""
@@ -157,7 +155,7 @@ def initial_encoder(recipe: Recipe, corpus: Corpus, load: Callable[[str | Path, 
     """Return a run's encoder with the weights of step 0. load: a function (model.init, dropout) -> the loaded model."""
     model = recipe.model
     first = recipe.at(0).model
-    assert model.dropout is not None and first.dropout is not None  # run/resolve.py fill_dropout
+    assert model.dropout is not None and first.dropout is not None  # run/resolve.py resolve_run
     encoder = build_encoder(
         init=model.init,
         preset=model.preset,

@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from xscale.errors import UserError
 from xscale.eval.bootstrap import REPLICATES, Score
+from xscale.files import entries_from_end
 from xscale.metric_keys import MetricKey
-from xscale.run.metrics import entries_from_end
 
 SHOWN_METRICS = ("loss", "alignment", "tokens", "tokens_per_s", "step_s", "skipped")
 """The metrics of metrics.jsonl that a page shows. TensorBoard shows all metrics."""

@@ -1,15 +1,13 @@
 """Makes the lines that the log and the dry run print about a run before its first step."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
-from xscale.data.corpus import Corpus, first_pair_stream
+from xscale.data.corpus import Corpus
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, source_sizes, stream_weights
-from xscale.data.shards import Source
 from xscale.data.stream import Stream, describe_renamed_languages, select_sources
 from xscale.models.build import xscale_field_of_init
-from xscale.recipe import DataConfig, Recipe
+from xscale.recipe import Recipe
 from xscale.run.resolve import initial_directory
 
 DROPPED = 0.03
@@ -31,12 +29,6 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     lines += describe_renamed_languages(corpus.sources)
     for stream in corpus.streams.last:
         lines += stream_notes(recipe, corpus, stream)
-    counted = first_pair_stream(corpus.streams.last)
-    if recipe.train.epochs and counted:
-        lines.append(
-            f"train.epochs {recipe.train.epochs:g}: {recipe.train.steps:,} steps, since stream {counted.name} reads "
-            f"{counted.samples:,} of its {counted.records(corpus.sources):,} pairs in each"
-        )
     return lines
 
 
@@ -69,61 +61,32 @@ def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
 
 
 def dropped_pairs_warnings(loader: Loader) -> list[str]:
-    """Return a warning for each stream that drops more than the share DROPPED of its pairs. Warnings about phases come
-    first."""
+    """Return a warning for each stream that drops more than the share DROPPED of its pairs."""
+    data = loader.recipe.data
     lines = list[str]()
-    recipes = loader.recipe.schedule
-    calibrations = loader.calibration.schedule(recipes.ends).values
-    for recipe, streams, calibration in zip(recipes.values, loader.corpus.streams.values, calibrations, strict=True):
-        for stream in streams:
-            share = calibration.estimate_for(stream.name).too_long
-            if recipe.data.overlong == "drop" and not stream.packed and share > DROPPED:
-                where = "" if recipe is loader.recipe else "in a phase of the run: "
-                length = recipe.data.max_length
-                lines.append(
-                    f"{where}warning: streams.{stream.name} drops {share:.1%} of its pairs, those longer than "
-                    f"data.max_length: {length}; take a larger one, or data.overlong=truncate, or leave them "
-                    f"out when shards are written: --max_tokens {length}"
-                )
+    for stream in loader.streams:
+        share = loader.calibration.estimate_for(stream.name).too_long
+        if data.overlong == "drop" and not stream.packed and share > DROPPED:
+            lines.append(
+                f"warning: streams.{stream.name} drops {share:.1%} of its pairs, those longer than data.max_length: "
+                f"{data.max_length}; take a larger one, or data.overlong=truncate, or leave them out when shards are "
+                f"written: --max_tokens {data.max_length}"
+            )
     return lines
 
 
 def language_share_lines(loader: Loader) -> Iterator[str]:
-    """Yield lines with the languages' shares of each stream's samples, and their epochs, by range of steps with the
-    same recipe. They read the lengths of many records."""
-    sources = loader.corpus.sources
-    recipe = loader.recipe
-    sizes = {by: source_sizes(sources, loader.calibration, by) for by in ("records", "tokens", "bytes")}
-    begin = 0
-    ends = [*recipe.schedule.ends, recipe.train.steps]
-    for end, phase, streams in zip(ends, recipe.schedule.values, loader.corpus.streams.values, strict=True):
-        steps = min(end, recipe.train.steps) - begin
-        for stream in streams:
-            if stream.samples and steps > 0:
-                shares = language_shares(sources, phase.data, stream, steps, sizes)
-                title = f"steps {begin + 1:,} to {begin + steps:,}: {stream.samples:,} samples a step"
-                yield f"{title} of stream {stream.name}: {', '.join(shares)}"
-        begin = end
-
-
-def language_shares(
-    sources: list[Source], data: DataConfig, stream: Stream, steps: int, sizes: dict[str, list[float]]
-) -> list[str]:
-    """Return each language's or pair's share of a stream's samples and its epochs in these steps, largest first.
-    sizes: the size of every source of the run in records, tokens and bytes."""
-    weights = stream_weights(stream, sources, data.alpha, sizes[data.alpha_by])
-    samples_of = defaultdict[str, float](float)
-    share_of = defaultdict[str, float](float)
-    for number, weight in zip(stream.sources, weights.tolist(), strict=True):
-        pair = sources[number].pair
-        in_epoch = sizes["records"][number]
-        if stream.packed:
-            in_epoch = sizes["tokens"][number] / (PACK_FILL * data.max_length)
-        if weight:
-            share_of[pair] += weight
-            samples_of[pair] += in_epoch
-    drawn = steps * stream.samples
-    lines = list[str]()
-    for pair, share in sorted(share_of.items(), key=lambda item: -item[1]):
-        lines.append(f"{pair} {share:.2%} ({drawn * share / samples_of[pair]:,.2f} epochs)")
-    return lines
+    """Yield a line for each stream: the share of each source in its samples, and the epochs of the source if the whole
+    run has these shares. Phases may have others. The lines read the lengths of many records."""
+    data = loader.recipe.data
+    sizes = {by: source_sizes(loader.corpus.sources, loader.calibration, by) for by in ("records", "tokens", "bytes")}
+    for stream in loader.streams:
+        texts = list[str]()
+        weights = stream_weights(stream, loader.corpus.sources, data.alpha, sizes[data.alpha_by])
+        for number, weight in zip(stream.sources, weights.tolist(), strict=True):
+            in_epoch = sizes["records"][number]
+            if stream.packed:
+                in_epoch = sizes["tokens"][number] / (PACK_FILL * data.max_length)
+            epochs = loader.recipe.train.steps * stream.samples * weight / in_epoch
+            texts.append(f"{loader.corpus.sources[number].pair} {weight:.2%} ({epochs:,.2f} epochs)")
+        yield f"stream {stream.name}, {stream.samples:,} samples a step: {', '.join(texts)}"

@@ -1,69 +1,53 @@
-"""Writes a run's metrics and logs: metrics.jsonl, TensorBoard, the trace, the console and run.log.
+"""Writes a run's metrics: metrics.jsonl, TensorBoard and the trace.
 
-Each file has every step once, because a resume first removes the lines of steps after its checkpoint.
+Each file has every step once, because a resume first removes the lines of steps after its checkpoint. The metrics of
+steps stay on the device until a flush sums them over ranks and reports them. A run ends when its loss or its gradient
+is not finite. Under fp16, a few skipped steps are normal.
 """
 
-import faulthandler
 import json
-import logging
 import math
 import os
-import shutil
-import signal
-import sys
-from collections.abc import Callable, Iterator
+import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from statistics import median_low
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from xscale import files
-from xscale.errors import safe_to_show
+from xscale.checkpoint.manager import CheckpointManager
+from xscale.data.loader import StepBatch
+from xscale.errors import LOG, NotFinite
+from xscale.metric_keys import Counts
+from xscale.recipe import Recipe
+from xscale.run.watch import RunContext
+from xscale.step.step import StepResult
+from xscale.step.sums import language_metrics, stream_metrics
 
-LOG = logging.getLogger("xscale")
-BUFFER = 1 << 16
-"""Lines wait in memory until they have more than this number of bytes, or until the next flush."""
 MOST_WAITING = 1 << 24
-"""Lines that cannot be written, as on a full disk, stay in memory. If they have more bytes than this, they are lost."""
-
-
-def start_logging(out: Path, rank: int) -> Path:
-    """Log to logs/rankN.log and the console, which shows only the warnings of ranks other than 0. Rank 0 also logs to
-    run.log. Returns the path of logs/rankN.log."""
-    LOG.setLevel(logging.DEBUG)  # tracebacks, in the files alone
-    LOG.propagate = False
-    logging.raiseExceptions = False  # lines that cannot be written, as on a full disk, are dropped
-    LOG.handlers.clear()
-    console: logging.Handler = logging.StreamHandler(sys.stdout)
-    console.setLevel(logging.WARNING if rank else logging.INFO)
-    (out / "logs").mkdir(exist_ok=True)
-    path = out / "logs" / f"rank{rank}.log"
-    rank_log = logging.FileHandler(path, encoding="utf-8")
-    for handler in [rank_log, console] + ([] if rank else [logging.FileHandler(out / "run.log", encoding="utf-8")]):
-        date = "%Y-%m-%d %H:%M:%S" if handler is rank_log else "%H:%M:%S"
-        handler.setFormatter(_Printable("%(asctime)s %(message)s", datefmt=date))
-        LOG.addHandler(handler)
-    stacks = path.open("a")
-    faulthandler.enable(stacks)  # a crash writes its stacks to the same file
-    faulthandler.register(signal.SIGUSR1, stacks)  # the processes of the loader inherit this setting
-    LOG.info(f"rank {rank}: host {os.uname().nodename}, process {os.getpid()}")
-    return path
-
-
-class _Printable(logging.Formatter):
-    """A formatter that escapes control characters, which names of files and records may have."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return safe_to_show(super().format(record))
-
-
-# Files of lines
+"""Lines that cannot be written, as on a full disk, stay in memory. If they have more bytes than this, the run ends."""
+NOT_FINITE = "not_finite.jsonl"
+"""The file that names the records of a step whose loss or gradient is not finite, with one line for each rank."""
+MOST_SKIPPED = 100
+"""A run fails if fp16 skips this many steps in a row. Fewer are normal while fp16 looks for a loss scale: 32 halvings
+lead from 2^32 to 1."""
+FLUSH_SECONDS = 1.0
+"""The minimum number of seconds between two readings of metrics from the device, because each reading waits for the
+device."""
+LINE_SECONDS = 5.0
+"""The minimum number of seconds between progress lines. The first and the last step always have a line."""
 
 
 class JsonLines:
     """An append-only file of JSON objects with a "step" field, or no file if `path` is None.
 
-    Training continues while lines cannot be written, as on a full disk. The lines wait in memory, up to MOST_WAITING
-    bytes; more are lost.
+    Training continues while lines cannot be written, as on a full disk. They wait in memory; the end of a line may wait
+    whose beginning is in the file.
     """
 
     def __init__(self, path: Path | None, after_step: int):
@@ -71,102 +55,54 @@ class JsonLines:
 
         A new file replaces the old one, because a run that has lost this directory may still write to the old file.
         """
+        self.path = path
+        self.waiting = bytearray()
+        """The lines that wait."""
+        self.failing = False
+        """True if the last attempt to write failed."""
         self.file = None
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.end = 0
-        """The size of the file up to its last complete line, in bytes."""
         if path.exists():
-            self.end = next((end for end, entry in entries_from_end(path) if entry["step"] <= after_step), 0)
+            size = next((end for end, entry in files.entries_from_end(path) if entry["step"] <= after_step), 0)
             with files.publish(path) as kept:
-                shutil.copyfile(path, kept)
-                os.truncate(kept, self.end)
-        self.path = path
+                kept.write_bytes(path.read_bytes()[:size])
         self.file = path.open("ab", buffering=0)
-        self.lines = list[bytes]()
-        """The lines that wait."""
-        self.size = 0
-        """The size of `lines` in bytes."""
-        self.failing = False
-        """True if the last attempt to write failed."""
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Add a line. It stays in memory until `flush`, or until more than BUFFER bytes wait. A number that
-        is not finite becomes null."""
+        """Add a line. It stays in memory until `flush`. A number that is not finite becomes null."""
         if self.file:
-            self.lines.append(_encoded(entry))
-            self.size += len(self.lines[-1])
-            if self.size > BUFFER:
-                self.flush()
+            line = json.dumps(_null_if_not_finite(entry), ensure_ascii=False, allow_nan=False)
+            self.waiting += f"{line}\n".encode()
 
     def flush(self, to_disk: bool = False) -> None:
-        if self.file and self.lines:
-            problem = self._append_or_error(b"".join(self.lines))
-            if problem and not self.failing:
-                LOG.error(f"{self.path}: {problem}; training continues, and the lines wait until this is fixed")
-            elif self.failing and not problem:
-                LOG.warning(f"{self.path}: works again")
-            self.failing = problem is not None
-            if problem and self.size > MOST_WAITING:
-                LOG.error(f"{self.path}: {len(self.lines):,} lines could not wait any longer and are lost")
-            if not problem or self.size > MOST_WAITING:
-                self.lines = []
-                self.size = 0
-        if self.file and to_disk:
-            try:
-                os.fsync(self.file.fileno())
-            except OSError as error:
-                LOG.error(f"{self.path}: {error.strerror}; its last lines may be lost")
-
-    def _append_or_error(self, data: bytes) -> str | None:
-        """Write all of the data or nothing. Returns an error's message, or None."""
-        assert self.file
+        """Write the lines that wait. to_disk: and sync them to the disk. Raises OSError if too many lines wait."""
+        if self.file is None:
+            return
+        was_failing = self.failing
         try:
-            if os.fstat(self.file.fileno()).st_size > self.end:
-                # An earlier write failed, and left a part of a line that could not be removed.
-                self.file.truncate(self.end)
-            rest = memoryview(data)
-            while rest:
-                rest = rest[self.file.write(rest) :]
+            while self.waiting:
+                del self.waiting[: self.file.write(self.waiting)]
+            if to_disk:
+                os.fsync(self.file.fileno())
+            self.failing = False
         except OSError as error:
-            with suppress(OSError):
-                self.file.truncate(self.end)
-            return error.strerror or str(error)
-        self.end += len(data)
-        return None
-
-    def close(self) -> None:
-        self.flush(to_disk=True)
-        if self.file and self.failing:
-            LOG.error(f"{self.path}: its last {len(self.lines):,} lines are missing")
-
-
-def _encoded(entry: dict[str, Any]) -> bytes:
-    return (json.dumps(_null_if_not_finite(entry), ensure_ascii=False, allow_nan=False) + "\n").encode()
+            self.failing = True
+            error.filename = str(self.path)
+            if len(self.waiting) > MOST_WAITING:
+                raise
+            if not was_failing:
+                LOG.error(f"{self.path}: {error.strerror}; training continues, and the lines wait until this is fixed")
+        if was_failing and not self.failing:
+            LOG.warning(f"{self.path}: works again")
 
 
 def _null_if_not_finite(value: Any) -> Any:
     """Return the value; every number in it that is not finite becomes None."""
     if isinstance(value, dict):
-        return {name: _null_if_not_finite(of) for name, of in value.items()}
+        return {name: _null_if_not_finite(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def entries_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects of a file of lines from the last to the first, each with the offset at which its line ends.
-    Lines that are incomplete, or have no step, are left out."""
-    data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    while end:
-        start = data.rfind(b"\n", 0, end - 1) + 1
-        entry: Any = None
-        with suppress(ValueError, RecursionError):
-            entry = json.loads(data[start:end])
-        # Numbers of more than 308 digits are no floats, so that math.isfinite would raise an error.
-        if isinstance(entry, dict) and type(entry.get("step")) in (int, float) and abs(entry["step"]) < math.inf:
-            yield end, entry
-        end = start
 
 
 class Board:
@@ -175,28 +111,219 @@ class Board:
     def __init__(self, folder: Path | None, after_step: int):
         """Begin after a step. folder: where to write; None: nowhere."""
         self.folder = folder
+        self.after_step = after_step
         self.writer: Any = None
-        if folder:
-            from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = self.attempt(SummaryWriter, str(folder), purge_step=after_step + 1)
-
-    def attempt(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def write(self, entries: list[dict[str, Any]]) -> None:
+        """Write the numbers of these lines of metrics.jsonl."""
+        if self.folder is None:
+            return
         try:
-            return function(*arguments, **options)
+            if self.writer is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.writer = SummaryWriter(str(self.folder), purge_step=self.after_step + 1)
+            for entry in entries:
+                for name, value in entry.items():
+                    if name != "step" and isinstance(value, int | float):
+                        self.writer.add_scalar(name, value, entry["step"])
+            self.writer.flush()
         except Exception as error:  # the library may raise any type
-            self.writer = None
             LOG.error(
                 f"{self.folder}: {error}; training continues without TensorBoard, and metrics.jsonl has all metrics"
             )
+            self.folder = None
 
-    def call(self, function: str, *arguments: Any) -> None:
-        """Call a function of the writer, such as "flush"."""
-        if self.writer:
-            self.attempt(getattr(self.writer, function), *arguments)
 
-    def add(self, entry: dict[str, Any]) -> None:
-        """Add the numbers of a step's line of metrics.jsonl."""
-        for name, value in entry.items():
-            if name != "step" and isinstance(value, int | float):
-                self.call("add_scalar", name, value, entry["step"])
+class UnreportedStep(NamedTuple):
+    """A step whose sums are still on the device."""
+
+    step: int
+    """The number of the step, from 1."""
+    batch: StepBatch
+    result: StepResult
+    targets: Counts
+    """The step's counts without a language in their key, summed over ranks."""
+    numbers: dict[str, Any]
+    """The step's other metrics: numbers or tensors."""
+
+    def entry(self, sums_K: list[float], language_counts: list[float], recipe: Recipe) -> dict[str, Any]:
+        """Return the step's line of metrics.jsonl. sums_K: the sums of `result`, and language_counts: the counts of
+        `batch`, both over all ranks. recipe: the recipe of the run."""
+        recipe = recipe.at(self.step - 1)
+        sums = dict(zip(self.result.sums.keys, sums_K, strict=True))
+        counts = dict(zip(self.batch.language_counts(), map(int, language_counts), strict=True))
+        metrics = stream_metrics(sums, self.targets, recipe)
+        loss = 0.0
+        for stream in recipe.streams:
+            if f"loss/{stream}" in metrics:
+                loss += recipe.stream_weight(stream, self.step - 1) * metrics[f"loss/{stream}"]
+        entry = {"step": self.step, "loss": loss} | metrics
+        for key, count in self.targets.items():
+            if key.name == "count":  # the first count of a stream is that of its first term
+                entry.setdefault(f"count/{key.stream}", count)
+        entry |= language_metrics(sums, counts, recipe) | self.numbers
+        return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
+
+
+def pace_metrics(seconds_R: list[float]) -> dict[str, float]:
+    """Return the slowest rank, and the ratio of its time to the median of all ranks.
+
+    seconds_R: each rank's own seconds of a step. They include the wait for records and the forward and backward passes,
+    but not the reduction of gradients, in which the ranks wait for each other.
+    """
+    if len(seconds_R) == 1:
+        return {}
+    slowest = max(seconds_R)
+    return {"slowest_rank": seconds_R.index(slowest), "slowest_ratio": slowest / max(median_low(seconds_R), 1e-9)}
+
+
+class RunMetrics:
+    """The metrics of a run. All ranks call its functions together; rank 0 writes the files."""
+
+    def __init__(self, context: RunContext, recipe: Recipe, manager: CheckpointManager, done: int, trace: bool):
+        """Begin after `done` steps. manager: it knows the newest good checkpoint. trace: write the keys of the records
+        that each rank reads."""
+        self.context = context
+        self.recipe = recipe
+        self.manager = manager
+        self.is_main = context.process.is_main
+        out = context.out
+        self.lines = JsonLines(out / "metrics.jsonl" if self.is_main else None, done)
+        self.board = Board(out / "tb" if self.is_main else None, done)
+        self.trace = JsonLines(out / "trace" / f"rank{context.process.rank}.jsonl" if trace else None, done)
+        self.done = done
+        self.started = time.monotonic()
+        self.last_line = 0.0
+        self.unreported: list[UnreportedStep] = []
+        self.last_flush = time.monotonic()
+        """The time at which metrics were last read, or at which rank 0 asked to read them."""
+        self.fp16: bool = manager.engine.fp16_enabled()
+        self.skipped_in_a_row = 0
+        """The number of steps, up to the newest reported one, that fp16 has skipped without a break."""
+
+    def wants_flush(self) -> bool:
+        """Return whether it is time to read metrics. If it is, the next interval begins."""
+        if time.monotonic() - self.last_flush < FLUSH_SECONDS:
+            return False
+        self.last_flush = time.monotonic()
+        return True
+
+    def add(self, step: UnreportedStep) -> None:
+        """Note a step. The next `flush` reads its numbers from the device."""
+        self.unreported.append(step)
+
+    def add_excluded(self, number: int, samples: int, tokens: int) -> None:
+        """Report an excluded step, whose records were read without changing the model."""
+        self.flush()
+        excluded = {"step": number, "loss": None, "skipped": 1, "excluded": True}
+        self.lines.write(excluded | {"samples": samples, "tokens": tokens})
+
+    def after_step(self, number: int, batch: StepBatch, flush: bool) -> None:
+        """Trace the records of a step, and read the metrics if rank 0 has asked for that."""
+        for stream, keys in batch.keys().items() if self.trace.file else ():
+            self.trace.write({"step": number, "stream": stream, "keys": keys})
+        if flush:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read the metrics of unreported steps from the device, sum them over ranks, and report them. Raises NotFinite
+        if one of these steps is not finite."""
+        self.last_flush = time.monotonic()
+        if not self.unreported:
+            return
+        steps = self.unreported
+        self.unreported = []
+        vectors = list[Tensor]()
+        seconds = 0.0
+        for step in steps:
+            sums_K = step.result.sums.values_K
+            vectors += [sums_K, torch.tensor(list(step.batch.language_counts().values())).to(sums_K)]
+            seconds += step.numbers["data_wait_s"] + step.result.passes_s()
+        seconds_R = vectors[0].new_zeros(self.context.process.world)
+        seconds_R[self.context.process.rank] = seconds / len(steps)
+        vectors.append(seconds_R)
+        together = torch.cat(vectors)
+        dist.all_reduce(together)
+        *summed, seconds_R = together.cpu().split([len(vector) for vector in vectors])
+        pace = pace_metrics(seconds_R.tolist())
+        entries = list[dict[str, Any]]()
+        for number, step in enumerate(steps):
+            sums = summed[2 * number].tolist()
+            entries.append(step.entry(sums, summed[2 * number + 1].tolist(), self.recipe) | pace)
+        for entry in entries:
+            self.lines.write(entry)
+            self.log_progress(entry)
+        self.lines.flush()
+        self.trace.flush()
+        self.board.write(entries)
+        for entry, step in zip(entries, steps, strict=True):
+            self.check_finite(entry, step.batch, bool(step.result.sums.values_K.isfinite().all()))
+
+    def check_finite(self, entry: dict[str, Any], batch: StepBatch, finite: bool) -> None:
+        """Raise NotFinite on all ranks if a step's losses or its gradient are not finite. fp16 may skip fewer than
+        MOST_SKIPPED consecutive steps. entry: the step's line of metrics.jsonl. finite: whether this rank's own losses
+        are finite."""
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if entry["skipped"] else 0
+        in_a_row = self.skipped_in_a_row
+        if self.fp16 and 0 < in_a_row < MOST_SKIPPED:
+            return
+        streams = [name for name in self.recipe.streams if not math.isfinite(entry.get(f"loss/{name}", 0))]
+        norm = entry["grad_norm"] or 0.0
+        if streams:
+            self.end_run(entry["step"], f"the loss of {', '.join(streams)}", batch, finite)
+        if not math.isfinite(norm):
+            self.end_run(entry["step"], f"the gradient's norm ({norm:g})", batch, finite)
+        if in_a_row:
+            scale = entry.get("loss_scale")
+            what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {scale:g})"
+            self.end_run(entry["step"], what, batch, finite)
+
+    def end_without_scale(self, number: int, error: NotFinite, batch: StepBatch) -> NoReturn:
+        """Raise NotFinite for a step in which fp16 had no smaller loss scale left. All ranks call it."""
+        self.flush()
+        self.skipped_in_a_row += 1
+        self.end_run(number, f"the gradient ({error})", batch, finite=True)
+
+    def end_run(self, number: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
+        """Append the keys of the step's records to not_finite.jsonl, a line per rank, and raise NotFinite. finite:
+        whether this rank's losses are finite."""
+        path = self.context.out / NOT_FINITE
+        records_of_rank = {"rank": self.context.process.rank, "finite": finite, "keys": batch.keys()}
+        lines = list[str]()
+        for records in self.context.host_group.gather(records_of_rank):
+            lines.append(json.dumps({"step": number, "what": what} | records, ensure_ascii=False) + "\n")
+        if self.is_main:
+            with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk must not hide NotFinite
+                file.writelines(lines)
+        newest = self.manager.good
+        good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
+        # Steps that fp16 skipped have changed nothing, so the update before them has done the damage.
+        bad = number - self.skipped_in_a_row if self.fp16 else number
+        raise NotFinite(
+            f"step {number}: {what} is not finite; {good}, in {self.manager.folder}. {path} names the records. "
+            f"Continue from that checkpoint without the step (--resume DIR --set train.skip_steps=[{bad}]), or in "
+            f"another --out (--fork RUN@STEP) with a lower train.lr or stream weight"
+        ) from None
+
+    def sync(self) -> None:
+        """Write all lines to disk, before a checkpoint says that their steps are done."""
+        self.lines.flush(to_disk=True)
+        self.trace.flush(to_disk=True)
+
+    def log_progress(self, entry: dict[str, Any]) -> None:
+        """Log a progress line from time to time, such as
+        `step 12/200  loss 8.9 (mlm 8.9, tlm 8.9)  lr 2.4e-04  5,210 tokens/s  0.41 s/step  eta 0:01:17`."""
+        step = entry["step"]
+        steps = self.recipe.train.steps
+        now = time.monotonic()
+        is_due = now - self.last_line >= LINE_SECONDS or step in (self.done + 1, steps)
+        if not self.is_main or not is_due:
+            return
+        self.last_line = now
+        left = int((now - self.started) / (step - self.done) * (steps - step))
+        losses = [f"{name} {entry[f'loss/{name}']:.3f}" for name in self.recipe.streams if f"loss/{name}" in entry]
+        LOG.info(
+            f"step {step}/{steps}  loss {entry['loss']:.3f} ({', '.join(losses)})  lr {entry['lr']:.1e}  "
+            f"{entry['tokens_per_s']:,.0f} tokens/s  {entry['step_s']:.2f} s/step  eta {timedelta(seconds=left)}"
+        )

@@ -1,7 +1,6 @@
 """Finds and checks the recipe and the corpus of a run, and builds the model with the weights of step 0."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -11,7 +10,6 @@ from xscale.checkpoint.restore import load_initial_model
 from xscale.data.corpus import Corpus, InitialModel, convert_epochs_to_steps, open_corpus
 from xscale.errors import UserError
 from xscale.models.build import configured_dropout, has_segments, initial_encoder, xscale_field_of_init
-from xscale.models.encoder import Encoder
 from xscale.models.heads import SavedHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup
@@ -26,9 +24,14 @@ def resolve_run(
 ) -> tuple[Recipe, Corpus]:
     """Return a run's recipe and the corpus that the run reads, both checked. The ranks of `host_group` share the check
     of the files. Raises UserError."""
-    recipe = load_recipe(recipe_name, sets, {name: objective.options for name, objective in OBJECTIVES.items()})
+    options = {name: objective.options for name, objective in OBJECTIVES.items()}
+    recipe = load_recipe(recipe_name, sets, options)
     check_starting_weights(recipe_name, recipe, sets)
-    recipe = fill_dropout(recipe)
+    if recipe.model.dropout is None:
+        dropout = configured_dropout(initial_directory(recipe.model.init))
+        recipe = load_recipe(recipe_name, [*sets, f"model.dropout={dropout}"], options)
+    if any(phase.model.dropout is None for phase in recipe.schedule.values):
+        raise UserError(f"recipe {recipe_name}: phases: model.dropout is null; write a number, or leave it out")
     corpus = open_corpus(recipe, OBJECTIVES, data, initial_model(recipe), host_group)
     return convert_epochs_to_steps(recipe, corpus), corpus
 
@@ -68,38 +71,17 @@ def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) ->
     )
 
 
-def fill_dropout(recipe: Recipe) -> Recipe:
-    """Return the recipe with a number instead of `model.dropout: null`, also in its phases."""
-    if all(each.model.dropout is not None for each in recipe.schedule.values):
-        return recipe
-    dropout = configured_dropout(initial_directory(recipe.model.init))
-
-    def fill(recipe: Recipe) -> Recipe:
-        if recipe.model.dropout is not None:
-            return recipe
-        return replace(recipe, model=replace(recipe.model, dropout=dropout))
-
-    phases = [replace(phase, recipe=fill(phase.recipe)) for phase in recipe.phases]
-    return replace(fill(recipe), phases=tuple(phases))
-
-
-def encoder_of_run(recipe: Recipe, corpus: Corpus, kept: dict[str, SavedHeads] | None = None) -> Encoder:
-    """Build the encoder with the weights of step 0. kept: a dictionary that receives the heads of model.init."""
-
-    def load(init: str | Path, dropout: float) -> PreTrainedModel:
-        lm, heads = load_initial_model(init, dropout)
-        if kept is not None:
-            kept.update(heads)
-        return lm
-
-    return initial_encoder(recipe, corpus, load)
-
-
 def module_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
     """Build the module of step 0. A stream starts from the heads in model.init that its objective trained, if there
     are any."""
     kept: dict[str, SavedHeads] = {}
-    return StepModule(encoder_of_run(recipe, corpus, kept), recipe, kept)
+
+    def load(init: str | Path, dropout: float) -> PreTrainedModel:
+        lm, heads = load_initial_model(init, dropout)
+        kept.update(heads)
+        return lm
+
+    return StepModule(initial_encoder(recipe, corpus, load), recipe, kept)
 
 
 def row_limit(

@@ -20,17 +20,16 @@ from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibrate import calibrate
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus
-from xscale.errors import UserError, indent_lines
+from xscale.errors import LOG, UserError, indent_lines
 from xscale.models.build import xscale_field_of_init
 from xscale.ranks import HostGroup
 from xscale.recipe import Recipe
 from xscale.run import folder
-from xscale.run.metrics import LOG, entries_from_end
 from xscale.step.ds_config import EngineConfig
 
 ANCESTRY = "ancestry.json"
-"""The file in which a fork lists its ancestor runs, nearest first. Each entry has the ancestor's directory, the step at
-which it was forked, and the settings that the fork changed."""
+"""The file in which a fork names its parent: a list of one object with the parent's directory, the step at which it was
+forked, and the settings that the fork changed."""
 FORK_FIELDS = {
     "model": {"dropout"},
     "data": {"alpha"},
@@ -81,7 +80,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
                 f"--out, or leave --fork out to go on with that run"
             )
     elif args.fork:
-        checkpoint = verify_checkpoint(find_parent(args.fork), "--fork", host_group)
+        checkpoint = verify_checkpoint(checkpoint_path(args.fork), "--fork", host_group)
         if differences := folder.identity_differences(with_fork_fields(checkpoint.identity, identity), identity):
             raise UserError(
                 f"--fork {args.fork} cannot change these fields. Give that run's values, or start from its weights "
@@ -92,23 +91,20 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
 
 def find_own_checkpoint(out: Path, resume: str, host_group: HostGroup) -> Checkpoint | None:
     """Return the checkpoint that --resume names or, for `auto`, the newest valid one of the run in `out`, or None."""
-    path = out / "checkpoints" if resume == "auto" else Path(resume)
-    if resume != "auto" and (path / "checkpoints").is_dir():
-        path /= "checkpoints"
+    path = out if resume == "auto" else Path(resume)
     if (path / checkpoints.MANIFEST).exists():
         return verify_checkpoint(path, "--resume", host_group)
+    if resume == "auto" or (path / "checkpoints").is_dir():
+        path /= "checkpoints"
     if checkpoint := checkpoints.find_newest_valid(path, host_group, LOG.warning):
         return checkpoint
     if resume != "auto":
         raise UserError(f"--resume {resume} has no complete checkpoint; give a checkpoint or a run that has one")
-    remedy = f"or move {out} away to begin again at step 0"
-    if checkpoints.list_checkpoints(path):
-        raise UserError(f"no checkpoint in {path} is usable; restore one, {remedy}")
     metrics = out / "metrics.jsonl"
-    if metrics.exists() and any(entries_from_end(metrics)):
+    if checkpoints.list_checkpoints(path) or (metrics.exists() and any(files.entries_from_end(metrics))):
         raise UserError(
-            f"{metrics} has lines of steps, but no checkpoint in {path} has its {checkpoints.MANIFEST}: restore the "
-            f"checkpoints, {remedy}"
+            f"{out} has done steps, but no checkpoint in {path} is usable (each needs its {checkpoints.MANIFEST}): "
+            f"restore one, or move {out} away to begin again at step 0"
         )
     return None
 
@@ -116,23 +112,18 @@ def find_own_checkpoint(out: Path, resume: str, host_group: HostGroup) -> Checkp
 def verify_checkpoint(path: Path, option: str, host_group: HostGroup) -> Checkpoint:
     """Return the checkpoint in directory `path`, the value of `option`. Raises UserError if it is damaged."""
     if problem := checkpoints.find_damage(path, host_group):
-        raise UserError(f"checkpoint {path} is not usable ({problem}); choose another for {option}")
+        raise UserError(f"{option}: checkpoint {path} is not usable ({problem}); choose another")
     return checkpoints.read_checkpoint(path)
 
 
 def check_engine(checkpoint: Checkpoint, config: EngineConfig) -> None:
     """Raise UserError if DeepSpeed cannot load the checkpoint into an engine of this configuration."""
-    saved = checkpoint.engine
-    if saved["precision"] != config.precision:
+    changed = folder.list_differences(checkpoint.engine | {"stage": config.stage}, config.saved())
+    if changed:
         raise UserError(
-            f"{checkpoint.path} was saved in {saved['precision']}, and this ds_config asks for {config.precision}. "
-            f"Choose a ds_config of {saved['precision']}, or start a new run from the checkpoint by "
-            f"model.init={checkpoint.path} and another --out"
-        )
-    if changed := folder.list_differences(saved | {"stage": config.stage}, config.saved()):
-        raise UserError(
-            f"{checkpoint.path} was saved with another optimizer or scheduler, which DeepSpeed would continue to use. "
-            f"Give the ds_config of the run's first start:\n" + indent_lines(changed)
+            f"{checkpoint.path} was saved with another precision, optimizer or scheduler. Give the ds_config of the "
+            f"run's first start, or start a new run by model.init={checkpoint.path} and another --out:\n"
+            + indent_lines(changed)
         )
 
 
@@ -143,9 +134,9 @@ def resume_calibration(
     checkpoint, they measure everything."""
     if checkpoint is None:
         return calibrate(recipe, corpus, host_group)
-    before = fingerprints(checkpoint)
+    before = fingerprints(checkpoint.identity)
+    now = fingerprints(corpus.identity())
     saved = Calibration.from_dict(checkpoint.calibration, len(before), list(recipe.streams))
-    now = [source.fingerprint for source in corpus.sources]
     if before == now:
         return saved
     # Streams and old sources keep their estimates, because the order of running text and the rows depend on them.
@@ -154,9 +145,9 @@ def resume_calibration(
     return replace(saved, lines=[line_of[source] for source in now])
 
 
-def fingerprints(checkpoint: Checkpoint) -> list[str]:
-    """Return the fingerprints of the sources that the checkpoint's run reads."""
-    return [entry["fingerprint"] for entry in checkpoint.identity["data"]]
+def fingerprints(identity: dict[str, Any]) -> list[str]:
+    """Return the fingerprints of the sources in the identity of a run."""
+    return [source["fingerprint"] for source in identity["data"]]
 
 
 # Forks
@@ -172,21 +163,10 @@ def checkpoint_path(fork: str) -> Path:
 
 def began_at_checkpoint(out: Path, fork: str) -> bool:
     """Return whether the run in `out` is a fork that began at the checkpoint RUN@STEP."""
-    ancestors = read_ancestry(out)
-    if not ancestors:
-        return False
-    parent = ancestors[0]
-    return checkpoint_path(fork).resolve() == checkpoint_path(f"{parent['run']}@{parent['step']}")
-
-
-def find_parent(fork: str) -> Path:
-    """Return the directory of the checkpoint RUN@STEP. Raises UserError if there is no complete checkpoint."""
-    path = checkpoint_path(fork)
-    complete = checkpoints.list_checkpoints(path.parent)
-    if path not in complete:
-        steps = ", ".join(str(checkpoints.step_from_name(other)) for other in complete)
-        raise UserError(f"--fork {fork}: there is no checkpoint {path}; those there are of steps {steps or '(none)'}")
-    return path
+    with suppress(OSError, ValueError, LookupError):
+        (parent, *_) = json.loads((out / ANCESTRY).read_text(encoding="utf-8"))
+        return checkpoint_path(fork).resolve() == checkpoint_path(f"{parent['run']}@{parent['step']}")
+    return False
 
 
 def with_fork_fields(saved: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
@@ -214,18 +194,11 @@ def is_checkpoint_of_run(checkpoint: Checkpoint, out: Path) -> bool:
     return checkpoint.path.parent.resolve() == (out / "checkpoints").resolve()
 
 
-def read_ancestry(out: Path) -> list[dict[str, Any]]:
-    with suppress(OSError, ValueError):
-        return json.loads((out / ANCESTRY).read_text(encoding="utf-8"))
-    return []
-
-
 def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> None:
     """Write ancestry.json for a new fork in `out`. parent: the checkpoint at which the fork begins. Rank 0 only."""
     run = parent.path.resolve().parent.parent
     entry = {"run": str(run), "step": parent.step, "changed": folder.identity_differences(parent.identity, identity)}
-    text = json.dumps([entry, *read_ancestry(run)], indent=1, ensure_ascii=False)
-    files.write_text(out / ANCESTRY, text + "\n")
+    files.write_text(out / ANCESTRY, json.dumps([entry], indent=1, ensure_ascii=False) + "\n")
 
 
 def with_corpus_positions(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) -> Checkpoint:
@@ -235,31 +208,28 @@ def with_corpus_positions(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus
     A source that the other run had keeps its position and its order. If a stream has lost a source, it is unknown which
     position belongs to which of its sources, and all of them begin a new epoch.
     """
-    before = fingerprints(checkpoint)
-    now = [source.fingerprint for source in corpus.sources]
+    before = fingerprints(checkpoint.identity)
+    now = fingerprints(corpus.identity())
     if before == now:
         return checkpoint
     check_fork_corpus(checkpoint, recipe, corpus)
-    state = checkpoint.state
     positions = dict[str, list[list[int]]]()
-    sources_at_start = dict(state.get("sources_at_start", {}))
+    sources_at_start = dict(checkpoint.state.get("sources_at_start", {}))
     for stream in corpus.streams.last:
-        saved = state["positions"][stream.name]
+        saved = checkpoint.state["positions"][stream.name]
         known = [source for source in stream.sources if now[source] in before]
         known.sort(key=lambda source: before.index(now[source]))
+        position = [0, 0]
+        position_of = dict(zip(known, saved, strict=False))
         if len(known) == len(saved):
-            position_of = dict(zip(known, saved, strict=True))
-            positions[stream.name] = [position_of.get(source, [0, 0]) for source in stream.sources]
             sources_at_start.setdefault(stream.name, len(saved))
         else:
-            epoch = 1 + max(position[0] for position in saved)
-            positions[stream.name] = [[epoch, 0] for _ in stream.sources]
+            position = [1 + max(epoch for epoch, *_ in saved), 0]
+            position_of = {}
             sources_at_start.pop(stream.name, None)
-    new = sum(fingerprint not in before for fingerprint in now)
-    gone = sum(fingerprint not in now for fingerprint in before)
-    LOG.info(f"{new} sources are new, and {gone} sources of {checkpoint.path} are left out")
-    state = state | {"positions": positions, "sources_at_start": sources_at_start}
-    return replace(checkpoint, state=state)
+        positions[stream.name] = [position_of.get(source, [*position]) for source in stream.sources]
+    LOG.info(f"the data differ from those of {checkpoint.path}: new sources begin with their first epoch")
+    return replace(checkpoint, state=checkpoint.state | {"positions": positions, "sources_at_start": sources_at_start})
 
 
 def check_fork_corpus(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -11,45 +12,25 @@ from typing import Any
 import torch
 import yaml
 
-from xscale import files, ranks, rng
+from xscale import __version__, files, ranks, rng
 from xscale.checkpoint.restore import load_engine
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus, run_identity
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
-from xscale.data.remote import parse_location
 from xscale.deepspeed_private import apply_schedule
-from xscale.errors import UserError, indent_lines, redact
+from xscale.errors import LOG, UserError, indent_lines, redact
 from xscale.eval.in_training import review_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.recipe import Recipe, Schedule
-from xscale.run import folder, resume
-from xscale.run.describe import dropped_pairs_warnings, language_share_lines, start_notes
-from xscale.run.folder import DONE, STOPPED, Status, to_json_text
+from xscale.run import describe, folder, resolve, resume
 from xscale.run.loop import Trainer
-from xscale.run.metrics import LOG, start_logging
-from xscale.run.resolve import module_of_run, resolve_run, row_limit
-from xscale.run.state import RunContext
-from xscale.run.watch import StopRequest, Watch
+from xscale.run.watch import RunContext, StopRequest, Watch
 from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
-
-DEMO = Path("data/demo")
-"""The directory of the generated demo corpus."""
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say what a run is. train.py and its dry run share them."""
-    parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
-    parser.add_argument(
-        "--data", type=parse_location, nargs="+", help="shard directories or URLs (default: the generated demo corpus)"
-    )
-    parser.add_argument("--out", help="the run's directory (default: runs/<recipe>)")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
 
 
 @dataclass(frozen=True)
@@ -65,7 +46,7 @@ class ResolvedRun:
     """The lines to print before the first step."""
 
 
-def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
+def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: folder.Status) -> int:
     """Train one run in the existing process group: check it, claim its folder, build the trainer, train. args: the
     arguments of train.py. Returns the exit code."""
     run = prepare_run(args, process, Hardware.here(), host_group)
@@ -75,52 +56,60 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
         checkpoint = resume.find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, host_group)
         if checkpoint and checkpoint.step >= steps:
             LOG.info(f"{args.out} is complete: {checkpoint.step} of {steps} steps")
-            status.write_end(DONE, f"{checkpoint.step} of {steps} steps")
-            return DONE
+            status.write_end(folder.DONE, f"{checkpoint.step} of {steps} steps")
+            return folder.DONE
         trainer, batches = build_trainer(args, run, context, checkpoint)
         with closing(trainer):
             trainer.begin()
             code = trainer.loop(batches)
-        status.write_end(code, context.stop.why if code == STOPPED else f"{trainer.done} of {steps} steps")
+        status.write_end(code, context.stop.why if code == folder.STOPPED else f"{trainer.done} of {steps} steps")
     return code
 
 
 def prepare_run(args: argparse.Namespace, process: Process, hardware: Hardware, host_group: HostGroup) -> ResolvedRun:
     """Find and check the recipe, the corpus and the settings of a run on this hardware. All ranks call it together.
     Raises UserError."""
-    recipe, corpus = resolve_run(args.recipe, args.set, args.data, host_group)
+    recipe, corpus = resolve.resolve_run(args.recipe, args.set, args.data, host_group)
     config = load_ds_config(args.ds_config, recipe, process.world, hardware)
     review_tasks(recipe, corpus, config.stage, host_group)
     check_ranks_agree(args, recipe, corpus, config, host_group)
     ranks.set_deterministic(recipe.train.deterministic)
-    notes = [*config.notes, *start_notes(recipe, corpus)]
+    notes = [*config.notes, *describe.start_notes(recipe, corpus)]
     return ResolvedRun(recipe, corpus, config, hardware, run_identity(recipe, corpus), notes)
 
 
 def claim_folder(
-    args: argparse.Namespace, run: ResolvedRun, process: Process, host_group: HostGroup, status: Status
+    args: argparse.Namespace, run: ResolvedRun, process: Process, host_group: HostGroup, status: folder.Status
 ) -> RunContext:
     """Lock the run's folder, start to log there, to listen to signals and to watch this rank. Raises UserError."""
-    train = run.recipe.train
-    stop = StopRequest(train.time_limit)
+    out: Path = args.out
+    stop = StopRequest(run.recipe.train.time_limit)
     locks = list[files.Lock]()
-    status.asks_for_lock()
-    host_group.from_main(lambda: locks.append(claim_run_folder(args, run.identity)))
+
+    def claim() -> None:
+        folder.check_folder(out, run.identity, args.resume)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out {out} cannot be created ({error.strerror}); choose another") from None
+        locks.append(files.Lock(out))
+        folder.check_folder(out, run.identity, args.resume)  # the lock may have waited for another run
+
+    host_group.from_main(claim)
     status.write_running()
-    if not args.out.is_dir():
+    if not out.is_dir():
         raise UserError(
-            f"--out {args.out} does not exist on {os.uname().nodename}, where rank {process.rank} runs; choose a "
+            f"--out {out} does not exist on {os.uname().nodename}, where rank {process.rank} runs; choose a "
             f"folder that all hosts share"
         )
-    stacks = start_logging(args.out, process.rank)
-    watch = Watch(process, stacks, status.write_first_failure)
-    watch.begin(train.stall_limit)
+    stacks = folder.start_logging(out, process.rank)
+    watch = Watch(process, stacks, run.recipe.train.stall_limit, status.write_end)
     for lock in locks:
         if lock.problem:
             LOG.warning(lock.problem)
     for note in run.notes:
         LOG.info(note)
-    return RunContext(args.out, process, host_group, status, stop, watch, locks)
+    return RunContext(out, process, host_group, status, stop, watch, locks)
 
 
 def build_trainer(
@@ -133,14 +122,14 @@ def build_trainer(
     context.watch.note("measuring the data")
     calibration = resume.resume_calibration(recipe, run.corpus, checkpoint, host_group)
     context.watch.note("building the model")
-    module = module_of_run(recipe, run.corpus)
+    module = resolve.module_of_run(recipe, run.corpus)
     loader = Loader(recipe, run.corpus, calibration)
-    limit = row_limit(module, recipe, run.config, run.hardware.memory, host_group)
+    limit = resolve.row_limit(module, recipe, run.config, run.hardware.memory, host_group)
     if limit:
         LOG.info(limit.sentence())
         loader = replace(loader, gpu_tokens=limit.tokens)
     if process.is_main:
-        write_start_files(args.out, run, loader, checkpoint, process)
+        write_start_files(args.out, run, loader, checkpoint)
     positions = checkpoint.state if checkpoint else initial_state(loader.streams)
     left = recipe.train.steps - positions["step"]
     plans = loader.plans(process, run.hardware.device, positions, left, host_group)
@@ -153,6 +142,7 @@ def build_trainer(
     else:
         for note in module.notes:
             LOG.info(note)
+    LOG.info(f"xscale {__version__}, torch {torch.__version__}: {redact(' '.join(sys.argv))}")
     LOG.info(
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {run.config.precision} on "
         f"{process.world} rank(s) of {engine.device.type}, ZeRO stage {run.config.stage}, "
@@ -164,21 +154,15 @@ def build_trainer(
     return trainer, loader.batches(process, engine.device.type, positions, left, plans)
 
 
-def write_start_files(
-    out: Path, run: ResolvedRun, loader: Loader, checkpoint: Checkpoint | None, process: Process
-) -> None:
+def write_start_files(out: Path, run: ResolvedRun, loader: Loader, checkpoint: Checkpoint | None) -> None:
     """Write the run's configuration and the state at which it starts, and log the shares of the data. Rank 0 only."""
     text = yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)
     files.write_text(out / "config.yaml", redact(text))
-    files.write_text(out / "ds_config.json", to_json_text(run.config.resolved))
-    files.write_text(out / folder.IDENTITY, to_json_text(run.identity))
+    files.write_text(out / "ds_config.json", folder.to_json_text(run.config.resolved))
     if checkpoint and not resume.is_checkpoint_of_run(checkpoint, out):
         resume.write_ancestry(out, checkpoint, run.identity)
-    for line in dropped_pairs_warnings(loader):
-        LOG.warning(line)
-    for line in language_share_lines(loader):
+    for line in (*describe.dropped_pairs_warnings(loader), *describe.language_share_lines(loader)):
         LOG.info(line)
-    folder.append_start(out, checkpoint.step if checkpoint else 0, process.world)
 
 
 def check_ranks_agree(
@@ -200,19 +184,6 @@ def check_ranks_agree(
                 f"rank {rank} on {host} was started differently from rank 0. Start all ranks with the same command and "
                 f"the same files:\n" + indent_lines(lines)
             )
-
-
-def claim_run_folder(args: argparse.Namespace, run_identity: dict[str, Any]) -> files.Lock:
-    """Check, create and lock the run's directory. Rank 0 only. Raises UserError."""
-    out: Path = args.out
-    folder.check_folder(out, run_identity, args.resume)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be created ({error.strerror}); choose another") from None
-    lock = files.Lock(out)
-    folder.check_folder(out, run_identity, args.resume)  # it may have waited
-    return lock
 
 
 def prefill_loader(loader: Loader, stream_name: str) -> Loader:

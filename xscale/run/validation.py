@@ -13,13 +13,13 @@ from typing import Any
 
 from xscale import files
 from xscale.checkpoint import store as checkpoints
+from xscale.errors import LOG
 from xscale.eval.bootstrap import format_score, intervals
 from xscale.eval.in_training import Results, find_number, with_overall_means
-from xscale.metric_keys import ALL, is_better
+from xscale.metric_keys import ALL, direction
 from xscale.recipe import Recipe
-from xscale.run.metrics import LOG, JsonLines, entries_from_end
-from xscale.run.reporting import RunMetrics
-from xscale.run.state import RunContext
+from xscale.run.metrics import JsonLines, RunMetrics
+from xscale.run.watch import RunContext
 
 EVALS = "evals.jsonl"
 
@@ -41,79 +41,67 @@ class Validation:
         self.recipe = recipe
         self.tasks = tasks
         self.metrics = metrics
-        best = recipe.checkpoint.best
-        self.best_of = best.split("/", 2) if best else []
-        """The task, the row and the name of the number by which the best checkpoint is chosen, if there is one."""
+        self.checkpoints = context.out / "checkpoints"
         path = context.out / EVALS if recipe.eval.tasks and context.host_group.is_main else None
         self.lines = JsonLines(path, step)
-        self.best_so_far: int | None = None
-        """The last step of this start whose evaluation was better than those of all checkpoints."""
-        self.numbers: dict[int, float] = {}
-        """Step -> the number that checkpoint.best names, where it is finite. On rank 0 only."""
-        if self.best_of:
-            self.context.host_group.from_main(lambda: self.read_earlier(context.out / EVALS))
+        self.goodness: dict[int, float] = {}
+        """Step -> the number that checkpoint.best names, where it is finite, and negative if lower numbers are better.
+        On rank 0 only."""
+        self.best = recipe.checkpoint.best or ""
+        """The path TASK/ROW/NUMBER of the number by which the best checkpoint is chosen, or an empty string."""
+        if self.best and path:
+            for _, entry in files.entries_from_end(path):
+                self.note_number(entry["step"], entry.get("results") or {})
+            self.name_best_checkpoint()
 
-    def read_earlier(self, evaluations: Path) -> None:
-        """Read the numbers of the evaluations before this start, and name the best checkpoint. Rank 0 only."""
-        task, row, name = self.best_of
-        for _, entry in entries_from_end(evaluations):
-            number = (entry.get("results") or {}).get(task, {}).get(row, {}).get(name)
-            if number is not None:
-                self.numbers[entry["step"]] = number
-        self.name_best_checkpoint()
-
-    def becomes_best(self, step: int, number: float | None) -> bool:
-        """Note the number of an evaluation. Return whether it is better than the numbers of all checkpoints. Rank 0
-        only."""
-        if number is None or not math.isfinite(number):
-            return False
-        best = self.best_checkpoint()
-        earlier = self.numbers[checkpoints.step_from_name(best)] if best else None
-        self.numbers[step] = number
-        return is_better(self.best_of[2], number, earlier)
+    def note_number(self, step: int, results: dict[str, Any]) -> None:
+        """Note the number that checkpoint.best names, if the results of a step have it. Rank 0 only."""
+        task, row, name = self.best.split("/", 2)
+        number = results.get(task, {}).get(row, {}).get(name)
+        if number is not None and math.isfinite(number):
+            self.goodness[step] = -number if direction(name) < 0 else number
 
     def best_checkpoint(self) -> Path | None:
         """Return the complete checkpoint with the best number, the earliest if several have it. Rank 0 only."""
-        best: Path | None = None
-        best_number: float | None = None
-        for path in checkpoints.list_checkpoints(self.context.out / "checkpoints"):
-            number = self.numbers.get(checkpoints.step_from_name(path))
-            if number is not None and is_better(self.best_of[2], number, best_number):
-                best = path
-                best_number = number
-        return best
+        complete = checkpoints.list_checkpoints(self.checkpoints)
+        measured = [path for path in complete if checkpoints.step_from_name(path) in self.goodness]
+        return max(measured, key=lambda path: self.goodness[checkpoints.step_from_name(path)], default=None)
 
     def name_best_checkpoint(self) -> set[int]:
         """Write the name of the best checkpoint to checkpoints/best. Return its step, which must stay on disk, or an
         empty set. Rank 0 only."""
-        if not self.best_of:
-            return set()
         best = self.best_checkpoint()
-        if best is None:
-            with suppress(OSError):  # the file may name a checkpoint that was best by another number
-                (self.context.out / "checkpoints" / checkpoints.BEST).unlink(missing_ok=True)
-            return set()
         with suppress(OSError):  # until the next save, the file names the previous checkpoint
-            files.write_text(best.with_name(checkpoints.BEST), best.name + "\n")
+            if best is None:
+                (self.checkpoints / checkpoints.BEST).unlink(missing_ok=True)
+                return set()
+            files.write_text(self.checkpoints / checkpoints.BEST, best.name + "\n")
         return {checkpoints.step_from_name(best)}
 
-    def due(self, step: int) -> bool:
+    def after_step(self, step: int) -> bool:
+        """Evaluate after a step, if it is due, on all ranks together. Return whether the step is better than all
+        checkpoints, by the number that checkpoint.best names."""
         section = self.recipe.eval
-        return bool(section.tasks) and (step % section.every == 0 or step == self.recipe.train.steps)
-
-    def measure(self, step: int) -> None:
-        """Measure the tasks, on all ranks together."""
+        if not section.tasks or (step % section.every and step != self.recipe.train.steps):
+            return False
+        self.metrics.flush()
         self.context.watch.note(f"measuring step {step}")
         results = dict[str, Results]()
         started = time.monotonic()
         for name, task in self.tasks.items():
             results[name] = with_overall_means(name, task())
-        seconds = time.monotonic() - started
-        if results and self.lines.file:
-            self.report(step, results, seconds)
-        best = self.recipe.checkpoint.best
-        if best and self.context.host_group.from_main(lambda: self.becomes_best(step, find_number(results, best))):
-            self.best_so_far = step
+        if self.lines.file:
+            self.report(step, results, time.monotonic() - started)
+        return bool(self.best) and self.context.host_group.from_main(lambda: self.becomes_best(step, results))
+
+    def becomes_best(self, step: int, results: dict[str, Results]) -> bool:
+        """Note the number of an evaluation. Return whether it is better than those of all checkpoints. Rank 0 only.
+        Raises UserError if the results lack the number."""
+        find_number(results, self.best)
+        best = self.best_checkpoint()
+        self.note_number(step, results)
+        least = -math.inf if best is None else self.goodness[checkpoints.step_from_name(best)]
+        return self.goodness.get(step, -math.inf) > least
 
     def report(self, step: int, results: dict[str, Results], seconds: float) -> None:
         """Write the results of all tasks to evals.jsonl, TensorBoard and the log. Rank 0 only."""
@@ -122,17 +110,12 @@ class Validation:
         entry: dict[str, Any] = {"step": step}
         shown = [f"evaluation of step {step}, which took {seconds:.1f} s"]
         for task, rows in results.items():
+            means = [row for row in rows if row.split(" ")[-1] == ALL]
             for row, scores in rows.items():
                 for name, number in scores.items():
                     entry[f"eval/{task}/{row}/{name}"] = number
-                if not is_covered_by_mean(row, rows):
+                if row in (means or rows):
                     texts = [format_score(name, number) for name, number in scores.items()]
                     shown.append(f"  {task} {row}: {', '.join(texts)}")
-        self.metrics.board.add(entry)
+        self.metrics.board.write([entry])
         LOG.info("\n".join(shown))
-
-
-def is_covered_by_mean(row: str, rows: dict[str, Any]) -> bool:
-    """Return whether a results row is that of one of several languages or pairs. rows: all rows of the task."""
-    mean = f"{row.partition(' ')[0]} {ALL}" if " " in row else ALL
-    return row != mean and mean in rows

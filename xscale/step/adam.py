@@ -2,7 +2,6 @@
 
 import fcntl
 import functools
-import logging
 import os
 import sys
 from contextlib import suppress
@@ -11,9 +10,7 @@ from pathlib import Path
 import torch
 
 from xscale.deepspeed_private import compile_operator
-from xscale.errors import UserError
-
-LOG = logging.getLogger("xscale")
+from xscale.errors import LOG, UserError
 
 
 def operators_directory() -> Path:
