@@ -1,5 +1,7 @@
 """Messages of ranks are sent so far ahead that no step waits for them; a stop and a failure end all ranks together."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +36,8 @@ class Network:
         def wait() -> list[int]:
             if self.now < arrives:
                 self.waits.append(self.now)
+            while any(len(of_rank) <= number for of_rank in self.sent):
+                time.sleep(0.001)
             return [sum(of) for of in zip(*(of_rank[number] for of_rank in self.sent), strict=True)]
 
         return wait
@@ -78,16 +82,12 @@ def run(network: Network, stop: int = -1, fails: int = -1) -> tuple[int, str]:
     ranks = [synchronizer(rank, network, told[rank]) for rank in range(RANKS)]
     data = [batches(-1), batches(fails)]
     for done in range(STEPS):
-        steps = list[Any]()
-        failed = 0
-        for rank, of_rank in zip(ranks, data, strict=True):
-            try:
-                steps.append(rank.next(of_rank))
-            except Failed:
-                failed += 1
-        if failed:
-            assert failed == RANKS
+        with ThreadPoolExecutor(RANKS) as pool:
+            agreed = [pool.submit(rank.next, of_rank) for rank, of_rank in zip(ranks, data, strict=True)]
+        if agreed[0].exception():
+            assert all(isinstance(step.exception(), Failed) for step in agreed)
             return done, "failed"
+        steps: list[Any] = [step.result() for step in agreed]
         if None in steps:
             assert steps == [None, None]
             return done, "stopped"

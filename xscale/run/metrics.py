@@ -89,8 +89,8 @@ class JsonLines:
             self.failing = False
         except OSError as error:
             self.failing = True
-            error.filename = str(self.path)
             if len(self.waiting) > MOST_WAITING:
+                error.filename = str(self.path)
                 raise
             if not was_failing:
                 LOG.error(f"{self.path}: {error.strerror}; training continues, and the lines wait until this is fixed")
