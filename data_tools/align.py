@@ -1,30 +1,19 @@
-"""Align the words of sentence pairs: run eflomal in both directions, then symmetrise the links.
+"""Aligns the words of sentence pairs: runs eflomal in both directions, then joins the links of both.
 
-    xscale data align --src F --tgt F --out links.txt [--symmetrize intersection]
-
-`write_shards pairs --align` does the same while it writes shards. The numbers in links.txt are those of the words in
-links.src.txt and links.tgt.txt, which this tool also writes. eflomal (Östling & Tiedemann 2016, GPL-3) is called as a
-program: `pip install 'xscale[align]'`. It is not deterministic, so the links of two runs differ a little. To get the
-same shards in every run, align once with this tool, and give its files to `write_shards pairs --links links.txt
---links_src links.src.txt --links_tgt links.tgt.txt`.
+eflomal (Östling & Tiedemann 2016, GPL-3) is called as a program: `pip install 'xscale[align]'`. It is not
+deterministic, so the links of two runs differ a little.
 """
 
-import argparse
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from xscale import files
 from xscale.data.link_projection import format_pharaoh, parse_pharaoh
-from xscale.data.text import read_lines
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
-
-from .command import run
-from .readers import zip_lines
 
 Links = set[tuple[int, int]]
 """Word links: pairs of a word's index in the first text and a word's index in the second, from 0."""
@@ -69,12 +58,6 @@ def grow_diag_final_and(forward: Links, reverse: Links) -> Links:
     return links
 
 
-SYMMETRIZE: dict[str, Callable[[Links, Links], Links]] = {
-    "grow-diag-final-and": grow_diag_final_and,
-    "intersection": Links.intersection,
-}
-
-
 def find_aligner() -> str:
     """Return the path of eflomal's program. Raises UserError if it is not installed."""
     program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
@@ -86,9 +69,9 @@ def find_aligner() -> str:
     return program
 
 
-def align(pairs: Iterable[Sequence[str]], out: Path, symmetrize: str) -> None:
-    """Write the links between the words (data/words.py) of each pair to the file `out`, one line per pair. symmetrize:
-    a key of SYMMETRIZE. Raises UserError."""
+def align(pairs: Iterable[Sequence[str]], out: Path) -> None:
+    """Write the links between the words (data/words.py) of each pair to the file `out`, one line per pair. Raises
+    UserError."""
     with tempfile.TemporaryDirectory(prefix="links.", dir=out.parent) as name:
         folder = Path(name)
         pair_count = 0
@@ -104,8 +87,7 @@ def align(pairs: Iterable[Sequence[str]], out: Path, symmetrize: str) -> None:
             for forward_line, reverse_line in zip(forward, reverse, strict=True):
                 forward_links = set(parse_pharaoh(forward_line, ANY_SIZES))
                 reverse_links = set(parse_pharaoh(reverse_line, ANY_SIZES))
-                links = SYMMETRIZE[symmetrize](forward_links, reverse_links)
-                file.write(format_pharaoh(sorted(links)) + "\n")
+                file.write(format_pharaoh(sorted(grow_diag_final_and(forward_links, reverse_links))) + "\n")
                 line_count += 1
     if line_count != pair_count:
         raise UserError(
@@ -125,34 +107,3 @@ def run_aligner(folder: Path) -> None:
             f"{PROGRAM} failed ({ended.returncode}): {ended.stderr.strip()[-500:] or 'no message'}; align with another "
             f"program, and give its links to --links"
         )
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="xscale data align", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--src", type=Path, required=True)
-    parser.add_argument("--tgt", type=Path, required=True, help="its line n is the translation of line n of --src")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="file to make: links in Pharaoh form, a line for a pair"
-    )
-    parser.add_argument("--symmetrize", choices=list(SYMMETRIZE), default="grow-diag-final-and")
-    args = parser.parse_args(argv)
-    texts = {args.src: args.out.with_name(f"{args.out.stem}.src.txt"),
-             args.tgt: args.out.with_name(f"{args.out.stem}.tgt.txt")}  # fmt: skip
-    for path in (args.out, *texts.values()):
-        if path.exists():
-            raise UserError(f"{path} exists; choose another --out or remove it")
-        files.check_writable(path)
-    with files.publish(args.out) as partial:
-        align(zip_lines([args.src, args.tgt], [read_lines(args.src), read_lines(args.tgt)]), partial, args.symmetrize)
-    for text, path in texts.items():
-        with files.publish(path) as partial, partial.open("w", encoding="utf-8") as file:
-            for _, line in read_lines(text):
-                ((words, _),) = split_words_and_symbols([line])
-                file.write(" ".join(words) + "\n")
-    print(f"{args.out}: the links number the words of {' and '.join(map(str, texts.values()))}")
-
-
-if __name__ == "__main__":
-    run(main)

@@ -17,15 +17,14 @@ import numpy as np
 from xscale import files
 from xscale.data.link_projection import parse_pharaoh
 from xscale.data.ragged import evenly_spaced
-from xscale.data.shards import Source, list_source_folders, read_index
+from xscale.data.shards import Source, find_sources, read_index
 from xscale.data.tokenizer import Tokenizer, describe_unknown_tokens
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.record import Record
 
 from .command import run
-from .index import summary_line
-from .scan import scan_tar
+from .index import scan_tar, summary_line
 
 SAMPLE = 10_000
 """The maximum number of a source's records in which words, links and tokens are counted."""
@@ -159,13 +158,10 @@ def main(argv: list[str] | None = None) -> None:
         files.check_writable(args.json)
     tokenizer = Tokenizer(args.tokenizer.absolute()) if args.tokenizer else None
     sources = list[dict[str, Any]]()
-    for place in args.directory:
-        below = [] if (place / "index.json").exists() else list_source_folders(place)
-        for directory in below or [place]:
-            source = Source(directory)
-            if args.verify:
-                verify(source)
-            sources.append(describe(source, tokenizer, args.show))
+    for source in find_sources(args.directory):
+        if args.verify:
+            verify(source)
+        sources.append(describe(source, tokenizer, args.show))
     if args.json:
         files.write_text(args.json, json.dumps({"sources": sources}, indent=1, ensure_ascii=False) + "\n")
 

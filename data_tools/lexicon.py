@@ -15,14 +15,13 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import compress
+from operator import ne
 from pathlib import Path
 
 from xscale import files, rng
-from xscale.data.lexicon import languages_in_file_name, normalise_word, read_entries, truecase_entries
+from xscale.data.lexicon import languages_in_file_name, normalise_word, read_entries
 from xscale.data.link_projection import parse_pharaoh
-from xscale.data.sample import sample_texts
-from xscale.data.shards import Source, find_sources
-from xscale.data.truecase import Forms, commonest_spellings, count_words
+from xscale.data.shards import Source, find_sources, sample_texts
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.record import Record
@@ -89,16 +88,33 @@ def induce_entries(counts: LinkCounts, langs: tuple[str, str], min_count: int, m
     return sorted(kept, key=lambda entry: (-counts.links[entry], entry))
 
 
-def commonest_forms(sources: list[Source], langs: tuple[str, str]) -> dict[str, Forms]:
-    """Return {language: the commonest spelling of each word in its text}. Raises UserError if a language has no
-    text."""
-    forms = {}
-    for language in langs:
-        counts = count_words(sample_texts(language, sources, most=sys.maxsize))
-        if not counts:
-            raise UserError(f"--truecase has no text in {language}; add shards that have some")
-        forms[language] = commonest_spellings(counts)
-    return forms
+def commonest_spellings(sources: list[Source], language: str) -> dict[str, str]:
+    """Return {word in lower case: its most frequent spelling in the text}: `hund` has the spelling `Hund` if `Hund` is
+    more frequent. Of equally frequent spellings, it is the last by code points, which is usually in lower case. Raises
+    UserError if the language has no text."""
+    counts = Counter[str]()
+    for texts in sample_texts(language, sources, most=sys.maxsize):
+        for words, _ in split_words_and_symbols(texts):
+            counts.update(words)
+    if not counts:
+        raise UserError(f"--truecase has no text in {language}; add shards that have some")
+    best = dict[str, tuple[int, str]]()
+    for word, times in counts.items():
+        key = word.lower()
+        best[key] = max(best.get(key, (0, "")), (times, word))
+    return {key: word for key, (_, word) in best.items()}
+
+
+def truecase_entries(entries: list[Entry], langs: tuple[str, str], sources: list[Source]) -> list[Entry]:
+    """Return the entries with each word in its most frequent spelling in the text. Words that the text does not have,
+    such as entries of several words, stay as they are."""
+    source_spellings = commonest_spellings(sources, langs[0])
+    target_spellings = commonest_spellings(sources, langs[1])
+    spelled = list[Entry]()
+    for first, second in entries:
+        source_word = source_spellings.get(first.lower(), first)
+        spelled.append((source_word, target_spellings.get(second.lower(), second)))
+    return spelled
 
 
 def sample_entries(entries: list[Entry], share: float, seed: int) -> list[Entry]:
@@ -174,8 +190,9 @@ def main(argv: list[str] | None = None) -> None:
             entries += read_entries(path)
     report = [f"{len(entries):,} entries"]
     if args.truecase:
-        entries, changed = truecase_entries(entries, langs, commonest_forms(find_sources(args.truecase), langs))
-        report.append(f"{changed:,} changed to their spelling in the text")
+        spelled = truecase_entries(entries, langs, find_sources(args.truecase))
+        report.append(f"{sum(map(ne, entries, spelled)):,} changed to their spelling in the text")
+        entries = spelled
     entries = list(dict.fromkeys(entries))
     report.append(f"{len(entries):,} distinct")
     if args.drop_identical:

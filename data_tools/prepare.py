@@ -19,15 +19,54 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
+
 from xscale import files
 from xscale.data.lexicon import languages_in_file_name, read_entries
 from xscale.errors import UserError
 
-from . import align, prepare_report, steps
+from . import align, steps
 from .cleaning import identifiable_languages, language_code, load_tokenizer
 from .command import check_new_folder, run
 from .corpus import Corpus, load_corpus
 from .engine import EXECUTORS, TaskList, do_task, done_mark, lock_folder, run_tasks
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Corpus</title>
+<style>
+body { font-family: sans-serif; margin: 2em }
+td, th { padding: .2em .8em; text-align: left; vertical-align: top }
+</style>
+<h1>Corpus</h1>
+<table>
+<tr><th>source<th>languages<th>licence<th>read<th>removed<th>held out<th>records<th>linked<th>MB
+{% for source in sources %}
+<tr><td>{{ source.name }}<td>{{ source.languages | join("-") }}<td>{{ source.licence or "not said" }}
+  <td>{{ "{:,}".format(source.counts.read) }}
+  <td>{{ "{:,}".format(source.removed.values() | sum) }}<td>{{ "{:,}".format(source.counts.held) }}
+  <td>{{ "{:,}".format(source.counts.records) }}<td>{{ "{:,}".format(source.counts.linked) }}
+  <td>{{ "%.1f" | format(source.bytes / 1e6) }}
+{% endfor %}
+</table>
+<h2>Held out</h2>
+<table>
+<tr><th>languages<th>records
+{% for langs, records in heldout.items() %}<tr><td>{{ langs }}<td>{{ "{:,}".format(records) }}
+{% endfor %}
+</table>
+<h2>What the rules removed</h2>
+{% for source in sources if source.removed %}
+<h3>{{ source.name }}</h3>
+<table>
+<tr><th>rule<th>removed<th>examples
+{% for rule, count in source.removed.items() %}
+<tr><td>{{ rule }}<td>{{ "{:,}".format(count) }}
+{% for texts in source.examples[rule] %}<td>{{ texts | join(" | ") }}
+{% endfor %}{% endfor %}
+</table>
+{% endfor %}
+</html>
+"""
 
 
 def check_corpus(corpus: Corpus) -> None:
@@ -110,17 +149,59 @@ def print_selection(folder: Path) -> None:
         print(f"{corpus.names[number]}: {left:,} of {read:,} {source.kind} are left", file=sys.stderr, flush=True)
 
 
+def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
+    """Return the content of report.json."""
+    sources = list[dict[str, Any]]()
+    for number, (name, source) in enumerate(zip(corpus.names, corpus.sources, strict=True)):
+        index = folder / "result/shards" / name / "index.json"
+        sources.append({
+            "name": name,
+            "languages": list(source.langs),
+            "licence": source.licence,
+            "rules": corpus.rules_of(source).model_dump(mode="json"),
+            **steps.source_counts(folder, number),
+            "bytes": steps.read_json(index)["bytes"] if index.exists() else 0,
+        })  # fmt: skip
+    heldout = dict[str, int]()
+    for path in sorted(folder.glob("result/heldout/*/index.json")):
+        heldout[path.parent.name] = steps.read_json(path)["records"]
+    return {"sources": sources, "heldout": heldout}
+
+
+def summary_lines(out: Path, report: dict[str, Any]) -> str:
+    """Return a line for each source and each held-out part. out: the folder that was made."""
+    lines = list[str]()
+    for source in report["sources"]:
+        place = f"{out}/shards/{source['name']}"
+        counts = source["counts"]
+        kind = "pairs" if len(source["languages"]) == 2 else "documents"
+        removed = ", ".join(f"{count:,} {rule}" for rule, count in source["removed"].items())
+        lines.append(
+            f"{place}: {counts['records']:,} records of {counts['read']:,} {kind} ({'-'.join(source['languages'])}); "
+            f"removed: {removed or 'nothing'}; held out: {counts['held']:,} records"
+        )
+    for name, count in report["heldout"].items():
+        lines.append(f"{out}/heldout/{name}: {count:,} records")
+    lines.append(f"{out}/report.html has the removed text of each rule, with examples")
+    return "\n".join(lines)
+
+
+def render_page(report: dict[str, Any]) -> str:
+    """Return report.html."""
+    return Environment(autoescape=True, trim_blocks=True).from_string(PAGE).render(report)
+
+
 def write_result(corpus: Corpus, folder: Path, out: Path) -> None:
     """Write the report, move the result to `out`, and remove the work folder."""
     result = folder / "result"
     for path in list(result.rglob(f"*{files.PARTIAL}")):  # left by a killed task
         files.remove(path)
-    report = prepare_report.collect_report(folder, corpus)
+    report = collect_report(folder, corpus)
     files.write_text(result / "report.json", json.dumps(report, ensure_ascii=False, indent=1) + "\n")
-    files.write_text(result / "report.html", prepare_report.render_page(report))
+    files.write_text(result / "report.html", render_page(report))
     files.rename_into_place(result, out)
     files.remove(folder)
-    print(prepare_report.summary_lines(out, report))
+    print(summary_lines(out, report))
 
 
 def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, count, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from xscale.data.text import read_blocks, read_lines
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError, can_be_encoded
 from xscale.files import pointer_problem
-from xscale.record import Record, parse_json
+from xscale.record import Record, parse_json, record_of_members
 
 from .corpus import SourceSpec
 
@@ -299,7 +299,7 @@ def segment_text(element: Any, is_text: bool) -> str:
     return "".join(parts)
 
 
-def match_languages(langs: tuple[str, ...], names: Iterable[str]) -> list[str]:
+def match_languages(langs: tuple[str, ...], names: Collection[str]) -> list[str]:
     """Return the name of each language among `names`, where de can be called de-DE or deu_Latn. A language without a
     name there is left out."""
     fitting = list[str]()
@@ -441,8 +441,7 @@ def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Itera
     try:
         for sample in webdataset.WebDataset(urls, shardshuffle=False):
             place = f"sample {sample['__key__']!r} of {sample['__url__']}"
-            for fields in sample_fields(sample, expected_langs):
-                record = Record.from_dict(fields)
+            for record in sample_records(sample, expected_langs):
                 if expected_langs and match_languages(expected_langs, record.langs) != list(record.langs):
                     raise ValueError(
                         f"it has texts in {', '.join(record.langs)}, not in {' and '.join(expected_langs)}"
@@ -453,21 +452,14 @@ def webdataset_records(urls: str, expected_langs: tuple[str, ...] = ()) -> Itera
         raise UserError(f"{urls}: at or after {place}: {error}; correct the tar, or its address") from None
 
 
-def sample_fields(sample: dict[str, Any], langs: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the fields of each record of a WebDataset's sample, which has JSON lines, a JSON object, or a text for
-    each language (KEY.LANG.txt, KEY.links.txt; or KEY.txt). langs: the languages of KEY.txt, or of both texts in
-    order."""
+def sample_records(sample: dict[str, Any], langs: tuple[str, ...]) -> list[Record]:
+    """Return the records of a WebDataset's sample, which has JSON lines, a JSON object, or a text for each language
+    (KEY.LANG.txt, KEY.links.txt; or KEY.txt). langs: the language of KEY.txt, or of both texts in order."""
     if "jsonl" in sample:
-        return [parse_json(line) for line in sample["jsonl"].splitlines() if line.strip()]
-    if "json" in sample:
-        return [{"key": sample["__key__"]} | parse_json(sample["json"])]
-    texts = dict[str, str]()
-    for name, content in sample.items():
-        if name.endswith("txt") and name.count(".") <= 1:
-            texts[name.removesuffix("txt").removesuffix(".") or "".join(langs)] = content.decode()
-    links = texts.pop("links", None)
-    names = match_languages(langs, texts) if langs else list(texts)
-    return [{"key": sample["__key__"], "langs": names, "texts": [texts[name] for name in names], "links": links}]
+        return [Record.from_dict(parse_json(line)) for line in sample["jsonl"].splitlines() if line.strip()]
+    names = [name.removesuffix(".txt") for name in sample if name.endswith(".txt")]
+    spelled = tuple(match_languages(langs, names))
+    return [record_of_members(sample["__key__"], sample, spelled or langs)]
 
 
 READERS: dict[str, Callable[[SourceSpec], Iterator[Unit]]] = {

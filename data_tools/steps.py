@@ -9,7 +9,6 @@ writes whole files of its own. All files are in one work folder:
     tars/CHUNK.*, held/CHUNK    shards: a shard, and the records that are held out
     result/{shards,heldout}/    gather, heldout: the shards under their names, with index.json
     result/lexicon/             lexicons: the dictionaries, with the commonest spelling of each word
-    lexicons/NUMBER.json        lexicons: how many entries the tokenizer can use
 
 Chunks do not depend on the number of workers, so every byte depends on the input alone, except eflomal's links. All
 files are JSON, text or arrays of numbers, so reading them runs no code of others.
@@ -17,6 +16,7 @@ files are JSON, text or arrays of numbers, so reading them runs no code of other
 
 import io
 import json
+import sys
 import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -29,16 +29,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xscale import files
-from xscale.data.lexicon import (
-    differing_entries,
-    languages_in_file_name,
-    load_lexicon,
-    read_entries,
-    truecase_entries,
-)
+from xscale.data.lexicon import languages_in_file_name, load_lexicon, read_entries
 from xscale.data.link_projection import project_links
 from xscale.data.shards import Source
-from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.record import Record, parse_json
 
@@ -56,7 +49,7 @@ from .cleaning import (
 )
 from .corpus import Corpus, SourceSpec, TokenizerSpec
 from .engine import replacing
-from .lexicon import commonest_forms, write_entries
+from .lexicon import truecase_entries, write_entries
 from .readers import Unit, from_line, read_units, to_line
 
 CHUNK_UNITS = 8192
@@ -68,8 +61,6 @@ KEPT, REPEATED, NEAR, HELD_OUT = range(4)
 """The states of a unit: kept, removed as an exact duplicate, removed as a near duplicate, held out."""
 REMOVED = {REPEATED: "dedup", NEAR: "dedup (near)"}
 """{state of a removed unit: the rule that removed it}."""
-SYMMETRIZE = "grow-diag-final-and"
-"""The method that joins eflomal's links of both directions."""
 HELD_SHARE = 10
 """About one in HELD_SHARE of the kept sentences or pairs is held out at most."""
 SAMPLE = 2_000_000
@@ -310,7 +301,7 @@ def align_direction(folder: Path, direction_number: int) -> None:
         return
     path = folder / f"links/{direction_number}"
     path.parent.mkdir(exist_ok=True)
-    align(unlinked_pairs(folder, chunks), path, SYMMETRIZE)
+    align(unlinked_pairs(folder, chunks), path)
     with path.open(encoding="utf-8") as lines:
         for chunk in chunks:
             units = list[Unit]()
@@ -514,37 +505,22 @@ def write_heldout_shards(folder: Path, group_number: int) -> None:
 
 
 def respell_lexicon(folder: Path, lexicon_number: int) -> None:
-    """Write a dictionary with each word in its commonest spelling in the kept text. If the corpus has a tokenizer,
-    also write how many of the dictionary's entries it can use."""
+    """Write a dictionary with each word in its commonest spelling in the kept text, unless the corpus's tokenizer can
+    use none of its entries."""
     corpus = read_plan(folder).corpus
     path = Path(corpus.lexicons[lexicon_number])
     langs = languages_in_file_name(path, corpus.languages)
     sources = [Source(path.parent) for path in folder.glob("result/shards/*/index.json")]
-    entries, _ = truecase_entries(read_entries(path), langs, commonest_forms(sources, langs))
+    entries = truecase_entries(read_entries(path), langs, sources)
     out = folder / "result/lexicon" / path.name
     with replacing(out) as partial:
-        write_entries(entries, partial)
+        write_entries(list(dict.fromkeys(entries)), partial)
     if corpus.tokenizer:
-        tokenizer = load_tokenizer(str((folder / "result/tokenizer").absolute()))
-        counts = count_usable_entries(out, langs, tokenizer)
-        write_json(folder / f"lexicons/{lexicon_number}.json", {"name": path.name} | counts)
-        if counts["usable"] + counts["same_tokens"] == 0:
-            out.unlink()  # a run would refuse it
-
-
-def count_usable_entries(path: Path, langs: tuple[str, str], tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the number of a dictionary's entries; of those that training can use; of the usable ones with one token on
-    each side; of those with the same tokens on both sides; and of those with an unknown token."""
-    entries = read_entries(path)
-    counts = {"entries": len(entries), "usable": 0, "one_token": 0, "same_tokens": 0}
-    with suppress(UserError):  # if no entry is left
-        lexicon = load_lexicon(path, tokenizer, langs)
-        one_token, _ = differing_entries((lexicon,), single=True)
-        counts["usable"] = len(lexicon.words) - lexicon.identical
-        counts["one_token"] = len(one_token.lengths)
-        counts["same_tokens"] = lexicon.identical
-    counts["unknown"] = len(entries) - counts["usable"] - counts["same_tokens"]
-    return counts
+        try:
+            load_lexicon(out, load_tokenizer(str((folder / "result/tokenizer").absolute())), langs)
+        except UserError as error:  # a run would refuse the dictionary
+            print(f"{path} is left out: {error}", file=sys.stderr)
+            out.unlink()
 
 
 STEPS: dict[str, PrepareStep] = {

@@ -30,6 +30,7 @@ from xscale.data.stream_batch import CollateContext, Gather, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
+from xscale.metric_keys import MetricKey
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.objectives import alignlm
@@ -288,4 +289,5 @@ def test_a_pair_that_is_far_too_long_is_not_tokenised_whole(
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 1 << 20, "world": 1, "rank": 0}
     plan = make_mixture([stream], [source], Calibration([(0.3, 0.0)], {}), **arguments).next_part()
     stream_batches = dataset.stream_batches(stream, plan)
-    assert sum(stream_batch.too_long for stream_batch in stream_batches) == 4 and max(seen) <= 64 * 128
+    too_long = MetricKey("too_long", "alignlm")
+    assert sum(stream_batch.pair_counts[too_long] for stream_batch in stream_batches) == 4 and max(seen) <= 64 * 128

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests import launch
-from xscale.data import sample
+from xscale.data import shards
 from xscale.data.lexicon import Lexicon, is_withheld, load_lexicon, without_withheld
-from xscale.data.sample import sample_records
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval import run
@@ -66,12 +65,12 @@ def test_of_much_text_a_sample_over_all_shards_is_counted(
 ) -> None:
     """Runs of records, evenly; no record twice, first and last among them."""
     for total in (1, 99_999, 100_000, 100_001, 1_000_003, 50_000_000):
-        found = sample_records(total, sample.SAMPLE)
+        found = shards.sample_records(total, shards.SAMPLE)
         assert len(found) == len(set(found.tolist())) and found[0] == 0 and found[-1] < total
         assert min(total, 99_000) <= len(found) <= 100_000
         assert np.diff(found).max(initial=1) <= 1 + total / len(found) * 64 * 1.01 and total - found[-1] <= 128
-    monkeypatch.setattr(sample, "SAMPLE", 128)
-    monkeypatch.setattr(sample, "RUN", 16)
+    monkeypatch.setattr(shards.sample_texts, "__defaults__", (128,))
+    monkeypatch.setattr(shards, "RUN", 16)
     sources = [Source(demo / "mono_xx"), Source(demo / "pairs")]
     read: list[tuple[str, int]] = []
 
@@ -82,7 +81,7 @@ def test_of_much_text_a_sample_over_all_shards_is_counted(
     monkeypatch.setattr(Source, "read", recorded)
     language_tokens("xx", sources, tokenizer)
     numbers = [n + (600 if name == "en-xx" else 0) for name, n in read]
-    assert numbers == sample_records(1200, 128).tolist() and len(numbers) == 128
+    assert numbers == shards.sample_records(1200, 128).tolist() and len(numbers) == 128
     assert 50 < sum(n < 600 for n in numbers) < 78
 
 
@@ -192,7 +191,7 @@ def test_eval_run_tells_withheld_words_from_trained_ones(demo: Path, tmp_path: P
 
 def test_ranks_divide_the_languages_and_show_progress(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a long count looks like a hang. Only rank 0 has the words."""
-    monkeypatch.setattr(sample, "_CHUNK", 100)
+    monkeypatch.setattr(shards, "LIST_RECORDS", 100)
     noted: list[str] = []
     sets = [f"data.lexicons=[{demo / 'lexicon' / 'en-xx.txt'}]"]
     words = ["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets]

@@ -279,16 +279,13 @@ def test_a_tokenizer_without_a_special_token(tmp_path: Path, missing: str) -> No
 
 
 def test_a_tokenizer_with_gaps_in_its_ids(tmp_path: Path) -> None:
-    """Every token is in the vocabulary, and a gap is no token that could be drawn; far ones are a mistake."""
+    """Every token is in the vocabulary, and a gap is no token that could be drawn."""
     path = save_tokenizer(tmp_path / "tokenizer", **ALL_SPECIAL)
     text = (path / "tokenizer.json").read_text()
     assert text.count('"b": 6') == 1
     (path / "tokenizer.json").write_text(text.replace('"b": 6', '"b": 8'))
     found = Tokenizer(path)
     assert found.vocab_size == 9 and found.ordinary_ids.tolist() == [5, 8] and found.encode(["a b"]) == [[5, 8]]
-    (path / "tokenizer.json").write_text(text.replace('"b": 6', '"b": 80000'))
-    with pytest.raises(UserError, match=f"{path} has 7 tokens, with ids up to 80,000"):
-        Tokenizer(path)
 
 
 def test_a_tokenizer_whose_template_names_no_token(tmp_path: Path) -> None:
@@ -303,7 +300,7 @@ def test_a_tokenizer_whose_template_names_no_token(tmp_path: Path) -> None:
         "special_tokens": {},
     }
     (path / "tokenizer.json").write_text(json.dumps(whole))
-    with pytest.raises(UserError, match=f"{path} cannot join two sentences"):
+    with pytest.raises(UserError, match=f"{path} cannot .* join two sentences"):
         Tokenizer(path)
 
 
@@ -333,9 +330,9 @@ def test_languages_without_data(demo: Path) -> None:
     assert select_sources("s", "mono", ["xx"], sources) == (1,)
     assert select_sources("s", "pair", ["en", "xx"], sources) == select_sources("s", "pair", ["en-xx"], sources) == (2,)
     assert select_sources("s", "pair", ["xx-en"], sources) == (2,)
-    with pytest.raises(UserError, match=r"streams\.s\.languages: no mono data for de; --data has en, xx"):
+    with pytest.raises(UserError, match=r"streams\.s reads mono records in de, but --data has only: en "):
         select_sources("s", "mono", ["en", "de"], sources)
-    with pytest.raises(UserError, match=r"streams\.s\.languages: no pair data for en-de"):
+    with pytest.raises(UserError, match=r"streams\.s reads pair records in en-de"):
         select_sources("s", "pair", ["en-de"], sources)
     with pytest.raises(UserError, match=r"streams\.s reads pair records.*en \(mono\)"):
         select_sources("s", "pair", None, sources[:2])
@@ -351,7 +348,7 @@ def test_a_stream_takes_a_pair_s_sources_of_both_directions(tmp_path: Path) -> N
     sources = [Source(tmp_path / name) for name in ("forth", "back", "other")]
     for languages in (["en-hi"], ["hi-en"], ["en", "hi"], ["en-hi", "hi-en"]):
         assert select_sources("s", "pair", languages, sources) == (0, 1)
-    with pytest.raises(UserError, match=r"no pair data for hi-de; --data has de-en, en-hi\. "):
+    with pytest.raises(UserError, match=r"reads pair records in hi-de, but .*: en-hi .*, en-hi .*, de-en \(pair\)"):
         select_sources("s", "pair", ["hi-de", "hi-en"], sources)
 
 

@@ -258,7 +258,11 @@ def test_unknown_tokens_are_told(tmp_path: Path, demo: Path, capsys: pytest.Capt
     (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(vocab))
     inspect.main([str(tmp_path), "--tokenizer", str(tmp_path / "t")])
     out = capsys.readouterr().out
-    assert "en 0.00%" in out and "zh 25.00%" in out and re.search(r"warning: 25.0% of the tokens in zh.*/t", out)
+    assert (
+        "0.00% of the tokens in en" in out
+        and "25.00% of the tokens in zh" in out
+        and re.search(r"warning: 25.0% of the tokens in zh.*/t", out)
+    )
 
 
 # The demo corpus
@@ -370,5 +374,5 @@ def test_real_chinese_is_known(real: Path, tmp_path: Path, capsys: pytest.Captur
     tokenizer.main(argv)
     assert "warning" not in capsys.readouterr().out
     inspect.main([str(tmp_path / "shards"), "--tokenizer", str(tmp_path / "t")])
-    shares = re.findall(r"unknown tokens: .. ([\d.]+)%", capsys.readouterr().out)
+    shares = re.findall(r"unknown tokens: ([\d.]+)%", capsys.readouterr().out)
     assert len(shares) == 3 and max(map(float, shares)) <= 0.1

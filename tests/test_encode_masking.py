@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from tests.streams import make_dataset, make_mixture
 from xscale.data.calibrate import fit_tokens_to_bytes
 from xscale.data.calibration import Calibration
 from xscale.data.ragged import indices_within
-from xscale.data.sequences import Example, Sequences, fit_pairs, join_segments, join_sentences
+from xscale.data.sequences import Example, Sequences, join_segments, join_sentences
 from xscale.data.shards import find_sources
 from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, StreamBatch, mask_tokens
@@ -157,12 +158,15 @@ def test_positions_languages_and_words_by_loops(tokenizer, pairs, reset: bool) -
 def test_pairs_that_do_not_fit(sizes: list[tuple[int, int]], max_length: int) -> None:
     examples = [fake(*size, identity=i) for i, size in enumerate(sizes)]
     fitting = [e for e in examples if sum(map(len, e.ids)) + 3 <= max_length]
-    kept = fit_pairs(examples, max_length, "drop")
-    assert list(map(id, kept)) == list(map(id, fitting))
-    assert len(fit_pairs(examples, max_length, "drop", special=4)) == sum(
-        sum(map(len, e.ids)) + 4 <= max_length for e in examples
-    )
-    cut = fit_pairs(examples, max_length, "truncate")
+    samples = [[example] for example in examples]
+
+    def fit_pairs(overlong: str, special: int = 3) -> list[Example]:
+        tokenizer: Any = SimpleNamespace(pair=SimpleNamespace(special=special))
+        return CollateContext(tokenizer, max_length, overlong, LANGUAGES).fit_pairs(samples)
+
+    assert list(map(id, fit_pairs("drop"))) == list(map(id, fitting))
+    assert len(fit_pairs("drop", special=4)) == sum(sum(map(len, e.ids)) + 4 <= max_length for e in examples)
+    cut = fit_pairs("truncate")
     assert len(cut) == len(examples)
     for original, kept in zip(examples, cut, strict=True):
         if any(original is one for one in fitting):

@@ -19,7 +19,6 @@ from xscale.data.stream import matches_languages, unify_language_names
 from xscale.errors import UserError
 from xscale.models.build import _assign_language_rows
 from xscale.objectives.contextual import _anchor_side
-from xscale.run.describe import start_notes
 from xscale.run.resolve import resolve_run
 
 SPELLINGS = {
@@ -133,14 +132,12 @@ def test_sources_in_several_spellings_are_one_language(demo: Path, tmp_path: Pat
     (tmp_path / "data/lexicon/eng-ger.txt").write_text((demo / "lexicon/en-xx.txt").read_text())
     (tmp_path / "data/tokenizer").symlink_to(demo / "tokenizer")
     sets = ["data.workers=0", "data.languages=[eng, ger]", "streams.mlm.languages=[ger]"]
-    recipe, corpus = resolve_run("xlm", sets, [tmp_path / "data"])
+    _, corpus = resolve_run("xlm", sets, [tmp_path / "data"])
     assert corpus.languages == ["de", "en"]
     streams = {spec.name: {corpus.sources[s].name for s in spec.sources} for spec in corpus.streams.last}
     assert streams == {"mlm": {"de"}, "tlm": {"en-de"}}
     assert [lexicon.name for lexicon in corpus.measured] == ["en-de"]
     assert {corpus.sources[s].read(0, 3).langs for s in range(3)} == {("de",), ("en",), ("en", "de")}
-    notes = [line for line in start_notes(recipe, corpus) if "deu_Latn" in line]
-    assert notes == ["de, deu_Latn of --data are one language, which this run calls de"]
 
 
 def test_a_pair_of_one_language_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Rows against loops: where each token and state goes, what a row costs, how it gets to a device."""
 
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xscale.data.packed_row import Row, Tokens, copy_at_once, copy_one_by_one, lay_out_longest_first, pack_row
+from xscale.data.packed_row import Row, Tokens, lay_out_longest_first, pack_row
 from xscale.data.ragged import indices_within
 from xscale.data.sequences import Sequences
 from xscale.data.stream_batch import Gather, StreamBatch
-from xscale.metric_keys import loss_key
+from xscale.metric_keys import MetricKey, loss_key
 
 LONGEST, FILLER = 9, 77
 LENGTHS = st.lists(st.integers(1, LONGEST), max_size=6)
@@ -140,9 +140,10 @@ def random_stream_batches(seed: int, empty: bool = False) -> dict[str, StreamBat
         "a": StreamBatch(a, {"masked": masked}, {"mlm": 3, "extra": 1}, 2, {"mlm": places(a, 3)}, types="languages"),
         "b": StreamBatch(
             b, states_b, {"x": 4, "y": 2}, 3, {"x": places(b, 4), "y": places(b, 2)},
-            arrays={"number": np.arange(3)}, auxiliary=StreamBatch(d, {"key": states_d}, {}, 3), too_long=1,
+            arrays={"number": np.arange(3)}, auxiliary=StreamBatch(d, {"key": states_d}, {}, 3),
+            pair_counts={MetricKey("too_long", "b"): 1},
         ),
-        "c": StreamBatch(c, {"first": Gather.single(places(c, 1))}, {"z": 1}, 1, too_long=2),
+        "c": StreamBatch(c, {"first": Gather.single(places(c, 1))}, {"z": 1}, 1),
     }  # fmt: skip
 
 
@@ -182,8 +183,7 @@ def test_a_row_counts_labels_targets_and_cost(empty: bool) -> None:
     assert row.labels.tolist() == [label for *_, ids in labels for label in ids] and row.labels.dtype == np.int64
     assert list(row.label_counts.items()) == [(loss_key(stream, term), len(ids)) for stream, term, ids in labels]
     targets = {"count/a.mlm": 3, "count/a.extra": 1, "count/b.x": 4, "count/b.y": 2, "count/c.z": 1}
-    too_long = {"too_long/a": 0, "too_long/b": 1, "too_long/c": 2}
-    assert {str(key): count for key, count in row.counts.items()} == targets | too_long and row.samples == 6
+    assert {str(key): count for key, count in row.counts.items()} == targets | {"too_long/b": 1} and row.samples == 6
     assert {stream: list(arrays) for stream, arrays in row.arrays.items()} == {"a": [], "b": ["number"], "c": []}
     lengths = [n for batch in stream_batches.values() for n in batch.sequences.lengths.tolist()]
     auxiliary = stream_batches["b"].auxiliary
@@ -205,8 +205,8 @@ def test_targets_by_language() -> None:
     stream_batches = random_stream_batches(1)
     del stream_batches["c"]
     groups = {"x": np.array([1, 2, 0, 1]), "y": np.array([2, 2])}
-    object.__setattr__(stream_batches["b"], "group_of_target", groups)
-    row = pack_row(stream_batches, FILLER, language_groups={"a": ("en",), "b": ("de", "en")}).to(torch.device("cpu"))
+    stream_batches["b"] = replace(stream_batches["b"], group_of_target=groups, language_groups=("de", "en"))
+    row = pack_row(stream_batches, FILLER).to(torch.device("cpu"))
     found = {str(key): (of.group_of_target.tolist(), of.languages) for key, of in row.language_groups.items()}
     assert found == {"loss/b.x": ([1, 2, 0, 1], ("de", "en")), "loss/b.y": ([2, 2], ("de", "en"))}
     counts = {str(key): count for key, count in row.counts.items() if key.language}
@@ -235,40 +235,6 @@ def test_auxiliary_rows_as_one_row() -> None:
 
 
 # 4. To the device
-
-
-class OtherDevice:
-    """A device that is not the CPU, as far as the copy asks."""
-
-    type = "other"
-
-
-@pytest.mark.parametrize("device", [torch.device("cpu"), OtherDevice()], ids=["cpu", "one copy"])
-def test_copying_at_once_is_copying_one_by_one(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays of any size, shape and type. Another device than the CPU gets them in one copy."""
-    copies = []
-    real = torch.Tensor.to
-
-    def to(tensor: torch.Tensor, where: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if where is not device:
-            return real(tensor, where, *args, **kwargs)
-        copies.append(tensor)
-        return tensor.clone()
-
-    arrays = [
-        np.arange(15, dtype=np.int32).reshape(5, 3),
-        np.array([True, False, True]),
-        np.empty(0, dtype=np.int64),
-        np.linspace(0, 1, 7).reshape(7, 1),
-    ]
-    plain = copy_one_by_one(arrays, torch.device("cpu"))
-    if device.type != "cpu":
-        monkeypatch.setattr(torch.Tensor, "to", to)
-    moved = copy_at_once(arrays, device)
-    assert len(copies) == (0 if device.type == "cpu" else 1)
-    for array, tensor, expected in zip(arrays, moved, plain, strict=True):
-        assert tensor.dtype == expected.dtype and tensor.shape == array.shape
-        assert torch.equal(tensor, expected) and np.array_equal(tensor.numpy(), array)
 
 
 @pytest.mark.parametrize("empty", [False, True])

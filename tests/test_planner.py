@@ -22,8 +22,8 @@ from tests import launch
 from tests.launch import open_run
 from tests.streams import pairs
 from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
-from xscale.data import forks, shards
-from xscale.data.loader import load_batches, make_plans, worker_count
+from xscale.data import planner, shards
+from xscale.data.loader import load_batches, worker_count
 from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure, Node, start_planner
 from xscale.errors import MachineError, RankError, UserError
@@ -41,7 +41,8 @@ class Plans(Dataset):
 
 def through_workers(run: Any, workers: int, steps: int) -> Iterator[Any]:
     dataset: Any = Plans()
-    return load_batches(make_plans(run, workers, steps), dataset, workers)
+    plans = start_planner(run, steps) if workers else (run.next_part() for _ in range(steps))
+    return load_batches(plans, dataset, workers)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_a_child_that_does_not_come_out_of_its_fork_is_made_again(hangs: int, mo
         return pid
 
     monkeypatch.setattr(os, "fork", fork)
-    monkeypatch.setattr(forks, "BEGIN_SECONDS", 3.0)  # a busy machine takes its time
+    monkeypatch.setattr(planner, "BEGIN_SECONDS", 3.0)  # a busy machine takes its time
     assert len(list(through_workers(mixture(1, 3, 100), 2, 12))) == 12
     assert forked == [4] and os.fork is fork and multiprocessing.active_children() == []
 

@@ -484,7 +484,7 @@ def test_pairs_without_links_are_aligned(tmp_path: Path, monkeypatch: pytest.Mon
     that a source has remain. An aligner that links words at equal places stands in for eflomal."""
     asked = list[list[tuple[str, str]]]()
 
-    def diagonal(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
+    def diagonal(pairs: Iterable[tuple[str, str]], out: Path) -> str:
         asked.append(list(pairs))
         sizes = [min(len(text.replace("(", "( ").split()) for text in pair) for pair in asked[-1]]
         out.write_text("".join(" ".join(f"{i}-{i}" for i in range(size)) + "\n" for size in sizes))
@@ -595,7 +595,7 @@ def test_an_existing_tokenizer_counts_before_pairs_are_aligned(
     """The papers' filter; the output has the tokenizer."""
     asked = list[tuple[str, str]]()
 
-    def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
+    def align(pairs: Iterable[tuple[str, str]], out: Path) -> str:
         assert "90 pairs are left" in capsys.readouterr().err
         asked.extend(pairs)
         out.write_text("0-0\n" * len(asked))
@@ -723,31 +723,18 @@ def test_dictionaries_are_spelled_as_the_text(tmp_path: Path) -> None:
     assert (out / "lexicon" / "en-de.txt").read_text() == "dog Hund\ncat katze\nParis Paris\n"
 
 
-@pytest.mark.parametrize("demo_entries", [300, 0])
-def test_the_report_counts_the_entries_that_the_tokenizer_can_use(
-    tmp_path: Path, demo: Path, capsys: pytest.CaptureFixture[str], demo_entries: int
+def test_a_dictionary_without_a_usable_entry_is_left_out(
+    tmp_path: Path, demo: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entries = [*read_entries(demo / "lexicon/en-xx.txt")[:demo_entries], ("\u2603", "\u2602")]
-    if demo_entries:
-        entries.append((entries[0][0], entries[0][0]))
-    (tmp_path / "en-xx.txt").write_text("".join(f"{first} {second}\n" for first, second in entries))
+    """A run would refuse it."""
+    entries = read_entries(demo / "lexicon/en-xx.txt")[:300]
+    for name, lines in (("en-xx.txt", [*entries, ("\u2603", "\u2602")]), ("xx-en.txt", [("\u2603", "\u2602")])):
+        (tmp_path / name).write_text("".join(f"{first} {second}\n" for first, second in lines))
     pairs = [World(0).pair(n)[:2] for n in range(20)]
-    tree = {"sources": [{"pairs": ["en", "xx"], "text": moses(tmp_path, pairs)}]}
-    out = run(tmp_path, tree | {"lexicons": [str(tmp_path / "en-xx.txt")], "tokenizer": str(demo / "tokenizer")})
-    hf = PreTrainedTokenizerFast.from_pretrained(demo / "tokenizer")
-    expected = Counter[str](entries=0, usable=0, one_token=0, same_tokens=0, unknown=0)
-    written = out / "lexicon/en-xx.txt"
-    assert written.exists() == bool(demo_entries), "a run would refuse a dictionary without a usable entry"
-    for entry in read_entries(written if demo_entries else tmp_path / "en-xx.txt"):
-        first, second = map(hf.tokenize, entry)
-        kind = "unknown" if "[UNK]" in first + second else "same_tokens" if first == second else "usable"
-        expected.update(["entries", kind])
-        expected["one_token"] += kind == "usable" and len(first) == len(second) == 1
-    report = json.loads((out / "report.json").read_text())
-    assert report["lexicons"] == [{"name": "en-xx.txt", **expected}]
-    assert expected["unknown"] and bool(expected["usable"]) == bool(demo_entries)
-    line = f"lexicon/en-xx.txt: {expected['usable']} of {expected['entries']} entries can be used"
-    assert line in capsys.readouterr().out and "<h2>Dictionaries</h2>" in (out / "report.html").read_text()
+    tree = {"sources": [{"pairs": ["en", "xx"], "text": moses(tmp_path, pairs)}], "tokenizer": str(demo / "tokenizer")}
+    out = run(tmp_path, tree | {"lexicons": [str(tmp_path / "en-xx.txt"), str(tmp_path / "xx-en.txt")]})
+    assert [path.name for path in (out / "lexicon").iterdir()] == ["en-xx.txt"]
+    assert "xx-en.txt is left out" in capsys.readouterr().err
 
 
 def test_dictionaries_of_real_text(real: Path, tmp_path: Path) -> None:

@@ -354,7 +354,6 @@ def test_identity_covers_what_decides_the_result() -> None:
         "train.time_limit=3",
         "data.workers=0",
         "data.cache=x",
-        "data.cache_gb=1",
         "model.tokenizer=x",
         "checkpoint.every=3",
         "checkpoint.keep=9",

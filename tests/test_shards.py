@@ -11,7 +11,8 @@ import subprocess
 import tarfile
 import zlib
 from collections import Counter
-from functools import cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -316,9 +317,6 @@ def test_lengths_of_all_shards_are_in_one_file(copy: Path, monkeypatch: pytest.M
         (copy / "entries").write_bytes(rewritten)
         assert idx_read_for(source) == all_idx
     (copy / "entries").unlink()
-    os.mkfifo(copy / "entries")
-    assert idx_read_for(Source(copy)) == all_idx
-    (copy / "entries").unlink()
     assert idx_read_for(Source(copy)) == all_idx
     index.main([str(copy)])
     assert (copy / "entries").read_bytes() == whole and idx_read_for(Source(copy)) == []
@@ -430,16 +428,18 @@ def test_fingerprint_is_that_of_the_content(copy: Path, mono: Path, tmp_path: Pa
 
 
 @pytest.fixture
-def none_open() -> None:
-    """Of sources that other tests have left."""
-    while shards._open:
-        shards._open.popitem()[1].close()
+def keep_open(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """keep_open(n): at most n files stay open, and none that other tests have left."""
+
+    def keep(most: int) -> None:
+        shards.open_file.cache_clear()
+        monkeypatch.setattr(shards, "open_file", lru_cache(most)(shards.open_file.__wrapped__))
+
+    return keep
 
 
-def test_few_files_are_open_at_once(
-    none_open: None, mono: Path, monkeypatch: pytest.MonkeyPatch, shard_records
-) -> None:
-    monkeypatch.setattr(shards, "OPEN_FILES", 4)
+def test_few_files_are_open_at_once(keep_open, mono: Path, shard_records) -> None:
+    keep_open(4)
     source, expected = Source(mono), shard_records(mono)
     before = len(os.listdir("/proc/self/fd"))
     for i in range(60):
@@ -447,15 +447,15 @@ def test_few_files_are_open_at_once(
         assert len(os.listdir("/proc/self/fd")) <= before + 4
     again = pickle.loads(pickle.dumps(source))  # as a worker gets it
     assert again.read(1, 5) == source.read(1, 5)
-    del source, again
+    shards.open_file.cache_clear()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_shard_that_is_opened_again_costs_its_tar_alone(
-    none_open: None, mono: Path, monkeypatch: pytest.MonkeyPatch
+    keep_open, mono: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its entries are in the source's file of entries, which stays open; they are read whole once, to be verified."""
-    monkeypatch.setattr(shards, "OPEN_FILES", 2)
+    keep_open(2)
     opened, read, plain_open, plain_read = list[str](), Counter[str](), os.open, os.pread
 
     def open_file(path: str, *args: Any) -> int:
@@ -478,22 +478,22 @@ def test_a_shard_that_is_opened_again_costs_its_tar_alone(
         assert opened == [*once, *tars] and {*read} == {"", ".tar"} and read[""] == size + 3 * 16
 
 
-def test_sources_share_the_files_that_are_open(
-    none_open: None, mono: Path, monkeypatch: pytest.MonkeyPatch, shard_records
-) -> None:
-    """A hundred of them, under a budget of our own and under the system's."""
+def test_sources_share_the_files_that_are_open(keep_open, mono: Path, shard_records) -> None:
     sources, expected = [Source(mono) for _ in range(100)], shard_records(mono)
     before = len(os.listdir("/proc/self/fd"))
-    for budget, limit in ((64, 1000), (1000, 64)):
-        monkeypatch.setattr(shards, "OPEN_FILES", budget)
-        monkeypatch.setattr(shards.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        for i in range(600):
-            source, shard, record = sources[i % 100], i // 100 % 3, i % 60
-            assert source.read(shard, record).texts[0] == expected[shard][record]["texts"][0]
-            assert len(os.listdir("/proc/self/fd")) <= before + min(budget, limit // 2)
-    assert len(os.listdir("/proc/self/fd")) == before + 32
-    del sources, source
-    assert len(os.listdir("/proc/self/fd")) == before
+    keep_open(32)
+    for i in range(600):
+        source, shard, record = sources[i % 100], i // 100 % 3, i % 60
+        assert source.read(shard, record).texts[0] == expected[shard][record]["texts"][0]
+        assert len(os.listdir("/proc/self/fd")) <= before + 32
+
+
+@pytest.mark.parametrize(("limit", "most"), [(64, 32), (1 << 20, 1 << 14), (-1, 1 << 14)])
+def test_half_of_the_system_s_limit_of_open_files_is_used(
+    monkeypatch: pytest.MonkeyPatch, limit: int, most: int
+) -> None:
+    monkeypatch.setattr(shards.resource, "getrlimit", lambda _: (limit, limit))
+    assert shards.most_open_files() == most
 
 
 def test_find_sources(demo: Path, mono: Path) -> None:

@@ -1,7 +1,9 @@
 """Start-up work is shared out over ranks: files are looked at once, sources are measured once."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -110,23 +112,25 @@ def test_files_are_looked_at_once(demo: Path, monkeypatch: pytest.MonkeyPatch) -
         assert looked == Counter(str(f) for suffix in ("tar", "idx") for f in demo.glob(f"*/*.{suffix}"))
 
 
-def test_word_links_are_looked_for_once(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank reads a record of a source, however many ranks there are and however many streams read it."""
+def test_the_index_says_how_many_pairs_have_links(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a pair without links is found before step 1. Of an index without this number, the first pair tells."""
     looked, plain = list[int](), Source.read
     monkeypatch.setattr(Source, "read", lambda self, *place: (looked.append(1), plain(self, *place))[1])
-    sets = ["data.workers=0", f"data.lexicons=[{demo}/lexicon/en-xx.txt]"]
-    for ranks in (1, 3):
-        looked.clear()
-        opened = on_ranks(ranks, lambda host_group: resolve_run("mixed", sets, [demo], host_group)[1])
-        assert {corpus.identity() == opened[0].identity() for corpus in opened} == {True}
-        pairs = [source for source in opened[0].sources if source.kind == "pair"]
-        assert len(looked) == len(pairs), ranks
-    looked.clear()
-    resolve_run("alignlm", [*sets, "data.languages=[en-xx]"], [demo])
-    assert len(pairs) == 2 and len(looked) == 1, "a source that no stream reads is left alone"
-    looked.clear()
-    resolve_run("tlm", sets[:1], [demo])
-    assert not looked, "no stream needs word links"
+    shutil.copytree(demo / "pairs", tmp_path / "pairs")
+    (tmp_path / "tokenizer").symlink_to(demo / "tokenizer")
+    path = tmp_path / "pairs" / "index.json"
+    index = json.loads(path.read_text())
+    pairs = index["records"]
+    path.write_text(json.dumps(index | {"linked": pairs - 3}))
+    with pytest.raises(UserError, match=f"streams.alignlm needs word links; 3 of {pairs:,} pairs of .*pairs have none"):
+        resolve_run("alignlm", ["data.workers=0"], [tmp_path])
+    path.write_text(json.dumps(index))
+    resolve_run("alignlm", ["data.workers=0"], [tmp_path])
+    assert not looked
+    del index["linked"]
+    path.write_text(json.dumps(index))
+    resolve_run("alignlm", ["data.workers=0"], [tmp_path])
+    assert len(looked) == 1
 
 
 def test_every_rank_hears_of_a_file_that_is_missing(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ def test_held_out_pairs_without_word_links(demo: Path, heldout: Path, odd: Path)
     """Objectives that need links leave such a source out if another has links; others measure it."""
     recipe, corpus = resolve_run("mixed", ["data.workers=0"], [demo])
     sources = find_sources([odd / "bare", heldout / "pairs"])
-    measured = {s.name: (s.sources, s.samples) for s in heldout_streams(recipe, corpus, sources, HostGroup())}
+    measured = {s.name: (s.sources, s.samples) for s in heldout_streams(recipe, corpus, sources)}
     second, both = ((1,), 1000), ((0, 1), 1060)
     assert measured == {"tlm": both, "alignlm": second, "ppa": both, "contextual": second}
 

@@ -35,11 +35,10 @@ options:
   --help       print this text; `xscale COMMAND --help` lists a command's options"""
 
 
-DATA_TOOLS = ("align", "demo_corpus", "index", "inspect", "lexicon", "prepare", "tokenizer", "write_shards")
+DATA_TOOLS = ("demo_corpus", "index", "inspect", "lexicon", "prepare", "tokenizer", "write_shards")
 DATA_USAGE = """usage: xscale data TOOL ...; `xscale data TOOL --help` lists a tool's options
 
 tools:
-  align        align the words of sentence pairs by eflomal
   demo_corpus  generate the demo corpus, of a small world of three languages
   index        (re)build the index of a directory of WebDataset tars, including tars that other tools wrote
   inspect      describe shard directories

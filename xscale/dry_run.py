@@ -15,7 +15,7 @@ from xscale.data.corpus import Corpus
 from xscale.data.loader import Loader, StepBatch, StepDataset, worker_count
 from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure
-from xscale.data.sample import sample_texts
+from xscale.data.shards import sample_texts
 from xscale.data.tokenizer import describe_unknown_tokens
 from xscale.errors import UserError, redact
 from xscale.ranks import HostGroup, Process

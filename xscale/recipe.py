@@ -115,9 +115,7 @@ class DataConfig:
     """The number of data loading processes per rank; 0: the training process loads the data itself; auto: 2 on a CPU,
     and 4 to 6 on a GPU, depending on the number of cores."""
     cache: str | None = None
-    """The folder on each machine in which xscale caches shards that --data names by URL; null: ~/.cache/xscale."""
-    cache_gb: PositiveFloat = 100.0
-    """The maximum size of all shards in `cache`, in GB. xscale deletes the least recently used shards first."""
+    """The folder on each machine to which xscale copies the shards that --data names by URL; null: ~/.cache/xscale."""
 
     lexicons: list[str] = dataclasses.field(default_factory=list)
     """A list of dictionary files, named after the language pair, such as en-de.txt. If the list is empty, xscale reads
@@ -381,7 +379,7 @@ class Recipe:
 
 NOT_IDENTITY = {
     "model": ("starts_from", "tokenizer"),
-    "data": ("workers", "cache", "cache_gb", "lexicons", "lexicon_heldout"),
+    "data": ("workers", "cache", "lexicons", "lexicon_heldout"),
     "train": (
         *("steps", "epochs", "max_tokens", "activation_checkpointing", "deterministic", "measure_every"),
         *("time_limit", "stall_limit", "skip_steps"),

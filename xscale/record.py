@@ -7,6 +7,7 @@ import io
 import json
 import re
 import tarfile
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from xscale.errors import can_be_encoded
@@ -101,8 +102,8 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
     data: the bytes of the members. langs: the languages whose texts are read, in this order; None: all. whole: refuse
     texts in other languages. Raises ValueError.
     """
-    texts: dict[str, str] = {}
-    links, key, seen, fields = None, "", set[str](), None
+    key = ""
+    members = dict[str, bytes]()
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
         for member in tar:
             if member.issparse() or not (member.isreg() or member.isdir()):  # a sparse file may have any size
@@ -115,24 +116,33 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
             kind = extension.rpartition(".")[2]
             if kind != kind.lower() and kind.lower() in ("json", "txt"):
                 raise ValueError(f"member {member.name}: write its extension in lower case, .{kind.lower()}")
-            if extension in seen:
+            if extension in members:
                 raise ValueError(f"{member.name} occurs twice in one sample; give each sample a key of its own")
-            seen.add(extension)
-            text = content.read()
-            if extension == "json":
-                fields = parse_json(text)
-                if not isinstance(fields, dict):
-                    raise ValueError(f"{member.name} is not a JSON object")
-            elif extension == "links.txt":
-                links = text.decode().strip()
-            elif extension == "txt" and langs and len(langs) == 1:
-                texts[langs[0]] = text.decode().removeprefix(_BOM).rstrip("\n")
-            elif extension.endswith(".txt") and extension.count(".") == 1:
-                texts[extension.removesuffix(".txt")] = text.decode().removeprefix(_BOM).rstrip("\n")
-    if fields is not None:
+            members[extension] = content.read()
+    return record_of_members(key, members, langs, whole)
+
+
+def record_of_members(
+    key: str, members: Mapping[str, bytes], langs: tuple[str, ...] | None, whole: bool = False
+) -> Record:
+    """Return the record of a sample. members: the content of the sample's files, by the part of their names after the
+    key. langs, whole: see parse_sample. Raises ValueError."""
+    if "json" in members:
+        fields = parse_json(members["json"])
+        if not isinstance(fields, dict):
+            raise ValueError(f"{key}.json is not a JSON object")
         return Record.from_dict({"key": key} | fields)
+    texts = dict[str, str]()
+    for extension in members:
+        lang = extension.removesuffix(".txt")
+        if extension == "txt" and langs and len(langs) == 1:
+            lang = langs[0]
+        elif lang == extension or "." in lang or lang == "links":
+            continue
+        texts[lang] = members[extension].decode().removeprefix(_BOM).rstrip("\n")
     if not texts:
         raise ValueError(f"sample {key!r}: it needs KEY.json, KEY.LANG.txt members, or KEY.txt with --lang")
+    links = members["links.txt"].decode().strip() if "links.txt" in members else None
     order = [lang for lang in langs if lang in texts] if langs else list(texts)
     if whole and len(order) < len(texts):
         raise ValueError(

@@ -24,7 +24,7 @@ FLAGS: dict[str, str] = {
     # One line for each flag.
     "eval.finetune --source": "the first language of --train is the source language",
     "tokenizer --extend": "tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",
-    "write_shards --symmetrize": "`xscale data align --symmetrize`, its files as --links, --links_src, --links_tgt",
+    "write_shards --symmetrize": "run eflomal yourself, and give its links to --links, --links_src and --links_tgt",
     "--data_change": "`--fork RUN@STEP --out NEW` takes further --data, and the old data continue where they were",
     "--suite": "give each test set to --task by its own flags",
     "--parts": "give each job its own --task and --out",
@@ -55,6 +55,7 @@ FIELDS: dict[str, str] = {
     "data.max_epochs": "--dry_run prints the epochs; a larger data.alpha, or a phase's data.languages, lowers them",
     "train.stop_limit": "leave it out; a run that hangs ends after train.stall_limit, with exit code 5",
     "checkpoint.background": "leave it out; training waits for each save, so a larger checkpoint.every waits less",
+    "data.cache_gb": "leave it out; data.cache needs a disk with room for all shards at URLs",
     "checkpoint.hook": "a second job: slurm/evaluate_checkpoint.sh CHECKPOINT OUT.json --task ...",
 }
 """Recipe field -> what to use instead. A * stands for a name that users choose: "streams.*.tokens"."""
@@ -109,6 +110,7 @@ COMMANDS: dict[str, str] = {
     "xscale.doctor": "`xscale train --dry_run` checks the recipe, the data and the disk, and ds_report the machine",
     "xscale.merge": "export the models, and merge the exports by mergekit",
     # One line for each command.
+    "data_tools.align": "`xscale data write_shards pairs --align`, or align: true in corpus.yaml",
     "data_tools.derive": "`python benchmarks/papers/derive.py` of a checkout has the same flags",
     "xscale.eval.compare": "`xscale report A.json B.json --out table.html`",
 }

@@ -2,7 +2,6 @@
 estimates from their bytes."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 from xscale.data.stream import Stream
 from xscale.data.tokenizer import Tokenizer
+from xscale.metric_keys import MetricKey
 from xscale.ranks import HostGroup
 from xscale.recipe import DataConfig, Recipe, Schedule
 
@@ -90,17 +90,13 @@ def estimate_stream(stream: Stream, data: DataConfig, dataset: StepDataset, fitt
     in_groups = np.argsort(row, kind="stable")[(row < 0).sum() :]
     rows = table.select(in_groups)._replace(row=row[in_groups])
     batches = dataset.stream_batches(stream, Plan(0, {stream.name: rows}, len(groups), 1, {}, rank=0))
-    targets = Counter[str]()
-    for batch in batches:
-        targets.update(batch.target_counts)
-    measured = estimate(
+    return estimate(
         estimated_tokens,
         groups,
         tokens=np.array([batch.sequences.lengths.sum() for batch in batches]),
         max_length=longest,
-        too_long=np.array([batch.too_long for batch in batches]),
+        too_long=np.array([batch.pair_counts[MetricKey("too_long", stream.name)] for batch in batches]),
     )
-    return replace(measured, counts=dict(targets))
 
 
 def group_similar_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
@@ -136,19 +132,18 @@ def estimate(
     expected = np.array([estimated_tokens[group].sum() for group in groups])
     samples = np.array([len(group) for group in groups])
     over = expected > max_length * samples
-    read_within = int(samples[~over].sum())
-    read_beyond = int(samples[over].sum())
-    drawn_beyond = int((estimated_tokens > max_length).sum())
-    drawn_within = len(estimated_tokens) - drawn_beyond
-    drawn_per_read = np.where(over, drawn_beyond / max(read_beyond, 1), drawn_within / max(read_within, 1))
+    within = ~over
+    is_beyond = estimated_tokens > max_length
+    drawn_beyond_per_read = is_beyond.sum() / max(samples[over].sum(), 1)
+    drawn_within_per_read = (~is_beyond).sum() / max(samples[within].sum(), 1)
+    too_long_drawn = np.where(over, drawn_beyond_per_read, drawn_within_per_read) * too_long
     ratio = 1.0
-    if read_within:
-        ratio = round(float(tokens[~over].sum() / expected[~over].sum()), 4)
+    if within.any():
+        ratio = round(float(tokens[within].sum() / expected[within].sum()), 4)
     beyond = None
-    if read_beyond:
-        beyond = round(float(tokens[over].sum() / read_beyond), 1)
-    too_long_share = float((drawn_per_read * too_long).sum() / len(estimated_tokens))
-    return Estimate(ratio, beyond, round(too_long_share, 4))
+    if over.any():
+        beyond = round(float(tokens[over].sum() / samples[over].sum()), 1)
+    return Estimate(ratio, beyond, round(float(too_long_drawn.sum() / len(estimated_tokens)), 4))
 
 
 def fit_tokens_to_bytes(

@@ -25,8 +25,6 @@ class Estimate:
     too."""
     too_long: float = 0.0
     """Share of the pairs that are longer than data.max_length."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """Sum of StreamBatch.target_counts over the tokenised samples."""
 
     def row_tokens(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
         """Return the estimated tokens of each sample in a packed row [samples]. They are whole numbers, so that sums
@@ -73,7 +71,10 @@ class Calibration:
         the streams of the run. Raises ValueError, KeyError or TypeError if `tree` does not fit them."""
         estimates = list[dict[str, Estimate]]()
         for fields_of_streams in (tree["streams"], *tree["phases"]):
-            estimates.append({name: Estimate(**fields) for name, fields in fields_of_streams.items()})
+            estimate_of_stream = dict[str, Estimate]()
+            for name, fields in fields_of_streams.items():
+                estimate_of_stream[name] = Estimate(fields["ratio"], fields["beyond"], fields["too_long"])
+            estimates.append(estimate_of_stream)
         lines = [(a, b) for a, b in tree["lines"]]
         if len(lines) != sources or set(estimates[0]) != set(streams):
             names = ", ".join(estimates[0])

@@ -1,6 +1,5 @@
 """The corpus of a run: its sources, tokenizer, dictionaries and streams. They are checked before the model is built."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from xscale.data.lexicon import Lexicon, find_lexicon_paths, load_lexicon, without_withheld
-from xscale.data.mixture import remote_window_bytes
-from xscale.data.remote import Cache
 from xscale.data.shards import Shard, Source, find_sources, keep_first_records
 from xscale.data.stream import (
     Stream,
@@ -105,14 +102,12 @@ def open_corpus(
     checks of files among themselves. Raises UserError."""
     initial = initial or InitialModel()
     host_group = host_group or HostGroup(alone=True)
-    all_sources = find_sources(data, Cache.from_settings(recipe.data.cache, recipe.data.cache_gb))
+    all_sources = find_sources(data, recipe.data.cache)
     unify_language_names(all_sources)
     sources = keep_first_records(all_sources, recipe.data.first)
     check_file_sizes(sources, host_group)
-    linked = first_record_has_links(sources, languages_of_linked_streams(recipe, objectives), host_group)
-    without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, linked))
+    without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources))
     streams = with_idle_sources(without_idle, sources)
-    check_cache_size(recipe, streams.last, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
     tokenizer = Tokenizer(find_tokenizer(recipe, initial, near))
     check_tokenizer_of_init(recipe.model.init, initial, tokenizer)
@@ -167,32 +162,18 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
     host_group.divide_work([partial(check, number) for number in range(host_group.size)])
 
 
-def check_cache_size(recipe: Recipe, streams: Sequence[Stream], sources: list[Source]) -> None:
-    """Raise UserError if the cache is too small for the remote shards of all windows (data/order.py)."""
-    at_once = remote_window_bytes(streams, sources)
-    if at_once > recipe.data.cache_gb * 1e9:
-        needed = math.ceil(at_once / 1e6) / 1e3
-        raise UserError(
-            f"data.cache_gb: {recipe.data.cache_gb:g}, but shuffling reads {needed:g} GB of remote shards at one time, "
-            f"and would fetch each of them many times; set data.cache_gb={needed:g} or more"
-        )
-
-
 # Streams
 
 
-def build_streams(
-    recipe: Recipe, objectives: Objectives, sources: list[Source], linked: Sequence[bool]
-) -> list[Stream]:
-    """Return the streams of a recipe, without their dictionaries. linked: for each source, whether it has word links;
-    empty if no objective needs links. Raises UserError."""
+def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source]) -> list[Stream]:
+    """Return the streams of a recipe, without their dictionaries. Raises UserError."""
     streams = list[Stream]()
     check_languages(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
         objective = objectives[stream.objective]
         chosen = select_sources(name, objective.record_kind, stream.languages, sources, recipe.data.languages)
         if objective.needs == "links":
-            chosen = select_linked_sources(name, chosen, sources, linked)
+            chosen = select_linked_sources(name, chosen, sources)
         streams.append(Stream(name, objective, stream.options, chosen, stream.samples, objective_name=stream.objective))
         problem = objective.check(stream.options, stream.samples)
         if problem:
@@ -231,44 +212,21 @@ def convert_epochs_to_steps(recipe: Recipe, corpus: Corpus) -> Recipe:
 # Word links
 
 
-def languages_of_linked_streams(recipe: Recipe, objectives: Objectives) -> list[list[str] | None]:
-    """Return the languages of each stream that reads word links, in each phase; None: all languages."""
-    languages = list[list[str] | None]()
-    for phase in recipe.schedule.values:
-        for stream in phase.streams.values():
-            if objectives[stream.objective].needs == "links":
-                languages.append(stream.languages or phase.data.languages)
-    return languages
-
-
-def first_record_has_links(
-    sources: list[Source], stream_languages: Sequence[list[str] | None], host_group: HostGroup
-) -> list[bool]:
-    """Return for each source whether its first record has word links; False for a source of which no stream reads word
-    links. stream_languages: the languages of each of these streams; None: all. Each record is read by one rank."""
-
-    def has_links(source: Source) -> bool:
-        is_read = any(names is None or matches_languages(names, source.langs) for names in stream_languages)
-        return is_read and source.kind == "pair" and source.read(0, 0).links is not None
-
-    return host_group.divide_work([partial(has_links, source) for source in sources])
-
-
-def select_linked_sources(
-    stream: str, chosen: tuple[int, ...], sources: list[Source], linked: Sequence[bool]
-) -> tuple[int, ...]:
-    """Return those of the `chosen` sources of a stream that have word links. linked: for each source, whether it has
-    word links. Raises UserError if none has."""
-    with_links = tuple(source for source in chosen if linked[source])
-    if not with_links:
-        first = sources[chosen[0]]
-        raise UserError(
-            f"streams.{stream} needs word links; the first record of {first.directory} has none. Write {first.name} "
-            f"again with `xscale data write_shards pairs ... --links F` or `--align`, or give the shards to "
-            f"`xscale data prepare` with align: true, which links the pairs that have no links"
-        )
-    for source in with_links:
-        sources[source].check_links()
+def select_linked_sources(stream: str, chosen: tuple[int, ...], sources: list[Source]) -> tuple[int, ...]:
+    """Return those of the `chosen` sources of a stream that have word links. Raises UserError if none has, or if some
+    pairs of a source have none."""
+    with_links = tuple(number for number in chosen if sources[number].linked)
+    for number in with_links or chosen[:1]:
+        source = sources[number]
+        pairs = source.index["records"]
+        if source.linked < pairs:
+            raise UserError(
+                f"streams.{stream} needs word links; {pairs - source.linked:,} of {pairs:,} pairs of "
+                f"{source.directory} have none. Write {source.name} again with `xscale data write_shards pairs ... "
+                f"--links F` or `--align`, or give the shards to `xscale data prepare` with align: true, which links "
+                f"the pairs that have no links"
+            )
+        source.check_links()
     return with_links
 
 
@@ -305,18 +263,15 @@ def add_lexicons(stream: Stream, recipe: Recipe, lexicons: tuple[Lexicon, ...]) 
     languages = recipe.streams[stream.name].languages
     if languages is None:
         languages = recipe.data.languages
-    read = list[Lexicon]()
-    for lexicon in lexicons:
-        if reads_lexicon(languages, lexicon):
-            read.append(without_withheld(lexicon, recipe.data.lexicon_heldout))
-    if not any(lexicon.words for lexicon in read):
+    read = [lexicon for lexicon in lexicons if reads_lexicon(languages, lexicon)]
+    without = tuple(without_withheld(lexicon, recipe.data.lexicon_heldout) for lexicon in read)
+    if not any(lexicon.words for lexicon in without):
         available = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
-        wanted = f" of its languages, {', '.join(languages)} (there are: {available})" if languages else ""
         raise UserError(
-            f"streams.{stream.name} needs a dictionary{wanted}: set data.lexicons=[PATH/en-de.txt], or put the file "
-            f"into lexicon/ beside the shards"
+            f"streams.{stream.name} needs a dictionary of its languages ({', '.join(languages or ['all'])}; there are: "
+            f"{available}): set data.lexicons=[PATH/en-de.txt], or put the file into lexicon/ beside the shards"
         )
-    return replace(stream, lexicons=tuple(read))
+    return replace(stream, lexicons=without)
 
 
 def reads_lexicon(languages: list[str] | None, lexicon: Lexicon) -> bool:
@@ -363,9 +318,7 @@ def find_tokenizer(recipe: Recipe, initial: InitialModel, data: Path | None) -> 
 
 def has_tokenizer(directory: str | Path | None) -> bool:
     """Return whether a folder has the files of a tokenizer."""
-    if directory is None:
-        return False
-    return any(list(Path(directory).glob(name)) for name in TOKENIZERS)
+    return directory is not None and any(list(Path(directory).glob(name)) for name in TOKENIZERS)
 
 
 def check_tokenizer_of_init(init: str | None, initial: InitialModel, tokenizer: Tokenizer) -> None:

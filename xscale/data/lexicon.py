@@ -16,14 +16,14 @@ German dictionary, and 1.2 % with the German and the Chinese one.)
 import hashlib
 import re
 import unicodedata
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import chain
-from operator import eq, ne
+from itertools import chain, compress
+from operator import eq
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from xscale.data.scripts import find_spellings
 from xscale.data.shards import Source
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.truecase import Forms, respell
 from xscale.errors import UserError
 
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}(_\w+)?")
@@ -58,8 +57,8 @@ class Lexicon:
     fingerprint: str
     """A hash of the file's entries."""
     path: Path
-    entries: tuple[tuple[str, str], ...] = ()
-    """All entries of the file, each once."""
+    unknown: int = 0
+    """The number of further entries of the file, which have unknown tokens."""
 
     @property
     def name(self) -> str:
@@ -67,24 +66,16 @@ class Lexicon:
 
     def summary(self) -> str:
         """Return a line for the log: the path, and the numbers of entries of each kind."""
-        unknown = len(self.entries) - len(self.words)
-        summary = (
+        return (
             f"dictionary: {self.path}, {len(self.words):,} entries; {len(self.single_token_pairs()):,} have one token "
-            f"on either side; {self.identical:,} have the same tokens on both sides and no gradient"
+            f"on either side; {self.unknown:,} others are left out, because they have unknown tokens"
         )
-        return summary + (f"; {unknown:,} others are left out, because they have unknown tokens" if unknown else "")
-
-    @property
-    def identical(self) -> int:
-        """The number of entries with the same tokens on both sides. Their cosine is 1, and they have no gradient."""
-        return sum(map(eq, *self.ids))
 
     def single_token_pairs(self) -> np.ndarray:
         """Return the token ids of the entries that have one token on each side [n, 2]."""
-        pairs = list[tuple[int, int]]()
-        for source, target in zip(*self.ids, strict=True):
-            if len(source) == len(target) == 1:
-                pairs.append((source[0], target[0]))
+        pairs = [
+            (*source, *target) for source, target in zip(*self.ids, strict=True) if len(source) == len(target) == 1
+        ]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
@@ -95,15 +86,10 @@ def without_withheld(lexicon: Lexicon, heldout: float) -> Lexicon:
     word_share = 1 - (1 - heldout) ** 0.5
     distinct = set(chain.from_iterable(lexicon.words))
     withheld = {word for word in distinct if is_withheld(word, word_share)}
-    words = list[tuple[str, str]]()
-    source_ids = list[list[int]]()
-    target_ids = list[list[int]]()
-    for entry, source, target in zip(lexicon.words, *lexicon.ids, strict=True):
-        if withheld.isdisjoint(entry):
-            words.append(entry)
-            source_ids.append(source)
-            target_ids.append(target)
-    return replace(lexicon, words=words, ids=(source_ids, target_ids))
+    kept = [withheld.isdisjoint(entry) for entry in lexicon.words]
+    sources, targets = lexicon.ids
+    ids = (list(compress(sources, kept)), list(compress(targets, kept)))
+    return replace(lexicon, words=list(compress(lexicon.words, kept)), ids=ids)
 
 
 def normalise_word(word: str) -> str:
@@ -183,7 +169,7 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
         )
     content = "\n".join("\t".join(entry) for entry in file_entries).encode()
     fingerprint = hashlib.sha256(content).hexdigest()[:16]
-    return Lexicon(langs, words, (source_ids, target_ids), fingerprint, path, tuple(file_entries))
+    return Lexicon(langs, words, (source_ids, target_ids), fingerprint, path, len(file_entries) - len(words))
 
 
 def _entry_text(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
@@ -191,22 +177,7 @@ def _entry_text(word: str, ids: list[int], tokenizer: Tokenizer) -> str:
     same hash, and are withheld together."""
     if not _IDS.fullmatch(word):
         return word
-    text = tokenizer.hf.decode(ids)
-    assert isinstance(text, str)
-    return text.strip()
-
-
-def truecase_entries(
-    entries: list[tuple[str, str]], langs: tuple[str, str], forms: Mapping[str, Forms]
-) -> tuple[list[tuple[str, str]], int]:
-    """Return the entries in the commonest spelling of the text, each once, and the number of entries that this changed.
-    forms: the spellings of each language, by language."""
-    columns = list[list[str]]()
-    for side in (0, 1):
-        words = [entry[side] for entry in entries]
-        columns.append(respell(words, forms[langs[side]]) if langs[side] in forms else words)
-    spelled = list(zip(*columns, strict=True))
-    return list(dict.fromkeys(spelled)), sum(map(ne, entries, spelled))
+    return str(tokenizer.hf.decode(ids)).strip()
 
 
 def _encode(words: list[str], tokenizer: Tokenizer, path: Path) -> list[list[int]]:
@@ -239,14 +210,11 @@ def languages_in_file_name(path: Path, languages: Collection[str] = ()) -> tuple
             f"{path}: the languages of the dictionary are unclear; name the file after them in the order of its "
             f"columns, such as en-de.txt or, with the country in capitals, en-zh-CN.txt"
         )
-    first, second = _spelled_as(pair[0], languages), _spelled_as(pair[1], languages)
-    return pair if first == second else (first, second)
-
-
-def _spelled_as(language: str, languages: Collection[str]) -> str:
-    """Return the spelling of the language in `languages`. If it has none or several there, return the language."""
-    names = find_spellings(language, languages)
-    return names[0] if len(names) == 1 else language
+    spelled = list[str]()
+    for language in pair:
+        names = find_spellings(language, languages)
+        spelled.append(names[0] if len(names) == 1 else language)
+    return (spelled[0], spelled[1]) if spelled[0] != spelled[1] else pair
 
 
 def split_pair_name(name: str, languages: Collection[str] = ()) -> tuple[str, str] | None:
@@ -254,20 +222,19 @@ def split_pair_name(name: str, languages: Collection[str] = ()) -> tuple[str, st
     `languages` are preferred to names that only look like languages."""
     parts = name.split("-")
     pattern = _LANGUAGE if len(parts) == 2 else _LANGUAGE_WITH_PARTS
-    listed = list[tuple[str, str]]()
-    formed = list[tuple[str, str]]()
-    spelled = list[tuple[str, str]]()
+    pairs = list[tuple[str, str]]()
     for number in range(1, len(parts)):
-        first = "-".join(parts[:number])
-        second = "-".join(parts[number:])
-        if first in languages and second in languages:
-            listed.append((first, second))
-        if pattern.fullmatch(first) and pattern.fullmatch(second):
-            formed.append((first, second))
-        if find_spellings(first, languages) and find_spellings(second, languages):
-            spelled.append((first, second))
-    fitting = listed or (formed if len(formed) == 1 else spelled)
-    return fitting[0] if len(fitting) == 1 else None
+        pairs.append(("-".join(parts[:number]), "-".join(parts[number:])))
+    is_language: tuple[Callable[[str], Any], ...] = (
+        lambda part: part in languages,
+        pattern.fullmatch,
+        lambda part: find_spellings(part, languages),
+    )
+    for test in is_language:
+        fitting = [(first, second) for first, second in pairs if test(first) and test(second)]
+        if len(fitting) == 1:
+            return fitting[0]
+    return None
 
 
 def read_entries(path: Path) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from xscale.data.words import segment
 
-LINK = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
+LINKS = re.compile(r"\s*([0-9]{1,9}-[0-9]{1,9}(\s+|$))*")
 _LINK_WORD = re.compile(r"[^ \t\n]+")
 
 Link = tuple[int, int]
@@ -32,13 +32,15 @@ def split_at_spaces(text: str) -> list[str]:
 def parse_pharaoh(links: str, sizes: tuple[int, int]) -> list[Link]:
     """Return links in Pharaoh form, such as "0-0 1-2", as pairs of numbers. sizes: the numbers of words of the two
     texts. Raises ValueError for a link that is malformed or outside of the texts."""
-    parsed = []
-    for link in links.split():
-        match = LINK.fullmatch(link)
-        if not match or int(match[1]) >= sizes[0] or int(match[2]) >= sizes[1]:
-            raise ValueError(f"link {link!r} does not fit a pair of {sizes[0]} and {sizes[1]} words")
-        parsed.append((int(match[1]), int(match[2])))
-    return parsed
+    if LINKS.fullmatch(links):
+        numbers = list(map(int, links.replace("-", " ").split()))
+        parsed = list(zip(numbers[::2], numbers[1::2], strict=True))
+        wrong = [f"{i}-{j}" for i, j in parsed if i >= sizes[0] or j >= sizes[1]]
+        if not wrong:
+            return parsed
+    else:
+        wrong = [link for link in links.split() if not LINKS.fullmatch(link)]
+    raise ValueError(f"link {wrong[0]!r} does not fit a pair of {sizes[0]} and {sizes[1]} words")
 
 
 def format_pharaoh(links: list[Link]) -> str:

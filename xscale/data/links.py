@@ -8,14 +8,13 @@ Shape letters: P pairs, W words, T tokens that belong to a word, K links of word
 M masked tokens, R masked tokens with a link.
 """
 
-import re
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, NoReturn
+from typing import Literal
 
 import numpy as np
 
-from xscale.data.link_projection import parse_pharaoh
+from xscale.data.link_projection import Link, parse_pharaoh
 from xscale.data.ragged import NO_NUMBERS, Ragged, distinct_pairs
 from xscale.data.sequences import Example, Segment, Sequences
 from xscale.data.stream_batch import Gather
@@ -23,8 +22,6 @@ from xscale.errors import UserError
 
 Layout = list[list[int]]
 """The numbers of the texts of each sequence. Text s of pair p has the number 2p + s."""
-
-_PHARAOH = re.compile(r"\s*([0-9]{1,9}-[0-9]{1,9}(\s+|$))*")
 
 
 @dataclass(frozen=True)
@@ -43,57 +40,41 @@ class WordLinks:
 def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
     """Return the word links of the pairs. across: keep links between a word and a symbol, too.
 
-    Raises UserError for a link that is malformed or outside of its sentences.
+    Raises UserError for a pair without links, and for a link that is malformed or outside of its sentences.
     """
-    numbers = list[int]()
-    link_counts = list[int]()
-    word_counts = list[int]()
+    links = list[Link]()
     is_word_of_texts = [np.empty(0, dtype=bool)]
+    starts = [0]
     for pair in pairs:
-        if pair.links is None or not _PHARAOH.fullmatch(pair.links):
-            _raise_link_error(pair)
-        numbers_of_pair = pair.links.replace("-", " ").split()
-        numbers += map(int, numbers_of_pair)
-        link_counts.append(len(numbers_of_pair) // 2)
-        for text in pair.words or ():
-            word_counts.append(len(text.is_word))
-            is_word_of_texts.append(text.is_word)
-
-    links = np.array(numbers, dtype=np.int64).reshape(-1, 2)
-    pair_of_link = np.repeat(np.arange(len(pairs)), np.array(link_counts, dtype=np.int64))
-    sizes = np.array(word_counts, dtype=np.int64).reshape(-1, 2)
-    is_outside = (links >= sizes[pair_of_link]).any(axis=1)
-    if is_outside.any():
-        _raise_link_error(pairs[pair_of_link[is_outside.argmax()]])
-
-    first = np.concatenate([[0], np.cumsum(sizes)])
-    links += first[:-1].reshape(-1, 2)[pair_of_link]
+        assert pair.words is not None, "links need the words of texts"
+        first, second = pair.words
+        first_start = starts[-1]
+        second_start = first_start + len(first.is_word)
+        for i, j in pair_links(pair, (len(first.is_word), len(second.is_word))):
+            links.append((first_start + i, second_start + j))
+        starts += [second_start, second_start + len(second.is_word)]
+        is_word_of_texts += [first.is_word, second.is_word]
+    links_K2 = np.array(links, dtype=np.int64).reshape(-1, 2)
     is_word = np.concatenate(is_word_of_texts)
     if not across:
-        connects_one_kind = is_word[links[:, 0]] == is_word[links[:, 1]]
-        links = links[connects_one_kind]
-    return WordLinks(first, distinct_pairs(links[:, 0], links[:, 1]), is_word)
+        connects_one_kind = is_word[links_K2[:, 0]] == is_word[links_K2[:, 1]]
+        links_K2 = links_K2[connects_one_kind]
+    return WordLinks(np.array(starts), distinct_pairs(links_K2[:, 0], links_K2[:, 1]), is_word)
 
 
-def _raise_link_error(pair: Example) -> NoReturn:
-    """Raise the UserError for a pair without links, or with a wrong link."""
-    remedy = (
-        "Write the shards again with `xscale data write_shards pairs ... --links F` or `--align`, or give them to "
-        "`xscale data prepare` with align: true, which links the pairs that have no links"
+def pair_links(pair: Example, sizes: tuple[int, int]) -> list[Link]:
+    """Return the links of a pair. sizes: the numbers of words of its texts. Raises UserError."""
+    problem = "it has no word links (an empty field `links` means that no word is linked)"
+    if pair.links is not None:
+        try:
+            return parse_pharaoh(pair.links, sizes)
+        except ValueError as error:
+            problem = str(error)
+    raise UserError(
+        f"record {pair.key!r}: {problem}; links are 0-based `first-second` numbers of the words that "
+        f"xscale/data/words.py defines. Write the shards again with `xscale data write_shards pairs ... --links F` or "
+        f"`--align`, or give them to `xscale data prepare` with align: true, which links the pairs that have no links"
     )
-    if pair.links is None:
-        raise UserError(
-            f"record {pair.key!r} has no word links (an empty field `links` means that no word is linked). {remedy}"
-        )
-    n, m = (len(text.is_word) for text in pair.words or ())
-    try:
-        parse_pharaoh(pair.links, (n, m))
-    except ValueError as error:
-        raise UserError(
-            f"record {pair.key!r}: {error}; links are 0-based `first-second` numbers of the words that "
-            f"xscale/data/words.py defines. {remedy}"
-        ) from None
-    raise AssertionError(f"the links of record {pair.key!r} fit, but were refused")
 
 
 def segments(pairs: list[Example], layout: Layout) -> list[list[Segment]]:

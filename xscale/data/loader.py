@@ -18,16 +18,15 @@ from torch.utils.data import DataLoader, Dataset
 from xscale import rng
 from xscale.data.calibration import Calibration
 from xscale.data.corpus import Corpus
-from xscale.data.forks import safe_forks
 from xscale.data.mixture import Mixture, Plan, PlanTable
 from xscale.data.packed_row import Row, pack_row
 from xscale.data.planner import (
     Failure,
-    Node,
     Plans,
     find_node,
     leave_signals_to_parent,
     reportable_failure,
+    safe_forks,
     start_planner,
 )
 from xscale.data.sequences import Example
@@ -123,10 +122,8 @@ class StepDataset(Dataset):
             return plan
         context = self.contexts.at(plan.step)
         stream_batches = dict[str, list[StreamBatch]]()
-        groups = dict[str, tuple[str, ...]]()
         try:
             for stream in self.streams.at(plan.step):
-                groups[stream.name] = stream.language_groups
                 stream_batches[stream.name] = self.stream_batches(stream, plan)
         except (UserError, OSError) as error:
             # DataLoader would wrap a raised error, and lose its errno and file.
@@ -134,7 +131,7 @@ class StepDataset(Dataset):
         rows = list[Row]()
         for number in range(plan.rows):
             row_batches = {name: batches[number] for name, batches in stream_batches.items()}
-            rows.append(pack_row(row_batches, context.tokenizer.sep_id, language_groups=groups))
+            rows.append(pack_row(row_batches, context.tokenizer.sep_id))
         return StepBatch(plan.step, rows, plan.state)
 
     def stream_batches(self, stream: Stream, plan: Plan) -> list[StreamBatch]:
@@ -151,13 +148,13 @@ class StepDataset(Dataset):
             with adding_note(f"streams.{stream.name}, objective {stream.objective_name}: collate"):
                 stream_batch = stream.objective.collate(samples, stream.options, context)
                 check_stream_batch(stream_batch, stream.objective.terms(stream.options).keys())
-            too_long = 0
-            keys = list[str]()
-            for example in row_examples:
-                too_long += int(is_too_long(example, context))
-                keys.append(example.key)
-            counts = count_pairs(stream.name, row_examples, context)
-            stream_batches.append(replace(stream_batch, too_long=too_long, pair_counts=counts, keys=keys))
+            stream_batch = replace(
+                stream_batch,
+                pair_counts=count_pairs(stream.name, row_examples, context),
+                keys=[example.key for example in row_examples],
+                language_groups=stream.language_groups,
+            )
+            stream_batches.append(stream_batch)
         return stream_batches
 
     def stream_context(self, stream: Stream, step: int = 0, rows: int = 1) -> CollateContext:
@@ -235,23 +232,22 @@ class StepDataset(Dataset):
         return rng.hash64(per_source, number)
 
 
-def is_too_long(example: Example, context: CollateContext) -> bool:
-    """Return True for a pair of more than data.max_length tokens."""
-    room = context.max_length - context.tokenizer.pair.special
-    return len(example.ids) == 2 and sum(map(len, example.ids)) > room
-
-
 def count_pairs(stream: str, examples: list[Example], context: CollateContext) -> Counts:
-    """Return the counts of sampled and of overlong pairs in a row, by pair of languages (StreamBatch.pair_counts)."""
-    pairs = [name for name in context.language_groups if name not in context.language_ids]
-    counts: Counts = {}
-    for pair in pairs:
-        counts[MetricKey("drawn", stream, language=pair)] = 0
-        counts[MetricKey("too_long", stream, language=pair)] = 0
-    for example in examples if pairs else ():
-        pair = pair_name(example.langs)
-        counts[MetricKey("drawn", stream, language=pair)] += 1
-        counts[MetricKey("too_long", stream, language=pair)] += is_too_long(example, context)
+    """Return the counts of sampled and of overlong pairs in a row (StreamBatch.pair_counts)."""
+    room = context.max_length - context.tokenizer.pair.special
+    all_too_long = MetricKey("too_long", stream)
+    counts = Counter({all_too_long: 0})
+    for name in context.language_groups:
+        if name not in context.language_ids:  # a pair of languages
+            counts[MetricKey("drawn", stream, language=name)] = 0
+            counts[all_too_long._replace(language=name)] = 0
+    for example in examples:
+        if len(example.ids) == 2:
+            pair = pair_name(example.langs)
+            is_too_long = sum(map(len, example.ids)) > room
+            counts[all_too_long] += is_too_long
+            counts[all_too_long._replace(language=pair)] += is_too_long
+            counts[MetricKey("drawn", stream, language=pair)] += 1
     return counts
 
 
@@ -333,11 +329,10 @@ class Loader:
     ) -> Plans:
         """Return the plans of the next steps, for `batches`. If there are workers, a planner process makes them: one
         for each rank, or with `host_group` one for each node. All ranks of `host_group` call it together."""
-        for source in self.corpus.sources:
-            source.close()  # the next read opens the files again
-        workers = worker_count(self.recipe.data.workers, process, device)
-        node = find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
-        return make_plans(self.mixture(process, device, state), workers, steps, node)
+        mixture = self.mixture(process, device, state)
+        if self.recipe.data.workers == 0:
+            return (mixture.next_part() for _ in range(steps))
+        return start_planner(mixture, steps, find_node(host_group) if host_group else None)
 
     def batches(
         self, process: Process, device: str, state: dict[str, Any], steps: int, plans: Plans | None = None
@@ -358,13 +353,6 @@ def worker_count(wanted: int | str, process: Process, device: str) -> int:
     if cores == os.cpu_count():  # otherwise the launcher has given each rank its own cores
         cores //= process.local_world
     return 2 if device == "cpu" else min(max(cores - 2, 4), 6)
-
-
-def make_plans(mixture: Mixture, workers: int, steps: int, node: Node | None = None) -> Plans:
-    """Return the plans of the mixture's next steps. If there are workers, a planner process makes them."""
-    if workers:
-        return start_planner(mixture, steps, node)
-    return (mixture.next_part() for _ in range(steps))
 
 
 def load_batches(plans: Plans, dataset: StepDataset, workers: int) -> Iterator[StepBatch]:

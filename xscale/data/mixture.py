@@ -9,6 +9,7 @@ The state has the number of the step, and the position of each stream in each of
 from the state.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,15 +20,13 @@ import numpy as np
 from xscale import rng
 from xscale.data.balance import assign_to_rows
 from xscale.data.calibration import Calibration
-from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking, window_count
+from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking
 from xscale.data.ragged import evenly_spaced
-from xscale.data.remote import Remote
 from xscale.data.shards import Source
 from xscale.data.stream import Stream
 from xscale.errors import UserError
 from xscale.files import map_in_threads
 from xscale.recipe import DataConfig, Schedule
-from xscale.record import Shard
 
 PACK_FILL = 0.94
 """A packed sample has at most this share of data.max_length in estimated tokens, because estimates have errors."""
@@ -140,8 +139,6 @@ class Mixture:
         """For each phase and stream, the probability of each of the stream's sources."""
         self._orders: dict[tuple[str, int], tuple[Any, EpochOrder]] = {}
         """For each stream and source: the order of the epoch that is being read, and its epoch and rooms."""
-        self._begun: dict[tuple[str, int], tuple[int, int]] = {}
-        """For each stream and source: the epoch and the window of the shards that `remote_shards` yielded last."""
         if self.state.get("order") != ORDER and any(stream.packed for stream in streams.last):
             raise UserError(
                 f"the checkpoint of step {self.state['step']} was saved by a version of xscale with another order of "
@@ -170,17 +167,14 @@ class Mixture:
             calibration = self.calibrations.at(step).estimate_for(stream.name)
             tables[stream.name] = table
             tokens[stream.name] = calibration.row_tokens(estimated, data.max_length)
-        new = {"step": step + 1, "positions": positions, "order": ORDER, "room": self.room}
         tokens_of_samples = np.concatenate(list(tokens.values()))
         row_of_sample, rows = assign_to_rows(tokens_of_samples, self.world, max(self.max_tokens, data.max_length))
         row_tokens = np.bincount(row_of_sample, weights=tokens_of_samples, minlength=rows * self.world)
         row_of_sample = row_of_sample.astype(np.min_scalar_type(rows * self.world))
-        first = 0
-        for name, table in tables.items():
-            end = first + len(tokens[name])
-            tables[name] = table._replace(row=row_of_sample[first:end][table.sample])
-            first = end
-        self.state = self.state | new
+        borders = np.cumsum(list(map(len, tokens.values())))[:-1]
+        for (name, table), row_of_stream_sample in zip(tables.items(), np.split(row_of_sample, borders), strict=True):
+            tables[name] = table._replace(row=row_of_stream_sample[table.sample])
+        self.state = self.state | {"step": step + 1, "positions": positions, "order": ORDER, "room": self.room}
         return Plan(step, tables, rows, self.world, self.state, row_tokens=row_tokens)
 
     @property
@@ -227,27 +221,16 @@ class Mixture:
             if position[1] == order.size:
                 position[:] = [epoch + 1, 0]
 
-    def remote_shards(self) -> Iterator[tuple[Remote, Shard]]:
-        """Yield the shards of each remote source's current window and, if the cache has room, of the next window of the
-        epoch. Skip a source whose window is the same as in the last call."""
-        streams = self.streams.at(self.state["step"])
-        for stream in streams:
+    def remote_shards(self) -> Iterator[tuple[Source, int]]:
+        """Yield each remote source with the number of each shard of its current window, and of the next window of the
+        epoch."""
+        for stream in self.streams.at(self.state["step"]):
             for number, position in zip(stream.sources, self.state["positions"][stream.name], strict=True):
-                source = self.sources[number]
-                if not source.remote or number in stream.idle:
-                    continue
-                order = self._order(stream, number, position)
-                window = order.window_at(position[1])
-                begun = (position[0], window)
-                if self._begun.get((stream.name, number)) == begun:
-                    continue
-                self._begun[stream.name, number] = begun
-                windows = 1
-                if 2 * remote_window_bytes(streams, self.sources) <= source.remote.cache.size:
-                    windows = 2
-                for shards in order.window_shards[window : window + windows]:
-                    for shard in shards.tolist():
-                        yield source.remote, source.shards[shard]
+                if self.sources[number].remote and number not in stream.idle:
+                    order = self._order(stream, number, position)
+                    window = order.window_at(position[1])
+                    for shard in np.concatenate(order.window_shards[window : window + 2]).tolist():
+                        yield self.sources[number], shard
 
     def _order(self, stream: Stream, source: int, position: list[int]) -> EpochOrder:
         """Return the order of a source in the epoch of `position`. The order is kept until the epoch or the room
@@ -273,19 +256,6 @@ class Mixture:
         )
         self._orders[stream.name, source] = (version, order)
         return order
-
-
-def remote_window_bytes(streams: Sequence[Stream], sources: list[Source]) -> int:
-    """Return the maximum number of bytes of the remote shards that are in the windows of all streams at one time."""
-    total = 0
-    for number, source in enumerate(sources):
-        if not source.remote:
-            continue
-        window_shards = -(-len(source.shards) // window_count(source.counts))
-        shard_bytes = sorted((shard.bytes for shard in source.shards), reverse=True)
-        readers = [stream for stream in streams if number in stream.sources]
-        total += min(len(readers) * sum(shard_bytes[:window_shards]), source.bytes)
-    return total
 
 
 def lengths_and_continuations_of_shards(
@@ -315,13 +285,22 @@ SIZED = 4
 """The number of shards from which the mean length of a source's records is estimated."""
 
 
-def stream_weights(stream: Stream, sources: list[Source], alpha: float, sizes: list[float]) -> np.ndarray:
+def stream_weights(stream: Stream, sources: list[Source], alpha: float, sizes: Sequence[float]) -> np.ndarray:
     """Return the probability of each of the stream's sources; idle sources have the probability 0. sizes: the size of
-    each source of the run."""
-    read_sources = [sources[source] for source in stream.read]
-    read_sizes = [sizes[source] for source in stream.read]
+    each source of the run.
+
+    The probability of a language, or of an undirected pair of languages, is proportional to n^alpha, where n is the
+    size of all its sources. It is divided among these sources in proportion to their sizes.
+    """
+    size_of_pair = defaultdict[str, float](float)
+    for number in stream.read:
+        size_of_pair[sources[number].pair] += sizes[number]
+    total = sum(size**alpha for size in size_of_pair.values())
     weights = np.zeros(len(stream.sources))
-    weights[np.isin(stream.sources, stream.read)] = source_weights(read_sources, alpha, read_sizes)
+    for place, number in enumerate(stream.sources):
+        if number not in stream.idle:
+            size = size_of_pair[sources[number].pair]
+            weights[place] = size**alpha / total * sizes[number] / size
     return weights
 
 
@@ -376,21 +355,6 @@ def choose_by_rank(numbers: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 BUCKETS = 1 << 12
 """The number of entries of the table that `choose_by_rank` looks up by the leading bits of a random number."""
-
-
-def source_weights(sources: list[Source], alpha: float, sizes: Sequence[float]) -> np.ndarray:
-    """Return the probability of each source. The probability of a language, or of an undirected pair of languages, is
-    proportional to n^alpha. It is divided among the sources of that language in proportion to n. sizes: n of each
-    source."""
-    size_of_pair: dict[str, float] = {}
-    for source, size in zip(sources, sizes, strict=True):
-        size_of_pair[source.pair] = size_of_pair.get(source.pair, 0.0) + size
-    total = sum(pair_size**alpha for pair_size in size_of_pair.values())
-    weights = list[float]()
-    for source, size in zip(sources, sizes, strict=True):
-        pair_size = size_of_pair[source.pair]
-        weights.append(pair_size**alpha / total * size / pair_size)
-    return np.array(weights)
 
 
 def describe_sources_read(

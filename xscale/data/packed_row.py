@@ -10,12 +10,13 @@ reads, M predictions, T targets of a term.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_from_counts
 from xscale.data.stream_batch import Gather, StreamBatch
@@ -104,8 +105,8 @@ class Row:
         return Row(concat_tokens(tokens), np.concatenate(places), gather, gather.transpose(first_place[-1]))
 
     def to(self, device: torch.device) -> "Row":
-        """Return the row with its arrays as tensors on the device. All arrays are copied at once. Tokens.lengths
-        becomes a tensor on the host. Auxiliary rows are not copied."""
+        """Return the row with its arrays as tensors on the device. Tokens.lengths becomes a tensor on the host.
+        Auxiliary rows are not copied."""
         on_host = (
             self.tokens._replace(lengths=None),
             self.places,
@@ -115,9 +116,7 @@ class Row:
             self.language_groups,
             self.arrays,
         )
-        arrays = [leaf for leaf in tree_leaves(on_host) if isinstance(leaf, np.ndarray)]
-        tensors = iter(copy_at_once(arrays, device))
-        on_device = tree_map_only(np.ndarray, lambda array: next(tensors), on_host)
+        on_device = tree_map_only(np.ndarray, partial(copy_to_device, device=device), on_host)
         tokens, places, gather, transposed, labels, language_groups, stream_arrays = on_device
         return replace(
             self,
@@ -131,38 +130,17 @@ class Row:
         )
 
 
-def copy_at_once(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return copy_one_by_one(arrays, device). For a GPU, all arrays are copied in one pinned buffer, in which each
-    array begins at a multiple of 16 bytes, and the host does not wait for the copy."""
-    if device.type == "cpu":
-        return copy_one_by_one(arrays, device)
-    sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for array, part in zip(arrays, buffer.split(sizes), strict=True):
-        part.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
-    tensors = list[Tensor]()
-    for array, part in zip(arrays, buffer.to(device, non_blocking=True).split(sizes), strict=True):
-        dtype = torch.from_numpy(array).dtype
-        tensors.append(part[: array.nbytes].view(dtype).view(array.shape))
-    return tensors
+def copy_to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Return the array as a tensor on the device. The host does not wait for the copy to a GPU."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
-def copy_one_by_one(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return the arrays as tensors on the device."""
-    return [torch.from_numpy(array).to(device) for array in arrays]
-
-
-def pack_row(
-    stream_batches: Mapping[str, StreamBatch],
-    id_if_empty: int,
-    *,
-    language_groups: Mapping[str, tuple[str, ...]] | None = None,
-) -> Row:
-    """Return the packed row of these stream batches.
-
-    id_if_empty: a token id; a row without any token gets two tokens of it. language_groups:
-    CollateContext.language_groups of each stream, by stream.
-    """
+def pack_row(stream_batches: Mapping[str, StreamBatch], id_if_empty: int) -> Row:
+    """Return the packed row of these stream batches. id_if_empty: a token id; a row without any token gets two tokens
+    of it."""
     parts = list(stream_batches.values())
     tokens, places = lay_out_longest_first(parts, id_if_empty)
     states = join_gathers(parts, places)
@@ -175,7 +153,6 @@ def pack_row(
     labels = [NO_NUMBERS]
     label_counts: Counts = {}
     counts: Counts = {}
-    pair_counts: Counts = {}
     groups = dict[MetricKey, LanguageGroups]()
     arrays = dict[str, dict[str, np.ndarray]]()
     auxiliary = dict[str, Row]()
@@ -187,15 +164,17 @@ def pack_row(
             label_counts[loss_key(stream, term)] = len(ids)
         for name, count in part.target_counts.items():
             counts[count_key(stream, name)] = count
-        counts[MetricKey("too_long", stream)] = part.too_long
-        pair_counts |= part.pair_counts
+        counts |= part.pair_counts
+        for term, group_of_target in part.group_of_target.items():
+            assert len(group_of_target) == part.target_counts[term], f"streams.{stream}: group_of_target of {term}"
+            groups[loss_key(stream, term)] = LanguageGroups(group_of_target, part.language_groups)
+            targets_of_groups = np.bincount(group_of_target, minlength=len(part.language_groups)).tolist()
+            for language, targets in zip(part.language_groups, targets_of_groups, strict=False):  # the last is no group
+                counts[count_key(stream, term, language)] = targets
         if part.auxiliary is not None:
             auxiliary[stream] = pack_row({stream: part.auxiliary}, id_if_empty)
         arrays[stream] = part.arrays
         keys[stream] = part.keys
-        languages = (language_groups or {}).get(stream)
-        if languages:
-            groups |= group_by_language(stream, part, languages)
     return Row(
         tokens=tokens,
         places=tokens_read.astype(np.int64),
@@ -207,7 +186,7 @@ def pack_row(
         language_groups=groups,
         arrays=arrays,
         auxiliary=auxiliary,
-        counts=counts | language_counts(groups) | pair_counts,
+        counts=counts,
         samples=sum(part.samples for part in parts),
         cost=row_cost(parts, len(tokens_read), list(auxiliary.values())),
         keys=keys,
@@ -265,11 +244,7 @@ def lay_out_longest_first(stream_batches: Sequence[StreamBatch], id_if_empty: in
 def token_types(stream_batch: StreamBatch) -> np.ndarray:
     """Return the token type of each token of a stream batch [N]."""
     sequences = stream_batch.sequences
-    if stream_batch.types == "languages":
-        return sequences.languages
-    if stream_batch.types == "segments":
-        return sequences.segments
-    return np.zeros_like(sequences.ids)
+    return getattr(sequences, stream_batch.types) if stream_batch.types else np.zeros_like(sequences.ids)
 
 
 def concatenate_in_order(parts: list[np.ndarray], place: np.ndarray) -> np.ndarray:
@@ -281,39 +256,11 @@ def concatenate_in_order(parts: list[np.ndarray], place: np.ndarray) -> np.ndarr
 
 def concat_tokens(parts: Sequence[Tokens]) -> Tokens:
     """Return the sequences of all parts, in their order."""
-    input_ids = np.concatenate([part.input_ids for part in parts])
-    positions = np.concatenate([part.positions for part in parts])
-    lengths = np.concatenate([part.lengths for part in parts])
-    longest = max(part.longest for part in parts)
-    types = None
-    if parts[0].types is not None:
-        types = np.concatenate([part.types for part in parts])
-    return Tokens(input_ids, positions, types, offsets_from_counts(lengths), lengths, longest)
-
-
-def group_by_language(
-    stream: str, stream_batch: StreamBatch, languages: tuple[str, ...]
-) -> dict[MetricKey, LanguageGroups]:
-    """Return the languages of the targets of each term in StreamBatch.group_of_target. languages: the stream's
-    CollateContext.language_groups."""
-    groups = dict[MetricKey, LanguageGroups]()
-    for term, group_of_target in stream_batch.group_of_target.items():
-        targets = stream_batch.target_counts[term]
-        assert len(group_of_target) == targets, (
-            f"streams.{stream}: {targets} targets of {term}, but group_of_target has {len(group_of_target)} elements"
-        )
-        groups[loss_key(stream, term)] = LanguageGroups(group_of_target, languages)
-    return groups
-
-
-def language_counts(groups: Mapping[MetricKey, LanguageGroups]) -> Counts:
-    """Return the number of targets of each language or pair."""
-    counts: Counts = {}
-    for key, (group_of_target, languages) in groups.items():
-        numbers = np.bincount(group_of_target, minlength=len(languages)).tolist()
-        for language, number in zip(languages, numbers, strict=False):  # the last number counts targets of no group
-            counts[count_key(key.stream, key.term, language)] = number
-    return counts
+    input_ids, positions, types, _, part_lengths, longest = zip(*parts, strict=True)
+    joined_types = None if types[0] is None else np.concatenate(types)
+    lengths = np.concatenate(part_lengths)
+    starts = offsets_from_counts(lengths)
+    return Tokens(np.concatenate(input_ids), np.concatenate(positions), joined_types, starts, lengths, max(longest))
 
 
 def row_cost(stream_batches: Sequence[StreamBatch], places: int, auxiliary_rows: Sequence[Row]) -> dict[str, int]:

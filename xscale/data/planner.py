@@ -1,23 +1,31 @@
-"""The planner: a process that plans steps ahead of the loader, once for all ranks of a node."""
+"""The planner: a process that plans steps ahead of the loader, once for all ranks of a node.
+
+The planner and the loader's workers are forked from a process that has native threads. Python 3.11 does not take the
+lock of its list of threads when it forks. If a thread of a library, such as torch, holds this lock at that moment, the
+child waits for it for ever, inside of fork (PyOS_AfterFork_Child, _PyThreadState_DeleteExcept), and the parent waits
+for the child's records. So some runs on a busy machine hung at their start. `safe_forks` repeats such a fork.
+"""
 
 import atexit
 import ctypes
 import errno
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
-from xscale.data.forks import safe_forks
 from xscale.data.mixture import Mixture, Plan
+from xscale.data.shards import Source
 from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError
 from xscale.ranks import HostGroup
 
@@ -144,13 +152,14 @@ def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connecti
             except (BrokenPipeError, ConnectionResetError):  # this rank has ended
                 del connections[rank]
 
-    has_remote = any(source.remote for source in mixture.sources)
+    requested = set[tuple[Source, int]]()
     fetchers = ThreadPoolExecutor(FETCHERS)
     try:
         for _ in range(steps):
-            if has_remote:
-                for remote, shard in mixture.remote_shards():
-                    fetchers.submit(remote.fetch, shard)  # the reader of the shard reports a failure
+            for source, shard in mixture.remote_shards():
+                if (source, shard) not in requested:
+                    requested.add((source, shard))
+                    fetchers.submit(source.fetch, shard)  # the reader of the shard reports a failure
             send(mixture.next_plan().parts([*connections]))
     except (UserError, OSError) as error:
         send([reportable_failure(error)] * len(connections))
@@ -168,3 +177,35 @@ def leave_signals_to_parent() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+BEGIN_SECONDS = 20
+"""The seconds after which a child that has not returned from fork is killed, and the fork is repeated."""
+
+
+@contextmanager
+def safe_forks() -> Iterator[None]:
+    """Return a context in which os.fork returns in the parent after it has returned in the child."""
+    with mock.patch.object(os, "fork", partial(_fork, os.fork)):
+        yield
+
+
+def _fork(fork: Callable[[], int]) -> int:
+    while True:
+        read_end, write_end = os.pipe()
+        pid = fork()
+        if not pid:
+            os.close(read_end)
+            os.write(write_end, b".")
+            os.close(write_end)
+            return pid
+        os.close(write_end)
+        poll = select.poll()  # select.select fails beyond 1,024 open files
+        poll.register(read_end, select.POLLIN)
+        begun = poll.poll(1000 * BEGIN_SECONDS)
+        if not begun:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(read_end)
+        if begun:
+            return pid

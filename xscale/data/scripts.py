@@ -1,7 +1,7 @@
 """Names of languages: finds the code that all spellings of a language have in common."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -118,13 +118,12 @@ def spelling_key(lang: str) -> str:
     return "-".join([short_code(lang), *tags])
 
 
-def find_spellings(language: str, names: Iterable[str]) -> list[str]:
+def find_spellings(language: str, names: Collection[str]) -> list[str]:
     """Return the spellings of a language among `names`: only `language` itself if it is among them, or else all
     others."""
-    listed = list(names)
-    if language in listed:
+    if language in names:
         return [language]
-    return [name for name in listed if same_language(language, name)]
+    return [name for name in names if same_language(language, name)]
 
 
 def choose_language_names(names: Iterable[str], preferred: Iterable[str] = ()) -> dict[str, str]:

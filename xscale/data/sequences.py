@@ -173,20 +173,6 @@ def concat_sequences(first: Sequences, second: Sequences) -> Sequences:
     )
 
 
-def fit_pairs(pairs: list[Example], max_length: int, overlong: str, special: int = 3) -> list[Example]:
-    """Return the pairs of at most `max_length` tokens, of which `special` are special tokens. overlong: "drop" leaves
-    longer pairs out, and "truncate" cuts both of their texts in proportion."""
-    fitting = []
-    for pair in pairs:
-        first, second = pair.ids
-        excess = len(first) + len(second) - (max_length - special)
-        if excess <= 0:
-            fitting.append(pair)
-        elif overlong == "truncate":
-            fitting.append(truncate_pair(pair, excess))
-    return fitting
-
-
 def truncate_pair(pair: Example, excess: int) -> Example:
     """Return the pair without the last tokens of its texts, `excess` tokens together. Each text keeps at least one
     token."""

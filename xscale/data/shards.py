@@ -19,9 +19,10 @@ import resource
 import struct
 import tarfile
 import zlib
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import numpy as np
 from xscale.data import words
 from xscale.data.link_projection import project_links
 from xscale.data.ragged import evenly_spaced
-from xscale.data.remote import Cache, Remote, open_remote_sources
+from xscale.data.remote import Remote, cache_folder, open_remote
 from xscale.data.text import piece_of_text
 from xscale.errors import UserError
 from xscale.files import PARTIAL, pointer_problem
@@ -52,6 +53,12 @@ OPEN_FILES = 1 << 14
 """A process keeps at most this many files open, or half of the process's limit if that is less: those that were used
 last. They are enough for the windows (data/order.py) of dozens of sources. With more sources, most reads open a tar."""
 BLOCK = tarfile.BLOCKSIZE
+SAMPLE = 100_000
+"""The maximum number of records of a language that `sample_texts` reads."""
+RUN = 64
+"""If a language has more than SAMPLE records, runs of this many consecutive records are read."""
+LIST_RECORDS = 1024
+"""The number of texts of a list that `sample_texts` yields."""
 
 
 class Source:
@@ -76,10 +83,10 @@ class Source:
         """Number within the source of each shard's first record."""
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
+        self._owner = object()
+        """See open_file."""
         if remote:
-            checksums = [shard.idx_crc32 for shard in self.shards]
-            remote.fetch_entries(ENTRIES, (self.counts * IDX_DTYPE.itemsize).tolist(), checksums)
-        self.has_entries = (self.directory / ENTRIES).exists()
+            remote.fetch(ENTRIES, self.records * ENTRY.size)
 
     @property
     def kind(self) -> str:
@@ -92,6 +99,14 @@ class Source:
     @property
     def pair(self) -> str:
         return pair_name(self.langs)
+
+    @cached_property
+    def linked(self) -> int:
+        """The number of pairs that have word links. If index.json does not say, as of an earlier version, the first
+        pair tells whether all have."""
+        if "linked" in self.index:
+            return self.index["linked"]
+        return self.index["records"] if self.read(0, 0).links is not None else 0
 
     def rename_languages(self, names: Mapping[str, str]) -> None:
         """Change the names of the source's languages, also in the records that are read. names: name in index.json ->
@@ -193,33 +208,31 @@ class Source:
 
     def _entry_bytes(self, shard: int, first: int, end: int) -> bytes:
         """Return the bytes of the entries of records `first` to `end` - 1 of a shard: from the file `entries`, or if
-        it is absent or damaged, from the shard's .idx. Raises UserError if the .idx has another checksum than the
+        it is absent or damaged, from the shard's .idx. Raises UserError if both have another checksum than the
         index.json that this process has read."""
         about = self.shards[shard]
-        size = (end - first) * ENTRY.size
-        if self.has_entries:
-            with suppress(OSError):
-                file = self._file(ENTRIES)
-                start = int(self.starts[shard])
+        idx_name = f"{about.name[:-4]}.idx"
+        for name, start in ((ENTRIES, int(self.starts[shard])), (idx_name, 0)):
+            with suppress(FileNotFoundError):
+                file = self._file(name)
                 if file.fits_index(shard, start, about):
-                    return file.read(size, (start + first) * ENTRY.size)
-        if self.remote:
-            raise UserError(
-                f"{self.directory}/{ENTRIES} is damaged; remove {self.directory}, and the next start will fetch it "
-                f"again"
-            )
-        file = self._file(f"{about.name[:-4]}.idx")
-        if not file.fits_index(shard, 0, about):
-            raise UserError(
-                f"{file.path} is damaged, or belongs to another shard: its checksum is not that of index.json as this "
-                f"process has read it. If the shards were replaced during the run, restore the old ones; if the file "
-                f"is damaged, copy it again, or run `xscale data index {self.directory}`"
-            )
-        return file.read(size, first * ENTRY.size)
+                    return file.read((end - first) * ENTRY.size, (start + first) * ENTRY.size)
+        raise UserError(
+            f"{self.directory}/{idx_name} is damaged, or belongs to another shard: its checksum is not that of "
+            f"index.json as this process has read it. If the shards were replaced during the run, restore the old "
+            f"ones; if the file is damaged, copy it again, or run `xscale data index {self.directory}`; if the shards "
+            f"are at a URL, remove {self.directory}, and the next start fetches it again"
+        )
 
     def continues_document(self, shard: int, record: int) -> bool:
         """Return whether the record continues the document of the record before it."""
         return bool(self._entry(shard, record)[1] & FOLLOWS)
+
+    def fetch(self, shard: int) -> None:
+        """Fetch a shard of a source at a URL, unless it is in the cache. Raises OSError."""
+        if self.remote:
+            about = self.shards[shard]
+            self.remote.fetch(about.name, about.bytes, about.sha256)
 
     def read(self, shard: int, record: int, readahead: bool = False) -> Record:
         """Return record number `record` of shard number `shard`. readahead: if the shard is opened, request the whole
@@ -227,14 +240,16 @@ class Source:
         offset, length, crc = self._entry(shard, record)
         length &= FOLLOWS - 1
         about = self.shards[shard]
-        path, data = f"{self.directory}/{about.name}", b""
-        for again in (False, True) if offset + length <= about.bytes else ():  # a second read may succeed
-            if self.remote:
-                data = self.remote.read(about, length, offset, again)
-            else:
-                data = self._file(about.name, readahead).read(length, offset)
+        path = f"{self.directory}/{about.name}"
+        data = b""
+        for _ in range(2 if offset + length <= about.bytes else 0):  # a second read may succeed
+            self.fetch(shard)
+            data = self._file(about.name, readahead).read(length, offset)
             if data and zlib.crc32(data) == crc:
                 break
+            if self.remote:  # the next fetch replaces the file in the cache
+                self._owner = object()
+                Path(path).unlink(missing_ok=True)
         else:
             raise UserError(
                 f"{path}: record {record} (bytes {offset}-{offset + length}) is damaged: its checksum differs from the "
@@ -282,27 +297,8 @@ class Source:
         return ENTRY.unpack(self._entry_bytes(shard, record, record + 1))
 
     def _file(self, name: str, readahead: bool = False) -> "OpenFile":
-        """Open a file of the directory, or return it if it is open. If too many are open, drop those that were used
-        longest ago; each closes when the last thread that reads it is done. readahead: see `read`."""
-        file = _open.pop((id(self), name), None)
-        if file is None:
-            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            most = OPEN_FILES if soft == resource.RLIM_INFINITY else min(OPEN_FILES, soft // 2)
-            while _open and len(_open) >= most:
-                _open.popitem(last=False)
-            file = OpenFile(f"{self.directory}/{name}")
-            if readahead:
-                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_WILLNEED)
-        _open[id(self), name] = file  # the newest
-        return file
-
-    def close(self) -> None:
-        for key in [key for key in _open if key[0] == id(self)]:
-            _open.pop(key, None)
-
-    def __del__(self) -> None:
-        if _open is not None:  # the name may be None when the interpreter ends
-            self.close()
+        """Return a file of the directory, open for reading. readahead: see `read`."""
+        return open_file(self._owner, f"{self.directory}/{name}", readahead)
 
 
 class OpenFile:
@@ -346,12 +342,21 @@ class OpenFile:
             self.intact[shard] = zlib.crc32(data) == about.idx_crc32
         return self.intact[shard]
 
-    def close(self, close: Any = os.close) -> None:  # the name `os` may be None when the interpreter ends
-        close(self.fd)
+
+def most_open_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OPEN_FILES if soft == resource.RLIM_INFINITY else min(OPEN_FILES, soft // 2)
 
 
-_open: OrderedDict[tuple[int, str], OpenFile] = OrderedDict()
-"""The open files of this process, by id of the source and name. The file that was used longest ago is the first."""
+@lru_cache(maxsize=most_open_files())
+def open_file(owner: object, path: str, readahead: bool) -> OpenFile:
+    """Return a file that is open for reading. It stays open while it is one of the files that were used last. owner: an
+    object that a source and its copies have in common; for another owner, the file is opened again. readahead: see
+    Source.read."""
+    file = OpenFile(path)
+    if readahead:
+        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_WILLNEED)
+    return file
 
 
 def pair_name(langs: Iterable[str]) -> str:
@@ -395,6 +400,8 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
         raise ValueError(f"layout {index['layout']!r} is none of {', '.join(LAYOUTS)}")
     if not isinstance(index.get("segmentation", {}), dict):
         raise ValueError(f"segmentation {index['segmentation']!r} is not an object")
+    if type(index.get("linked", 0)) is not int:
+        raise ValueError(f"linked {index['linked']!r} is not a number")
     shards = [Shard(**shard) for shard in index["shards"]]
     for name, records, size, sha256, crc in shards:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
@@ -428,27 +435,23 @@ def list_source_folders(directory: Path) -> list[Path]:
     return sorted(path.parent for path in directory.glob("*/index.json") if path.exists())
 
 
-def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) -> list[Source]:
-    """Return the sources of each directory or URL: the one there, or those one level below. cache: the cache of shards
-    at a URL. Raises UserError for a directory or URL without a source."""
+def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> list[Source]:
+    """Return the source at each URL, and the sources of each directory: the one there, or those one level below. cache:
+    the value of data.cache, for sources at a URL. Raises UserError for a directory or URL without a source."""
     sources: list[Source] = []
     for location in locations:
         if isinstance(location, str):
-            sources_there = [
-                Source(remote.folder, remote)
-                for remote in open_remote_sources(location, cache or Cache.from_settings())
-            ]
-            remedy = "Copy complete shard directories there"
-        else:
-            folders = [location] if (location / "index.json").exists() else list_source_folders(location)
-            check_folders_without_index(location, folders)
-            sources_there = [Source(folder) for folder in folders]
-            remedy = (
-                f"Write shards with `xscale data write_shards`, or index existing tars: `xscale data index {location}`"
+            remote = open_remote(location, cache_folder(cache))
+            sources.append(Source(remote.folder, remote))
+            continue
+        folders = [location] if (location / "index.json").exists() else list_source_folders(location)
+        check_folders_without_index(location, folders)
+        if not folders:
+            raise UserError(
+                f"--data {location}: no index.json there or one level below. Write shards with `xscale data "
+                f"write_shards`, or index existing tars: `xscale data index {location}`"
             )
-        if not sources_there:
-            raise UserError(f"--data {location}: no index.json there or one level below. {remedy}")
-        sources += sources_there
+        sources += map(Source, folders)
     seen: dict[str, Path] = {}
     for source in sources:
         if source.fingerprint in seen:
@@ -488,3 +491,26 @@ def keep_first_records(sources: list[Source], first: int | None) -> list[Source]
         source.keep_first(first - taken[pair])
         taken[pair] += source.records
     return [source for source in sources if source.records]
+
+
+def sample_texts(language: str, sources: list[Source], most: int = SAMPLE) -> Iterator[list[str]]:
+    """Yield lists of texts in a language, from at most `most` evenly spaced records of all its sources."""
+    with_language = [source for source in sources if language in source.langs]
+    records = sum(source.records for source in with_language)
+    chosen = sample_records(records, most)
+    first = 0
+    for source in with_language:
+        end = first + source.records
+        numbers = chosen[(chosen >= first) & (chosen < end)] - first
+        first = end
+        side = source.langs.index(language)
+        for start in range(0, len(numbers), LIST_RECORDS):
+            places = source.locate_records(numbers[start : start + LIST_RECORDS])
+            yield [source.read(*place).texts[side] for place in places]
+
+
+def sample_records(records: int, most: int) -> np.ndarray:
+    """Return the numbers of at most `most` of the records: all of them, or evenly spaced runs of RUN."""
+    if records <= most:
+        return np.arange(records)
+    return (evenly_spaced(records // RUN, most // RUN)[:, None] * RUN + np.arange(RUN)).ravel()

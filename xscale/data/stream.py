@@ -120,19 +120,6 @@ def unify_language_names(sources: list[Source], preferred: Collection[str] = ())
         source.rename_languages(names)
 
 
-def describe_renamed_languages(sources: list[Source]) -> list[str]:
-    """Return a line for each language that has several names in the sources."""
-    written: dict[str, set[str]] = {}
-    for source in sources:
-        for name, lang in zip(source.langs, source.written_langs, strict=True):
-            written.setdefault(name, set()).add(lang)
-    lines = []
-    for name, names in sorted(written.items()):
-        if len(names) > 1:
-            lines.append(f"{', '.join(sorted(names))} of --data are one language, which this run calls {name}")
-    return lines
-
-
 def absent_languages(languages: list[str] | None, sources: list[Source]) -> list[str]:
     """Return the languages and pairs among `languages` in which no source has text."""
     absent = []
@@ -170,18 +157,12 @@ def select_sources(
         if source.kind == record_kind and (wanted is None or matches_languages(wanted, source.langs)):
             chosen.append(number)
     absent = absent_languages(languages, [sources[number] for number in chosen])
-    if absent:
-        available = sorted({source.pair for source in sources if source.kind == record_kind})
+    if absent or not chosen:
+        available = ", ".join(f"{source.pair} ({source.kind})" for source in sources)
+        missing = f" in {', '.join(absent or wanted or [])}" if absent or wanted else ""
         raise UserError(
-            f"streams.{stream}.languages: no {record_kind} data for {', '.join(absent)}; --data has "
-            f"{', '.join(available) or 'none'}. Add a directory of shards, or remove the language"
-        )
-    if not chosen:
-        kinds = ", ".join(f"{source.pair} ({source.kind})" for source in sources)
-        only = f" in {', '.join(data_languages)}" if data_languages and languages is None else ""
-        written_by = {"pair": "pairs", "mono": "mono"}[record_kind]
-        raise UserError(
-            f"streams.{stream} reads {record_kind} records{only}, but --data has only: {kinds}. Add a directory that "
-            f"`xscale data write_shards {written_by}` has written"
+            f"streams.{stream} reads {record_kind} records{missing}, but --data has only: {available}. Add a directory "
+            f"that `xscale data write_shards {'pairs' if record_kind == 'pair' else 'mono'}` has written, or change "
+            f"streams.{stream}.languages"
         )
     return tuple(chosen)

@@ -14,7 +14,7 @@ import numpy as np
 
 from xscale import rng
 from xscale.data.ragged import NO_NUMBERS, indices_within, offsets_from_counts
-from xscale.data.sequences import Example, Sequences, fit_pairs
+from xscale.data.sequences import Example, Sequences, truncate_pair
 from xscale.data.shards import pair_name
 from xscale.data.tokenizer import Tokenizer
 from xscale.metric_keys import Counts
@@ -49,9 +49,16 @@ class CollateContext:
     """Languages ("en") and pairs ("de-en") whose losses are reported separately."""
 
     def fit_pairs(self, samples: list[list[Example]]) -> list[Example]:
-        """Return the pairs of at most max_length tokens; longer ones are left out or cut. samples: one pair each."""
-        pairs = [sample[0] for sample in samples]
-        return fit_pairs(pairs, self.max_length, self.overlong, self.tokenizer.pair.special)
+        """Return the pairs of at most max_length tokens. If `overlong` is "truncate", both texts of a longer pair are
+        cut in proportion; otherwise it is left out. samples: one pair each."""
+        fitting = list[Example]()
+        for (pair,) in samples:
+            excess = sum(map(len, pair.ids)) - (self.max_length - self.tokenizer.pair.special)
+            if excess <= 0:
+                fitting.append(pair)
+            elif self.overlong == "truncate":
+                fitting.append(truncate_pair(pair, excess))
+        return fitting
 
     def group_numbers(self, sequences: Sequences) -> np.ndarray:
         """Return the index in `language_groups` of each sequence's language or pair; len(language_groups) if it is none
@@ -61,10 +68,9 @@ class CollateContext:
         last = sequences.languages[ends - 1]
         distinct, which = np.unique(np.stack([first, last], 1), axis=0, return_inverse=True)
         language_of = {number: language for language, number in self.language_ids.items()}
-        groups = np.empty(len(distinct), dtype=np.int64)
+        groups = np.full(len(distinct), len(self.language_groups))
         for i, (first_number, last_number) in enumerate(distinct.tolist()):
             name = pair_name({language_of[first_number], language_of[last_number]})
-            groups[i] = len(self.language_groups)
             if name in self.language_groups:
                 groups[i] = self.language_groups.index(name)
         return groups[which]
@@ -147,10 +153,11 @@ class StreamBatch:
     """The field of `sequences` that has the token types; None: all types are 0."""
     auxiliary: "StreamBatch | None" = None
     """The sequences and states of the stream's auxiliary encoder, which has no gradient."""
-    too_long: int = 0
-    """Number of sampled pairs of more than max_length tokens. The loader sets it, not collate."""
     pair_counts: Counts = field(default_factory=dict)
-    """Number of sampled pairs ("drawn") and of overlong ones ("too_long"), by pair of languages. The loader sets it."""
+    """Number of sampled pairs ("drawn") by pair of languages, and number of pairs of more than max_length tokens
+    ("too_long") of all pairs and by pair of languages. The loader sets it, not collate."""
+    language_groups: tuple[str, ...] = ()
+    """CollateContext.language_groups. The loader sets it."""
     keys: list[str] = field(default_factory=list)
     """Keys of the records, in the order in which they were sampled. The loader sets it."""
 

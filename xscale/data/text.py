@@ -79,17 +79,15 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
                     _check_text(path, block, is_xml)
                 lines += block.count(b"\n")
                 yield block
-    except FileNotFoundError:
-        raise UserError(f"{path} not found") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder; give a file of text. {_TABLES}") from None
     except EOFError as error:
         raise UserError(
             f"{path}: cannot be decompressed after line {lines} ({error}): the file is damaged, copy it again; or it "
             f"is not compressed as its suffix says"
         ) from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read after line {lines} ({error.strerror or error})") from None
+        raise UserError(
+            f"{path}: cannot be read, after line {lines} ({error.strerror or error}); give a file of text. {_TABLES}"
+        ) from None
 
 
 def _is_plain(head: bytes) -> bool:

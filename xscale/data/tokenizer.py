@@ -30,10 +30,6 @@ class PairTemplate(NamedTuple):
         return len(self.first) + len(self.between) + len(self.last)
 
 
-MOST_GAPS = 4
-"""A tokenizer is refused if its largest id is more than this many times its number of tokens."""
-
-
 def special_ids(tokenizer: Any) -> dict[str, Any]:
     """Return the id of each special token, by its role: "mask", "pad", "cls", "sep" or "unk". The id is None if the
     tokenizer has no such token."""
@@ -74,11 +70,9 @@ UNKNOWN = 0.002
 def describe_unknown_tokens(shares: Mapping[str, float], path: str | Path) -> list[str]:
     """Return lines for the log about unknown tokens. shares: the share of unknown tokens in each language's text, by
     language. path: the tokenizer."""
-    if not shares:
-        return []
-    shown = ", ".join(f"{language} {share:.2%}" for language, share in shares.items())
-    lines = [f"unknown tokens: {shown}"]
+    lines = list[str]()
     for language, share in shares.items():
+        lines.append(f"unknown tokens: {share:.2%} of the tokens in {language}")
         if share > UNKNOWN:
             lines.append(
                 f"warning: {share:.1%} of the tokens in {language} are unknown to tokenizer {path}, and the model "
@@ -171,23 +165,20 @@ class Tokenizer:
         self.sep_id = special["sep"]
         self.vocab_size = max(ids) + 1
         """The largest token id plus 1. There may be smaller ids without a token."""
-        if self.vocab_size > MOST_GAPS * len(ids):
-            raise UserError(f"tokenizer {path} has {len(ids):,} tokens, with ids up to {max(ids):,}; fix its ids")
         self.is_special = np.ones(self.vocab_size, dtype=bool)
         self.is_special[ids] = False
         self.is_special[tokenizer.all_special_ids] = True
         self.ordinary_ids = np.flatnonzero(~self.is_special)
         try:
             self.encode(["\U00010400"])  # a letter that few vocabularies have
-        except Exception as error:
-            raise UserError(f"tokenizer {path} cannot encode unknown text ({error}); fix its unk token") from None
-        try:
             self.pair = self._pair_template()
+        except (KeyboardInterrupt, SystemExit):
+            raise
         except BaseException as error:  # the Rust code may panic, which is no Exception
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            wrong = f"tokenizer {path} cannot join two sentences ({error}); fix post_processor in its tokenizer.json"
-            raise UserError(wrong) from None
+            raise UserError(
+                f"tokenizer {path} cannot encode unknown text, or cannot join two sentences ({error}); fix the unk "
+                f"token or post_processor of its tokenizer.json"
+            ) from None
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
         """True if a word at the beginning of a text has other tokens than inside it, as in byte-level BPE."""
         self._space: int | None = self.backend.token_to_id("▁")

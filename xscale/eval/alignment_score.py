@@ -22,9 +22,8 @@ from torch import Tensor
 
 from xscale.data.corpus import Corpus, languages_of
 from xscale.data.lexicon import Lexicon, load_lexicon, without_withheld
-from xscale.data.sample import sample_texts
 from xscale.data.scripts import find_spellings
-from xscale.data.shards import Source
+from xscale.data.shards import Source, sample_texts
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import LOG, UserError
 from xscale.eval.model import ExportedModel, Scores
@@ -120,7 +119,7 @@ def trained_tokens(lexicon: Lexicon, withheld_share: float) -> np.ndarray:
 def language_tokens(
     language: str, sources: list[Source], tokenizer: Tokenizer, note: Callable[[], None] = lambda: None
 ) -> np.ndarray:
-    """Return the ids of the tokens in a sample (data/sample.py) of a language's text, without special tokens. Without
+    """Return the ids of the tokens in a sample (data/shards.py) of a language's text, without special tokens. Without
     text under the name `language`, text under the language's other names is read. note: a function that is called
     before each batch, to show progress."""
     occurs = np.zeros(tokenizer.vocab_size, dtype=bool)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from xscale.data.calibrate import fit_tokens_to_bytes
 from xscale.data.calibration import Calibration
-from xscale.data.corpus import Corpus, check_file_sizes, first_record_has_links, select_linked_sources
+from xscale.data.corpus import Corpus, check_file_sizes, select_linked_sources
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, initial_state, source_sizes
-from xscale.data.remote import Cache, parse_location
+from xscale.data.remote import parse_location
 from xscale.data.shards import Source, find_sources, keep_first_records
 from xscale.data.stream import Stream, languages_and_pairs, matches_languages, unify_language_names
 from xscale.errors import UserError
@@ -63,7 +63,7 @@ def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGro
             sources = find_task_sources(task, recipe, corpus)
             check_file_sizes(sources, host_group)
             if task.kind == "heldout":
-                heldout_streams(recipe, corpus, sources, host_group)
+                heldout_streams(recipe, corpus, sources)
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
 
@@ -71,8 +71,7 @@ def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGro
 def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[Source]:
     """Return the sources that the task reads. Raises UserError if the run trains on one of them or has no text in a
     language of theirs, and if a task of retrieval has no pairs."""
-    cache = Cache.from_settings(recipe.data.cache, recipe.data.cache_gb)
-    sources = find_sources([*map(parse_location, task.data)], cache)
+    sources = find_sources([*map(parse_location, task.data)], recipe.data.cache)
     unify_language_names(sources, preferred=corpus.languages)
     sources = keep_first_records(sources, task.limit)
     trained = {source.fingerprint for source in corpus.sources}
@@ -97,10 +96,9 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
 # Held-out losses
 
 
-def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], host_group: HostGroup) -> list[Stream]:
+def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source]) -> list[Stream]:
     """Return the streams that can read held-out sources, with all their records as one step. Raises UserError if there
-    is none. All ranks of `host_group` call it together."""
-    linked = first_record_has_links(sources, [None], host_group)
+    is none."""
     streams = list[Stream]()
     for stream in corpus.streams.last:
         languages = recipe.streams[stream.name].languages
@@ -110,7 +108,7 @@ def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source], host_
             if source.kind == stream.objective.record_kind and wanted:
                 chosen.append(number)
         if chosen and stream.objective.needs == "links":
-            chosen = list(select_linked_sources(stream.name, tuple(chosen), sources, linked))
+            chosen = list(select_linked_sources(stream.name, tuple(chosen), sources))
         if chosen:
             groups = languages_and_pairs(sources, chosen)
             stream = replace(stream, sources=tuple(chosen), idle=frozenset(), language_groups=groups)
@@ -134,7 +132,7 @@ class HeldoutTask:
         tokens = source_sizes(sources, calibration, "tokens")
         streams = list[Stream]()
         measured = {}
-        for stream in heldout_streams(recipe, loader.corpus, sources, HostGroup(alone=True)):
+        for stream in heldout_streams(recipe, loader.corpus, sources):
             if stream.packed:
                 text = sum(tokens[source] for source in stream.sources)
                 stream = replace(stream, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))
@@ -147,8 +145,6 @@ class HeldoutTask:
         corpus = replace(loader.corpus, sources=sources, streams=Schedule.constant(streams))
         self.loader = replace(loader, recipe=recipe, corpus=corpus, calibration=calibration)
         (self.batch,) = self.loader.batches(process, engine.device.type, initial_state(streams), 1)
-        for source in sources:
-            source.close()
         self.engine = engine
         self.rank = process.rank
         self.note = note

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from xscale.data.corpus import Corpus
 from xscale.data.loader import Loader
 from xscale.data.mixture import PACK_FILL, source_sizes, stream_weights
-from xscale.data.stream import Stream, describe_renamed_languages, select_sources
+from xscale.data.stream import Stream, select_sources
 from xscale.models.build import xscale_field_of_init
 from xscale.recipe import Recipe
 from xscale.run.resolve import initial_directory
@@ -26,7 +26,6 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     lines += learning_rate_warnings(recipe)
     for lexicon in corpus.lexicons:
         lines.append(f"{lexicon.summary()}; {recipe.data.lexicon_heldout:.0%} of its words are withheld")
-    lines += describe_renamed_languages(corpus.sources)
     for stream in corpus.streams.last:
         lines += stream_notes(recipe, corpus, stream)
     return lines
@@ -54,9 +53,7 @@ def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
         if number not in stream.sources:
             unlinked.append(corpus.sources[number].directory.name)
     if unlinked:
-        lines.append(
-            f"streams.{stream.name} does not read {', '.join(sorted(unlinked))}, whose first record has no word links"
-        )
+        lines.append(f"streams.{stream.name} does not read {', '.join(sorted(unlinked))}, which has no word links")
     return lines
 
 

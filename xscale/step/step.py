@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xscale import rng
-from xscale.data.packed_row import Row, copy_at_once
+from xscale.data.packed_row import Row, copy_to_device
 from xscale.metric_keys import Counts, MetricKey, count_key, loss_key
 from xscale.objectives import OBJECTIVES, HasQueue
 from xscale.ops.rank_rows import gather_rank_rows
@@ -66,7 +66,7 @@ def run_row(module: Any, row: Row, shared: States, weights: Weights, seed: Seed)
         largest = 1.0
     weights_M = np.repeat(weight_of_term / largest, list(row.label_counts.values()))
     torch.manual_seed(rng.torch_seed("dropout", *seed))
-    (weight_M,) = copy_at_once([weights_M], row.labels.device)
+    weight_M = copy_to_device(weights_M, row.labels.device)
     return module(row, shared, weights, weight_M, largest)
 
 
