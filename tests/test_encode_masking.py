@@ -3,7 +3,6 @@
 import itertools
 import multiprocessing
 import os
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +18,8 @@ from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
 from tests import launch
 from tests.plain import originals, sequences_of
-from tests.streams import make_dataset, make_mixture
-from xscale.data.calibrate import fit_tokens_to_bytes
-from xscale.data.calibration import Calibration
 from xscale.data.ragged import indices_within
 from xscale.data.sequences import Example, Sequences, join_segments, join_sentences
-from xscale.data.shards import find_sources
-from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext, StreamBatch, mask_tokens
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
@@ -313,20 +307,6 @@ def test_masking_rates(tokenizer, mask_prob: float) -> None:
     assert within(int(seen[: ordinary // 2].sum()), len(random_ids), (ordinary // 2) / ordinary)
 
 
-def test_every_place_is_masked_equally(tokenizer) -> None:
-    """First and last tokens too, and neighbours independently."""
-    ids = np.full(400_000, tokenizer.ordinary_ids[0])
-    _, targets = mask_tokens(flat(ids, 20), tokenizer, 0.15)
-    per_place = np.bincount(targets % 20, minlength=20)
-    assert all(within(int(n), 20_000, 0.15) for n in per_place)
-    chosen = np.zeros(len(ids))
-    chosen[targets] = 1
-    chosen = chosen.reshape(-1, 20)
-    assert abs(np.corrcoef(chosen[:, 3], chosen[:, 4])[0, 1]) < 0.04
-    per_sequence = Counter(chosen.sum(1).astype(int).tolist())
-    assert within(per_sequence[0], 20_000, 0.85**20)
-
-
 def test_whole_words(tokenizer) -> None:
     """All tokens of a word or none, each word with mask_prob, each token with its own 80-10-10."""
     generator = np.random.default_rng(1)
@@ -381,31 +361,6 @@ def test_masks_do_not_depend_on_the_batch(tokenizer, pairs) -> None:
                     made = objective([samples[i] for i in batch], options, context(tokenizer))
                     alone |= dict(zip(batch, found_in(made), strict=True))
                 assert [alone[i] for i in range(len(samples))] == whole
-
-
-def places_masked(demo: Path, tokenizer: Tokenizer, steps: int, seed: int = 3) -> dict[str, list[list[int]]]:
-    """Pair -> its masked places, each time that it is drawn in the first steps."""
-    sources = find_sources([demo])
-    calibration = Calibration([fit_tokens_to_bytes(source, tokenizer) for source in sources], {})
-    stream = Stream("tlm", tlm.OBJECTIVE, tlm.TlmOptions(whole_word=True, shuffle_sides=True), (3,), 25)
-    dataset = make_dataset(sources, [stream], context(tokenizer, 64), seed)
-    arguments: Any = {"seed": seed, "alpha": 0.7, "max_length": 64, "max_tokens": 4096, "rank": 0, "world": 1}
-    mixture = make_mixture([stream], sources, calibration, **arguments)
-    found: dict[str, list[list[int]]] = {}
-    for _ in range(steps):
-        for stream_batch in dataset.stream_batches(stream, mixture.next_part()):
-            for row in found_in(stream_batch):
-                found.setdefault(str(sorted(row["original"])), []).append(sorted(row["targets"]))
-    return found
-
-
-def test_epochs_and_seeds_mask_differently(demo: Path, tokenizer) -> None:
-    two_epochs = {key: times for key, times in places_masked(demo, tokenizer, 48).items() if len(times) == 2}
-    assert len(two_epochs) > 550
-    assert sum(first == second for first, second in two_epochs.values()) < 0.1 * len(two_epochs)
-    other = places_masked(demo, tokenizer, 24, seed=4)
-    shared = [(times[0], other[key][0]) for key, times in two_epochs.items() if key in other]
-    assert len(shared) > 500 and sum(a == b for a, b in shared) < 0.1 * len(shared)
 
 
 # 5. Pieces

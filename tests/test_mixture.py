@@ -278,16 +278,6 @@ def test_a_pair_of_languages_is_the_same_either_way_round(alpha: float) -> None:
     assert abs(len(drawn["tlm", 2]) - 2400 * p / 4) < 4.5 * (2400 * p / 4) ** 0.5
 
 
-def test_languages_of_steps_are_independent() -> None:
-    streams = [pairs("mlm", (0, 1), 20)]
-    sources = [FakeSource("en", [1000]), FakeSource("de", [1000])]
-    patterns = set()
-    for plan in itertools.islice(iter(mixture(sources=sources, streams=streams).next_part, None), 50):
-        batch = samples([plan])["mlm"]
-        patterns.add(tuple(batch[sample][0][0] for sample in range(20)))
-    assert len(patterns) == 50
-
-
 # 5. Packing
 
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 from xml.sax.saxutils import escape
 
 import datasets
@@ -41,7 +40,6 @@ from tests.slurm_cluster import cluster, wait_for
 from xscale import files
 from xscale.data.lexicon import find_lexicon_paths, read_entries
 from xscale.data.shards import find_sources
-from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.record import Record
 
@@ -737,26 +735,6 @@ def test_a_dictionary_without_a_usable_entry_is_left_out(
     assert "xx-en.txt is left out" in capsys.readouterr().err
 
 
-def test_dictionaries_of_real_text(real: Path, tmp_path: Path) -> None:
-    """MUSE is in lower case. Respelled, it has every entry whose words are in the text in any case."""
-    (tmp_path / "en-de.txt").write_bytes(lzma.decompress((real / "lexicon/muse/en-de.txt.xz").read_bytes()))
-    texts = [str(real / f"parallel/multi30k/val.{lang}.xz") for lang in ("en", "de")]
-    source = {"pairs": ["en", "de"], "text": texts}
-    out = run(tmp_path, {"sources": [source], "lexicons": [str(tmp_path / "en-de.txt")]})
-    words: tuple[set[str], set[str]] = (set(), set())
-    for _, pair in stored(out / "shards"):
-        for side, (found, _) in zip(words, split_words_and_symbols(list(pair)), strict=True):
-            side.update(found)
-    folded = [{word.lower() for word in side} for side in words]
-    hits = Counter[str]()
-    for path in (tmp_path / "en-de.txt", out / "lexicon" / "en-de.txt"):
-        for first, second in read_entries(path):
-            hits[str(path)] += first in words[0] and second in words[1]
-            hits["in any case"] += first.lower() in folded[0] and second.lower() in folded[1]
-    given, respelled, both = hits[str(tmp_path / "en-de.txt")], hits[str(path)], hits["in any case"]
-    assert respelled == both // 2 > 1.5 * given > 100
-
-
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """A corpus of the demo world in several formats."""
@@ -795,23 +773,6 @@ def test_the_whole_of_it(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: py
     assert {path.name for path in out.iterdir()} == {"shards", "heldout", "tokenizer", "report.json", "report.html"}
     with pytest.raises(UserError, match="out is not an empty folder"):
         run(tmp_path, tree)
-
-
-def test_a_task_that_was_killed_before_its_mark_is_done_again(
-    tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every task is done twice, as if it had been killed between its last file and its mark."""
-    _, tree = raw
-    monkeypatch.setattr(steps, "CHUNK_UNITS", 100)
-    expected = hashes(run(tmp_path, tree, out="once"))
-    for name, step in list(steps.STEPS.items()):
-
-        def twice(folder: Path, number: int, function: Any = step.function) -> None:
-            function(folder, number)
-            function(folder, number)
-
-        monkeypatch.setitem(steps.STEPS, name, step._replace(function=twice))
-    assert hashes(run(tmp_path, tree, out="twice")) == expected
 
 
 def test_a_run_that_failed_goes_on(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch) -> None:

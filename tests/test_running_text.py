@@ -1,7 +1,6 @@
 """Running text from files to sequences, on corpora whose every word is another: a token tells its place."""
 
 import itertools
-import json
 import lzma
 import re
 import tarfile
@@ -28,7 +27,6 @@ from xscale.data.stream import Stream
 from xscale.data.stream_batch import CollateContext
 from xscale.data.text import piece_of_text
 from xscale.data.tokenizer import Tokenizer
-from xscale.errors import UserError
 from xscale.objectives import mlm
 from xscale.recipe import DataConfig
 
@@ -253,19 +251,6 @@ def test_a_foreign_tar_s_texts_are_documents(tmp_path: Path, words: Tokenizer) -
             longest <= 1.6 * PART_BYTES
             and len({source.read(0, n).key for n in range(source.records)}) == source.records
         )
-
-
-def test_an_index_of_version_1_is_refused_and_can_be_made_again(tmp_path: Path) -> None:
-    out = write(tmp_path / "x", (text for document in corpus() for text in sentences(document)))
-    new = Source(out)
-    stated = json.loads((out / "index.json").read_text())
-    del stated["documents"], stated["shards"][0]["idx_crc32"]
-    for old in ({"version": 1}, {}):
-        (out / "index.json").write_text(json.dumps(stated | old))
-        with pytest.raises(UserError, match=r"index\.json .*xscale data index"):
-            Source(out)
-    index.main([str(out)])
-    assert indexed(Source(out)) == indexed(new)
 
 
 @pytest.mark.parametrize(

@@ -478,16 +478,6 @@ def test_a_shard_that_is_opened_again_costs_its_tar_alone(
         assert opened == [*once, *tars] and {*read} == {"", ".tar"} and read[""] == size + 3 * 16
 
 
-def test_sources_share_the_files_that_are_open(keep_open, mono: Path, shard_records) -> None:
-    sources, expected = [Source(mono) for _ in range(100)], shard_records(mono)
-    before = len(os.listdir("/proc/self/fd"))
-    keep_open(32)
-    for i in range(600):
-        source, shard, record = sources[i % 100], i // 100 % 3, i % 60
-        assert source.read(shard, record).texts[0] == expected[shard][record]["texts"][0]
-        assert len(os.listdir("/proc/self/fd")) <= before + 32
-
-
 @pytest.mark.parametrize(("limit", "most"), [(64, 32), (1 << 20, 1 << 14), (-1, 1 << 14)])
 def test_half_of_the_system_s_limit_of_open_files_is_used(
     monkeypatch: pytest.MonkeyPatch, limit: int, most: int
