@@ -44,7 +44,7 @@ from xscale.recipe import STRICT, Fraction, NotNegative
 class AlignLMOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob", "bilingual_weight", "shuffle_sides"})
     mask_prob: Fraction = 0.30
-    """The share of the tokens, without special tokens, that is predicted."""
+    """The share of the tokens that the model predicts. Special tokens are never predicted and do not count."""
     bilingual_weight: NotNegative = 1.0
     """The factor lambda of L_bp, the loss of the predictions from aligned words of the translation."""
     expand: Literal["all", "first"] = "all"

@@ -48,8 +48,8 @@ class DictMlmOptions(mlm.MaskedOptions):
     """Where the translation of a chosen word stands: in place of the tokens that the model sees (input), or in place of
     the tokens that the model predicts (label)."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The share of the chosen words for which the translation is used, among the chosen words that have a
-    translation."""
+    """Of the chosen words that have a translation of the same number of tokens, the share for which the translation is
+    used."""
 
 
 _USE = rng.key("dict_mlm", "use")

@@ -25,7 +25,7 @@ class MaskedOptions:
 
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob"})
     mask_prob: Fraction = 0.15
-    """The share of the tokens, without special tokens, that is predicted."""
+    """The share of the tokens that the model predicts. Special tokens are never predicted and do not count."""
     whole_word: bool = False
     """true: whole words are chosen, and all their tokens are predicted; false: tokens are chosen one by one."""
     language_embeddings: bool = False

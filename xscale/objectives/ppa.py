@@ -86,7 +86,7 @@ class PpaOptions:
     """true: the two sentences of a pair are masked and encoded separately (repl TLM w/ MLM in Table 5 of the paper).
     `tlm_weight` is then the factor of the MLM loss."""
     mask_prob: Fraction = 0.15
-    """The share of the tokens, without special tokens, that is predicted."""
+    """The share of the tokens that the model predicts. Special tokens are never predicted and do not count."""
 
     @model_validator(mode="after")
     def check_combination(self) -> Self:
