@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, BertConfig, ModernBertConfig
+from transformers import AutoModelForMaskedLM, BertConfig, ModernBertConfig, set_seed
 
 from tests import launch
 from tests.rows import one_thread  # noqa: F401
@@ -18,10 +18,10 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import NotFinite, UserError
 from xscale.eval.finetune import __main__ as command
 from xscale.eval.finetune import tasks, training
-from xscale.eval.finetune.examples import LabelledExample, LabelledFile
-from xscale.eval.finetune.tasks import BLANK, TASKS
-from xscale.eval.finetune.training import FineTunedModel, FineTuneSettings, SequenceMaker
-from xscale.eval.finetune.transfer import TransferTable, code_switched_examples, plan_training
+from xscale.eval.finetune.examples import LabelledExample
+from xscale.eval.finetune.tasks import TASKS, read_examples
+from xscale.eval.finetune.training import FineTunedModel, SequenceMaker
+from xscale.eval.finetune.transfer import below_majority_warnings, plan_training, switch_languages, tabulate
 from xscale.eval.model import ExportedModel
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -72,68 +72,63 @@ def squad(*questions: tuple[str, str, str, int], context: str = "Ada wrote it in
 # Files
 
 OWN_XNLI = "language\tgold_label\tsentence1\tsentence2\n{}\tneutral\ta\tb\nfr\tneutral\tc\td\nde\t-\te\tf\n"
+WITHHELD = conllu([[("_", "NOUN"), ("_", "VERB")]])
 GOOD = {
     "CoNLL-U": ("pos", "a.conllu", conllu([[("Go", "VERB"), ("on", "ADV")]]), [(("Go", "on"), ("VERB", "ADV"))]),
+    "withheld words": ("pos", "a.conllu", WITHHELD + "\n" + conllu([[("Go", "VERB")]]), [(("Go",), ("VERB",))]),
     "XTREME's udpos": ("pos", "a.tsv", "Go\tVERB\n\n\nBe\tAUX\n", [(("Go",), ("VERB",)), (("Be",), ("AUX",))]),
     "PAN-X": ("ner", "a.tsv", "-DOCSTART- O\nYork\tB-LOC\n", [(("York",), ("B-LOC",))]),
     "CoNLL's columns": ("ner", "a.txt", "York NNP B-LOC\n", [(("York",), ("B-LOC",))]),
     "pairs": ("xnli", "a.tsv", "a b\tc\tneutral\r\n \nd\te\tcontradictory\n",
-              [(("a b", "c"), "neutral"), (("d", "e"), "contradiction")]),
+              [(("a b", "c"), ("neutral",)), (("d", "e"), ("contradiction",))]),
     "PAWS-X": ("pawsx", "a.tsv", "id\tsentence1\tsentence2\tlabel\n1\ta\tb\t0\n2\t\t\t1\n3\tc\td\t1\n",
-               [(("a", "b"), "0"), (("c", "d"), "1")]),
-    "XNLI's own": ("xnli", "a.tsv", OWN_XNLI.format("de"), [(("a", "b"), "neutral")]),
-    "another code of German": ("xnli", "a.tsv", OWN_XNLI.format("deu_Latn"), [(("a", "b"), "neutral")]),
-    "SIB-200": ("sentences", "a.tsv", "index_id\tcategory\ttext\n7\ttravel\tgo\n", [(("go",), "travel")]),
-    "sentences": ("sentences", "a.tsv", "go\ttravel\n", [(("go",), "travel")]),
-    "SQuAD": ("xquad", "a.json", squad(("q", "When?", "1843", 16)),
-              [(("When?", "Ada wrote it in 1843."), [("1843", 16)])]),
+               [(("a", "b"), ("0",)), (("c", "d"), ("1",))]),
+    "XNLI's own": ("xnli", "a.tsv", OWN_XNLI.format("de"), [(("a", "b"), ("neutral",))]),
+    "another code of German": ("xnli", "a.tsv", OWN_XNLI.format("deu_Latn"), [(("a", "b"), ("neutral",))]),
+    "SIB-200": ("sentences", "a.tsv", "index_id\tcategory\ttext\n7\ttravel\tgo\n", [(("go",), ("travel",))]),
+    "sentences": ("sentences", "a.tsv", "go\ttravel\n", [(("go",), ("travel",))]),
+    "SNLI": ("xnli", "a.jsonl", '{"premise": "a", "hypothesis": "b", "label": -1}\n'
+             '{"premise": "a", "hypothesis": "c", "label": 1}\n', [(("a", "c"), ("1",))]),
+    "SQuAD": ("xquad", "a.json", squad(("q0", "Who?", "", 0), ("q", "When?", "1843", 16)),
+              [(("When?", "Ada wrote it in 1843."), ())]),
 }  # fmt: skip
+LEFT_OUT = {"withheld words": "1 of 2 .*withheld", "PAWS-X": "1 of 3 .*blank", "XNLI's own": "1 of 2 .*label",
+            "SNLI": "1 of 2 .*label", "SQuAD": "1 of 2 .*answer"}  # fmt: skip
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-WITHHELD = conllu([[("_", "NOUN"), ("_", "VERB")]])
+SHORT_JSON = '{"data": [{"paragraphs": [{"qas": [{}]}]}]}'
 BAD = {
-    "columns": ("pos", "a.conllu", "1\tThe\t_\tDET\t_\t_\t_\t_\t_\t_\n2\tend\tNOUN\n", "line 2 .*3 columns.*10"),
+    "columns": ("pos", "a.conllu", "1\tThe\t_\tDET\t_\t_\t_\t_\t_\t_\n2\tend\tNOUN\n", "line 2 .*ten columns"),
     "no blank line": ("pos", "a.conllu", 2 * "1\tThe\t_\tDET\t_\t_\t_\t_\t_\t_\n", "line 2 .*blank line"),
     "spaces": ("pos", "a.conllu", "1  The  _  DET", "line 1 .*columns"),
-    "part of speech": ("pos", "a.tsv", "The\tDT\n", "line 1.*'DT'.*NOUN"),
+    "part of speech": ("pos", "a.tsv", "The\tDT\n", "line 1: the tag 'DT' of 'The' .*NOUN"),
     "no sentence": ("pos", "a.conllu", "# nothing\n", "has no example in de"),
-    "bio": ("ner", "a.tsv", "a\tO\nb\tLOC\n", "line 1: the tag 'LOC' of 'b'"),
+    "bio": ("ner", "a.tsv", "a\tO\nb\tLOC\n", "line 2: the tag 'LOC' of 'b'"),
     "no tag": ("ner", "a.tsv", "a\tO\nb\n", "line 2 .*`word<TAB>tag`"),
     "no word": ("ner", "a.tsv", "\tO\n", "line 1 .*`word<TAB>tag`"),
     "two columns": ("xnli", "a.tsv", "a\tb\tneutral\nc\td\n", "line 2 .*2 columns.*premise<TAB>hypothesis<TAB>label"),
-    "no label": ("xnli", "a.jsonl", '{"premise": "a", "hypothesis": "b", "label": -1}\n', "line 1 has no label"),
-    "no column": ("xnli", "a.jsonl", '{"premise": "a", "b": "c"}\n', "line 1 has no column hypothesis.*premise, b"),
-    "a number": (
-        "xnli",
-        "a.jsonl",
-        '{"premise": 1, "hypothesis": "b", "label": 1}\n',
-        "line 1: a column of sentences has 1",
-    ),
-    "not json": ("xquad", "a.json", '{"data": [\n{,}]}', "is not JSON.*line 2.*; give JSON"),
-    "not SQuAD's form": ("xquad", "a.json", '{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "KeyError: 'id'"),
-    "no answer": ("xquad", "a.json", squad(("q3", "Who?", "", 0)), "question q3 has no answer"),
-    "another place": (
-        "xquad",
-        "a.json",
-        squad(("q", "When?", "1843", 15)),
-        "question q: the answer '1843' .*answer_start 15",
-    ),
-    "one id twice": ("xquad", "a.json", squad(*[("q", "When?", "1843", 16)] * 2), "question q occurs twice"),
+    "no column": ("xnli", "a.jsonl", '{"premise": "a", "b": "c"}\n', "row 1: .*hypothesis has None.*premise, b"),
+    "a number": ("xnli", "a.jsonl", '{"premise": 1, "hypothesis": "b"}\n', "row 1: .* premise has 1 instead of str"),
+    "not json": ("xquad", "a.json", '{"data": [\n{,}]}', "is not JSON.*line 2"),
+    "not SQuAD's form": ("xquad", "a.json", SHORT_JSON, "KeyError: 'id'"),
+    "another place": ("xquad", "a.json", squad(("q", "When?", "1843", 15)), "question q: .*'1843' .*answer_start 15"),
     "a pointer": ("xquad", "a.json", POINTER, "Git LFS"),
-    "a pointer to a table": ("xnli", "a.parquet", POINTER, "Git LFS"),
+    "no table": ("xnli", "a.parquet", POINTER, "cannot be read as a table"),
     "a web page": ("pos", "a.conllu", "<!DOCTYPE html>\n<html>", "web page"),
-    "nothing": ("xnli", "a.jsonl", "", "is empty"),
-    "withheld words": ("pos", "a.conllu", WITHHELD, "1 of 1 .*withheld"),
+    "nothing": ("xnli", "a.jsonl", "", "cannot be read as a table"),
+    "nothing is left": ("pos", "a.conllu", WITHHELD, "has no example in de but for 1"),
 }
 
 
 @pytest.mark.parametrize("what", GOOD)
-def test_files_become_examples(tmp_path: Path, what: str) -> None:
+def test_files_become_examples(tmp_path: Path, capsys: Any, what: str) -> None:
     task, name, text, expected = GOOD[what]
     (tmp_path / name).write_text(text)
     (tmp_path / f"{name}.xz").write_bytes(lzma.compress(text.encode()))
     for path in (tmp_path / name, tmp_path / f"{name}.xz"):
-        file = command.read_files(TASKS[task], [f"de={path}"], "--test", None)["de"]
-        assert [(example.texts, example.gold) for example in file.examples] == expected
+        examples = read_examples(TASKS[task], path, "de", None)
+        assert [(example.texts, example.labels) for example in examples] == expected
+        assert re.search(LEFT_OUT.get(what, ""), capsys.readouterr().out)
+        assert all(example.languages == ("de", "de") for example in examples)
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -141,17 +136,8 @@ def test_bad_files_are_named_with_the_line(tmp_path: Path, what: str) -> None:
     task, name, text, problem = BAD[what]
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=problem) as raised:
-        command.read_files(TASKS[task], [f"de={tmp_path / name}"], "--test", None)
+        read_examples(TASKS[task], tmp_path / name, "de", None)
     assert str(tmp_path / name) in str(raised.value)
-
-
-def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
-    (tmp_path / "a.conllu").write_text(conllu([[("Go", "VERB")]]) + "\n" + WITHHELD)
-    (tmp_path / "a.tsv").write_text("a\tb\t0\n\t\t1\nc\t \t1\n")
-    read = command.read_files(TASKS["pos"], [f"de={tmp_path / 'a.conllu'}"], "--test", None)["de"]
-    assert len(read.examples) == 1 and re.search("1 of 2 .*withheld", read.left_out_lines()[0])
-    read = command.read_files(TASKS["pawsx"], [f"de={tmp_path / 'a.tsv'}"], "--test", None)["de"]
-    assert len(read.examples) == 1 and re.search("2 of 3 .*blank", read.left_out_lines()[0])
 
 
 def test_local_data_sets(tmp_path: Path) -> None:
@@ -161,23 +147,21 @@ def test_local_data_sets(tmp_path: Path) -> None:
     text = datasets.Value("string")
     features = datasets.Features({"premise": text, "hypothesis": text})
     features["label"] = datasets.ClassLabel(names=["entailment", "neutral"])
-    made = datasets.Dataset.from_dict({"premise": ["a"], "hypothesis": ["c"], "label": [1]}, features=features)
-    made.save_to_disk(tmp_path / "disk")
-    made.to_parquet(tmp_path / "a.parquet")
+    pairs = datasets.Dataset.from_dict({"premise": ["a"], "hypothesis": ["c"], "label": [1]}, features=features)
+    pairs.save_to_disk(tmp_path / "disk")
+    pairs.to_parquet(tmp_path / "a.parquet")
     for name in ("disk", "a.parquet"):
-        assert TASKS["xnli"].read(tmp_path / name, "en").rows == [
-            LabelledExample("1", ("en", "en"), ("a", "c"), "neutral")
-        ]
-    datasets.DatasetDict({"test": made}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(UserError, match=r"the splits test.*splits/NAME"):
-        TASKS["xnli"].read(tmp_path / "splits", "en")
-    tagged = datasets.Features({"tokens": datasets.List(text)})
+        (example,) = read_examples(TASKS["xnli"], tmp_path / name, "en", None)
+        assert (example.texts, example.labels, example.place) == (("a", "c"), ("neutral",), "row 1")
+    datasets.DatasetDict({"test": pairs}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(UserError, match=r"splits.*folder of one split"):
+        read_examples(TASKS["xnli"], tmp_path / "splits", "en", None)
+    tagged = datasets.Features({"id": text, "tokens": datasets.List(text)})
     tagged["ner_tags"] = datasets.List(datasets.ClassLabel(names=["O", "B-PER"]))
-    made = datasets.Dataset.from_dict({"tokens": [["Ann", "ran"]], "ner_tags": [[1, 0]]}, features=tagged)
-    made.save_to_disk(tmp_path / "tags")
-    assert TASKS["ner"].read(tmp_path / "tags", "en").rows == [
-        LabelledExample("1", ("en",), ("Ann", "ran"), ("B-PER", "O"))
-    ]
+    tags = datasets.Dataset.from_dict({"id": ["s7"], "tokens": [["Ann", "ran"]], "ner_tags": [[1, 0]]}, features=tagged)
+    tags.save_to_disk(tmp_path / "tags")
+    (example,) = read_examples(TASKS["ner"], tmp_path / "tags", "en", None)
+    assert (example.texts, example.labels, example.place) == (("Ann", "ran"), ("B-PER", "O"), "row s7")
 
 
 # Scores
@@ -208,33 +192,23 @@ def test_answers_are_compared_as_the_scripts_of_squad_and_mlqa_do(
 
 def test_the_best_of_several_gold_answers_counts() -> None:
     examples = [
-        LabelledExample("a", ("de", "de"), ("?", "..."), [("der Hund", 0), ("ein großer Hund", 0)]),
-        LabelledExample("b", ("de", "de"), ("?", "..."), [("1843", 0)]),
+        LabelledExample(("?", "..."), answers=(("der Hund", 0), ("ein großer Hund", 0))),
+        LabelledExample(("?", "..."), answers=(("1843", 0),)),
     ]
-    found = TASKS["mlqa"].score(examples, ["großer Hund", "1842"], "de")
+    found = TASKS["mlqa"].score(examples, [["großer Hund"], ["1842"]], "de")
     assert found == {"f1": pytest.approx(0.5), "exact_match": pytest.approx(0.5)}
-    found = TASKS["xquad"].score(examples, ["großer Hund", "1842"], "de")
+    found = TASKS["xquad"].score(examples, [["großer Hund"], ["1842"]], "de")
     assert found == {"f1": pytest.approx(0.4), "exact_match": 0.0}
     assert tasks.word_f1("a b b", "b b c") == pytest.approx(2 / 3) and tasks.word_f1("", "") == 0.0
 
 
-def test_whole_entities_are_counted() -> None:
+def test_whole_entities_and_single_labels_are_counted() -> None:
     """An I- after another type or O begins an entity, as in conlleval: of 3 entities and 3 predictions, 1 is right."""
-    gold = ("B-PER", "I-PER", "O", "I-LOC", "B-LOC")
-    example = LabelledExample("1", ("en",), ("w",) * 5, gold)
+    example = LabelledExample(("w",) * 5, ("B-PER", "I-PER", "O", "I-LOC", "B-LOC"))
     found = TASKS["ner"].score([example], [["B-PER", "I-PER", "B-PER", "I-LOC", "I-LOC"]], "en")
     assert found == {"f1": pytest.approx(2 / 6), "precision": pytest.approx(1 / 3), "recall": pytest.approx(1 / 3)}
-
-
-def test_accuracy_of_words_and_pairs() -> None:
-    words = [
-        LabelledExample("1", ("en",), ("a", "b"), ("NOUN", "VERB")),
-        LabelledExample("2", ("en",), ("c",), ("NOUN",)),
-    ]
-    found = TASKS["pos"].score(words, [["NOUN", "NOUN"], ["NOUN"]], "en")
-    assert found == {"accuracy": pytest.approx(2 / 3)}
-    found = TASKS["xnli"].score(file_of("en", "xxy").examples[:3], ["x", "y", "y"], "en")
-    assert found == {"accuracy": pytest.approx(2 / 3)}
+    words = [LabelledExample(("a", "b"), ("NOUN", "VERB")), LabelledExample(("c",), ("NOUN",))]
+    assert TASKS["pos"].score(words, [["NOUN", "NOUN"], ["NOUN"]], "en") == {"accuracy": pytest.approx(2 / 3)}
 
 
 # From text to what the head says
@@ -246,7 +220,7 @@ def logits_of(task: str, maker: SequenceMaker, features: list[Any], labels: list
     model = FineTunedModel(maker, len(labels), TASKS[task].reads).eval()
     torch.nn.init.normal_(model.classifier.weight)
     with torch.no_grad():
-        outputs = model(**maker.collate([[feature] for feature in features]))
+        outputs = model(**maker.collate([features]))
     return outputs["logits"].numpy(), model
 
 
@@ -256,10 +230,10 @@ def test_a_words_tag_is_read_from_its_first_token(maker: SequenceMaker, tokenize
     examples = []
     for i in range(4):
         sentence = tuple(words[(7 * i + 11 * n) % 60] for n in range(3 + i))
-        examples.append(LabelledExample(str(i), ("en",), sentence, ("X",) * len(sentence)))
-    features = TASKS["pos"].encode(examples, maker, None)
+        examples.append(LabelledExample(sentence, ("X",) * len(sentence)))
+    features = [TASKS["pos"].encode(example, maker, None)[0] for example in examples]
     found, model = logits_of("pos", maker, features, tasks.UPOS)
-    labels = maker.collate([TASKS["pos"].encode(examples, maker, tasks.UPOS)])["labels"]
+    labels = maker.collate([TASKS["pos"].encode(example, maker, tasks.UPOS) for example in examples])["labels"]
     for row, example in enumerate(examples):
         ids = [tokenizer.cls_id]
         firsts = []
@@ -268,7 +242,7 @@ def test_a_words_tag_is_read_from_its_first_token(maker: SequenceMaker, tokenize
             ids += tokenizer.hf(word, add_special_tokens=False)["input_ids"]
         with torch.no_grad():
             sentence = torch.tensor([[*ids, tokenizer.sep_id]])
-            expected = model(sentence, torch.ones_like(sentence))["logits"][0, firsts]
+            expected = model(input_ids=sentence, attention_mask=torch.ones_like(sentence))["logits"][0, firsts]
         np.testing.assert_allclose(found[row, features[row].positions], expected, rtol=1e-4, atol=1e-4)
         assert (labels[row] != -100).nonzero().flatten().tolist() == firsts
 
@@ -289,8 +263,8 @@ def test_a_pair_is_classified_by_the_state_that_was_pooled_in_training(
     maker = SequenceMaker(ExportedModel(tmp_path), ["en", "de"], 40)
     words = words_of(tokenizer)
     texts = [(" ".join(words[i : i + 3]), " ".join(words[i + 9 : i + 9 + 2 * i])) for i in (1, 2, 3)]
-    examples = [LabelledExample(str(i), ("en", "de"), pair, "b") for i, pair in enumerate(texts)]
-    features = TASKS["xnli"].encode(examples, maker, None)
+    examples = [LabelledExample(pair, ("b",), languages=("en", "de")) for pair in texts]
+    features = [TASKS["xnli"].encode(example, maker, None)[0] for example in examples]
     found, model = logits_of("xnli", maker, features, ["a", "b"])
     lm = AutoModelForMaskedLM.from_pretrained(hf)
     for row, pair in enumerate(texts):
@@ -307,14 +281,14 @@ def test_a_pair_is_classified_by_the_state_that_was_pooled_in_training(
 
 def test_every_word_of_a_long_sentence_has_one_tag(maker: SequenceMaker, tokenizer: Tokenizer) -> None:
     words = (words_of(tokenizer) * 3)[:100]
-    example = LabelledExample("1", ("en",), tuple(words), tuple(tasks.UPOS[len(word) % 17] for word in words))
-    features = TASKS["pos"].encode([example], maker, tasks.UPOS)
+    example = LabelledExample(tuple(words), tuple(tasks.UPOS[len(word) % 17] for word in words))
+    features = TASKS["pos"].encode(example, maker, tasks.UPOS)
     assert len(features) > 3 and max(len(feature.inputs["input_ids"]) for feature in features) <= 40
     outputs = []
     for feature in features:
-        labels = np.maximum([*feature.labels, *[0] * 40][:40], 0)
+        labels = np.maximum([*feature.inputs["labels"], *[0] * 40][:40], 0)
         outputs.append(np.eye(17)[labels])
-    assert TASKS["pos"].predict([example], features, np.stack(outputs), tasks.UPOS) == [list(example.gold)]
+    assert TASKS["pos"].predict(example, features, outputs, tasks.UPOS) == list(example.labels)
 
 
 def test_an_answer_is_found_in_a_long_context(maker: SequenceMaker, tokenizer: Tokenizer) -> None:
@@ -322,20 +296,17 @@ def test_an_answer_is_found_in_a_long_context(maker: SequenceMaker, tokenizer: T
     words = words_of(tokenizer)
     context = " ".join(f"{word}," for word in words)
     answers = [words[0], f"{words[20]}, {words[21]}", words[-1]]
-    examples = []
     for i, text in enumerate(answers):
-        examples.append(
-            LabelledExample(str(i), ("en", "en"), (f"{words[i]} ?", context), [(text, context.index(text))])
-        )
-    features = TASKS["xquad"].encode(examples, maker, [])
-    outputs = np.zeros((len(features), 40, 2))
-    for row, feature in enumerate(features):
-        first, last = feature.labels
-        outputs[row, first, 0] = 9.0 if first else 0.0
-        outputs[row, last, 1] = 9.0 if first else 0.0
-    covered = {span[0] for feature in features if feature.example == 0 for span in feature.units}
-    assert len(covered) == len(tokenizer.encode([context])[0]), "a token of the context is in no sequence"
-    assert TASKS["xquad"].predict(examples, features, outputs, []) == answers
+        example = LabelledExample((f"{words[i]} ?", context), answers=((text, context.index(text)),))
+        features = TASKS["xquad"].encode(example, maker, [])
+        outputs = np.zeros((len(features), 40, 2))
+        for row, feature in enumerate(features):
+            first, last = feature.inputs["labels"]
+            outputs[row, first, 0] = 9.0 if first else 0.0
+            outputs[row, last, 1] = 9.0 if first else 0.0
+        covered = {span[0] for feature in features for span in feature.spans}
+        assert len(covered) == len(tokenizer.encode([context])[0]), "a token of the context is in no sequence"
+        assert TASKS["xquad"].predict(example, features, list(outputs), []) == [text]
 
 
 def test_best_span_is_that_of_all_pairs() -> None:
@@ -344,65 +315,76 @@ def test_best_span_is_that_of_all_pairs() -> None:
         logits = draw.normal(size=(length, 2))
         allowed = [(i, j) for i in range(length) for j in range(i, min(i + 4, length))]
         first, last = max(allowed, key=lambda at: logits[at[0], 0] + logits[at[1], 1])
-        assert tasks.best_span(logits, 4) == (pytest.approx(logits[first, 0] + logits[last, 1]), first, last)
+        scores = tasks.span_scores(logits, 4)
+        assert scores.max() == scores[first, last] == pytest.approx(logits[first, 0] + logits[last, 1])
 
 
 # Runs
 
 
-def file_of(language: str, labels: str = "xy", blank: int = -1) -> LabelledFile:
-    rows = []
+def text_of(language: str, labels: str = "xy", blank: int = -1) -> list[LabelledExample]:
+    examples = []
     for i in range(6):
         texts = (f"{language} a{i}", f"{language} b{i}")
-        rows.append(
-            LabelledExample(str(i), (language,) * 2, texts, labels[i % len(labels)], BLANK if i == blank else "")
-        )
-    return LabelledFile(Path(f"{language}.tsv"), rows)
+        label = labels[i % len(labels)]
+        if i != blank:
+            examples.append(LabelledExample(texts, (label,), (), (language, language), Path(language), f"line {i}"))
+    return examples
 
 
 @pytest.mark.parametrize("german", ["de", "deu", "deu_Latn", "de-AT", "ger"])
 def test_which_runs_the_texts_allow(german: str) -> None:
     """The source language's serves every test, others their own; translations those of their language."""
-    tests = {language: file_of(language) for language in ("en", "de", "fr")}
-    train = {"eng_Latn": file_of("en"), german: file_of("de")}
-    found = plan_training(train, {"fra_Latn": file_of("fr")}, tests, code_switch=False)
-    assert [(training.name, training.settings) for training in found] == [
-        ("eng_Latn", {"en": "supervised", "de": "zero-shot", "fr": "zero-shot"}),
-        (german, {"de": "supervised"}),
-        ("fra_Latn translate-train", {"fr": "translate-train"}),
+    tests = {language: text_of(language) for language in ("en", "de", "fr")}
+    train = {"eng_Latn": text_of("en"), german: text_of("de")}
+    plan = plan_training(TASKS["xnli"], train, {"fra_Latn": text_of("fr")}, tests, code_switch=False)
+    assert [text.settings for text in plan] == [
+        {"en": "supervised", "de": "zero-shot", "fr": "zero-shot"},
+        {"de": "supervised"},
+        {"fr": "translate-train"},
     ]
+    assert all(text.labels == ["x", "y"] and len(text.examples) == 6 for text in plan)
 
 
 def test_both_halves_of_a_switched_pair_stand_together() -> None:
     """A blank translation takes its original with it, and a blank original its translation."""
-    files = {"en": file_of("en", blank=3), "de": file_of("de", blank=4)}
-    plan = plan_training({"en": files["en"]}, {"de": files["de"]}, {"de": file_of("de")}, code_switch=True)
-    assert [(e.languages, e.texts) for e in plan[1].examples[4:6]] == [
+    source = {"en": text_of("en", blank=3)}
+    translated = {"de": text_of("de", blank=4)}
+    plan = plan_training(TASKS["xnli"], source, translated, {"de": text_of("de")}, code_switch=True)
+    assert [(example.languages, example.texts) for example in plan[1].examples[4:6]] == [
         (("de", "en"), ("de a2", "en b2")),
         (("en", "de"), ("en a2", "de b2")),
     ]
-    assert [example.key for example in plan[1].examples[::2]] == ["0", "1", "2", "5"]
-    with pytest.raises(UserError, match=r"de.tsv.*en.tsv: line 0"):
-        code_switched_examples(file_of("en"), file_of("de", labels="yx"))
+    assert [example.place[-1] for example in plan[1].examples[::2]] == ["0", "1", "2", "5"]
+    with pytest.raises(UserError, match=r"de: line 0 .* en: .* y instead of x"):
+        switch_languages(text_of("en"), text_of("de", labels="yx"))
+    with pytest.raises(UserError, match=r"no line or question is both in en and in de"):
+        switch_languages(text_of("en")[:2], text_of("de")[2:])
 
 
 def test_questions_are_switched_with_the_contexts_answers() -> None:
-    a = LabelledExample("q", ("en", "en"), ("who", "Ada wrote"), [("Ada", 0)])
-    b = LabelledExample("q", ("de", "de"), ("wer", "Es war Ada"), [("Ada", 7)])
-    first, second = code_switched_examples(LabelledFile(Path("en"), [a]), LabelledFile(Path("de"), [b]))
-    assert first == LabelledExample("q", ("de", "en"), ("wer", "Ada wrote"), [("Ada", 0)])
-    assert second == LabelledExample("q", ("en", "de"), ("who", "Es war Ada"), [("Ada", 7)])
+    a = LabelledExample(("who", "Ada wrote"), (), (("Ada", 0),), ("en", "en"))
+    b = LabelledExample(("wer", "Es war Ada"), (), (("Ada", 7),), ("de", "de"))
+    first, second = switch_languages([a], [b])
+    assert first == LabelledExample(("wer", "Ada wrote"), (), (("Ada", 0),), ("de", "en"))
+    assert second == LabelledExample(("who", "Es war Ada"), (), (("Ada", 7),), ("en", "de"))
 
 
 def test_means_deviations_delta_and_the_majority() -> None:
-    tests = {"en": file_of("en", "xxy"), "de": file_of("de", "xxy")}
-    plan = plan_training({"en": file_of("en", "xxy"), "de": file_of("de")}, {}, tests, code_switch=False)
-    table = TransferTable(TASKS["xnli"], tests)
-    right = [example.gold for example in tests["de"].examples]
-    table.add_scores(plan[0], {"en": [right, right], "de": [["y"] * 6, right]})
-    table.add_scores(plan[1], {"de": [right, [*right[:5], "x"]]})
-    assert table.seeds["de zero-shot"]["accuracy"] == pytest.approx([1 / 3, 1])
-    assert table.summary["de"] == {
+    scores = {
+        "de zero-shot": {"accuracy": [1 / 3, 1]},
+        "de majority": {"accuracy": [2 / 3]},
+        "de supervised": {"accuracy": [1, 5 / 6]},
+        "en zero-shot": {"accuracy": [1 / 3]},
+        "en majority": {"accuracy": [2 / 3]},
+    }
+    found = tabulate(scores, {"de": text_of("de"), "en": text_of("en")})
+    assert found["de zero-shot"] == {
+        "examples": 6,
+        "accuracy": pytest.approx(2 / 3),
+        "accuracy_std": pytest.approx(np.std([1 / 3, 1], ddof=1)),
+    }
+    assert found["de"] == {
         "zs": pytest.approx(2 / 3),
         "zs_std": pytest.approx(np.std([1 / 3, 1], ddof=1)),
         "majority": pytest.approx(2 / 3),
@@ -411,11 +393,9 @@ def test_means_deviations_delta_and_the_majority() -> None:
         "delta": pytest.approx(1 / 4),
         "delta_std": pytest.approx(np.std([2 / 3, -1 / 6], ddof=1)),  # of each seed, supervised less zero-shot
     }
-    alone = TransferTable(TASKS["xnli"], tests)
-    alone.add_scores(plan[0], {"de": [["y"] * 6]})
-    assert alone.summary["de"] == {"zs": pytest.approx(1 / 3), "majority": pytest.approx(2 / 3)}, "one seed"
-    (line,) = alone.below_majority_warnings()
-    assert "de zero-shot: 0.333 is below 0.667" in line
+    assert found["en"] == {"zs": pytest.approx(1 / 3), "majority": pytest.approx(2 / 3)}, "one seed"
+    (line,) = below_majority_warnings(found)
+    assert "en zero-shot: 0.333 is below 0.667" in line
 
 
 @pytest.mark.parametrize(
@@ -427,12 +407,9 @@ def test_means_deviations_delta_and_the_majority() -> None:
         ("--train fr=de.tsv --source en", "--source is no longer part of xscale"),
         ("--train en=de.tsv de=de.tsv fr=de.tsv", "no test: give --test fr=FILE"),
         ("--train en=de.tsv --test de=other.tsv", "other.tsv: line 2: the label 'y' is nowhere in de.tsv"),
-        ("--train en=de.tsv --code_switch", "--code_switch needs --translated"),
+        ("--train en=de.tsv --code_switch", "--code_switch needs .* --translated"),
         ("--translated de=de.tsv --code_switch", "--code_switch needs --train"),
-        (
-            "--train en=one.tsv --translated de=de.tsv --code_switch",
-            "2 is in de.tsv, but not in one.tsv",
-        ),
+        ("--train en=de.tsv --translated de=de.tsv --code_switch --task pos", "two texts: xnli"),
         ("--train en=de.tsv --lr nan", "--lr nan"),
         ("--train en=de.tsv --seeds 1 1", "--seeds 1 1"),
         ("--train en=de.tsv --out=", "--out= is empty"),
@@ -443,7 +420,6 @@ def test_what_a_user_does_wrong_is_said_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str, problem: str
 ) -> None:
     (tmp_path / "de.tsv").write_text("a\tb\tneutral\nc\td\tentailment\n")
-    (tmp_path / "one.tsv").write_text("a\tb\tneutral\n")
     (tmp_path / "other.tsv").write_text("a\tb\tneutral\nc\td\ty\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(launch.ROOT / "xscale/eval/finetune/__main__.py")])
@@ -483,31 +459,33 @@ def test_a_command_trains_and_scores(
             lines.append(f"{' '.join(words[n : n + 1 + 5 * (n % 3)])}\t{words[3 * n]}\t{'ab'[n % 3 > 1]}\n")
         Path(f"{language}.tsv").write_text("".join(lines))
     line = f"--model {hf} --task xnli --train en=en.tsv de=de.tsv --test en=en.tsv de=de.tsv --translated de=de.tsv"
-    line += " --code_switch --seeds 0 1 --epochs 1 --batch 4 --test_limit 5 --out out.json"
+    line += " --code_switch --epochs 1 --batch 4 --test_limit 5 --out out.json"
     assert command.main(line.split()) == 0
     found = json.loads(Path("out.json").read_text())
     summary = found["results"]["xnli"]["de"]
     assert set(summary) == {f"{name}{s}" for name in ("zs", "sup", "tt", "delta") for s in ("", "_std")} | {"majority"}
     assert summary["majority"] == 0.8 and found["results"]["xnli"]["de zero-shot"]["examples"] == 5
-    assert all(len(values) == 2 for row in found["seeds"]["xnli"].values() for values in row.values())
+    assert all(len(values) == 3 for row in found["seeds"]["xnli"].values() for values in row.values())
     assert len(found["intervals"]["xnli"]["de"]["delta"]) == 2
     settings = found["settings"]
-    assert settings["seeds"] == [0, 1] and settings["epochs"] == 1 and settings["lr"] == pytest.approx(5e-5 * 768 / 32)
+    assert (
+        settings["seeds"] == [0, 1, 2] and settings["epochs"] == 1 and settings["lr"] == pytest.approx(5e-5 * 768 / 32)
+    )
     printed = capsys.readouterr().out
-    assert "3 training texts with the seeds 0 1, learning" in printed
+    assert "3 training texts with the seeds 0 1 2, learning" in printed
 
 
-def test_seeds_and_settings_decide_a_run(maker: SequenceMaker, hf: Path, tmp_path: Path) -> None:
+def test_seeds_and_settings_decide_a_run(maker: SequenceMaker, hf: Path) -> None:
     """A frozen encoder does not change, and both halves of a switched pair are in one step."""
     task = TASKS["xnli"]
-    examples = file_of("en").examples
-    features = task.encode(examples, maker, ["x", "y"])
+    alone = [task.encode(example, maker, ["x", "y"]) for example in text_of("en")]
 
     def tuned(seed: int, frozen: bool, groups: list[Any]) -> Any:
-        settings = FineTuneSettings(1, 1e-3, 4, 0.1, frozen, 40)
-        return training.fine_tune(maker, groups, 2, task.reads, settings, seed, tmp_path)
+        set_seed(seed)
+        model = FineTunedModel(maker, 2, task.reads, frozen)
+        settings = {"epochs": 1, "lr": 1e-3, "batch": 4, "warmup": 0.1, "seed": seed}
+        return training.fine_tune(model, maker.collate, groups, settings)
 
-    alone = [[feature] for feature in features]
     heads = [tuned(seed, True, alone).model.classifier.weight for seed in (0, 0, 1)]
     assert torch.equal(heads[0], heads[1]) and not torch.allclose(heads[0], heads[2], atol=0.01)
     probe = tuned(0, True, alone).model.base_model.state_dict()
@@ -515,7 +493,8 @@ def test_seeds_and_settings_decide_a_run(maker: SequenceMaker, hf: Path, tmp_pat
     before = AutoModelForMaskedLM.from_pretrained(hf).base_model.state_dict()
     assert all(torch.equal(probe[name], before[name]) for name in before)
     assert not all(torch.equal(whole[name], before[name]) for name in before)
-    assert tuned(0, True, [features[:2], features[2:4], features[4:]]).args.per_device_train_batch_size == 2
+    pairs = [alone[0] + alone[1], alone[2] + alone[3], alone[4] + alone[5]]
+    assert tuned(0, True, pairs).args.per_device_train_batch_size == 2
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
@@ -537,18 +516,9 @@ def test_a_frozen_encoder_is_read_by_a_linear_probe(tmp_path: Path, tokenizer: T
     with torch.no_grad():
         states = plain.base_model(ids).last_hidden_state
         expected = states @ model.classifier.weight.T + model.classifier.bias
-    torch.testing.assert_close(model(ids, torch.ones_like(ids))["logits"].detach(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_the_default_of_three_seeds_is_said_before_the_work(
-    tmp_path: Path, hf: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    (tmp_path / "en.tsv").write_text("a\tb\tneutral\nc\td\tentailment\n" * 20)
-    monkeypatch.setattr(command, "fine_tune", lambda *_: (_ for _ in ()).throw(NotFinite("the work")))
-    line = f"--model {hf} --task xnli --train en={tmp_path}/en.tsv --test en={tmp_path}/en.tsv --out {tmp_path}/o.json"
-    assert command.main(line.split()) == 3
-    printed = capsys.readouterr().out
-    assert "1 training texts with the seeds 0 1 2, learning rate 0.0012" in printed
+    torch.testing.assert_close(
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))["logits"].detach(), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_what_is_not_finite_has_no_score(maker: SequenceMaker) -> None:
@@ -558,7 +528,7 @@ def test_what_is_not_finite_has_no_score(maker: SequenceMaker) -> None:
             return type("Output", (), {"predictions": np.full((1, 3, 17), np.nan)})
 
     with pytest.raises(NotFinite, match="--lr"):
-        training.predict_outputs(Failing(), [])  # type: ignore[arg-type]
+        training.predict_logits(Failing(), [])  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -1,184 +1,153 @@
-"""Labelled examples, and readers of the files that have them. A reader yields rows, which are mappings of columns.
+"""Labelled examples, and readers of the files that have them.
 
-The columns of JSON lines, parquet and folders that `datasets` saved keep their names. The columns of other files get
-the names that `datasets` uses: premise, hypothesis, label; tokens, tags; question, context, answers.
+A reader yields the place of each row in the file, such as "line 3", and the columns of the row. The columns have the
+names that `datasets` uses: text or premise, hypothesis, label; tokens, tags; question, context, answers.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from xscale.data.text import read_lines
-from xscale.errors import UserError
-from xscale.files import pointer_problem
+from xscale.errors import UserError, env_number
 
-Row = dict[str, Any]
+Columns = dict[str, Any]
 """{name of a column: its value in one row}."""
+OTHER_NAMES = {
+    "sentence": "text",
+    "sentence1": "premise",
+    "sentence2": "hypothesis",
+    "gold_label": "label",
+    "category": "label",
+    "words": "tokens",
+    "upos": "tags",
+    "pos_tags": "tags",
+    "ner_tags": "tags",
+}
+"""{name that data sets have for a column: its name here}."""
 
 
 @dataclass(frozen=True)
 class LabelledExample:
     """A sentence, a pair of sentences, a sentence with tags, or a question with its context."""
 
-    key: str
-    """The number of the line, or the id of the question. A translation has the key of its original."""
-    languages: tuple[str, ...]
-    """The language of each text; one for all words of a sentence."""
     texts: tuple[str, ...]
     """One or two sentences, the words of a sentence, or a question and its context."""
-    gold: Any
-    """A label, a tag for each word, or the answers (text, first character)."""
-    left_out: str = ""
-    """The reason why the example is neither trained on nor scored; "" for an example that is used."""
-
-    @property
-    def labels(self) -> list[str]:
-        """Return the label, or the tags. A question has none."""
-        return [self.gold] if isinstance(self.gold, str) else list(self.gold)
-
-
-@dataclass(frozen=True)
-class LabelledFile:
-    path: Path
-    rows: list[LabelledExample]
-
-    @property
-    def examples(self) -> list[LabelledExample]:
-        """Return the examples that are trained on or scored."""
-        return [example for example in self.rows if not example.left_out]
-
-    def left_out_lines(self) -> list[str]:
-        """Return a line for each reason why examples are left out, with their number."""
-        lines = []
-        for reason, count in Counter(example.left_out for example in self.rows).items():
-            if reason:
-                lines.append(f"{self.path}: {count:,} of {len(self.rows):,} examples are left out, since {reason}")
-        return lines
+    labels: tuple[str, ...] = ()
+    """One label, or a tag for each word. A question has none."""
+    answers: tuple[tuple[str, int], ...] = ()
+    """The right answers to a question, as (text, first character in the context)."""
+    languages: tuple[str, str] = ("", "")
+    """The languages of the first and the second text."""
+    path: Path = Path()
+    place: str = ""
+    """The example's line or question in its file. A translation has the place of its original."""
 
 
-def count_labels(examples: list[LabelledExample]) -> Counter[str]:
-    """Return how often each label occurs. The examples must not be questions."""
-    counts: Counter[str] = Counter()
-    for example in examples:
-        counts.update(example.labels)
-    return counts
+class LeftOut(Exception):
+    """An example is neither trained on nor scored. The message is the reason."""
 
 
-def column_value(row: Row, names: tuple[str, ...], where: str) -> Any:
-    """Return the value of the first of these columns that the row has. where: the row's place, for errors. Raises
-    UserError."""
-    for name in names:
-        if name in row:
-            return row[name]
-    raise UserError(f"{where} has no column {' or '.join(names)}, only {', '.join(row)}; rename the columns")
+def print_once(text: str) -> None:
+    """Print a line on the first rank only."""
+    if env_number("RANK", 0) == 0:
+        print(text, flush=True)
 
 
-def is_table(path: Path) -> bool:
-    return path.is_dir() or path.suffix == ".parquet" or ".jsonl" in path.suffixes
-
-
-def read_table(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield (number of the row, its columns), with labels by name instead of by index. Raises UserError."""
+def read_table(files: Path) -> Iterator[tuple[str, Columns]]:
+    """Yield the rows of a table, with the names of labels instead of their numbers. files: a file, or the pattern of
+    several. Raises UserError."""
     import datasets
 
-    problem = pointer_problem(path, "*.json", "*.arrow") if path.is_dir() else pointer_problem(path)
-    if problem:
-        raise UserError(problem)
+    builder = {".arrow": "arrow", ".parquet": "parquet"}.get(files.suffix, "json")
     try:
-        if path.is_dir():
-            dataset = datasets.load_from_disk(str(path))
-        else:
-            builder = "parquet" if path.suffix == ".parquet" else "json"
-            dataset = datasets.load_dataset(builder, data_files=str(path), split="train")
+        table = datasets.load_dataset(builder, data_files=str(files), split="train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise UserError(
-            f"{path} cannot be read as a data set: {reason}; give a folder of save_to_disk, Parquet or JSON Lines"
+            f"{files} cannot be read as a table: {reason}; give JSON Lines, Parquet, or the folder of one split that "
+            f"save_to_disk of `datasets` wrote"
         ) from None
-    if isinstance(dataset, datasets.DatasetDict):
-        raise UserError(f"{path} has the splits {', '.join(dataset)}; give the folder of one of them: {path}/NAME")
-    for number, row in enumerate(dataset, start=1):
-        for name, feature in dataset.features.items():
+    for number, row in enumerate(table, start=1):
+        for name, feature in table.features.items():
             labels = getattr(feature, "feature", feature)  # of a list, the type of its elements
             if isinstance(labels, datasets.ClassLabel) and row[name] not in (None, -1):
                 row[name] = labels.int2str(row[name])
-        yield str(number), row
+        yield f"row {row.get('id', number)}", {OTHER_NAMES.get(name, name): value for name, value in row.items()}
 
 
-def read_tab_separated(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tuple[str, Row]]:
-    """Yield (line number, columns) of each line. If the first line is not a header, each column gets the first of the
-    names that it may have. columns: the possible names of each column; the label is the last column."""
-    names: list[str] = []
+def read_tab_separated(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Columns]]:
+    """Yield the rows of a file of lines with tabs between the columns. columns: their names, unless the first line is a
+    header. The last column is the label. Raises UserError."""
+    names = list(columns)
     for number, line in read_lines(path):
         fields = list(map(str.strip, line.split("\t")))
-        if fields == [""]:
-            continue
-        if not names:
-            header = list(map(str.lower, fields))
-            if all(set(alternatives) & set(header) for alternatives in columns[:-1]):
-                names = header
-                continue
-            names = [alternatives[0] for alternatives in columns]
-        if len(fields) != len(names):
-            form = "<TAB>".join(names)
-            raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {form}; fix the line")
-        yield str(number), dict(zip(names, fields, strict=True))
+        header = [OTHER_NAMES.get(field.lower(), field.lower()) for field in fields]
+        if number == 1 and set(columns[:-1]) <= set(header):
+            names = header
+        elif fields != [""]:
+            if len(fields) != len(names):
+                form = "<TAB>".join(names)
+                raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {form}; fix the line")
+            yield f"line {number}", dict(zip(names, fields, strict=True))
 
 
-def read_tagged_sentences(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield (number of the first word's line, words and tags) of each sentence of a .conllu file, or of a file of lines
-    `word<TAB>tag`. A blank line ends a sentence. Raises UserError."""
+def read_tagged_sentences(path: Path) -> Iterator[tuple[str, Columns]]:
+    """Yield the words and tags of each sentence of a .conllu file, or of a file of lines `word<TAB>tag`. A blank line
+    ends a sentence. Raises UserError."""
     is_conllu = ".conllu" in path.suffixes
-    row: Row = {"tokens": [], "tags": []}
-    first = 0
-    for number, line in read_lines(path):
-        fields = line.split("\t" if "\t" in line else " ")
-        if not line.strip():
-            if row["tokens"]:
-                yield str(first), row
-            row = {"tokens": [], "tags": []}
-            continue
-        if line.startswith("#" if is_conllu else "-DOCSTART-"):
-            continue
-        if is_conllu and len(fields) != 10:
-            raise UserError(
-                f"{path}: line {number} has {len(fields)} columns; fix the line: CoNLL-U has 10, with tabs between them"
-            )
-        if is_conllu and fields[0] == "1" and row["tokens"]:
-            raise UserError(f"{path}: line {number} begins a sentence; put a blank line before it")
-        if is_conllu and not fields[0].isdigit():  # a range of words as in 1-2, or an empty node as in 1.1
-            continue
-        word, tag = (fields[1], fields[3]) if is_conllu else (fields[0].strip(), fields[-1].strip())
-        if not word or len(fields) < 2:
-            raise UserError(f"{path}: line {number} has no word or no tag; write `word<TAB>tag`")
-        if not row["tokens"]:
-            first = number
-        row["tokens"].append(word)
-        row["tags"].append(tag)
-    if row["tokens"]:
-        yield str(first), row
+    for is_blank, lines in groupby(read_lines(path), lambda line: not line[1].strip()):
+        row: Columns = {"tokens": [], "tags": []}
+        for number, line in lines:
+            if is_blank or line.startswith("#" if is_conllu else "-DOCSTART-"):
+                continue
+            fields = line.split("\t" if "\t" in line else " ")
+            if is_conllu and (len(fields) != 10 or (fields[0] == "1" and row["tokens"])):
+                raise UserError(
+                    f"{path}: line {number} is not CoNLL-U: {line[:60]!r}; separate ten columns by tabs, and sentences "
+                    f"by blank lines"
+                )
+            if is_conllu and not fields[0].isdigit():  # a range of words as in 1-2, or an empty node as in 1.1
+                continue
+            if is_conllu:
+                fields = [fields[1], fields[3]]
+            if len(fields) < 2 or not fields[0].strip():
+                raise UserError(f"{path}: line {number} has no word or no tag; write `word<TAB>tag`")
+            row["tokens"].append(fields[0].strip())
+            row["tags"].append(fields[-1].strip())
+        if row["tokens"]:
+            yield f"sentence up to line {number}", row
 
 
-def read_squad(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield (id, columns) of each question of SQuAD's JSON. Raises UserError."""
-    key = ""
+def read_squad(path: Path) -> Iterator[tuple[str, Columns]]:
+    """Yield the questions of SQuAD's JSON. Raises UserError."""
+    text = "\n".join(line for _, line in read_lines(path))
+    place = "the start of the file"
     try:
-        for article in json.loads("\n".join(line for _, line in read_lines(path)))["data"]:
+        for article in json.loads(text)["data"]:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
-                    key = question["id"]
+                    place = f"question {question['id']}"
                     answers: dict[str, list[Any]] = {"text": [], "answer_start": []}
                     for answer in question["answers"]:
                         answers["text"].append(answer["text"])
                         answers["answer_start"].append(answer["answer_start"])
-                    yield key, {"context": paragraph["context"]} | question | {"answers": answers}
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON: {error}; give JSON of SQuAD 1.1, or download the file again") from None
-    except (KeyError, TypeError) as error:
+                    yield place, {"context": paragraph["context"]} | question | {"answers": answers}
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path} has another form than SQuAD 1.1 after question {key!r} ({type(error).__name__}: {error}); give "
-            f"JSON with data, paragraphs, context and qas"
+            f"{path} is not JSON of SQuAD 1.1 after {place} ({type(error).__name__}: {error}); download it again"
         ) from None
+
+
+def column_value(row: Columns, name: str, kind: type) -> Any:
+    """Return the value of a column. kind: the type that it must have. Raises UserError without the row's place."""
+    value = row.get(name)
+    if not isinstance(value, kind):
+        raise UserError(
+            f"the column {name} has {value!r} instead of {kind.__name__}; the columns are {', '.join(row)}: rename or "
+            f"correct them"
+        )
+    return value

@@ -9,13 +9,13 @@ without the answer has [CLS] as the first and the last token.
 import re
 import string
 import unicodedata
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
@@ -23,253 +23,174 @@ from xscale.data.scripts import short_code
 from xscale.errors import UserError
 from xscale.eval.bootstrap import accuracy, bootstrap, entity_scores
 from xscale.eval.finetune.examples import (
+    Columns,
     LabelledExample,
-    LabelledFile,
-    Row,
+    LeftOut,
     column_value,
-    count_labels,
-    is_table,
+    print_once,
     read_squad,
     read_tab_separated,
     read_table,
     read_tagged_sentences,
 )
 from xscale.eval.finetune.training import IGNORED, Feature, Reads, SequenceMaker
+from xscale.eval.model import Scores
 
-PAPERS_WIDTH = 768
-"""The hidden width of the encoders for which the papers chose their learning rates."""
-SENTENCE = (("text", "sentence"),)
-PAIR = (("premise", "sentence1"), ("hypothesis", "sentence2"))
-"""The names that the column of each text may have."""
-LABEL = ("label", "gold_label", "category")
 SYNONYMS = {"contradictory": "contradiction"}
 """{label in XNLI's translated training text: the same label in XNLI's other files}."""
-NO_AGREEMENT = "-"
-"""MultiNLI's label for pairs on which its annotators did not agree."""
-NO_LABEL = (None, "", -1, "-1")
-"""The values that stand for a missing label; `datasets` uses -1."""
-BLANK = "a sentence is blank"
-"""The reason to leave out a row without text, such as a failed translation in PAWS-X's training text."""
-WITHHELD = "its words are withheld (each is `_`); get the text from the treebank's makers"
-"""The reason to leave out a sentence without words, as in UD's treebanks of text from LDC and Twitter."""
+NO_LABELS = (None, "", -1, "-1", "-")
+"""The values of a missing label. `datasets` uses -1. MultiNLI uses "-" if its annotators did not agree on a label."""
 UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X".split()  # noqa: SIM905
 """Universal parts of speech (UD v2)."""
-BIO = r"O|[BI]-.+"
-"""The pattern of the tags of entities."""
-WORDS = ("tokens", "words")
-TAGS = ("upos", "ner_tags", "pos_tags", "tags")
-"""The names that a table's columns of words and of tags may have."""
 MAX_QUESTION = 64
 """BERT's maximum number of tokens of a question."""
 STRIDE = 128
 """BERT's number of tokens from the start of one part of a context to the start of the next."""
 MAX_ANSWER = 30
 """BERT's maximum number of tokens of an answer."""
-ARTICLES = {
-    "en": r"\b(a|an|the)\b",
-    "es": r"\b(un|una|unos|unas|el|la|los|las)\b",
-    "vi": r"\b(của|là|cái|chiếc|những)\b",
-    "de": r"\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b",
-    "ar": "ال",
+MLQA_RULES = {
+    "en": (r"\b(a|an|the)\b", " "),
+    "es": (r"\b(un|una|unos|unas|el|la|los|las)\b", " "),
+    "vi": (r"\b(của|là|cái|chiếc|những)\b", " "),
+    "de": (r"\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b", " "),
+    "ar": ("ال", " "),
+    "zh": ("([\u4e00-\u9fa5])", r" \1 "),
 }
-"""{two-letter code: pattern of the language's articles}; MLQA's other languages, hi and zh, have no articles."""
-HAN = re.compile("([\u4e00-\u9fa5])")
-"""The Chinese characters that MLQA's rules take for words."""
+"""{two-letter code: pattern, replacement}: articles are removed, and each Chinese character becomes a word."""
 
 
 @dataclass(frozen=True)
-class Task(ABC):
+class Task:
     """The base class of the tasks. `epochs`, `lr` and `max_length` are the papers' values for encoders of base size.
 
-    Each task also has three methods. `encode` returns the sequences of examples; its `labels` are the outputs of the
-    head, or None for prediction. `predict` returns the label, the tags or the answer of each example, given the logits
-    of each sequence. `score` returns the scores in a language, the main score first.
+    Each task also has three methods. `read_rows` reads a file that is not a table. `make_example` returns the example
+    of a row, and raises LeftOut, or UserError without the row's place. `encode` returns the sequences of an example;
+    its `labels` are the outputs of the head, or None for prediction.
     """
 
     epochs: int
     lr: float
     max_length: int = 128
     reads: ClassVar[Reads]
-    unit: ClassVar[str] = "line"
-
-    def default_lr(self, width: int) -> float:
-        """Return the learning rate for an encoder of a hidden width. A smaller encoder gets a larger rate."""
-        return self.lr * max(1.0, PAPERS_WIDTH / width)
-
-    def read(self, path: Path, language: str, limit: int | None = None) -> LabelledFile:
-        """Return the examples of a file. Rows in another language are skipped. limit: the maximum number of examples.
-        Raises UserError."""
-        examples: dict[str, LabelledExample] = {}
-        for key, row in read_table(path) if is_table(path) else self.read_rows(path):
-            if short_code(row.get("language", language)) == short_code(language):
-                where = f"{path}: {self.unit} {key}"
-                example = self.make_example(key, row, language, where)
-                if example.key in examples:
-                    raise UserError(f"{where} occurs twice; give each {self.unit} an id of its own")
-                examples[example.key] = example
-        file = LabelledFile(path, list(examples.values())[:limit])
-        if not file.examples:
-            reasons = " ".join(file.left_out_lines())
-            raise UserError(f"{path} has no example in {language}; give another file. {reasons}".rstrip())
-        return file
-
-    @abstractmethod
-    def read_rows(self, path: Path) -> Iterator[tuple[str, Row]]:
-        """Yield (key, columns) of each row of a file that is not a table. Raises UserError."""
-
-    @abstractmethod
-    def make_example(self, key: str, row: Row, language: str, where: str) -> LabelledExample:
-        """Return the example of a row. where: the row's place, for errors. Raises UserError."""
 
     def list_labels(self, examples: list[LabelledExample]) -> list[str]:
         """Return the labels that a head predicts after training on these examples; [] for questions."""
-        return sorted(count_labels(examples))
+        return sorted(set(chain.from_iterable(example.labels for example in examples)))
+
+    def predict(
+        self, example: LabelledExample, features: list[Feature], logits: list[np.ndarray], labels: list[str]
+    ) -> list[str]:
+        """Return an example's label, its tags or its answer. logits: those of each of its sequences. Here the label of
+        a sequence [C], or of each word's first token [L, C], is the one with the greatest logit."""
+        predictions = []
+        for feature, logits_LC in zip(features, map(np.atleast_2d, logits), strict=True):
+            for index in logits_LC[feature.positions].argmax(1):
+                predictions.append(labels[index])
+        return predictions
+
+    def score(self, examples: list[LabelledExample], predictions: list[list[str]], language: str) -> Scores:
+        """Return the scores in a language, the main score first. Here it is the accuracy of labels."""
+        return accuracy([example.labels for example in examples], predictions)
 
 
 @dataclass(frozen=True)
 class Classification(Task):
-    columns: tuple[tuple[str, ...], ...] = PAIR
+    columns: tuple[str, ...] = ("premise", "hypothesis")
+    """The columns with text."""
     reads: ClassVar[Reads] = "sequence"
 
-    def read_rows(self, path: Path) -> Iterator[tuple[str, Row]]:
-        return read_tab_separated(path, (*self.columns, LABEL))
+    def read_rows(self, path: Path) -> Iterator[tuple[str, Columns]]:
+        return read_tab_separated(path, (*self.columns, "label"))
 
-    def make_example(self, key: str, row: Row, language: str, where: str) -> LabelledExample:
-        texts = tuple(column_value(row, names, where) for names in self.columns)
-        for text in texts:
-            if not isinstance(text, str):
-                raise UserError(f"{where}: a column of sentences has {text!r} instead of text; correct or remove it")
-        label = column_value(row, LABEL, where)
-        left_out = ""
-        if label == NO_AGREEMENT:
-            left_out = "its annotators did not agree on a label"
-        elif not all(map(str.strip, texts)):
-            left_out = BLANK
-        elif label in NO_LABEL:
-            raise UserError(f"{where} has no label; give a file with a label in each line")
-        label = SYNONYMS.get(str(label), str(label))
-        return LabelledExample(key, (language,) * len(texts), texts, label, left_out)
+    def make_example(self, row: Columns) -> LabelledExample:
+        texts = tuple(column_value(row, name, str) for name in self.columns)
+        label = column_value(row, "label", object)
+        if not all(map(str.strip, texts)):
+            raise LeftOut("a text is blank")  # such as a failed translation in PAWS-X's training text
+        if label in NO_LABELS:
+            raise LeftOut("there is no label, or its annotators did not agree on one")
+        return LabelledExample(texts, (SYNONYMS.get(str(label), str(label)),))
 
-    def encode(self, examples: list[LabelledExample], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
-        features = []
-        for number, example in enumerate(examples):
-            inputs = maker.join(maker.tokenizer.encode(list(example.texts)), example.languages)
-            features.append(Feature(number, inputs, labels.index(example.gold) if labels else None))
-        return features
-
-    def predict(
-        self, examples: list[LabelledExample], features: list[Feature], outputs: np.ndarray, labels: list[str]
-    ) -> list[str]:
-        predictions = [""] * len(examples)
-        for feature, logits_C in zip(features, outputs, strict=True):
-            predictions[feature.example] = labels[logits_C.argmax()]
-        return predictions
-
-    def score(self, examples: list[LabelledExample], predictions: list[str], language: str) -> dict[str, float]:
-        """Return the accuracy."""
-        gold = [example.labels for example in examples]
-        return accuracy(gold, [[label] for label in predictions])
+    def encode(self, example: LabelledExample, maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
+        inputs = maker.join(maker.tokenizer.encode(list(example.texts)), example.languages)
+        if labels is not None:
+            inputs["labels"] = [labels.index(example.labels[0])]
+        return [Feature(inputs, [0])]
 
 
-@dataclass(frozen=True)
 class Tagging(Task):
-    form: str = BIO
-    """The pattern of all tags."""
     reads: ClassVar[Reads] = "tokens"
+    form: ClassVar[str]
+    """The pattern of all tags."""
+    read_rows = staticmethod(read_tagged_sentences)
 
-    def read_rows(self, path: Path) -> Iterator[tuple[str, Row]]:
-        return read_tagged_sentences(path)
-
-    def make_example(self, key: str, row: Row, language: str, where: str) -> LabelledExample:
-        words = tuple(column_value(row, WORDS, where))
-        tags = tuple(map(str, column_value(row, TAGS, where)))
-        if len(words) != len(tags):
-            raise UserError(f"{where} has {len(words)} words and {len(tags)} tags; give a tag for each word")
+    def make_example(self, row: Columns) -> LabelledExample:
+        words = tuple(column_value(row, "tokens", list))
+        tags = tuple(map(str, column_value(row, "tags", list)))
         for word, tag in zip(words, tags, strict=True):
             if not re.fullmatch(self.form, tag):
-                raise UserError(f"{where}: the tag {tag!r} of {word!r} must match {self.form}; correct it")
-        return LabelledExample(key, (language,), words, tags, WITHHELD if set(words) == {"_"} else "")
+                raise UserError(f"the tag {tag!r} of {word!r} must match {self.form}; correct it")
+        if set(words) == {"_"}:  # as in UD's treebanks of text from LDC and Twitter
+            raise LeftOut("their words are withheld (each is `_`); get the text from the treebank's makers")
+        return LabelledExample(words, tags)
 
-    def list_labels(self, examples: list[LabelledExample]) -> list[str]:
-        """Return O, and B-TYPE and I-TYPE of each type of entity in the examples."""
-        types = {tag[2:] for tag in count_labels(examples) if tag != "O"}
-        labels = ["O"]
-        for name in sorted(types):
-            labels += [f"B-{name}", f"I-{name}"]
-        return labels
-
-    def encode(self, examples: list[LabelledExample], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
+    def encode(self, example: LabelledExample, maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
         features = []
-        for number, example in enumerate(examples):
-            ids_of_words = word_token_ids(maker, example.texts)
-            for start, end in word_windows(list(map(len, ids_of_words)), maker.room_inside(1)):
-                ids: list[int] = []
-                positions = []
-                for word_ids in ids_of_words[start:end]:
-                    positions.append(1 + len(ids))
-                    ids += word_ids
-                label_of_token = None
-                if labels:
-                    label_of_token = [IGNORED] * (len(ids) + 2)
-                    for position, tag in zip(positions, example.gold[start:end], strict=True):
-                        label_of_token[position] = labels.index(tag)
-                inputs = maker.join([ids], example.languages)
-                features.append(Feature(number, inputs, label_of_token, positions, list(range(start, end))))
+        tags = iter(example.labels)
+        for words in cut_sentence(example.texts, maker):
+            first_tokens = list(accumulate(map(len, words), initial=1))[:-1]
+            inputs = maker.join([list(chain.from_iterable(words))], example.languages)
+            if labels is not None:
+                inputs["labels"] = [IGNORED] * len(inputs["input_ids"])
+                for position in first_tokens:
+                    inputs["labels"][position] = labels.index(next(tags))
+            features.append(Feature(inputs, first_tokens))
         return features
-
-    def predict(
-        self, examples: list[LabelledExample], features: list[Feature], outputs: np.ndarray, labels: list[str]
-    ) -> list[list[str]]:
-        predictions = [[""] * len(example.texts) for example in examples]
-        for feature, logits_LC in zip(features, outputs, strict=True):
-            indices = logits_LC[feature.positions].argmax(1)
-            for word, index in zip(feature.units, indices, strict=True):
-                predictions[feature.example][word] = labels[index]
-        return predictions
-
-    def score(self, examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
-        """Return F1, precision and recall of whole entities by the rules of seqeval and conlleval."""
-        from seqeval.metrics.sequence_labeling import get_entities
-
-        counts = []
-        for example, tags in zip(examples, predictions, strict=True):
-            gold = set(get_entities(example.labels))
-            predicted = set(get_entities(tags))
-            counts.append((len(gold & predicted), len(predicted), len(gold)))
-        return entity_scores(np.array(counts))
 
 
 class PartsOfSpeech(Tagging):
+    form: ClassVar[str] = "|".join(UPOS)
+
     def list_labels(self, examples: list[LabelledExample]) -> list[str]:
         return UPOS
 
-    def score(self, examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
-        """Return the accuracy of words, which is F1 over all tags."""
-        return accuracy([example.labels for example in examples], predictions)
+
+class Entities(Tagging):
+    form: ClassVar[str] = r"O|[BI]-.+"
+
+    def list_labels(self, examples: list[LabelledExample]) -> list[str]:
+        """Return O, and B-TYPE and I-TYPE of each type of entity in the examples."""
+        labels = ["O"]
+        for name in sorted({tag[2:] for tag in super().list_labels(examples)} - {""}):
+            labels += [f"B-{name}", f"I-{name}"]
+        return labels
+
+    def score(self, examples: list[LabelledExample], predictions: list[list[str]], language: str) -> Scores:
+        """Return F1, precision and recall of whole entities by the rules of seqeval and conlleval."""
+        from seqeval.metrics.sequence_labeling import get_entities
+
+        counts_S3 = []
+        for example, tags in zip(examples, predictions, strict=True):
+            gold = set(get_entities(list(example.labels)))
+            predicted = set(get_entities(tags))
+            counts_S3.append((len(gold & predicted), len(predicted), len(gold)))
+        return entity_scores(np.array(counts_S3))
 
 
-def word_token_ids(maker: SequenceMaker, words: tuple[str, ...]) -> list[list[int]]:
-    """Return the token ids of each word of a sentence, at most as many as a sequence has room for. A word that the
-    tokenizer drops becomes the unknown token or, without one, [MASK]."""
-    tokenizer = maker.tokenizer
-    unknown = tokenizer.hf.unk_token_id
+def cut_sentence(words: tuple[str, ...], maker: SequenceMaker) -> list[list[list[int]]]:
+    """Return successive parts of a sentence, each with as many words as fit into a sequence, as the token ids of each
+    word. A word that the tokenizer drops becomes the unknown token or, without one, [MASK]."""
+    unknown = maker.tokenizer.hf.unk_token_id
     if unknown is None:
-        unknown = tokenizer.mask_id
-    return [ids[: maker.room_inside(1)] or [unknown] for ids in tokenizer.encode_inside(list(words))]
-
-
-def word_windows(token_counts: list[int], room: int) -> Iterator[tuple[int, int]]:
-    """Yield (first word, end) of successive parts of a sentence, each with as many words as fit into `room` tokens.
-    token_counts: the number of tokens of each word."""
-    start = 0
-    size = 0
-    for word, count in enumerate(token_counts):
-        if size + count > room:
-            yield start, word
-            start = word
-            size = 0
-        size += count
-    yield start, len(token_counts)
+        unknown = maker.tokenizer.mask_id
+    room = maker.room_inside(1)
+    parts: list[list[list[int]]] = [[]]
+    for word_ids in maker.tokenizer.encode_inside(list(words)):
+        ids = word_ids[:room] or [unknown]
+        if sum(map(len, parts[-1])) + len(ids) > room:
+            parts.append([])
+        parts[-1].append(ids)
+    return parts
 
 
 @dataclass(frozen=True)
@@ -279,133 +200,93 @@ class QuestionAnswering(Task):
     al. 2016). Both put answers in lower case and remove punctuation and articles. MLQA's rules depend on the
     language."""
     reads: ClassVar[Reads] = "span"
-    unit: ClassVar[str] = "question"
+    read_rows = staticmethod(read_squad)
 
-    def read_rows(self, path: Path) -> Iterator[tuple[str, Row]]:
-        return read_squad(path)
-
-    def make_example(self, key: str, row: Row, language: str, where: str) -> LabelledExample:
-        texts = (column_value(row, ("question",), where), column_value(row, ("context",), where))
-        answers = column_value(row, ("answers",), where)
-        if not isinstance(answers, dict) or not {"text", "answer_start"} <= answers.keys():
-            raise UserError(f"{where}: answers must have the lists text and answer_start, as in `datasets`' SQuAD")
-        gold = list(zip(answers["text"], answers["answer_start"], strict=True))
-        if not gold:
-            raise UserError(f"{where} has no answer; remove questions without answers, which are not in SQuAD 1.1")
-        for text, first in gold:
-            if not texts[1].startswith(text, first):
+    def make_example(self, row: Columns) -> LabelledExample:
+        question = column_value(row, "question", str)
+        context = column_value(row, "context", str)
+        gold = column_value(row, "answers", dict)
+        answers = tuple(zip(gold["text"], gold["answer_start"], strict=True))
+        if not answers or not question.strip() or not context.strip():
+            raise LeftOut("a text is blank, or the question has no answer")
+        for text, first in answers:
+            if not context.startswith(text, first):
                 raise UserError(
-                    f"{where}: the answer {text!r} is not at answer_start {first}; give the number of characters "
-                    f"before the answer"
+                    f"the answer {text!r} is not at answer_start {first}; give the number of characters before it"
                 )
-        left_out = "" if all(map(str.strip, texts)) else BLANK
-        return LabelledExample(str(row.get("id", key)), (language, language), texts, gold, left_out)
+        return LabelledExample((question, context), answers=answers)
 
-    def list_labels(self, examples: list[LabelledExample]) -> list[str]:
-        return []
-
-    def encode(self, examples: list[LabelledExample], maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
-        tokenizer = maker.tokenizer
+    def encode(self, example: LabelledExample, maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
         features = []
-        for number, example in enumerate(examples):
-            (question,) = tokenizer.encode([example.texts[0]])
-            question = question[: min(MAX_QUESTION, maker.room_inside(2) // 2)]
-            context = tokenizer.backend.encode(example.texts[1], add_special_tokens=False)
-            before = len(tokenizer.pair.first) + len(question) + len(tokenizer.pair.between)
-            for start, end in context_windows(len(context.ids), maker.room_inside(2) - len(question)):
-                spans = context.offsets[start:end]
-                span = None
-                if labels is not None:
-                    answer = answer_tokens(example, spans)
-                    span = [before + answer[0], before + answer[-1]] if answer else [0, 0]
-                inputs = maker.join([question, context.ids[start:end]], example.languages)
-                features.append(Feature(number, inputs, span, list(range(before, before + len(spans))), spans))
+        tokenizer = maker.tokenizer
+        (question,) = tokenizer.encode([example.texts[0]])
+        question = question[: min(MAX_QUESTION, maker.room_inside(2) // 2)]
+        context = tokenizer.backend.encode(example.texts[1], add_special_tokens=False)
+        before = len(tokenizer.pair.first) + len(question) + len(tokenizer.pair.between)
+        room = maker.room_inside(2) - len(question)
+        stride = min(STRIDE, max(room // 2, 1))
+        text, first = example.answers[0]
+        answer = [
+            index for index, span in enumerate(context.offsets) if span[0] < first + len(text) and span[1] > first
+        ]
+        for start in range(0, max(1, len(context.ids) - room + stride), stride):
+            spans = context.offsets[start : start + room]
+            inputs = maker.join([question, context.ids[start : start + room]], example.languages)
+            if labels is not None:
+                inputs["labels"] = [0, 0]
+                if answer and start <= answer[0] and answer[-1] < start + room:
+                    inputs["labels"] = [before + answer[0] - start, before + answer[-1] - start]
+            features.append(Feature(inputs, list(range(before, before + len(spans))), spans))
         return features
 
     def predict(
-        self, examples: list[LabelledExample], features: list[Feature], outputs: np.ndarray, labels: list[str]
+        self, example: LabelledExample, features: list[Feature], logits: list[np.ndarray], labels: list[str]
     ) -> list[str]:
-        """Return each example's answer. It is the span with the greatest sum of both logits in all sequences of the
-        example."""
-        answers = [""] * len(examples)
-        best = [-np.inf] * len(examples)
-        for feature, logits_L2 in zip(features, outputs, strict=True):
-            if feature.positions:
-                span = best_span(logits_L2[feature.positions])
-                if span.score > best[feature.example]:
-                    best[feature.example] = span.score
-                    start = feature.units[span.first][0]
-                    end = feature.units[span.last][1]
-                    answers[feature.example] = examples[feature.example].texts[1][start:end].strip()
-        return answers
+        """Return the answer: the span with the greatest sum of both logits in all sequences of the example."""
+        answer = ""
+        best = -np.inf
+        for feature, logits_L2 in zip(features, logits, strict=True):
+            scores_LL = span_scores(logits_L2[feature.positions])
+            if scores_LL.max(initial=-np.inf) > best:
+                best = scores_LL.max()
+                first, last = np.unravel_index(scores_LL.argmax(), scores_LL.shape)
+                answer = example.texts[1][feature.spans[first][0] : feature.spans[last][1]].strip()
+        return [answer]
 
-    def score(self, examples: list[LabelledExample], predictions: list[str], language: str) -> dict[str, float]:
+    def score(self, examples: list[LabelledExample], predictions: list[list[str]], language: str) -> Scores:
         """Return the means over questions of the F1 of words and of exact match. A prediction is compared with each
         gold answer, and the best result counts."""
         scores_S2 = []
-        for example, prediction in zip(examples, predictions, strict=True):
+        for example, (prediction,) in zip(examples, predictions, strict=True):
             answer = self.normalize_answer(prediction, language)
-            gold = [self.normalize_answer(text, language) for text, _ in example.gold]
+            gold = [self.normalize_answer(text, language) for text, _ in example.answers]
             scores_S2.append((max(map(partial(word_f1, answer), gold)), answer in gold))
-
-        def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
-            means = sums / len(scores_S2)
-            return {"f1": means[..., 0], "exact_match": means[..., 1]}
-
-        return bootstrap(np.array(scores_S2, dtype=float), scores_of)
+        count = len(scores_S2)
+        return bootstrap(
+            np.array(scores_S2), lambda sums: {"f1": sums[..., 0] / count, "exact_match": sums[..., 1] / count}
+        )
 
     def normalize_answer(self, text: str, language: str) -> str:
         """Return the answer in lower case, without punctuation and articles. SQuAD's rules remove ASCII punctuation and
         English articles. MLQA's rules remove all punctuation of Unicode and the language's own articles, and make each
         Chinese character a word."""
         code = short_code(language) if self.mlqa else "en"
-        letters = []
-        for letter in text.lower():
-            is_mark = letter in string.punctuation or (self.mlqa and unicodedata.category(letter).startswith("P"))
-            if not is_mark:
-                letters.append(letter)
-        kept = "".join(letters)
-        if code in ARTICLES:
-            kept = re.sub(ARTICLES[code], " ", kept)
-        if code == "zh":
-            kept = HAN.sub(r" \1 ", kept)
+        kept = "".join(
+            letter
+            for letter in text.lower()
+            if letter not in string.punctuation and not (self.mlqa and unicodedata.category(letter).startswith("P"))
+        )
+        if code in MLQA_RULES:
+            kept = re.sub(*MLQA_RULES[code], kept)
         return " ".join(kept.split())
 
 
-def context_windows(tokens: int, room: int) -> Iterator[tuple[int, int]]:
-    """Yield (first token, end) of overlapping parts of a context. Each part has at most `room` tokens. tokens: the
-    number of tokens of the context."""
-    start = 0
-    while start + room < tokens:
-        yield start, start + room
-        start += min(STRIDE, max(room // 2, 1))
-    yield start, tokens
-
-
-def answer_tokens(example: LabelledExample, spans: list[tuple[int, int]]) -> list[int]:
-    """Return the indices of the tokens of the first gold answer; [] if a part of the context lacks some of the answer.
-    spans: the characters (first, end) of each token of the part."""
-    text, first = example.gold[0]
-    end = first + len(text)
-    if not spans or spans[0][0] > first or spans[-1][1] < end:
-        return []
-    return [index for index, span in enumerate(spans) if span[0] < end and span[1] > first]
-
-
-class Span(NamedTuple):
-    score: float
-    first: int
-    last: int
-
-
-def best_span(logits_L2: np.ndarray, longest: int = MAX_ANSWER) -> Span:
-    """Return the span with the greatest logits_L2[first, 0] + logits_L2[last, 1], where first <= last < first +
-    longest."""
+def span_scores(logits_L2: np.ndarray, longest: int = MAX_ANSWER) -> np.ndarray:
+    """Return [L, L]: at [first, last] the score of a span, logits_L2[first, 0] + logits_L2[last, 1]. It is -inf unless
+    first <= last < first + longest."""
     sums_LL = logits_L2[:, :1] + logits_L2[:, 1]
-    lengths_LL = np.arange(len(sums_LL)) - np.arange(len(sums_LL))[:, None]
-    sums_LL[(lengths_LL < 0) | (lengths_LL >= longest)] = -np.inf
-    first, last = np.unravel_index(sums_LL.argmax(), sums_LL.shape)
-    return Span(float(sums_LL[first, last]), int(first), int(last))
+    is_span_LL = np.triu(np.tril(np.ones_like(sums_LL), longest - 1))
+    return np.where(is_span_LL, sums_LL, -np.inf)
 
 
 def word_f1(prediction: str, gold: str) -> float:
@@ -413,16 +294,44 @@ def word_f1(prediction: str, gold: str) -> float:
     predicted = prediction.split()
     wanted = gold.split()
     shared = (Counter(predicted) & Counter(wanted)).total()
-    return 2 * shared / (len(predicted) + len(wanted)) if shared else 0.0
+    return 2 * shared / max(len(predicted) + len(wanted), 1)
 
 
 AnyTask = Classification | Tagging | QuestionAnswering
 TASKS: dict[str, AnyTask] = {
-    "xnli": Classification(epochs=2, lr=5e-5, columns=PAIR),
-    "pawsx": Classification(epochs=2, lr=5e-5, columns=PAIR),
-    "sentences": Classification(epochs=10, lr=2e-5, columns=SENTENCE),
-    "pos": PartsOfSpeech(epochs=10, lr=2e-5, form="|".join(UPOS)),
-    "ner": Tagging(epochs=10, lr=2e-5),
+    "xnli": Classification(epochs=2, lr=5e-5),
+    "pawsx": Classification(epochs=2, lr=5e-5),
+    "sentences": Classification(epochs=10, lr=2e-5, columns=("text",)),
+    "pos": PartsOfSpeech(epochs=10, lr=2e-5),
+    "ner": Entities(epochs=10, lr=2e-5),
     "xquad": QuestionAnswering(epochs=2, lr=3e-5, max_length=386),
     "mlqa": QuestionAnswering(epochs=2, lr=3e-5, max_length=386, mlqa=True),
 }
+
+
+def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -> list[LabelledExample]:
+    """Return the examples of a file. Rows in another language are skipped. The number of rows that are left out is
+    printed. limit: the maximum number of rows in the language. Raises UserError."""
+    if path.is_dir():
+        path /= "*.arrow"
+    rows = task.read_rows(path)
+    if {".arrow", ".jsonl", ".parquet"} & set(path.suffixes):
+        rows = read_table(path)
+    rows_in_language = (row for row in rows if short_code(row[1].get("language", language)) == short_code(language))
+    examples: list[LabelledExample] = []
+    reasons: Counter[str] = Counter()
+    for place, columns in islice(rows_in_language, limit):
+        try:
+            example = task.make_example(columns)
+            examples.append(replace(example, languages=(language, language), path=path, place=place))
+        except LeftOut as reason:
+            reasons[str(reason)] += 1
+        except UserError as error:
+            raise UserError(f"{path}: {place}: {error}") from None
+    for reason, count in reasons.items():
+        print_once(f"{path}: {count:,} of {len(examples) + reasons.total():,} examples are left out, since {reason}")
+    if not examples:
+        raise UserError(
+            f"{path} has no example in {language} but for {reasons.total():,} that are left out; give another file"
+        )
+    return examples

@@ -10,198 +10,142 @@ Two codes of one language, such as de and deu_Latn, are one language.
 """
 
 import statistics
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from xscale.data.scripts import short_code
 from xscale.errors import UserError
 from xscale.eval import bootstrap
-from xscale.eval.finetune.examples import LabelledExample, LabelledFile, count_labels
+from xscale.eval.finetune.examples import LabelledExample, print_once
 from xscale.eval.finetune.tasks import AnyTask
+from xscale.eval.model import Scores
 
 ZERO_SHOT = "zero-shot"
 SUPERVISED = "supervised"
 TRANSLATE_TRAIN = "translate-train"
 MAJORITY = "majority"
-SHORT_NAMES = {ZERO_SHOT: "zs", SUPERVISED: "sup", TRANSLATE_TRAIN: "tt"}
+SHORT_NAMES = {ZERO_SHOT: "zs", SUPERVISED: "sup", TRANSLATE_TRAIN: "tt", MAJORITY: "majority"}
 """{setting: its name in a language's summary}."""
 
-Files = dict[str, LabelledFile]
-"""{language as the user writes it: its file}."""
+Texts = dict[str, list[LabelledExample]]
+"""{language as the user writes it: the examples of its file}."""
+SeedScores = dict[str, list[float]]
+"""{metric: its value for each seed}."""
 
 
 @dataclass(frozen=True)
 class TrainingText:
     """A text to train on, and the tests of the models that are trained on it."""
 
-    name: str
-    file: LabelledFile
     examples: list[LabelledExample]
-    group_size: int
-    """Each group of this many successive examples must be in one batch."""
     settings: dict[str, str]
     """{language of a test: its setting, such as "zero-shot"}."""
+    labels: list[str]
+    """The outputs of a model that is trained on this text."""
+    is_switched: bool
+    """True if examples 2n and 2n + 1 are the code-switched variants of one example, which must be in one batch."""
 
 
-def plan_training(train: Files, translated: Files, tests: Files, code_switch: bool) -> list[TrainingText]:
+def plan_training(
+    task: AnyTask, train: Texts, translated: Texts, tests: Texts, code_switch: bool
+) -> list[TrainingText]:
     """Return all training texts with the settings of their tests. The first language of `train` is the source language.
-    code_switch: replace translated examples by code-switched ones. Raises UserError if a text has no test."""
-    source = next(iter(train), "")
+    code_switch: replace translated examples by code-switched ones. Raises UserError if a text has no test, or if a test
+    has a label that the text lacks."""
     plan = []
-    for language, file in train.items():
-        settings = {}
-        for test in tests:
-            if short_code(test) == short_code(language):
-                settings[test] = SUPERVISED
-            elif language == source:
-                settings[test] = ZERO_SHOT
-        plan.append(TrainingText(language, file, file.examples, 1, settings))
-    for language, file in translated.items():
-        name = f"{language} {TRANSLATE_TRAIN}"
-        examples = file.examples
-        if code_switch:
-            name += ", code-switched"
-            examples = code_switched_examples(train.get(source), file)
-        settings = {test: TRANSLATE_TRAIN for test in tests if short_code(test) == short_code(language)}
-        plan.append(TrainingText(name, file, examples, 2 if code_switch else 1, settings))
-    for training in plan:
-        if not training.settings:
-            language = training.name.split()[0]
-            raise UserError(f"{training.file.path} has no test: give --test {language}=FILE, or leave the file out")
+    source = next(iter(train), "")
+    for setting, texts in ((SUPERVISED, train), (TRANSLATE_TRAIN, translated)):
+        for language, examples in texts.items():
+            path = examples[0].path
+            settings = {test: setting for test in tests if short_code(test) == short_code(language)}
+            if setting == SUPERVISED and language == source:
+                settings = dict.fromkeys(tests, ZERO_SHOT) | settings
+            if not settings:
+                raise UserError(f"{path} has no test: give --test {language}=FILE, or leave the file out")
+            labels = task.list_labels(examples)
+            for example in chain.from_iterable(tests[test] for test in settings):
+                absent = set(example.labels).difference(labels)
+                if absent:
+                    raise UserError(
+                        f"{example.path}: {example.place}: the label {min(absent)!r} is nowhere in {path}, which has "
+                        f"{', '.join(labels)}; give both files the same labels"
+                    )
+            is_switched = code_switch and setting == TRANSLATE_TRAIN
+            if is_switched:
+                examples = switch_languages(train[source], examples)
+            plan.append(TrainingText(examples, settings, labels, is_switched))
     return plan
 
 
-def check_labels(task: AnyTask, training: TrainingText, tests: Files) -> None:
-    """Raise UserError if a test has a label that the training text lacks. Questions have no labels."""
-    labels = task.list_labels(training.file.examples)
-    if not labels:
-        return
-    path = training.file.path
-    for test in training.settings:
-        for example in tests[test].examples:
-            absent = sorted(set(example.labels) - set(labels))
-            if absent:
-                raise UserError(
-                    f"{tests[test].path}: line {example.key}: the label {absent[0]!r} is nowhere in {path}, which has "
-                    f"{', '.join(labels)}; give both files the same labels"
-                )
-
-
-def code_switched_examples(source: LabelledFile | None, translated: LabelledFile) -> list[LabelledExample]:
-    """Return two code-switched examples for each example (Pan et al. 2021, 2.3): a pair (a, b) and its translation (a',
-    b') become (a', b) and (a, b'). A question gets the answers in its new context. If an example is left out, its
-    translation is left out, too. Raises UserError."""
-    if source is None:
-        raise UserError("--code_switch needs --train with the source-language file from which --translated was made")
-    originals = {example.key: example for example in source.rows}
-    translations = {example.key: example for example in translated.rows}
-    unpaired = originals.keys() ^ translations.keys()
-    if unpaired:
-        key = min(unpaired)
-        present = source if key in originals else translated
-        absent = translated if key in originals else source
-        raise UserError(
-            f"line or question {key} is in {present.path}, but not in {absent.path}; for "
-            f"--code_switch, a translation must have its original's line number or question id"
-        )
+def switch_languages(source: list[LabelledExample], translated: list[LabelledExample]) -> list[LabelledExample]:
+    """Return two code-switched examples for each example that has a translation (Pan et al. 2021, 2.3): a pair (a, b)
+    and its translation (a', b') become (a', b) and (a, b'). A question gets the answers in its new context. Raises
+    UserError."""
+    translations = {example.place: example for example in translated}
     switched: list[LabelledExample] = []
-    for key, original in originals.items():
-        example = translations[key]
-        if len(example.languages) < 2:
-            raise UserError("--code_switch is for tasks with two texts, such as xnli and xquad; leave the flag out")
-        if example.left_out or original.left_out:
+    for original in source:
+        translation = translations.get(original.place)
+        if translation is None:  # one of them is left out
             continue
-        if isinstance(example.gold, str) and example.gold != original.gold:
+        if translation.labels != original.labels:
             raise UserError(
-                f"{translated.path} is no translation of {source.path}: line {key} is labelled {example.gold} instead "
-                f"of {original.gold}; fix it"
+                f"{translation.path}: {translation.place} is no translation of that of {original.path}: its label is "
+                f"{translation.labels[0]} instead of {original.labels[0]}; fix it"
             )
-        switched += [join_halves(example, original), join_halves(original, example)]
+        for first, second in ((translation, original), (original, translation)):
+            languages = (first.languages[0], second.languages[1])
+            switched.append(replace(second, languages=languages, texts=(first.texts[0], second.texts[1])))
+    if not switched:
+        raise UserError(
+            f"no line or question is both in {source[0].path} and in {translated[0].path}; for --code_switch, a "
+            f"translation must have its original's line number or question id"
+        )
+    print_once(f"{translated[0].path}: {len(switched) // 2:,} of {len(source):,} examples have a translation")
     return switched
 
 
-def join_halves(first: LabelledExample, second: LabelledExample) -> LabelledExample:
-    """Return the example with the first text of `first`, and the rest of `second`."""
-    languages = (first.languages[0], second.languages[1])
-    return replace(second, languages=languages, texts=(first.texts[0], second.texts[1]))
+def predict_majority(training: list[LabelledExample], test: list[LabelledExample]) -> list[list[str]]:
+    """Return, for each example of a test, the most frequent label of the training text."""
+    label = statistics.mode(chain.from_iterable(example.labels for example in training))
+    return [[label] * len(example.labels) for example in test]
 
 
-def mean_and_deviation(name: str, values: list[float]) -> dict[str, float]:
-    """Return {name: mean} and, if there are several values, {name_std: their sample standard deviation}."""
-    scores: dict[str, float] = {name: bootstrap.mean(values)}
-    if len(values) > 1:
-        scores[f"{name}_std"] = statistics.stdev(map(float, values))
-    return scores
+def average(scores: SeedScores) -> Scores:
+    """Return {metric: mean} and, of several seeds, {metric_std: sample standard deviation}."""
+    averaged: Scores = {}
+    for metric, values in scores.items():
+        averaged[metric] = bootstrap.mean(values)
+        if len(values) > 1:
+            averaged[f"{metric}_std"] = statistics.stdev(map(float, values))
+    return averaged
 
 
-@dataclass
-class TransferTable:
-    """The scores of all runs so far."""
+def tabulate(scores: dict[str, SeedScores], tests: Texts) -> dict[str, Scores]:
+    """Return {`LANGUAGE SETTING`: averaged scores} and {LANGUAGE: summary}. The summary has the main metric of each
+    setting by its short name and, as `delta`, supervised minus zero-shot. scores: {`LANGUAGE SETTING`: scores}, the
+    main metric first."""
+    rows: dict[str, Scores] = {}
+    summary: dict[str, SeedScores] = {}
+    for row, metrics in scores.items():
+        language, setting = row.rsplit(" ", 1)
+        rows[row] = {"examples": len(tests[language])} | average(metrics)
+        summary.setdefault(language, {})[SHORT_NAMES[setting]] = next(iter(metrics.values()))
+    for language, values in summary.items():
+        if "sup" in values and "zs" in values:
+            seeds = zip(values["sup"], values["zs"], strict=True)
+            values["delta"] = [bootstrap.weighted_sum(seed, (1, -1)) for seed in seeds]
+        rows[language] = average(values)
+    return rows
 
-    task: AnyTask
-    tests: Files
-    rows: dict[str, dict[str, float]] = field(default_factory=dict)
-    """{`LANGUAGE SETTING`: {metric: mean over seeds}}."""
-    seeds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    """{`LANGUAGE SETTING`: {metric: score of each seed}}."""
-    summary: dict[str, dict[str, float]] = field(default_factory=dict)
-    """{language: {key: score by the main metric}}. The keys are the settings' short names, `delta` (supervised minus
-    zero-shot) and `majority`; with several seeds also KEY_std."""
 
-    def add_scores(self, training: TrainingText, predictions: dict[str, list[list[Any]]]) -> None:
-        """Score the models that were trained on one text. predictions: {language of a test: the predictions of each
-        seed}."""
-        for language, predictions_of_seeds in predictions.items():
-            setting = training.settings[language]
-            metric = self.add_row(f"{language} {setting}", language, predictions_of_seeds)
-            summary = self.summary.setdefault(language, {})
-            summary |= mean_and_deviation(SHORT_NAMES[setting], self.seeds[f"{language} {setting}"][metric])
-            summary |= self.delta_scores(language, metric)
-            if self.task.list_labels(training.file.examples) and MAJORITY not in summary:
-                majority = self.score_majority(training, language)
-                self.rows[f"{language} {MAJORITY}"] = majority
-                summary[MAJORITY] = majority[metric]
-
-    def below_majority_warnings(self) -> list[str]:
-        """Return a line for each score below that of always predicting the most frequent label."""
-        lines = []
-        for language, scores in self.summary.items():
-            for setting, name in SHORT_NAMES.items():
-                if name in scores and scores[name] < scores.get(MAJORITY, 0.0):
-                    lines.append(
-                        f"warning: {language} {setting}: {scores[name]:.3f} is below {scores[MAJORITY]:.3f}, the score "
-                        f"of always predicting the most frequent label; give more --epochs, a higher --lr or more text"
-                    )
-        return lines
-
-    def add_row(self, row: str, language: str, predictions_of_seeds: list[list[Any]]) -> str:
-        """Add a row of scores in a language. Return the name of the main metric, which is the task's first."""
-        examples = self.tests[language].examples
-        scores: dict[str, list[float]] = {}
-        for predictions in predictions_of_seeds:
-            for metric, value in self.task.score(examples, predictions, language).items():
-                scores.setdefault(metric, []).append(value)
-        self.seeds[row] = scores
-        self.rows[row] = {"examples": len(examples)}
-        for metric, values in scores.items():
-            self.rows[row] |= mean_and_deviation(metric, values)
-        return next(iter(scores))
-
-    def delta_scores(self, language: str, metric: str) -> dict[str, float]:
-        """Return the mean and the deviation over seeds of supervised - zero-shot; {} while one of them is unknown."""
-        supervised = self.seeds.get(f"{language} {SUPERVISED}")
-        zero_shot = self.seeds.get(f"{language} {ZERO_SHOT}")
-        if not supervised or not zero_shot:
-            return {}
-        differences: list[float] = []
-        for both in zip(supervised[metric], zero_shot[metric], strict=True):
-            differences.append(bootstrap.weighted_sum(both, (1, -1)))
-        return mean_and_deviation("delta", differences)
-
-    def score_majority(self, training: TrainingText, language: str) -> dict[str, float]:
-        """Return the scores of always predicting the training text's most frequent label."""
-        ((label, _),) = count_labels(training.file.examples).most_common(1)
-        predictions: list[Any] = []
-        for example in self.tests[language].examples:
-            predictions.append(label if isinstance(example.gold, str) else [label] * len(example.gold))
-        return self.task.score(self.tests[language].examples, predictions, language)
+def below_majority_warnings(results: dict[str, Scores]) -> list[str]:
+    """Return a line for each score below that of always predicting the most frequent label. results: see tabulate."""
+    lines = []
+    for language, scores in results.items():
+        for setting, name in SHORT_NAMES.items():
+            if scores.get(name, 1.0) < scores.get(MAJORITY, 0.0):
+                lines.append(
+                    f"warning: {language} {setting}: {scores[name]:.3f} is below {scores[MAJORITY]:.3f}, the score "
+                    f"of always predicting the most frequent label; give more --epochs, a higher --lr or more text"
+                )
+    return lines
