@@ -87,6 +87,7 @@ GOOD = {
     "another code of German": ("xnli", "a.tsv", OWN_XNLI.format("deu_Latn"), [(("a", "b"), ("neutral",))]),
     "SIB-200": ("sentences", "a.tsv", "index_id\tcategory\ttext\n7\ttravel\tgo\n", [(("go",), ("travel",))]),
     "sentences": ("sentences", "a.tsv", "go\ttravel\n", [(("go",), ("travel",))]),
+    "two labels": ("sentences", "a.tsv", "label\ttext\tcategory\n7\tgo\ttravel\n", [(("go",), ("7",))]),
     "SNLI": ("xnli", "a.jsonl", '{"premise": "a", "hypothesis": "b", "label": -1}\n'
              '{"premise": "a", "hypothesis": "c", "label": 1}\n', [(("a", "c"), ("1",))]),
     "SQuAD": ("xquad", "a.json", squad(("q0", "Who?", "", 0), ("q", "When?", "1843", 16)),
@@ -112,9 +113,10 @@ BAD = {
     "not SQuAD's form": ("xquad", "a.json", SHORT_JSON, "KeyError: 'id'"),
     "another place": ("xquad", "a.json", squad(("q", "When?", "1843", 15)), "question q: .*'1843' .*answer_start 15"),
     "a pointer": ("xquad", "a.json", POINTER, "Git LFS"),
-    "no table": ("xnli", "a.parquet", POINTER, "cannot be read as a table"),
+    "a pointer to a table": ("xnli", "a.parquet", POINTER, "Git LFS"),
+    "no table": ("xnli", "a.parquet", "premise\thypothesis\n", "cannot be read as a table"),
     "a web page": ("pos", "a.conllu", "<!DOCTYPE html>\n<html>", "web page"),
-    "nothing": ("xnli", "a.jsonl", "", "cannot be read as a table"),
+    "nothing": ("xnli", "a.jsonl", "", "is empty"),
     "nothing is left": ("pos", "a.conllu", WITHHELD, "has no example in de but for 1"),
 }
 

@@ -1,7 +1,7 @@
 """Labelled examples, and readers of the files that have them.
 
-A reader yields the place of each row in the file, such as "line 3", and the columns of the row. The columns have the
-names that `datasets` uses: text or premise, hypothesis, label; tokens, tags; question, context, answers.
+A reader yields the place of each row in the file, such as "line 3", and the columns of the row. The tasks need the
+columns text or premise, hypothesis, label; tokens, tags; question, context, answers.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any
 
 from xscale.data.text import read_lines
 from xscale.errors import UserError, env_number
+from xscale.files import pointer_problem
 
 Columns = dict[str, Any]
 """{name of a column: its value in one row}."""
@@ -57,11 +58,19 @@ def print_once(text: str) -> None:
         print(text, flush=True)
 
 
+def rename_columns(row: Columns) -> Columns:
+    """Return the columns of a row with the names that they have here. A column that has its name here stays."""
+    return {OTHER_NAMES.get(name, name): value for name, value in row.items()} | row
+
+
 def read_table(files: Path) -> Iterator[tuple[str, Columns]]:
     """Yield the rows of a table, with the names of labels instead of their numbers. files: a file, or the pattern of
     several. Raises UserError."""
     import datasets
 
+    problem = pointer_problem(files)
+    if problem:
+        raise UserError(problem)
     builder = {".arrow": "arrow", ".parquet": "parquet"}.get(files.suffix, "json")
     try:
         table = datasets.load_dataset(builder, data_files=str(files), split="train")
@@ -76,7 +85,7 @@ def read_table(files: Path) -> Iterator[tuple[str, Columns]]:
             labels = getattr(feature, "feature", feature)  # of a list, the type of its elements
             if isinstance(labels, datasets.ClassLabel) and row[name] not in (None, -1):
                 row[name] = labels.int2str(row[name])
-        yield f"row {row.get('id', number)}", {OTHER_NAMES.get(name, name): value for name, value in row.items()}
+        yield f"row {row.get('id', number)}", row
 
 
 def read_tab_separated(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Columns]]:
@@ -85,8 +94,8 @@ def read_tab_separated(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[s
     names = list(columns)
     for number, line in read_lines(path):
         fields = list(map(str.strip, line.split("\t")))
-        header = [OTHER_NAMES.get(field.lower(), field.lower()) for field in fields]
-        if number == 1 and set(columns[:-1]) <= set(header):
+        header = list(map(str.lower, fields))
+        if number == 1 and set(columns[:-1]) <= rename_columns(dict.fromkeys(header)).keys():
             names = header
         elif fields != [""]:
             if len(fields) != len(names):

@@ -32,6 +32,7 @@ from xscale.eval.finetune.examples import (
     read_tab_separated,
     read_table,
     read_tagged_sentences,
+    rename_columns,
 )
 from xscale.eval.finetune.training import IGNORED, Feature, Reads, SequenceMaker
 from xscale.eval.model import Scores
@@ -322,7 +323,7 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
     reasons: Counter[str] = Counter()
     for place, columns in islice(rows_in_language, limit):
         try:
-            example = task.make_example(columns)
+            example = task.make_example(rename_columns(columns))
             examples.append(replace(example, languages=(language, language), path=path, place=place))
         except LeftOut as reason:
             reasons[str(reason)] += 1

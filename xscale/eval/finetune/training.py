@@ -153,6 +153,7 @@ def fine_tune(
             seed=settings["seed"],
             per_device_train_batch_size=max(1, round(settings["batch"] * len(groups) / sequences_of_ranks)),
             per_device_eval_batch_size=64,
+            use_cpu=not torch.cuda.is_available(),
             ddp_find_unused_parameters=False,
             save_strategy="no",
             logging_strategy="epoch",
