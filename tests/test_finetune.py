@@ -473,11 +473,12 @@ def test_a_command_trains_and_scores(
     assert (
         settings["seeds"] == [0, 1, 2] and settings["epochs"] == 1 and settings["lr"] == pytest.approx(5e-5 * 768 / 32)
     )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["de.tsv", "en.tsv", "out.json"]
     printed = capsys.readouterr().out
     assert "3 training texts with the seeds 0 1 2, learning" in printed
 
 
-def test_seeds_and_settings_decide_a_run(maker: SequenceMaker, hf: Path) -> None:
+def test_seeds_and_settings_decide_a_run(maker: SequenceMaker, hf: Path, tmp_path: Path) -> None:
     """A frozen encoder does not change, and both halves of a switched pair are in one step."""
     task = TASKS["xnli"]
     alone = [task.encode(example, maker, ["x", "y"]) for example in text_of("en")]
@@ -485,7 +486,7 @@ def test_seeds_and_settings_decide_a_run(maker: SequenceMaker, hf: Path) -> None
     def tuned(seed: int, frozen: bool, groups: list[Any]) -> Any:
         set_seed(seed)
         model = FineTunedModel(maker, 2, task.reads, frozen)
-        settings = {"epochs": 1, "lr": 1e-3, "batch": 4, "warmup": 0.1, "seed": seed}
+        settings = {"epochs": 1, "lr": 1e-3, "batch": 4, "warmup": 0.1, "seed": seed, "out": tmp_path / "out.json"}
         return training.fine_tune(model, maker.collate, groups, settings)
 
     heads = [tuned(seed, True, alone).model.classifier.weight for seed in (0, 0, 1)]

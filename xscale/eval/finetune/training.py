@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -146,6 +147,7 @@ def fine_tune(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         arguments = transformers.TrainingArguments(
+            output_dir=str(Path(settings["out"]).parent),  # the Trainer makes this folder, but writes nothing
             num_train_epochs=settings["epochs"],
             learning_rate=settings["lr"],
             warmup_steps=settings["warmup"],
