@@ -14,14 +14,13 @@ from xscale.objectives import OBJECTIVES
 from xscale.recipe import load_recipe, shipped_recipes
 from xscale.run.resolve import resolve_run
 
-OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 NAMES = [name for name in shipped_recipes() if name.startswith("adapt/")]
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_adapt_recipe_is_gentle(name: str) -> None:
-    recipe = load_recipe(name, [], OPTIONS)
+    recipe = load_recipe(name, [], OBJECTIVES)
     assert recipe.model.starts_from == "model" and recipe.model.init is None
     assert recipe.model.dropout is None and recipe.model.attention_gain is None
     assert recipe.train.lr <= 5e-5 and recipe.train.warmup > 0 and not recipe.data.segments
@@ -73,7 +72,7 @@ def test_each_trains_from_a_model(demo: Path, tmp_path: Path, tokenizer: Tokeniz
     listed = []
     for name in NAMES:
         sets = [f"model.init={tmp_path / 'model'}", "data.workers=0"]
-        for stream in load_recipe(name, [], OPTIONS).streams:
+        for stream in load_recipe(name, [], OBJECTIVES).streams:
             sets.append(f"streams.{stream}.samples=8")
             if stream == "ppa":
                 sets.append("streams.ppa.queue_size=64")

@@ -173,14 +173,13 @@ def test_only_longer_words(tokenizer: Tokenizer) -> None:
 
 
 def test_options() -> None:
-    names = {name: objective.options for name, objective in OBJECTIVES.items()}
-    recipe = load_recipe("align_mlm", [], names)
+    recipe = load_recipe("align_mlm", [], OBJECTIVES)
     assert recipe.streams["align_mlm"].options == align_mlm.AlignMlmOptions(
         alpha=10.0, subwords="mean", pairs_per_step=None
     )
     for wrong in ("alpha=-1", "pairs_per_step=0", "subwords=first"):
         with pytest.raises(UserError, match=wrong.partition("=")[0]):
-            load_recipe("align_mlm", [f"streams.align_mlm.{wrong}"], names)
+            load_recipe("align_mlm", [f"streams.align_mlm.{wrong}"], OBJECTIVES)
 
 
 def test_entries_of_the_same_tokens_are_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -26,8 +26,7 @@ from xscale.step.step import encode_auxiliary, run_row
 
 
 def recipe_of(*sets: str) -> Recipe:
-    options = {name: objective.options for name, objective in OBJECTIVES.items()}
-    return load_recipe("mlm", ["data.max_length=64", *sets], options)
+    return load_recipe("mlm", ["data.max_length=64", *sets], OBJECTIVES)
 
 
 ROW = {"tokens": 512, "places": int(cost.READ_SHARE * 512), "predictions": 77, "squares": 8 * 64**2}

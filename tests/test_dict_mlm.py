@@ -261,8 +261,7 @@ def test_a_dictionary_without_entries_of_as_many_tokens(context: CollateContext,
 
 @pytest.fixture
 def recipe() -> Callable[..., Any]:
-    names = {name: objective.options for name, objective in OBJECTIVES.items()}
-    return lambda *sets: load_recipe("dict_mlm", list(sets), names).streams["dict_mlm"].options
+    return lambda *sets: load_recipe("dict_mlm", list(sets), OBJECTIVES).streams["dict_mlm"].options
 
 
 def test_options(recipe) -> None:

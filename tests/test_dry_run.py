@@ -11,11 +11,10 @@ from tests import launch
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source
-from xscale.dry_run import BUSY_SHARE, check_disk_space, dry_run, loader_speed_lines
+from xscale.dry_run import check_disk_space, dry_run
 from xscale.errors import UserError
 from xscale.ranks import Process
 from xscale.run.describe import language_share_lines
-from xscale.step import cost
 
 ALONE = Process(0, 1, 0, 1)
 
@@ -63,23 +62,8 @@ def test_a_plan_for_another_machine(
     assert f"ranks: 64 of {device}" in told and "memory per rank" in told and not list(tmp_path.iterdir())
     assert ("26 samples: 38 ranks have nothing to do" in told) == (device == "")
     assert " epochs)" in told and "a step has about" in told and "checkpoint: " in told
-    assert "loader: " in told and "tokens/s" in told
+    assert re.search(r"loader: one process makes about [\d,]+ tokens/s", told)
     assert ("train.max_tokens is 65,536: a step may use 60% of the GPU's 80.0 GiB" in told) == (device == "cuda")
-
-
-@pytest.mark.parametrize(("seconds", "workers", "waits"), [(1.0, 4, False), (1.0, 1, True), (100.0, 0, True)])
-def test_whether_the_loader_keeps_up(
-    demo: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, workers: int, waits: bool
-) -> None:
-    """A GPU that trains a million tokens/s needs two workers of 600,000."""
-    flops = cost.StepFlops(launch.encoder(loader_of(demo, "tlm")))
-    loaded = {"tokens": 600_000, "places": 0, "predictions": 0, "squares": 0}
-    loaded |= {"auxiliary_tokens": 0, "auxiliary_places": 0, "auxiliary_squares": 0}
-    monkeypatch.setattr(flops, "peak", 1e6 / BUSY_SHARE * flops.total(loaded) / 600_000)
-    line, *warnings = loader_speed_lines(loaded, seconds, workers, flops, "cuda")
-    assert line.endswith("trains 1,000,000") and bool(warnings) == waits
-    assert not waits or f"set data.workers={2 if seconds == 1 else 167}" in warnings[0]
-    assert len([*loader_speed_lines(loaded, seconds, workers, flops, "cpu")]) == 1
 
 
 def test_ranks_are_for_plans(capsys: pytest.CaptureFixture) -> None:

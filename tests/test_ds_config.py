@@ -22,7 +22,7 @@ GPU = Hardware("cuda", True, True)
 
 
 def recipe(name: str = "mlm", *sets: str) -> Recipe:
-    return load_recipe(name, list(sets), {n: o.options for n, o in OBJECTIVES.items()})
+    return load_recipe(name, list(sets), OBJECTIVES)
 
 
 def resolve(config: dict[str, Any], made: Recipe | None = None, world: int = 2, hardware=GPU):
@@ -52,7 +52,7 @@ def test_shipped_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("zero2_gpu", "mine/zero2_cpu.json", "."):
         with pytest.raises(UserError, match=rf"--ds_config {re.escape(name)} "):
             read_ds_config(Path(name))
-    with pytest.raises(UserError, match=r"zero2_gpu not found.*zero1_bf16, .*zero2_cpu"):
+    with pytest.raises(UserError, match=r"zero2_gpu cannot be read \(No such file.*zero1_bf16, .*zero2_cpu"):
         read_ds_config(Path("zero2_gpu"))
     Path("zero2_cpu.json").write_text('{"gradient_clipping": 7.0}')
     assert (
@@ -101,7 +101,6 @@ def test_torch_s_adam_is_fused_where_torch_can() -> None:
     for params, hardware, expected in (
         ({"torch_adam": True}, GPU, True),
         ({"torch_adam": True}, CPU, True),
-        ({"torch_adam": True}, Hardware("npu", True, True), False),
         ({"torch_adam": True, "fused": False}, GPU, False),
         ({"torch_adam": True, "foreach": True}, GPU, None),
         ({"torch_adam": False}, GPU, None),
@@ -254,9 +253,10 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ({"fp61": {}}, "fp61 .*did you mean fp16"),
-    ({"bfloat16": {"enabled": True}}, "bfloat16 .*did you mean bf16"),
-    ({"gradient_cliping": 1.0}, "gradient_cliping .*did you mean gradient_clipping"),
+    ({"fp61": {}}, "fp61 has no effect .*leave it out, or use fp16, bf16"),
+    ({"bfloat16": {"enabled": True}}, "bfloat16 has no effect .*bf16"),
+    ({"gradient_cliping": 1.0}, "gradient_cliping has no effect .*gradient_clipping"),
+    ({"amp": {"enabled": False}}, "amp has no effect .*leave it out"),
     ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint .*leave it out"),
     ({"torch_autocast": {"enabled": True}}, "torch_autocast .*leave it out"),
     ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op .*leave it out"),
@@ -266,12 +266,12 @@ REFUSED = [
     ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage: '2' is not a number"),
     ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients: .*leave it out"),
     ({"zero_optimization": 2}, "zero_optimization: 2 is not an object"),
-    ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
-    ({"optimizer": {"type": "Adam", "params": None}}, "optimizer.params: None is not an object"),
-    ({"optimizer": {"type": "Adam", "parms": {}}}, "optimizer.parms is unknown; the keys are type, params"),
+    ({"optimizer": {"params": {}}}, "optimizer: needs a text as type"),
+    ({"optimizer": {"type": "Adam", "params": None}}, "optimizer: needs .* an object as params"),
+    ({"optimizer": {"type": "Adam", "parms": {}}}, "optimizer.parms has no effect .*use type, params"),
     ({"optimizer": {"type": "Lamb"}, "zero_optimization": {"stage": 1}}, "optimizer.type: Lamb .*write AdamW"),
     ({"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 3}}, "optimizer.type: Muon .*write AdamW"),
-    ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype is unknown"),
+    ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype has no effect"),
 ]
 """DeepSpeed ignores or misreads these, or xscale does not support them."""
 
@@ -287,9 +287,9 @@ def test_what_would_not_do_what_it_says(tmp_path: Path, config: dict[str, Any], 
 @pytest.mark.parametrize(
     "config",
     [
-        {key: {} for key in ("tensorboard", "aio", "flops_profiler", "comms_logger", "amp")},
+        {key: {} for key in ("tensorboard", "aio", "flops_profiler", "comms_logger")},
         {"optimizer": {"type": "adam", "params": {"adam_w_mode": True, "bias_correction": True, "fused": True}}},
-        {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}, "amp": {"enabled": False}},
+        {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}},
         {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}, "zero_optimization": {"stage": 2}},
         {"optimizer": {"type": "Lamb"}, "zero_optimization": {"stage": 0}},
         {"csv_monitor": {"enabled": False, "job_name": "a 7"}},
@@ -306,9 +306,8 @@ UNRESOLVED = [
     ({"gradient_accumulation_steps": 4}, f"gradient_accumulation_steps = 4: {CUT}"),
     ({"train_batch_size": 65}, f"train_batch_size = 65: {CUT}"),
     # other integrations fill these; DeepSpeed itself would fail on the text much later
-    ({"zero_optimization": {"reduce_bucket_size": "auto"}}, r"\n.*zero_optimization\.reduce_bucket_size"),
-    ({"zero_optimization": {"stage3_prefetch_bucket_size": "auto"}}, r"\n.*\.stage3_prefetch_bucket_size"),
-    ({"fp16": {"loss_scale": "auto"}}, r"\n.*fp16\.loss_scale"),
+    ({"zero_optimization": {"reduce_bucket_size": "auto"}}, r'"auto" in zero_optimization: .*reduce_bucket_size'),
+    ({"fp16": {"loss_scale": "auto"}}, r'"auto" in fp16: .*loss_scale'),
     # what DeepSpeed says
     ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer .*dictionary.*='cpu'"),
     ({"zero_optimization": {"stage": 2, "reduce_scater": True}}, "reduce_scater"),
@@ -366,15 +365,6 @@ def test_half_precision_takes_zero(precision: str) -> None:
 def test_stage_3_offloads_several_streams() -> None:
     config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     resolve(config, recipe("xlm"))
-
-
-def test_groups_of_machines_divide_the_ranks() -> None:
-    """DeepSpeed has no group for the ranks that are left over; of fewer ranks than a group it makes one of all."""
-    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}
-    for world in (1, 3, 8, 16):
-        resolve(config, recipe("xlm"), world)
-    with pytest.raises(UserError, match=r"zero_hpz_partition_size = 8 does not divide 12 ranks"):
-        resolve(config, recipe("xlm"), 12)
 
 
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     {"removed"},
     {"errors", "record", "rng", "files", "metric_keys", "deepspeed_private", "strict_yaml"},
-    {"plugins", "ranks"},
+    {"ranks"},
     {"recipe"},
     {"data"},
     {"ops"},

@@ -16,8 +16,7 @@ from transformers import AutoModelForMaskedLM
 from tests import launch
 from tests.conformance import check_objective
 from xscale.errors import UserError
-from xscale.objectives import OBJECTIVES
-from xscale.plugins import import_objective
+from xscale.objectives import OBJECTIVES, import_objective
 from xscale.run.folder import FAULT, exit_code_and_message
 from xscale.run.resolve import module_of_run, resolve_run
 
@@ -102,7 +101,7 @@ WRONG = [
         "collate",
         "states.'source'. has columns from 1000000 ",
     ),
-    ('{"rank": len(pairs)}', '{"rnak": len(pairs)}', "collate", "target_counts have rnak, but not rank"),
+    ('{"rank": len(pairs)}', '{"rnak": len(pairs)}', "collate", "target_counts lack rank"),
     ("samples=len(pairs)", 'samples=len(pairs), labels={"odd": first.ids}', "collate", "labels has odd; the terms"),
     ("    scores = ", "    import sys; sys.exit(0)\n    scores = ", "loss", r"called sys.exit\(0\)"),
     ('return Losses(sums={"rank"', 'return Losses(sums={"rnak"', "loss", "sums has 'rnak', which is none of"),
@@ -126,9 +125,9 @@ def test_what_an_objective_does_wrong_bears_its_name(
 
 HEAD = "from dataclasses import dataclass, replace\nfrom xscale.objectives import tlm\n"
 BROKEN = [
-    ("def x(:", "cannot be imported: SyntaxError"),
-    ("raise RuntimeError('no licence')", "cannot be imported: RuntimeError: no licence"),
-    ("import sys; sys.exit(3)", "cannot be imported: SystemExit"),
+    ("def x(:", r"cannot be imported \(SyntaxError"),
+    ("raise RuntimeError('no licence')", r"cannot be imported \(RuntimeError: no licence"),
+    ("import sys; sys.exit(3)", r"cannot be imported \(SystemExit"),
     ("import not_there_at_all", "No module named 'not_there_at_all'"),
     ("", "is not an Objective"),
     ("OBJECTIVE = {'odd': 5}", "is not an Objective"),

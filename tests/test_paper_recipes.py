@@ -20,7 +20,6 @@ from xscale.recipe import RECIPES, Recipe, load_recipe, shipped_recipes
 from xscale.run.describe import learning_rate_warnings
 from xscale.run.resolve import check_starting_weights
 
-OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 NAMES = [name for name in shipped_recipes() if name.startswith("paper/")]
 
 PAN = {
@@ -118,7 +117,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def load(name: str, *sets: str) -> Recipe:
-    return load_recipe(f"paper/{name}", list(sets), OPTIONS)
+    return load_recipe(f"paper/{name}", list(sets), OBJECTIVES)
 
 
 def marked(name: str) -> set[str]:
@@ -195,7 +194,7 @@ def test_each_trains_on_the_demo_corpus(demo: Path, tmp_path: Path) -> None:
     differ from the first by fields of which tests/test_recipes.py trains each."""
     listed, names = [], [name for name in NAMES if "/pan_" not in name or name.endswith("250k")]
     for name in names:
-        recipe = load_recipe(name, [], OPTIONS)
+        recipe = load_recipe(name, [], OBJECTIVES)
         sets = ["model.init=null", "model.preset=tiny", "data.first=200", "data.workers=0", "train.warmup=0.3"]
         sets += [f"streams.{stream}.samples=8" for stream in recipe.streams]
         sets += ["streams.ppa.queue_size=64"] * ("ppa" in recipe.streams)
@@ -241,10 +240,10 @@ def test_a_recipe_starts_from_the_weights_that_it_suits(
 ) -> None:
     sets = sets_of_model(tmp_path, sets, trained_by_xscale)
     if words is None:
-        check_starting_weights(recipe, load_recipe(recipe, sets, OPTIONS), sets)
+        check_starting_weights(recipe, load_recipe(recipe, sets, OBJECTIVES), sets)
     else:
         with pytest.raises(UserError, match=words):
-            check_starting_weights(recipe, load_recipe(recipe, sets, OPTIONS), sets)
+            check_starting_weights(recipe, load_recipe(recipe, sets, OBJECTIVES), sets)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +259,7 @@ def test_a_rate_for_random_weights_is_named_before_it_harms_a_public_encoder(
     tmp_path: Path, sets: list[str], trained_by_xscale: bool, warned: bool
 ) -> None:
     sets = sets_of_model(tmp_path, sets, trained_by_xscale)
-    warnings = learning_rate_warnings(load_recipe("mlm", sets, OPTIONS))
+    warnings = learning_rate_warnings(load_recipe("mlm", sets, OBJECTIVES))
     assert len(warnings) == warned
     if warned:
         assert re.search(r"train\.lr 0\.001 .*set train\.lr=5e-5", warnings[0])
@@ -270,4 +269,4 @@ def test_a_recipe_for_a_model_needs_one(tmp_path: Path) -> None:
     path = tmp_path / "adapt.yaml"
     path.write_text("model: {starts_from: model}\nstreams: {mlm: {objective: mlm, samples: 8}}\n")
     with pytest.raises(UserError, match=r"goes on from a pre-trained model.*model\.init=DIR"):
-        check_starting_weights(str(path), load_recipe(str(path), [], OPTIONS), [])
+        check_starting_weights(str(path), load_recipe(str(path), [], OBJECTIVES), [])

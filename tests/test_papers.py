@@ -47,12 +47,12 @@ def test_grids_name_what_there_is(driver: Any, tmp_path: Path, name: str, scale:
     assert "steps" in grid.scale
     for kind in filter(None, [grid.scale["tune"], grid.scale.get("probe")]):
         assert {"epochs", "limit", "lr", "seeds"} == kind.keys() - {"tasks", "batch", "test_limit"}
-    options, dropouts = {objective: of.options for objective, of in OBJECTIVES.items()}, set()
+    dropouts = set()
     for arm in filter(None, [*grid.grid["arms"].values(), grid.grid.get("pretrain")]):
         shipped = yaml.safe_load((RECIPES / f"{arm['recipe']}.yaml").read_text(encoding="utf-8"))
         assert {key.split(".")[1] for key in arm if key.startswith("streams.")} <= shipped["streams"].keys(), arm
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(grid.recipe(arm, 20, tmp_path, None)), encoding="utf-8")
-        recipe = load_recipe(str(tmp_path / "recipe.yaml"), [], options)
+        recipe = load_recipe(str(tmp_path / "recipe.yaml"), [], OBJECTIVES)
         assert recipe.train.steps == 20
         dropouts.add(recipe.model.dropout)
     assert len(dropouts) == 1, "arms that are compared have one dropout"

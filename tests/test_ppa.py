@@ -617,13 +617,12 @@ def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path
 
 
 def test_options_name_every_problem() -> None:
-    objectives = {name: objective.options for name, objective in OBJECTIVES.items()}
     sets = {"temperature": "0", "momentum": "1.5"}
     with pytest.raises(UserError) as error:
-        load_recipe("ppa", [f"streams.ppa.{name}={value}" for name, value in sets.items()], objectives)
+        load_recipe("ppa", [f"streams.ppa.{name}={value}" for name, value in sets.items()], OBJECTIVES)
     assert all(f"streams.ppa.{name}: {value}: " in str(error.value) for name, value in sets.items())
     with pytest.raises(UserError, match=r"streams.ppa.moco_weight and tlm_weight are both 0"):
-        load_recipe("ppa", ["streams.ppa.moco_weight=0", "streams.ppa.tlm_weight=0"], objectives)
+        load_recipe("ppa", ["streams.ppa.moco_weight=0", "streams.ppa.tlm_weight=0"], OBJECTIVES)
 
 
 def test_queue_smaller_than_a_step_is_refused(demo: Path) -> None:

@@ -16,12 +16,11 @@ from xscale.recipe import RECIPES, ModelConfig, Recipe, load_recipe, shipped_rec
 from xscale.run.folder import identity_differences
 from xscale.run.synchronizer import GlobalCounts, check_targets
 
-OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 STREAM = "streams: {mlm: {objective: mlm, samples: 8}}\n"
 
 
 def load(name: str, *sets: str) -> Recipe:
-    return load_recipe(name, list(sets), OPTIONS)
+    return load_recipe(name, list(sets), OBJECTIVES)
 
 
 @pytest.fixture
@@ -408,7 +407,7 @@ def test_a_step_without_targets_is_an_error() -> None:
 @pytest.mark.parametrize("assignment", ["train.steps=" + "9" * 5000, "train.lr=" + "[" * 3000, "train={lr: 1, lr: 2}"])
 def test_set_that_python_stumbles_over(assignment: str) -> None:
     with pytest.raises(UserError, match=r"--set train.*(is not YAML|lr occurs twice)"):
-        load_recipe("mlm", [assignment], {name: o.options for name, o in OBJECTIVES.items()})
+        load_recipe("mlm", [assignment], OBJECTIVES)
 
 
 def test_a_recipe_s_name_that_no_file_can_have(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from xscale.recipe import load_recipe
 from xscale.report import __main__ as report
 
 ROOT = Path(__file__).parent.parent
-OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 PROGRAMS: dict[str, Callable[[], Any]] = {
     "xscale/train.py": train.main,
     "xscale/export.py": export.main,
@@ -68,7 +67,7 @@ def test_a_removed_field_names_its_substitute(monkeypatch, key: str) -> None:
     monkeypatch.setitem(removed.FIELDS, "train.not_a_field", "use another")
     name = key.replace("*", "tlm")
     with pytest.raises(UserError) as error:
-        load_recipe("tlm", [f"{name}=1"], OPTIONS)
+        load_recipe("tlm", [f"{name}=1"], OBJECTIVES)
     assert f"{name} is no longer part of xscale: {removed.FIELDS[key]}" in str(error.value)
 
 
@@ -76,7 +75,7 @@ def test_a_removed_field_names_its_substitute(monkeypatch, key: str) -> None:
 @pytest.mark.parametrize("section", ["train.", "streams.tlm."])
 def test_an_argument_of_hugging_face_has_our_name(section: str, argument: str) -> None:
     with pytest.raises(UserError) as error:
-        load_recipe("tlm", [f"{section}{argument}=1"], OPTIONS)
+        load_recipe("tlm", [f"{section}{argument}=1"], OBJECTIVES)
     assert f"{section}{argument}: unknown key" in str(error.value)
     assert f"is {removed.HUGGING_FACE[argument]} here" in str(error.value)
 
@@ -93,7 +92,7 @@ def test_our_names_of_hugging_faces_arguments_exist() -> None:
 
 
 def recipe_sections() -> dict[str, Any]:
-    loaded = load_recipe("tlm", [], OPTIONS)
+    loaded = load_recipe("tlm", [], OBJECTIVES)
     return {name: getattr(loaded, name) for name in ("model", "data", "train", "checkpoint", "eval")}
 
 

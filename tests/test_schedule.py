@@ -16,9 +16,8 @@ STEPS, LR = 40, 0.02
 
 
 def load(*sets: str) -> Recipe:
-    options = {name: objective.options for name, objective in OBJECTIVES.items()}
     return load_recipe(
-        "mlm", [f"train.steps={STEPS}", f"train.lr={LR}", *(f"train.{field}" for field in sets)], options
+        "mlm", [f"train.steps={STEPS}", f"train.lr={LR}", *(f"train.{field}" for field in sets)], OBJECTIVES
     )
 
 

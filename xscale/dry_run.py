@@ -31,10 +31,8 @@ from xscale.step.module import StepModule
 
 UNKNOWN_SAMPLE = 1024
 """The number of records of each language in which unknown tokens are counted."""
-PLANNED_GPU, PLANNED_MEMORY = "H100", 80 << 30
-"""The GPU for which a dry run with --ranks plans on a machine without a GPU: its kind, and the bytes of its memory."""
-BUSY_SHARE = 0.4
-"""The share of a GPU's peak FLOP/s that a run reaches, which the loader must keep up with."""
+PLANNED_MEMORY = 80 << 30
+"""The bytes of memory of the GPUs for which a dry run with --ranks plans on a machine without a GPU."""
 
 
 def dry_run(args: argparse.Namespace, process: Process) -> None:
@@ -54,16 +52,17 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
         print(limit.sentence())
         loader = replace(loader, gpu_tokens=limit.tokens)
     check_stage_3(module, run.config.stage)
-    print(redact(yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)))
-    print("ds_config:", yaml.safe_dump(run.config.resolved, sort_keys=False))
     print(
+        redact(yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)),
+        "ds_config: " + yaml.safe_dump(run.config.resolved, sort_keys=False),
         *data_lines(run.corpus),
         *unknown_token_lines(run.corpus),
         *language_share_lines(loader),
         *dropped_pairs_warnings(loader),
+        *module.notes,
+        *requirement_lines(loader, module, run.config, process, hardware.device),
         sep="\n",
     )
-    print(*module.notes, *requirement_lines(loader, module, run.config, process, hardware.device), sep="\n")
     if not args.ranks:
         check_disk_space(cost.checkpoint_bytes(module, run.config.resolved, run.config.precision), args.out)
     print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
@@ -121,10 +120,12 @@ def requirement_lines(
         yield f"warning: a step has {samples:,} samples: {process.world - samples:,} ranks have nothing to do"
     begin = time.perf_counter()
     second = load_rank_batch(dataset, mixture.next_plan(), process.rank)
-    seconds = time.perf_counter() - begin
-    flops = cost.StepFlops.of(module)
+    speed = second.cost()["tokens"] / (time.perf_counter() - begin)
     workers = worker_count(loader.recipe.data.workers, process, device)
-    yield from loader_speed_lines(second.cost(), seconds, workers, flops, device)
+    yield (
+        f"loader: one process makes about {speed:,.0f} tokens/s, and the {workers or 1} of a rank "
+        f"{speed * (workers or 1):,.0f} (data.workers)"
+    )
     yield f"parameters: {cost.parameter_count(module):,} (vocabulary {loader.corpus.tokenizer.vocab_size:,})"
     largest = max((row.cost for row in first.rows), key=lambda row: row["tokens"])
     memory = cost.memory_by_purpose(
@@ -141,24 +142,6 @@ def load_rank_batch(dataset: StepDataset, plan: Plan, rank: int) -> StepBatch:
     if isinstance(batch, Failure):
         raise batch
     return batch
-
-
-def loader_speed_lines(
-    loaded: dict[str, int], seconds: float, workers: int, flops: cost.StepFlops, device: str
-) -> Iterator[str]:
-    """Yield a line about the speed of the loader, which took `seconds` for a batch with the Row.cost `loaded`."""
-    speed = loaded["tokens"] / seconds
-    line = f"loader: one worker makes about {speed:,.0f} tokens/s, the {workers} of a rank {workers * speed:,.0f}"
-    if not workers:
-        line = f"loader: the training process itself makes about {speed:,.0f} tokens/s, and waits for them"
-    peak = flops.peak or cost.PEAK_FLOPS[PLANNED_GPU]
-    if device == "cpu" or not loaded["tokens"]:
-        yield line
-        return
-    needed = BUSY_SHARE * peak * loaded["tokens"] / flops.total(loaded)
-    yield f"{line}; a GPU at {BUSY_SHARE:.0%} of {peak / 1e12:,.0f} TFLOP/s trains {needed:,.0f}"
-    if needed > workers * speed:
-        yield f"warning: the GPU will wait for data; set data.workers={math.ceil(needed / speed)}, if there are cores"
 
 
 def check_disk_space(size: float, out: Path) -> None:

@@ -10,15 +10,14 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, PlainValidator, PositiveFloat, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
-from xscale.errors import UserError
-from xscale.plugins import import_objective
+from xscale.errors import UserError, indent_lines
 from xscale.removed import removed_field
 from xscale.strict_yaml import read_yaml
 
@@ -222,7 +221,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class EvalTask:
-    name: str
+    name: Annotated[str, Field(pattern=r"^(heldout|retrieval)(\.[A-Za-z0-9_.-]+)?$")]
     """The kind of the task. heldout measures the loss of each stream, language and language pair on the records in
     `data`. retrieval measures how often the nearest neighbour of a sentence is its translation, among the pairs in
     `data`. A second task of the same kind needs a suffix, such as heldout.test."""
@@ -230,15 +229,6 @@ class EvalTask:
     """Directories of shards for evaluation. The run must not train on the same shards."""
     limit: Count = 1000
     """The maximum number of records (sentences or pairs) of each language and language pair."""
-
-    @model_validator(mode="after")
-    def check_name(self) -> Self:
-        if not re.fullmatch(r"(heldout|retrieval)(\.[A-Za-z0-9_.-]+)?", self.name):
-            raise ValueError(
-                f"name: {self.name!r} must be heldout or retrieval, or one of these with a suffix, such as "
-                f"heldout.test; alignment needs no task, because the run writes its scores to metrics.jsonl"
-            )
-        return self
 
     @property
     def kind(self) -> str:
@@ -254,23 +244,47 @@ class EvalConfig:
     tasks: list[EvalTask] = dataclasses.field(default_factory=list)
     """The list of tasks of each evaluation."""
 
+    @property
+    def task_names(self) -> list[str]:
+        return [task.name for task in self.tasks]
+
     @model_validator(mode="after")
     def names_each_task_once(self) -> Self:
-        names = [task.name for task in self.tasks]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"tasks: two tasks have the name {name}; write {name}.one, {name}.two")
+        names = self.task_names
+        if len(set(names)) < len(names):
+            raise ValueError(f"tasks: two of {', '.join(names)} have the same name; write heldout.one, heldout.two")
         return self
 
 
-IN_PHASES = {
-    "model": frozenset({"rope_theta", "dropout"}),
-    "data": frozenset({"max_length", "overlong", "languages", "languages_add", "alpha", "alpha_by"}),
-    "train": frozenset({"lr"}),
-    "streams": frozenset({"samples", "weight", "languages"}),
+SECTIONS = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "checkpoint": CheckpointConfig,
+    "eval": EvalConfig,
 }
-"""The fields that a phase may change, by section. Objectives name others in `in_phases` of their options."""
-
+NOT_IDENTITY = {
+    "model": ("starts_from", "tokenizer"),
+    "data": ("workers", "cache", "lexicons", "lexicon_heldout"),
+    "train": (
+        *("steps", "epochs", "max_tokens", "activation_checkpointing", "deterministic", "measure_every"),
+        *("time_limit", "stall_limit", "skip_steps"),
+    ),
+}
+"""The fields that a resumed run may change. The tokenizer and the dictionaries are compared by content, not by path."""
+IN_PHASES = (
+    *("model.rope_theta", "model.dropout", "train.lr", "data.max_length", "data.overlong", "data.languages"),
+    *("data.languages_add", "data.alpha", "data.alpha_by"),
+)
+"""The fields that a phase may change, besides those of streams."""
+STREAM_FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig) if field.name != "options")
+"""The fields of every stream."""
+STREAM_IN_PHASES = ("samples", "weight", "languages")
+"""The fields of a stream that a phase may change. Objectives name others in `in_phases` of their options."""
+BY_EPOCHS = MOST
+"""The value of train.steps in a recipe with `epochs`, until the number of pairs is known."""
+Objectives = Mapping[str, Any]
+"""Name of an objective -> the Objective (xscale/objectives/base.py). Raises KeyError for an unknown name."""
 
 Value = TypeVar("Value")
 Other = TypeVar("Other")
@@ -302,10 +316,10 @@ class Schedule(Generic[Value]):
 
     def map(self, function: Callable[[Value], Other]) -> "Schedule[Other]":
         """Return the schedule of the function's results."""
-        return Schedule(self.ends, tuple(function(value) for value in self.values))
+        return Schedule(self.ends, tuple(map(function, self.values)))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Phase:
     """A range of a run's steps, in which some fields of the recipe have other values."""
 
@@ -314,18 +328,18 @@ class Phase:
     `until` is a step, a float is a share of the run's steps."""
     end: int
     """The first step, counted from 0, that does not belong to the phase."""
-    recipe: Any
+    recipe: "Recipe"
     """The recipe (without phases) for the phase's steps."""
 
 
-@dataclass(frozen=True, config=STRICT, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Recipe:
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig
     streams: dict[str, StreamConfig]
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    eval: EvalConfig = EvalConfig()
+    data: DataConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+    eval: EvalConfig
     phases: tuple[Phase, ...] = ()
     """The phases in order. The steps after the last phase use the values of the recipe."""
 
@@ -353,8 +367,7 @@ class Recipe:
         """Return whether any sequence has the neutral token type 0. This is so if its stream has no language
         embeddings, or hides the languages of some sequences (language_dropout)."""
         for stream in self.streams.values():
-            named = getattr(stream.options, "language_embeddings", False)
-            if not named or getattr(stream.options, "language_dropout", 0) > 0:
+            if not getattr(stream.options, "language_embeddings", False) or stream.options.language_dropout > 0:
                 return True
         return False
 
@@ -377,44 +390,13 @@ class Recipe:
         return fields
 
 
-NOT_IDENTITY = {
-    "model": ("starts_from", "tokenizer"),
-    "data": ("workers", "cache", "lexicons", "lexicon_heldout"),
-    "train": (
-        *("steps", "epochs", "max_tokens", "activation_checkpointing", "deterministic", "measure_every"),
-        *("time_limit", "stall_limit", "skip_steps"),
-    ),
-}
-"""The fields that a resumed run may change. The tokenizer and the dictionaries are compared by content, not by path."""
-SECTIONS = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "train": TrainConfig,
-    "checkpoint": CheckpointConfig,
-    "eval": EvalConfig,
-}
-BY_EPOCHS = MOST
-"""The value of train.steps in a recipe with `epochs`, until the number of pairs is known."""
-EITHER = {"train.steps": "epochs", "train.epochs": "steps"}
-"""Fields that exclude each other: `--set` of the first removes the second."""
-RESTING = "0 is for a phase with other streams; write 1 or more"
-Objectives = Mapping[str, type]
-"""Name of an objective -> the class of its options."""
-
-
 def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
     """Return the recipe with train.steps computed from train.epochs. pairs: the number of pairs of an epoch; samples:
     the number of pairs of a step. Raises UserError."""
-    train = recipe.train
-    assert train.epochs
-    steps = math.ceil(round(train.epochs * pairs / samples, 6))
-    if train.steps not in (BY_EPOCHS, steps):
-        raise UserError(
-            f"train.steps: {train.steps:,}, but train.epochs: {train.epochs:g} are {steps:,} steps of {samples:,} of "
-            f"{pairs:,} pairs; leave one of the two out"
-        )
+    assert recipe.train.epochs
+    steps = math.ceil(round(recipe.train.epochs * pairs / samples, 6))
     problems = list[str]()
-    train = validate(TrainConfig, dataclasses.asdict(train) | {"steps": steps}, "train", problems, {})
+    train = read_section(TrainConfig, dataclasses.asdict(recipe.train) | {"steps": steps}, "train", problems)
     if problems:
         raise UserError("\n".join(problems))
     return dataclasses.replace(recipe, train=train)
@@ -450,30 +432,26 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
         raise UserError(f"{path}: a recipe is a mapping with keys such as model, streams, data, train")
     problems = list[str]()
     for assignment in sets:
-        try:
-            apply_set_flag(tree, assignment)
-        except ValueError as error:
-            problems.append(f"--set {assignment[:80]}: {error}")
+        apply_set_flag(tree, assignment, problems)
     phases = tree.pop("phases", None) or []
     recipe = build_recipe(tree, objectives, problems)
-    if recipe and not problems:
+    if recipe is not None:
         recipe = dataclasses.replace(recipe, phases=build_phases(recipe, phases, tree, objectives, problems))
     if problems or recipe is None:
         source = f"{path} with --set" if sets else f"{path}"
-        raise UserError(f"recipe {source}:\n" + "\n".join(f"  {problem}" for problem in problems))
+        raise UserError(f"recipe {source}:\n{indent_lines(problems)}")
     return recipe
 
 
-def apply_set_flag(tree: dict[str, Any], assignment: str) -> None:
-    """Set a field of the tree as `--set` says, such as "train.lr=3e-4". Raises ValueError."""
+def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
+    """Set a field of the tree as `--set` says, such as "train.lr=3e-4"."""
     dotted, equals, text = assignment.partition("=")
-    if not equals:
-        raise ValueError("needs the form key.sub=value")
     try:
-        value = read_yaml(text)
+        if not equals:
+            raise ValueError("needs the form key.sub=value")
+        set_field(tree, dotted, read_yaml(text))
     except ValueError as error:
-        raise ValueError(f"is not YAML: {str(error).splitlines()[0]}") from None
-    set_field(tree, dotted, value)
+        problems.append(f"--set {assignment[:80]}: {str(error).splitlines()[0]}")
 
 
 def set_field(tree: dict[str, Any], dotted: str, value: Any) -> None:
@@ -487,87 +465,77 @@ def set_field(tree: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(node, dict):
             raise ValueError(f"{parent} has no fields")
     node[last] = value
-    if dotted in EITHER and value is not None:
-        node.pop(EITHER[dotted], None)
+    if dotted == "train.steps":
+        node.pop("epochs", None)
 
 
 def build_recipe(
     tree: dict[str, Any], objectives: Objectives, problems: list[str], is_phase: bool = False
 ) -> Recipe | None:
     """Return the recipe with these fields, without phases, or None if there is a problem."""
-    fields = copy.deepcopy({name: value for name, value in tree.items() if value is not None})
-    train = fields.get("train")
-    if isinstance(train, dict) and train.get("epochs") is not None:
-        train.setdefault("steps", BY_EPOCHS)
-    options = dict[str, Any]()
-    streams = fields.get("streams")
+    sections: dict[str, Any] = {name: cls() for name, cls in SECTIONS.items()}
+    for name, fields in tree.items():
+        if name in SECTIONS and fields is not None:
+            if name == "train" and isinstance(fields, dict) and fields.get("epochs"):
+                fields = fields | {"steps": BY_EPOCHS}
+            sections[name] = read_section(SECTIONS[name], fields, name, problems)
+        elif name not in (*SECTIONS, "streams"):
+            problems.append(unknown_key(name, "a recipe", (*SECTIONS, "streams", "phases")))
+    streams = tree.get("streams")
     if not streams or not isinstance(streams, dict):
         problems.append("streams: needs at least one, such as {mlm: {objective: mlm, samples: 64}}")
-        streams = {}
-    fields["streams"] = dict[str, Any]()
-    for key, stream in streams.items():
-        name = str(key)  # YAML reads a name such as 1 as a number
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            problems.append(f"streams.{name}: a stream's name may have only letters, digits, _ and -")
-        if not isinstance(stream, dict):
-            problems.append(f"streams.{name}: needs fields, such as {{objective: mlm, samples: 64}}")
-            continue
-        fields["streams"][name] = stream
-        options[name] = take_options(f"streams.{name}", stream, objectives, problems)
-        if stream.get("samples") == 0 and not is_phase:
-            problems.append(f"streams.{name}.samples: {RESTING}")
-    keys = {name: field_names(cls) for name, cls in SECTIONS.items()}
-    recipe = validate(Recipe, fields, "", problems, keys | {"": field_names(Recipe)})
+        return None
+    read = {name: read_stream(name, fields, objectives, problems) for name, fields in streams.items()}
+    idle = [name for name, stream in read.items() if stream is not None and stream.samples == 0]
+    if not is_phase or len(idle) == len(streams):
+        problems += [f"streams.{name}.samples: 0 is for a phase with other streams; write 1 or more" for name in idle]
     if problems:
         return None
-    for name, stream in recipe.streams.items():
-        options[name] = dataclasses.replace(stream, options=options[name])
-    recipe = dataclasses.replace(recipe, streams=options)
-    problems += find_contradictions(recipe)
+    recipe = Recipe(streams=read, **sections)
+    best = recipe.checkpoint.best
+    tasks = recipe.eval.task_names
+    if best and best.partition("/")[0] not in tasks:
+        problems.append(f"checkpoint.best: {best} names no task of eval.tasks, which has: {', '.join(tasks) or 'none'}")
     return recipe
 
 
-def take_options(where: str, stream: dict[str, Any], objectives: Objectives, problems: list[str]) -> Any:
-    """Remove the objective's own fields from those of a stream, and return them as an instance of its options class, or
-    None if there is a problem."""
-    shared = field_names(StreamConfig)
-    fields = {name: stream.pop(name) for name in [*stream] if name not in shared}
-    objective = stream.get("objective")
-    if not isinstance(objective, str):
-        return None  # `validate` adds this problem
+def read_stream(name: str, fields: Any, objectives: Objectives, problems: list[str]) -> Any:
+    """Return a stream with the options of its objective, or None if there is a problem."""
+    where = f"streams.{name}"
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        problems.append(f"{where}: a stream's name may have only letters, digits, _ and -")
+    if not isinstance(fields, dict):
+        problems.append(f"{where}: needs fields, such as {{objective: mlm, samples: 64}}")
+        return None
+    own = dict(fields)
+    shared = {key: own.pop(key) for key in STREAM_FIELDS if key in own}
+    stream = read_section(StreamConfig, shared, where, problems)
+    if not isinstance(shared.get("objective"), str):
+        return None
     try:
-        options_class = find_options(objective, objectives)
+        options_class = find_options(shared["objective"], objectives)
     except UserError as error:
         problems.append(f"{where}.objective: {error}")
         return None
-    return validate(options_class, fields, where, problems, {where: [*shared, *field_names(options_class)]})
+    options = read_section(options_class, own, where, problems, STREAM_FIELDS)
+    if stream is None:
+        return None
+    return dataclasses.replace(stream, options=options)
 
 
-def find_options(objective: str, objectives: Objectives) -> Any:
-    """Return the options class of an objective. Raises UserError."""
-    if objective in objectives:
-        return objectives[objective]
-    if ":" not in objective:
-        names = ", ".join(sorted(objectives))
-        raise UserError(f"{objective!r} is unknown; use one of {names}, or MODULE:NAME for an objective of your own")
-    options_class: Any = import_objective(objective).options
-    shared = [name for name in field_names(options_class) if name in field_names(StreamConfig)]
-    if shared:
-        raise UserError(f"all streams already have fields named {', '.join(shared)}; rename these options")
+def find_options(name: str, objectives: Objectives) -> Any:
+    """Return the class of an objective's options. Raises UserError."""
+    try:
+        options_class = objectives[name].options
+    except KeyError:
+        raise UserError(
+            f"{name!r} is unknown; use one of {', '.join(sorted(objectives))}, or MODULE:NAME for an objective of "
+            f"your own"
+        ) from None
+    taken = [field for field in field_names(options_class) if field in STREAM_FIELDS]
+    if taken:
+        raise UserError(f"all streams already have fields named {', '.join(taken)}; rename these options")
     return options_class
-
-
-def find_contradictions(recipe: Recipe) -> list[str]:
-    """Return a line for each value that does not fit a value of another section."""
-    problems = list[str]()
-    if not any(stream.samples for stream in recipe.streams.values()):
-        problems += [f"streams.{name}.samples: {RESTING}" for name in recipe.streams]
-    tasks = [task.name for task in recipe.eval.tasks]
-    best = recipe.checkpoint.best
-    if best and best.partition("/")[0] not in tasks:
-        names = ", ".join(tasks) or "none"
-        problems.append(f"checkpoint.best: {best} names no task of eval.tasks, which has: {names}")
-    return problems
 
 
 # Phases
@@ -582,112 +550,103 @@ def build_phases(
         return ()
     if phases and recipe.train.epochs:
         problems.append("phases: need train.steps in the place of train.epochs")
-    allowed = phase_fields(recipe, objectives)
     built = list[Phase]()
     for number, fields in enumerate(phases):
-        changes = {str(name): value for name, value in (fields if isinstance(fields, dict) else {}).items()}
+        fields = fields if isinstance(fields, dict) else {}
         begin = built[-1].end if built else 0
-        until = changes.pop("until", None)
         phase_problems = list[str]()
-        end = end_of_phase(until, begin, recipe.train.steps, phase_problems)
-        phase_tree = copy.deepcopy(tree)
-        for name, value in changes.items():
-            if problem := phase_problem(name, value, changes, recipe, allowed):
-                phase_problems.append(problem)
-            elif name == "data.languages_add":
-                set_field(phase_tree, "data.languages", [*(recipe.data.languages or ()), *value])
-            else:
-                set_field(phase_tree, name, value)
+        end = end_of_phase(fields.get("until"), begin, recipe.train.steps, phase_problems)
+        phase_tree = change_fields(recipe, fields, tree, phase_problems)
         if not phase_problems:
-            phase_recipe = build_recipe(phase_tree, objectives, phase_problems, is_phase=True)
-            built.append(Phase({"until": until} | changes, end, phase_recipe))
+            built.append(Phase(fields, end, build_recipe(phase_tree, objectives, phase_problems, is_phase=True)))
         problems += [f"phases[{number}].{problem}" for problem in phase_problems]
     return tuple(built)
 
 
-def end_of_phase(until: Any, first: int, steps: int, problems: list[str]) -> int:
-    """Return the first step after a phase that begins at the step `first`. steps: those of the run."""
+def end_of_phase(until: Any, begin: int, steps: int, problems: list[str]) -> int:
+    """Return the first step after a phase that begins at the step `begin`. steps: those of the run."""
     end = until if type(until) is int else -1
     if type(until) is float and 0 < until <= 1:
         end = round(until * steps)
-    if end < first:
+    if end < begin:
         problems.append(
-            f"until: {until!r} is neither a step (an integer, at least {first}) nor a share of the run (a float, such "
+            f"until: {until!r} is neither a step (an integer, at least {begin}) nor a share of the run (a float, such "
             f"as 0.8, and 1.0 for its end)"
         )
     return end
 
 
-def phase_fields(recipe: Recipe, objectives: Objectives) -> list[str]:
+def change_fields(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return a copy of the tree with the fields of a phase."""
+    allowed = fields_of_phases(recipe)
+    tree = copy.deepcopy(tree)
+    for name, value in fields.items():
+        if name not in ("until", *allowed):
+            problems.append(
+                removed_field(name)
+                or f"{name}: a phase cannot change this field; a phase may change {', '.join(allowed)}"
+            )
+        elif name not in ("until", "data.languages_add"):
+            set_field(tree, name, value)
+    if "model.rope_theta" in fields and recipe.model.rope_theta is None:
+        problems.append("model.rope_theta: also set it for the whole recipe, because the steps after the phase use it")
+    if "data.languages_add" in fields:
+        added = fields["data.languages_add"]
+        languages = (tree.get("data") or {}).get("languages")
+        if isinstance(languages, list) and isinstance(added, list):
+            set_field(tree, "data.languages", [*languages, *added])
+        else:
+            problems.append("data.languages_add: needs a list, and a list data.languages to which it is added")
+    return tree
+
+
+def fields_of_phases(recipe: Recipe) -> list[str]:
     """Return the dotted names of the fields that a phase of the recipe may change."""
-    names = list[str]()
-    for section in ("model", "data", "train"):
-        names += [f"{section}.{field}" for field in IN_PHASES[section]]
+    names = list(IN_PHASES)
     for name, stream in recipe.streams.items():
-        options = getattr(find_options(stream.objective, objectives), "in_phases", frozenset[str]())
-        names += [f"streams.{name}.{field}" for field in IN_PHASES["streams"] | options]
+        for field in (*STREAM_IN_PHASES, *getattr(stream.options, "in_phases", ())):
+            names.append(f"streams.{name}.{field}")
     return sorted(names)
-
-
-def phase_problem(name: str, value: Any, changes: dict[str, Any], recipe: Recipe, allowed: list[str]) -> str:
-    """Return a line about a field that a phase with these changes cannot set, or an empty string."""
-    if name not in allowed:
-        return (
-            removed_field(name) or f"{name}: a phase cannot change this field; a phase may change {', '.join(allowed)}"
-        )
-    if name == "model.rope_theta" and recipe.model.rope_theta is None:
-        return f"{name}: also set it for the whole recipe, because the steps after the phase use that value"
-    if name == "data.languages_add":
-        if "data.languages" in changes:
-            return f"{name}: the phase also has data.languages; list all languages in data.languages"
-        if recipe.data.languages is None or not isinstance(value, list):
-            return f"{name}: needs a list, and a recipe with data.languages, to which the list is added"
-    return ""
 
 
 # Checks of types and ranges, by pydantic
 
 
-def validate(cls: Any, fields: Any, where: str, problems: list[str], keys: Mapping[str, Sequence[str]]) -> Any:
-    """Return an instance of `cls` with these fields, or None if there is a problem. where: the fields' place in the
-    recipe. keys: place -> the keys that are listed if a key there is unknown."""
+def read_section(cls: Any, fields: Any, where: str, problems: list[str], further_keys: tuple[str, ...] = ()) -> Any:
+    """Return an instance of `cls` with these fields, or None if there is a problem. where: the section's place in the
+    recipe. further_keys: keys that the section may have besides the fields of `cls`."""
     try:
-        text = json.dumps(fields, default=str)
-    except TypeError as error:  # YAML reads a key such as 2024-01-01 as a date
-        problems.append(f"{where or 'recipe'}: a key is not text ({error}); put it between quotes, or remove it")
-        return None
-    try:
-        return TypeAdapter(cls).validate_json(text)
+        return TypeAdapter(cls).validate_json(json.dumps(fields, default=str))
     except ValidationError as error:
-        problems += [describe_problem(details, where, keys) for details in error.errors()]
+        for details in error.errors():
+            problems.append(describe_problem(details, where, (*further_keys, *field_names(cls))))
         return None
 
 
 def field_names(cls: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls) if field.name != "options"]
+    return [field.name for field in dataclasses.fields(cls)]
 
 
-def describe_problem(details: Any, where: str, keys: Mapping[str, Sequence[str]]) -> str:
-    """Return a line about one of pydantic's errors. where, keys: see `validate`."""
+def unknown_key(name: str, where: str, keys: tuple[str, ...]) -> str:
+    """Return the line about a key that the section `where` does not have. keys: those that it has."""
+    return removed_field(name) or f"{name}: unknown key; the keys of {where} are {', '.join(keys)}"
+
+
+def describe_problem(details: Any, where: str, keys: tuple[str, ...]) -> str:
+    """Return a line about one of pydantic's errors in the section `where`. keys: those of the section."""
     kind = details["type"]
     value = details["input"]
     name = where
     for part in details["loc"]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
-    name = name.removeprefix(".")
     if kind == "unexpected_keyword_argument":
-        names = keys.get(name.rpartition(".")[0])
-        return removed_field(name) or f"{name}: unknown key" + (f"; the keys are {', '.join(names)}" if names else "")
+        return unknown_key(name, where, keys)
     if kind == "missing":
         return f"{name}: is required"
     if kind == "list_type":
         return f"{name}: {value!r} is not a list; write [{value}]"
+    message = details["msg"].removeprefix("Value error, ")
     if kind == "value_error" and isinstance(value, dict):  # a section's fields do not fit each other
-        return f"{name}.{details['ctx']['error']}"
-    message = (
-        details["msg"]
-        .removeprefix("Value error, ")
-        .replace("Input should", "the value must")
-        .replace("String should", "the text must")
-    )
+        return f"{name}.{message}"
+    message = message.replace("Input should", "the value must").replace("String should", "the text must")
     return f"{name}: {value!r}: {message}"

@@ -19,8 +19,8 @@ def read_yaml(text: str) -> Any:
 
 class StrictLoader(yaml.SafeLoader):
     """A loader of YAML 1.2's numbers and truth values: 3e-4 is a number, and only true and false are truth values, so
-    that `no` is Norwegian. It refuses a key that occurs twice, also as 1 and "1"; YAML itself would use the last
-    value."""
+    that `no` is Norwegian. Keys are text, also those that YAML reads as numbers or dates. It refuses a key that occurs
+    twice; YAML itself would use the last value."""
 
     aliases = 0
     """The number of aliases so far."""
@@ -32,14 +32,14 @@ class StrictLoader(yaml.SafeLoader):
                 raise yaml.YAMLError(f"it has over {MOST_ALIASES} aliases; write out what they stand for")
         return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = set[str]()
-        for key_node, _ in node.value:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        mapping = dict[str, Any]()
+        for key_node, value_node in node.value:
             key = str(self.construct_object(key_node, deep=True))  # type: ignore[no-untyped-call]
-            if key in keys:
+            if key in mapping:
                 raise yaml.constructor.ConstructorError(None, None, f"{key} occurs twice", node.start_mark)
-            keys.add(key)
-        return super().construct_mapping(node, deep)
+            mapping[key] = self.construct_object(value_node, deep=deep)  # type: ignore[no-untyped-call]
+        return mapping
 
 
 NUMBER = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$")

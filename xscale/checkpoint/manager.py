@@ -23,7 +23,7 @@ SPARE_BYTES = 1 << 28
 WriteModel = Callable[[int, Path], None]
 """A function of a step and of a checkpoint's directory. It writes the model's config and the tokenizer there. Rank 0
 calls it."""
-WrittenFiles = dict[str, dict[str, Any]] | Exception
+WrittenFiles = dict[str, dict[str, Any]] | OSError
 """The size and hash of each file that a rank has written, or the error that kept the rank from writing them."""
 
 
@@ -76,7 +76,9 @@ class CheckpointManager:
             return
         started = time.monotonic()
         self.note(f"saving step {step}")
-        problem = self._publish(step, manifest, self._write(step))
+        written = self._write(step)
+        self.host_group.from_main(lambda: check_types(self.partial_of(step), written))
+        problem = self._publish(step, manifest, written)
         if problem and must_succeed:
             then = "begin" if self.saved is None else f"go on from step {self.saved}"
             text = f"step {step} is not saved ({problem}); free some disk space to {then}"
@@ -132,7 +134,7 @@ class CheckpointManager:
             return self._write_files(step, contents)
         except Exception as error:
             cause = unwrap_os_error(error)
-            if not isinstance(cause, OSError | UserError):
+            if not isinstance(cause, OSError):
                 raise
             return cause
 
@@ -147,7 +149,6 @@ class CheckpointManager:
             self.write_model(step, folder)
             copy_conversion_script(self.engine, self.folder)
             names += [str(path.relative_to(folder)) for path in folder.glob(f"{store.HF}/*")]
-        check_types([folder / name for name in names if name.endswith(".pt")])
         sealed: dict[str, Any] = {}
         for name in names:
             self.note(f"saving step {step}: {name} to the disk")
@@ -156,14 +157,11 @@ class CheckpointManager:
 
     def _publish(self, step: int, manifest: dict[str, Any], written: WrittenFiles) -> str:
         """Publish the checkpoint. If a rank has failed, remove the new files; older checkpoints stay. Return an error
-        message, or an empty string. written: the files of this rank. Raises a rank's UserError."""
+        message, or an empty string. written: the files of this rank."""
         problems = list[str]()
-        user_errors = list[UserError]()
         sealed: dict[str, Any] = {}
         for rank, written_by_rank in enumerate(self.host_group.gather(written)):
-            if isinstance(written_by_rank, UserError):
-                user_errors.append(written_by_rank)
-            if isinstance(written_by_rank, Exception):
+            if isinstance(written_by_rank, OSError):
                 problems.append(f"rank {rank}: {written_by_rank}")
             else:
                 sealed |= written_by_rank
@@ -177,10 +175,7 @@ class CheckpointManager:
                     problems.append(f"rank 0: {error}")
             if problems:
                 files.remove(self.partial_of(step))
-        problem = self.host_group.from_main(lambda: "; ".join(problems))
-        if user_errors:
-            raise user_errors[0]
-        return problem
+        return self.host_group.from_main(lambda: "; ".join(problems))
 
 
 def write_state(state: Any, path: Path) -> None:
@@ -200,14 +195,15 @@ def unwrap_os_error(error: Exception) -> Exception:
     return error
 
 
-def check_types(paths: list[Path]) -> None:
-    """Raise UserError if a resume would refuse one of the files. This happens if a new version of DeepSpeed writes
-    other types."""
-    for path in paths:
-        if foreign := store.find_unsafe_types(path):
-            import deepspeed
-
+def check_types(folder: Path, written: WrittenFiles) -> None:
+    """Raise UserError if a resume would refuse one of the written files. This happens if a new version of DeepSpeed
+    writes other types. The files of other ranks have the same types as those of rank 0."""
+    if isinstance(written, OSError):
+        return
+    for name in written:
+        foreign = store.find_unsafe_types(folder / name) if name.endswith(".pt") else []
+        if foreign:
             raise UserError(
-                f"{path.name} has {', '.join(foreign)}, which a resume would refuse: DeepSpeed {deepspeed.__version__} "
-                f"writes types that xscale does not know. Install the version of DeepSpeed in constraints.txt"
+                f"{name} has {', '.join(foreign)}, which a resume would refuse, because xscale does not know these "
+                f"types of DeepSpeed's. Install the version of DeepSpeed in constraints.txt"
             )

@@ -27,10 +27,20 @@ from xscale.models.flat import first_position
 from xscale.recipe import Recipe
 
 transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()  # missing weights are reported below
 
 
 NEUTRAL = "neutral"
 """The name of token type 0, which text in an unknown language gets. The languages have the token types from 1 on."""
+XSCALE_FIELD: dict[str, Any] = {
+    "languages": list,
+    "language_embeddings": bool,
+    "neutral_trained": bool,
+    "reset_positions": bool,
+    "segments": bool,
+    "lexicon_heldout": int | float,
+}
+"""The keys of the field `xscale` in a model's config, with the types of their values."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
@@ -61,8 +71,6 @@ def read_pretrained(field: str, init: str | Path, dropout: float | None = None) 
     """
     if not may_exist(init):
         raise UserError(f"{field} {init} does not exist")
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # missing weights are reported below
     try:
         config = AutoConfig.from_pretrained(init, trust_remote_code=False)
         if dropout is not None:
@@ -79,8 +87,6 @@ def read_pretrained(field: str, init: str | Path, dropout: float | None = None) 
             f"{field} {init} cannot be loaded ({nowhere}{' '.join(str(error).split())[:300]}). Give a Hugging Face "
             f"directory with weights, a run of xscale, or a hub name on a machine that reaches the hub"
         ) from None
-    finally:
-        transformers_logging.set_verbosity(verbosity)
     body = f"{lm.base_model_prefix}."
     absent = sorted(name for name in loaded["missing_keys"] if name.startswith(body) and "position_ids" not in name)
     if absent:
@@ -227,10 +233,8 @@ def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
 def configured_dropout(init: str | Path | None) -> float:
     """Return the dropout of the hidden states that the config of `model.init` has, or 0.1 if it has none."""
     config = _config_of(init) if init else None
-    if config is None:
-        return 0.1
-    (name, *_) = dropout_fields(config.model_type, 0.0)
-    return float(getattr(config, name, 0.1))
+    names = dropout_fields(getattr(config, "model_type", ""), 0.0)
+    return float(getattr(config, next(iter(names)), 0.1))
 
 
 def has_segments(init: str | Path | None, preset: str) -> bool:
@@ -251,16 +255,10 @@ def xscale_field(config: Any, model_name: str) -> dict[str, Any]:
     """Return the field `xscale` of a model's config, which build_encoder writes, or {} if there is none. model_name:
     the model's name for errors. Raises UserError if the field is damaged."""
     fields = getattr(config, "xscale", None) or {}
-    kinds: dict[str, Any] = dict.fromkeys(
-        ("language_embeddings", "neutral_trained", "segments", "reset_positions"), bool
+    is_sound = isinstance(fields, dict) and all(
+        isinstance(value, XSCALE_FIELD.get(name, object)) for name, value in fields.items()
     )
-    kinds |= {"languages": list, "lexicon_heldout": (int, float)}
-    is_sound = isinstance(fields, dict)
-    if is_sound:
-        is_sound = all(isinstance(value, kinds.get(name, object)) for name, value in fields.items())
-    if is_sound:
-        is_sound = all(isinstance(language, str) for language in fields.get("languages", []))
-    if not is_sound:
+    if not is_sound or not all(isinstance(language, str) for language in fields.get("languages", [])):
         raise UserError(f"{model_name}: the field `xscale` of its config.json is damaged; export the run again")
     if fields.get("language_embeddings") and fields.get("languages", [])[:1] != [NEUTRAL]:
         raise UserError(
@@ -329,11 +327,7 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
         for number, name in enumerate(known, start=1):
             for name_now in find_spellings(name, names):
                 table[1 + names.index(name_now)] = old[number]
-        new = [name for name in languages if not find_spellings(name, known)]
-        LOG.info(
-            f"language embeddings kept from model.init: {', '.join(known)}; new, starting as the neutral embedding: "
-            f"{', '.join(new) or 'none'}"
-        )
+        LOG.info(f"language embeddings kept from model.init: {', '.join(known)}; others start as the neutral embedding")
     _set_type_table(lm, table)
     return names if embeddings else languages
 

@@ -59,32 +59,25 @@ def load_heads(folder: Path) -> dict[str, SavedHeads]:
     return heads_of_streams
 
 
-def copy_saved_heads(saved: dict[str, SavedHeads], stream: str, objective: str, heads: nn.Module) -> str | None:
-    """Copy saved weights of the same objective into a stream's new heads, if all names and shapes match. Return a line
-    for the log, or None if no heads of the objective are saved.
+def copy_saved_heads(saved: dict[str, SavedHeads], stream: str, objective: str, heads: nn.Module) -> list[str]:
+    """Copy saved weights of the same objective into a stream's new heads, if all names and shapes match. Return the
+    lines for the log: none if no heads of the objective are saved.
 
     Heads of a stream with the same name are preferred.
     """
     candidates = [name for name, candidate in saved.items() if candidate.objective == objective]
     if not candidates:
-        return None
+        return []
     saved_stream = stream if stream in candidates else candidates[0]
-    new_weights = heads.state_dict()
-    saved_weights = saved[saved_stream].weights
-    for part in new_weights | saved_weights:
-        new_shape = _shape(new_weights, part)
-        saved_shape = _shape(saved_weights, part)
-        if new_shape != saved_shape:
-            return (
-                f"streams.{stream} starts with new heads, because {part} of model.init's stream {saved_stream} has "
-                f"shape {saved_shape}, but here it is {new_shape}"
-            )
-    heads.load_state_dict(saved_weights)
-    return (
-        f"streams.{stream} starts from the heads of model.init's stream {saved_stream}: "
-        f"{', '.join(sorted(saved_weights))}"
-    )
-
-
-def _shape(weights: dict[str, Tensor], name: str) -> str:
-    return "x".join(map(str, weights[name].shape)) if name in weights else "absent"
+    weights = saved[saved_stream].weights
+    saved_shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    new_shapes = {name: tuple(weight.shape) for name, weight in heads.state_dict().items()}
+    if saved_shapes != new_shapes:
+        return [
+            f"streams.{stream} starts with new heads, because those of model.init's stream {saved_stream} have the "
+            f"shapes {saved_shapes}, but here they are {new_shapes}"
+        ]
+    heads.load_state_dict(weights)
+    return [
+        f"streams.{stream} starts from the heads of model.init's stream {saved_stream}: {', '.join(sorted(weights))}"
+    ]

@@ -1,6 +1,9 @@
 """The training objectives, one file each. A new objective needs a line in OBJECTIVES; a recipe names an objective of
 another package as MODULE:NAME."""
 
+import importlib
+
+from xscale.errors import UserError
 from xscale.objectives import (
     align_mlm,
     alignlm,
@@ -13,9 +16,27 @@ from xscale.objectives import (
     word_contrast,
 )
 from xscale.objectives.base import HasQueue, Losses, Objective, Parts, Prediction, step_loss_share
-from xscale.plugins import import_objective
 
 __all__ = ["OBJECTIVES", "HasQueue", "Losses", "Objective", "Parts", "Prediction", "step_loss_share"]
+
+
+def import_objective(name: str) -> Objective:
+    """Return the Objective of another package that `name` names, such as "mypackage.ranking:OBJECTIVE". Raises
+    UserError."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # importing a module may raise anything
+        raise UserError(
+            f"{name} cannot be imported ({type(error).__name__}: {error}); write MODULE:NAME, such as "
+            f"mypackage.ranking:OBJECTIVE, and install the package, or add its folder to PYTHONPATH"
+        ) from None
+    objective = getattr(module, attribute, None)
+    if not isinstance(objective, Objective):
+        raise UserError(f"{name} is not an Objective (xscale/objectives/base.py); write MODULE:NAME")
+    if objective.record_kind not in ("mono", "pair"):
+        raise UserError(f'{name} has record_kind = {objective.record_kind!r}; it must be "mono" or "pair"')
+    return objective
 
 
 class Objectives(dict[str, Objective]):

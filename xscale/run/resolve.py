@@ -24,12 +24,11 @@ def resolve_run(
 ) -> tuple[Recipe, Corpus]:
     """Return a run's recipe and the corpus that the run reads, both checked. The ranks of `host_group` share the check
     of the files. Raises UserError."""
-    options = {name: objective.options for name, objective in OBJECTIVES.items()}
-    recipe = load_recipe(recipe_name, sets, options)
+    recipe = load_recipe(recipe_name, sets, OBJECTIVES)
     check_starting_weights(recipe_name, recipe, sets)
     if recipe.model.dropout is None:
         dropout = configured_dropout(initial_directory(recipe.model.init))
-        recipe = load_recipe(recipe_name, [*sets, f"model.dropout={dropout}"], options)
+        recipe = load_recipe(recipe_name, [*sets, f"model.dropout={dropout}"], OBJECTIVES)
     if any(phase.model.dropout is None for phase in recipe.schedule.values):
         raise UserError(f"recipe {recipe_name}: phases: model.dropout is null; write a number, or leave it out")
     corpus = open_corpus(recipe, OBJECTIVES, data, initial_model(recipe), host_group)

@@ -127,17 +127,13 @@ def memory_by_purpose(
         states["momentum encoder, queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
     if device == "cpu":
         states["program, tokenizer"] = PROGRAM_BYTES + TOKENIZER_BYTES * module.encoder.lm.config.vocab_size
-    row_bytes = {
-        "activations": activation_bytes(module.encoder, recipe, width, device, row),
-        "vocabulary head": vocabulary_head_bytes(module.encoder, width, device, row["predictions"]),
-    }
-    gradients: dict[str, float] = {"gradients": width * n}
+    states["activations"] = activation_bytes(module.encoder, recipe, width, device, row)
+    states["vocabulary head"] = vocabulary_head_bytes(module.encoder, width, device, row["predictions"])
     if stage >= 3:
-        gradients = {"gradients": width * n / world, "gradients before they are reduced": width * n}
-    moments = [row_bytes | gradients]
-    if recipe.train.measure_every and stage < 3:
-        moments.append(row_bytes | {"gradient of a stream": (4 + width) * n})
-    return states | max(moments, key=lambda moment: sum(moment.values()))
+        return states | {"gradients": width * n / world, "gradients before they are reduced": width * n}
+    if recipe.train.measure_every:
+        return states | {"gradient of a stream": (4 + width) * n}
+    return states | {"gradients": width * n}
 
 
 def parameter_count(module: nn.Module) -> int:

@@ -4,6 +4,8 @@ If a field is "auto" or absent, the recipe sets it. A value that differs from th
 """
 
 import copy
+import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,37 @@ import torch
 from xscale.errors import UserError, indent_lines
 from xscale.recipe import Recipe
 from xscale.record import parse_json
-from xscale.step.ds_checks import ADAM, config_problems, deepspeed_problem, leaf_values
-from xscale.step.zero import stage_problem, zero_stage
+from xscale.step.zero import zero_stage
 
 AUTO = "auto"
 HALF_PRECISIONS = ("fp16", "bf16")
+SECTIONS = (
+    *("fp16", "bf16", "zero_optimization", "optimizer", "scheduler", "data_types", "aio"),
+    *("comms_logger", "flops_profiler", "csv_monitor", "wandb", "comet", "tensorboard"),
+)
+KEYS = {
+    "": (
+        *SECTIONS,
+        *("prescale_gradients", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+        *("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc", "steps_per_print"),
+        *("gradient_clipping", "gradient_predivide_factor"),
+        *("communication_data_type", "seq_parallel_communication_data_type"),
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    ),
+    "optimizer": ("type", "params", "legacy_fusion"),
+    "scheduler": ("type", "params"),
+    "data_types": ("grad_accum_dtype",),
+}
+"""Section in which DeepSpeed ignores unknown keys ("": the file itself) -> its keys that affect a run of xscale."""
+UNSUPPORTED = {
+    "parameter_alignment": "xscale aligns weights by their order; leave it out",
+    "round_robin_gradients": "checkpoints need the weights of a group one behind the other; leave it out",
+    "zenflow": "xscale updates all weights in each step; leave it out",
+}
+"""Key of zero_optimization with which xscale would train wrongly or save wrong checkpoints -> the remedy."""
+ADAM = ("adam", "adamw")
+WHOLE_WEIGHTS = ("lamb", "adafactor", "muon")
+"""Optimizers that need whole weights, because the update of a number depends on other numbers of the same weight."""
 _PACKAGE = Path(__file__).parents[1]
 SHIPPED = next(folder / "ds_configs" for folder in (_PACKAGE, _PACKAGE.parent) if (folder / "ds_configs").is_dir())
 """The folder of the shipped ds_configs: inside the package of a wheel, beside the package in a checkout."""
@@ -94,24 +122,17 @@ def load_ds_config(path: Path, recipe: Recipe, world: int, hardware: Hardware) -
     return resolve_ds_config(read_ds_config(path), path, recipe, world, hardware)
 
 
-def locate_ds_config(path: Path) -> Path:
-    """Return the path, or if it does not exist, the shipped file of this name (zero2_cpu or zero2_cpu.json)."""
+def read_ds_config(path: Path) -> dict[str, Any]:
+    """Read and check a ds_config, given by its path or by the name of a shipped file, such as zero2_cpu or
+    zero2_cpu.json. Raises UserError."""
     shipped = SHIPPED / f"{path.name.removesuffix('.json')}.json"
     if path.parent.name in ("", SHIPPED.name) and not path.exists() and shipped.exists():
-        return shipped
-    return path
-
-
-def read_ds_config(path: Path) -> dict[str, Any]:
-    """Read and check a ds_config, given by its path or by the name of a shipped file. Raises UserError."""
-    path = locate_ds_config(path)
+        path = shipped
     try:
         config = parse_json(path.read_bytes())
-    except FileNotFoundError:
-        names = ", ".join(sorted(shipped.stem for shipped in SHIPPED.glob("*.json")))
-        raise UserError(f"--ds_config {path} not found; shipped ones are {names}") from None
     except OSError as error:
-        raise UserError(f"--ds_config {path} cannot be read ({error.strerror})") from None
+        names = ", ".join(sorted(shipped.stem for shipped in SHIPPED.glob("*.json")))
+        raise UserError(f"--ds_config {path} cannot be read ({error.strerror}); shipped ones are {names}") from None
     except ValueError as error:
         raise UserError(f"--ds_config {path}: {error}") from None
     if not isinstance(config, dict):
@@ -119,6 +140,41 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     if problems := config_problems(config):
         raise UserError(f"--ds_config {path}:\n" + indent_lines(problems))
     return config
+
+
+def config_problems(config: dict[str, Any]) -> list[str]:
+    """Return a line for each key that DeepSpeed would silently ignore, and for each value that it would misread."""
+    for name in SECTIONS:
+        if not isinstance(config.get(name, {}), dict):
+            return [f"{name}: {config[name]!r} is not an object"]
+    problems = list[str]()
+    for name, known in KEYS.items():
+        section = config.get(name, {}) if name else config
+        for key in section:
+            if key not in known:
+                place = f"{name}.{key}".removeprefix(".")
+                problems.append(f"{place} has no effect in a run of xscale; leave it out, or use {', '.join(known)}")
+    for name in ("optimizer", "scheduler"):
+        section = config.get(name, {"type": ""})
+        if not isinstance(section.get("type"), str) or not isinstance(section.get("params", {}), dict):
+            problems.append(f"{name}: needs a text as type and an object as params")
+    for name in HALF_PRECISIONS:
+        enabled = config.get(name, {}).get("enabled", False)
+        if enabled not in (True, False, AUTO) or type(enabled) is int:
+            problems.append(f'{name}.enabled: {enabled!r} is not true, false or "auto"')
+    zero = config.get("zero_optimization", {})
+    if type(zero.get("stage", 0)) is not int:
+        problems.append(f"zero_optimization.stage: {zero['stage']!r} is not a number")
+    for key, remedy in UNSUPPORTED.items():
+        if zero.get(key, False) is not False:
+            problems.append(f"zero_optimization.{key}: {remedy}")
+    kind = config.get("optimizer", {}).get("type")
+    if str(kind).lower() in WHOLE_WEIGHTS and zero.get("stage"):
+        problems.append(
+            f"optimizer.type: {kind} needs whole weights, and ZeRO divides weights among ranks; write AdamW, or "
+            f"zero_optimization.stage 0"
+        )
+    return problems
 
 
 def resolve_ds_config(
@@ -133,79 +189,77 @@ def resolve_ds_config(
         if resolved.get(key, AUTO) != AUTO:
             problems.append(f"{key} = {resolved[key]}: {ROWS}")
         resolved[key] = size
-    problems += fill_section(resolved, "", {"gradient_clipping": ("train.max_grad_norm", recipe.train.max_grad_norm)})
-    problems += fill_optimizer(resolved, recipe, hardware)
-    problems += fill_scheduler(resolved, recipe)
+    clipping = {"gradient_clipping": ("train.max_grad_norm", recipe.train.max_grad_norm)}
+    fill_section(resolved, "", clipping, problems)
+    fill_optimizer(resolved, recipe, problems)
+    if "scheduler" in resolved:
+        fill_scheduler(resolved["scheduler"], recipe, problems)
     zero = resolved.get("zero_optimization", {})
     if zero.get("overlap_comm") == AUTO:
         # Stages 1 and 2 reduce after the last backward pass (zero.one_reduction), so that nothing could overlap.
         zero["overlap_comm"] = world > 1 and zero_stage(resolved) == 3
-    problems += precision_problems(resolved, recipe.train.precision)
+    precision = choose_precision(resolved, recipe.train.precision, hardware, problems)
     if problems:
         raise UserError(
             f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{indent_lines(problems)}'
         )
-    precision = choose_precision(resolved, recipe.train.precision, hardware)
-    notes = precision_notes(resolved, recipe.train.precision, precision, hardware)
-    for name in HALF_PRECISIONS:
-        if name in resolved or precision == name:
-            resolved[name] = resolved.get(name, {}) | {"enabled": precision == name}
-    unfilled = [key for key, value in leaf_values(resolved) if value == AUTO]
-    if unfilled:
+    if not hardware.supports(precision):
         raise UserError(
-            f'ds_config {path}: "auto" cannot be filled from the recipe for these keys; write values:\n'
-            f"{indent_lines(unfilled)}"
+            f"precision {precision} was requested, but this {hardware.device} has no native {precision}. "
+            f"Use train.precision auto, bf16 or fp32, or a device that has {precision}"
         )
+    if precision != "fp32" and zero_stage(resolved) == 0:
+        raise UserError(
+            f"ds_config {path}: {precision} does not work at ZeRO stage 0; set zero_optimization.stage to 1 or 2"
+        )
+    notes = list[str]()
+    for name in HALF_PRECISIONS:
+        section = resolved.get(name, {})
+        if section.get("enabled") == AUTO and recipe.train.precision == AUTO and precision == "fp32":
+            notes = [f"precision: {name} is not native on this {hardware.device}; this run trains in fp32"]
+        if section or precision == name:
+            resolved[name] = section | {"enabled": precision == name}
+    for key, value in resolved.items():
+        if json.dumps(AUTO) in json.dumps(value):
+            raise UserError(f'ds_config {path}: the recipe has no value for an "auto" in {key}: {value}; write a value')
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    problem = stage_problem(resolved, precision, world) or deepspeed_problem(resolved)
-    if problem:
-        raise UserError(f"ds_config {path}: {problem}")
+    check_by_deepspeed(resolved, path)
     return EngineConfig(resolved, precision, zero_stage(resolved), notes)
 
 
-def fill_section(section: dict[str, Any], where: str, owned: dict[str, tuple[str, Any]]) -> list[str]:
-    """Write the recipe's values into a section of the ds_config. Return a line for each value of the ds_config that
-    differs. owned: key -> (field of the recipe, its value). where: its prefix, such as "optimizer.params."."""
-    problems = list[str]()
+def fill_section(section: dict[str, Any], where: str, owned: dict[str, tuple[str, Any]], problems: list[str]) -> None:
+    """Write the recipe's values into a section of the ds_config. Add a line to `problems` for each value of the
+    ds_config that differs. owned: key -> (field of the recipe, its value). where: the section's prefix, such as
+    "optimizer.params."."""
     for key, (field, value) in owned.items():
         in_file = section.get(key, AUTO)
         if in_file not in (AUTO, value) or isinstance(in_file, bool):
             problems.append(f"{where}{key} = {in_file!r} contradicts the recipe's {field} = {value}")
         section[key] = value
-    return problems
 
 
-def fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware) -> list[str]:
-    """Complete the ds_config's optimizer. Return a line for each of its values that contradicts the recipe."""
+def fill_optimizer(resolved: dict[str, Any], recipe: Recipe, problems: list[str]) -> None:
+    """Complete the ds_config's optimizer. Add a line to `problems` for each of its values that contradicts the
+    recipe."""
     optimizer = resolved.setdefault("optimizer", {"type": "AdamW"})
     is_adam = optimizer["type"].lower() in ADAM
     params = optimizer.setdefault("params", {"torch_adam": True} if is_adam else {})
     for key, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
-        if params.get(key, AUTO) == AUTO:
-            params.pop(key, None)  # the optimizer then takes its own default
-            if is_adam:
-                params[key] = default
+        if params.get(key) == AUTO:
+            del params[key]  # the optimizer then takes its own default
+        if is_adam:
+            params.setdefault(key, default)
     if params.get("torch_adam") and "foreach" not in params:
-        params.setdefault("fused", hardware.device in ("cuda", "cpu"))
+        params.setdefault("fused", True)
     owned = {"lr": ("train.lr", recipe.train.lr), "weight_decay": ("train.weight_decay", recipe.train.weight_decay)}
-    return fill_section(params, "optimizer.params.", owned)
+    fill_section(params, "optimizer.params.", owned, problems)
 
 
-def fill_scheduler(resolved: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Complete the ds_config's scheduler, if it has one. Return a line for each contradiction to the recipe. Without a
+def fill_scheduler(scheduler: dict[str, Any], recipe: Recipe, problems: list[str]) -> None:
+    """Complete the ds_config's scheduler. Add a line to `problems` for each contradiction to the recipe. Without a
     scheduler, each step sets the recipe's learning rate."""
-    if "scheduler" not in resolved:
-        return []
-    scheduler = resolved["scheduler"]
     train = recipe.train
-    problems = list[str]()
-    for field in ("schedule", "decay"):
-        value = getattr(train, field)
-        if value is not None:
-            problems.append(f"scheduler = {scheduler['type']} contradicts the recipe's train.{field} = {value}")
-    if any("train.lr" in phase.fields for phase in recipe.phases):
-        problems.append(f"scheduler = {scheduler['type']} contradicts the train.lr of a phase")
     known = SCHEDULES.get(scheduler["type"], ())
     params = scheduler.setdefault("params", {"warmup_type": "linear"} if known else {})
     if known and params.get("warmup_min_lr") == AUTO:
@@ -216,42 +270,44 @@ def fill_scheduler(resolved: dict[str, Any], recipe: Recipe) -> list[str]:
         "warmup_max_lr": ("train.lr", train.lr),
     }
     owned = {key: value for key, value in values.items() if key in params or key in known}
-    return problems + fill_section(params, "scheduler.params.", owned)
+    fill_section(params, "scheduler.params.", owned, problems)
+    fields = {"train.schedule": train.schedule, "train.decay": train.decay}
+    for phase in recipe.phases:
+        if "train.lr" in phase.fields:
+            fields["train.lr of a phase"] = phase.fields["train.lr"]
+    for field, value in fields.items():
+        if value is not None:
+            problems.append(f"scheduler = {scheduler['type']} contradicts the recipe's {field} = {value}")
 
 
-def precision_problems(resolved: dict[str, Any], wanted: str) -> list[str]:
-    """Return a line for each contradiction about the precision. wanted: train.precision."""
-    problems = list[str]()
-    if all(resolved.get(name, {}).get("enabled") is True for name in HALF_PRECISIONS):
-        problems.append("fp16.enabled = true contradicts bf16.enabled = true")
-    for name in HALF_PRECISIONS:
-        enabled = resolved.get(name, {}).get("enabled", AUTO)
-        if wanted != AUTO and enabled not in (AUTO, name == wanted):
-            shown = str(enabled).lower()
-            problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
-    return problems
-
-
-def choose_precision(resolved: dict[str, Any], wanted: str, hardware: Hardware) -> str:
+def choose_precision(config: dict[str, Any], wanted: str, hardware: Hardware, problems: list[str]) -> str:
     """Return train.precision. If it is auto, return the precision that the ds_config demands, or else the first one
-    that the ds_config allows and the device has. Raises UserError if the device lacks it."""
-    enabled = {name: resolved.get(name, {}).get("enabled", False) for name in HALF_PRECISIONS}
+    that the ds_config allows and the device has. Add a line to `problems` for each contradiction. wanted:
+    train.precision."""
+    enabled = {name: config[name].get("enabled", False) for name in HALF_PRECISIONS if name in config}
+    demanded = [name for name, value in enabled.items() if value is True]
+    allowed = [name for name, value in enabled.items() if value == AUTO and hardware.supports(name)]
+    if len(demanded) > 1:
+        problems.append("fp16.enabled = true contradicts bf16.enabled = true")
     if wanted == AUTO:
-        wanted = "fp32"
-        for name in HALF_PRECISIONS:
-            if enabled[name] is True or (enabled[name] == AUTO and wanted == "fp32" and hardware.supports(name)):
-                wanted = name
-    if hardware.supports(wanted):
-        return wanted
-    raise UserError(
-        f"precision {wanted} was requested, but this {hardware.device} has no native {wanted}. "
-        f"Use train.precision auto, bf16 or fp32, or a device that has {wanted}"
-    )
+        return [*demanded, *allowed, "fp32"][0]
+    for name, value in enabled.items():
+        if value not in (AUTO, name == wanted):
+            shown = json.dumps(value)
+            problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
+    return wanted
 
 
-def precision_notes(resolved: dict[str, Any], wanted: str, precision: str, hardware: Hardware) -> list[str]:
-    """Return the line to print if a precision that the ds_config leaves open is not that of the device."""
-    for name in HALF_PRECISIONS:
-        if wanted == AUTO and precision == "fp32" and resolved.get(name, {}).get("enabled") == AUTO:
-            return [f"precision: {name} is not native on this {hardware.device}; this run trains in fp32"]
-    return []
+def check_by_deepspeed(resolved: dict[str, Any], path: Path) -> None:
+    """Raise UserError if DeepSpeed refuses the configuration. Errors of the optimizer and the scheduler show only when
+    the engine is built (step/engine.py)."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    config = copy.deepcopy(resolved)
+    del config["train_batch_size"]
+    try:
+        deepspeed.DeepSpeedConfig(config)
+    except Exception as error:  # the error may be of any type
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"ds_config {path}: DeepSpeed: {reason}") from None

@@ -50,19 +50,12 @@ class StepModule(nn.Module):
         for name, stream in recipe.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
             objective = OBJECTIVES[stream.objective]
-            heads = None
-            auxiliary_state = None
-            if objective.heads:
-                with self.naming_errors(name, "heads"):
-                    heads = objective.heads(encoder, stream.options)
+            with self.naming_errors(name, "heads or auxiliary_state"):
+                heads = objective.heads(encoder, stream.options)
+                auxiliary_state = objective.auxiliary_state(encoder, heads, stream.options)
             if heads is not None:
                 self.heads[name] = heads
-                note = copy_saved_heads(saved_heads or {}, name, stream.objective, heads)
-                if note:
-                    self.notes.append(note)
-            if objective.auxiliary_state:
-                with self.naming_errors(name, "auxiliary_state"):
-                    auxiliary_state = objective.auxiliary_state(encoder, heads, stream.options)
+                self.notes += copy_saved_heads(saved_heads or {}, name, stream.objective, heads)
             if auxiliary_state is not None:
                 self.auxiliary_states[name] = auxiliary_state
                 if hasattr(auxiliary_state, "steps"):
@@ -195,30 +188,19 @@ def encoder_states(encoder: Encoder, row: Row) -> States:
 
 
 def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> None:
-    """Raise ValueError if an objective's result does not fit its stream batch."""
-    if not isinstance(losses, Losses):
-        raise ValueError(f"returned {type(losses).__name__}, not Losses (xscale/objectives/base.py)")
-    labels = {key.term: count for key, count in row.label_counts.items() if key.stream == stream}
-    predicted = {prediction.term: len(prediction.features_MH) for prediction in losses.predictions}
-    if list(predicted.items()) != list(labels.items()):
-        raise ValueError(
-            f"predicts {predicted}, but collate gave labels {labels}; terms, order and counts must be equal"
-        )
+    """Assert that the result of an objective, which may be another package's, fits its stream batch."""
+    assert isinstance(losses, Losses), f"returned {type(losses).__name__}, not Losses (xscale/objectives/base.py)"
+    labels = [(key.term, count) for key, count in row.label_counts.items() if key.stream == stream]
+    predicted = [(prediction.term, len(prediction.features_MH)) for prediction in losses.predictions]
+    assert predicted == labels, f"predicts {predicted}, but collate gave labels {labels}; they must be equal"
     for term, value in losses.sums.items():
-        if loss_key(stream, term) not in weights:
-            raise ValueError(f"sums has {term!r}, which is none of the objective's terms")
-        if value.numel() != 1:
-            raise ValueError(
-                f"sums[{term!r}] has shape {list(value.shape)}; it must be one number, the sum over the targets"
-            )
+        assert loss_key(stream, term) in weights, f"sums has {term!r}, which is none of the objective's terms"
+        assert value.numel() == 1, f"sums[{term!r}] has shape {list(value.shape)}; it must be one number"
     for name, (value, term) in losses.metrics.items():
         targets = row.counts.get(count_key(stream, term))
-        if name == "loss":
-            raise ValueError("a metric cannot be called loss")
-        if targets is None:
-            raise ValueError(f"metric {name} names the term {term!r}, which is not in collate's target_counts")
-        if value.ndim and value.shape != (targets,):
-            raise ValueError(
-                f"metric {name} has shape {list(value.shape)}; it must be one number, the sum over the targets, or a "
-                f"number for each of the {targets} targets of {term}"
-            )
+        assert name != "loss", "a metric cannot be called loss"
+        assert targets is not None, f"metric {name} names the term {term!r}, which is not in collate's target_counts"
+        assert not value.ndim or value.shape == (targets,), (
+            f"metric {name} has shape {list(value.shape)}; it must be one number, the sum over the targets, or a "
+            f"number for each of the {targets} targets of {term}"
+        )

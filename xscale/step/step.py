@@ -237,15 +237,7 @@ def divisor_of_term(totals: Counts, key: MetricKey, recipe: Recipe) -> int:
     objective = recipe.streams[key.stream].objective
     counted = OBJECTIVES[objective].divisors.get(key.term, key.term)
     count = totals.get(count_key(key.stream, counted))
-    if count is None:
-        known = list[str]()
-        for other in totals:
-            if other.name == "count" and other.stream == key.stream and not other.language:
-                known.append(other.term)
-        raise ValueError(
-            f"streams.{key.stream}, objective {objective}: collate's target_counts have {', '.join(known)}, but not "
-            f"{counted}"
-        )
+    assert count is not None, f"streams.{key.stream}, objective {objective}: collate's target_counts lack {counted}"
     return max(count, 1)
 
 

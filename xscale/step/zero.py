@@ -1,4 +1,4 @@
-"""The differences between ZeRO's stages: settings that they refuse, whole weights, and the one reduction of a step.
+"""The differences between ZeRO's stages: whole weights, and the one reduction of a step.
 
 A step has R packed rows. R is the same on all ranks and may change from step to step. Therefore
 `gradient_accumulation_steps` is 1, and DeepSpeed divides gradients by the number of ranks only:
@@ -33,20 +33,6 @@ def zero_stage(ds_config: dict[str, Any]) -> int:
 def offloads_optimizer(ds_config: dict[str, Any]) -> bool:
     """Return whether the optimizer is in host memory."""
     return (ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}).get("device", "none") != "none"
-
-
-def stage_problem(ds_config: dict[str, Any], precision: str, world: int) -> str | None:
-    """Return why this stage cannot train with these settings and the remedy, or None if it can."""
-    stage = zero_stage(ds_config)
-    node = ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
-    if precision != "fp32" and stage == 0:
-        return f"{precision} does not work at ZeRO stage 0; set zero_optimization.stage to 1 or 2"
-    if stage == 3 and type(node) is int and world % max(min(node, world), 1):
-        return (
-            f"zero_optimization.zero_hpz_partition_size = {node} does not divide {world} ranks; set it to the number "
-            f"of ranks of one machine"
-        )
-    return None
 
 
 def keeps_whole_weights(engine: Any) -> bool:
