@@ -112,7 +112,7 @@ class Bench:
         flops = 0.0
         for batch in batches[WARM:]:
             tokens += batch.cost()["tokens"] / STEPS
-            flops += self.formula.total(batch.cost()) / STEPS
+            flops += sum(self.formula.flops(batch.cost()).values()) / STEPS
         mfu = flops / seconds / self.formula.peak if self.formula.peak else None
         return Measured(seconds, tokens, len(last.rows), mfu, self.profile(loader, last, seconds))
 

@@ -157,10 +157,7 @@ def test_the_default_row_of_a_gpu(preset: str, tokens: list[int]) -> None:
     for gibibytes, expected in zip((24, 40, 80, 141), tokens, strict=True):
         limit = cost.row_limit(module, recipe_of(), ds_config, "bf16", 1, gibibytes * 2**30)
         assert limit.tokens == expected
-        if cost.LEAST_TOKENS < expected < 65536:
-            used = limit.states + limit.per_token * (expected + cost.ROUNDED)
-            assert used - limit.per_token * cost.ROUNDED <= cost.GPU_SHARE * gibibytes * 2**30 < used
-        assert f"train.max_tokens is {expected:,}" in limit.sentence() and f"{gibibytes}.0 GiB" in limit.sentence()
+        assert f"train.max_tokens is {expected:,}: a step may use 60% of the GPU's {gibibytes}.0" in limit.explanation
 
 
 @pytest.mark.parametrize(("recipe", "preset"), [("tlm", "tiny"), ("mixed", "tiny"), ("mixed", "mini")])

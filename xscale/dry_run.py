@@ -49,7 +49,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     loader = Loader(run.recipe, run.corpus, calibration)
     limit = row_limit(module, run.recipe, run.config, hardware.memory, HostGroup())
     if limit:
-        print(limit.sentence())
+        print(limit.explanation)
         loader = replace(loader, gpu_tokens=limit.tokens)
     check_stage_3(module, run.config.stage)
     print(

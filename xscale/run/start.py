@@ -126,7 +126,7 @@ def build_trainer(
     loader = Loader(recipe, run.corpus, calibration)
     limit = resolve.row_limit(module, recipe, run.config, run.hardware.memory, host_group)
     if limit:
-        LOG.info(limit.sentence())
+        LOG.info(limit.explanation)
         loader = replace(loader, gpu_tokens=limit.tokens)
     if process.is_main:
         write_start_files(args.out, run, loader, checkpoint)

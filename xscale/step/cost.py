@@ -1,8 +1,7 @@
 """The costs of a run: the memory of a rank by ZeRO stage, the size of a checkpoint, and the FLOPs of a step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,36 +37,12 @@ ROUNDED = 1024
 """The default is a multiple of this number, so that it is the same on GPUs of the same kind."""
 
 
-@dataclass(frozen=True)
-class RowLimit:
-    """The default of train.max_tokens on a GPU, and the bytes from which it follows."""
+class RowLimit(NamedTuple):
+    """The default of train.max_tokens on a GPU."""
 
-    memory: float
-    """The memory of the GPU, in bytes."""
-    states: float
-    """The bytes that a step needs for any number of tokens: weights, gradients, optimizer, the vocabulary head."""
-    per_token: float
-    """The bytes that a row's forward pass keeps of each token for its backward pass."""
-    most: int = GPU_TOKENS
-    """The highest default."""
-
-    @property
-    def fitting_tokens(self) -> int:
-        """Return the number of tokens whose activations fit."""
-        return int((GPU_SHARE * self.memory - self.states) / self.per_token)
-
-    @property
-    def tokens(self) -> int:
-        return max(min(self.fitting_tokens, self.most) // ROUNDED * ROUNDED, LEAST_TOKENS)
-
-    def sentence(self) -> str:
-        """Return the line about the default for the log."""
-        return (
-            f"train.max_tokens is {self.tokens:,}: a step may use {GPU_SHARE:.0%} of the GPU's "
-            f"{self.memory / 2**30:.1f} GiB; weights, gradients and optimizer take {self.states / 1e9:.2f} GB of it, "
-            f"and the rest is enough for {max(self.fitting_tokens, 0):,} tokens of {self.per_token / 1e3:,.0f} kB "
-            f"each; the default is at least {LEAST_TOKENS:,} and at most {self.most:,}"
-        )
+    tokens: int
+    explanation: str
+    """The line about the default for the log."""
 
 
 def row_limit(
@@ -76,12 +51,20 @@ def row_limit(
     """Return the default of train.max_tokens by the memory of a GPU, gpu_bytes."""
     per_token = activation_bytes(module.encoder, recipe, WIDTH[precision], "cuda", typical_row_cost(1))
     only_head = typical_row_cost(GPU_TOKENS) | {"tokens": 0, "places": 0}
-    states = memory_by_purpose(module, recipe, ds_config, precision, world, "cuda", only_head)
+    states = sum(memory_by_purpose(module, recipe, ds_config, precision, world, "cuda", only_head).values())
     # activation_bytes counts neither padding nor attention weights, which these models and GPUs keep.
     is_padded = flat_or_padded_states(module.encoder.lm.config) not in (bert_states, modernbert_states)
     keeps_blocks = precision == "fp32" or (torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0))
     most = UNCOUNTED_TOKENS if is_padded or keeps_blocks else GPU_TOKENS
-    return RowLimit(gpu_bytes, sum(states.values()), per_token, most)
+    fitting = int((GPU_SHARE * gpu_bytes - states) / per_token)
+    tokens = max(min(fitting, most) // ROUNDED * ROUNDED, LEAST_TOKENS)
+    return RowLimit(
+        tokens,
+        f"train.max_tokens is {tokens:,}: a step may use {GPU_SHARE:.0%} of the GPU's {gpu_bytes / 2**30:.1f} GiB; "
+        f"weights, gradients and optimizer take {states / 1e9:.2f} GB of it, and the rest is enough for "
+        f"{max(fitting, 0):,} tokens of {per_token / 1e3:,.0f} kB each; the default is at least {LEAST_TOKENS:,} and "
+        f"at most {most:,}",
+    )
 
 
 def typical_row_cost(tokens: int) -> dict[str, float]:
@@ -248,9 +231,6 @@ class StepFlops:
     def of(cls, module: StepModule) -> "StepFlops":
         return cls(module.encoder, bool(module.streams_with_vectors()))
 
-    def total(self, cost: Mapping[str, int]) -> float:
-        return sum(self.flops(cost).values())
-
     def flops(self, cost: Mapping[str, int]) -> dict[str, float]:
         """Return the model FLOPs of a step by purpose. cost: the sum of Row.cost over all packed rows."""
         auxiliary = float(self.per_token * cost["auxiliary_tokens"] + self.per_place * cost["auxiliary_places"])
@@ -281,5 +261,5 @@ class StepFlops:
             return {}
         metrics = {"mem_gb": torch.cuda.max_memory_allocated() / 1e9}
         if self.peak:
-            metrics["mfu"] = self.total(cost) / (max(seconds, 1e-9) * self.peak * world)
+            metrics["mfu"] = sum(self.flops(cost).values()) / (max(seconds, 1e-9) * self.peak * world)
         return metrics
