@@ -362,11 +362,6 @@ def test_half_precision_takes_zero(precision: str) -> None:
     resolve({precision: {"enabled": "auto"}}, hardware=OLD_CPU)
 
 
-def test_stage_3_offloads_several_streams() -> None:
-    config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-    resolve(config, recipe("xlm"))
-
-
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.3")
     with pytest.raises(UserError, match=r"built for ROCm .* install a PyTorch for CUDA or for CPUs"):

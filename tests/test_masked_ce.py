@@ -371,21 +371,6 @@ def test_nothing_is_computed_that_nobody_asked_for() -> None:
         assert torch.equal(right, best)
 
 
-def test_autocast_leaves_fp64_alone() -> None:
-    arguments = inputs(100)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, *_ = masked_cross_entropy(*arguments)
-    torch.testing.assert_close(loss, plain(*arguments)[0], rtol=1e-12, atol=0)
-
-
-def test_autocast_without_gradients_takes_none() -> None:
-    """Of leaves that have autocast's type already, which casting leaves as they are."""
-    arguments = inputs(100, torch.bfloat16)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Calls() as calls:
-        loss, *_ = masked_cross_entropy(*arguments)
-    assert calls.products() == [(100, V)] and not loss.requires_grad
-
-
 def test_no_second_derivative() -> None:
     """Refused, not silently 0; the first one may be asked for in a graph."""
     arguments = inputs(5)
@@ -394,16 +379,6 @@ def test_no_second_derivative() -> None:
     torch.testing.assert_close(first, gradients(plain(*arguments)[0].square(), arguments)[0])
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
-
-
-def test_backward_twice() -> None:
-    """As where a stream's gradient norm is measured before the step's own backward pass."""
-    arguments = inputs(1600, torch.float32)
-    loss, *_ = masked_cross_entropy(*arguments, 0.1, 0.01, weights_of(1600), 7.0)
-    first, third, second = (gradients(loss, arguments, d_loss) for d_loss in (1.0, 3.0, 1.0))
-    assert all(map(torch.equal, first, second))
-    for one, other in zip(first, third, strict=True):
-        torch.testing.assert_close(3 * one, other)
 
 
 def test_what_becomes_of_a_gradient_does_not_reach_the_next() -> None:
@@ -468,13 +443,6 @@ def test_a_gpu_s_chunks_are_as_large_as_its_memory_allows() -> None:
     assert 4096 <= chunk_rows("cuda", 250_002, 2) < 4400
     assert chunk_rows("cuda", 32_000, 4) * 32_000 * 4 <= 2**31 < (chunk_rows("cuda", 32_000, 4) + 1) * 32_000 * 4
     assert chunk_rows("cuda", 2_000_000, 4) == chunk_rows("cpu", 250_002, 4) == chunk_rows("cpu", 3000, 2) == ROWS
-
-
-def test_reruns_are_bit_identical() -> None:
-    arguments = inputs(3000, torch.bfloat16)
-    first, second = (masked_cross_entropy(*arguments)[0] for _ in range(2))
-    assert torch.equal(first, second)
-    assert all(map(torch.equal, gradients(first, arguments), gradients(second, arguments)))
 
 
 # 6. The CUDA kernel: interpreted in a process of its own, and compiled ahead
@@ -587,9 +555,3 @@ def test_the_recipe_s_terms_reach_the_model_s_own_head(demo: Path) -> None:
     expected, each, _ = plain(features, out.weight, out.bias, labels, 0.1, 0.01, *weighted)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(losses, each, rtol=1e-12, atol=0)
-
-
-def test_they_belong_to_the_run_s_identity(demo: Path) -> None:
-    changed = loader_of(demo, "train.label_smoothing=0.1", "train.z_loss=1e-4").recipe.identity()
-    assert changed["train"]["label_smoothing"] == 0.1 and changed["train"]["z_loss"] == 1e-4
-    assert changed != loader_of(demo).recipe.identity()

@@ -4,8 +4,6 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch.optim import lr_scheduler
 
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
@@ -43,25 +41,6 @@ def test_warm_up_stable_and_decay(schedule: str, warmup: float, decay: float | N
         assert curve(*sets) == found
 
 
-@pytest.mark.parametrize(
-    ("schedule", "fall"), [("linear", lr_scheduler.LinearLR), ("cosine", lr_scheduler.CosineAnnealingLR)]
-)
-def test_curves_are_those_of_torch(schedule: str, fall: type) -> None:
-    """LinearLR, ConstantLR and CosineAnnealingLR one after the other."""
-    rise, falling, steps = 5, 20, [torch.nn.Parameter(torch.zeros(1))]
-    optimizer = torch.optim.SGD(steps, lr=1.0)
-    last = fall(optimizer, 1.0, 0.0, falling) if fall is lr_scheduler.LinearLR else fall(optimizer, falling)
-    first = lr_scheduler.LinearLR(optimizer, 1 / rise, 1.0, rise - 1)
-    stable = lr_scheduler.ConstantLR(optimizer, 1.0)
-    sequence = lr_scheduler.SequentialLR(optimizer, [first, stable, last], [rise, STEPS - falling])
-    expected = []
-    for _ in range(STEPS):
-        expected.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        sequence.step()
-    assert curve(f"schedule={schedule}", f"warmup={rise}", f"decay={falling}") == pytest.approx(expected, abs=1e-6)
-
-
 def test_a_step_has_the_recipe_s_rate_unless_the_ds_config_has_a_scheduler() -> None:
     recipe, groups = load("warmup=4"), [{"lr": 7.0}, {"lr": 7.0}]
     optimizer = SimpleNamespace(param_groups=groups)
@@ -83,11 +62,3 @@ def test_steps_that_are_left_out() -> None:
     for wrong in ("[7-9]", "[-3]", "[a]", "[1.5]", "3", "[0]"):
         with pytest.raises(UserError, match=r"train.skip_steps"):
             load(f"skip_steps={wrong}")
-
-
-def test_an_unknown_curve_is_no_line() -> None:
-    """Such as one that the recipe's type has and the formula lacks."""
-    train = load().train
-    object.__setattr__(train, "schedule", "square")
-    with pytest.raises(KeyError, match="square"):
-        train.learning_rate(STEPS - 1)

@@ -328,8 +328,8 @@ class Phase:
     `until` is a step, a float is a share of the run's steps."""
     end: int
     """The first step, counted from 0, that does not belong to the phase."""
-    recipe: "Recipe"
-    """The recipe (without phases) for the phase's steps."""
+    recipe: Any
+    """The Recipe (without phases) for the phase's steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -556,7 +556,7 @@ def build_phases(
         begin = built[-1].end if built else 0
         phase_problems = list[str]()
         end = end_of_phase(fields.get("until"), begin, recipe.train.steps, phase_problems)
-        phase_tree = change_fields(recipe, fields, tree, phase_problems)
+        phase_tree = apply_phase(recipe, fields, tree, phase_problems)
         if not phase_problems:
             built.append(Phase(fields, end, build_recipe(phase_tree, objectives, phase_problems, is_phase=True)))
         problems += [f"phases[{number}].{problem}" for problem in phase_problems]
@@ -576,7 +576,7 @@ def end_of_phase(until: Any, begin: int, steps: int, problems: list[str]) -> int
     return end
 
 
-def change_fields(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+def apply_phase(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """Return a copy of the tree with the fields of a phase."""
     allowed = fields_of_phases(recipe)
     tree = copy.deepcopy(tree)
