@@ -1,4 +1,4 @@
-"""Going on from other models and runs: whose tokenizer, whose language embeddings, whose heads."""
+"""Going on from other models and runs: whose tokenizer, whose language embeddings."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import transformers
 import yaml
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -49,8 +49,7 @@ from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.sentence_files import SentenceVectors, choose_vectors, read_modules, read_pooling
 from xscale.models.build import build_encoder, longest_sequence, xscale_field
 from xscale.models.encoder import Encoder
-from xscale.models.heads import SavedHeads, copy_saved_heads, load_heads
-from xscale.objectives import OBJECTIVES, tlm
+from xscale.objectives import OBJECTIVES
 from xscale.recipe import Recipe, load_recipe, shipped_recipes
 from xscale.step.module import StepModule
 
@@ -234,7 +233,7 @@ def test_languages_of_a_model_of_others_start_as_its_row_0(tmp_path: Path) -> No
     assert torch.equal(table(start(tmp_path, ["cs", "de", "en"], embeddings=False)), rows)
 
 
-# Heads
+# Runs
 
 SETS = ("streams.ppa.queue_size=64", "streams.ppa.projection=24", "train.lr=0.003")
 
@@ -276,111 +275,23 @@ def ended(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[StepMod
     return module.eval(), path, path / "hf"
 
 
-def test_heads_are_exported_beside_a_plain_model(ended: tuple[StepModule, Path, Path]) -> None:
-    """W2, W3 and linear, PPA's projection: read by safetensors alone."""
-    module, _, hf = ended
-    weights = load_file(hf / "xscale_heads.safetensors")
-    assert weights.keys() == {name.removeprefix("heads.") for name in module.state_dict() if name.startswith("heads.")}
-    assert all(torch.equal(weight, module.state_dict()[f"heads.{name}"]) for name, weight in weights.items())
-    assert {name.rpartition(".")[0] for name in weights} == {
-        "alignlm.W2", "alignlm.W3", "alignlm.linear", "ppa.w1", "ppa.w2"
-    }  # fmt: skip
-    assert AutoModelForMaskedLM.from_pretrained(hf).state_dict().keys() == module.encoder.lm.state_dict().keys()
-
-
-@pytest.mark.parametrize("source", ["a run", "a checkpoint", "an exported directory"])
-def test_heads_are_taken_over(demo: Path, ended: tuple[StepModule, Path, Path], source: str) -> None:
-    """By another recipe's streams of the same objective, whatever they are called; the key encoder starts from them."""
-    module, run, hf = ended
-    init = {"a run": run, "a checkpoint": run / "checkpoints" / "step_00000007", "an exported directory": hf}[source]
-    recipe = run / "other.yaml"
-    streams = {"links": {"objective": "alignlm", "samples": 8}, "ppa": {"objective": "ppa", "samples": 8}}
-    recipe.write_text(yaml.safe_dump({"streams": streams}))
-    gone_on = launch.module(loader_of(demo, recipe, *SETS, f"model.init={init}"))
-    for ours, theirs in (("links", "alignlm"), ("ppa", "ppa")):
-        expected = module.heads[theirs].state_dict()
-        found = gone_on.heads[ours].state_dict()
-        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-    keys = gone_on.auxiliary_states["ppa"].momentum.masters[1]  # type: ignore[attr-defined]
-    assert torch.equal(keys.w1.weight, module.heads["ppa"].w1.weight)
-    assert gone_on.notes == [
-        "streams.links starts from the heads of model.init's stream alignlm: W2.bias, W2.weight, W3.bias, W3.weight, "
-        "linear.bias, linear.weight",
-        "streams.ppa starts from the heads of model.init's stream ppa: w1.weight, w2.weight",
-    ]
-
-
-def test_heads_of_a_plug_in_are_kept_without_it(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Export need not know the objective."""
-    linear = replace(tlm.OBJECTIVE, heads=lambda encoder, options: torch.nn.Linear(3, 2))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("streams: {mine: {objective: odd, samples: 4}}")
-    monkeypatch.setitem(OBJECTIVES, "odd", linear)
-    loader = loader_of(demo, recipe)
-    module = launch.module(loader)
-    save(module, loader, tmp_path / "checkpoint")
-    monkeypatch.delitem(OBJECTIVES, "odd")
-    export.export(tmp_path / "checkpoint", tmp_path / "hf")
-    (kept,) = load_heads(tmp_path / "hf").values()
-    assert kept.objective == "odd" and kept.stream["samples"] == 4
-    assert torch.equal(kept.weights["weight"], module.heads["mine"].weight)
-    monkeypatch.setitem(OBJECTIVES, "odd", linear)
-    gone_on = launch.module(loader_of(demo, recipe, f"model.init={tmp_path / 'hf'}", "train.seed=5"))
-    assert torch.equal(gone_on.heads["mine"].weight, module.heads["mine"].weight)
-
-
-def test_heads_of_another_shape_start_fresh_and_it_is_said(demo: Path, ended: tuple[StepModule, Path, Path]) -> None:
-    sets = [*SETS, "streams.ppa.samples=16", "streams.ppa.projection=25"]
-    gone_on, fresh = (launch.module(loader_of(demo, "ppa", *sets, *more)) for more in ([f"model.init={ended[2]}"], []))
-    assert torch.equal(gone_on.heads["ppa"].w1.weight, fresh.heads["ppa"].w1.weight)
-    (note,) = gone_on.notes
-    assert re.search(r"streams\.ppa .*w2\.weight.*\(24, 128\).*w2\.weight.*\(25, 128\)", note)
-    assert not launch.module(loader_of(demo, "tlm", f"model.init={ended[2]}")).notes
-
-
-def test_the_stream_of_the_same_name_comes_first() -> None:
-    kept = {
-        name: SavedHeads({"objective": "alignlm"}, {"weight": torch.full((1, 2), value), "bias": torch.zeros(1)})
-        for name, value in (("a", 1.0), ("b", 2.0))
-    }
-    found = {}
-    for name in ("b", "c"):
-        layer = torch.nn.Linear(2, 1)
-        copy_saved_heads(kept, name, "alignlm", layer)
-        found[name] = layer.weight[0, 0].item()
-    assert found == {"b": 2.0, "c": 1.0} and copy_saved_heads(kept, "a", "ppa", torch.nn.Linear(2, 1)) == []
-
-
-def test_a_damaged_file_of_heads_is_named(tmp_path: Path) -> None:
-    (tmp_path / "xscale_heads.safetensors").write_bytes(b"nothing of the kind")
-    with pytest.raises(UserError, match=r"xscale_heads\.safetensors .*export the run again"):
-        load_heads(tmp_path)
-    save_file({"a.w": torch.zeros(1)}, tmp_path / "xscale_heads.safetensors")
-    with pytest.raises(UserError, match=r"xscale_heads\.safetensors"):
-        load_heads(tmp_path)
-
-
 def read_on_a_rank(init: Path, folder: Path) -> None:
     """Write how often the rank has read weights, and the weights that it has."""
     process = ranks.read_launcher()
     ranks.join_process_group(process)
     reads, plain = [], restore.read_full_weights
     restore.read_full_weights = lambda path: reads.append(path) or plain(path)  # type: ignore[func-returns-value]
-    lm, heads = load_initial_model(init, 0.0)
-    torch.save(
-        (len(reads), lm.state_dict(), {name: of.weights for name, of in heads.items()}), folder / f"{process.rank}.pt"
-    )
+    lm = load_initial_model(init, 0.0)
+    torch.save((len(reads), lm.state_dict()), folder / f"{process.rank}.pt")
 
 
 def test_one_rank_reads_the_weights_of_model_init(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
     """It sends them to the others, which have the same to the last bit."""
     assert launch.fork_ranks(2, read_on_a_rank, ended[1], tmp_path) == [0, 0]
-    (lm, heads), found = load_model_of_run(ended[1]), [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
-    assert [reads for reads, _, _ in found] == [1, 0]
-    for _, weights, of_heads in found:
+    lm, found = load_model_of_run(ended[1]), [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    assert [reads for reads, _ in found] == [1, 0]
+    for _, weights in found:
         assert all(torch.equal(weights[name], weight) for name, weight in lm.state_dict().items())
-        for stream, kept in heads.items():
-            assert all(torch.equal(of_heads[stream][name], weight) for name, weight in kept.weights.items())
 
 
 def probe_tokens(lm: PreTrainedModel) -> Tokens:
@@ -439,24 +350,14 @@ def test_an_export_to_nowhere_is_refused_before_the_work(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_heads_of_one_that_was_partitioned(demo: Path, tmp_path: Path) -> None:
-    """ZeRO-2 on 2 ranks: what is exported are the trained heads, in fp32, and the next run's step 0 has them; one that
-    begins from the run itself has all weights."""
+def test_a_run_goes_on_with_the_encoder_of_one_that_was_partitioned(demo: Path, tmp_path: Path) -> None:
+    """ZeRO-2 on 2 ranks: step 0 of the next run has the encoder's trained weights, in fp32, and new heads."""
     common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "alignlm", "--data", str(demo), "--steps", "3"]
     launch.run(2, [*common, "--out", str(tmp_path / "first"), "--set", "train.lr=0.01"])
-    export.export(tmp_path / "first", tmp_path / "hf")
-    weights = load_file(tmp_path / "hf" / "xscale_heads.safetensors")
-    first, last = (read_full_weights(tmp_path / f"first/checkpoints/step_0000000{step}") for step in (0, 3))
-    for name, weight in weights.items():
-        assert torch.equal(weight, last[f"heads.{name}"]) and not torch.equal(weight, first[f"heads.{name}"])
-    launch.run(2, [*common, "--out", str(tmp_path / "second"), "--set", f"model.init={tmp_path / 'hf'}"])
+    launch.run(2, [*common, "--out", str(tmp_path / "second"), "--set", f"model.init={tmp_path / 'first'}"])
+    last = read_full_weights(tmp_path / "first/checkpoints/step_00000003")
     begun = read_full_weights(tmp_path / "second/checkpoints/step_00000000")
-    assert all(torch.equal(weight, begun[f"heads.{name}"]) for name, weight in weights.items())
-    line = "streams.alignlm starts from the heads of model.init's stream alignlm: W2.bias, "
-    assert line in (tmp_path / "second" / "run.log").read_text()
-    launch.run(2, [*common, "--out", str(tmp_path / "third"), "--set", f"model.init={tmp_path / 'first'}"])
-    begun = read_full_weights(tmp_path / "third/checkpoints/step_00000000")
-    assert begun.keys() == last.keys() and all(torch.equal(begun[name], weight) for name, weight in last.items())
+    assert {name for name in last if torch.equal(begun[name], last[name])} == {n for n in last if "heads." not in n}
 
 
 # Sentence vectors, modes, the best checkpoint

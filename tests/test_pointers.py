@@ -15,7 +15,6 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import pointer_problem
 from xscale.models.build import read_pretrained
-from xscale.models.heads import FILE, load_heads
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 123456\n"
 XML_ERROR = b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied</Code></Error>'
@@ -81,7 +80,6 @@ def open_sources(folder: Path) -> None:
         ("model/model.safetensors", lambda folder: read_pretrained("model.init", folder / "model")),
         ("model/config.json", lambda folder: read_pretrained("model.init", folder / "model")),
         ("bin/pytorch_model.bin", lambda folder: read_pretrained("model.init", folder / "bin")),
-        (f"model/{FILE}", lambda folder: load_heads(folder / "model")),
         ("tokenizer/tokenizer.json", lambda folder: Tokenizer(folder / "tokenizer")),
         ("shards/index.json", lambda folder: open_sources(folder / "shards")),
         ("shards/pairs-000000.tar", lambda folder: open_sources(folder / "shards")),

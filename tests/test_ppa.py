@@ -20,6 +20,7 @@ from tests.plain import ids_of, part_of, sequences_of
 from tests.rows import CPU, FILLER, OneStream, PlainEngine, assert_same_gradients, gradients, sums
 from tests.rows import one_thread as one_thread
 from xscale import export, rng
+from xscale.checkpoint.restore import read_full_weights
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import pack_row
@@ -33,7 +34,6 @@ from xscale.eval.retrieval import accuracies
 from xscale.metric_keys import count_key, loss_key
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
-from xscale.models.heads import load_heads
 from xscale.models.momentum import MomentumEncoder, Queue
 from xscale.objectives import OBJECTIVES, HasQueue, Parts, ppa, tlm
 from xscale.ranks import Process
@@ -653,10 +653,11 @@ def test_contrast_learns_from_random_weights(demo: Path, tmp_path: Path) -> None
     export.export(out, tmp_path / "hf")
     assert not (tmp_path / "hf" / "companions.pt").exists()
     model, (source,) = ExportedModel(tmp_path / "hf"), find_sources([demo / "heldout"])
-    projection, texts = load_heads(tmp_path / "hf")["ppa"].weights, read_texts(source, 200)
+    weights = read_full_weights(out / "checkpoints" / "step_00000150")
+    w1, w2, texts = weights["heads.ppa.w1.weight"], weights["heads.ppa.w2.weight"], read_texts(source, 200)
 
     def z_of(side: int) -> Tensor:
-        base, w1, w2 = model.encoder.lm.base_model, projection["w1.weight"], projection["w2.weight"]
+        base = model.encoder.lm.base_model
         sentences = model.tokenizer.encode([pair[side] for pair in texts])
         with torch.no_grad():
             return torch.stack([plain_z(base, w1, w2, model.tokenizer, ids, ppa.PpaOptions()) for ids in sentences])

@@ -123,7 +123,7 @@ def test_ids_are_those_of_tokenizer_json(tmp_path: Path, kind: str) -> None:
     (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": class_name} | special))
 
     loaded = Tokenizer(model)
-    write_directory(tmp_path / "hf", lm, {}, model, SentenceVectors("mean", "the default"))
+    write_directory(tmp_path / "hf", lm, model, SentenceVectors("mean", "the default"))
     exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
     texts = lines()
     pairs = list(itertools.pairwise(texts))

@@ -59,7 +59,6 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
         *unknown_token_lines(run.corpus),
         *language_share_lines(loader),
         *dropped_pairs_warnings(loader),
-        *module.notes,
         *requirement_lines(loader, module, run.config, process, hardware.device),
         sep="\n",
     )

@@ -1,8 +1,8 @@
 """Export a checkpoint as a Hugging Face directory: `xscale export CHECKPOINT_OR_RUN_DIR HF_DIR`.
 
 The directory has weights, config and tokenizer for `AutoModelForMaskedLM.from_pretrained`, the files of a
-`SentenceTransformer` (eval/sentence_files.py), the objectives' own heads (models/heads.py), and a model card
-(eval/card.md). Of a run, the newest checkpoint is exported, or with --best the best one.
+`SentenceTransformer` (eval/sentence_files.py), and a model card (eval/card.md). Of a run, the newest checkpoint is
+exported, or with --best the best one.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import SentenceVectors, choose_vectors, write_json, write_vector_files
 from xscale.models.build import longest_sequence, xscale_field
-from xscale.models.heads import SavedHeads, save_heads
 
 CARD_TEMPLATE = Path(__file__).parent / "eval" / "card.md"
 OLDEST = {"modernbert": "4.48"}
@@ -60,20 +59,19 @@ def main() -> int:
 
 def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
     """Export a checkpoint, or a run's newest checkpoint, and return its path. best: export the run's best checkpoint.
-    pooling: how sentence vectors are pooled; None: see choose_vectors. layers: the number of first layers to export,
-    without heads; None: export the whole model. Raises UserError."""
+    pooling: how sentence vectors are pooled; None: see choose_vectors. layers: the number of first layers to export;
+    None: export the whole model. Raises UserError."""
     path = find_best(source) if best else checkpoints.resolve_checkpoint(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty directory; choose another, or remove it")
     files.check_writable(out)
-    lm, heads = load_model_of_run(path)
+    lm = load_model_of_run(path)
     checkpoint = checkpoints.read_checkpoint(path)
     vectors = choose_vectors(checkpoint.identity["recipe"], pooling, layers)
     card = checkpoint_card(checkpoint, lm.config, out.resolve().name, vectors, layers)
     if layers is not None:
         lm = first_layers(lm, layers).base_model
-        heads = {}
-    write_directory(out, lm, heads, path / checkpoints.HF, vectors, card)
+    write_directory(out, lm, path / checkpoints.HF, vectors, card)
     print(f"sentence vectors: {vectors.pooling} pooling, {vectors.reason}")
     return path
 
@@ -112,12 +110,11 @@ def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
 def write_directory(
     out: Path,
     lm: PreTrainedModel,
-    heads: dict[str, SavedHeads],
     tokenizer_path: str | Path,
     vectors: SentenceVectors,
     card: ModelCard | None = None,
 ) -> None:
-    """Write a model, its heads, its tokenizer, its card and the files of sentence-transformers."""
+    """Write a model, its tokenizer, its card and the files of sentence-transformers."""
     config: Any = lm.config
     longest = longest_sequence(config)
     tokenizer = transformers_tokenizer(tokenizer_path)
@@ -129,7 +126,6 @@ def write_directory(
         lm.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         rename_fields_for_transformers_4(partial)
-        save_heads(heads, partial)
         write_vector_files(partial, vectors, config, longest)
         if card:
             card.save(partial / "README.md")

@@ -40,7 +40,7 @@ class ModelConfig:
     --set gives train.lr. With model, a run refuses to start without `init`."""
     init: str | None = None
     """The initial weights: a Hugging Face directory, a hub name, or a run or checkpoint of xscale; null: random weights
-    of `preset`. From a run of xscale, the new run also takes the language embeddings and the heads of objectives."""
+    of `preset`. From a run of xscale, the new run also takes the language embeddings."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
     """The architecture of a randomly initialised encoder."""
     tokenizer: str | None = None

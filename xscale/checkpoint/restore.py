@@ -1,4 +1,4 @@
-"""Loads a checkpoint into an engine, or as a Hugging Face model with the objectives' heads."""
+"""Loads a checkpoint into an engine, or as a Hugging Face model."""
 
 import contextlib
 import io
@@ -23,13 +23,10 @@ from xscale.deepspeed_private import (
 )
 from xscale.errors import UserError
 from xscale.models.build import dropout_fields, fill_neutral_row, load_pretrained
-from xscale.models.heads import SavedHeads, load_heads
 from xscale.ranks import HostGroup
 
 PREFIX = "encoder.lm."
 """The prefix of the encoder's parameter names in the engine's module."""
-HEADS = "heads."
-"""The prefix of the heads' parameter names in the engine's module; the stream's name follows it."""
 
 
 def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> None:
@@ -80,17 +77,17 @@ def broadcast_weights(path: Path, host_group: HostGroup) -> dict[str, Tensor]:
     return weights
 
 
-def load_initial_model(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dict[str, SavedHeads]]:
-    """Return the model of model.init in fp32, and its heads by stream. init: a run, a checkpoint, a Hugging Face
-    directory or a hub name. dropout: the model's new dropout probability. Raises UserError."""
+def load_initial_model(init: str | Path, dropout: float) -> PreTrainedModel:
+    """Return the model of model.init in fp32. init: a run, a checkpoint, a Hugging Face directory or a hub name.
+    dropout: the model's new dropout probability. Raises UserError."""
     if store.is_run(Path(init)):
         return load_model_of_run(init, dropout)
-    return load_pretrained(init, dropout), load_heads(Path(init))
+    return load_pretrained(init, dropout)
 
 
-def load_model_of_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, dict[str, SavedHeads]]:
-    """Return the Hugging Face model of a checkpoint or run in fp32, and its heads by stream. dropout: the model's new
-    dropout probability; None: that of the checkpoint. All ranks call it together. Raises UserError."""
+def load_model_of_run(path: str | Path, dropout: float | None = None) -> PreTrainedModel:
+    """Return the Hugging Face model of a checkpoint or run in fp32. dropout: the model's new dropout probability; None:
+    that of the checkpoint. All ranks call it together. Raises UserError."""
     path = store.resolve_checkpoint(Path(path))
     host_group = HostGroup()
     problem = store.find_damage(path, host_group)
@@ -100,9 +97,8 @@ def load_model_of_run(path: str | Path, dropout: float | None = None) -> tuple[P
     if dropout is not None:
         config.update(dropout_fields(config.model_type, dropout))
     lm = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
-    trained = broadcast_weights(path, host_group)
     weights: dict[str, Tensor] = {}
-    for name, weight in trained.items():
+    for name, weight in broadcast_weights(path, host_group).items():
         if name.startswith(PREFIX):
             weights[name.removeprefix(PREFIX)] = weight
     missing, unexpected = lm.load_state_dict(weights, strict=False)
@@ -112,14 +108,4 @@ def load_model_of_run(path: str | Path, dropout: float | None = None) -> tuple[P
     assert not lost and not unexpected, (lost, unexpected)
     lm.tie_weights()
     fill_neutral_row(lm)
-    return lm, _heads(trained, store.read_checkpoint(path).identity["recipe"]["streams"])
-
-
-def _heads(weights: dict[str, Tensor], streams: dict[str, Any]) -> dict[str, SavedHeads]:
-    """Return the heads by stream. weights: those of the whole module. streams: the recipe's section `streams`."""
-    heads: dict[str, SavedHeads] = {}
-    for name, weight in weights.items():
-        if name.startswith(HEADS):
-            stream, _, part = name.removeprefix(HEADS).partition(".")
-            heads.setdefault(stream, SavedHeads(streams[stream], {})).weights[part] = weight
-    return heads
+    return lm

@@ -19,8 +19,7 @@ Decided, where the paper is silent:
 - W1, b1 and GELU belong to the pre-trained head; W3, b3 start as a copy of W1, b1. The head's LayerNorm stays before W:
   W . LN(linear(GELU(.))). `linear` and W2 start as the identity, so the first monolingual prediction is that of the
   pre-trained model. W is tied to the embeddings and keeps its bias; both predictions share W, LN and `linear`.
-- W2, W3 and `linear` are saved in a file beside the exported model (models/heads.py). The masked-LM head of the export
-  does not contain `linear`.
+- W2, W3 and `linear` are in checkpoints, but not in an export: its masked-LM head does without `linear`.
 """
 
 import copy

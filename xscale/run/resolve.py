@@ -3,14 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_initial_model
 from xscale.data.corpus import Corpus, InitialModel, convert_epochs_to_steps, open_corpus
 from xscale.errors import UserError
 from xscale.models.build import configured_dropout, has_segments, initial_encoder, xscale_field_of_init
-from xscale.models.heads import SavedHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup
 from xscale.recipe import Recipe, load_recipe
@@ -71,16 +68,8 @@ def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) ->
 
 
 def module_of_run(recipe: Recipe, corpus: Corpus) -> StepModule:
-    """Build the module of step 0. A stream starts from the heads in model.init that its objective trained, if there
-    are any."""
-    kept: dict[str, SavedHeads] = {}
-
-    def load(init: str | Path, dropout: float) -> PreTrainedModel:
-        lm, heads = load_initial_model(init, dropout)
-        kept.update(heads)
-        return lm
-
-    return StepModule(initial_encoder(recipe, corpus, load), recipe, kept)
+    """Build the module of step 0."""
+    return StepModule(initial_encoder(recipe, corpus, load_initial_model), recipe)
 
 
 def row_limit(

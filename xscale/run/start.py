@@ -139,9 +139,6 @@ def build_trainer(
         load_engine(engine, checkpoint, host_group)
         apply_schedule(engine)
         LOG.info(f"resumed from {checkpoint.path}: step {checkpoint.step}")
-    else:
-        for note in module.notes:
-            LOG.info(note)
     LOG.info(f"xscale {__version__}, torch {torch.__version__}: {redact(' '.join(sys.argv))}")
     LOG.info(
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {run.config.precision} on "

@@ -17,7 +17,6 @@ from xscale.data.packed_row import Row
 from xscale.errors import adding_note
 from xscale.metric_keys import MetricKey, count_key, loss_key
 from xscale.models.encoder import Encoder
-from xscale.models.heads import SavedHeads, copy_saved_heads
 from xscale.objectives import OBJECTIVES
 from xscale.objectives.base import AuxiliaryState, Losses, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
@@ -33,9 +32,7 @@ States = dict[str, dict[str, Tensor]]
 class StepModule(nn.Module):
     """The encoder, the heads of the objectives, and the computation of a row's loss."""
 
-    def __init__(self, encoder: Encoder, recipe: Recipe, saved_heads: dict[str, SavedHeads] | None = None):
-        """Build heads and auxiliary states. saved_heads: trained heads by stream. A stream starts from those of the
-        same objective and shapes."""
+    def __init__(self, encoder: Encoder, recipe: Recipe):
         super().__init__()
         self.encoder = encoder
         self.smoothing = {"label_smoothing": recipe.train.label_smoothing, "z_loss": recipe.train.z_loss}
@@ -44,8 +41,6 @@ class StepModule(nn.Module):
         self.auxiliary_states: dict[str, AuxiliaryState] = {}
         """States that no optimizer updates. They are not submodules, because DeepSpeed must neither cast nor save
         them."""
-        self.notes: list[str] = []
-        """The lines to print about the saved heads."""
         self.set_streams(recipe)
         for name, stream in recipe.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
@@ -55,7 +50,6 @@ class StepModule(nn.Module):
                 auxiliary_state = objective.auxiliary_state(encoder, heads, stream.options)
             if heads is not None:
                 self.heads[name] = heads
-                self.notes += copy_saved_heads(saved_heads or {}, name, stream.objective, heads)
             if auxiliary_state is not None:
                 self.auxiliary_states[name] = auxiliary_state
                 if hasattr(auxiliary_state, "steps"):
