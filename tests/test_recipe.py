@@ -372,7 +372,7 @@ def test_a_step_without_targets_is_an_error() -> None:
 
 @pytest.mark.parametrize("assignment", ["train.steps=" + "9" * 5000, "train.lr=" + "[" * 3000, "train={lr: 1, lr: 2}"])
 def test_set_that_python_stumbles_over(assignment: str) -> None:
-    with pytest.raises(UserError, match=r"--set train.*(is not YAML|lr occurs twice)"):
+    with pytest.raises(UserError, match=r"--set train.*(Exceeds the limit|recursion|lr occurs twice).*value in YAML"):
         load_recipe("mlm", [assignment], OBJECTIVES)
 
 

@@ -448,10 +448,11 @@ def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -
     dotted, equals, text = assignment.partition("=")
     try:
         if not equals:
-            raise ValueError("needs the form key.sub=value")
+            raise ValueError("= is missing")
         set_field(tree, dotted, read_yaml(text))
     except ValueError as error:
-        problems.append(f"--set {assignment[:80]}: {str(error).splitlines()[0]}")
+        reason = str(error).splitlines()[0]
+        problems.append(f"--set {assignment[:80]}: {reason}; write key.sub=value with a value in YAML")
 
 
 def set_field(tree: dict[str, Any], dotted: str, value: Any) -> None:
