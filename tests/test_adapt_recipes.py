@@ -52,11 +52,9 @@ def test_dropout_null_is_the_model_s_own(
     assert [phase.recipe.model.dropout for phase in recipe.phases] == [dropout]
 
 
-def test_a_phase_may_return_to_the_model_s_own_dropout(demo: Path, tmp_path: Path) -> None:
-    BertConfig(**SHAPE, hidden_dropout_prob=0.3).save_pretrained(tmp_path)
-    sets = ["phases=[{until: 5, model.dropout: null}]", "model.dropout=0.0", f"model.init={tmp_path}"]
-    recipe, _ = resolve_run("contextual", [*sets, f"model.tokenizer={demo / 'tokenizer'}"], [demo])
-    assert (recipe.at(0).model.dropout, recipe.at(5).model.dropout) == (0.3, 0.0)
+def test_a_phase_names_its_dropout(demo: Path) -> None:
+    with pytest.raises(UserError, match=r"phases: model.dropout is null; write a number"):
+        resolve_run("contextual", ["phases=[{until: 5, model.dropout: null}]", "model.dropout=0.0"], [demo])
 
 
 def test_an_adapt_recipe_without_a_model_is_refused(demo: Path) -> None:
