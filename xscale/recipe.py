@@ -35,12 +35,12 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     starts_from: Literal["any", "scratch", "model"] = "any"
-    """Which initial weights suit the recipe's learning rate, dropout and attention gain: random weights (scratch), a
-    pre-trained `init` (model), or both (any). With scratch, a run refuses an `init` that xscale has not trained unless
-    --set gives train.lr. With model, a run refuses to start without `init`."""
+    """Which initial weights suit the recipe's learning rate, dropout and attention gain. scratch: random weights;
+    model: the weights of a pre-trained `init`; any: both. With scratch, a run refuses an `init` that xscale has not
+    trained unless you set train.lr by --set. With model, a run refuses to start without `init`."""
     init: str | None = None
     """The initial weights: a Hugging Face directory, a hub name, or a run or checkpoint of xscale; null: random weights
-    of `preset`. From a run of xscale, the new run also takes the language embeddings."""
+    of `preset`. If `init` is a run of xscale, the new run also takes over its language embeddings."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
     """The architecture of a randomly initialised encoder."""
     tokenizer: str | None = None
@@ -50,11 +50,11 @@ class ModelConfig:
     """The dropout probability of hidden states and attention; null: the dropout of `init`, and 0.1 with random
     weights."""
     attention_gain: PositiveFloat | None = None
-    """The gain g of attention layers: their value and output projections start from random weights of standard
-    deviation g / sqrt(width). null: a standard deviation of 0.02 as in transformers, which is a gain of 0.23 in preset
-    tiny and 0.55 in base. At a gain of 0.23, all sentences have nearly the same [CLS] vector (mean cosine 0.9999; 0.97
-    at a gain of 1), so contrastive losses begin to fall late. At a gain of 1, other losses begin to fall somewhat
-    later."""
+    """The gain g of attention layers with random weights: the weights of their value and output projections have the
+    standard deviation g / sqrt(width). null: the standard deviation is 0.02, as in transformers. This is a gain of 0.23
+    in preset tiny and of 0.55 in preset base. At a gain of 0.23, the [CLS] vectors of two sentences have a mean cosine
+    of 0.9999, so contrastive losses begin to fall late. At a gain of 1, the mean cosine is 0.97, and other losses begin
+    to fall somewhat later."""
     rope_theta: PositiveFloat | None = None
     """The base of the rotary position embeddings in all layers (ModernBERT); null: the base of `init`, or 160,000 in
     the presets. A larger base suits longer sequences. A phase may change the base only if the recipe sets
@@ -93,11 +93,12 @@ class DataConfig:
     max_length: Annotated[int, Field(ge=8, le=MOST)] = 128
     """The maximum number of tokens in a sequence, including special tokens."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """What happens to sentence pairs longer than `max_length`: drop leaves them out, truncate cuts them. The log says
-    how many pairs were too long. Monolingual text that is too long always continues in the next sequence."""
+    """What happens to sentence pairs longer than `max_length`: drop leaves them out, truncate cuts them. The metrics
+    `too_long/STREAM/en-de` have the share of such pairs. Monolingual text that is too long always continues in the next
+    sequence."""
     segments: bool = True
-    """true: the two sentences of a pair have token types 0 and 1, if the model and the tokenizer have such types and no
-    stream has language embeddings; false: both sentences have token type 0."""
+    """true: the first sentence of a pair has token type 0, and the second one has token type 1, if the model and the
+    tokenizer have two token types and no stream has language embeddings; false: both sentences have token type 0."""
     first: Count | None = None
     """The maximum number of records (sentences or pairs) of each language and language pair. Records are taken in the
     order of --data and of the shards; null: no limit."""
@@ -105,8 +106,8 @@ class DataConfig:
     """The languages ("en") or language pairs ("en-de") for streams without a field `languages` of their own; null:
     all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """A language, or language pair, is sampled with a probability proportional to n^alpha, where n is its size;
-    `alpha_by` says how n is counted."""
+    """A stream samples each of its languages, or language pairs, with a probability proportional to n^alpha. n is the
+    size of the language's text; `alpha_by` says how the size is counted."""
     alpha_by: Literal["records", "tokens", "bytes"] = "records"
     """What n counts in n^alpha: the records (sentences or pairs) of a language, or its tokens or bytes. xscale
     estimates tokens and bytes from some shards. `alpha_by` does not change the size of a sample."""
@@ -131,16 +132,16 @@ class TrainConfig:
     steps: Count = 1000
     """The number of optimizer steps of the run."""
     epochs: PositiveFloat | None = None
-    """Replaces `steps`: the first stream of sentence pairs reads as many pairs as `epochs` times its number of pairs.
-    With data.alpha 1, every pair is read `epochs` times; with a lower alpha, pairs of small languages are read more
-    often than other pairs."""
+    """Replaces `steps`: the run has the number of steps in which the recipe's first stream of sentence pairs reads
+    `epochs` times as many pairs as its data have. With data.alpha 1, the stream reads every pair `epochs` times; with a
+    lower alpha, it reads pairs of small languages more often than other pairs."""
     lr: PositiveFloat = 3e-4
     """The peak learning rate."""
     warmup: NotNegative = 0.1
     """The number of steps in which the learning rate rises linearly to `lr`. A number below 1 is a share of `steps`."""
     schedule: Literal["linear", "cosine", "1-sqrt"] | None = None
-    """The curve by which the learning rate falls to 0: 1 - x, (1 + cos(pi x)) / 2 or 1 - sqrt(x), where x goes from 0
-    to 1. null: linear, or the scheduler of the ds_config if it has one."""
+    """The curve by which the learning rate falls to 0. linear: 1 - x; cosine: (1 + cos(pi x)) / 2; 1-sqrt: 1 - sqrt(x).
+    x rises from 0 to 1 in the steps of `decay`. null: linear, or the scheduler of the ds_config if it has one."""
     decay: NotNegative | None = None
     """The number of steps at the end of the run in which the learning rate falls. Between warm-up and decay, the
     learning rate stays at its peak (warm-up, stable, decay). A number below 1 is a share of `steps`. null: the learning
@@ -150,14 +151,14 @@ class TrainConfig:
     max_grad_norm: NotNegative = 1.0
     """The global norm to which gradients are clipped; 0: no clipping."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The share of the target probability that is spread over the whole vocabulary when a token is predicted."""
+    """The share of a predicted token's target probability that is spread evenly over the whole vocabulary."""
     z_loss: NotNegative = 0.0
     """The factor of logsumexp(logits)^2, which is added to the loss of each predicted token (PaLM: 1e-4)."""
     max_tokens: Count | None = None
-    """The maximum number of tokens in one forward and backward pass of a rank (a packed row). null: on a GPU, as many
-    as its memory holds, up to 65,536; on a CPU, 8,192. `max_tokens` changes the random masks of dropout; the rest of
-    the training stays the same. More tokens per pass are faster: on an H200, xlmr-base trains 1.3 times as many tokens
-    per second with 65,536 as with 16,384."""
+    """The maximum number of tokens in one forward and backward pass of a rank. null: on a GPU, as many as its memory
+    holds, up to 65,536; on a CPU, 8,192. `max_tokens` changes the random masks of dropout; the rest of the training
+    stays the same. More tokens per pass are faster: on an H200, a model of preset xlmr-base trained 1.3 times as many
+    tokens per second with max_tokens 65,536 as with 16,384."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """The precision of training. auto takes the precision of the ds_config if the hardware supports it, and fp32
     otherwise."""
@@ -165,24 +166,26 @@ class TrainConfig:
     """true: the forward pass stores only the inputs of each layer, and the backward pass computes the other activations
     again. Activation checkpointing saves memory, and a step takes about a third more time."""
     deterministic: bool = False
-    """true: CUDA uses only algorithms that are reproducible bit for bit, so that a resumed run equals an uninterrupted
-    run exactly. The backward pass of attention is slower. On a CPU, training is always reproducible."""
+    """true: CUDA uses only algorithms that are reproducible bit for bit, so that a resumed run has exactly the same
+    weights as an uninterrupted run. The backward pass of attention is slower. On a CPU, training is always
+    reproducible."""
     seed: Annotated[int, Field(ge=-MOST, le=MOST)] = 0
     """The seed of the data order, the masks, the random weights and the dropout."""
     measure_every: Annotated[int, Field(ge=0, le=MOST)] = 100
     """The number of steps between two expensive measurements: the gradient norm of each stream, which needs a second
     backward pass, and the alignment scores of dictionaries; 0: never."""
     time_limit: PositiveFloat | None = None
-    """The number of minutes after which the run saves and stops with exit code 75; the run always finishes at least one
-    step. null: no limit."""
+    """The number of minutes from the start of the processes after which the run saves and stops with exit code 75. The
+    run always finishes at least one step. null: no limit."""
     stall_limit: PositiveFloat | None = 15.0
     """The number of minutes without progress after which the run ends with exit code 5; null: no limit. Before the run
-    ends, the logs get the stack traces of every rank and the name of the rank for which the others wait. Time in which
-    the process was suspended does not count. Collectives time out after 30 minutes."""
+    ends, each rank writes its stack traces to its log, and the log of rank 0 names the ranks that do not answer. Time
+    in which the process was suspended does not count. Collective operations of torch.distributed time out after 30
+    minutes."""
     skip_steps: list[Count] = dataclasses.field(default_factory=list)
-    """Steps that read their data but do not change the model, counted from 1, such as [500, 501]. After a loss spike,
-    resume from a checkpoint before the spike and skip the steps of the spike, for example with skip_steps=[$(seq -s,
-    81200 81260)]."""
+    """The numbers of steps (from 1) that read their data but do not change the model, such as [500, 501]. After a loss
+    spike, resume from a checkpoint before the spike and skip the steps of the spike: the shell makes the list of the
+    steps 81,200 to 81,260 of --set train.skip_steps=[$(seq -s, 81200 81260)]."""
 
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
@@ -212,19 +215,20 @@ class CheckpointConfig:
     every: Count = 500
     """The number of optimizer steps between two checkpoints. The run also saves after its last step."""
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
-    """The number of newest complete checkpoints that the run keeps. The run deletes older checkpoints."""
+    """The number of checkpoints that the run keeps: the newest complete ones. The run deletes older checkpoints."""
     best: Annotated[str, Field(pattern="^.+/.+/.+$")] | None = None
-    """The score by which the run chooses its best checkpoint: TASK/ROW/NUMBER from the results of `eval`, such as
-    heldout/tlm/loss. The run keeps the best checkpoint, and the file checkpoints/best names it. Losses, perplexities
-    and error rates (aer) are best when lowest, all other scores when highest."""
+    """The score by which the run chooses its best checkpoint: TASK/ROW/NUMBER from the run's evaluations (section
+    `eval`). For example, heldout/tlm/loss is the loss of the stream tlm in the task heldout. The run keeps the best
+    checkpoint, and the file checkpoints/best names it. Losses, perplexities and error rates (aer) are best when lowest,
+    all other scores when highest."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class EvalTask:
     name: Annotated[str, Field(pattern=r"^(heldout|retrieval)(\.[A-Za-z0-9_.-]+)?$")]
     """The kind of the task. heldout measures the loss of each stream, language and language pair on the records in
-    `data`. retrieval measures how often the nearest neighbour of a sentence is its translation, among the pairs in
-    `data`. A second task of the same kind needs a suffix, such as heldout.test."""
+    `data`. retrieval measures the share of the sentences in `data` whose nearest neighbour among the sentences of the
+    other language is their translation. A second task of the same kind needs a suffix, such as heldout.test."""
     data: list[str] = dataclasses.field(default_factory=list)
     """Directories of shards for evaluation. The run must not train on the same shards."""
     limit: Count = 1000

@@ -39,13 +39,14 @@ from xscale.recipe import STRICT, Count, NotNegative
 class AlignMlmOptions(mlm.MaskedOptions):
     in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"alpha", "pairs_per_step"}
     alpha: NotNegative = 10.0
-    """The factor alpha of L_ALIGN, the loss that aligns the embeddings of dictionary words."""
+    """The factor alpha of L_ALIGN, the loss that makes the embeddings of the two words of a dictionary entry
+    similar."""
     subwords: Literal["mean", "single"] = "mean"
-    """How the loss represents a word of several tokens. mean: by the mean of the input embeddings of its tokens;
-    single: dictionary entries with such words are left out."""
+    """How L_ALIGN represents a word of several tokens. mean: by the mean of the input embeddings of its tokens; single:
+    L_ALIGN leaves out dictionary entries with such words."""
     pairs_per_step: Count | None = None
-    """The number of dictionary entries sampled for each step, without replacement; null: every step uses all
-    entries."""
+    """The number of dictionary entries that L_ALIGN reads in a step, sampled without replacement; null: all entries in
+    every step."""
 
 
 def collate(samples: list[list[Example]], options: AlignMlmOptions, context: CollateContext) -> StreamBatch:

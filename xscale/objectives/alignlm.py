@@ -45,13 +45,14 @@ class AlignLMOptions:
     mask_prob: Fraction = 0.30
     """The share of the tokens that the model predicts. Special tokens are never predicted and do not count."""
     bilingual_weight: NotNegative = 1.0
-    """The factor lambda of L_bp, the loss of the predictions from aligned words of the translation."""
+    """The factor lambda of L_bp. L_bp is the loss with which the model predicts a masked token from the aligned words
+    of the translation."""
     expand: Literal["all", "first"] = "all"
     """Which sub-words of two aligned words are linked. all: every sub-word of one word with every sub-word of the other
     word; first: only the first sub-words of both words."""
     normalize: Literal["sum", "mean"] = "sum"
-    """How the hidden states of the sub-words that are linked to a masked token are combined (H* of the paper): by their
-    sum or their mean."""
+    """How the hidden states of the sub-words that are linked to a masked token are combined (H* in the paper). sum: by
+    their sum; mean: by their mean."""
     shuffle_sides: bool = False
     """true: the two sentences of a pair are swapped with probability 1/2."""
 

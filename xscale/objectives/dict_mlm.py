@@ -42,11 +42,11 @@ from xscale.recipe import STRICT
 class DictMlmOptions(mlm.MaskedOptions):
     in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"dict_share"}
     whole_word: bool = True
-    """true: whole words are chosen. false: tokens are chosen one by one, and a word is translated only if all its
-    tokens were chosen."""
+    """What is chosen for prediction. true: whole words; false: single tokens, and a word may be translated only if all
+    its tokens were chosen."""
     synonym: Literal["input", "label"] = "input"
-    """Where the translation of a chosen word stands: in place of the tokens that the model sees (input), or in place of
-    the tokens that the model predicts (label)."""
+    """Where the translation of a chosen word stands. input: the model sees the translation and predicts the word;
+    label: the model sees [MASK] and predicts the translation."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Of the chosen words that have a translation of the same number of tokens, the share for which the translation is
     used."""

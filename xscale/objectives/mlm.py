@@ -29,11 +29,11 @@ class MaskedOptions:
     whole_word: bool = False
     """true: whole words are chosen, and all their tokens are predicted; false: tokens are chosen one by one."""
     language_embeddings: bool = False
-    """true: the model adds an embedding of the language to every token (XLM). The embeddings are in the model's
-    token-type table."""
+    """true: the model adds an embedding of the text's language to the embedding of every token, as in XLM. The language
+    embeddings are in the model's token-type table."""
     language_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """The share of the sequences that get the neutral embedding (token type 0) instead of language embeddings, so that
-    the model also learns to read text without token types and text in other languages."""
+    """With `language_embeddings`, the share of the sequences that get the neutral embedding (token type 0) instead of
+    language embeddings. So the model also learns to read text without token types and text in other languages."""
 
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: CollateContext) -> StreamBatch:

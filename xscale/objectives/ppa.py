@@ -63,12 +63,14 @@ class PpaOptions:
     """The sentence vector: cls is the hidden state of [CLS] (the paper), mean is the mean over all tokens but the
     special ones (the paper's footnote 1)."""
     queue_size: Count = 32000
-    """The number K of vectors in the queue. The queue must hold at least the stream's samples of one step."""
+    """The number K of vectors in the queue. The queue has the projected vectors of the newest sentences that the key
+    encoder has encoded; the contrastive loss uses them as negatives. K must be at least the stream's `samples`."""
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
-    """The momentum m of the key encoder, a moving average of the trained encoder."""
+    """The momentum m of the key encoder. The weights of the key encoder are a moving average of the trained encoder's:
+    after each update of the trained encoder, key = m * key + (1 - m) * trained."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
-    """The value to which m rises over the run along half a cosine (BYOL, Grill et al. 2020), so that the key encoder
-    changes fast at first and slowly at the end; null: m stays constant."""
+    """The value that m has at the end of the run. m rises from `momentum` to this value along half a cosine, as in BYOL
+    (Grill et al. 2020), so the key encoder changes fast at first and slowly at the end. null: m stays constant."""
     projection: Count = 300
     """The width of z, the projected sentence vector that the contrastive loss compares."""
     normalize_z: bool = True
@@ -78,12 +80,12 @@ class PpaOptions:
     momentum_eval: bool = False
     """true: the key encoder runs without dropout."""
     moco_weight: NotNegative = 1.0
-    """The factor of the contrastive loss L_MoCo. 0: the loss is not computed, and there is no key encoder (-MoCo in
-    Table 5 of the paper)."""
+    """The factor of the contrastive loss L_MoCo. 0: the loss is not computed, and there is no key encoder (the row
+    "-MoCo" in Table 5 of the paper)."""
     tlm_weight: NotNegative = 1.0
-    """The factor of L_TLM. 0: the loss is not computed (-TLM in Table 5 of the paper)."""
+    """The factor of L_TLM. 0: the loss is not computed (the row "-TLM" in Table 5)."""
     replace_tlm_with_mlm: bool = False
-    """true: the two sentences of a pair are masked and encoded separately (repl TLM w/ MLM in Table 5 of the paper).
+    """true: the two sentences of a pair are masked and encoded separately (the row "repl TLM w/ MLM" in Table 5).
     `tlm_weight` is then the factor of the MLM loss."""
     mask_prob: Fraction = 0.15
     """The share of the tokens that the model predicts. Special tokens are never predicted and do not count."""
