@@ -299,11 +299,6 @@ def contents_to_save(engine: Any, partial: Path) -> dict[str, Any]:
     return contents
 
 
-def copy_conversion_script(engine: Any, folder: Path) -> None:
-    """Copy DeepSpeed's zero_to_fp32.py into a checkpoint's folder."""
-    engine._copy_recovery_script(str(folder))
-
-
 def model_state_path(path: Path) -> Path:
     return next(path.glob("*mp_rank_00_model_states.pt"))
 

@@ -14,7 +14,7 @@ import torch
 
 from xscale import files
 from xscale.checkpoint import store
-from xscale.deepspeed_private import contents_to_save, copy_conversion_script
+from xscale.deepspeed_private import contents_to_save
 from xscale.errors import LOG, UserError
 from xscale.ranks import HostGroup
 
@@ -147,7 +147,6 @@ class CheckpointManager:
             write_state(contents.pop(name), folder / name)
         if self.host_group.is_main:
             self.write_model(step, folder)
-            copy_conversion_script(self.engine, self.folder)
             names += [str(path.relative_to(folder)) for path in folder.glob(f"{store.HF}/*")]
         sealed: dict[str, Any] = {}
         for name in names:
