@@ -32,8 +32,8 @@ class StrictLoader(yaml.SafeLoader):
                 raise yaml.YAMLError(f"it has over {MOST_ALIASES} aliases; write out what they stand for")
         return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        mapping = dict[str, Any]()
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = dict[Any, Any]()
         for key_node, value_node in node.value:
             key = str(self.construct_object(key_node, deep=True))  # type: ignore[no-untyped-call]
             if key in mapping:
