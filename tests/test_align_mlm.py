@@ -20,9 +20,8 @@ from xscale.data.stream_batch import CollateContext, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
-from xscale.objectives import OBJECTIVES, align_mlm, mlm
+from xscale.objectives import align_mlm, mlm
 from xscale.objectives.base import Parts
-from xscale.recipe import load_recipe
 
 LANGUAGES = {"de": 0, "en": 1, "fr": 2}
 Entry = tuple[list[int], list[int]]
@@ -170,16 +169,6 @@ def test_only_longer_words(tokenizer: Tokenizer) -> None:
     assert align_mlm.collate(sample, align_mlm.AlignMlmOptions(), poor).target_counts["align"] == 1
     with pytest.raises(UserError, match=r"streams\.s: .* set subwords: mean"):
         align_mlm.collate(sample, align_mlm.AlignMlmOptions(subwords="single"), poor)
-
-
-def test_options() -> None:
-    recipe = load_recipe("align_mlm", [], OBJECTIVES)
-    assert recipe.streams["align_mlm"].options == align_mlm.AlignMlmOptions(
-        alpha=10.0, subwords="mean", pairs_per_step=None
-    )
-    for wrong in ("alpha=-1", "pairs_per_step=0", "subwords=first"):
-        with pytest.raises(UserError, match=wrong.partition("=")[0]):
-            load_recipe("align_mlm", [f"streams.align_mlm.{wrong}"], OBJECTIVES)
 
 
 def test_entries_of_the_same_tokens_are_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:

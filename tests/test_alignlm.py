@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch import nn
 from transformers import AutoModelForMaskedLM
 
@@ -224,13 +223,6 @@ def test_links_between_words_that_were_cut_are_no_error(tokenizer: Tokenizer) ->
     (sample,) = examples_of(tokenizer, [(long, long, "11-11 0-0")])
     stream_batch = alignlm.collate([sample], alignlm.AlignLMOptions(mask_prob=0.99), context(tokenizer, 16))
     assert stream_batch.target_counts["bi"] == 2 * len(tokenizer.encode(["Peter"])[0])
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(ValidationError, match="mask_prob"):
-        alignlm.AlignLMOptions(mask_prob=1.0)
-    with pytest.raises(ValidationError, match="bilingual_weight"):
-        alignlm.AlignLMOptions(bilingual_weight=-1)
 
 
 def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from tests.rows import CPU, FILLER, LONGEST, assert_same_gradients, gradients, one_thread, sums  # noqa: F401
@@ -137,8 +136,3 @@ def test_the_copy_survives_a_checkpoint(tokenizer: Tokenizer) -> None:
     resumed.load_state_dict(torch.load(file, weights_only=True)["contextual"])
     encoder.float()
     assert torch.equal(resumed.encode(encoder, *given), saved.encode(encoder, *given))
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(ValidationError, match="anchor_weight"):
-        contextual.ContextualOptions(anchor_weight=-0.1)

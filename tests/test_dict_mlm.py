@@ -262,10 +262,3 @@ def test_a_dictionary_without_entries_of_as_many_tokens(context: CollateContext,
 @pytest.fixture
 def recipe() -> Callable[..., Any]:
     return lambda *sets: load_recipe("dict_mlm", list(sets), OBJECTIVES).streams["dict_mlm"].options
-
-
-def test_options(recipe) -> None:
-    assert recipe() == dict_mlm.DictMlmOptions(0.15, language_embeddings=True, synonym="input", dict_share=0.5)
-    for wrong in ("dict_share=1.5", "dict_share=-0.1", "synonym=output", "mask_prob=0"):
-        with pytest.raises(UserError, match=wrong.partition("=")[0]):
-            recipe(f"streams.dict_mlm.{wrong}")

@@ -7,7 +7,6 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,6 @@ from xscale.models.encoder import Encoder
 from xscale.models.momentum import MomentumEncoder, Queue
 from xscale.objectives import OBJECTIVES, HasQueue, Parts, ppa, tlm
 from xscale.ranks import Process
-from xscale.recipe import load_recipe
 from xscale.run import start as prefilling
 from xscale.run.describe import start_notes
 from xscale.step.engine import build_engine
@@ -257,22 +255,6 @@ def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
         parts.auxiliary_state.step_keys = None
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_one_vector_for_all_sentences_is_never_right(seed: int) -> None:
-    """As random weights' [CLS]: the products of equal vectors differ by how they are added up, which is no accuracy."""
-    torch.manual_seed(seed)
-    z = torch.nn.functional.normalize(torch.randn(1, 300), dim=-1).repeat(32, 1)
-    texts = 1 + torch.arange(64).view(32, 2)  # 0: of no text
-    found = ppa.step_metrics(z, z.clone(), texts, z.clone(), texts)
-    assert found["contrastive_accuracy_step"] == 0 and found["sentence_cosine"] / 32 == pytest.approx(1)
-    queue = Queue(64, 300)
-    queue.push(z.repeat(2, 1), 1)
-    moco = SimpleNamespace(queue=queue, step=1, step_keys=None)
-    parts = SimpleNamespace(auxiliary_state=moco, heads=lambda x: x)
-    _, metrics = ppa.contrast(parts, {"query": z, "auxiliary": z.clone()}, texts, ppa.PpaOptions(queue_size=64))
-    assert metrics["contrastive_accuracy"] == 0
-
-
 def test_without_tlm_nothing_is_masked(tokenizer: Tokenizer) -> None:
     """-TLM: the contrastive term is that of the whole objective; the word head has no part in it."""
     both, options = ppa.PpaOptions(queue_size=23), ppa.PpaOptions(queue_size=23, tlm_weight=0.0)
@@ -355,14 +337,6 @@ def test_keys_are_read_once_a_row(tokenizer: Tokenizer) -> None:
     sums("ppa", parts, collate(tokenizer, make_pairs(tokenizer, 3), options), options)
     (keys,) = parts.auxiliary_state._rows
     assert len(keys) == 3 and not keys.requires_grad
-
-
-def test_an_encoder_in_evaluation_has_keys_without_dropout(tokenizer: Tokenizer) -> None:
-    options = ppa.PpaOptions(queue_size=9)
-    parts = make_parts(tokenizer, options)
-    parts.encoder.eval()
-    read(parts.auxiliary_state, parts.encoder, collate(tokenizer, make_pairs(tokenizer, 3), options))
-    assert not parts.auxiliary_state.momentum.masters.training
 
 
 # Momentum encoder
@@ -614,15 +588,6 @@ def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path
 
 
 # What users may get wrong
-
-
-def test_options_name_every_problem() -> None:
-    sets = {"temperature": "0", "momentum": "1.5"}
-    with pytest.raises(UserError) as error:
-        load_recipe("ppa", [f"streams.ppa.{name}={value}" for name, value in sets.items()], OBJECTIVES)
-    assert all(f"streams.ppa.{name}: {value}: " in str(error.value) for name, value in sets.items())
-    with pytest.raises(UserError, match=r"streams.ppa.moco_weight and tlm_weight are both 0"):
-        load_recipe("ppa", ["streams.ppa.moco_weight=0", "streams.ppa.tlm_weight=0"], OBJECTIVES)
 
 
 def test_queue_smaller_than_a_step_is_refused(demo: Path) -> None:

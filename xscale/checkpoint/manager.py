@@ -195,13 +195,14 @@ def unwrap_os_error(error: Exception) -> Exception:
 
 
 def check_types(folder: Path, written: WrittenFiles) -> None:
-    """Raise UserError if a resume would refuse one of the written files. This happens if a new version of DeepSpeed
-    writes other types. The files of other ranks have the same types as those of rank 0."""
+    """Remove the folder and raise UserError if a resume would refuse one of the written files. This happens if a new
+    version of DeepSpeed writes other types. The files of other ranks have the same types as those of rank 0."""
     if isinstance(written, OSError):
         return
     for name in written:
         foreign = store.find_unsafe_types(folder / name) if name.endswith(".pt") else []
         if foreign:
+            files.remove(folder)
             raise UserError(
                 f"{name} has {', '.join(foreign)}, which a resume would refuse, because xscale does not know these "
                 f"types of DeepSpeed's. Install the version of DeepSpeed in constraints.txt"
