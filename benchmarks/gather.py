@@ -12,7 +12,6 @@ on a GPU with a cold L2 cache (triton.testing.do_bench).
 glibc's malloc keeps freed memory here; otherwise page faults dominate the times on a CPU.
 """
 
-import argparse
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -23,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import CUDA, compare, in_turns, use_allocator
+from common import in_turns, operator_arguments, print_comparison
 from torch import Tensor
 
+from xscale.data.stream_batch import Gather
 from xscale.ops.alignment_gather import alignment_gather
 
 CASES = {"case 1": (128, 128, 768), "case 2": (32, 512, 1024)}
@@ -50,22 +50,19 @@ class Problem:
         # A cell is a masked token and a place in the other half of its sequence. Each token has one link or more.
         half = T // 2
         one_each = np.arange(R) * half + random.integers(0, half, R)
-        others = np.setdiff1d(np.arange(R * half), one_each)
-        cells = np.sort(np.append(one_each, random.choice(others, round((LINKS - 1) * R), replace=False)))
+        cells = np.unique(np.append(one_each, random.integers(0, R * half, round((LINKS - 1) * R))))
         row = cells // half
         first = masked[row] // T * T
         column = first + np.where(masked[row] - first < half, half, 0) + cells % half
 
-        def index(row: np.ndarray, column: np.ndarray, rows: int) -> list[Tensor]:
-            arrays = [*csr(row, column, rows), *csr(column, row, N)]
-            return [torch.from_numpy(array).to(device) for array in arrays]
-
+        one_head = Gather.sums(column, np.bincount(row, minlength=R))
+        two_heads = Gather.concat([Gather.single(masked), one_head], [0, 0])
         self.links = len(row)
         self.masked = torch.from_numpy(masked).to(device)
         self.row = torch.from_numpy(row).to(device)
         self.column = torch.from_numpy(column).to(device)
-        self.index = index(row, column, R)
-        self.both = index(np.append(np.arange(R), R + row), np.append(masked, column), 2 * R)
+        self.index = [torch.from_numpy(array).to(device) for array in (*one_head, *one_head.transpose(N))]
+        self.both = [torch.from_numpy(array).to(device) for array in (*two_heads, *two_heads.transpose(N))]
         self.offsets = self.index[0].long()
         torch.manual_seed(0)
         self.hidden = torch.randn(N, H, device=device).to(dtype).requires_grad_()
@@ -83,11 +80,6 @@ class Problem:
         outputs = [hidden[self.masked], sums][2 - heads :]
         upstream = [gradient.double() for gradient in self.upstream[2 - heads :]]
         return [*outputs, *torch.autograd.grad(outputs, hidden, upstream)]
-
-
-def csr(row: np.ndarray, column: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    offsets = np.append(0, np.bincount(row, minlength=rows).cumsum())
-    return offsets.astype(np.int32), column[np.lexsort((column, row))].astype(np.int32)
 
 
 # Implementations, which return the outputs of one head, or of two heads
@@ -183,25 +175,15 @@ def run(case: str, heads: int, dtype: torch.dtype, device: str, rounds: int) -> 
         cells[name] = [f"{1e6 * median(seconds):,.1f}" for seconds in (forward_times[name], times)]
     shape = " x ".join(map(str, CASES[case]))
     title = f"{case}, {heads} head(s), {str(dtype).removeprefix('torch.')}: {shape}"
-    compare(f"{title}, {len(p.masked):,} rows, {p.links:,} links", HEADER, both, cells)
+    print_comparison(f"{title}, {len(p.masked):,} rows, {p.links:,} links", HEADER, both, cells)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if CUDA else "cpu")
-    parser.add_argument("--rounds", type=int, help="default: 3 on a GPU, 20 on a CPU")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--small", action="store_true")
-    args = parser.parse_args()
-    use_allocator("steady")
-    torch.set_num_threads(args.threads)
+    args = operator_arguments(__doc__, cpu_rounds=20)
     CASES.update(SMALL if args.small else {})
     warnings.filterwarnings("ignore", message="Sparse")
-    on_gpu = args.device == "cuda"
-    print(torch.cuda.get_device_name() if on_gpu else f"{args.threads} threads")
-    for case, dtype in product(CASES, (torch.float16 if on_gpu else torch.float32, torch.bfloat16)):
-        for heads in HEADS:
-            run(case, heads, dtype, args.device, args.rounds or (3 if on_gpu else 20))
+    for case, dtype, heads in product(CASES, args.dtypes, HEADS):
+        run(case, heads, dtype, args.device, args.rounds)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 #   PARTS="rows check" benchmarks/gpu.sh         on a GPU host with torch, triton and transformers; no network needed
 #   PARTS="step modern" benchmarks/gpu.sh
 #   PARTS="train head gather" benchmarks/gpu.sh
-#   benchmarks/gpu.sh --cpu    every part with small shapes on a CPU: does the script itself work? (tests/test_benchmarks.py)
+#   benchmarks/gpu.sh --cpu    every part with small shapes on a CPU (tests/test_benchmarks.py)
 #   benchmarks/gpu.sh --wheels download what such a host lacks into $WHEELS (for Python 3.12)
 #
 # Packages that the host lacks are installed from the wheels in $WHEELS (default .whl/) into a temporary folder. Each part
@@ -70,20 +70,19 @@ if [ "${1:-}" = --cpu ]; then
     small=(--vocab_size 0 --workers 0 --pairs 600)
     part rows 400 python3 benchmarks/rows.py --preset tiny "${small[@]}" --steps 1x1024 2x512 --mixed
     part check 300 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py -k "not training"
-    part step 300 python3 benchmarks/step.py --recipes tlm --preset tiny --words 20 --samples 16 --rounds 1 --warm 1
+    part step 300 python3 benchmarks/step.py --recipes tlm --preset tiny --samples 16 --rounds 1 --warm 1
     part modern 300 python3 benchmarks/rows.py --preset tiny "${small[@]}" --recipe mlm --steps 1x128 \
         --set streams.mlm.mask_prob=0.3 --goal 380000
     part train 300 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py -k training
-    part head 300 python3 benchmarks/head.py --device cpu --rounds 1 --tokens 32 --vocabulary 1500 --threads 1
+    part head 300 python3 benchmarks/head.py --device cpu --rounds 1 --small --threads 1
     part gather 200 python3 benchmarks/gather.py --device cpu --rounds 1 --small --threads 1
 else
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
     python3 -c "import torch, triton, transformers as t; print('torch', torch.__version__, 'triton', triton.__version__, 'transformers', t.__version__)"
     part rows 300 python3 benchmarks/rows.py --mixed --seconds 200
     part check 150 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py -k "not training"
-    # Pairs of 127 tokens: the stock loop pads nothing.
-    part step 270 python3 benchmarks/step.py --preset base --vocab_size 120000 --words 62 --samples 128 --workers 4 \
-        --threads 8 --recipes alignlm tlm --stock_micro_batch 64 --max_tokens 16384 --rounds 5 --warm 2
+    part step 270 python3 benchmarks/step.py --preset base --vocab_size 120000 --samples 512 --workers 4 --threads 8 \
+        --recipes alignlm tlm --stock_micro_batch 64 --max_tokens 16384 --rounds 5 --warm 2
     # mmBERT-base's shape, length and share of masked tokens; its authors' 108k tokens/s on an H100, 3.5 times.
     part modern 190 python3 benchmarks/rows.py --preset modern-base --vocab_size 256000 --recipe mlm --max_length 1024 \
         --steps 1x65536 2x32768 --set streams.mlm.mask_prob=0.3 --goal 380000 --seconds 140

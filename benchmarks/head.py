@@ -1,30 +1,32 @@
-"""Compare the vocabulary head and its loss, forward and backward, with what PyTorch and other packages offer.
+"""Compare the vocabulary head and its loss, forward and backward, with what PyTorch offers.
 
-    python benchmarks/head.py [--device cuda|cpu] [--rounds N] [--tokens N] [--vocabulary N]
+    python benchmarks/head.py [--device cuda|cpu] [--rounds N] [--small]
 
-Width 768, 30 % of tokens predicted, most labels are low ids, as with words. The first rows of the table say which rows
-(tokens) get logits: all; only the predicted. The others say how the predicted rows are computed: plain PyTorch, in
-chunks (xscale's head), F.linear_cross_entropy. ms are medians over rounds, in which all take turns. MB are the peak of
-a GPU's memory in addition to inputs and gradients. The losses agree to 1 %.
+Width 768, 30 % of tokens predicted, most labels are low ids, as with words: 16,384 tokens and vocabularies of 120,000
+and 250,000 on a GPU, 6,144 tokens and 30,000 on a CPU. The first rows of the table say which rows (tokens) get logits:
+all; only the predicted. The others say how the predicted rows are computed: plain PyTorch, in chunks (xscale's head),
+F.linear_cross_entropy. ms are medians over rounds, in which all take turns. MB are the peak of a GPU's memory in
+addition to inputs and gradients. The losses agree to 1 %.
 glibc's malloc keeps freed memory here; otherwise page faults dominate the times on a CPU.
 """
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 
 import torch
 import torch.nn.functional as F
-from common import CUDA, compare, in_turns, use_allocator
+from common import CUDA, in_turns, operator_arguments, print_comparison
 from torch import Tensor
 
 from xscale.ops.masked_ce import masked_cross_entropy
 
+SIZES = {"cuda": (16_384, [120_000, 250_000]), "cpu": (6_144, [30_000])}
+"""The number of tokens, and the vocabularies."""
+SMALL = (32, [1_500])
 WIDTH = 768
 MASKED = 0.3
 GRADIENT_SCALE = 1024.0
-OURS = "predicted rows, chunked: ours"
 HEADER = ["", "ms", "of ours", "middle 80 %", "MB"]
 
 
@@ -76,7 +78,7 @@ def torch_chunked(p: Problem) -> Tensor:
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Problem], Tensor]] = {
-    OURS: ours,
+    "predicted rows, chunked: ours": ours,
     "all rows": all_rows,
     "predicted rows": plain,
     "F.linear_cross_entropy": torch_chunked,
@@ -105,31 +107,21 @@ def peak_megabytes(loss: Callable[[Problem], Tensor], p: Problem, expected: floa
 
 def run(p: Problem, rounds: int) -> None:
     expected = backward(ours, p)
-    works = {name: partial(backward, loss, p) for name, loss in IMPLEMENTATIONS.items()}
-    cells = {name: [peak_megabytes(loss, p, expected)] for name, loss in IMPLEMENTATIONS.items()}
+    works = {}
+    cells = {}
+    for name, loss in IMPLEMENTATIONS.items():
+        works[name] = partial(backward, loss, p)
+        cells[name] = [peak_megabytes(loss, p, expected)]
     precision = str(p.weight.dtype).removeprefix("torch.")
     title = f"{precision}, vocabulary {len(p.weight):,}: {len(p.labels):,} of {len(p.hidden):,} rows"
-    compare(title, HEADER, in_turns(works, rounds), cells)
+    print_comparison(title, HEADER, in_turns(works, rounds), cells)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if CUDA else "cpu")
-    parser.add_argument("--rounds", type=int, help="default: 3 on a GPU, 4 on a CPU")
-    parser.add_argument("--tokens", type=int, help="default: 16,384 on a GPU, 6,144 on a CPU")
-    parser.add_argument("--vocabulary", type=int, help="default: 120,000 and 250,000 on a GPU, 30,000 on a CPU")
-    parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
-    use_allocator("steady")
-    torch.set_num_threads(args.threads)
-    on_gpu = args.device == "cuda"
-    print(torch.cuda.get_device_name() if on_gpu else f"{args.threads} threads")
-    vocabularies = [120_000, 250_000] if on_gpu else [30_000]
-    if args.vocabulary:
-        vocabularies = [args.vocabulary]
-    for vocabulary, dtype in product(vocabularies, (torch.float16 if on_gpu else torch.float32, torch.bfloat16)):
-        p = Problem(args.tokens or (16_384 if on_gpu else 6_144), vocabulary, dtype, args.device)
-        run(p, args.rounds or (3 if on_gpu else 4))
+    args = operator_arguments(__doc__, cpu_rounds=4)
+    tokens, vocabularies = SMALL if args.small else SIZES[args.device]
+    for vocabulary, dtype in product(vocabularies, args.dtypes):
+        run(Problem(tokens, vocabulary, dtype, args.device), args.rounds)
 
 
 if __name__ == "__main__":

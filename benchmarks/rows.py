@@ -12,32 +12,44 @@ a missed goal does not make the script fail.
 """
 
 import argparse
-import os
+import gc
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from random import Random
+from typing import Any
 
 import torch
-from common import ALONE, CUDA, DEVICE, ROOT, free_port, make_run, now, print_table, text_pairs, write_world
+from common import (
+    ALONE,
+    CUDA,
+    DEVICE,
+    ROOT,
+    RecipeEngine,
+    demo_data,
+    make_loader,
+    now,
+    one_rank,
+    print_table,
+    run_tool,
+)
 
-from xscale import ranks
+from data_tools.demo_world import World
 from xscale.data.loader import Loader, StepBatch
 from xscale.data.mixture import initial_state
 from xscale.recipe import Schedule
-from xscale.run.resolve import module_of_run
-from xscale.step import engine
-from xscale.step.cost import StepFlops
-from xscale.step.ds_config import Hardware, load_ds_config
-from xscale.step.step import optimizer_step
 
+SENTENCES = (3.4, 1.0)
+"""The mean and the standard deviation of the logarithm of a document's number of sentences. With the demo world's
+sentences of 12 tokens, a document has a median of 360 tokens and a mean of 590, as web pages have."""
 FILL = 0.93
 """The share of the packed rows that the samples should fill: lengths vary, and the division into rows leaves 3 %."""
 WARM = 3 if CUDA else 1
 STEPS = 6 if CUDA else 2
+DS_CONFIG = ROOT / f"ds_configs/zero2_{'bf16' if CUDA else 'cpu'}.json"
 HEADER = ["", "tokens/s", "MFU", "ms a step", "tokens a row", "launches", "host ms", "kernel ms", "kernels"]
 GOALS = {"H100": 0.45, "H200": 0.5}
 """The MFU to reach in the first step, by GPU."""
@@ -45,108 +57,87 @@ MIXED_SHARE = 0.9
 """The MFU to reach in `mixed`, relative to that of --recipe."""
 
 
-class Step(NamedTuple):
-    """A step of packed rows."""
-
-    rows: int
-    tokens: int
-    """train.max_tokens."""
-
-    @classmethod
-    def parse(cls, text: str) -> "Step":
-        rows, tokens = text.split("x")
-        return cls(int(rows), int(tokens))
-
-    def __str__(self) -> str:
-        return f"{self.rows} x {self.tokens:,}"
-
-
 @dataclass
 class Measured:
-    seconds: float
-    """The seconds of a step."""
-    tokens: float
-    """The tokens of a step."""
-    rows: int
+    tokens_per_s: float
     mfu: float | None
     """None: the device's peak is not known."""
-    profile: list[str]
-    """The cells of launches, host ms, kernel ms, and their share of the step."""
-
-    def cells(self, name: str) -> list[str]:
-        mfu = "" if self.mfu is None else f"{self.mfu:.1%}"
-        cells = [name, f"{self.tokens / self.seconds:,.0f}", mfu, f"{1e3 * self.seconds:.1f}"]
-        return [*cells, f"{self.tokens / self.rows:,.0f}", *self.profile]
+    cells: list[str]
 
 
-class Bench:
-    """An engine with a recipe's model, whose steps may have other samples and packed rows than the recipe says."""
-
-    def __init__(self, recipe: str, fields: dict[str, object], data: list[Path], args: argparse.Namespace):
-        self.recipe = recipe
-        self.fields: dict[str, object] = {"model.preset": args.preset, "data.max_length": args.max_length}
-        self.fields |= {"data.workers": args.workers, "data.overlong": "truncate", **fields}
-        self.data = data
-        self.args = args
-        loader = self.loader(args.steps[0].tokens)
-        config = load_ds_config(args.ds_config, loader.recipe, 1, Hardware.here())
-        module = module_of_run(loader.recipe, loader.corpus)
-        self.formula = StepFlops.of(module)
-        self.engine = engine.build_engine(module, config.resolved)
-
-    def loader(self, max_tokens: int) -> Loader:
-        return make_run(self.recipe, self.fields | {"train.max_tokens": max_tokens}, self.data, self.args.vocab_size)
-
-    def measure(self, step: Step) -> Measured:
-        """Measure steps with as many samples as fill the step's packed rows."""
-        loader = self.loader(step.tokens)
-        mixture = loader.mixture(ALONE, DEVICE.type, initial_state(loader.streams))
-        tokens = mixture.next_plan().row_tokens.sum()
-        factor = step.rows * step.tokens * FILL / tokens
-        streams = [replace(of, samples=max(1, round(factor * of.samples))) for of in loader.streams]
-        loader = replace(loader, corpus=replace(loader.corpus, streams=Schedule.constant(streams)))
-        *batches, last = loader.batches(ALONE, DEVICE.type, initial_state(streams), WARM + STEPS + 1)
-        self.train(loader, batches[:WARM])
-        seconds = self.train(loader, batches[WARM:]) / STEPS
-        tokens = 0.0
-        flops = 0.0
-        for batch in batches[WARM:]:
-            tokens += batch.cost()["tokens"] / STEPS
-            flops += sum(self.formula.flops(batch.cost()).values()) / STEPS
-        mfu = flops / seconds / self.formula.peak if self.formula.peak else None
-        return Measured(seconds, tokens, len(last.rows), mfu, self.profile(loader, last, seconds))
-
-    def train(self, loader: Loader, batches: Iterable[StepBatch]) -> float:
-        """Train on these batches. Returns the seconds."""
-        started = now()
-        for batch in batches:
-            place = {"step": batch.step, "rank": ALONE.rank, "world": ALONE.world}
-            optimizer_step(self.engine, loader.recipe, batch.rows, batch.targets(), **place)
-        return now() - started
-
-    def profile(self, loader: Loader, batch: StepBatch, step_seconds: float) -> list[str]:
-        if not CUDA:
-            return [""] * 4
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiler:
-            seconds = self.train(loader, [batch])
-        return profile_cells(profiler.events(), seconds, step_seconds)
+def measure(recipe: str, fields: Mapping[str, object], step: str, args: argparse.Namespace) -> Measured:
+    """Measure steps with as many samples as fill the packed rows of `step`, ROWSxTOKENS."""
+    gc.collect()  # the engine of the last step is a cycle
+    row_count, row_tokens = map(int, step.split("x"))
+    common = {"model.preset": args.preset, "data.max_length": args.max_length, "data.workers": args.workers}
+    common |= {"data.overlong": "truncate", "train.max_tokens": row_tokens}
+    loader = make_loader(recipe, common | fields, args.data, args.vocab_size)
+    engine = RecipeEngine(loader, DS_CONFIG)
+    *batches, last = full_batches(loader, row_count * row_tokens * FILL)
+    train(engine, batches[:WARM])
+    seconds = train(engine, batches[WARM:]) / STEPS
+    tokens = 0.0
+    flops = 0.0
+    for batch in batches[WARM:]:
+        tokens += batch.cost()["tokens"] / STEPS
+        flops += engine.flops(batch) / STEPS
+    mfu = flops / seconds / engine.formula.peak if engine.formula.peak else None
+    cells = [f"{recipe}, {step}", f"{tokens / seconds:,.0f}", "" if mfu is None else f"{mfu:.1%}"]
+    cells += [f"{1e3 * seconds:.1f}", f"{tokens / len(last.rows):,.0f}", *profile_cells(engine, last, seconds)]
+    return Measured(tokens / seconds, mfu, cells)
 
 
-def profile_cells(events: Iterable[Any], seconds: float, step_seconds: float) -> list[str]:
-    """Return the cells of a profiled step. seconds: its duration; step_seconds: that of a step without the profiler."""
-    spans = []
-    for event in events:
+def full_batches(loader: Loader, tokens: float) -> Iterable[StepBatch]:
+    """Return the batches of all steps, with as many samples of each stream as have this number of tokens in all."""
+    state = initial_state(loader.streams)
+    factor = tokens / loader.mixture(ALONE, DEVICE, state).next_plan().row_tokens.sum()
+    streams = [replace(stream, samples=max(1, round(factor * stream.samples))) for stream in loader.streams]
+    filled = replace(loader, corpus=replace(loader.corpus, streams=Schedule.constant(streams)))
+    return filled.batches(ALONE, DEVICE, initial_state(streams), WARM + STEPS + 1)
+
+
+def train(engine: RecipeEngine, batches: Iterable[StepBatch]) -> float:
+    """Train on these batches. Returns the seconds."""
+    started = now()
+    for batch in batches:
+        engine.train(batch)
+    return now() - started
+
+
+def profile_cells(engine: RecipeEngine, batch: StepBatch, step_seconds: float) -> list[str]:
+    """Train one step under the profiler. Returns the cells of launches, host ms, kernel ms, and the share of kernels in
+    a step of `step_seconds`, which was not profiled."""
+    if not CUDA:
+        return [""] * 4
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        host_seconds = train(engine, [batch])
+    kernels = []
+    for event in profiler.events():
         if "CUDA" in str(event.device_type):
-            spans.append((event.time_range.start, event.time_range.end))
+            kernels.append((event.time_range.start, event.time_range.end))
         elif "Synchronize" in event.name:
-            seconds -= event.time_range.elapsed_us() / 1e6
+            host_seconds -= event.time_range.elapsed_us() / 1e6
     busy = 0.0
     reached = float("-inf")
-    for start, end in sorted(spans):
+    for start, end in sorted(kernels):
         busy += max(0.0, end - max(start, reached)) / 1e6
         reached = max(reached, end)
-    return [f"{len(spans):,}", f"{1e3 * seconds:.1f}", f"{1e3 * busy:.1f}", f"{busy / step_seconds:.0%}"]
+    return [f"{len(kernels):,}", f"{1e3 * host_seconds:.1f}", f"{1e3 * busy:.1f}", f"{busy / step_seconds:.0%}"]
+
+
+def write_pages(out: Path, sentences: int) -> Path:
+    """Write shards of about so many sentences of the demo world, in documents as long as web pages. Returns their
+    directory."""
+    random = Random(0)
+    texts = chain.from_iterable(World(0).document("en", number) for number in count())
+    lines: list[str] = []
+    while len(lines) < sentences:
+        lines += [*islice(texts, round(random.lognormvariate(*SENTENCES)) + 1), ""]
+    (out / "pages.txt").write_text("\n".join(lines), encoding="utf-8")
+    run_tool("write_shards", "mono", "--text", out / "pages.txt", "--lang", "en", "--documents", "blank",
+             "--whole_lines", "--out", out / "pages")  # fmt: skip
+    return out / "pages"
 
 
 def print_goal(name: str, value: float | None, least: float, form: str) -> None:
@@ -157,31 +148,30 @@ def print_goal(name: str, value: float | None, least: float, form: str) -> None:
     print(f"GOAL {name}: {result}", flush=True)
 
 
-def run(args: argparse.Namespace, data: list[Path]) -> None:
+def run(args: argparse.Namespace) -> None:
     deadline = time.monotonic() + args.seconds
-    bench = Bench(args.recipe, dict(field.split("=", 1) for field in args.set), data, args)
+    fields: dict[str, Any] = dict(field.split("=", 1) for field in args.set)
     results = list[Measured]()
     rows = []
     for step in args.steps:
         if time.monotonic() < deadline:
-            results.append(bench.measure(step))
-            rows.append(results[-1].cells(f"{args.recipe}, {step}"))
+            results.append(measure(args.recipe, fields, step, args))
+            rows.append(results[-1].cells)
         else:
             rows.append([f"{args.recipe}, {step}", "no time left", *[""] * (len(HEADER) - 2)])
     first = results[0]
     if args.goal:
-        best = max(result.tokens / result.seconds for result in results)
+        best = max(result.tokens_per_s for result in results)
         print_goal(f"{args.preset}, {args.goal:,} tokens/s", best, args.goal, "{:,.0f}")
     else:
         gpu = torch.cuda.get_device_name() if CUDA else ""
         least = next((goal for name, goal in GOALS.items() if name in gpu), max(GOALS.values()))
         print_goal(f"{args.preset}, MFU of {least:.0%} in a step of {args.steps[0]}", first.mfu, least, "{:.1%}")
     if args.mixed:
-        del bench
-        mixed = Bench("mixed", {"streams.ppa.prefill": "false", "streams.ppa.queue_size": 4096}, data, args)
-        result = mixed.measure(args.steps[0])
-        rows.append(result.cells(f"mixed, {args.steps[0]}"))
-        share = result.mfu / first.mfu if result.mfu and first.mfu else None
+        queue = {"streams.ppa.prefill": "false", "streams.ppa.queue_size": 4096}
+        mixed = measure("mixed", queue, args.steps[0], args)
+        rows.append(mixed.cells)
+        share = mixed.mfu / first.mfu if mixed.mfu and first.mfu else None
         print_goal(f"mixed, {MIXED_SHARE} of the MFU of {args.recipe}", share, MIXED_SHARE, "{:.2f}")
     title = f"Packed rows; {args.preset}, vocabulary {args.vocab_size:,}, {args.max_length} tokens a sequence"
     print_table(title, HEADER, rows)
@@ -193,23 +183,20 @@ def main() -> None:
     add("--preset", default="xlmr-base")
     add("--vocab_size", type=int, default=250_002, help="of the model; 0: the tokenizer's")
     add("--recipe", default="tlm", help="of the rows of several sizes")
-    add("--steps", type=Step.parse, nargs="+", default=[Step(1, 65536), Step(4, 16384)], metavar="ROWSxTOKENS")
+    add("--steps", nargs="+", default=["1x65536", "4x16384"], metavar="ROWSxTOKENS")
     add("--mixed", action="store_true", help="measure `mixed` too")
     add("--max_length", type=int, default=128)
-    add("--ds_config", type=Path, default=ROOT / f"ds_configs/zero2_{'bf16' if CUDA else 'cpu'}.json")
     add("--set", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="fields of --recipe")
     add("--workers", type=int, default=4, help="loader processes")
     add("--seconds", type=float, default=150, help="after which no other size is begun")
     add("--pairs", type=int, default=20_000, help="of the demo world")
     add("--goal", type=int, help="tokens/s, to be printed")
     args = parser.parse_args()
-    os.environ.setdefault("MASTER_PORT", str(free_port()))
     with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
-        pairs = [*islice(text_pairs(None), args.pairs)]
-        data = write_world(pairs, 30_000, Path(folder) / "world", documents=True)
-        ranks.join_process_group(ranks.read_launcher())
-        run(args, data)
-        torch.distributed.destroy_process_group()
+        pairs, *_ = demo_data(Path(folder) / "demo", args.pairs)
+        args.data = [pairs, write_pages(Path(folder) / "demo", args.pairs)]
+        with one_rank():
+            run(args)
 
 
 if __name__ == "__main__":

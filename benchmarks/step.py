@@ -1,26 +1,21 @@
 """Compare optimizer steps of xscale with a stock loop, Hugging Face models on DeepSpeed ZeRO-2.
 
-    python benchmarks/step.py [--recipes tlm alignlm ...] [--data DIR ...] [--rounds 4] [--max_tokens 4096 8192]
+    python benchmarks/step.py [--recipes tlm alignlm ...] [--data DIR ...] [--rounds 4] [--max_tokens 8192]
     python benchmarks/step.py --before DIR [--recipes ...]  against train.py of another checkout of xscale
-    python benchmarks/step.py --recipes alignlm tlm --preset base --vocab_size 120000 --words 62 --samples 128 \\
-        --stock_micro_batch 64 --max_tokens 8192 16384 --workers 4 on a GPU: BERT-base at 128 pairs of 128 tokens
+    python benchmarks/step.py --recipes alignlm tlm --preset base --vocab_size 120000 --samples 512 \\
+        --stock_micro_batch 64 --max_tokens 16384 --workers 4   on a GPU: BERT-base
 
 Both loops train the same model (preset mini, vocabulary 32,768) from the same weights on the same samples in each
 optimizer step, with the same ds_config, and take turns in one process. The stock loop (stock.py) is what an ordinary
 user writes: micro-batches in random order, padded to their longest sequence, logits at all positions. Its data are
-tokenised, masked and collated beforehand, and it is never compiled. xscale does this work in its steps (with --workers,
-partly during the stock loop's turn; loader.py measures the loader alone). Prints for each recipe samples/s, the ratio
-to the stock loop (medians, and the middle 80 % of the rounds), the ratio that FLOPs allow, on a GPU MFU, and the last
-loss of each loop, which masks and dropout make a little different.
-The FLOPs that an objective needs are those of cost.StepFlops, and MFU = needed FLOPs / (seconds x peak) for both loops.
-The FLOPs that the stock loop computes are counted by torch (FlopCounterMode) in one step. The ratio that FLOPs allow is
-computed by the stock loop / needed.
---before: in each round, train.py of each checkout trains --steps steps; the table has the medians of step_s after the
-first --warm steps. The tokenizer of the data has --vocab_size ids.
---data: directories of shards with tokenizer/ and lexicon/ beside them (default: made from the demo world, with word
-links; --words N joins its sentences until each side of a pair has N words). --allocator default: glibc's malloc, with
-huge pages for large tensors as in every run of xscale, for both loops; steady: malloc keeps freed memory,
-from which the stock loop with its large logits gains most.
+prepared before its clock starts; xscale prepares its data in its steps. Prints samples/s, the ratio to the stock loop
+(medians, and the middle 80 % of the rounds), the ratio that FLOPs allow, on a GPU MFU, and the last losses. The FLOPs
+that an objective needs are those of cost.StepFlops, for both loops; torch counts those that the stock loop computes.
+--before: in each round, train.py of both checkouts trains 8 steps; the table has the medians of step_s after the first
+--warm steps. The tokenizer of the data has --vocab_size ids.
+--data: directories of shards with tokenizer/ and lexicon/ beside them (default: the demo corpus, which has word links).
+--allocator default: glibc's malloc, with huge pages for large tensors as in every run of xscale, for both loops;
+steady: malloc keeps freed memory, from which the stock loop with its large logits gains most.
 """
 
 import argparse
@@ -31,8 +26,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
@@ -42,32 +36,31 @@ from common import (
     CUDA,
     DEVICE,
     ROOT,
+    RecipeEngine,
+    demo_data,
     free_port,
-    make_run,
+    make_loader,
     now,
+    one_rank,
     print_table,
-    spread,
-    text_pairs,
+    ratio_cells,
     use_allocator,
-    with_words,
-    write_world,
 )
-from stock import Example, StockModule, Tlm
+from stock import StockModule, Tlm
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers.utils import logging as transformers_logging
 
-from xscale import ranks
 from xscale.data.loader import Loader
 from xscale.data.mixture import PlanTable, initial_state
 from xscale.run.resolve import module_of_run
 from xscale.step import engine
-from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config
-from xscale.step.step import optimizer_step
 from xscale.step.sums import stream_metrics
 
 PAIRS = 4000
-DEMO_IDS = 32_768
+STEPS_OF_A_RUN = 8
+"""--before: the steps of a run that count."""
+DS_CONFIG = ROOT / f"ds_configs/zero2_{'fp16' if CUDA else 'cpu'}.json"
 
 for direction in ("", "_backward"):  # torch counts attention on CUDA only
     cpu_attention = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{direction}")
@@ -81,92 +74,72 @@ for direction in ("", "_backward"):  # torch counts attention on CUDA only
 class XscaleLoop:
     """xscale's own optimizer step. Reading and tokenising are part of it."""
 
-    def __init__(self, loader: Loader, ds_config: Path):
+    def __init__(self, loader: Loader):
         self.loader = loader
         self.name = f"xscale, rows of {loader.max_tokens(DEVICE):,}"
         self.seconds: list[float] = []
-        module = module_of_run(loader.recipe, loader.corpus)
-        self.formula = StepFlops(module.encoder)
-        resolved = load_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.here()).resolved
-        self.engine = engine.build_engine(module, resolved)
-        state = initial_state(loader.streams)
-        self.batches = loader.batches(ALONE, DEVICE, state, loader.recipe.train.steps)
+        self.engine = RecipeEngine(loader, DS_CONFIG)
+        self.batches = loader.batches(ALONE, DEVICE, initial_state(loader.streams), loader.recipe.train.steps)
 
     def step(self) -> None:
         started = now()
         batch = next(self.batches)
-        self.targets = batch.targets()
-        place: dict[str, int] = {"step": batch.step, "rank": ALONE.rank, "world": ALONE.world}
-        self.sums = optimizer_step(self.engine, self.loader.recipe, batch.rows, self.targets, **place).sums
+        result = self.engine.train(batch)
         self.seconds.append(now() - started)
-        self.flops = sum(self.formula.flops(batch.cost()).values())
-
-    def loss(self) -> float:
-        """Return the loss of the last step."""
-        metrics = stream_metrics(self.sums.by_key(), self.targets, self.loader.recipe)
-        return sum(stream.weight * metrics[f"loss/{name}"] for name, stream in self.loader.recipe.streams.items())
+        self.needed_flops = self.engine.flops(batch)
+        metrics = stream_metrics(result.sums.by_key(), batch.targets(), self.loader.recipe)
+        self.loss = sum(stream.weight * metrics[f"loss/{name}"] for name, stream in self.loader.recipe.streams.items())
 
 
 class StockLoop:
     """Micro-batches of Hugging Face's model, whose data are prepared before the clock starts."""
 
-    def __init__(self, loader: Loader, ds_config: Path, micro_batch: int):
+    def __init__(self, loader: Loader, micro_batch: int):
         self.loader = loader
         self.micro_batch = micro_batch
         self.name = f"stock, micro-batch {micro_batch}"
         self.seconds: list[float] = []
-        self.flops = 0
-        self.draws = global_batches(loader)
-        encoder = module_of_run(loader.recipe, loader.corpus).encoder
-        encoder.lm.set_attn_implementation("sdpa")  # Hugging Face's own
+        self.mixture = loader.mixture(ALONE, "cpu", initial_state(loader.streams))
+        self.mixture.max_tokens = (
+            1 << 40
+        )  # all samples of a step are in one packed row, in the order in which they were drawn
+        lm = module_of_run(loader.recipe, loader.corpus).encoder.lm
+        lm.set_attn_implementation("sdpa")  # Hugging Face's own
         passes = sum(-(-stream.samples // micro_batch) for stream in loader.streams)
-        config = load_ds_config(ds_config, loader.recipe, ALONE.world, Hardware.here())
+        config = load_ds_config(DS_CONFIG, loader.recipe, ALONE.world, Hardware.here())
         self.precision = config.precision
         fields = config.resolved | {"gradient_accumulation_steps": passes, "train_batch_size": passes}
-        self.engine = engine.build_engine(StockModule(encoder.lm, loader), fields)
+        self.engine = engine.build_engine(StockModule(lm, loader), fields)
 
     def prepared(self) -> list[tuple[str, dict[str, torch.Tensor], float]]:
         """Return the stream, the batch and the weight of each micro-batch of the next step."""
         micro_batches = []
-        for name, draw in next(self.draws).items():
-            part = self.engine.module.streams[name]
-            samples = samples_of(self.loader, part, draw)
-            starts = range(0, len(samples), self.micro_batch)
+        for name, draw in self.mixture.next_part().tables.items():
+            part: Tlm = self.engine.module.streams[name]
+            examples = self.examples(part, draw)
+            starts = range(0, len(examples), self.micro_batch)
+            weight = self.loader.recipe.streams[name].weight / len(starts)
             for start in starts:
-                examples = samples[start : start + self.micro_batch]
-                weight = self.loader.recipe.streams[name].weight / len(starts)
-                micro_batches.append((name, part.collate(examples), weight))
+                micro_batches.append((name, part.collate(examples[start : start + self.micro_batch]), weight))
         return micro_batches
+
+    def examples(self, part: Tlm, draw: PlanTable) -> list[dict]:
+        places = zip(draw.source.tolist(), draw.shard.tolist(), draw.record.tolist(), strict=True)
+        sources = self.loader.corpus.sources
+        return [part.example(sources[source].read(shard, record)) for source, shard, record in places]
 
     def step(self) -> None:
         micro_batches = self.prepared()
         started = now()
-        self.losses = []
+        losses = []
         for name, batch, weight in micro_batches:
             on_device = {key: tensor.to(self.engine.device) for key, tensor in batch.items()}
             loss = self.engine(name, on_device) * weight
             self.engine.backward(loss * len(micro_batches))
             self.engine.step()
-            self.losses.append(loss.detach())
+            losses.append(loss.detach())
         self.seconds.append(now() - started)
-
-    def loss(self) -> float:
-        """Return the loss of the last step."""
-        return float(sum(self.losses))
-
-
-def global_batches(loader: Loader) -> Iterator[dict[str, PlanTable]]:
-    """Yield the samples of each optimizer step, by stream, in the order in which they were drawn."""
-    mixture = loader.mixture(ALONE, "cpu", initial_state(loader.streams))
-    mixture.max_tokens = 1 << 40  # all samples of a step are in one packed row
-    while plan := mixture.next_part():
-        yield plan.tables
-
-
-def samples_of(loader: Loader, part: Tlm, draw: PlanTable) -> list[Example]:
-    """Return the stock loop's example of each sample, in the order in which samples were drawn."""
-    places = zip(draw.source.tolist(), draw.shard.tolist(), draw.record.tolist(), strict=True)
-    return [part.example(loader.corpus.sources[source].read(shard, record)) for source, shard, record in places]
+        self.loss = float(sum(losses))
 
 
 # Times
@@ -181,73 +154,74 @@ def step_fields(recipe: str, args: argparse.Namespace, steps: int) -> dict[str, 
         fields[f"streams.{stream}.samples"] = args.samples
     if recipe.startswith("ppa") or recipe == "mixed":
         fields["streams.ppa.prefill"] = "false"
+    if args.max_tokens:
+        fields["train.max_tokens"] = args.max_tokens
     for field in args.set:
         name, _, value = field.partition("=")
         fields[name] = value
     return fields
 
 
-def measure(recipe: str, args: argparse.Namespace) -> None:
+def compare_with_stock(recipe: str, args: argparse.Namespace) -> None:
     fields = step_fields(recipe, args, args.warm + args.rounds)
-    stock = StockLoop(make_run(recipe, fields, args.data, args.vocab_size), args.ds_config, args.stock_micro_batch)
-    ours = []
-    for size in args.max_tokens:
-        rows = {"train.max_tokens": size} if size else {}
-        ours.append(XscaleLoop(make_run(recipe, fields | rows, args.data, args.vocab_size), args.ds_config))
+    stock = StockLoop(make_loader(recipe, fields, args.data, args.vocab_size), args.stock_micro_batch)
+    ours = XscaleLoop(make_loader(recipe, fields, args.data, args.vocab_size))
     with FlopCounterMode(display=False) as counter:
         stock.step()
-    stock.flops = counter.get_total_flops()
-    for loop in ours:
-        loop.step()
+    ours.step()
     turns = random.Random(0)
-    loops: list[StockLoop | XscaleLoop] = [stock, *ours]
+    loops: list[StockLoop | XscaleLoop] = [stock, ours]
     for _ in range(args.warm + args.rounds - 1):
         for loop in turns.sample(loops, len(loops)):
             loop.step()
     samples = sum(stream.samples for stream in stock.loader.streams)
-    title = f"{recipe}: steps of {samples} samples, {stock.precision}, {args.rounds} rounds"
-    header = ["", "samples/s", "ratio", "middle 80 %", "FLOPs allow", "TFLOP/s", "MFU", "loss"]
-    peak = ours[0].formula.peak
+    peak = ours.engine.formula.peak
+    flops_computed = {stock: counter.get_total_flops(), ours: ours.needed_flops}
     rows = []
     for loop in loops:
-        seconds = median(loop.seconds[args.warm :])
-        ratios = [theirs / own for theirs, own in zip(stock.seconds, loop.seconds, strict=True)]
-        cells = [loop.name, f"{samples / seconds:,.1f}", f"{median(ratios[args.warm :]):.2f}"]
-        cells += [spread(ratios[args.warm :]), f"{stock.flops / loop.flops:.2f}", f"{loop.flops / 1e12 / seconds:.3f}"]
-        cells += [f"{ours[0].flops / seconds / peak:.1%}" if peak else "", f"{loop.loss():.3f}"]
-        rows.append(cells)
-    print_table(title, header, rows)
+        counted = loop.seconds[args.warm :]
+        seconds = median(counted)
+        cells = [loop.name, f"{samples / seconds:,.1f}", *ratio_cells(stock.seconds[args.warm :], counted)]
+        cells.append(f"{flops_computed[stock] / flops_computed[loop]:.2f}")
+        cells.append(f"{ours.needed_flops / seconds / peak:.1%}" if peak else "")
+        rows.append([*cells, f"{loop.loss:.3f}"])
+    title = f"{recipe}: steps of {samples} samples, {stock.precision}, {args.rounds} rounds"
+    print_table(title, ["", "samples/s", "ratio", "middle 80 %", "FLOPs allow", "MFU", "loss"], rows)
 
 
 def compare_checkouts(args: argparse.Namespace, folder: Path) -> None:
-    """Compare steps of the checkout --before with steps of this checkout at each --max_tokens, for each recipe."""
+    """Compare steps of the checkout --before with steps of this checkout, for each recipe."""
     rows = []
     for recipe in args.recipes:
-        fields = step_fields(recipe, args, args.warm + args.steps)
-        sides = [(args.before.resolve(), fields)]
-        for size in args.max_tokens:
-            sides.append((ROOT, fields | ({"train.max_tokens": size} if size else {})))
-        times: list[list[float]] = [[] for _ in sides]
+        fields = step_fields(recipe, args, args.warm + STEPS_OF_A_RUN)
+        times: dict[Path, list[float]] = {args.before.resolve(): [], ROOT: []}
         turns = random.Random(0)
         for number in range(args.rounds):
-            for side in turns.sample(range(len(sides)), len(sides)):
-                checkout, its_fields = sides[side]
+            for side in turns.sample(range(2), 2):
+                checkout = [*times][side]
                 out = folder / f"{recipe}.{number}.{side}"
-                times[side].append(train(checkout, recipe, its_fields, args, out))
-        for size, seconds in zip(args.max_tokens, times[1:], strict=True):
-            ratios = [before / after for before, after in zip(times[0], seconds, strict=True)]
-            name = f"{recipe}, rows of {size:,}" if size else recipe
-            milliseconds = [f"{1e3 * median(times[0]):,.0f}", f"{1e3 * median(seconds):,.0f}"]
-            rows.append([name, *milliseconds, f"{median(ratios):.2f}", spread(ratios)])
-            print(*rows[-1], sep="  ", flush=True)
+                times[checkout].append(train(checkout, recipe, fields, args, out))
+        before, after = times.values()
+        milliseconds = [f"{1e3 * median(before):,.0f}", f"{1e3 * median(after):,.0f}"]
+        rows.append([recipe, *milliseconds, *ratio_cells(before, after)])
+        print(*rows[-1], sep="  ", flush=True)
     title = f"Steps of train.py, preset {args.preset}, {args.threads} threads, malloc: {args.allocator}, "
     print_table(f"{title}{args.rounds} rounds", ["", "before, ms", "now, ms", "ratio", "middle 80 %"], rows)
 
 
-def train(checkout: Path, recipe: str, fields: dict[str, object], args: argparse.Namespace, out: Path) -> float:
+def pad_tokenizer(path: Path, ids: int) -> None:
+    """Give a tokenizer `ids` ids, with tokens [unusedN] for the last ones."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    for number in range(len(vocabulary), ids):
+        vocabulary[f"[unused{number}]"] = number
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def train(checkout: Path, recipe: str, fields: Mapping[str, object], args: argparse.Namespace, out: Path) -> float:
     """Train by train.py of a checkout. Returns the median of step_s after the first --warm steps."""
     sets = [f"{name}={value}" for name, value in fields.items()]
-    command = [sys.executable, checkout / "xscale/train.py", "--ds_config", args.ds_config, "--recipe", recipe]
+    command = [sys.executable, checkout / "xscale/train.py", "--ds_config", DS_CONFIG, "--recipe", recipe]
     command += ["--data", *args.data, "--out", out, "--set", *sets, "train.measure_every=0"]
     environment = os.environ | {"PYTHONPATH": str(checkout), "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {"OMP_NUM_THREADS": str(args.threads), "MASTER_PORT": str(free_port())}
@@ -265,17 +239,14 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--recipes", nargs="+", default=["tlm", "alignlm"], help="names of shipped recipes")
     add("--data", type=Path, nargs="+", help="directories of shards")
-    add("--words", type=int, help="of a side of the demo world's pairs; default: its sentences as they are")
-    add("--ds_config", type=Path, default=ROOT / f"ds_configs/zero2_{'fp16' if CUDA else 'cpu'}.json")
     add("--preset", default="mini")
-    add("--vocab_size", type=int, default=DEMO_IDS, help="of the model; 0: the tokenizer's")
-    add("--max_tokens", type=int, nargs="+", default=[None], help="of xscale's rows; several are compared")
+    add("--vocab_size", type=int, default=32_768, help="of the model; 0: the tokenizer's")
+    add("--max_tokens", type=int, help="of xscale's rows (default: a run's)")
     add("--stock_micro_batch", type=int, default=32)
     add("--samples", type=int, help="of a recipe's only stream (default: 128; --before: the recipe's)")
     add("--rounds", type=int, default=4, help="optimizer steps of each loop that count; --before: runs of each side")
     add("--warm", type=int, default=2, help="optimizer steps of each loop or run before those that count")
-    add("--steps", type=int, default=8, help="--before: the steps of a run that count")
-    add("--set", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
+    add("--set", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="recipe fields, such as model.dropout=0")
     add("--workers", type=int, default=0, help="loader processes of xscale")
     add("--threads", type=int, default=2)
     add("--allocator", choices=("steady", "default"), default="default")
@@ -289,26 +260,23 @@ def main() -> None:
     use_allocator(args.allocator)
     torch.set_num_threads(args.threads)
     transformers_logging.set_verbosity_error()
-    os.environ.setdefault("MASTER_PORT", str(free_port()))
     with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
         if not args.data:
-            pairs = with_words(text_pairs(None), args.words) if args.words else text_pairs(None)
-            pad_to = args.vocab_size if args.before else 0
-            ids = args.vocab_size or DEMO_IDS
-            args.data = write_world([*islice(pairs, PAIRS)], ids, Path(folder) / "world", pad_to=pad_to)
+            args.data = demo_data(Path(folder) / "demo", PAIRS)
+            if args.before:
+                pad_tokenizer(Path(folder) / "demo/tokenizer/tokenizer.json", args.vocab_size)
         args.data = [path.resolve() for path in args.data]
-        args.ds_config = args.ds_config.resolve()
         if args.before:
             compare_checkouts(args, Path(folder))
             return
         args.samples = args.samples or 128
-        ranks.join_process_group(ranks.read_launcher())
-        model = f"preset {args.preset}, vocabulary {args.vocab_size:,}"
-        print(f"{model}, {args.threads} threads, malloc: {args.allocator}; {args.data[0]}")
-        for recipe in args.recipes:
-            measure(recipe, args)
-            gc.collect()  # engines are cycles
-        torch.distributed.destroy_process_group()
+        with one_rank():
+            print(
+                f"preset {args.preset}, vocabulary {args.vocab_size:,}, {args.threads} threads, {args.allocator} malloc"
+            )
+            for recipe in args.recipes:
+                compare_with_stock(recipe, args)
+                gc.collect()  # engines are cycles
 
 
 if __name__ == "__main__":

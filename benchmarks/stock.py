@@ -12,13 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
 from xscale.data.link_projection import parse_pharaoh
 from xscale.data.loader import Loader
 from xscale.data.words import split_words_and_symbols
-from xscale.errors import UserError
 from xscale.models.encoder import HEADS
 from xscale.record import Record
 
@@ -32,19 +30,13 @@ class Tlm(nn.Module):
         self.options = options
         self.tokenizer = loader.corpus.tokenizer.hf
         self.max_length = loader.recipe.data.max_length
-        collator = DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=getattr(options, "mask_prob", 0.15))
-        self.mask = collator.torch_mask_tokens
+        self.collator = DataCollatorForLanguageModeling(self.tokenizer, mlm_probability=options.mask_prob)
 
     def example(self, pair: Record) -> Example:
         return {"input_ids": self.tokenizer(*pair.texts, truncation=True, max_length=self.max_length)["input_ids"]}
 
     def collate(self, examples: list[Example]) -> Batch:
-        rows = [torch.tensor(example["input_ids"]) for example in examples]
-        ids = pad_sequence(rows, batch_first=True, padding_value=self.tokenizer.pad_token_id)
-        attention = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        special = torch.isin(ids, torch.tensor(self.tokenizer.all_special_ids))
-        masked, labels = self.mask(ids, special)
-        return {"input_ids": masked, "attention_mask": attention, "labels": labels}
+        return dict(self.collator([{"input_ids": example["input_ids"]} for example in examples]))
 
     def loss(self, lm: Any, batch: Batch) -> Tensor:
         return lm(**batch).loss
@@ -98,9 +90,6 @@ class AlignLm(Tlm):
 
 
 STOCK: dict[str, type[Tlm]] = {"tlm": Tlm, "alignlm": AlignLm}
-FIXED = {"normalize": "sum", "expand": "all", "shuffle_sides": False, "language_embeddings": False,
-         "reset_positions": False}  # fmt: skip
-"""The options for which the stock objectives support only this value."""
 
 
 class StockModule(nn.Module):
@@ -111,11 +100,6 @@ class StockModule(nn.Module):
         self.lm = lm
         self.streams = nn.ModuleDict()
         for name, stream in loader.recipe.streams.items():
-            if stream.objective not in STOCK:
-                raise UserError(f"the stock loop has no {stream.objective}; choose recipes of {', '.join(STOCK)}")
-            for option, value in FIXED.items():
-                if getattr(stream.options, option, value) != value:
-                    raise UserError(f"streams.{name}.{option}: the stock loop supports only {value}")
             self.streams[name] = STOCK[stream.objective](lm, loader, stream.options)
         self.train()
 

@@ -15,6 +15,7 @@ import pytest
 
 from data_tools import write_shards
 from tests import demo_shards
+from xscale.data import calibrate
 from xscale.data.tokenizer import Tokenizer
 
 LONG = {"recipes", "zero", "readme", "training", "slurm", "benchmarks", "prepare", "phases", "watch", "wheel"}
@@ -44,6 +45,13 @@ def log_and_environment_as_before() -> Iterator[None]:
             os.environ[name] = environment[name]
         else:
             del os.environ[name]
+
+
+@pytest.fixture
+def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrations read an eighth of the samples: for tests in which their numbers do not matter."""
+    monkeypatch.setattr(calibrate, "DRAWN", 256)
+    monkeypatch.setattr(calibrate, "READ", 64)
 
 
 @pytest.fixture(scope="session")

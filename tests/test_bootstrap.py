@@ -31,10 +31,10 @@ def test_intervals_of_accuracy_and_f1_cover_the_truth(few_replicates: None) -> N
     """95 % of simulated texts have the true score in their interval; the F1 is of words whose errors are correlated
     within a sentence, which an interval over words would miss."""
     draw = np.random.default_rng(0)
-    accuracies = [share((draw.random(100) < 0.7).astype(float)) for _ in range(300)]
+    accuracies = [share((draw.random(100) < 0.7).astype(float)) for _ in range(150)]
     assert 0.92 <= covered(0.7, accuracies) <= 0.98
     scores, words = list[Score](), 0
-    for _ in range(300):
+    for _ in range(150):
         hard = draw.beta(1, 2, 100)  # how many words of a sentence are wrong: a third, on average
         right = draw.binomial(10, 1 - hard)
         found = bootstrap.entity_scores(np.stack([right, np.full(100, 10), np.full(100, 10)], 1))["f1"]
@@ -49,7 +49,7 @@ def test_differences_are_paired(few_replicates: None) -> None:
     """Two models that differ in one sentence of ten have a narrow difference, and covered ones at that."""
     draw = np.random.default_rng(1)
     differences, widths = [], []
-    for _ in range(300):
+    for _ in range(150):
         first = draw.random(300) < 0.6
         second = np.where(draw.random(300) < 0.1, draw.random(300) < 0.9, first)
         a, b = share(first.astype(float)), share(second.astype(float))

@@ -2,7 +2,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from functools import cache
 from itertools import chain
 
@@ -23,7 +22,7 @@ def world() -> World:
 
 
 @cache
-def pairs(seed: int = 0, count: int = 1000) -> list[Pair]:
+def pairs(seed: int = 0, count: int = 400) -> list[Pair]:
     world = World(seed)
     return read([world.pair(i) for i in range(count)])
 
@@ -50,9 +49,9 @@ def is_name(word: str) -> bool:
     return word.startswith(tuple(NAMES_OF_BOTH))
 
 
-def vocabularies(seed: int = 0) -> tuple[Counter[str], Counter[str]]:
-    en = Counter(word for sentence, _, _ in pairs(seed) for word in sentence)
-    xx = Counter(word for _, sentence, _ in pairs(seed) for word in sentence)
+def vocabularies() -> tuple[set[str], set[str]]:
+    en = {word for sentence, _, _ in pairs() for word in sentence}
+    xx = {word for _, sentence, _ in pairs() for word in sentence}
     return en, xx
 
 
@@ -85,14 +84,13 @@ def test_another_script() -> None:
     assert [characters for characters, _ in split_words_and_symbols(texts)] == [list(text) for text in texts]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_languages_share_only_punctuation(seed: int) -> None:
-    en, xx = vocabularies(seed)
-    assert set(en) & set(xx) == PUNCTUATION | NAMES_OF_BOTH
-    entries = [entry for entry in World(seed).dictionary() if not is_name(entry[0])]
+def test_languages_share_only_punctuation() -> None:
+    en, xx = vocabularies()
+    assert en & xx == PUNCTUATION | NAMES_OF_BOTH
+    entries = [entry for entry in World(0).dictionary() if not is_name(entry[0])]
     forms_en, forms_xx = map(set, zip(*entries, strict=True))
     assert not forms_en & forms_xx
-    assert not (forms_en - set(en)) & set(xx)
+    assert not (forms_en - en) & xx
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -111,15 +109,15 @@ def test_dictionary_agrees_with_links(seed: int) -> None:
         linked = {j for i, j in links if en[i] in content_en}
         assert all(j in linked for j, word in enumerate(xx) if word in content_xx)
     assert used <= known
-    assert len(used) > 0.4 * len(known)
+    assert len(used) > 0.3 * len(known)
 
 
 @pytest.mark.parametrize("language", WRITTEN)
 def test_sentences_are_a_stream_of_their_own(language: str) -> None:
     side, other = (0, "xx") if language == "en" else (1, language)
-    parallel = {world().pair(i, other)[side] for i in range(1000)}
-    alone = [sentence for i in range(200) for sentence in world().document(language, i)]
+    parallel = {world().pair(i, other)[side] for i in range(400)}
+    alone = [sentence for i in range(80) for sentence in world().document(language, i)]
     assert len(parallel & set(alone)) < 20
-    assert len(set(alone)) > 0.95 * len(alone) > 750
+    assert len(set(alone)) > 0.95 * len(alone) > 300
     words, of_parallel = (set(chain(*words_of(list(texts)))) for texts in (alone, parallel))
     assert len(words & of_parallel) > 0.75 * len(words)

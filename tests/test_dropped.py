@@ -77,6 +77,7 @@ def test_the_warning_names_stream_share_and_remedy(demo: Path) -> None:
     assert dropped_pairs_warnings(loader_of(demo, "xlm", *sets, "data.overlong=truncate")) == []
 
 
+@pytest.mark.usefixtures("quick_calibration")
 @pytest.mark.parametrize("max_length", [28, 128])
 def test_dry_run_warns(
     demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, max_length: int

@@ -49,6 +49,7 @@ def test_shares_and_epochs(demo: Path) -> None:
     assert shown == pytest.approx(drawn, rel=0.1)
 
 
+@pytest.mark.usefixtures("quick_calibration")
 @pytest.mark.parametrize(("ds_config", "device"), [("zero3_fp16_nodes", "cuda"), ("zero2_cpu", "")])
 def test_a_plan_for_another_machine(
     demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture, ds_config: str, device: str
@@ -73,6 +74,7 @@ def test_ranks_are_for_plans(capsys: pytest.CaptureFixture) -> None:
         assert "works only with --dry_run" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("quick_calibration")
 def test_a_pair_has_one_name(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """However the shards order a pair's languages."""
     source = Source(demo / "pairs")

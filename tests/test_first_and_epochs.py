@@ -20,6 +20,8 @@ from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.recipe import load_recipe
 
+pytestmark = pytest.mark.usefixtures("quick_calibration")
+
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:

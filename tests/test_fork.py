@@ -1,6 +1,7 @@
 """Forks: which checkpoint they begin at, what their recipe may change, and that one with nothing changed is the run."""
 
 import json
+import re
 import shutil
 from argparse import Namespace
 from collections import defaultdict
@@ -79,28 +80,22 @@ def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, p
         parse_arguments(["--ds_config", "x.json", "--fork", "run@7", "--resume", "never"])
 
 
-@pytest.mark.parametrize(
-    "changed",
-    ["train.lr=0.1", "train.warmup=3", "train.steps=40", "train.z_loss=0.1", "data.alpha=0.3", "model.dropout=0.0",
-     "streams.mlm.samples=32", "streams.tlm.weight=0.5", "streams.mlm.mask_prob=0.3", "streams.ppa.temperature=0.1",
-     "streams.ppa.momentum=0.9"],
-)  # fmt: skip
-def test_what_a_step_reads_anew_may_change(demo: Path, parent: Path, tmp_path: Path, changed: str) -> None:
-    assert begin(demo, tmp_path, f"{parent}@9", changed).step == 9
+def test_what_a_step_reads_anew_may_change(demo: Path, parent: Path, tmp_path: Path) -> None:
+    changed = ["train.lr=0.1", "train.warmup=3", "train.steps=40", "train.z_loss=0.1", "data.alpha=0.3"]
+    changed += ["model.dropout=0.0", "streams.mlm.samples=32", "streams.tlm.weight=0.5", "streams.mlm.mask_prob=0.3"]
+    changed += ["streams.ppa.temperature=0.1", "streams.ppa.momentum=0.9"]
+    assert begin(demo, tmp_path, f"{parent}@9", *changed).step == 9
 
 
-@pytest.mark.parametrize(
-    "changed",
-    ["train.seed=3", "train.weight_decay=0.1", "data.max_length=64", "data.first=100", "model.preset=mini",
-     "streams.mlm.languages=[en]", "streams.mlm.whole_word=true", "streams.ppa.queue_size=128",
-     "streams.ppa.projection=8", "streams.alignlm.bilingual_weight=0.0"],
-)  # fmt: skip
-def test_what_the_order_or_the_saved_state_depends_on_may_not(
-    demo: Path, parent: Path, tmp_path: Path, changed: str
-) -> None:
-    field, _, value = changed.partition("=")
-    with pytest.raises(UserError, match=rf"model\.init={parent}(.|\n)*({field}: was .*{value[1:-1]}|data: was)"):
-        begin(demo, tmp_path, f"{parent}@9", changed)
+def test_what_the_order_or_the_saved_state_depends_on_may_not(demo: Path, parent: Path, tmp_path: Path) -> None:
+    """The error names each of the fields."""
+    changed = ["train.seed=3", "train.weight_decay=0.1", "data.max_length=64", "data.first=100", "model.preset=mini"]
+    changed += ["streams.mlm.languages=[en]", "streams.mlm.whole_word=true", "streams.ppa.queue_size=128"]
+    changed += ["streams.ppa.projection=8", "streams.alignlm.bilingual_weight=0.0"]
+    with pytest.raises(UserError, match=rf"model\.init={parent}") as refusal:
+        begin(demo, tmp_path, f"{parent}@9", *changed)
+    for field, _, value in (change.partition("=") for change in changed):
+        assert re.search(rf"\b{field}: was .*, is now .*{value[1:-1]}", str(refusal.value)), field
 
 
 def test_a_fork_keeps_the_phases(demo: Path, parent: Path, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from xscale.metric_keys import count_key
 from xscale.ranks import Process
 from xscale.run.resolve import resolve_run
 
+pytestmark = pytest.mark.usefixtures("quick_calibration")
+
 PAIRS = {("en", "zh-CN"): 200, ("zh-CN", "pt-BR"): 100, ("en", "zh-Hant"): 60}
 
 

@@ -129,6 +129,7 @@ def test_a_start_at_any_step_reads_the_same(plan: Loader) -> None:
         assert rest[-1].state == whole[-1].state
 
 
+@pytest.mark.usefixtures("quick_calibration")
 def test_without_phases_it_is_the_recipe(demo: Path, tmp_path: Path) -> None:
     """A phase that changes nothing changes nothing, and a phase of all steps is a recipe with its fields."""
     same = open_run(write(tmp_path, [{"until": 5}, {"until": 0.5}]), [], [demo])
@@ -175,6 +176,7 @@ def test_the_calibration_of_the_phases_is_kept(plan: Loader, tmp_path: Path) -> 
     assert resume_calibration(plan.recipe, plan.corpus, None, HostGroup(alone=True)).phases == again.phases
 
 
+@pytest.mark.usefixtures("quick_calibration")
 @pytest.mark.parametrize("by", ["records", "tokens", "bytes"])
 def test_shares_by_what_a_language_has(demo: Path, tmp_path: Path, by: str) -> None:
     loader = open_run(write(tmp_path, []), [f"data.alpha_by={by}", "data.languages=null"], [demo])

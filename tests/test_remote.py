@@ -28,6 +28,7 @@ from xscale.ranks import Process
 from xscale.recipe import EvalTask
 from xscale.run.folder import MACHINE, exit_code_and_message
 
+pytestmark = pytest.mark.usefixtures("quick_calibration")
 ALONE = Process(0, 1, 0, 1)
 
 

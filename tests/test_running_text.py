@@ -40,7 +40,7 @@ def word(number: int) -> str:
     return "w" + "".join(letters[int(digit)] for digit in str(number))
 
 
-def corpus(seed: int = 0, count: int = 60, longest: int = 30) -> Documents:
+def corpus(seed: int = 0, count: int = 30, longest: int = 30) -> Documents:
     """Documents of 1 to 40 sentences of 1 to `longest` words; one of a single sentence of 2,600 words."""
     draw, number = np.random.default_rng(seed), itertools.count()
     made = [
@@ -164,7 +164,7 @@ def test_documents_of_every_form(tmp_path: Path, lines, form: str) -> None:
     for options in ((), ("--documents", form), ("--shard_lines", 10)):
         source = Source(write(tmp_path / str(options), texts, *options))
         found = indexed(source)
-        assert flat(found) == flat(made) and source.index["documents"] == len(made) == 61
+        assert flat(found) == flat(made) and source.index["documents"] == len(made) == 31
         assert [s for document in made for s in document if len(s) < 50] == [
             s for document in found for s in document if sum(map(len, document)) != 2600
         ]
@@ -215,12 +215,12 @@ def test_filters_leave_neighbours_neighbours(tmp_path: Path, words: Tokenizer) -
 
 
 def test_inspect_tells_documents(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    made = corpus()[:20]
+    made = corpus()[:15]
     out = write(tmp_path / "x", as_blocks(made))
     inspect.main([str(out), "--verify"])
     sizes = list(map(len, made))
     told = capsys.readouterr().out
-    assert f"{sum(sizes)} mono records (en) of 20 documents in" in told
+    assert f"{sum(sizes)} mono records (en) of 15 documents in" in told
     assert f"sentences a document {np.mean(sizes):.1f} on average" in told
 
 
@@ -271,7 +271,7 @@ def test_stretches_are_the_text(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, Documents]:
-    made = corpus(seed=1, count=80)
+    made = corpus(seed=1, count=40)
     return Source(write(tmp_path_factory.mktemp("running"), as_markup(made), "--shard_lines", 60)), made
 
 
@@ -299,12 +299,12 @@ def test_an_epoch_is_every_token_once(shards, words: Tokenizer) -> None:
 
 def test_long_lines_train(tmp_path: Path, words: Tokenizer) -> None:
     """Documents of 2,600 words a line, without punctuation: all is read, in samples of bounded size."""
-    made = [[list(range(n * 2600, (n + 1) * 2600))] for n in range(12)]
+    made = [[list(range(n * 2600, (n + 1) * 2600))] for n in range(6)]
     source = Source(write(tmp_path / "x", (text for document in made for text in sentences(document))))
     run = Run(source, words, max_tokens=1000)
     first = [run.step() for _ in range(5)]
     assert all(sum(len(masked) for _, masked in step) > 20 for step in first)
-    assert sorted(itertools.chain(*Run(source, words, samples=1).epoch())) == list(range(12 * 2600))
+    assert sorted(itertools.chain(*Run(source, words, samples=1).epoch())) == list(range(6 * 2600))
     for _ in range(5):
         rows = run.dataset[run.ranks[0].next_part()].rows
         assert max(row.cost["tokens"] for row in rows) <= 1000 and sum(row.samples for row in rows) == 8

@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_ends_the_job(slurm: Cluster, demo: Path, referenc
 def test_the_time_limit_signals_the_run(slurm: Cluster, demo: Path, tmp_path: Path) -> None:
     """By pretrain.sbatch's own --signal, shortened; a job that its user cancels saves, and is not requeued."""
     out, output = tmp_path / "run", tmp_path / "job.out"
-    flags = ["--parsable", f"--output={output}", "--nodes=1", "--ntasks-per-node=1", "--time=1", "--signal=USR2@20"]
+    flags = ["--parsable", f"--output={output}", "--nodes=1", "--ntasks-per-node=1", "--time=2", "--signal=USR2@80"]
     long = arguments(demo, out, "--steps", "100000")
     job = int(slurm.run("sbatch", *flags, "slurm/pretrain.sbatch", *long))
     wait_for_state(slurm, job, "PENDING", output, restarts=1)

@@ -46,6 +46,8 @@ from xscale.run.validation import Validation
 from xscale.step.step import measure_rows, run_row, step_weights
 from xscale.step.sums import language_metrics, stream_metrics
 
+pytestmark = pytest.mark.usefixtures("quick_calibration")
+
 ALONE = Process(0, 1, 0, 1)
 
 

@@ -1,6 +1,5 @@
 """Reads sentences of CoNLL-U files, and writes them with their words in another order."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -11,7 +10,6 @@ from xscale.errors import UserError
 
 Row = list[str]
 """The ten columns of a line of CoNLL-U."""
-_MULTIWORD = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 
 
 class Column(IntEnum):
@@ -113,23 +111,23 @@ def parse(lines: list[str], path: Path, first: int) -> Sentence:
             continue
         if len(row) != 10:
             raise UserError(f"{path}: line {number} has {len(row)} columns; CoNLL-U has 10, with tabs between them")
-        multiword = _MULTIWORD.fullmatch(row[Column.ID])
-        if "." in row[Column.ID]:
+        start, dash, end = row[Column.ID].partition("-")
+        if "." in start:
             (sentence.units[-1].rows if sentence.units else sentence.leading).append(row)
-        elif multiword and int(multiword[1]) == word_count + 1:
-            sentence.units.append(Unit([row]))
-            end_of_token = int(multiword[2])
-        elif row[Column.ID] == str(word_count + 1):
-            word_count += 1
-            if word_count <= end_of_token:
-                sentence.units[-1].rows.append(row)
-            else:
-                sentence.units.append(Unit([row]))
-        else:
+            continue
+        if start != str(word_count + 1) or (dash and not end.isdecimal()):
             raise UserError(
                 f"{path}: line {number}: {row[Column.ID]!r} must be {word_count + 1}, the number of the next word of "
                 f"its sentence"
             )
+        if dash:
+            end_of_token = int(end)
+        else:
+            word_count += 1
+        if dash or word_count > end_of_token:
+            sentence.units.append(Unit([row]))
+        else:
+            sentence.units[-1].rows.append(row)
     if end_of_token > word_count:
         raise UserError(f"{path}: line {first}: a multiword token is longer than its sentence; fix it")
     if not sentence.units and any(comment.startswith("# text =") for comment in sentence.comments):

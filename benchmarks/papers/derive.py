@@ -4,19 +4,16 @@
     python benchmarks/papers/derive.py {text | conllu | ner | pairs} --how trans.inv --tokenizer T \\
         [--tokenizer_out T2] [--dictionary_out F] --in F ... --out F ...
 
-text: plain lines; conllu: UD's sentences with their tags and parses; ner: lines `token<TAB>BIO tag`; pairs: lines
-`a<TAB>b<TAB>label` with or without a header, of which both sentences change. The languages are those of Tang et al.
-(2022) and can be combined: trans.inv inverts first.
+text: plain lines; conllu: UD's sentences; ner: lines `token<TAB>BIO tag`; pairs: lines `a<TAB>b<TAB>label` with or
+without a header, of which both sentences change. The languages are those of Tang et al. (2022). trans.inv inverts
+first.
 
-inv: the words of each sentence in reverse order, except that a final . ! or ? stays last. In plain lines, a word that
-ends with one of these ends a sentence; in tagged text, a word that consists of them and belongs to no entity does.
-Inverting twice restores the text.
-trans: each id of the WordPiece tokenizer T, except special tokens, becomes id + V, where T has V ids: the text is
-written in letters that T does not have, and T2 has the tokens of both languages. The dictionary has a line
-`id<TAB>id + V` for each token that has a copy. --overlap leaves a share of the ids as they are.
-syn: the words of each parsed sentence in an order sampled by the counts of a French treebank (word_order.py). For files
-other than CoNLL-U, --conllu gives the parses of their sentences in the same order; the new lines are made of the words
-of the parses. Sentences whose arcs cross stay as they are.
+inv: the words of each sentence in reverse order, except that a final . ! or ? stays last. Inverting twice restores the
+text.
+trans: each id of the WordPiece tokenizer T, except special tokens, becomes id + V, where T has V ids. T2 has the tokens
+of both languages. The dictionary has a line `id<TAB>id + V` for each shifted id.
+syn: the words of each parsed sentence in an order sampled by the counts of a French treebank. For files other than
+CoNLL-U, --conllu gives the parses of their sentences in the same order. Sentences whose arcs cross stay as they are.
 
 Tags stay with their words; an entity whose words are separated becomes several entities. A sampled order depends only
 on --seed and the sentence, so that text, tags and pairs of one sentence have the same order.
@@ -30,7 +27,7 @@ from pathlib import Path
 
 from conllu import Column, Sentence, blocks_between_blank_lines, read_sentences
 from script import Script
-from word_order import Parsed, french_order, invert_text, inverted_order
+from word_order import french_order, invert_text, inverted_order
 
 from data_tools.command import run
 from xscale import files
@@ -76,18 +73,15 @@ class Derivation:
 
     def french_order(self, sentence: Sentence, where: str) -> list[int]:
         """Return the numbers of a parse's units in French order. A multiword token goes where its first word goes."""
-        words: list[Parsed] = []
         unit_of_word: list[int] = []
         for number, unit in enumerate(sentence.units):
-            for row in unit.words:
-                head = row[Column.HEAD]
-                if not head.isdigit() or int(head) > len(sentence.words):
-                    form = row[Column.FORM]
-                    raise UserError(f"{where}: the head of {form!r} is {head!r}; --how syn needs a number")
-                words.append(Parsed(row[Column.FORM], row[Column.UPOS], int(head) - 1, row[Column.DEPREL]))
-                unit_of_word.append(number)
+            unit_of_word += [number] * len(unit.words)
+        for row in sentence.words:
+            head = row[Column.HEAD]
+            if not head.isdigit() or int(head) > len(unit_of_word):
+                raise UserError(f"{where}: the head of {row[Column.FORM]!r} is {head!r}; --how syn needs a number")
         self.sentence_count += 1
-        order = french_order(words, self.seed)
+        order = french_order(sentence.words, self.seed)
         if order is None:
             self.crossing_count += 1
             return [*range(len(sentence.units))]
@@ -138,8 +132,7 @@ def derive_text(path: Path, derivation: Derivation) -> Iterator[str]:
     lines = read_lines(path)
     while batch := [*islice(lines, _BATCH)]:
         reordered = [derivation.reordered_text(line, f"{path}: line {number}") for number, line in batch]
-        for line in derivation.map_texts(reordered):
-            yield line + "\n"
+        yield "".join(f"{line}\n" for line in derivation.map_texts(reordered))
 
 
 def derive_pairs(path: Path, derivation: Derivation) -> Iterator[str]:

@@ -6,43 +6,22 @@ An order is a list of the words' indices, in their new order.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
+from conllu import Column, Row
 
 from xscale import rng
+from xscale.strict_yaml import read_yaml
 
 _END = re.compile(r"[.!?][.!?\"'”’»)\]]*$")
 """Matches punctuation that ends a sentence, as a word or at the end of the last word."""
 _END_WORD = re.compile(r"[.!?]+")
 MOST_DEPENDENTS = 6
 """If a head has more dependents than this, they keep their order (Wang and Eisner 2016)."""
-FRENCH = {
-    "NOUN": {"acl": (2, 321), "advmod": (64, 75), "amod": (422, 1359), "appos": (0, 217), "case": (2531, 2531),
-             "cc": (217, 217), "conj": (0, 275), "cop": (91, 91), "det": (3501, 3501), "nmod": (17, 1747),
-             "nsubj": (57, 57), "nsubj PRON": (26, 26), "nummod": (157, 159), "obl": (12, 25), "xcomp": (0, 44)},
-    "PROPN": {"amod": (10, 31), "appos": (0, 44), "case": (533, 533), "cc": (51, 51), "conj": (0, 80),
-              "det": (255, 255), "flat": (0, 240), "nmod": (2, 46)},
-    "PRON": {"acl": (0, 33), "case": (76, 76), "nmod": (0, 23)},
-    "VERB": {"advcl": (53, 177), "advmod": (331, 585), "aux": (789, 789), "cc": (203, 203), "ccomp": (4, 160),
-             "conj": (0, 209), "discourse": (24, 24), "expl PRON": (91, 92), "iobj PRON": (40, 40),
-             "mark": (554, 554), "nsubj": (863, 911), "nsubj PRON": (511, 520), "obj": (1, 862),
-             "obj PRON": (206, 220), "obl": (220, 1304), "obl PRON": (49, 75), "parataxis": (33, 88),
-             "xcomp": (1, 331)},
-}  # fmt: skip
-"""Counts in UD French-PUD: the head's part of speech -> the dependent's relation (with PRON if the dependent is a
-pronoun) -> (number of dependents before their head, number of all dependents). Punctuation, and relations of fewer than
-20 dependents, are left out."""
-
-
-class Parsed(NamedTuple):
-    """A word of a parsed sentence."""
-
-    form: str
-    upos: str
-    head: int
-    """The index of the head word, from 0; -1 for the root."""
-    deprel: str
+FRENCH: dict[str, dict[str, list[int]]] = read_yaml(Path(__file__).with_name("french.yaml").read_text(encoding="utf-8"))
+"""Counts in a French treebank: the head's part of speech -> the dependent's relation, with PRON if the dependent is a
+pronoun -> [number of dependents before their head, number of all dependents]."""
 
 
 def invert_text(line: str) -> str:
@@ -78,31 +57,36 @@ def inverted_order(words: Sequence[str], entity_words: Collection[int] = ()) -> 
     return [*order, *range(len(words) - 1, start - 1, -1)]
 
 
-def french_order(words: Sequence[Parsed], seed: int) -> list[int] | None:
+def french_order(words: Sequence[Row], seed: int) -> list[int] | None:
     """Return a sampled order in which the dependents of nouns, pronouns and verbs precede their heads as often as in
-    French; None if the parse has crossing arcs. A dependent that changes sides goes next to its head."""
-    every_word = range(len(words))
-    if linearized(words, lambda head, number: number < head) != [*every_word]:
+    French; None if the parse has crossing arcs. A dependent that changes sides goes next to its head. words: the
+    columns of the words of a sentence."""
+    heads = [int(word[Column.HEAD]) - 1 for word in words]
+    if linearized(heads, lambda head, number: number < head) != [*range(len(words))]:
         return None
-    chances = rng.uniform(rng.key(seed, "syn", *(word.form for word in words)), np.arange(len(words)))
-    dependents = Counter(word.head for word in words)
+    chances = rng.uniform(rng.key(seed, "syn", *(word[Column.FORM] for word in words)), np.arange(len(words)))
+    dependents = Counter(heads)
 
     def is_before(head: int, number: int) -> bool:
-        counts = _counts(words[head], words[number])
+        relation = words[number][Column.DEPREL].partition(":")[0]
+        if words[number][Column.UPOS] == "PRON":
+            relation += " PRON"
+        counts = FRENCH.get(words[head][Column.UPOS], {}).get(relation)
         if counts is None or dependents[head] > MOST_DEPENDENTS:
             return number < head
         before, both = counts
         return bool(chances[number] < before / both)
 
-    return linearized(words, is_before)
+    return linearized(heads, is_before)
 
 
-def linearized(words: Sequence[Parsed], is_before: Callable[[int, int], bool]) -> list[int]:
+def linearized(heads: Sequence[int], is_before: Callable[[int, int], bool]) -> list[int]:
     """Return the order of the words below the roots if `is_before(head, dependent)` says on which side of its head each
-    dependent goes. Among the dependents that change sides, too, the nearest to the head stays the nearest."""
+    dependent goes. Among the dependents that change sides, too, the nearest to the head stays the nearest. heads: the
+    index of each word's head; -1 for a root."""
     dependents: dict[int, list[int]] = defaultdict(list)
-    for number, word in enumerate(words):
-        dependents[word.head].append(number)
+    for number, head in enumerate(heads):
+        dependents[head].append(number)
 
     def phrase(head: int) -> list[int]:
         before = [number for number in dependents[head] if is_before(head, number)]
@@ -118,10 +102,3 @@ def linearized(words: Sequence[Parsed], is_before: Callable[[int, int], bool]) -
     for root in dependents[-1]:
         order += phrase(root)
     return order
-
-
-def _counts(head: Parsed, dependent: Parsed) -> tuple[int, int] | None:
-    relation = dependent.deprel.partition(":")[0]
-    if dependent.upos == "PRON":
-        relation += " PRON"
-    return FRENCH.get(head.upos, {}).get(relation)
