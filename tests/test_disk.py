@@ -74,31 +74,6 @@ def test_lines_that_find_no_room_wait(tmp_path: Path, caplog: Any, monkeypatch: 
     assert raised.value.filename == str(path)
 
 
-def test_a_board_that_fails_is_left_alone(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    """It is said once, and the steps before are kept."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    monkeypatch.setattr(LOG, "propagate", True)
-    monkeypatch.setattr("threading.excepthook", lambda args: None)
-    write, full = RecordWriter.write, False
-
-    def sometimes(self: RecordWriter, data: bytes) -> None:
-        if full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(self, data)
-
-    monkeypatch.setattr(RecordWriter, "write", sometimes)
-    board = metrics.Board(tmp_path, 0)
-    for step in range(1, 13):
-        full = 4 <= step <= 9
-        board.write([{"step": step, "loss": float(step)}])
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    assert caplog.text.count("training continues without TensorBoard") == 1
-
-
 class Module(nn.Linear):
     """As much of a step's module as is asked for."""
 

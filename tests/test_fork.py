@@ -108,15 +108,6 @@ def test_streams_may_not_end(demo: Path, parent: Path, tmp_path: Path) -> None:
         begin(demo, tmp_path, f"{parent}@9", "streams.ppa.samples=8", recipe="ppa")
 
 
-def test_a_fork_names_its_parent(demo: Path, parent: Path, tmp_path: Path) -> None:
-    """With what its recipe changed."""
-    identity = run_identity(*resolve_run("mixed", ["data.workers=0", *SETS, "train.lr=0.5"], [demo]))
-    resume.write_ancestry(tmp_path, checkpoints.read_checkpoint(parent / "checkpoints" / "step_00000007"), identity)
-    (entry,) = json.loads((tmp_path / "ancestry.json").read_text())
-    assert (entry["run"], entry["step"]) == (str(parent), 7)
-    assert "recipe.train.lr: was 0.002, is now 0.5" in entry["changed"]
-
-
 @pytest.mark.slow
 def test_a_fork_with_nothing_changed_is_the_run(demo: Path, tmp_path: Path) -> None:
     """Metrics, records, weights, optimizer, queue: to the last bit. With another lr it reads the same records."""

@@ -25,7 +25,7 @@ from tests import launch
 from xscale import ranks, train
 from xscale.errors import DirectoryTaken, UserError, hold_signals
 from xscale.ranks import Process
-from xscale.run.folder import STATUS, STOPPED, Status
+from xscale.run.folder import STATUS, STOPPED, Status, exit_code_and_message
 from xscale.run.watch import StopRequest
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"}
@@ -276,35 +276,24 @@ def allocate() -> Exception:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "code", "advice"),
     [
-        torch.OutOfMemoryError("CUDA out of memory. Tried"),
-        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might"),
-        dist.DistBackendError("NCCL error in: x.cpp:1, unhandled cuda error\nCuda failure 2 'out of memory'"),
-        MemoryError(),
-        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
-        allocate,
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 2, "lower train.max_tokens"),
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might"), 2, "lower train.max_tokens"),
+        (dist.DistBackendError("NCCL error in: x.cpp:1\nCuda failure 2 'out of memory'"), 2, "lower train.max_tokens"),
+        (MemoryError(), 2, "lower train.max_tokens"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), 2, "lower train.max_tokens"),
+        (allocate(), 2, "lower train.max_tokens"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer"), 4, "another rank has ended"),
+        (dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited"), 4, "another rank has ended"),
+        (dist.DistNetworkError("port 29500 of 127.0.0.1: in use"), 4, "--master_port"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl"), 4, "metrics.jsonl: No space left"),
+        (KeyError("a fault of ours"), 1, "KeyError"),
     ],
-    ids=["gpu", "cuda", "nccl", "host", "system", "torch"],
+    ids=str,
 )
-def test_memory_that_runs_out_is_told(
-    tmp_path: Path, error: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """As a mistake of the user, who can ask for less; not to be tried again as it was."""
-
-    def run_out(*_: Any) -> int:
-        raise error if isinstance(error, Exception) else error()
-
-    monkeypatch.setattr(train, "train", run_out)
-    launcher = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    monkeypatch.setattr(os, "environ", os.environ | launcher)
-    assert train.main(["--ds_config", "none.json", "--data", "d", "--out", str(tmp_path)]) == 2
-    assert "[rank 1] error: out of memory" in capsys.readouterr().err
-    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in launcher})
-    assert train.main(["--ds_config", "none.json", "--data", "d", "--out", str(tmp_path)]) == 2
-    assert "out of memory" in capsys.readouterr().err
-    told = json.loads((tmp_path / "status.json").read_text())
-    assert (told["status"], told["code"]) == ("failed", 2) and "train.max_tokens" in told["why"]
+def test_what_an_error_is_and_what_to_do(error: Exception, code: int, advice: str) -> None:
+    assert exit_code_and_message(error)[0] == code and advice in exit_code_and_message(error)[1]
 
 
 SILENT = """

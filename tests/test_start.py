@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from xscale.data import calibrate, shards
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.files import map_in_threads
 from xscale.ranks import HostGroup, Process, raise_if_error, value_or_error
 from xscale.run.resolve import resolve_run
 from xscale.run.start import check_ranks_agree
@@ -194,22 +192,6 @@ def test_a_node_asks_for_whole_shards_where_it_reads_much_of_them(
     assert not advised, "a look at a few records"
     next(loader.batches(Process(0, ranks, 0, 1), "cpu", initial_state(loader.streams), 1))
     assert bool(advised) == asked
-
-
-def test_files_are_looked_at_side_by_side() -> None:
-    """In the order asked for."""
-
-    def look(number: int) -> tuple[int, int]:
-        time.sleep(0.002)
-        if number == 99:
-            raise UserError("99 is missing")
-        return number, threading.get_ident()
-
-    values = map_in_threads(look, range(90))
-    assert [number for number, _ in values] == [*range(90)] and len({thread for _, thread in values}) >= 9
-    with pytest.raises(UserError, match="99 is missing"):
-        map_in_threads(look, range(110))
-    assert map_in_threads(look, []) == []
 
 
 @pytest.mark.slow

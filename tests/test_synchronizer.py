@@ -10,8 +10,6 @@ import pytest
 
 from xscale.metric_keys import count_key
 from xscale.ranks import Process
-from xscale.run import loop
-from xscale.run.folder import STOPPED
 from xscale.run.synchronizer import StepSynchronizer, steps_ahead
 
 STEPS, RANKS, AHEAD = 40, 2, 2
@@ -122,34 +120,3 @@ def test_a_stop_comes_as_many_steps_later() -> None:
 def test_what_a_rank_cannot_read_ends_all_of_them_before_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xscale.run.synchronizer.end_all_ranks", end_all_ranks)
     assert run(Network(2.0), fails=30) == (30, "failed")
-
-
-def test_the_loop_does_what_ranks_agreed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop of any rank ends the loop before the step, and the targets of all ranks divide the step's losses."""
-    total = {TLM: 12}
-    step = SimpleNamespace(counts=SimpleNamespace(targets=total, auxiliary={}), batch=SimpleNamespace(rows=[]))
-    agreed = iter([None, step])
-
-    class Stepped(Exception):
-        pass
-
-    def optimizer_step(engine: Any, recipe: Any, rows: Any, totals: Any, **options: Any) -> None:
-        raise Stepped(totals)
-
-    monkeypatch.setattr(loop, "optimizer_step", optimizer_step)
-    monkeypatch.setattr(loop, "keeps_whole_weights", lambda engine: True)
-    trainer: Any = object.__new__(loop.Trainer)
-    recipe: Any = SimpleNamespace(at=lambda step: recipe)
-    recipe.train = SimpleNamespace(skip_steps=[], measure_every=0, steps=9)
-    trainer.recipe, trainer.done = recipe, 3
-    trainer.engine = SimpleNamespace(skipped_steps=0)
-    trainer.synchronizer = SimpleNamespace(next=lambda batches: next(agreed))
-    trainer.metrics = SimpleNamespace(add=lambda step: None)
-    watch = SimpleNamespace(note=lambda doing: None)
-    stop = SimpleNamespace(why="a signal")
-    trainer.context = SimpleNamespace(stop=stop, watch=watch, process=Process(0, 2, 0, 2), out=None)
-    trainer.save = lambda must_succeed: None
-    assert trainer.loop(iter([])) == STOPPED
-    with pytest.raises(Stepped) as raised:
-        trainer.loop(iter([]))
-    assert raised.value.args == (total,)

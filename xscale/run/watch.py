@@ -162,8 +162,11 @@ class Watch:
                 warning = 2 * self.idle
             is_due = max(self.idle, self.clock - written_at) >= self.first_warning / 2
             if is_due and self.process.world > 1:
-                with suppress(OSError):
-                    files.write_text(self._beat_path(self.process.rank), f"{self.name}, {self.doing}\n")
+                path = self._beat_path(self.process.rank)
+                partial = path.with_name(path.name + files.PARTIAL)
+                with suppress(OSError):  # `out` may have been removed, and must not be made again
+                    partial.write_text(f"{self.name}, {self.doing}\n")
+                    os.replace(partial, path)
                     written_at = self.clock
 
     def _beat_path(self, rank: int) -> Path:
