@@ -325,8 +325,8 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
         try:
             example = task.make_example(rename_columns(columns))
             examples.append(replace(example, languages=(language, language), path=path, place=place))
-        except LeftOut as reason:
-            reasons[str(reason)] += 1
+        except LeftOut as left_out:
+            reasons[str(left_out)] += 1
         except UserError as error:
             raise UserError(f"{path}: {place}: {error}") from None
     for reason, count in reasons.items():

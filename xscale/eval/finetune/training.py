@@ -143,7 +143,9 @@ def fine_tune(
 ) -> transformers.Trainer:  # fmt: skip
     """Train a model, and return the Trainer that holds it. groups: lists of features that must be in one batch.
     settings: values of the command's flags."""
-    sequences_of_ranks = sum(map(len, groups)) * env_number("WORLD_SIZE", 1)
+    ranks = env_number("WORLD_SIZE", 1)
+    on_gpu = torch.cuda.is_available()
+    sequences = sum(map(len, groups))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         arguments = transformers.TrainingArguments(
@@ -153,9 +155,10 @@ def fine_tune(
             warmup_steps=settings["warmup"],
             weight_decay=0.01,
             seed=settings["seed"],
-            per_device_train_batch_size=max(1, round(settings["batch"] * len(groups) / sequences_of_ranks)),
+            per_device_train_batch_size=max(1, round(settings["batch"] * len(groups) / (sequences * ranks))),
             per_device_eval_batch_size=64,
-            use_cpu=not torch.cuda.is_available(),
+            use_cpu=not on_gpu,
+            ddp_backend="gloo" if ranks > 1 and not on_gpu else None,
             ddp_find_unused_parameters=False,
             save_strategy="no",
             logging_strategy="epoch",

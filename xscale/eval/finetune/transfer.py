@@ -128,7 +128,7 @@ def tabulate(scores: dict[str, SeedScores], tests: Texts) -> dict[str, Scores]:
     summary: dict[str, SeedScores] = {}
     for row, metrics in scores.items():
         language, setting = row.rsplit(" ", 1)
-        rows[row] = {"examples": len(tests[language])} | average(metrics)
+        rows[row] = average(metrics) | {"examples": len(tests[language])}
         summary.setdefault(language, {})[SHORT_NAMES[setting]] = next(iter(metrics.values()))
     for language, values in summary.items():
         if "sup" in values and "zs" in values:
