@@ -129,19 +129,15 @@ def open_corpus(
         measured=tuple(measured),
         lexicon_heldout=recipe.data.lexicon_heldout,
         unseen=min(initial.lexicon_heldout, recipe.data.lexicon_heldout),
-        segments=uses_segments(recipe, initial, tokenizer),
+        segments=recipe.data.segments
+        and not recipe.any_stream("language_embeddings")
+        and tokenizer.pair.segments
+        and initial.segments,
     )
 
 
 def languages_of(sources: Sequence[Source]) -> set[str]:
     return set(chain.from_iterable(source.langs for source in sources))
-
-
-def uses_segments(recipe: Recipe, initial: InitialModel, tokenizer: Tokenizer) -> bool:
-    """Return True if the two sentences of a pair get different token types: the recipe, the tokenizer and the model
-    must allow it."""
-    wanted = recipe.data.segments and not recipe.any_stream("language_embeddings")
-    return wanted and tokenizer.pair.segments and initial.segments
 
 
 # Files

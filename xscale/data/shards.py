@@ -430,11 +430,6 @@ def fingerprint(index: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def list_source_folders(directory: Path) -> list[Path]:
-    """Return the folders in a directory that have an index.json that exists; a broken link does not."""
-    return sorted(path.parent for path in directory.glob("*/index.json") if path.exists())
-
-
 def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> list[Source]:
     """Return the source at each URL, and the sources of each directory: the one there, or those one level below. cache:
     the value of data.cache, for sources at a URL. Raises UserError for a directory or URL without a source."""
@@ -444,7 +439,9 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
             remote = open_remote(location, cache_folder(cache))
             sources.append(Source(remote.folder, remote))
             continue
-        folders = [location] if (location / "index.json").exists() else list_source_folders(location)
+        folders = [location]
+        if not (location / "index.json").exists():
+            folders = sorted(path.parent for path in location.glob("*/index.json") if path.exists())
         check_folders_without_index(location, folders)
         if not folders:
             raise UserError(
