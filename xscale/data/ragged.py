@@ -16,11 +16,15 @@ class Ragged(NamedTuple):
     lengths: np.ndarray
     """Length of each list."""
 
+    @property
+    def starts(self) -> np.ndarray:
+        """Index in `values` of each list's first number."""
+        return np.cumsum(self.lengths) - self.lengths
+
     def take(self, lists: np.ndarray) -> "Ragged":
         """Return the lists with these indices."""
         lengths = self.lengths[lists]
-        starts = np.cumsum(self.lengths) - self.lengths
-        places = np.repeat(starts[lists], lengths) + indices_within(lengths)
+        places = np.repeat(self.starts[lists], lengths) + indices_within(lengths)
         return Ragged(self.values[places], lengths)
 
     @classmethod
