@@ -122,29 +122,24 @@ def write_directory(
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
     if xscale_field(config, str(out)).get("segments"):  # token types are a pair's two sentences, not languages
         tokenizer.model_input_names.insert(1, "token_type_ids")
+    if config.model_type == "modernbert":  # transformers 4 reads these names, and transformers 5 all names
+        config.global_rope_theta = config.rope_parameters["full_attention"]["rope_theta"]
+        config.local_rope_theta = config.rope_parameters["sliding_attention"]["rope_theta"]
     with files.publish(out) as partial:
         lm.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        rename_fields_for_transformers_4(partial)
+        name_tokenizer_class(partial / "tokenizer_config.json")
         write_vector_files(partial, vectors, config, longest)
         if card:
             card.save(partial / "README.md")
         files.apply_umask(partial)
 
 
-def rename_fields_for_transformers_4(folder: Path) -> None:
-    """Write the tokenizer's class, and the base of ModernBERT's rotary embeddings, under the names that transformers 4
-    reads. Transformers 5 reads them, too."""
-    path = folder / "tokenizer_config.json"
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    if tokenizer.get("tokenizer_class") == "TokenizersBackend":
-        write_json(path, tokenizer | {"tokenizer_class": "PreTrainedTokenizerFast"})
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if config["model_type"] == "modernbert":
-        config["global_rope_theta"] = config["rope_parameters"]["full_attention"]["rope_theta"]
-        config["local_rope_theta"] = config["rope_parameters"]["sliding_attention"]["rope_theta"]
-        write_json(path, config)
+def name_tokenizer_class(path: Path) -> None:
+    """Write the tokenizer's class under its name in transformers 4, which transformers 5 reads, too."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    if fields.get("tokenizer_class") == "TokenizersBackend":
+        write_json(path, fields | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def checkpoint_card(

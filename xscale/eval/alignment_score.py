@@ -176,8 +176,8 @@ def find_probes(corpus: Corpus, host_group: HostGroup, note: Callable[[str], Non
     languages = sorted({lexicon.langs[1] for lexicon in lexicons})
     counts = []
     for language in languages:
-        noted = partial(note, f"counting the tokens of the text in {language}")
-        counts.append(partial(language_tokens, language, corpus.sources, corpus.tokenizer, noted))
+        show_progress = partial(note, f"counting the tokens of the text in {language}")
+        counts.append(partial(language_tokens, language, corpus.sources, corpus.tokenizer, show_progress))
     tokens = dict(zip(languages, host_group.divide_work(counts), strict=True))
     if not host_group.is_main:
         return {}

@@ -55,7 +55,7 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
     for number in range(len(texts)):
         identity = rng.hash64(_MASKS, np.array([number]))[0]
         samples.append([Example(source.langs, tuple(ids[2 * number : 2 * number + 2]), None, identity, number)])
-    sums_S3 = sum_by_pair(model, samples, source.langs, options)
+    sums_S3 = sum_losses_by_pair(model, samples, source.langs, options)
     targets = sums_S3[:, 2].sum()
     if not targets:
         raise UserError(
@@ -74,7 +74,7 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
 
 
 @torch.no_grad()  # not inference_mode: masks of attention are kept for later passes
-def sum_by_pair(
+def sum_losses_by_pair(
     model: ExportedModel, samples: list[list[Example]], langs: Sequence[str], options: tlm.TlmOptions
 ) -> np.ndarray:
     """Return the sums over the masked tokens of each pair [S, 3]: loss in nats, right predictions, tokens. Pairs that

@@ -46,8 +46,8 @@ def measure_functions(
     """
     functions: dict[str, Callable[[], Results]] = {}
     for task in loader.recipe.eval.tasks:
-        noted = partial(note, f"measuring {task.name}")
-        functions[task.name] = TASKS[task.kind](task, loader, engine, process, noted).measure
+        show_progress = partial(note, f"measuring {task.name}")
+        functions[task.name] = TASKS[task.kind](task, loader, engine, process, show_progress).measure
     return functions
 
 

@@ -53,10 +53,10 @@ def choose_vectors(recipe: dict[str, Any], pooling: str | None = None, layers: i
     if checkpoints.is_run(Path(init)):
         run = checkpoints.read_checkpoint(checkpoints.resolve_checkpoint(Path(init)))
         return choose_vectors(run.identity["recipe"], layers=layers)
-    return vectors_of_init(init, layers)
+    return vectors_from_init(init, layers)
 
 
-def vectors_of_init(init: str, layers: int | None) -> SentenceVectors:
+def vectors_from_init(init: str, layers: int | None) -> SentenceVectors:
     """Return the vectors that a Hugging Face directory or a model of the hub has. layers: see choose_vectors."""
     folder = Path(init)
     if not folder.exists():
