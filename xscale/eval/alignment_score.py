@@ -139,7 +139,7 @@ def evaluate(
 ) -> Scores:
     """Return the alignment scores of the dictionaries of two languages, and the number of query words of each score.
 
-    sources: translations are looked for among the tokens of their texts. lexicon_paths: all dictionaries that the
+    sources: their texts have the tokens among which translations are searched. lexicon_paths: all dictionaries that the
     model was trained with. withheld_share: the share of the dictionaries' entries that training withheld.
     """
     lexicons = [load_lexicon(path, model.tokenizer, languages_of(sources)) for path in lexicon_paths]

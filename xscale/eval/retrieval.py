@@ -41,7 +41,7 @@ ALL = "all"
 
 
 def layer_numbers(layers: Sequence[str | int], model: ExportedModel) -> list[int]:
-    """Return the layers as numbers, also for ALL. Raises UserError for layers that the model lacks."""
+    """Return the number of each layer; ALL stands for all layers. Raises UserError for layers that the model lacks."""
     last = model.num_layers
     if ALL in layers:
         return list(range(last + 1))

@@ -108,6 +108,7 @@ def read_run(folder: Path) -> Run:
 
 
 def to_curves(numbers_by_step: dict[T, dict[int, float]]) -> dict[T, pd.Series]:
+    """Return {name: its numbers by step}, given {name: {step: number}}."""
     return {name: pd.Series(numbers, dtype=float) for name, numbers in numbers_by_step.items()}
 
 
