@@ -7,6 +7,7 @@ import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -62,12 +63,17 @@ def test_lines_that_find_no_room_wait(tmp_path: Path, caplog: Any, monkeypatch: 
     lines.flush()
     assert [entry["step"] for entry in launch.metrics(tmp_path)] == [*range(1, 10)]
     assert caplog.records[-1].levelname == "WARNING" and "works again" in caplog.records[-1].message
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EINVAL, "no sync here")))
+        lines.flush(to_disk=True)
+    assert not lines.failing and "no sync here; its last lines may be lost" in caplog.text
 
     monkeypatch.setattr(metrics, "MOST_WAITING", 60)
     disk.room = 0
     for step in range(10, 12):
         lines.write({"step": step, "loss": 1.5})
-        lines.flush()
+        lines.finish()
+    assert "its last 2 lines are missing" in caplog.text
     lines.write({"step": 12, "loss": 1.5})  # three lines of 26 bytes are more than 60
     with pytest.raises(OSError, match="No space left") as raised:
         lines.flush()

@@ -75,22 +75,23 @@ def test_no_progress_is_told_at_twice_the_time(tmp_path: Path, monkeypatch: pyte
     assert len(said) == 1 and "in step 2" in said[0]
 
 
-def test_ranks_that_do_not_answer_are_named(tmp_path: Path) -> None:
-    """Those that have written nothing, or nothing for longer than a rank at work."""
+def test_ranks_for_which_others_wait_are_named(tmp_path: Path) -> None:
+    """Those that have written nothing, or nothing for longer than a rank at work, or else those that are behind."""
     watched = watch.Watch(Process(0, 3, 0, 3), tmp_path / "rank0.log", 40 / 60, print)
     watched.close()
 
-    def told(*written: float) -> str:
+    def told(*written: float, notes: tuple[int, int, int] = (2, 2, 2)) -> str:
         for rank, at in enumerate(written):
             path = tmp_path / f"rank{rank}.beat"
-            path.write_text(f"rank {rank} (host h, process {rank}), in step 3\n")
+            path.write_text(f"rank {rank} (host h, process {rank}), in step 3\n3 {notes[rank]}\n")
             os.utime(path, (at, at))
         return watched._describe_other_ranks()
 
     assert told(0, 0) == "no answer from rank2 (stopped, or its machine is gone)"
-    assert told(0, 0, 20) == f"no rank is known to be gone; {tmp_path}/rank*.beat say what each is doing"
-    silent = "rank 1 (host h, process 1), in step 3"
-    assert told(31, 0, 31) == f"no answer from {silent} (stopped, or its machine is gone)"
+    assert told(0, 0, 20) == f"no rank is behind; {tmp_path}/rank*.beat say what each is doing"
+    other = "rank 1 (host h, process 1), in step 3"
+    assert told(0, 0, 20, notes=(10, 9, 10)) == f"waiting for {other}"
+    assert told(31, 0, 31) == f"no answer from {other} (stopped, or its machine is gone)"
 
 
 @pytest.mark.slow

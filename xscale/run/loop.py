@@ -88,6 +88,7 @@ class Trainer:
         while self.done < steps:
             started = time.monotonic()
             number = self.done + 1
+            self.context.watch.begin_step(number)
             step = self.synchronizer.next(batches)
             if step is None:
                 self.save(must_succeed=True)
@@ -177,5 +178,5 @@ class Trainer:
         self.loader.corpus.tokenizer.hf.save_pretrained(path / checkpoints.HF)
 
     def close(self) -> None:
-        self.evaluations.lines.flush(to_disk=True)
-        self.metrics.sync()
+        for lines in (self.evaluations.lines, self.metrics.lines, self.metrics.trace):
+            lines.finish()

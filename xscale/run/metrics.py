@@ -84,8 +84,6 @@ class JsonLines:
         try:
             while self.waiting:
                 del self.waiting[: self.file.write(self.waiting)]
-            if to_disk:
-                os.fsync(self.file.fileno())
             self.failing = False
         except OSError as error:
             self.failing = True
@@ -96,6 +94,18 @@ class JsonLines:
                 LOG.error(f"{self.path}: {error.strerror}; training continues, and the lines wait until this is fixed")
         if was_failing and not self.failing:
             LOG.warning(f"{self.path}: works again")
+        if to_disk and not self.failing:
+            try:
+                os.fsync(self.file.fileno())
+            except OSError as error:
+                LOG.error(f"{self.path}: {error.strerror}; its last lines may be lost")
+
+    def finish(self) -> None:
+        """Write the lines that wait, at the end of the run, and log how many could not be written."""
+        self.flush(to_disk=True)
+        if self.waiting:
+            missing = self.waiting.count(b"\n")
+            LOG.error(f"{self.path}: its last {missing:,} lines are missing")
 
 
 def _null_if_not_finite(value: Any) -> Any:

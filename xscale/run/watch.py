@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -96,6 +96,24 @@ def _is_launcher(process: psutil.Process) -> bool:
     return not LAUNCHERS.isdisjoint(Path(word).name for word in words)
 
 
+class Beat(NamedTuple):
+    """What a rank has written about itself."""
+
+    text: str
+    """Which rank it is, and what it is doing."""
+    progress: tuple[int, int]
+    """The number of its step, and the number of its notes in this step."""
+    written_at: float
+    """The time at which the file was written, by the clock of the file system."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Beat":
+        """Return the content of a rank's file. Raises OSError, or ValueError if it has another form."""
+        text, numbers = path.read_text().splitlines()
+        step, notes = numbers.split()
+        return cls(text, (int(step), int(notes)), path.stat().st_mtime)
+
+
 class Watch:
     """Records what this rank is doing, and ends the rank if it hangs."""
 
@@ -109,6 +127,10 @@ class Watch:
         self.doing = "starting"
         self.marks = 0
         """The number of calls of `note` so far, which shows the rank's progress."""
+        self.step = 0
+        """The number of the step in which this rank is."""
+        self.marks_before_step = 0
+        """The value of `marks` at the beginning of the step."""
         self.clock = 0.0
         """The seconds of watching, without those in which this process was suspended, as by SIGSTOP or SLURM."""
         self.idle = 0.0
@@ -129,6 +151,12 @@ class Watch:
         step."""
         self.doing = doing
         self.marks += 1
+
+    def begin_step(self, number: int) -> None:
+        """Record that the rank begins a step. Its notes are counted from here, because some ranks make more notes than
+        others when they save."""
+        self.step = number
+        self.marks_before_step = self.marks
 
     def close(self) -> None:
         self.closed.set()
@@ -164,8 +192,9 @@ class Watch:
             if is_due and self.process.world > 1:
                 path = self._beat_path(self.process.rank)
                 partial = path.with_name(path.name + files.PARTIAL)
+                notes = self.marks - self.marks_before_step
                 with suppress(OSError):  # `out` may have been removed, and must not be made again
-                    partial.write_text(f"{self.name}, {self.doing}\n")
+                    partial.write_text(f"{self.name}, {self.doing}\n{self.step} {notes}\n")
                     os.replace(partial, path)
                     written_at = self.clock
 
@@ -177,24 +206,29 @@ class Watch:
         return f"no progress for {self.idle:.0f} s, {self.doing}; {self._describe_other_ranks()}"
 
     def _describe_other_ranks(self) -> str:
-        """Return which ranks do not answer."""
+        """Return which ranks do not answer, or else which have made the least progress."""
         if self.process.world == 1:
             return "it is the only rank"
         if self.process.rank not in LISTENERS:
             return "logs/rank0.log may say for which rank it waits"
-        with suppress(OSError):
-            paths = [self._beat_path(rank) for rank in range(self.process.world)]
-            written = {path: path.stat().st_mtime for path in paths if path.exists()}
-            limit = self.first_warning / 2 + 3 * self.pause  # a rank at work writes every first_warning / 2
-            silent = list[str]()
-            for path in paths:
-                if path not in written:
-                    silent.append(path.stem)
-                elif max(written.values()) - written[path] > limit:
-                    silent.append(path.read_text().strip())
-            if silent:
-                return f"no answer from {'; '.join(silent[:8])} (stopped, or its machine is gone)"
-        return f"no rank is known to be gone; {self.stacks.parent}/rank*.beat say what each is doing"
+        silent = list[str]()
+        beats = list[Beat]()
+        for rank in range(self.process.world):
+            path = self._beat_path(rank)
+            try:
+                beats.append(Beat.read(path))
+            except (OSError, ValueError):
+                silent.append(path.stem)
+        newest = max((beat.written_at for beat in beats), default=0.0)
+        limit = self.first_warning / 2 + 3 * self.pause  # a rank at work writes every first_warning / 2
+        silent += [beat.text for beat in beats if newest - beat.written_at > limit]
+        if silent:
+            return f"no answer from {'; '.join(silent[:8])} (stopped, or its machine is gone)"
+        least = min(beat.progress for beat in beats)
+        behind = [beat.text for beat in beats if beat.progress == least]
+        if len(behind) == len(beats):
+            return f"no rank is behind; {self.stacks.parent}/rank*.beat say what each is doing"
+        return f"waiting for {'; '.join(behind[:8])}"
 
     def _end(self) -> None:
         """Write this rank's stacks and the reason, and end with the exit code."""
