@@ -83,7 +83,7 @@ class RecipeEngine:
 def one_rank() -> Iterator[None]:
     """Make this process the only rank of a process group."""
     os.environ.setdefault("MASTER_PORT", str(free_port()))
-    ranks.join_process_group(ranks.read_launcher())
+    ranks.join_process_group(ranks.read_launcher(may_be_alone=True))
     yield
     torch.distributed.destroy_process_group()
 

@@ -75,6 +75,8 @@ def test_the_warning_names_stream_share_and_remedy(demo: Path) -> None:
         "one, or data.overlong=truncate, or leave them out when shards are written: --max_tokens 28"
     )
     assert dropped_pairs_warnings(loader_of(demo, "xlm", *sets, "data.overlong=truncate")) == []
+    (phase,) = dropped_pairs_warnings(loader_of(demo, "tlm", "phases=[{until: 9, data.max_length: 28}]"))
+    assert "of its pairs in a phase of the run, those longer than data.max_length: 28;" in phase
 
 
 @pytest.mark.usefixtures("quick_calibration")

@@ -231,6 +231,13 @@ def test_a_copy_of_a_checkpoint_is_none(run: Path) -> None:
     assert newest(run) == 8
 
 
+def test_a_checkpoint_is_no_run(run: Path) -> None:
+    step = run / "checkpoints/step_00000008"
+    assert newest(step) is None
+    with pytest.raises(UserError, match="not an xscale run"):
+        folder.check_folder(step, {"a": 1}, "auto")
+
+
 def test_a_folder_belongs_to_the_run_of_its_newest_readable_checkpoint(run: Path) -> None:
     (run / "checkpoints/step_00000008" / checkpoints.MANIFEST).write_text("{")
     folder.check_folder(run, {"a": 1}, "auto")

@@ -51,8 +51,8 @@ def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, p
     steps = {f"{parent}@7": 7, f"{parent}@9": 9}
     assert {name: begin(demo, tmp_path / "new", name).step for name in steps} == steps
     for fork, words in {
-        f"{parent}@8": r"step_00000008 is not usable \(.*manifest",
-        f"{tmp_path}/nowhere@8": r"step_00000008 is not usable \(.*manifest",
+        f"{parent}@8": r"no complete checkpoint .*step_00000008; .* steps 7, 9",
+        f"{tmp_path}/nowhere@8": r"no complete checkpoint .*step_00000008; .* \(none\)",
         f"{parent}": "name the run and the step",
         "@8": "name the run and the step",
     }.items():
@@ -62,6 +62,8 @@ def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, p
     shutil.copytree(parent / "checkpoints" / "step_00000009", own)
     with pytest.raises(UserError, match=r"--fork .*run@7: .*new .*--out"):
         begin(demo, tmp_path / "new", f"{parent}@7")  # the run has not begun there
+    with pytest.raises(UserError, match="name the run and the step"):
+        begin(demo, tmp_path / "new", "7")
     seventh = checkpoints.read_checkpoint(parent / "checkpoints" / "step_00000007")
     resume.write_ancestry(tmp_path / "new", seventh, seventh.identity)
     with pytest.raises(UserError, match=r"--fork .*: .*new .*--out"):

@@ -25,7 +25,7 @@ from tests import launch
 from xscale import ranks, train
 from xscale.errors import DirectoryTaken, UserError, hold_signals
 from xscale.ranks import Process
-from xscale.run.folder import STATUS, STOPPED, Status, exit_code_and_message
+from xscale.run.folder import STATUS, STOPPED, Status, check_folder, exit_code_and_message
 from xscale.run.watch import StopRequest
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"}
@@ -38,9 +38,9 @@ LAST = BATCH | STEP | {"SLURM_PROCID": "6", "SLURM_NODEID": "3"}
 def started(monkeypatch: pytest.MonkeyPatch):
     """started(environment): the process that a launcher with these variables started."""
 
-    def start(environment: dict[str, str], is_dry_run: bool = False) -> Process:
+    def start(environment: dict[str, str], may_be_alone: bool = False) -> Process:
         monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1"} | environment)
-        process = ranks.read_launcher(is_dry_run)
+        process = ranks.read_launcher(may_be_alone)
         written = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
         assert written == [str(process.rank), str(process.world), str(process.local_rank), str(process.local_world)]
         assert os.environ["LOCAL_SIZE"] == str(process.local_world)
@@ -104,7 +104,7 @@ def test_one_process_of_a_job(started) -> None:
     torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     for environment in (LAST | lone, BATCH | torchrun, BATCH | {"SLURM_NTASKS": "1"}):
         assert started(environment) == Process(0, 1, 0, 1)
-    assert started(BATCH, is_dry_run=True) == Process(0, 1, 0, 1)
+    assert started(BATCH, may_be_alone=True) == Process(0, 1, 0, 1)
 
 
 def read(out: Path) -> tuple[str, int, str, int]:
@@ -154,6 +154,27 @@ def test_a_start_that_fails_early_writes_only_where_nobody_else_is(tmp_path: Pat
         assert (other / STATUS).read_text() == "{}"
     run(other, 0, False).write_failure(error)
     assert read(other)[0] == "failed"
+    (other / "lock").unlink()
+    (other / "lock").mkdir()  # cannot be opened, like another user's lock
+    run(other, 0, False).write_failure(UserError("later"))
+    assert "later" not in (other / STATUS).read_text()
+
+
+@pytest.mark.parametrize(("is_typo", "code"), [(True, 2), (False, 4)])
+def test_a_folder_that_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, is_typo: bool, code: int
+) -> None:
+    """Its name is too long. The error is one line, also if the run fails for another reason before."""
+
+    def fail(args: Any, *_: Any) -> None:
+        if is_typo:
+            raise UserError("no such field")
+        check_folder(args.out, {}, "auto")
+
+    monkeypatch.setattr(train, "train", fail)
+    out = str(tmp_path / ("x" * 256))
+    assert train.main(["--ds_config", "none.json", "--data", "d", "--out", out]) == code
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def take_early_signals(folder: Path) -> None:

@@ -341,6 +341,8 @@ def test_the_log_has_the_means_of_an_evaluation(tmp_path: Path, caplog: pytest.L
     assert caplog.records[-1].getMessage().splitlines() == [
         "evaluation of step 10, which took 1.0 s",
         "  heldout mlm all: loss 3",
+        "  heldout mlm: loss 4",
+        "  heldout tlm: loss 1",
         "  retrieval en-xx: accuracy 0.5",
     ]
 

@@ -38,10 +38,10 @@ class Process:
         return self.rank == 0
 
 
-def read_launcher(is_dry_run: bool = False) -> Process:
+def read_launcher(may_be_alone: bool = False) -> Process:
     """Return the rank that the launcher (deepspeed, torchrun, mpirun, srun) has given this process in its environment,
-    and set torch's environment variables accordingly. is_dry_run: this process may be alone in a SLURM job of several
-    tasks. Raises UserError."""
+    and set torch's environment variables accordingly. may_be_alone: this process may be the only one in a SLURM job
+    of several tasks. Raises UserError."""
     env = os.environ
     if env.get("RANK") and env.get("WORLD_SIZE"):
         local_world = env_number("LOCAL_WORLD_SIZE", env_number("LOCAL_SIZE", 1))  # deepspeed sets LOCAL_SIZE
@@ -53,7 +53,7 @@ def read_launcher(is_dry_run: bool = False) -> Process:
         process = Process(env_number("SLURM_PROCID", 0), world, env_number("SLURM_LOCALID", 0), slurm_local_world())
     else:
         process = Process(0, 1, 0, 1)
-        if not is_dry_run:
+        if not may_be_alone:
             check_alone()
     if process.rank >= process.world:
         raise UserError(f"rank {process.rank} is not below the number of ranks, {process.world}; correct the launcher")
@@ -207,7 +207,7 @@ def join_process_group(process: Process) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     if process.world == process.local_world:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    elif process.local_rank == 0:
+    if process.world > 1 and process.local_rank == 0:
         address = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
         print(f"rank {process.rank} of {process.world} meets the other ranks at {address}", flush=True)
     backend = "gloo"

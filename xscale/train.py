@@ -42,6 +42,8 @@ from xscale.run.start import train_run
 
 DEMO = Path("data/demo")
 """The directory of the generated demo corpus."""
+MOST_RANKS = 1 << 20
+"""The largest number of ranks that --ranks takes."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -71,8 +73,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, metavar="N", help="with --dry_run: plan for N ranks, on any machine")
     parser.add_argument("--trace", action="store_true", help="write the key of every record that is read")
     args = parser.parse_args(argv)
-    if args.ranks is not None and (args.ranks < 1 or not args.dry_run):
-        parser.error("--ranks must be at least 1, and works only with --dry_run; a run's launcher sets its ranks")
+    if args.ranks is not None and not (args.dry_run and 1 <= args.ranks <= MOST_RANKS):
+        parser.error(
+            f"--ranks must be from 1 to {MOST_RANKS:,}, and works only with --dry_run; a run's launcher sets its ranks"
+        )
     args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
     if args.fork and args.resume != "auto":
         parser.error("--fork begins a run, and the same command resumes it later; leave --resume out")
@@ -88,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parse_arguments(argv)
-        process = ranks.read_launcher(args.dry_run)
+        process = ranks.read_launcher(may_be_alone=args.dry_run)
         if args.dry_run and not process.is_main:
             return 0
         status = None if args.dry_run else Status(args.out, process)

@@ -58,17 +58,22 @@ def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
 
 
 def dropped_pairs_warnings(loader: Loader) -> list[str]:
-    """Return a warning for each stream that drops more than the share DROPPED of its pairs."""
-    data = loader.recipe.data
+    """Return a warning for each stream that drops more than the share DROPPED of its pairs. Warnings about phases come
+    first."""
+    recipes = loader.recipe.schedule
+    calibrations = loader.calibration.schedule(recipes.ends).values
     lines = list[str]()
-    for stream in loader.streams:
-        share = loader.calibration.estimate_for(stream.name).too_long
-        if data.overlong == "drop" and not stream.packed and share > DROPPED:
-            lines.append(
-                f"warning: streams.{stream.name} drops {share:.1%} of its pairs, those longer than data.max_length: "
-                f"{data.max_length}; take a larger one, or data.overlong=truncate, or leave them out when shards are "
-                f"written: --max_tokens {data.max_length}"
-            )
+    for recipe, streams, calibration in zip(recipes.values, loader.corpus.streams.values, calibrations, strict=True):
+        length = recipe.data.max_length
+        where = "" if recipe is loader.recipe else " in a phase of the run"
+        for stream in streams:
+            share = calibration.estimate_for(stream.name).too_long
+            if recipe.data.overlong == "drop" and not stream.packed and share > DROPPED:
+                lines.append(
+                    f"warning: streams.{stream.name} drops {share:.1%} of its pairs{where}, those longer than "
+                    f"data.max_length: {length}; take a larger one, or data.overlong=truncate, or leave them out when "
+                    f"shards are written: --max_tokens {length}"
+                )
     return lines
 
 

@@ -38,9 +38,12 @@ from xscale.ranks import Process
 from xscale.recipe import SECTIONS, StreamConfig, default_values
 
 STATUS = "status.json"
-FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index.json", "config.json", "tokenizer.json")
-"""A folder that has one of these, no status.json and no checkpoint of xscale is another trainer's run, shards, a model
-or a tokenizer."""
+FOREIGN = (
+    *("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index.json", "config.json", "tokenizer.json"),
+    checkpoints.MANIFEST,
+)
+"""A folder that has one of these, no status.json and no checkpoint of xscale is another trainer's run, shards, a model,
+a tokenizer, or itself a checkpoint."""
 
 # The run that owns a directory
 
@@ -77,17 +80,21 @@ def read_identity(out: Path) -> dict[str, Any] | None:
 def may_write_status(out: Path) -> bool:
     """Return whether the directory is new, or belongs to a run that no process has locked. If so, a start that has
     failed before it had the lock may write its status there."""
-    if not out.exists():
-        return True
-    if not out.is_dir() or not ((out / STATUS).exists() or not any(out.iterdir())):
-        return False
     try:
-        with (out / files.LOCK).open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if not out.exists():
+            return True
+        if not out.is_dir() or not ((out / STATUS).exists() or not any(out.iterdir())):
+            return False
+        file = (out / files.LOCK).open("a+")
+    except OSError:  # a name that is too long, or a folder or lock file of another user
         return False
-    except OSError:
-        pass  # a file system without locks
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # a file system without locks
     return True
 
 

@@ -80,7 +80,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
                 f"--out, or leave --fork out to go on with that run"
             )
     elif args.fork:
-        checkpoint = verify_checkpoint(checkpoint_path(args.fork), "--fork", host_group)
+        checkpoint = verify_checkpoint(find_parent(args.fork), "--fork", host_group)
         if differences := folder.identity_differences(with_fork_fields(checkpoint.identity, identity), identity):
             raise UserError(
                 f"--fork {args.fork} cannot change these fields. Give that run's values, or start from its weights "
@@ -92,7 +92,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
 def find_own_checkpoint(out: Path, resume: str, host_group: HostGroup) -> Checkpoint | None:
     """Return the checkpoint that --resume names or, for `auto`, the newest valid one of the run in `out`, or None."""
     path = out if resume == "auto" else Path(resume)
-    if (path / checkpoints.MANIFEST).exists():
+    if resume != "auto" and (path / checkpoints.MANIFEST).exists():
         return verify_checkpoint(path, "--resume", host_group)
     if resume == "auto" or (path / "checkpoints").is_dir():
         path /= "checkpoints"
@@ -162,11 +162,25 @@ def checkpoint_path(fork: str) -> Path:
 
 
 def began_at_checkpoint(out: Path, fork: str) -> bool:
-    """Return whether the run in `out` is a fork that began at the checkpoint RUN@STEP."""
+    """Return whether the run in `out` is a fork that began at the checkpoint RUN@STEP. Raises UserError."""
+    path = checkpoint_path(fork).resolve()
     with suppress(OSError, ValueError, LookupError):
         (parent, *_) = json.loads((out / ANCESTRY).read_text(encoding="utf-8"))
-        return checkpoint_path(fork).resolve() == checkpoint_path(f"{parent['run']}@{parent['step']}")
+        return path == checkpoint_path(f"{parent['run']}@{parent['step']}")
     return False
+
+
+def find_parent(fork: str) -> Path:
+    """Return the directory of the checkpoint RUN@STEP. Raises UserError if there is no such checkpoint."""
+    path = checkpoint_path(fork)
+    complete = checkpoints.list_checkpoints(path.parent)
+    if path not in complete:
+        steps = [str(checkpoints.step_from_name(other)) for other in complete]
+        raise UserError(
+            f"--fork {fork}: there is no complete checkpoint {path}; the run has those of steps "
+            f"{', '.join(steps) or '(none)'}"
+        )
+    return path
 
 
 def with_fork_fields(saved: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:

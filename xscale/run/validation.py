@@ -110,11 +110,12 @@ class Validation:
         entry: dict[str, Any] = {"step": step}
         shown = [f"evaluation of step {step}, which took {seconds:.1f} s"]
         for task, rows in results.items():
-            means = [row for row in rows if row.split(" ")[-1] == ALL]
             for row, scores in rows.items():
                 for name, number in scores.items():
                     entry[f"eval/{task}/{row}/{name}"] = number
-                if row in (means or rows):
+                stream, space, _ = row.rpartition(" ")
+                mean = stream + space + ALL
+                if row == mean or mean not in rows:
                     texts = [format_score(name, number) for name, number in scores.items()]
                     shown.append(f"  {task} {row}: {', '.join(texts)}")
         self.metrics.board.write([entry])
