@@ -20,7 +20,7 @@ import struct
 import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -315,9 +315,9 @@ class OpenFile:
         self.intact: dict[int, bool] = {}
         """Shard -> the result of fits_index."""
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be None when the interpreter ends
         if self.fd >= 0:
-            os.close(self.fd)
+            close(self.fd)
 
     def read(self, size: int, at: int) -> bytes:
         try:
