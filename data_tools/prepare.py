@@ -25,7 +25,7 @@ from xscale import files
 from xscale.data.lexicon import languages_in_file_name, read_entries
 from xscale.errors import UserError
 
-from . import align, steps
+from . import steps, word_aligner
 from .cleaning import identifiable_languages, language_code, load_tokenizer
 from .command import check_new_folder, run
 from .corpus import Corpus, load_corpus
@@ -89,7 +89,7 @@ def check_corpus(corpus: Corpus) -> None:
     if corpus.lexicons:
         check_lexicons(corpus)
     if corpus.directions:
-        align.find_aligner()
+        word_aligner.find_aligner()
 
 
 def check_lexicons(corpus: Corpus) -> None:

@@ -36,7 +36,6 @@ from xscale.errors import UserError
 from xscale.record import Record, parse_json
 
 from . import index
-from .align import align
 from .cleaning import (
     BANDS,
     Cleaner,
@@ -51,6 +50,7 @@ from .corpus import Corpus, SourceSpec, TokenizerSpec
 from .engine import replacing
 from .lexicon import truecase_entries, write_entries
 from .readers import Unit, from_line, read_units, to_line
+from .word_aligner import align
 
 CHUNK_UNITS = 8192
 CHUNK_BYTES = 4 << 20

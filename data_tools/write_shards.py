@@ -17,7 +17,7 @@ from xscale import files
 from xscale.data.shards import read_index
 from xscale.errors import UserError
 
-from . import align, index, steps
+from . import index, steps, word_aligner
 from .command import check_new_folder, run
 from .corpus import parse_corpus
 from .engine import lock_folder
@@ -35,7 +35,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     pairs.add_argument("--langs", nargs=2, required=True, metavar=("SRC", "TGT"))
     links = pairs.add_mutually_exclusive_group()
     links.add_argument("--links", type=text_path, help="word links in Pharaoh form, one line a pair")
-    links.add_argument("--align", action="store_true", help="make word links with eflomal (data_tools/align.py)")
+    links.add_argument("--align", action="store_true", help="make word links with eflomal (data_tools/word_aligner.py)")
     for side in ("src", "tgt"):
         pairs.add_argument(
             f"--links_{side}", type=text_path, help=f"the text of --{side} that the aligner read, if it differs"
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         tree["tokenizer"] = args.tokenizer
     corpus = parse_corpus(tree, f"write_shards {args.kind}")
     if corpus.align:
-        align.find_aligner()
+        word_aligner.find_aligner()
     plan = steps.CorpusPlan(corpus, f"data_tools.write_shards {args.kind}", args.shard_lines, args.name or args.kind)
     write_source_shards(plan, args.out)
     print(index.summary_line(args.out, read_index(args.out)[0]))

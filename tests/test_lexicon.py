@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools import align, write_shards
 from data_tools import lexicon as tool
 from data_tools import tokenizer as tokenizers
+from data_tools import word_aligner as align
+from data_tools import write_shards
 from data_tools.demo_world import World
 from tests import launch
 from xscale.data import shards

@@ -489,7 +489,7 @@ def test_pairs_without_links_are_aligned(tmp_path: Path, monkeypatch: pytest.Mon
         return ""
 
     monkeypatch.setattr(steps, "align", diagonal)
-    monkeypatch.setattr(prepare.align, "find_aligner", lambda: "eflomal-align")
+    monkeypatch.setattr(prepare.word_aligner, "find_aligner", lambda: "eflomal-align")
     monkeypatch.setattr(steps, "CHUNK_UNITS", 3)
     pairs = [("(" + "a " * n + "end", "(" + "b " * (n + 2) + "Ende") for n in range(8)]
     given = {"text": moses(tmp_path, [*pairs, pairs[2], pairs[7]])}
@@ -600,7 +600,7 @@ def test_an_existing_tokenizer_counts_before_pairs_are_aligned(
         return ""
 
     monkeypatch.setattr(steps, "align", align)
-    monkeypatch.setattr(prepare.align, "find_aligner", lambda: "eflomal-align")
+    monkeypatch.setattr(prepare.word_aligner, "find_aligner", lambda: "eflomal-align")
     pairs = [World(0).pair(n)[:2] for n in range(90)]
     hf = PreTrainedTokenizerFast.from_pretrained(demo / "tokenizer")
     sizes = [[len(hf.tokenize(text)) for text in pair] for pair in pairs]
