@@ -220,6 +220,7 @@ MATRIX = [
     ({"fp16": ON}, "bf16", GPU, "error fp16.enabled train.precision bf16"),
     ({"bf16": ON}, "fp16", GPU, "error bf16.enabled train.precision fp16"),
     ({"fp16": OFF}, "fp16", GPU, "error fp16.enabled train.precision fp16"),
+    ({"fp16": {"initial_scale_power": 12}}, "fp16", GPU, "fp16"),
     ({"bf16": OFF}, "bf16", GPU, "error bf16.enabled train.precision bf16"),
     ({"fp16": ON, "bf16": ON}, "auto", GPU, "error fp16.enabled bf16.enabled"),
 ]
@@ -360,6 +361,15 @@ def test_half_precision_takes_zero(precision: str) -> None:
         resolve({precision: {"enabled": True}})
     resolve({precision: {"enabled": True}, "zero_optimization": {"stage": 1}})
     resolve({precision: {"enabled": "auto"}}, hardware=OLD_CPU)
+
+
+def test_groups_of_machines_divide_the_ranks() -> None:
+    """DeepSpeed has no group for the ranks that are left over; of fewer ranks than a group it makes one of all."""
+    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}
+    for world in (1, 3, 8, 16):
+        resolve(config, recipe("xlm"), world)
+    with pytest.raises(UserError, match=r"zero_hpz_partition_size = 8 does not divide 12 ranks"):
+        resolve(config, recipe("xlm"), 12)
 
 
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

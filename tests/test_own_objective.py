@@ -131,6 +131,7 @@ BROKEN = [
     ("import not_there_at_all", "No module named 'not_there_at_all'"),
     ("", "is not an Objective"),
     ("OBJECTIVE = {'odd': 5}", "is not an Objective"),
+    (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, options=dict)", "is not an Objective"),
     (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, record_kind='pairs')", "has record_kind = 'pairs'; it must be"),
     (
         f"{HEAD}@dataclass\nclass O:\n    weight: float = 7.0\nOBJECTIVE = replace(tlm.OBJECTIVE, options=O)",

@@ -59,16 +59,16 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
         *unknown_token_lines(run.corpus),
         *language_share_lines(loader),
         *dropped_pairs_warnings(loader),
-        *requirement_lines(loader, module, run.config, process, hardware.device),
         sep="\n",
     )
+    print(*requirement_lines(loader, module, run.config, process, hardware.device), sep="\n")
     if not args.ranks:
         check_disk_space(cost.checkpoint_bytes(module, run.config.resolved, run.config.precision), args.out)
     print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
 
 
 def planned_hardware(ds_config: Path) -> Hardware:
-    """Return the hardware to plan for: this machine's, or PLANNED_GPU if it has no GPU but the ds_config needs 16
+    """Return the hardware to plan for: this machine's, or a planned GPU if it has no GPU but the ds_config needs 16
     bits."""
     here = Hardware.here()
     if here.device == "cuda" or not {"fp16", "bf16"} & read_ds_config(ds_config).keys():

@@ -371,7 +371,8 @@ class Recipe:
         """Return whether any sequence has the neutral token type 0. This is so if its stream has no language
         embeddings, or hides the languages of some sequences (language_dropout)."""
         for stream in self.streams.values():
-            if not getattr(stream.options, "language_embeddings", False) or stream.options.language_dropout > 0:
+            hides_languages = getattr(stream.options, "language_dropout", 0.0) > 0
+            if hides_languages or not getattr(stream.options, "language_embeddings", False):
                 return True
         return False
 
@@ -439,7 +440,7 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
         apply_set_flag(tree, assignment, problems)
     phases = tree.pop("phases", None) or []
     recipe = build_recipe(tree, objectives, problems)
-    if recipe is not None:
+    if recipe is not None and not problems:
         recipe = dataclasses.replace(recipe, phases=build_phases(recipe, phases, tree, objectives, problems))
     if problems or recipe is None:
         source = f"{path} with --set" if sets else f"{path}"
@@ -645,7 +646,8 @@ def describe_problem(details: Any, where: str, keys: tuple[str, ...]) -> str:
     for part in details["loc"]:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     if kind == "unexpected_keyword_argument":
-        return unknown_key(name, where, keys)
+        is_inner = len(details["loc"]) > 1
+        return f"{name}: unknown key" if is_inner else unknown_key(name, where, keys)
     if kind == "missing":
         return f"{name}: is required"
     if kind == "list_type":

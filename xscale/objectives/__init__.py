@@ -2,6 +2,7 @@
 another package as MODULE:NAME."""
 
 import importlib
+from dataclasses import is_dataclass
 
 from xscale.errors import UserError
 from xscale.objectives import (
@@ -32,7 +33,7 @@ def import_objective(name: str) -> Objective:
             f"mypackage.ranking:OBJECTIVE, and install the package, or add its folder to PYTHONPATH"
         ) from None
     objective = getattr(module, attribute, None)
-    if not isinstance(objective, Objective):
+    if not isinstance(objective, Objective) or not is_dataclass(objective.options):
         raise UserError(f"{name} is not an Objective (xscale/objectives/base.py); write MODULE:NAME")
     if objective.record_kind not in ("mono", "pair"):
         raise UserError(f'{name} has record_kind = {objective.record_kind!r}; it must be "mono" or "pair"')

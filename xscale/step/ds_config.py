@@ -212,6 +212,12 @@ def resolve_ds_config(
         raise UserError(
             f"ds_config {path}: {precision} does not work at ZeRO stage 0; set zero_optimization.stage to 1 or 2"
         )
+    group = zero.get("zero_hpz_partition_size", 1)
+    if zero_stage(resolved) == 3 and type(group) is int and world % max(min(group, world), 1):
+        raise UserError(
+            f"ds_config {path}: zero_optimization.zero_hpz_partition_size = {group} does not divide {world} ranks; set "
+            f"it to the number of ranks of one machine"
+        )
     notes = list[str]()
     for name in HALF_PRECISIONS:
         section = resolved.get(name, {})
@@ -292,7 +298,8 @@ def choose_precision(config: dict[str, Any], wanted: str, hardware: Hardware, pr
     if wanted == AUTO:
         return [*demanded, *allowed, "fp32"][0]
     for name, value in enabled.items():
-        if value not in (AUTO, name == wanted):
+        is_set = "enabled" in config[name]
+        if is_set and value not in (AUTO, name == wanted):
             shown = json.dumps(value)
             problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
     return wanted
