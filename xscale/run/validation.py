@@ -71,12 +71,13 @@ class Validation:
         """Write the name of the best checkpoint to checkpoints/best. Return its step, which must stay on disk, or an
         empty set. Rank 0 only."""
         best = self.best_checkpoint()
+        file = self.checkpoints / checkpoints.BEST
         with suppress(OSError):  # until the next save, the file names the previous checkpoint
-            if best is None:
-                (self.checkpoints / checkpoints.BEST).unlink(missing_ok=True)
-                return set()
-            files.write_text(self.checkpoints / checkpoints.BEST, best.name + "\n")
-        return {checkpoints.step_from_name(best)}
+            if best:
+                files.write_text(file, best.name + "\n")
+            else:
+                file.unlink(missing_ok=True)
+        return {checkpoints.step_from_name(best)} if best else set()
 
     def after_step(self, step: int) -> bool:
         """Evaluate after a step, if it is due, on all ranks together. Return whether the step is better than all
