@@ -65,7 +65,7 @@ def export(source: Path, out: Path, best: bool = False, pooling: str | None = No
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty directory; choose another, or remove it")
     files.check_writable(out)
-    lm = load_model_of_run(path)
+    lm: Any = load_model_of_run(path)
     checkpoint = checkpoints.read_checkpoint(path)
     vectors = choose_vectors(checkpoint.identity["recipe"], pooling, layers)
     card = checkpoint_card(checkpoint, lm.config, out.resolve().name, vectors, layers)

@@ -174,7 +174,7 @@ def find_probes(corpus: Corpus, host_group: HostGroup, note: Callable[[str], Non
     and divide the languages among themselves."""
     lexicons = corpus.lexicons + corpus.measured
     languages = sorted({lexicon.langs[1] for lexicon in lexicons})
-    counts = []
+    counts: list[Callable[[], np.ndarray]] = []
     for language in languages:
         show_progress = partial(note, f"counting the tokens of the text in {language}")
         counts.append(partial(language_tokens, language, corpus.sources, corpus.tokenizer, show_progress))

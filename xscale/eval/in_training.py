@@ -213,7 +213,7 @@ class RetrievalTask:
         return results
 
 
-TASKS = {"heldout": HeldoutTask, "retrieval": RetrievalTask}
+TASKS: dict[str, type[HeldoutTask] | type[RetrievalTask]] = {"heldout": HeldoutTask, "retrieval": RetrievalTask}
 
 
 # Results
