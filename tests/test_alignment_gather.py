@@ -112,25 +112,6 @@ def test_strides_do_not_matter() -> None:
     assert_close(gradient, A.T, torch.ones(len(rows), width))
 
 
-def test_derivatives_are_the_numerical_ones() -> None:
-    rows, places = random_rows(5, 7), 7
-    index = index_of(rows, places)
-    hidden = torch.randn(places, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda h: alignment_gather(h, *index), hidden)
-    assert torch.autograd.gradgradcheck(lambda h: alignment_gather(h, *index).square(), hidden)
-
-
-@pytest.mark.parametrize("part", [0, 1, 2])
-def test_a_part_without_a_gradient_counts_as_zero(part: int) -> None:
-    """As a row's states are split among losses."""
-    rows, places, width = CASES["all kinds of rows"]
-    sizes = [7, 0, len(rows) - 7]
-    hidden = torch.randn(places, width, dtype=torch.float64, requires_grad=True)
-    out = alignment_gather(hidden, *index_of(rows, places)).split(sizes)[part]
-    (gradient,) = torch.autograd.grad(out.sum(), hidden)
-    assert_close(gradient, dense(rows, places).split(sizes)[part].T, torch.ones(sizes[part], width))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reruns_give_the_same_bits(dtype: torch.dtype) -> None:
     rows, places = random_rows(400, 300), 300
@@ -146,42 +127,7 @@ def test_reruns_give_the_same_bits(dtype: torch.dtype) -> None:
     assert all(torch.equal(real, first) for run in runs for real, first in zip(run, runs[0], strict=True))
 
 
-# 2. Where it is used
-
-
-def test_it_is_one_operator() -> None:
-    operator: Any = torch.ops.xscale.alignment_gather
-    for rows, places, width in (CASES["all kinds of rows"], CASES["no rows"]):
-        hidden = torch.randn(places, width, requires_grad=True)
-        torch.library.opcheck(operator, (hidden, *index_of(rows, places)))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_it_compiles_whole(dynamic: bool) -> None:
-    """And stays one node, of any number of rows."""
-    seen: list[str] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph
-
-    def step(hidden: Tensor, index: list[Tensor]) -> Tensor:
-        first, second = alignment_gather(hidden, *index).tensor_split([3])
-        return first.square().sum() + second.exp().sum()
-
-    for whole in (backend, "aot_eager"):
-        compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=whole)
-        for name in ("all kinds of rows", "as a row of sequences has them"):
-            rows, places, width = CASES[name]
-            hidden = torch.randn(places, width, dtype=torch.float64, requires_grad=True)
-            index = index_of(rows, places)
-            losses = [function(hidden, index) for function in (compiled, step)]
-            torch.testing.assert_close(*losses)
-            torch.testing.assert_close(*(torch.autograd.grad(loss, hidden)[0] for loss in losses))
-    assert any("xscale.alignment_gather" in target for target in seen)
-
-
-# 3. The kernel, interpreted. In a process of its own: what lies outside of a tensor is out of reach there
+# 2. The kernel, interpreted. In a process of its own: what lies outside of a tensor is out of reach there
 
 
 @pytest.mark.slow
@@ -223,7 +169,7 @@ def interpret() -> None:
     assert far.tolist() == [[0] * 768, list(range(768)), list(range(768))]
 
 
-# 4. The kernel, compiled
+# 3. The kernel, compiled
 
 
 @pytest.mark.parametrize(("dtype", "width", "arch"), zip(DTYPES[1:], (768, 1024, 768), (80, 90, 90), strict=True))

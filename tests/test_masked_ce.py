@@ -14,16 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
-from tests import launch
-from tests.launch import open_run
 from tests.triton_kernel import compiled, fenced, memory_instructions
-from xscale.data.loader import Loader
 from xscale.ops import masked_ce
 from xscale.ops import masked_ce_triton as kernel
 from xscale.ops.masked_ce import ROWS, chunk_rows, masked_cross_entropy
-from xscale.step.module import StepModule
 
 V, H = 61, 16
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor]
@@ -88,21 +83,6 @@ class Calls(TorchDispatchMode):
 
 
 # 1. Value and gradients
-
-
-@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.05)])
-def test_gradcheck(label_smoothing: float, z_loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finite differences, with several chunks of several blocks."""
-    monkeypatch.setattr(masked_ce, "ROWS", 4)
-    monkeypatch.setattr(masked_ce, "BLOCK", 3)
-    rows, weight, bias, labels = inputs(9, v=5)
-    leaves = [leaf[..., :3].detach().requires_grad_() for leaf in (rows, weight)]
-
-    def loss(*leaves: Tensor) -> Tensor:
-        return masked_cross_entropy(*leaves, labels, label_smoothing, z_loss)[0]
-
-    assert torch.autograd.gradcheck(loss, (*leaves, bias))
-    assert torch.autograd.gradcheck(lambda *leaves: loss(*leaves, None), leaves)
 
 
 def test_large_logits_and_certain_labels() -> None:
@@ -171,34 +151,6 @@ def test_fp16_keeps_what_would_vanish_or_overflow_before_the_loss_scale() -> Non
     for d_loss, label in ((2.0**16, 5), (2.0**-10, 1)):
         mine = gradients(loss, arguments, d_loss)[1][label].double()
         torch.testing.assert_close(mine, exact[label] * d_loss, rtol=0.02, atol=0)
-
-
-def test_fp16_bias_gets_what_would_vanish_before_the_loss_scale() -> None:
-    """A probability of 8e-10, 3,000 times."""
-    bias = torch.full((V,), -21.0, dtype=torch.float16)
-    bias[0] = 0
-    rows, weight = torch.zeros(3000, H, dtype=torch.float16), torch.zeros(V, H, dtype=torch.float16)
-    arguments: Inputs = rows, weight, bias.requires_grad_(), torch.ones(3000, dtype=torch.long)
-    reference = as_fp64(arguments)
-    (real,) = gradients(masked_cross_entropy(*arguments)[0], arguments, 2.0**16)
-    exact = gradients(plain(*reference)[0], reference, 2.0**16)[-1]
-    assert 0 < exact[5] < 1
-    torch.testing.assert_close(real[2:].double(), exact[2:], rtol=0.01, atol=0)
-
-
-def test_fp16_holds_logits_gradients_from_2e_11_to_16() -> None:
-    """A row of width 1 whose logits are its bias: z-loss makes a gradient of 15, small odds one of 2e-11."""
-    bias = torch.tensor([104.0, 0.0, 79.4], dtype=torch.float16)
-    rows, weight = torch.zeros(1, 1, dtype=torch.float16), torch.zeros(3, 1, dtype=torch.float16)
-    for own, z_loss, d_loss in ((0, 7 / 104, 256.0), (2, 0.0, 2.0**16)):
-        with torch.no_grad():
-            weight.zero_()[own] = 1
-        arguments: Inputs = rows.requires_grad_(), weight, bias, torch.tensor([1])
-        reference = as_fp64(arguments)
-        (real,) = gradients(masked_cross_entropy(*arguments, 0.0, z_loss)[0], arguments, d_loss)
-        exact = gradients(plain(*reference, z_loss=z_loss)[0], reference, d_loss)[0]
-        assert exact.item() / d_loss == pytest.approx({0: 15, 2: 2e-11}[own], rel=0.1)
-        torch.testing.assert_close(real.double(), exact, rtol=0.01 if own == 0 else 0.35, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -371,16 +323,6 @@ def test_nothing_is_computed_that_nobody_asked_for() -> None:
         assert torch.equal(right, best)
 
 
-def test_no_second_derivative() -> None:
-    """Refused, not silently 0; the first one may be asked for in a graph."""
-    arguments = inputs(5)
-    loss = masked_cross_entropy(*arguments)[0].square()
-    first = torch.autograd.grad(loss, arguments[0], create_graph=True)[0]
-    torch.testing.assert_close(first, gradients(plain(*arguments)[0].square(), arguments)[0])
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
-
-
 def test_what_becomes_of_a_gradient_does_not_reach_the_next() -> None:
     """Of a leaf whose gradient is scaled or cleared in its place before the second backward pass, or added to it."""
     arguments = inputs(300, torch.float32)
@@ -396,29 +338,6 @@ def test_what_becomes_of_a_gradient_does_not_reach_the_next() -> None:
             torch.testing.assert_close(leaf.grad, times * expected)
         if times == 1:
             loss.backward()
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_under_activation_checkpointing(reentrant: bool) -> None:
-    arguments = inputs(1600)
-    loss = checkpoint(lambda *a: masked_cross_entropy(*a)[0] * 3, *arguments, use_reentrant=reentrant)
-    loss.backward()
-    expected, *_ = plain(*arguments)
-    for leaf, wanted in zip(arguments[:3], gradients(expected, arguments, 3.0), strict=True):
-        torch.testing.assert_close(leaf.grad, wanted, rtol=1e-12, atol=1e-12)  # type: ignore[union-attr]
-
-
-def test_a_tied_weight_gets_both_gradients() -> None:
-    rows, weight, bias, labels = inputs(1600)
-    ids = torch.randint(V, (1600,))
-    results = []
-    for function in (masked_cross_entropy, plain):
-        weight.grad = None
-        first = function(F.embedding(ids, weight) * rows, weight, bias, labels)[0]
-        second = function(rows.flip(0), weight, bias, labels)[0]
-        (first + 0.5 * second).backward()
-        results.append(weight.grad)
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 # 5. Chunks
@@ -534,24 +453,3 @@ def test_the_compiled_kernel_moves_16_bytes_a_lane(dtype: torch.dtype, arch: int
         others = {name for name in found if name.startswith(("LDG", "STG"))} - {"LDG.E.128", "STG.E.128"}
         assert others == {"LDG.E", "STG.E", "STG.E.U8"}  # label and factor; loss; hit
         assert not any(name.startswith(("LDL", "STL", "ATOM", "RED")) for name in found)
-
-
-# 7. From the recipe
-
-
-def loader_of(demo: Path, *sets: str) -> Loader:
-    return open_run("mlm", ["model.dropout=0.0", "data.workers=0", *sets], [demo], measured=False)
-
-
-def test_the_recipe_s_terms_reach_the_model_s_own_head(demo: Path) -> None:
-    loader = loader_of(demo, "train.label_smoothing=0.1", "train.z_loss=0.01")
-    module = StepModule(launch.encoder(loader), loader.recipe).double()
-    out = module.encoder.lm.get_output_embeddings()
-    torch.manual_seed(0)
-    features, labels = torch.randn(20, out.weight.shape[1]).double(), torch.randint(len(out.weight), (20,))
-    weighted = weights_of(20).double(), 3.0
-    options = module.smoothing | dict(zip(("weights_M", "largest"), weighted, strict=True))
-    loss, losses, _ = module.encoder.vocabulary_loss(features, labels, **options)
-    expected, each, _ = plain(features, out.weight, out.bias, labels, 0.1, 0.01, *weighted)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(losses, each, rtol=1e-12, atol=0)

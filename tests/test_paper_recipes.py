@@ -263,10 +263,3 @@ def test_a_rate_for_random_weights_is_named_before_it_harms_a_public_encoder(
     assert len(warnings) == warned
     if warned:
         assert re.search(r"train\.lr 0\.001 .*set train\.lr=5e-5", warnings[0])
-
-
-def test_a_recipe_for_a_model_needs_one(tmp_path: Path) -> None:
-    path = tmp_path / "adapt.yaml"
-    path.write_text("model: {starts_from: model}\nstreams: {mlm: {objective: mlm, samples: 8}}\n")
-    with pytest.raises(UserError, match=r"goes on from a pre-trained model.*model\.init=DIR"):
-        check_starting_weights(str(path), load_recipe(str(path), [], OBJECTIVES), [])

@@ -19,7 +19,6 @@ from transformers import AutoConfig, ModernBertConfig, ModernBertForMaskedLM, Pr
 
 from tests import launch
 from tests.launch import open_run
-from tests.test_mixture import SOURCES, mixture
 from tests.test_order import SEED, documents
 from xscale.checkpoint.restore import read_full_weights
 from xscale.data.calibration import Calibration
@@ -226,19 +225,6 @@ def test_the_room_of_a_sample_may_change_within_an_epoch(
             before = (*before, (ends[-1], room))
     if ends[-1] == sum(counts):
         assert sorted(read) == [(shard, record) for shard, count in enumerate(counts) for record in range(count)]
-
-
-def test_a_longer_room_begins_at_once() -> None:
-    """Positions remember what an epoch was packed by until it ends."""
-    one = mixture(sources=SOURCES)
-    first = one.next_plan().state
-    other = mixture(sources=SOURCES, state=first)
-    longer = replace(other.data.last, max_length=2 * other.data.last.max_length)
-    other.data = Schedule.constant(longer)
-    state = other.next_plan().state
-    for (epoch, at), (then, _, *before) in zip(first["positions"]["mlm"], state["positions"]["mlm"], strict=True):
-        assert before == ([at, first["room"]] if then == epoch else []) and state["room"] > first["room"]
-    assert [len(p) for p in state["positions"]["tlm"]] == [2, 2], "the order of pairs has no room"
 
 
 @pytest.mark.parametrize(

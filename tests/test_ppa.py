@@ -2,7 +2,6 @@
 time; tests/test_reference.py has the other equations."""
 
 import copy
-import io
 import math
 import random
 from dataclasses import replace
@@ -34,7 +33,7 @@ from xscale.metric_keys import count_key, loss_key
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import MomentumEncoder, Queue
-from xscale.objectives import OBJECTIVES, HasQueue, Parts, ppa, tlm
+from xscale.objectives import HasQueue, Parts, ppa
 from xscale.ranks import Process
 from xscale.run import start as prefilling
 from xscale.run.describe import start_notes
@@ -66,9 +65,9 @@ def make_pairs(tokenizer: Tokenizer, n: int, seed: int = 0) -> list[Example]:
     return [Example(("en", "xx"), (sentence(), sentence()), None, identities[i], i) for i in range(n)]
 
 
-def collate(tokenizer: Tokenizer, pairs: list[Example], options: Any, objective: str = "ppa") -> StreamBatch:
+def collate(tokenizer: Tokenizer, pairs: list[Example], options: ppa.PpaOptions) -> StreamBatch:
     context = CollateContext(tokenizer, MAX_LENGTH, "drop", {"en": 0, "xx": 1})
-    return OBJECTIVES[objective].collate([[pair] for pair in pairs], options, context)
+    return ppa.collate([[pair] for pair in pairs], options, context)
 
 
 def read(moco: ppa.Moco, encoder: Encoder, stream_batch: StreamBatch) -> Tensor:
@@ -84,8 +83,7 @@ def make_parts(
     encoder = build(tokenizer, **changes).to(dtype).train()
     torch.manual_seed(3)
     heads = ppa.OBJECTIVE.heads(encoder, options)
-    if heads is None:
-        return Parts(encoder)
+    assert heads is not None
     moco = ppa.OBJECTIVE.auxiliary_state(encoder, heads.to(dtype), options)
     assert moco is not None
     with torch.no_grad():
@@ -138,24 +136,6 @@ def queries_of(stream_batch: StreamBatch) -> list[list[int]]:
     return ids_of(part_of(stream_batch.sequences, n - stream_batch.states["query"].size, n))
 
 
-def test_accuracy_and_age_of_known_keys(tokenizer: Tokenizer) -> None:
-    """A queue of opposite vectors never wins, one that holds each query itself always does; age is a mean of steps."""
-    options = ppa.PpaOptions(queue_size=9, projection=300, prefill=False)
-    parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 4)
-    stream_batch = collate(tokenizer, pairs, options)
-    row = pack_row({"s": stream_batch}, FILLER).to(CPU)
-    places = row.places[row.gather.columns[-4:]]
-    zq = parts.heads(parts.encoder(row.tokens)[places]).detach()
-    parts.auxiliary_state.step = 6
-    for keys, born, accuracy, age in [(-zq, 1, 0, 6.0), (zq, 5, 4, (6 + 2) / 2)]:
-        if born == 1:
-            parts.auxiliary_state.queue = Queue(9, 300)
-        parts.auxiliary_state.queue.push(keys, born)
-        metrics = sums("ppa", parts, stream_batch, options).metrics
-        assert metrics["contrastive_accuracy"] == (4 - accuracy, "moco")
-        assert metrics["queue_age"] == (pytest.approx(4 * age), "moco")
-
-
 def test_overlong_pairs_are_dropped_from_both_terms(tokenizer: Tokenizer) -> None:
     options = ppa.PpaOptions(queue_size=9)
     pairs = make_pairs(tokenizer, 3)
@@ -166,23 +146,7 @@ def test_overlong_pairs_are_dropped_from_both_terms(tokenizer: Tokenizer) -> Non
     assert stream_batch.auxiliary is not None and len(stream_batch.auxiliary.sequences.lengths) == 2
 
 
-# Table 5
-
-
-def test_without_moco_is_tlm_in_shuffled_order(tokenizer: Tokenizer) -> None:
-    """-MoCo: the piece and the loss of objective tlm with shuffle_sides; no projection, no momentum encoder."""
-    options, like = ppa.PpaOptions(moco_weight=0.0), tlm.TlmOptions(shuffle_sides=True)
-    parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 9)
-    assert parts.heads is None and ppa.OBJECTIVE.auxiliary_state(parts.encoder, None, options) is None
-    ours, theirs = collate(tokenizer, pairs, options), collate(tokenizer, pairs, like, "tlm")
-    assert sequences_of(ours) == sequences_of(theirs) and ours.auxiliary is None and not ours.arrays
-    assert (ours.states.keys(), ours.types) == (theirs.states.keys(), theirs.types)
-    for name in ("positions", "languages", "identities"):
-        assert np.array_equal(getattr(ours.sequences, name), getattr(theirs.sequences, name))
-    assert ours.target_counts == {"tlm": theirs.target_counts["mlm"]} and ppa.terms(options) == {"tlm": 1.0}
-    found = sums("ppa", parts, ours, options)
-    assert found.terms.keys() == {"tlm"} and found.metrics.keys() == {"accuracy"}
-    assert torch.equal(found.terms["tlm"], sums("tlm", Parts(parts.encoder), theirs, like).terms["mlm"])
+# Negatives and measures
 
 
 def test_a_pairs_own_keys_are_no_negatives(tokenizer: Tokenizer) -> None:
@@ -211,6 +175,8 @@ def test_a_pairs_own_keys_are_no_negatives(tokenizer: Tokenizer) -> None:
     expected = plain_moco(parts, tokenizer, views, options, own)
     torch.testing.assert_close(found.terms["moco"], expected, rtol=1e-9, atol=0)
     assert found.metrics["own_keys"] == (7, "moco")
+    ages = 3 * [2] + 5 * [1]  # at step 2 of what the first two steps wrote
+    assert found.metrics["queue_age"] == (pytest.approx(6 * sum(ages) / 8), "moco")
     modules = (parts.encoder, parts.heads)
     assert_same_gradients(gradients(found.terms["moco"], *modules), gradients(expected, *modules))
     assert abs(expected - plain_moco(parts, tokenizer, views, options)) > 1e-4
@@ -253,26 +219,6 @@ def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
         assert found["contrastive_accuracy_step"] == right
         assert found["sentence_cosine"] / 9 == pytest.approx(cosine, rel=1e-9)
         parts.auxiliary_state.step_keys = None
-
-
-def test_without_tlm_nothing_is_masked(tokenizer: Tokenizer) -> None:
-    """-TLM: the contrastive term is that of the whole objective; the word head has no part in it."""
-    both, options = ppa.PpaOptions(queue_size=23), ppa.PpaOptions(queue_size=23, tlm_weight=0.0)
-    parts, pairs = make_parts(tokenizer, both), make_pairs(tokenizer, 9)
-    stream_batch = collate(tokenizer, pairs, options)
-    assert (
-        stream_batch.states.keys() == {"query"}
-        and stream_batch.arrays.keys() == {"number", "texts"}
-        and not stream_batch.labels
-    )
-    assert stream_batch.target_counts == {"moco": 9} and ppa.terms(options) == {"moco": 1.0}
-    assert ids_of(stream_batch.sequences) == queries_of(collate(tokenizer, pairs, both)), "only the views are read"
-    found = sums("ppa", parts, stream_batch, options).terms
-    whole = sums("ppa", parts, collate(tokenizer, pairs, both), both).terms
-    assert found.keys() == {"moco"}
-    torch.testing.assert_close(found["moco"], whole["moco"], rtol=1e-12, atol=0)
-    touched = gradients(found["moco"], parts.encoder, parts.heads)
-    assert not any(gradient.any() for name, gradient in touched.items() if "lm.cls" in name)
 
 
 def test_mlm_in_place_of_tlm_masks_sides_independently(tokenizer: Tokenizer) -> None:
@@ -330,15 +276,6 @@ def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:
     assert (read(moco, parts.encoder, collate(tokenizer, pairs, options)) - whole).abs().max() > 1e-5
 
 
-def test_keys_are_read_once_a_row(tokenizer: Tokenizer) -> None:
-    """However many forward passes a row has, as where gradient norms are measured; and without gradient."""
-    options = ppa.PpaOptions(queue_size=9, projection=7)
-    parts = make_parts(tokenizer, options)
-    sums("ppa", parts, collate(tokenizer, make_pairs(tokenizer, 3), options), options)
-    (keys,) = parts.auxiliary_state._rows
-    assert len(keys) == 3 and not keys.requires_grad
-
-
 # Momentum encoder
 
 
@@ -370,16 +307,6 @@ def test_the_momentum_rises_over_the_run(demo: Path) -> None:
         make_job(demo, *ramp, "streams.ppa.momentum_ramp=0.4")
 
 
-def test_the_key_encoder_of_a_loaded_model_has_dropout_in_training(tokenizer: Tokenizer) -> None:
-    """transformers loads models in evaluation mode."""
-    encoder = build(tokenizer)
-    encoder.lm.eval()
-    key = MomentumEncoder(encoder, torch.nn.Identity(), 0.999)
-    for train in (True, False, True):
-        modules, _ = key.key_modules(train)
-        assert {module.training for module in modules.modules()} == {train}
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: torch.dtype) -> None:
     """With m = 0.999 an fp16 weight would never move; fp32 masters go where the equation says."""
@@ -405,24 +332,6 @@ def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: to
     assert all(torch.equal(c, k.to(dtype)) for c, k in zip(cast.parameters(), key.masters.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_an_update_of_all_weights_has_the_bits_of_one_weight_at_a_time(
-    tokenizer: Tokenizer, dtype: torch.dtype
-) -> None:
-    encoder = build(tokenizer)
-    key = MomentumEncoder(encoder, torch.nn.Linear(3, 2), 0.9)
-    key.query.to(dtype)
-    with torch.no_grad():
-        for q in key.query.parameters():
-            q += torch.randn_like(q)
-    before = [q.clone() for q in key.query.parameters()]
-    pairs = zip(key.masters.parameters(), before, strict=True)
-    expected = [k.lerp(q.to(torch.float32), 1 - 0.9) for k, q in pairs]
-    key.update()
-    assert all(map(torch.equal, key.masters.parameters(), expected))
-    assert all(map(torch.equal, key.query.parameters(), before)), "the trained weights are only read"
-
-
 def test_key_encoder_has_the_querys_dropout(tokenizer: Tokenizer) -> None:
     """Or none, with momentum_eval; the same seed gives the same keys."""
     pairs = make_pairs(tokenizer, 3)
@@ -437,44 +346,6 @@ def test_key_encoder_has_the_querys_dropout(tokenizer: Tokenizer) -> None:
             keys.append(read(parts.auxiliary_state, parts.encoder, stream_batch))
         assert torch.equal(keys[0], keys[1])
         assert torch.equal(keys[0], keys[2]) == expected
-
-
-def test_saved_state_is_exact(tokenizer: Tokenizer) -> None:
-    """Through torch.save into a fresh companion, in bf16 too: the same keys and the same state a step later."""
-    for dtype in (torch.float32, torch.bfloat16):
-        options = ppa.PpaOptions(queue_size=11, projection=7, momentum=0.9)
-        parts, pairs = make_parts(tokenizer, options, torch.float32), make_pairs(tokenizer, 8)
-        parts.encoder.to(dtype), parts.heads.to(dtype)
-        stream_batch = collate(tokenizer, pairs, options)
-
-        def step(parts: Parts, stream_batch: StreamBatch = stream_batch) -> None:
-            read(parts.auxiliary_state, parts.encoder, stream_batch)
-            parts.auxiliary_state.update(True)
-
-        step(parts)
-        file = io.BytesIO()
-        torch.save(parts.auxiliary_state.state_dict(), file)
-        file.seek(0)
-        other = make_parts(tokenizer, options, torch.float32, seed=9)
-        fresh = Parts(parts.encoder, parts.heads, ppa.Moco(other.encoder, other.heads, options))
-        fresh.auxiliary_state.momentum.query = parts.auxiliary_state.momentum.query
-        fresh.auxiliary_state.momentum.key_modules(dropout=True)  # a copy in dtype is there before the load, too
-        fresh.auxiliary_state.load_state_dict(torch.load(file, weights_only=True))
-        for _ in range(2):
-            same_state(fresh.auxiliary_state.state_dict(), parts.auxiliary_state.state_dict())
-            step(parts)
-            step(fresh)
-
-
-def same_state(a: Any, b: Any) -> None:
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for name in a:
-            same_state(a[name], b[name])
-    elif isinstance(a, Tensor):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-    else:
-        assert a == b
 
 
 # The optimizer step
@@ -581,10 +452,14 @@ def test_no_prefill_where_not_wanted(demo: Path) -> None:
 
 
 def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """from_pretrained gives a model in eval mode; post-pretraining needs its dropout."""
+    """from_pretrained gives a model in eval mode; post-pretraining needs its dropout, and that of the key encoder."""
     build(tokenizer).lm.save_pretrained(tmp_path)
     loader = make_job(demo, f"model.init={tmp_path}")
-    assert all(module.training for module in StepModule(launch.encoder(loader), loader.recipe).modules())
+    module = StepModule(launch.encoder(loader), loader.recipe)
+    assert all(part.training for part in module.modules())
+    for train in (True, False, True):
+        keys, _ = module.auxiliary_states["ppa"].momentum.key_modules(train)
+        assert {part.training for part in keys.modules()} == {train}
 
 
 # What users may get wrong

@@ -49,6 +49,8 @@ def test_shipped_recipes_load(name: str) -> None:
     written = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
     assert list(recipe.streams) == list(written["streams"])
     resolved = recipe.to_dict()
+    if len(recipe.streams) == 1:
+        assert [*recipe.streams] == [stream.objective for stream in recipe.streams.values()]
     assert resolved.get("phases") == written.pop("phases", None)
     for section, fields in written.items():
         for key, value in fields.items():
@@ -57,13 +59,6 @@ def test_shipped_recipes_load(name: str) -> None:
                 found = resolved[section][key][field] if field else resolved[section][key]
                 assert found == wanted, (section, key, field)
     assert (RECIPES / f"{name}.yaml").read_text().startswith("#"), "a shipped recipe says what it is"
-
-
-def test_a_single_stream_bears_its_objective_s_name() -> None:
-    for name in shipped_recipes():
-        streams = load(name).streams
-        if len(streams) == 1:
-            assert [*streams] == [stream.objective for stream in streams.values()]
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -98,57 +93,39 @@ def test_languages_that_yaml_reads_as_truth_values(recipe, written: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("assignment", "shown"),
     [
-        ("train.steps", "true"),
-        ("train.steps", "10.0"),
-        ("train.steps", "null"),
-        ("train.lr", ".nan"),
-        ("train.precision", "16"),
-        ("model.init", "7"),
-        ("model.dropout", "'0.1'"),
-        ("data.lexicons", "[1]"),
-        ("streams.mlm.languages", "en"),
-        ("streams.mlm.whole_word", "1"),
-        ("streams.mlm.objective", "[mlm]"),
-        ("streams.mlm.objective", "nonsense"),
+        ("train.steps=true", "True"),
+        ("train.steps=10.0", "10.0"),
+        ("train.steps=null", "None"),
+        ("train.lr=.nan", "nan"),
+        ("train.precision=16", "16"),
+        ("model.init=7", "7"),
+        ("model.dropout='0.1'", "0.1"),
+        ("data.lexicons=[1]", "1"),
+        ("streams.mlm.languages=en", "en"),
+        ("streams.mlm.whole_word=1", "1"),
+        ("streams.mlm.objective=[mlm]", "mlm"),
+        ("streams.mlm.objective=nonsense", "nonsense"),
+        ("train.lr=-1.0", "-1"),
+        ("train.warmup=-1", "-1"),
+        ("data.alpha=1.5", "1.5"),
+        ("model.dropout=0.999999", "0.999999"),
+        ("train.time_limit=0", "0"),
+        ("checkpoint.keep=1", "1"),
+        ("streams.mlm.samples=0", "0"),
+        ("streams.mlm.mask_prob=1.0", "1"),
     ],
 )
-def test_wrong_types(recipe, field: str, value: str) -> None:
-    *parents, last = field.split(".")
-    tree = yaml.safe_load(STREAM)
-    node = tree
-    for parent in parents:
-        node = node.setdefault(parent, {})
-    node[last] = yaml.safe_load(value)
-    (line,) = problems(recipe, yaml.safe_dump(tree))
-    assert line.strip().startswith(field)
-    shown = node[last][0] if isinstance(node[last], list) and field == "data.lexicons" else node[last]
-    assert repr(shown) in line or str(shown) in line
+def test_values_of_a_wrong_type_or_out_of_range(recipe, assignment: str, shown: str) -> None:
+    (line,) = problems(recipe, STREAM, assignment)
+    assert line.strip().startswith(assignment.partition("=")[0]) and shown in line
 
 
 def test_ints_are_floats_and_null_is_optional(recipe) -> None:
     made = recipe(STREAM + "train: {lr: 1, time_limit: 5}\nmodel: {init: null}\ndata:\n")
     assert made.train.lr == 1.0 and isinstance(made.train.lr, float) and isinstance(made.train.time_limit, float)
     assert made.model.init is None and made.data == load("mlm").data
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("train.lr", "-1.0"),
-        ("train.warmup", "-1"),
-        ("data.alpha", "1.5"),
-        ("model.dropout", "0.999999"),
-        ("train.time_limit", "0"),
-        ("checkpoint.keep", "1"),
-        ("streams.mlm.samples", "0"),
-        ("streams.mlm.mask_prob", "1.0"),
-    ],
-)
-def test_values_out_of_range(recipe, field: str, value: str) -> None:
-    (line,) = problems(recipe, STREAM, f"{field}={value}")
-    assert line.strip().startswith(field) and str(float(value)).rstrip("0").rstrip(".") in line
 
 
 @pytest.mark.parametrize(("given", "found"), [("auto", "auto"), ("0", 0), ("1024", 1024)])
@@ -160,22 +137,12 @@ def test_workers_are_a_number_or_auto(given: str, found: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "words"),
     [
-        (STREAM + "optimizer: {lr: 1.0}", "optimizer"),
-        (STREAM + "train: {speed: 1.0}", "train.speed"),
-        ("streams: {mlm: {objective: mlm, samples: 8, reset_positions: true}}", "streams.mlm.reset_positions"),
-        ("streams: {mlm: {objective: mlm, samples: 8, options: {}}}", "streams.mlm.options"),
-    ],
-)
-def test_unknown_keys(recipe, text: str, named: str) -> None:
-    (line,) = problems(recipe, text)
-    assert line.strip().startswith(f"{named}: unknown") and "the " in line and "are" in line
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
+        (STREAM + "optimizer: {lr: 1.0}", "optimizer: unknown.*the .* are"),
+        (STREAM + "train: {speed: 1.0}", "train.speed: unknown.*the .* are"),
+        ("streams: {mlm: {objective: mlm, samples: 8, reset_positions: true}}", "streams.mlm.reset_positions: unknown"),
+        ("streams: {mlm: {objective: mlm, samples: 8, options: {}}}", "streams.mlm.options: unknown"),
         ("train: {steps: 5}", "streams"),
         ("streams: {}", "streams"),
         ("streams: [mlm]", "streams"),
@@ -185,13 +152,12 @@ def test_unknown_keys(recipe, text: str, named: str) -> None:
         ("streams: {mlm: {objective: mlm, samples: -1}}", "streams.mlm.samples: -1: "),
         (STREAM + "train: 5", "train"),
         (STREAM + "train: 0", "train"),
-        (STREAM + "train: [steps]", "train"),
         (STREAM + "data: []", "data"),
     ],
 )
-def test_missing_parts(recipe, text: str, named: str) -> None:
+def test_unknown_and_missing_parts(recipe, text: str, words: str) -> None:
     (line,) = problems(recipe, text)
-    assert line.strip().startswith(named)
+    assert re.match(words, line.strip())
 
 
 def test_every_preset_has_a_name_in_recipes() -> None:
@@ -233,18 +199,8 @@ def test_all_problems_at_once(recipe) -> None:
     """
     text = re.sub(r"^ {8}", "", text, flags=re.MULTILINE)
     found = problems(recipe, text, "data.alpha", "checkpoint.often=1")
-    expected = [
-        "modle",
-        "model.preset",
-        "model.dropout",
-        "streams.a.objective",
-        "streams.b.sample:",
-        "streams.b.samples: is required",
-        "train.steps",
-        "train.speed",
-        "--set data.alpha",
-        "checkpoint.often",
-    ]
+    expected = ["modle", "model.preset", "model.dropout", "streams.a.objective", "streams.b.sample:"]
+    expected += ["streams.b.samples: is required", "train.steps", "train.speed", "--set data.alpha", "checkpoint.often"]
     assert len(found) == len(expected)
     for name in expected:
         assert sum(line.strip().startswith(name) for line in found) == 1, (name, found)
