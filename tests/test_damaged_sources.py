@@ -75,10 +75,12 @@ def parts_of(spec: SourceSpec) -> list[Path]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_odd_text_arrives_whole_or_is_refused(tmp_path: Path, name: str) -> None:
     """Expectations beside what a format cannot hold: XML has no NUL, and makes a line end of a carriage return."""
-    for number, odd in enumerate(["a\0b", "a\rb", "a\u2028b\x85c\x0bd", "a\ufeffb", "long " * 300_000 + "e"]):
+    separators = "a\u2028b\x85c\u00a0x\u3000y\u2029z"
+    for number, odd in enumerate(["a\0b", "a\rb", separators, "a\x0bb", "a\ufeffb", "long " * 300_000 + "e"]):
         (tmp_path / str(number)).mkdir()
         pairs = [*PAIRS[:3], (odd, odd + "z"), *PAIRS[3:6]]
-        found, told = texts_of(source(tmp_path / str(number), name, pairs))
+        spec = source(tmp_path / str(number), name, pairs)
+        found, told = texts_of(spec)
         found = [[text.replace("\ufeff", "") for text in texts] for texts in found]  # which readers of lines leave out
         pairs = [tuple(text.replace("\ufeff", "") for text in pair) for pair in pairs]
         expected = [[a] if name in MONO else [a, b] for a, b in pairs]
@@ -86,6 +88,7 @@ def test_odd_text_arrives_whole_or_is_refused(tmp_path: Path, name: str) -> None
             expected = [[text.replace("\r", " ") for text in texts] for texts in expected]
         refused = name.startswith("tmx") and odd.translate({0: 1, 11: 1}) != odd
         assert re.search(r"m\.tmx.*unit 3", told) if refused else found == expected and not told, (odd[:9], told)
+        assert refused or texts_of(spec.model_copy(update={"first": 2}))[0] == texts_of(spec)[0][:2]
 
 
 @pytest.mark.parametrize("name", FORMATS)

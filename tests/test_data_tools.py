@@ -141,12 +141,6 @@ def test_keys_are_unique_whatever_files_are_called(tmp_path: Path, shard_records
     assert keys[-1] == "x.en-000000008.0"
 
 
-def test_whole_lines(tmp_path: Path, shard_records) -> None:
-    (tmp_path / "t").write_text("One. Two.\n\nThree.\n")
-    write_mono(tmp_path / "out", "--text", tmp_path / "t", "--whole_lines")
-    assert [r["texts"] for r in records_of(tmp_path / "out", shard_records)] == [["One. Two."], ["Three."]]
-
-
 def test_lines_are_numbered_from_one(tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes("ä\r\n\nlast".encode())
     assert list(read_lines(tmp_path / "t")) == [(1, "ä"), (2, ""), (3, "last")]

@@ -74,17 +74,6 @@ def found_in(stream_batch: StreamBatch) -> list[dict[str, Any]]:
 # 1. Token ids
 
 
-def test_pairs_are_encoded_as_hugging_face_does(tokenizer, hugging_face, pairs) -> None:
-    joined = join_segments(
-        tokenizer, [[(e, 0), (e, 1)] for e in examples_of(tokenizer, pairs)], LANGUAGES, reset_positions=False
-    )
-    expected = [hugging_face(*pair)["input_ids"] for pair in pairs]
-    assert [ids.tolist() for ids in np.split(joined.ids, np.cumsum(joined.lengths)[:-1])] == expected
-    sentences = [[(e, 0)] for e in examples_of(tokenizer, pairs)]
-    joined = join_segments(tokenizer, sentences, LANGUAGES)
-    assert joined.ids.tolist() == [token for en, _ in pairs for token in hugging_face(en)["input_ids"]]
-
-
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe"])
 def test_a_trained_tokenizer_agrees_with_hugging_face(tmp_path: Path, pairs, kind: str) -> None:
     texts = [("", side) for pair in pairs for side in pair]
@@ -230,19 +219,6 @@ def test_running_text(sizes: list[tuple[int, bool]], max_length: int) -> None:
 def test_a_text_that_is_one_word_is_cut_anywhere() -> None:
     texts = join_sentences([Example(("en",), (list(range(100)),), None, np.uint64(7))], 42)
     assert [len(text.ids[0]) for text in texts] == [40, 40, 20] and texts[0].identity == 7
-
-
-def test_where_words_begin() -> None:
-    """Word 2 has tokens 2 and 3, the latter also all of word 3; tokens 4 and 5 have no word."""
-    of_token, tokens, words = [0, 1, 2, 2, -1, -1, 4, 4], [0, 1, 2, 3, 3, 6, 7], [0, 1, 2, 2, 3, 4, 4]
-    found = TokenWords(*map(np.array, (of_token, tokens, words, [True] * 5)))
-    assert found.cut_points() == [1, 2, 4, 5, 6]
-    assert found.select_tokens(3, 6).word_of_token.tolist() == [2, -1, -1] and found.select_tokens(
-        3, 6
-    ).words.tolist() == [
-        2,
-        3,
-    ]
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])

@@ -3,8 +3,6 @@
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +19,9 @@ from xscale.data.mixture import (
     PlanTable,
     choose_by_rank,
     choose_evenly,
-    initial_state,
     plain_choose_by_rank,
     stream_weights,
 )
-from xscale.data.shards import find_sources
 from xscale.data.stream import Stream
 from xscale.errors import UserError
 
@@ -216,20 +212,6 @@ def test_resume_continues_exactly(stop: int) -> None:
         assert samples([rank.next_part() for rank in ranks]) == samples([plan])
 
 
-def test_a_state_is_not_changed_by_what_follows() -> None:
-    """A batch carries its state through prefetch; the mixture runs ahead."""
-    run = mixture()
-    plans = [run.next_part() for _ in range(20)]
-    copies = [json.dumps(plan.state) for plan in plans]
-    for _ in range(20):
-        run.next_part()
-    assert [json.dumps(plan.state) for plan in plans] == copies
-    start = initial_state(STREAMS)
-    before = json.dumps(start)
-    mixture(state=start).next_part()
-    assert json.dumps(start) == before
-
-
 def test_a_state_of_an_earlier_order_is_refused_for_running_text() -> None:
     run = mixture()
     plans = [run.next_part() for _ in range(4)]
@@ -316,26 +298,6 @@ def test_any_mixture_is_complete_and_cut_evenly(
 
 
 # 6. Real shards
-
-
-def test_an_epoch_of_the_demo_corpus(demo: Path, shard_records) -> None:
-    sources = find_sources([demo])
-    names = [source.directory.name for source in sources]
-    assert names == ["mono_en", "mono_xx", "mono_yy", "pairs", "pairs_yy"]
-    streams = [mono("mlm", (0, 1), 24), pairs("tlm", (3,), 50)]
-
-    def keys() -> Iterator[tuple[str, str, int, str]]:
-        for plan in itertools.islice(iter(mixture(sources=sources, streams=streams).next_part, None), 70):
-            for name, batch in samples([plan]).items():
-                for _, number in sorted(batch.items()):
-                    for source, epoch, shard, record in number:
-                        yield name, names[source], epoch, sources[source].read(shard, record).key
-
-    found = Counter(keys())
-    for stream, name in (("mlm", "mono_en"), ("mlm", "mono_xx"), ("tlm", "pairs")):
-        expected = Counter(record["key"] for shard in shard_records(demo / name) for record in shard)
-        first = {key: n for (s, source, epoch, key), n in found.items() if (s, source, epoch) == (stream, name, 0)}
-        assert first == expected
 
 
 @pytest.mark.parametrize("values", [1 << 53, 20])

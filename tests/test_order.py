@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from xscale import rng
 from xscale.data import order as order_module
-from xscale.data.order import EpochOrder, TextPacking, arrange_text, divide_into_runs, pack_into_bins
+from xscale.data.order import EpochOrder, TextPacking, arrange_text
 from xscale.data.shards import OPEN_FILES
 
 SEED = np.uint64(1234567)
@@ -146,13 +146,6 @@ def fits(tokens: list[int], starts: list[int], room: int) -> list[int]:
     return found
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.sets(st.integers(1, 39)), st.integers(1, 80))
-def test_runs_hold_what_fits(tokens: list[int], borders: set[int], room: int) -> None:
-    starts = [0, *sorted(border for border in borders if border < len(tokens))]
-    assert divide_into_runs(np.array(tokens), np.array(starts), room).tolist() == fits(tokens, starts, room)
-
-
 def documents(counts: list[int], together: float = 0.7, room: int = 50, seed: int = 0):
     """Tokens of each record of each shard, and whether it goes on a document; and both as EpochOrder asks for them."""
     draw = np.random.default_rng(seed)
@@ -201,23 +194,6 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
     for i, start in enumerate(ends[:-1]):
         got = EpochOrder(np.array(counts), SEED, epoch, window, **sizes).take(start, 3)[0].tolist()
         assert got == ends[i + 1 : i + 1 + len(got)] and 1 <= len(got) <= 3
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 80))
-def test_bins_hold_what_fits(sizes: list[int], room: int) -> None:
-    """Beside first fit decreasing, item by item; at most 4/3 of its bins, and one."""
-    bins = pack_into_bins(np.array(sizes), room).tolist()
-    held = Counter[int]()
-    for number, size in zip(bins, sizes, strict=True):
-        held[number] += size
-    of_bin = Counter(bins)
-    assert all(held[number] <= room or of_bin[number] == 1 for number in held)
-    first_fit: list[int] = []
-    for size in sorted(sizes, reverse=True):
-        found = next((i for i, filled in enumerate(first_fit) if filled + size <= room), None)
-        first_fit = [*first_fit, size] if found is None else [n + size * (i == found) for i, n in enumerate(first_fit)]
-    assert len(held) <= 4 / 3 * len(first_fit) + 1
 
 
 @pytest.mark.parametrize("sentences", [1, 3, 10, 100])

@@ -18,7 +18,7 @@ from data_tools import write_shards
 from data_tools.demo_world import World
 from tests import launch
 from tests.launch import open_run
-from xscale.data import order, remote
+from xscale.data import remote
 from xscale.data.loader import Loader
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source, find_sources
@@ -217,20 +217,6 @@ def test_a_damaged_shard_in_the_cache_is_fetched_again(server: type[Handler], tm
 def test_an_unknown_protocol_is_refused(tmp_path: Path, url: str) -> None:
     with pytest.raises(UserError, match=f"{url}.*(?i:protocol|install)"):
         find_sources([url], str(tmp_path))
-
-
-def test_windows_are_fetched_before_they_are_read(
-    server: type[Handler], demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The current window and the next one; so every shard is asked for before a step needs it."""
-    monkeypatch.setattr(order, "WINDOW_SHARDS", 2)
-    loader = open_spec(server.url, demo, tmp_path, "streams.tlm.samples=20")
-    mixture = loader.mixture(ALONE, "cpu", initial_state(loader.streams))
-    (pairs,) = (source for source in loader.corpus.sources if source.kind == "pair")
-    for _ in range(12):
-        asked = {shard for source, shard in mixture.remote_shards() if source is pairs}
-        assert len(asked) in (2, 4)  # an epoch's last window has no next one
-        assert set(mixture.next_plan().tables["tlm"].shard.tolist()) <= asked
 
 
 def test_the_planner_fetches_ahead(server: type[Handler], demo: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from data_tools import index, inspect, readers, write_shards
 from tests.plain import originals
 from tests.streams import make_dataset, make_mixture
-from xscale.data.calibrate import estimate_stream, fit_tokens_to_bytes
+from xscale.data.calibrate import fit_tokens_to_bytes
 from xscale.data.calibration import Calibration
 from xscale.data.shards import PART_BYTES, Source
 from xscale.data.stream import Stream
@@ -28,7 +27,6 @@ from xscale.data.stream_batch import CollateContext
 from xscale.data.text import piece_of_text
 from xscale.data.tokenizer import Tokenizer
 from xscale.objectives import mlm
-from xscale.recipe import DataConfig
 
 LENGTH, SPECIAL = 64, 4
 Documents = list[list[list[int]]]
@@ -111,46 +109,33 @@ def flat(corpus: Documents) -> list[list[int]]:
 
 
 class Run:
-    """Steps of a stream of MLM: of each the sequences as ranges of words, over all ranks."""
+    """Steps of a stream of MLM, of one sample and row each."""
 
-    def __init__(
-        self, source: Source, tokenizer: Tokenizer, world: int = 1, max_tokens: int | None = None, samples: int = 8
-    ):
-        """max_tokens: what cuts rows, by an estimate of the stream. None: there is one row."""
-        self.tokenizer = tokenizer
-        self.stream = Stream("mlm", mlm.OBJECTIVE, mlm.MaskedOptions(), (0,), samples)
+    def __init__(self, source: Source, tokenizer: Tokenizer):
+        self.stream = Stream("mlm", mlm.OBJECTIVE, mlm.MaskedOptions(), (0,), 1)
         self.dataset = make_dataset([source], [self.stream], CollateContext(tokenizer, LENGTH, "drop", {"en": 0}), 0)
         found = Calibration([fit_tokens_to_bytes(source, tokenizer)], {})
-        if max_tokens:
-            estimate = estimate_stream(self.stream, DataConfig(max_length=LENGTH), self.dataset, found)
-            found = replace(found, streams={"mlm": estimate})
-        places: Any = {"seed": 0, "max_length": LENGTH, "max_tokens": max_tokens or 1 << 30, "world": world}
-        self.ranks = [make_mixture([self.stream], [source], found, rank=rank, **places) for rank in range(world)]
+        places: Any = {"seed": 0, "max_length": LENGTH, "max_tokens": 1 << 30, "rank": 0, "world": 1}
+        self.mixture = make_mixture([self.stream], [source], found, **places)
 
-    def step(self) -> list[tuple[range, tuple[int, ...]]]:
-        """Of each sequence its words, and which of its tokens are masked."""
-        found = []
-        for mixture in self.ranks:
-            for stream_batch in self.dataset.stream_batches(self.stream, mixture.next_part()):
-                targets = set(stream_batch.states["masked"].columns.tolist())
-                for ids, start in zip(originals(stream_batch), stream_batch.sequences.starts.tolist(), strict=True):
-                    assert len(ids) <= LENGTH and (ids[0], ids[-1]) == (1, 2)
-                    numbers = [token - SPECIAL for token in ids[1:-1]]
-                    assert numbers == list(range(numbers[0], numbers[-1] + 1)), "not running text"
-                    masked = tuple(i for i in range(len(ids)) if start + i in targets)
-                    found.append((range(numbers[0], numbers[-1] + 1), masked))
-        return sorted(found, key=lambda sequence: sequence[0].start)
-
-    @property
-    def position(self) -> list[int]:
-        return self.ranks[0].state["positions"]["mlm"][0]
-
-    def epoch(self) -> list[range]:
+    def epoch(self) -> list[list[int]]:
         """The sequences of a source's first epoch, by steps of one sample: none spans two epochs."""
-        found: list[range] = []
-        while self.position[0] == 0:
-            found += [sequence for sequence, _ in self.step()]
+        found: list[list[int]] = []
+        while self.mixture.state["positions"]["mlm"][0][0] == 0:
+            for stream_batch in self.dataset.stream_batches(self.stream, self.mixture.next_part()):
+                found += originals(stream_batch)
         return found
+
+
+def word_ranges(run: Run) -> list[range]:
+    """Of each sequence of an epoch its words."""
+    found = []
+    for ids in run.epoch():
+        assert len(ids) <= LENGTH and (ids[0], ids[-1]) == (1, 2)
+        numbers = [token - SPECIAL for token in ids[1:-1]]
+        assert numbers == list(range(numbers[0], numbers[-1] + 1)), "not running text"
+        found.append(range(numbers[0], numbers[-1] + 1))
+    return found
 
 
 # 1. Files
@@ -245,7 +230,7 @@ def test_a_foreign_tar_s_texts_are_documents(tmp_path: Path, words: Tokenizer) -
     for name in ("txt", "json"):
         source = Source(tmp_path / name)
         assert flat(indexed(source)) == flat(made)
-        assert sorted(itertools.chain(*Run(source, words, samples=1).epoch())) == list(range(sum(map(len, flat(made)))))
+        assert sorted(itertools.chain(*word_ranges(Run(source, words)))) == list(range(sum(map(len, flat(made)))))
         longest = max(len(source.read(0, n).texts[0]) for n in range(source.records))
         assert (
             longest <= 1.6 * PART_BYTES
@@ -279,7 +264,7 @@ def test_an_epoch_is_every_token_once(shards, words: Tokenizer) -> None:
     """Each sequence is consecutive words of one document; and whole sentences but of those that fit no sequence."""
     source, made = shards
     total = sum(map(len, flat(made)))
-    found = sorted(Run(source, words, samples=1).epoch(), key=lambda sequence: sequence.start)
+    found = sorted(word_ranges(Run(source, words)), key=lambda sequence: sequence.start)
     assert [number for sequence in found for number in sequence] == list(range(total))
     borders = np.cumsum([0, *map(len, flat(made))])
     first, last = (
@@ -297,29 +282,12 @@ def test_an_epoch_is_every_token_once(shards, words: Tokenizer) -> None:
     assert lengths.mean() > 0.55 * LENGTH and len([s for s in found if s[0] in long]) >= 2600 // (LENGTH - 2)
 
 
-def test_long_lines_train(tmp_path: Path, words: Tokenizer) -> None:
-    """Documents of 2,600 words a line, without punctuation: all is read, in samples of bounded size."""
-    made = [[list(range(n * 2600, (n + 1) * 2600))] for n in range(6)]
-    source = Source(write(tmp_path / "x", (text for document in made for text in sentences(document))))
-    run = Run(source, words, max_tokens=1000)
-    first = [run.step() for _ in range(5)]
-    assert all(sum(len(masked) for _, masked in step) > 20 for step in first)
-    assert sorted(itertools.chain(*Run(source, words, samples=1).epoch())) == list(range(6 * 2600))
-    for _ in range(5):
-        rows = run.dataset[run.ranks[0].next_part()].rows
-        assert max(row.cost["tokens"] for row in rows) <= 1000 and sum(row.samples for row in rows) == 8
-
-
 def test_long_sentences_are_cut_between_words(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """By a real tokenizer, of whose words each has many tokens; no sequence begins within one."""
     draw = np.random.default_rng(0)
     text = " ".join("".join(draw.choice(list("abcdefgh"), 9)) for _ in range(2600))
     source = Source(write(tmp_path / "x", [text]))
-    run = Run(source, tokenizer, samples=1)
-    found = []
-    while run.position[0] == 0:
-        (stream_batch,) = run.dataset.stream_batches(run.stream, run.ranks[0].next_part())
-        found += originals(stream_batch)
+    found = Run(source, tokenizer).epoch()
     stream_batches = [tokenizer.hf.convert_ids_to_tokens(ids[1:-1]) for ids in found]
     assert len(found) > 100 and not any(tokens[0].startswith("##") for tokens in stream_batches)
     assert Counter(t for tokens in stream_batches for t in tokens) == Counter(tokenizer.hf.tokenize(text))

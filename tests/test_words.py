@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from data_tools import tokenizer as tokenizers
 from tests import word_table
 from xscale.data import words
-from xscale.data.link_projection import character_places, project_links, split_at_spaces
+from xscale.data.link_projection import character_places, project_links
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import segment, split_words_and_symbols
 
@@ -221,15 +221,3 @@ def test_white_space_links_by_brute_force(texts: list[str], data: st.DataObject)
         expected |= found
         nothing += not found
     assert {tuple(map(int, link.split("-"))) for link in links.split()} == expected and dropped == nothing
-
-
-@pytest.mark.parametrize("space", ["\u00a0", "\u202f", "\u3000", "\u2009"])
-def test_words_of_links_are_divided_at_spaces_and_tabs_alone(space: str) -> None:
-    texts = (f"10{space}000 dogs\tbark", f"chiens aboient{space}!")
-    assert [split_at_spaces(text) for text in texts] == [
-        [f"10{space}000", "dogs", "bark"],
-        ["chiens", f"aboient{space}!"],
-    ]
-    # In data/words.py's words: 10|000|dogs|bark, chiens|aboient|!
-    assert project_links("1-0 2-1", texts) == ("2-0 3-1", 0)
-    assert project_links("0-0 2-1", ("10 000", "x"), (f"10{space}000 y z", "x w")) == ("0-0 1-0", 1)
