@@ -154,7 +154,7 @@ def read_squad(path: Path) -> Iterator[tuple[str, Columns]]:
 def column_value(row: Columns, name: str, kind: type) -> Any:
     """Return the value of a column. kind: the type that it must have. Raises UserError without the row's place."""
     value = row.get(name)
-    if not isinstance(value, kind):
+    if name not in row or not isinstance(value, kind):
         raise UserError(
             f"the column {name} has {value!r} instead of {kind.__name__}; the columns are {', '.join(row)}: rename or "
             f"correct them"

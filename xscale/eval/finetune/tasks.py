@@ -128,6 +128,8 @@ class Tagging(Task):
     def make_example(self, row: Columns) -> LabelledExample:
         words = tuple(column_value(row, "tokens", list))
         tags = tuple(map(str, column_value(row, "tags", list)))
+        if len(words) != len(tags):
+            raise UserError(f"there are {len(words)} words and {len(tags)} tags; give a tag for each word")
         for word, tag in zip(words, tags, strict=True):
             if not re.fullmatch(self.form, tag):
                 raise UserError(f"the tag {tag!r} of {word!r} must match {self.form}; correct it")
@@ -207,7 +209,13 @@ class QuestionAnswering(Task):
         question = column_value(row, "question", str)
         context = column_value(row, "context", str)
         gold = column_value(row, "answers", dict)
-        answers = tuple(zip(gold["text"], gold["answer_start"], strict=True))
+        texts = column_value(gold, "text", list)
+        starts = column_value(gold, "answer_start", list)
+        if len(texts) != len(starts):
+            raise UserError(
+                f"there are {len(texts)} answers and {len(starts)} values of answer_start; give one for each"
+            )
+        answers = tuple(zip(texts, starts, strict=True))
         if not answers or not question.strip() or not context.strip():
             raise LeftOut("a text is blank, or the question has no answer")
         for text, first in answers:

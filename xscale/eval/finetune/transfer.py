@@ -82,6 +82,8 @@ def switch_languages(source: list[LabelledExample], translated: list[LabelledExa
     and its translation (a', b') become (a', b) and (a, b'). A question gets the answers in its new context. Raises
     UserError."""
     translations = {example.place: example for example in translated}
+    if len(translations) < len(translated):
+        raise UserError(f"{translated[0].path}: a question's id occurs twice; give each question an id of its own")
     switched: list[LabelledExample] = []
     for original in source:
         translation = translations.get(original.place)
