@@ -17,7 +17,7 @@ import numpy as np
 from xscale import files
 from xscale.data.link_projection import parse_pharaoh
 from xscale.data.ragged import evenly_spaced
-from xscale.data.shards import Source, find_sources, read_index
+from xscale.data.shards import Source, list_source_folders, read_index
 from xscale.data.tokenizer import Tokenizer, describe_unknown_tokens
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
@@ -158,10 +158,12 @@ def main(argv: list[str] | None = None) -> None:
         files.check_writable(args.json)
     tokenizer = Tokenizer(args.tokenizer.absolute()) if args.tokenizer else None
     sources = list[dict[str, Any]]()
-    for source in find_sources(args.directory):
-        if args.verify:
-            verify(source)
-        sources.append(describe(source, tokenizer, args.show))
+    for place in args.directory:
+        for directory in list_source_folders(place) or [place]:
+            source = Source(directory)
+            if args.verify:
+                verify(source)
+            sources.append(describe(source, tokenizer, args.show))
     if args.json:
         files.write_text(args.json, json.dumps({"sources": sources}, indent=1, ensure_ascii=False) + "\n")
 

@@ -169,6 +169,14 @@ def test_inspect_counts(tmp_path: Path, demo: Path, shard_records, capsys: pytes
     assert sum(line.strip().startswith("{") for line in capsys.readouterr().out.splitlines()) == 600
 
 
+def test_inspect_shows_each_folder_up_to_a_bad_one(tmp_path: Path, demo: Path, capsys) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/index.json").write_text("{")
+    with pytest.raises(UserError, match=r"bad/index\.json is not an index"):
+        inspect.main([str(demo / "mono_en"), str(demo / "mono_en"), str(tmp_path)])
+    assert capsys.readouterr().out.count("600 mono records") == 2
+
+
 # Tokenizers
 
 

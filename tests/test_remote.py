@@ -54,6 +54,7 @@ class Handler(SimpleHTTPRequestHandler):
         middle = len(data) // 2
         sent = {
             "cut": data[:middle],
+            "stall": data[:middle],
             "flip": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
             "lie": data.replace(b'"en"', b'"es"', 1),
         }[fault]
@@ -61,6 +62,9 @@ class Handler(SimpleHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(sent)
+        if fault == "stall":
+            self.wfile.flush()
+            time.sleep(5)
         self.close_connection = True
 
     def log_message(self, *_: Any) -> None:
@@ -155,11 +159,13 @@ def test_a_run_consumes_what_it_would_from_disk(
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [("index.json", "500"), ("entries", "cut"), ("tar", "500"), ("tar", "cut"), ("tar", "flip"), ("tar", "lie")],
+    [("index.json", "500"), ("entries", "cut"), ("entries", "flip"), ("tar", "500"), ("tar", "cut"), ("tar", "flip"),
+     ("tar", "lie"), ("tar", "stall")],
 )  # fmt: skip
 def test_a_server_that_recovers(
-    corpus: Path, server: type[Handler], tmp_path: Path, name: str, fault: str, caplog
+    corpus: Path, server: type[Handler], tmp_path: Path, name: str, fault: str, caplog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(remote, "STALL", 1.0)
     near = Source(corpus / "en-xx")
     name = near.shards[3].name if name == "tar" else name
     server.faults[name] = [fault, fault, ""]
@@ -209,8 +215,20 @@ def test_a_damaged_shard_in_the_cache_is_fetched_again(server: type[Handler], tm
     data = path.read_bytes()
     first = far.entries(2)["offset"][1]
     path.write_bytes(data[:first] + b"x" * (len(data) - first))
-    assert open_pairs(server, tmp_path).read(2, 5) == before and server.requests[path.name] == 2
+    readers = [open_pairs(server, tmp_path) for _ in range(3)]
+    for reader in readers:
+        assert reader._file(path.name).read(1, int(first)) == b"x"  # all have the damaged file open
+    assert [reader.read(2, 5) for reader in readers] == [before] * 3 and server.requests[path.name] == 2
     assert path.read_bytes() == data
+
+
+def test_a_server_that_is_not_there_or_lacks_the_entries(server: type[Handler], tmp_path: Path, monkeypatch) -> None:
+    server.faults["entries"] = ["404"]
+    with pytest.raises(UserError, match="has no file 'entries'; run `xscale data index`"):
+        open_pairs(server, tmp_path)
+    monkeypatch.setattr(remote, "TRIES", 2)
+    with pytest.raises(OSError, match="could not be fetched in 2 tries"):
+        find_sources(["ftp://127.0.0.1:1/corpus"], str(tmp_path))
 
 
 @pytest.mark.parametrize("url", ["nonesuch://host/corpus", "s3://bucket/corpus"])

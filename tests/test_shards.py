@@ -12,7 +12,7 @@ import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +281,10 @@ def test_lengths_of_all_shards_are_in_one_file(copy: Path, monkeypatch: pytest.M
         (copy / "entries").write_bytes(rewritten)
         assert idx_read_for(source) == all_idx
     (copy / "entries").unlink()
+    assert idx_read_for(Source(copy)) == all_idx and opened.count("entries") == 1
+    (copy / "entries").mkdir()  # every read raises EISDIR
     assert idx_read_for(Source(copy)) == all_idx
+    (copy / "entries").rmdir()
     index.main([str(copy)])
     assert (copy / "entries").read_bytes() == whole and idx_read_for(Source(copy)) == []
 
@@ -396,8 +399,9 @@ def keep_open(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """keep_open(n): at most n files stay open, and none that other tests have left."""
 
     def keep(most: int) -> None:
-        shards.open_file.cache_clear()
-        monkeypatch.setattr(shards, "open_file", lru_cache(most)(shards.open_file.__wrapped__))
+        shards.file_opener().cache_clear()
+        monkeypatch.setattr(shards, "most_open_files", lambda: most)
+        monkeypatch.setattr(shards, "file_opener", cache(shards.file_opener.__wrapped__))
 
     return keep
 
@@ -411,7 +415,7 @@ def test_few_files_are_open_at_once(keep_open, mono: Path, shard_records) -> Non
         assert len(os.listdir("/proc/self/fd")) <= before + 4
     again = pickle.loads(pickle.dumps(source))  # as a worker gets it
     assert again.read(1, 5) == source.read(1, 5)
-    shards.open_file.cache_clear()
+    shards.file_opener().cache_clear()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -447,7 +451,8 @@ def test_half_of_the_system_s_limit_of_open_files_is_used(
     monkeypatch: pytest.MonkeyPatch, limit: int, most: int
 ) -> None:
     monkeypatch.setattr(shards.resource, "getrlimit", lambda _: (limit, limit))
-    assert shards.most_open_files() == most
+    monkeypatch.setattr(shards, "file_opener", cache(shards.file_opener.__wrapped__))
+    assert shards.file_opener().cache_parameters()["maxsize"] == most
 
 
 def test_find_sources(demo: Path, mono: Path) -> None:

@@ -1,7 +1,7 @@
 """Sources at a URL. fsspec copies whole files into a folder, the cache, that all processes of this machine share.
 
 Each source has a folder in the cache. A hash of the source's index.json is part of the folder's name. The folder has
-the files of the source's directory, except .idx files. A file gets its final name only if its size and SHA-256 are
+the files of the source's directory, except .idx files. A file gets its final name only if its size and checksums are
 those of index.json. So a damaged answer of a server, and a killed process, do no harm. fsspec's own `filecache`
 downloads to the final name, compares no hash, and does not share files between processes; so only fsspec's `get_file`
 is used.
@@ -14,12 +14,13 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.callbacks import Callback
 
 from xscale import files
 from xscale.errors import LOG, UserError, redact
@@ -28,6 +29,8 @@ TRIES = 7
 """The number of attempts to download a file."""
 FIRST_WAIT = 0.5
 """The seconds to wait before the second attempt. The wait doubles before each further attempt."""
+STALL = 60.0
+"""An attempt over HTTP fails after this many seconds without a new byte. Other protocols have their own limits."""
 # A forked process must not collect the HTTP sessions that its parent left: to close each, fsspec would wait a second
 # for the parent's event loop, which does not run there.
 os.register_at_fork(after_in_child=gc.freeze)
@@ -52,21 +55,32 @@ class Remote:
     url: str
     folder: Path
 
-    def fetch(self, name: str, size: int, sha256: str | None = None) -> None:
+    def fetch(self, name: str, size: int, is_whole: Callable[[Path], bool], damaged: int = 0) -> None:
         """Fetch a file of the source, unless it is in the cache. Other processes that need the file wait. size: the
-        file's size in bytes. sha256: its SHA-256; None: only the size is compared. Raises OSError, and UserError if the
-        protocol of the URL is unknown."""
+        file's size in bytes. is_whole: returns True if a downloaded file of this size has the checksums of index.json.
+        damaged: the inode of a file that this process has found damaged; it is replaced if it is still in the cache.
+        Raises OSError, and UserError if the protocol of the URL is unknown."""
         path = self.folder / name
+
+        def is_cached() -> bool:
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                return status.st_size == size and status.st_ino != damaged
+            return False
+
+        def check_received(_: int | None, received: int) -> None:
+            if received > size:
+                raise ValueError(f"the server sends more than {size:,} bytes")
 
         def copy(file_system: Any, remote_path: str) -> None:
             with files.publish(path) as partial:
-                file_system.get_file(remote_path, str(partial))
-                if partial.stat().st_size != size or (sha256 and files.sha256_file(partial) != sha256):
-                    raise ValueError("its size or hash is not that of index.json")
+                file_system.get_file(remote_path, str(partial), callback=Callback(hooks={"size": check_received}))
+                if partial.stat().st_size != size or not is_whole(partial):
+                    raise ValueError("its size or checksum is not that of index.json")
 
-        if not path.exists():
+        if not is_cached():
             with locked(self.folder / f"{name}.lock"):
-                if not path.exists():  # another process may have fetched it meanwhile
+                if not is_cached():  # another process may have fetched it meanwhile
                     try_repeatedly(f"{self.url}/{name}", copy)
 
 
@@ -82,8 +96,11 @@ def open_remote(url: str, cache: Path) -> Remote:
         ) from None
     remote = Remote(url, cache / f"{url.rpartition('/')[2]}-{hashlib.sha256(index).hexdigest()[:16]}")
     remote.folder.mkdir(parents=True, exist_ok=True)
-    with locked(remote.folder / "index.json.lock"), files.publish(remote.folder / "index.json") as partial:
-        partial.write_bytes(index)
+    path = remote.folder / "index.json"
+    with locked(remote.folder / "index.json.lock"):
+        if not path.exists():  # the folder's name has the hash, so an existing file has the same bytes
+            with files.publish(path) as partial:
+                partial.write_bytes(index)
     return remote
 
 
@@ -91,23 +108,38 @@ def try_repeatedly(url: str, call: Callable[[Any, str], Any]) -> Any:
     """Return the value of call(file system of the URL, path in it). If it fails, call it again, TRIES times in all.
     Raises FileNotFoundError if the server has no such file, OSError if all attempts fail, and UserError if there is no
     such protocol."""
-    try:
-        file_system, path = fsspec.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # no such protocol, or its package is not installed
-        raise UserError(f"--data {redact(url)}: {error}") from None
     problem = ""
     for number in range(TRIES):
         if number:
             LOG.warning(f"{redact(url)}: try {number} of {TRIES} failed ({problem})")
             time.sleep(FIRST_WAIT * 2 ** (number - 1))
         try:
-            return call(file_system, path)
+            return call(*open_file_system(url))
         except FileNotFoundError:
             problem = "the server has no such file; copy the whole folder of shards to it"
             raise FileNotFoundError(errno.ENOENT, problem, redact(url)) from None
         except Exception as error:  # each file system raises its own errors
+            is_disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if is_disk_full or isinstance(error, UserError):
+                raise
             problem = redact(f"{type(error).__name__}: {error}".splitlines()[0])
     raise OSError(errno.EREMOTEIO, f"it could not be fetched in {TRIES} tries ({problem})", redact(url))
+
+
+def open_file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL, and the path in it. Raises UserError if there is no such protocol."""
+    options = {}
+    try:
+        if url.startswith(("http://", "https://")):
+            import aiohttp
+
+            # By default, an attempt ends after 300 seconds in all, however large the file is.
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=STALL, sock_read=STALL)
+            configured = fsspec.config.apply_config(fsspec.get_filesystem_class("http"), {})
+            options["client_kwargs"] = {"timeout": timeout} | configured.get("client_kwargs", {})
+        return fsspec.url_to_fs(url, **options)
+    except (ImportError, ValueError) as error:  # no such protocol, or its package is not installed
+        raise UserError(f"--data {redact(url)}: {error}") from None
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from xscale.data.ragged import evenly_spaced
 from xscale.data.remote import Remote, cache_folder, open_remote
 from xscale.data.text import piece_of_text
 from xscale.errors import UserError
-from xscale.files import PARTIAL, pointer_problem
+from xscale.files import PARTIAL, pointer_problem, sha256_file
 from xscale.record import Record, Shard, parse_json, parse_sample
 
 FORMAT_VERSION = 2
@@ -85,8 +85,10 @@ class Source:
         self.bytes = sum(shard.bytes for shard in self.shards)
         self._owner = object()
         """See open_file."""
+        self._has_entries = True
+        """False after the file `entries` could not be read."""
         if remote:
-            remote.fetch(ENTRIES, self.records * ENTRY.size)
+            self._fetch_entries(remote)
 
     @property
     def kind(self) -> str:
@@ -211,12 +213,20 @@ class Source:
         it is absent or damaged, from the shard's .idx. Raises UserError if both have another checksum than the
         index.json that this process has read."""
         about = self.shards[shard]
-        idx_name = f"{about.name[:-4]}.idx"
-        for name, start in ((ENTRIES, int(self.starts[shard])), (idx_name, 0)):
-            with suppress(FileNotFoundError):
-                file = self._file(name)
+        size = (end - first) * ENTRY.size
+        if self._has_entries:
+            start = int(self.starts[shard])
+            try:
+                file = self._file(ENTRIES)
                 if file.fits_index(shard, start, about):
-                    return file.read((end - first) * ENTRY.size, (start + first) * ENTRY.size)
+                    return file.read(size, (start + first) * ENTRY.size)
+            except OSError:
+                self._has_entries = False
+        idx_name = f"{about.name[:-4]}.idx"
+        with suppress(FileNotFoundError):
+            file = self._file(idx_name)
+            if file.fits_index(shard, 0, about):
+                return file.read(size, first * ENTRY.size)
         raise UserError(
             f"{self.directory}/{idx_name} is damaged, or belongs to another shard: its checksum is not that of "
             f"index.json as this process has read it. If the shards were replaced during the run, restore the old "
@@ -224,15 +234,31 @@ class Source:
             f"are at a URL, remove {self.directory}, and the next start fetches it again"
         )
 
+    def _fetch_entries(self, remote: Remote) -> None:
+        """Fetch the file `entries`, unless it is in the cache. Raises OSError, and UserError if there is no such
+        file."""
+
+        def is_whole(path: Path) -> bool:
+            file = OpenFile(str(path))
+            return all(map(file.fits_index, range(len(self.shards)), self.starts.tolist(), self.shards))
+
+        try:
+            remote.fetch(ENTRIES, self.records * ENTRY.size, is_whole)
+        except FileNotFoundError:
+            raise UserError(
+                f"{remote.url} has no file {ENTRIES!r}; run `xscale data index` on the shards, and copy all files that "
+                f"it writes"
+            ) from None
+
     def continues_document(self, shard: int, record: int) -> bool:
         """Return whether the record continues the document of the record before it."""
         return bool(self._entry(shard, record)[1] & FOLLOWS)
 
-    def fetch(self, shard: int) -> None:
-        """Fetch a shard of a source at a URL, unless it is in the cache. Raises OSError."""
+    def fetch(self, shard: int, damaged: int = 0) -> None:
+        """Fetch a shard of a source at a URL, unless it is in the cache. damaged: see Remote.fetch. Raises OSError."""
         if self.remote:
             about = self.shards[shard]
-            self.remote.fetch(about.name, about.bytes, about.sha256)
+            self.remote.fetch(about.name, about.bytes, lambda path: sha256_file(path) == about.sha256, damaged)
 
     def read(self, shard: int, record: int, readahead: bool = False) -> Record:
         """Return record number `record` of shard number `shard`. readahead: if the shard is opened, request the whole
@@ -242,14 +268,16 @@ class Source:
         about = self.shards[shard]
         path = f"{self.directory}/{about.name}"
         data = b""
+        damaged = 0
         for _ in range(2 if offset + length <= about.bytes else 0):  # a second read may succeed
-            self.fetch(shard)
-            data = self._file(about.name, readahead).read(length, offset)
+            self.fetch(shard, damaged)
+            file = self._file(about.name, readahead)
+            data = file.read(length, offset)
             if data and zlib.crc32(data) == crc:
                 break
-            if self.remote:  # the next fetch replaces the file in the cache
+            if self.remote:
+                damaged = os.fstat(file.fd).st_ino
                 self._owner = object()
-                Path(path).unlink(missing_ok=True)
         else:
             raise UserError(
                 f"{path}: record {record} (bytes {offset}-{offset + length}) is damaged: its checksum differs from the "
@@ -298,7 +326,7 @@ class Source:
 
     def _file(self, name: str, readahead: bool = False) -> "OpenFile":
         """Return a file of the directory, open for reading. readahead: see `read`."""
-        return open_file(self._owner, f"{self.directory}/{name}", readahead)
+        return file_opener()(self._owner, f"{self.directory}/{name}", readahead)
 
 
 class OpenFile:
@@ -348,7 +376,13 @@ def most_open_files() -> int:
     return OPEN_FILES if soft == resource.RLIM_INFINITY else min(OPEN_FILES, soft // 2)
 
 
-@lru_cache(maxsize=most_open_files())
+@cache
+def file_opener() -> Callable[[object, str, bool], OpenFile]:
+    """Return `open_file` with a cache of the open files. The cache is made at the first call, because a rank raises its
+    limit of open files after the import."""
+    return lru_cache(most_open_files())(open_file)
+
+
 def open_file(owner: object, path: str, readahead: bool) -> OpenFile:
     """Return a file that is open for reading. It stays open while it is one of the files that were used last. owner: an
     object that a source and its copies have in common; for another owner, the file is opened again. readahead: see
@@ -430,6 +464,13 @@ def fingerprint(index: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
+def list_source_folders(directory: Path) -> list[Path]:
+    """Return the directory if it has an index.json, or else the folders in it that have one. A broken link is none."""
+    if (directory / "index.json").exists():
+        return [directory]
+    return sorted(path.parent for path in directory.glob("*/index.json") if path.exists())
+
+
 def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> list[Source]:
     """Return the source at each URL, and the sources of each directory: the one there, or those one level below. cache:
     the value of data.cache, for sources at a URL. Raises UserError for a directory or URL without a source."""
@@ -439,9 +480,7 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
             remote = open_remote(location, cache_folder(cache))
             sources.append(Source(remote.folder, remote))
             continue
-        folders = [location]
-        if not (location / "index.json").exists():
-            folders = sorted(path.parent for path in location.glob("*/index.json") if path.exists())
+        folders = list_source_folders(location)
         check_folders_without_index(location, folders)
         if not folders:
             raise UserError(
