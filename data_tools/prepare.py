@@ -168,8 +168,9 @@ def collect_report(folder: Path, corpus: Corpus) -> dict[str, Any]:
     return {"sources": sources, "heldout": heldout}
 
 
-def summary_lines(out: Path, report: dict[str, Any]) -> str:
-    """Return a line for each source and each held-out part. out: the folder that was made."""
+def summary_lines(corpus: Corpus, out: Path, report: dict[str, Any]) -> str:
+    """Return a line for each source, each held-out part and each dictionary that is left out. out: the folder that was
+    made."""
     lines = list[str]()
     for source in report["sources"]:
         place = f"{out}/shards/{source['name']}"
@@ -182,6 +183,9 @@ def summary_lines(out: Path, report: dict[str, Any]) -> str:
         )
     for name, count in report["heldout"].items():
         lines.append(f"{out}/heldout/{name}: {count:,} records")
+    for path in map(Path, corpus.lexicons):
+        if not (out / "lexicon" / path.name).exists():
+            lines.append(f"{path} is left out, because the tokenizer can use none of its entries")
     lines.append(f"{out}/report.html has the removed text of each rule, with examples")
     return "\n".join(lines)
 
@@ -201,7 +205,7 @@ def write_result(corpus: Corpus, folder: Path, out: Path) -> None:
     files.write_text(result / "report.html", render_page(report))
     files.rename_into_place(result, out)
     files.remove(folder)
-    print(summary_lines(out, report))
+    print(summary_lines(corpus, out, report))
 
 
 def prepare(corpus: Corpus, out: Path, executor: str, workers: int) -> None:

@@ -459,6 +459,8 @@ def sample_records(sample: dict[str, Any], langs: tuple[str, ...]) -> list[Recor
         return [Record.from_dict(parse_json(line)) for line in sample["jsonl"].splitlines() if line.strip()]
     names = [name.removesuffix(".txt") for name in sample if name.endswith(".txt")]
     spelled = tuple(match_languages(langs, names))
+    if len(langs) == 2:
+        sample.pop("txt", None)  # the text of KEY.txt has no language
     return [record_of_members(sample["__key__"], sample, spelled or langs)]
 
 

@@ -223,13 +223,16 @@ def test_a_tokenizer_without_a_special_token(tmp_path: Path, missing: str) -> No
 
 
 def test_a_tokenizer_with_gaps_in_its_ids(tmp_path: Path) -> None:
-    """Every token is in the vocabulary, and a gap is no token that could be drawn."""
+    """Every token is in the vocabulary, and a gap is no token that could be drawn; far ones are a mistake."""
     path = save_tokenizer(tmp_path / "tokenizer", **ALL_SPECIAL)
     text = (path / "tokenizer.json").read_text()
     assert text.count('"b": 6') == 1
     (path / "tokenizer.json").write_text(text.replace('"b": 6', '"b": 8'))
     found = Tokenizer(path)
     assert found.vocab_size == 9 and found.ordinary_ids.tolist() == [5, 8] and found.encode(["a b"]) == [[5, 8]]
+    (path / "tokenizer.json").write_text(text.replace('"b": 6', '"b": 80000'))
+    with pytest.raises(UserError, match=f"{path} has 7 tokens, with ids up to 80,000"):
+        Tokenizer(path)
 
 
 def test_a_tokenizer_whose_template_names_no_token(tmp_path: Path) -> None:

@@ -614,6 +614,11 @@ def test_documents_of_others_tars(tmp_path: Path) -> None:
     ]
     assert [unit.texts for unit in documents[0]] == [["Text 0.", "Text 1."], ["Text 2.", "Text 3."]]
     assert [unit.texts for unit in documents[1]] == [["One. Two."], ["Three."]]
+    with pytest.raises(UserError, match=r"`mono: LANG` in corpus\.yaml"):
+        load_corpus(written(tmp_path, {"sources": [{"shards": str(tmp_path / "y.tar")}]}))
+    foreign_tar(tmp_path / "z.tar", {"0.en.txt": "One.", "0.txt": "Eins."})
+    (unit,) = readers.read_units(SourceSpec(pairs=("en", "de"), shards=str(tmp_path / "z.tar")))
+    assert unit.texts == ["One."]
 
 
 def test_data_sets_of_a_folder_and_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -690,7 +695,7 @@ def test_a_dictionary_without_a_usable_entry_is_left_out(
     tree = {"sources": [{"pairs": ["en", "xx"], "text": moses(tmp_path, pairs)}], "tokenizer": str(demo / "tokenizer")}
     out = run(tmp_path, tree | {"lexicons": [str(tmp_path / "en-xx.txt"), str(tmp_path / "xx-en.txt")]})
     assert [path.name for path in (out / "lexicon").iterdir()] == ["en-xx.txt"]
-    assert "xx-en.txt is left out" in capsys.readouterr().err
+    assert "xx-en.txt is left out" in capsys.readouterr().out
     given, copy = (PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer") for folder in (demo, out))
     assert [copy(first)["input_ids"] for first, _ in pairs] == [given(first)["input_ids"] for first, _ in pairs]
 

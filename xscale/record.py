@@ -141,7 +141,10 @@ def record_of_members(
             continue
         texts[lang] = members[extension].decode().removeprefix(_BOM).rstrip("\n")
     if not texts:
-        raise ValueError(f"sample {key!r}: it needs KEY.json, KEY.LANG.txt members, or KEY.txt with --lang")
+        raise ValueError(
+            f"sample {key!r}: it needs KEY.json, KEY.LANG.txt members, or KEY.txt and its language: `xscale data index "
+            f"--langs LANG`, or `mono: LANG` in corpus.yaml"
+        )
     links = members["links.txt"].decode().strip() if "links.txt" in members else None
     order = [lang for lang in langs if lang in texts] if langs else list(texts)
     if whole and len(order) < len(texts):

@@ -106,7 +106,7 @@ def open_corpus(
     unify_language_names(all_sources)
     sources = keep_first_records(all_sources, recipe.data.first)
     check_file_sizes(sources, host_group)
-    without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources))
+    without_idle = recipe.schedule.map(lambda phase: build_streams(phase, objectives, sources, host_group))
     streams = with_idle_sources(without_idle, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
     tokenizer = Tokenizer(find_tokenizer(recipe, initial, near))
@@ -161,7 +161,7 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup) -> None:
 # Streams
 
 
-def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source]) -> list[Stream]:
+def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source], host_group: HostGroup) -> list[Stream]:
     """Return the streams of a recipe, without their dictionaries. Raises UserError."""
     streams = list[Stream]()
     check_languages(recipe.data.languages, sources)
@@ -169,7 +169,8 @@ def build_streams(recipe: Recipe, objectives: Objectives, sources: list[Source])
         objective = objectives[stream.objective]
         chosen = select_sources(name, objective.record_kind, stream.languages, sources, recipe.data.languages)
         if objective.needs == "links":
-            chosen = select_linked_sources(name, chosen, sources)
+            # One rank does it, because it reads a record of each source whose index.json has no `linked`.
+            chosen = host_group.from_main(partial(select_linked_sources, name, chosen, sources))
         streams.append(Stream(name, objective, stream.options, chosen, stream.samples, objective_name=stream.objective))
         problem = objective.check(stream.options, stream.samples)
         if problem:

@@ -67,6 +67,10 @@ UNKNOWN = 0.002
 """A warning is logged if more than this share of the tokens of a language's text is unknown."""
 
 
+MOST_GAPS = 4
+"""A tokenizer is refused if its largest id is more than this many times its number of tokens."""
+
+
 def describe_unknown_tokens(shares: Mapping[str, float], path: str | Path) -> list[str]:
     """Return lines for the log about unknown tokens. shares: the share of unknown tokens in each language's text, by
     language. path: the tokenizer."""
@@ -165,6 +169,8 @@ class Tokenizer:
         self.sep_id = special["sep"]
         self.vocab_size = max(ids) + 1
         """The largest token id plus 1. There may be smaller ids without a token."""
+        if self.vocab_size > MOST_GAPS * len(ids):
+            raise UserError(f"tokenizer {path} has {len(ids):,} tokens, with ids up to {max(ids):,}; fix its ids")
         self.is_special = np.ones(self.vocab_size, dtype=bool)
         self.is_special[ids] = False
         self.is_special[tokenizer.all_special_ids] = True
