@@ -78,11 +78,11 @@ def run_module(module: str) -> None:
 
 
 def refuse(word: str, module: str, usage: str) -> None:
-    """Print the usage, or what replaces a removed command, and exit: with 0 if the word asks for help, else with 2."""
+    """Print the usage and what replaces a removed command, and exit: with 0 if the word asks for help, else with 2."""
     if word in ("-h", "--help"):
         print(usage)
         sys.exit(0)
-    unknown = f"error: there is no {word!r}; the names are listed above" if word else ""
-    removed = removed_name(module)
-    print(f"error: {removed}" if removed else f"{usage}\n{unknown}".strip(), file=sys.stderr)
+    print(usage, file=sys.stderr)
+    if word:
+        print(f"error: {removed_name(module) or f'there is no {word!r}; the names are listed above'}", file=sys.stderr)
     sys.exit(2)

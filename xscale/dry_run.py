@@ -1,23 +1,21 @@
 """`train.py --dry_run` makes all checks of a start, and prints what the run will read and need."""
 
 import argparse
-import math
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import yaml
 
-from xscale import files
 from xscale.data.corpus import Corpus
 from xscale.data.loader import Loader, StepBatch, StepDataset, worker_count
 from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure
 from xscale.data.shards import sample_texts
 from xscale.data.tokenizer import describe_unknown_tokens
-from xscale.errors import UserError, redact
+from xscale.errors import redact
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
 from xscale.run.describe import dropped_pairs_warnings, language_share_lines
@@ -62,8 +60,6 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
         sep="\n",
     )
     print(*requirement_lines(loader, module, run.config, process, hardware.device), sep="\n")
-    if not args.ranks:
-        check_disk_space(cost.checkpoint_bytes(module, run.config.resolved, run.config.precision), args.out)
     print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
 
 
@@ -84,17 +80,17 @@ def data_lines(corpus: Corpus) -> Iterator[str]:
             f"{redact(source.remote.url) if source.remote else source.directory}"
         )
     tokenizer = corpus.tokenizer
-    name = tokenizer.hf.name_or_path
-    yield f"tokenizer: {tokenizer.vocab_size:,} ids, fingerprint {tokenizer.fingerprint[:12]}, {name}"
+    yield (
+        f"tokenizer: {tokenizer.vocab_size:,} ids, fingerprint {tokenizer.fingerprint[:12]}, "
+        f"{tokenizer.hf.name_or_path}"
+    )
 
 
 def unknown_token_lines(corpus: Corpus) -> list[str]:
     """Return lines about the share of unknown tokens in each language, with a warning if it is large."""
     shares = {}
     for language in corpus.languages:
-        texts = list[str]()
-        for some in sample_texts(language, corpus.sources, UNKNOWN_SAMPLE):
-            texts += some
+        texts = list(chain.from_iterable(sample_texts(language, corpus.sources, UNKNOWN_SAMPLE)))
         shares[language] = corpus.tokenizer.unknown_share(corpus.tokenizer.encode(texts))
     return describe_unknown_tokens(shares, corpus.tokenizer.hf.name_or_path)
 
@@ -141,14 +137,3 @@ def load_rank_batch(dataset: StepDataset, plan: Plan, rank: int) -> StepBatch:
     if isinstance(batch, Failure):
         raise batch
     return batch
-
-
-def check_disk_space(size: float, out: Path) -> None:
-    """Raise UserError if the disk of --out lacks space for a checkpoint. size: the checkpoint's bytes."""
-    place = files.nearest_existing(out)
-    free = shutil.disk_usage(place).free if place.is_dir() else math.inf
-    if size > free:
-        raise UserError(
-            f"--out {out} has {free / 1e9:,.2f} GB free, but a checkpoint needs {size / 1e9:,.2f} GB; free some space, "
-            f"or choose another place"
-        )

@@ -443,8 +443,7 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
     if recipe is not None and not problems:
         recipe = dataclasses.replace(recipe, phases=build_phases(recipe, phases, tree, objectives, problems))
     if problems or recipe is None:
-        source = f"{path} with --set" if sets else f"{path}"
-        raise UserError(f"recipe {source}:\n{indent_lines(problems)}")
+        raise UserError(f"recipe {path}:\n{indent_lines(problems)}")
     return recipe
 
 
@@ -650,8 +649,6 @@ def describe_problem(details: Any, where: str, keys: tuple[str, ...]) -> str:
         return f"{name}: unknown key" if is_inner else unknown_key(name, where, keys)
     if kind == "missing":
         return f"{name}: is required"
-    if kind == "list_type":
-        return f"{name}: {value!r} is not a list; write [{value}]"
     message = details["msg"].removeprefix("Value error, ")
     if kind == "value_error" and isinstance(value, dict):  # a section's fields do not fit each other
         return f"{name}.{message}"

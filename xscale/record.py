@@ -45,13 +45,11 @@ class Record(NamedTuple):
             raise ValueError(f"not a record: it needs key, langs and texts ({error})") from None
         if isinstance(fields["langs"], str) or isinstance(fields["texts"], str) or not isinstance(key, str | int):
             raise ValueError(f"record {key!r}: langs and texts must be lists of strings, and key a string")
-        if not all(isinstance(lang, str) for lang in langs):
-            raise ValueError(f"record {key!r}: langs {list(langs)} must be strings")
         if len(langs) != len(texts) or len(texts) not in (1, 2):
             raise ValueError(f"record {key!r}: {len(langs)} langs and {len(texts)} texts; it needs 1 or 2 of each")
-        for text in texts:
+        for text in (*langs, *texts):
             if not isinstance(text, str) or not text or text.isspace():
-                raise ValueError(f"record {key!r}: a text is empty or not a string")
+                raise ValueError(f"record {key!r}: a text or a language is empty or not a string")
         links = fields.get("links")
         if links is not None and not isinstance(links, str):
             raise ValueError(f"record {key!r}: links {links!r} must be a string such as '0-0 1-2'")

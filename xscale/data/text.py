@@ -71,8 +71,6 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
                 raise UserError(f"{path} {problem}")
             blocks: Iterator[bytes] = chain([head], iter(partial(file.read, size), b""))
             if packed:
-                if _is_plain(head):
-                    raise UserError(f"{path} is plain text and not compressed; leave {path.suffix} out of its name")
                 blocks = _decompressed(blocks, path.suffix)
             for block in blocks:
                 if lines == 0:
@@ -81,23 +79,13 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
                 yield block
     except EOFError as error:
         raise UserError(
-            f"{path}: cannot be decompressed after line {lines} ({error}): the file is damaged, copy it again; or it "
-            f"is not compressed as its suffix says"
+            f"{path}: cannot be decompressed after line {lines} ({error}): copy the file again if it is incomplete; if "
+            f"it is not compressed, leave {path.suffix} out of its name"
         ) from None
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read, after line {lines} ({error.strerror or error}); give a file of text. {_TABLES}"
         ) from None
-
-
-def _is_plain(head: bytes) -> bool:
-    """Return True if the first bytes of a file are text, as when a browser has decompressed the file. head: these
-    bytes."""
-    try:
-        head[:-3].decode()
-    except UnicodeDecodeError:
-        return False
-    return len(head) > 3 and b"\0" not in head
 
 
 def _check_text(path: Path, head: bytes, is_xml: bool) -> None:

@@ -154,10 +154,10 @@ class Tokenizer:
             ids = [*tokenizer.get_vocab().values()]
         except Exception as error:
             require_sentencepiece_package(Path(path))
-            nowhere = "" if Path(path).exists() else f"no such folder in {Path.cwd()}; from the hub: "
             raise UserError(
-                f"tokenizer {path} cannot be loaded ({nowhere}{str(error).splitlines()[0]}). Set model.tokenizer to a "
-                f"Hugging Face tokenizer directory, or train one: `xscale data tokenizer --help`"
+                f"tokenizer {path} cannot be loaded from {Path.cwd() / path} or the hub "
+                f"({str(error).splitlines()[0]}). Set model.tokenizer to a Hugging Face tokenizer directory, or train "
+                f"one: `xscale data tokenizer --help`"
             ) from None
         if not tokenizer.is_fast:
             raise UserError(f"tokenizer {path} is not a fast tokenizer; convert it to a tokenizer.json")

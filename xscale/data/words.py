@@ -14,6 +14,7 @@ Shape letters: C characters of all texts, W words of one text, T tokens of words
 import hashlib
 from enum import IntEnum
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -231,13 +232,9 @@ def split_words_and_symbols(texts: list[str]) -> list[tuple[list[str], np.ndarra
     word_of = segmented.word_of[inside]
     starts = inside[np.flatnonzero(np.diff(word_of, prepend=-1))].tolist()
     ends = (inside[np.flatnonzero(np.diff(word_of, append=-1))] + 1).tolist()
-    first_words = segmented.words.tolist()
     first_chars = segmented.chars.tolist()
     result = list[tuple[list[str], np.ndarray]]()
-    for number, text in enumerate(texts):
-        first = first_words[number]
-        end = first_words[number + 1]
-        char = first_chars[number]
+    for text, char, (first, end) in zip(texts, first_chars, pairwise(segmented.words.tolist()), strict=False):
         pieces = list[str]()
         for word in range(first, end):
             pieces.append(text[starts[word] - char : ends[word] - char])

@@ -114,9 +114,9 @@ def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source]) -> li
             stream = replace(stream, sources=tuple(chosen), idle=frozenset(), language_groups=groups)
             streams.append(replace(stream, samples=stream.records(sources)))
     if not streams:
-        kinds = ", ".join(sorted({f"{source.pair} ({source.kind})" for source in sources}))
         raise UserError(
-            f"the evaluation data ({kinds}) fit no stream of the recipe; give other data, or leave out the task"
+            f"the evaluation data ({', '.join(source.pair for source in sources)}) fit no stream of the recipe; give "
+            f"other data, or leave out the task"
         )
     return streams
 
@@ -249,9 +249,8 @@ def find_number(results: dict[str, Results], path: str) -> float | None:
     try:
         return results[task][row][name]
     except KeyError:
-        rows = ", ".join(results[task])
-        numbers = ", ".join(results[task].get(row, {}))
         raise UserError(
-            f"checkpoint.best: the evaluation does not measure {path}; the rows of {task} are {rows}, and the numbers "
-            f"of row {row} are {numbers or 'none'}"
+            f"checkpoint.best: the evaluation does not measure {path}; the rows of {task} are "
+            f"{', '.join(results[task])}, and the numbers of row {row} are "
+            f"{', '.join(results[task].get(row, {})) or 'none'}"
         ) from None

@@ -63,20 +63,26 @@ def vectors_from_init(init: str, layers: int | None) -> SentenceVectors:
         try:
             folder = Path(snapshot_download(init, allow_patterns=["*.json", "[0-9]*_*/*"]))
         except Exception as error:  # of the hub, or of its HTTP library
-            reason = f"the default, since model.init {init} cannot be read ({type(error).__name__})"
-            return SentenceVectors("mean", reason)
+            return SentenceVectors(
+                "mean", f"the default, since model.init {init} cannot be read ({type(error).__name__})"
+            )
     pooling = read_pooling(folder)
     if pooling is None:
-        reason = f"the default, since no stream trained a sentence vector and model.init {init} has no {MODULES}"
-        return SentenceVectors("mean", reason)
+        return SentenceVectors(
+            "mean", f"the default, since no stream trained a sentence vector and model.init {init} has no {MODULES}"
+        )
     if layers is not None:
         return SentenceVectors(pooling, f"as in model.init {init}, whose other modules belong to its last layer")
     for module in read_modules(folder):
         if not module["type"].startswith(PACKAGE):
-            reason = f"since sentence-transformers lacks the module {module['type']} of model.init {init}"
-            return SentenceVectors(pooling, reason)
-    reason = f"with the modules and prompts of model.init {init}, since no stream trained a sentence vector"
-    return SentenceVectors(pooling, reason, folder)
+            return SentenceVectors(
+                pooling, f"since sentence-transformers lacks the module {module['type']} of model.init {init}"
+            )
+    return SentenceVectors(
+        pooling,
+        f"with the modules and prompts of model.init {init}, since no stream trained a sentence vector",
+        folder,
+    )
 
 
 def read_modules(folder: Path) -> list[dict[str, Any]]:

@@ -82,10 +82,10 @@ def read_pretrained(field: str, init: str | Path, dropout: float | None = None) 
         pointer = pointer_problem(Path(init), "config.json", "*.safetensors", "*.bin", "*.index.json")
         if pointer:
             raise UserError(f"{field} {init} cannot be loaded: {pointer}") from None
-        nowhere = "" if Path(init).exists() else f"{Path.cwd()} has no such folder, and from the hub: "
         raise UserError(
-            f"{field} {init} cannot be loaded ({nowhere}{' '.join(str(error).split())[:300]}). Give a Hugging Face "
-            f"directory with weights, a run of xscale, or a hub name on a machine that reaches the hub"
+            f"{field} {init} cannot be loaded from {Path.cwd() / init} or the hub "
+            f"({' '.join(str(error).split())[:300]}). Give a Hugging Face directory with weights, a run of xscale, or "
+            f"a hub name on a machine that reaches the hub"
         ) from None
     body = f"{lm.base_model_prefix}."
     absent = sorted(name for name in loaded["missing_keys"] if name.startswith(body) and "position_ids" not in name)

@@ -34,10 +34,6 @@ def _bert_head(model: Any) -> Head:
     return Head(transform.dense, transform.transform_act_fn, transform.LayerNorm)
 
 
-def _roberta_head(model: Any) -> Head:
-    return Head(model.lm_head.dense, F.gelu, model.lm_head.layer_norm)
-
-
 def _albert_head(model: Any) -> Head:
     predictions = model.predictions if hasattr(model, "predictions") else model.generator_predictions
     return Head(predictions.dense, predictions.activation, predictions.LayerNorm)
@@ -45,7 +41,10 @@ def _albert_head(model: Any) -> Head:
 
 HEADS: dict[str, Callable[[Any], Head]] = {
     "bert": _bert_head,
-    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _roberta_head),
+    **dict.fromkeys(
+        ("roberta", "xlm-roberta", "camembert", "mpnet"),
+        lambda model: Head(model.lm_head.dense, F.gelu, model.lm_head.layer_norm),
+    ),
     "deberta-v2": _bert_head,
     **dict.fromkeys(("albert", "electra"), _albert_head),
     "modernbert": lambda model: Head(model.head.dense, model.head.act, model.head.norm),
