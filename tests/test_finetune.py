@@ -483,7 +483,7 @@ def test_a_command_trains_and_scores(
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["de.tsv", "en.tsv", "out.json"]
     printed = capsys.readouterr().out
-    assert "3 training texts with the seeds 0 1 2, learning" in printed
+    assert "3 training texts with the seeds [0, 1, 2], learning" in printed
 
 
 def test_seeds_and_settings_decide_a_run(maker: SequenceMaker, hf: Path, tmp_path: Path) -> None:

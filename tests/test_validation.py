@@ -31,7 +31,7 @@ from xscale.eval.in_training import (
     find_number,
     find_task_sources,
     heldout_streams,
-    with_overall_means,
+    mean_scores,
 )
 from xscale.eval.retrieval import accuracies
 from xscale.metric_keys import count_key, loss_key
@@ -289,18 +289,15 @@ def test_a_number_is_found_by_its_path() -> None:
         find_number(results, "heldout/mlm/loss")
 
 
-def test_means_over_languages() -> None:
-    """Means are over languages or pairs, not over streams, with the interval of the mean."""
+def test_means_over_pairs() -> None:
+    """The mean over pairs has the interval of the mean."""
     same = accuracies(torch.eye(40), torch.eye(40), "cosine", ("en", "xx"))
     other = accuracies(torch.eye(40), torch.eye(40).roll(1, 0), "cosine", ("en", "yy"))
-    found = with_overall_means("retrieval.news", {"en-xx": same, "en-yy": other})
-    assert found["all"] == {"accuracy": 0.5} and list(found) == ["all", "en-xx", "en-yy"]
-    assert intervals({"retrieval": found})["retrieval"]["all"] == {"accuracy": [0.5, 0.5]}, (
+    means = mean_scores({"en-xx": same, "en-yy": other})
+    assert means == {"accuracy": 0.5}
+    assert intervals({"retrieval": {"all": means}})["retrieval"]["all"] == {"accuracy": [0.5, 0.5]}, (
         "every resampled text has 1 and 0"
     )
-    losses = {"mlm": {"loss": 9.0}, "mlm en": {"loss": 1.0, "count": 5}, "mlm xx": {"loss": 2.0, "count": 7}}
-    assert with_overall_means("heldout", losses) == losses | {"mlm all": {"loss": 1.5}}
-    assert with_overall_means("retrieval", {"en-xx": same})["all"] == {"accuracy": 1.0}, "also of one pair"
 
 
 def test_means_choose_among_evaluations_of_earlier_starts(tmp_path: Path) -> None:
@@ -333,14 +330,13 @@ def validation_in(out: Path, step: int, best: str | None = None) -> Validation:
     return Validation(context, recipe, {}, step, metrics)
 
 
-def test_the_log_has_the_means_of_an_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    losses = {"mlm all": {"loss": 3.0}, "mlm": {"loss": 4.0}, "mlm en": {"loss": 2.0}, "tlm": {"loss": 1.0}}
+def test_the_log_has_the_streams_and_means_of_an_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    losses = {"mlm": {"loss": 4.0}, "mlm en": {"loss": 2.0}, "tlm": {"loss": 1.0}}
     with caplog.at_level("INFO", logger=LOG.name):
         LOG.propagate = True
         validation_in(tmp_path, 5).report(10, {"heldout": losses, "retrieval": {"en-xx": {"accuracy": 0.5}}}, 1.0)
     assert caplog.records[-1].getMessage().splitlines() == [
         "evaluation of step 10, which took 1.0 s",
-        "  heldout mlm all: loss 3",
         "  heldout mlm: loss 4",
         "  heldout tlm: loss 1",
         "  retrieval en-xx: accuracy 0.5",

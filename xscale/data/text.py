@@ -73,29 +73,20 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
             if packed:
                 blocks = _decompressed(blocks, path.suffix)
             for block in blocks:
-                if lines == 0:
-                    _check_text(path, block, is_xml)
+                line = block.partition(b"\n")[0]
+                if lines == 0 and not is_xml and 3 * line.count(0) > len(line) >= 8:
+                    raise UserError(f"{path} is not lines of text; {_REMEDY}")
                 lines += block.count(b"\n")
                 yield block
     except EOFError as error:
         raise UserError(
-            f"{path}: cannot be decompressed after line {lines} ({error}): copy the file again if it is incomplete; if "
-            f"it is not compressed, leave {path.suffix} out of its name"
+            f"{path}: cannot be decompressed after line {lines} ({error}): copy it again if it is incomplete, or "
+            f"leave {path.suffix} out of its name if it is not compressed"
         ) from None
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read, after line {lines} ({error.strerror or error}); give a file of text. {_TABLES}"
         ) from None
-
-
-def _check_text(path: Path, head: bytes, is_xml: bool) -> None:
-    """Raise UserError if the first bytes of a file are those of a pointer or an error page, or are not text."""
-    problem = pointer_in(head)
-    if problem:
-        raise UserError(f"{path} {problem}")
-    line = head.partition(b"\n")[0]
-    if 3 * line.count(0) > len(line) >= 8 and not is_xml:
-        raise UserError(f"{path} is not lines of text; {_REMEDY}")
 
 
 _DECODERS: dict[str, Callable[[], Any]] = {

@@ -143,9 +143,7 @@ class Tokenizer:
             )
         # Forked workers would hang if they inherited the tokenizer's threads.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        has_json = Path(path, "tokenizer.json").exists()
-        vocabularies = ("tokenizer.json",) if has_json else ("vocab.*", "merges.txt", "*.model")
-        pointer = pointer_problem(Path(path), *vocabularies, "tokenizer_config.json", "config.json")
+        pointer = pointer_problem(Path(path), "*.json", "vocab.*", "merges.txt", "*.model")
         if pointer:  # transformers may read the three lines of a Git LFS pointer as a vocabulary
             raise UserError(f"tokenizer {path} cannot be loaded: {pointer}")
         try:

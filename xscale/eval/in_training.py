@@ -22,7 +22,7 @@ from xscale.data.shards import Source, find_sources, keep_first_records
 from xscale.data.stream import Stream, languages_and_pairs, matches_languages, unify_language_names
 from xscale.errors import UserError
 from xscale.eval import retrieval
-from xscale.eval.bootstrap import Score, mean
+from xscale.eval.bootstrap import mean
 from xscale.eval.model import ExportedModel, read_texts
 from xscale.eval.sentence_files import choose_vectors
 from xscale.metric_keys import ALL, MetricKey, direction
@@ -201,7 +201,7 @@ class RetrievalTask:
         self.note = note
 
     def measure(self) -> Results:
-        """Return a results row for each source of pairs."""
+        """Return the results row `all` with the means over the sources of pairs, and a row for each source."""
         pairs = [source.pair for source in self.sources]
         results: Results = {}
         self.model.encoder.eval()
@@ -210,34 +210,23 @@ class RetrievalTask:
             row = source.pair if pairs.count(source.pair) == 1 else f"{source.pair} ({source.directory})"
             (results[row],) = retrieval.evaluate(self.model, texts, source.langs).values()
         self.model.encoder.train()
-        return results
+        return {ALL: mean_scores(results)} | results
+
+
+def mean_scores(rows: Results) -> dict[str, float]:
+    """Return the mean of each score over the rows. Counts and the accuracies of one direction have no mean."""
+    values: dict[str, list[float]] = {}
+    for scores in rows.values():
+        for name, score in scores.items():
+            if direction(name) and "->" not in name:
+                values.setdefault(name, []).append(score)
+    return {name: mean(row_scores) for name, row_scores in values.items()}
 
 
 TASKS: dict[str, type[HeldoutTask] | type[RetrievalTask]] = {"heldout": HeldoutTask, "retrieval": RetrievalTask}
 
 
 # Results
-
-
-def with_overall_means(task: str, rows: Results) -> Results:
-    """Return rows of means over languages or pairs, followed by the task's own rows. The row of means is `all`; for
-    held-out losses, each stream has a row `STREAM all`. A number is averaged over the rows that have it."""
-    is_heldout = task.partition(".")[0] == "heldout"
-    values: dict[tuple[str, str], list[float]] = {}
-    for row, numbers in rows.items():
-        stream, _, language = row.partition(" ")
-        if is_heldout and not language:  # the row of the whole stream
-            continue
-        mean_row = f"{stream} {ALL}" if is_heldout else ALL
-        for name, value in numbers.items():
-            if direction(name) and "->" not in name:  # "->": the accuracy of one direction
-                values.setdefault((mean_row, name), []).append(value)
-    means: Results = {}
-    for (mean_row, name), row_values in values.items():
-        has_intervals = isinstance(row_values[0], Score)
-        average = mean(row_values) if has_intervals else sum(row_values) / len(row_values)
-        means.setdefault(mean_row, {})[name] = average
-    return means | rows
 
 
 def find_number(results: dict[str, Results], path: str) -> float | None:

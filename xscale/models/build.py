@@ -96,9 +96,9 @@ def read_pretrained(field: str, init: str | Path, dropout: float | None = None) 
         )
     xscale_field(lm.config, f"{field} {init}")
     fill_neutral_row(lm)
-    infinite = next((name for name, weight in lm.named_parameters() if not weight.isfinite().all()), None)
-    if infinite:
-        raise UserError(f"{field} {init}: {infinite} has weights that are not finite; use an earlier checkpoint")
+    for name, weight in lm.named_parameters():
+        if not weight.isfinite().all():
+            raise UserError(f"{field} {init}: {name} has weights that are not finite; use an earlier checkpoint")
     return lm, not loaded["missing_keys"]
 
 

@@ -4,6 +4,7 @@ Shape letters: N tokens of a row, P tokens whose states are read, B sequences, H
 embeddings, M selected states, V vocabulary.
 """
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -105,7 +106,11 @@ class Encoder(nn.Module):
         """Return the last hidden states [N, H], or with `places` those of the tokens at these places [P, H]. No place
         occurs twice."""
         seed = int(torch.randint(2**62, ())) if self.training else 0
-        run = partial(checkpoint, use_reentrant=False) if self._checkpointing and torch.is_grad_enabled() else _call
+        run = (
+            partial(checkpoint, use_reentrant=False)
+            if self._checkpointing and torch.is_grad_enabled()
+            else operator.call
+        )
         return self._states(self.lm.base_model, row, seed, run, places)
 
     def hidden_states(self, row: Tokens) -> list[Tensor]:
@@ -166,7 +171,3 @@ class Encoder(nn.Module):
         options: the optional arguments of masked_cross_entropy."""
         out = self.lm.get_output_embeddings()
         return masked_cross_entropy(features_ME, out.weight, out.bias, labels_M, **options)
-
-
-def _call(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    return function(*arguments)

@@ -15,7 +15,7 @@ from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.errors import LOG
 from xscale.eval.bootstrap import format_score, intervals
-from xscale.eval.in_training import Results, find_number, with_overall_means
+from xscale.eval.in_training import Results, find_number
 from xscale.metric_keys import ALL, direction
 from xscale.recipe import Recipe
 from xscale.run.metrics import JsonLines, RunMetrics
@@ -90,7 +90,7 @@ class Validation:
         results = dict[str, Results]()
         started = time.monotonic()
         for name, task in self.tasks.items():
-            results[name] = with_overall_means(name, task())
+            results[name] = task()
         if self.lines.file:
             self.report(step, results, time.monotonic() - started)
         return bool(self.best) and self.context.host_group.from_main(lambda: self.becomes_best(step, results))
@@ -114,9 +114,7 @@ class Validation:
             for row, scores in rows.items():
                 for name, number in scores.items():
                     entry[f"eval/{task}/{row}/{name}"] = number
-                stream, space, _ = row.rpartition(" ")
-                mean = stream + space + ALL
-                if row == mean or mean not in rows:
+                if row == ALL or (ALL not in rows and " " not in row):  # without the single languages and pairs
                     texts = [format_score(name, number) for name, number in scores.items()]
                     shown.append(f"  {task} {row}: {', '.join(texts)}")
         self.metrics.board.write([entry])

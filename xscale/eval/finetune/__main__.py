@@ -125,8 +125,7 @@ def measure_transfer(args: argparse.Namespace) -> None:
         "epochs": args.epochs or task.epochs,
         "max_length": maker.max_length,
     }
-    listed = " ".join(map(str, args.seeds))
-    print_once(f"{len(plan)} training texts with the seeds {listed}, learning rate {settings['lr']:g}")
+    print_once(f"{len(plan)} training texts with the seeds {args.seeds}, learning rate {settings['lr']:g}")
     features_of_tests = {}
     for test, examples in tests.items():
         features_of_tests[test] = [task.encode(example, maker, None) for example in examples]
