@@ -4,7 +4,6 @@ import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import yaml
@@ -13,8 +12,6 @@ from xscale.data.corpus import Corpus
 from xscale.data.loader import Loader, StepBatch, StepDataset, worker_count
 from xscale.data.mixture import Plan, initial_state
 from xscale.data.planner import Failure
-from xscale.data.shards import sample_texts
-from xscale.data.tokenizer import describe_unknown_tokens
 from xscale.errors import redact
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
@@ -27,8 +24,6 @@ from xscale.step.ds_config import EngineConfig, Hardware, read_ds_config
 from xscale.step.engine import check_stage_3
 from xscale.step.module import StepModule
 
-UNKNOWN_SAMPLE = 1024
-"""The number of records of each language in which unknown tokens are counted."""
 PLANNED_MEMORY = 80 << 30
 """The bytes of memory of the GPUs for which a dry run with --ranks plans on a machine without a GPU."""
 
@@ -54,7 +49,6 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
         redact(yaml.safe_dump(run.recipe.to_dict(), sort_keys=False, allow_unicode=True)),
         "ds_config: " + yaml.safe_dump(run.config.resolved, sort_keys=False),
         *data_lines(run.corpus),
-        *unknown_token_lines(run.corpus),
         *language_share_lines(loader),
         *dropped_pairs_warnings(loader),
         sep="\n",
@@ -84,15 +78,6 @@ def data_lines(corpus: Corpus) -> Iterator[str]:
         f"tokenizer: {tokenizer.vocab_size:,} ids, fingerprint {tokenizer.fingerprint[:12]}, "
         f"{tokenizer.hf.name_or_path}"
     )
-
-
-def unknown_token_lines(corpus: Corpus) -> list[str]:
-    """Return lines about the share of unknown tokens in each language, with a warning if it is large."""
-    shares = {}
-    for language in corpus.languages:
-        texts = list(chain.from_iterable(sample_texts(language, corpus.sources, UNKNOWN_SAMPLE)))
-        shares[language] = corpus.tokenizer.unknown_share(corpus.tokenizer.encode(texts))
-    return describe_unknown_tokens(shares, corpus.tokenizer.hf.name_or_path)
 
 
 def requirement_lines(

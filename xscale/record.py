@@ -51,13 +51,14 @@ class Record(NamedTuple):
             if not isinstance(text, str) or not text or text.isspace():
                 raise ValueError(f"record {key!r}: a text or a language is empty or not a string")
         links = fields.get("links")
-        if links is not None and not isinstance(links, str):
-            raise ValueError(f"record {key!r}: links {links!r} must be a string such as '0-0 1-2'")
+        doc = fields.get("doc")
+        if not isinstance(links, str | None) or not isinstance(doc, str | int | None):
+            raise ValueError(
+                f"record {key!r}: links {links!r} must be a string such as '0-0 1-2', and doc {doc!r} a string or a "
+                f"whole number"
+            )
         if isinstance(key, str) and not key.isascii() and not can_be_encoded(key):
             raise ValueError(f"record {key!r}: its key has an unpaired surrogate, which UTF-8 cannot encode")
-        doc = fields.get("doc")
-        if doc is not None and not isinstance(doc, str | int):
-            raise ValueError(f"record {key!r}: doc {doc!r} must be a string or a whole number")
         return cls(str(key), langs, texts, links, doc)
 
 
@@ -144,7 +145,7 @@ def record_of_members(
             f"--langs LANG`, or `mono: LANG` in corpus.yaml"
         )
     links = members["links.txt"].decode().strip() if "links.txt" in members else None
-    order = [lang for lang in langs if lang in texts] if langs else list(texts)
+    order = [lang for lang in langs or texts if lang in texts]
     if whole and len(order) < len(texts):
         raise ValueError(
             f"sample {key!r} has texts in {', '.join(texts)}, but the samples before in "

@@ -167,8 +167,8 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
             f"{path}: every entry of the dictionary has unknown tokens; give a tokenizer for these languages, or move "
             f"the file to another folder"
         )
-    content = "\n".join("\t".join(entry) for entry in file_entries).encode()
-    fingerprint = hashlib.sha256(content).hexdigest()[:16]
+    content = "\n".join(map("\t".join, file_entries))
+    fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
     return Lexicon(langs, words, (source_ids, target_ids), fingerprint, path, len(file_entries) - len(words))
 
 
