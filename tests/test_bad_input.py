@@ -357,7 +357,7 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
         ([("a.jsonl", b'{"key": null, "langs": ["en"], "texts": ["x"]}')], "record 0: record None: .* key a string"),
         (
             [("a.jsonl", b'{"key": "a", "langs": [1], "texts": ["x"]}')],
-            "record 0: .* must be strings",
+            "record 0: .* a text or a language is empty or not a string",
         ),
         (
             [("a.jsonl", b'{"key": "a", "langs": ["e\\u001b[1m"], "texts": ["x"]}')],

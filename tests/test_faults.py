@@ -157,13 +157,9 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
             resolve_run("tlm", sets, [demo / "pairs"])
     with pytest.raises(UserError, match=rf"model\.init {name} does not exist"):
         read_pretrained("model.init", name)
-    with pytest.raises(
-        UserError, match=rf"model\.init owner/absent cannot be loaded from {tmp_path}/owner/absent"
-    ):
+    with pytest.raises(UserError, match=rf"model\.init owner/absent cannot be loaded from {tmp_path}/owner/absent"):
         read_pretrained("model.init", "owner/absent")
-    with pytest.raises(
-        UserError, match=rf"tokenizer owner/absent cannot be loaded from {tmp_path}/owner/absent"
-    ):
+    with pytest.raises(UserError, match=rf"tokenizer owner/absent cannot be loaded from {tmp_path}/owner/absent"):
         Tokenizer("owner/absent")
 
 
