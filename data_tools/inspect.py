@@ -18,7 +18,7 @@ from xscale import files
 from xscale.data.link_projection import parse_pharaoh
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source, list_source_folders, read_index
-from xscale.data.tokenizer import Tokenizer, describe_unknown_tokens
+from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split_words_and_symbols
 from xscale.errors import UserError
 from xscale.record import Record
@@ -29,6 +29,8 @@ from .index import scan_tar, summary_line
 SAMPLE = 10_000
 """The maximum number of a source's records in which words, links and tokens are counted."""
 SHARDS_SHOWN = 20
+UNKNOWN = 0.002
+"""A warning is printed if more than this share of the tokens of a language's text is unknown."""
 
 
 def print_lengths(lang: str, texts: list[str]) -> None:
@@ -117,12 +119,18 @@ def describe(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[st
     print(summary_line(source.directory, read_index(source.directory)[0]))
     for about in source.shards[:SHARDS_SHOWN]:
         print(f"  {about.name}  {about.records:,} records  {about.bytes:,} bytes  sha256 {about.sha256[:16]}")
-    unknown = dict[str, float]()
     for side, lang in enumerate(source.langs):
         texts = [record.texts[side] for record in records]
         print_lengths(lang, texts)
         if tokenizer:
-            unknown[lang] = tokenizer.unknown_share(tokenizer.encode(texts))
+            tokens = np.concatenate(tokenizer.encode(texts))
+            share = (tokens == tokenizer.hf.unk_token_id).mean()
+            print(f"unknown tokens: {share:.2%} of the tokens in {lang}")
+            if share > UNKNOWN:
+                print(
+                    f"warning: {share:.1%} of the tokens in {lang} are unknown to the tokenizer, and the model cannot "
+                    f"learn from them; train a tokenizer on text in {lang}, with a larger --vocab_size"
+                )
     if "documents" in source.index:
         print(f"  sentences a document {source.records / source.index['documents']:.1f} on average")
     linked = [record for record in records if record.links is not None]
@@ -134,8 +142,6 @@ def describe(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[st
             links["tokens_per_target"] = linked_tokens_per_target(linked, tokenizer)
         for name, value in links.items():
             print(f"  links: {name} {value}")
-    for line in describe_unknown_tokens(unknown, tokenizer.hf.name_or_path if tokenizer else ""):
-        print(line)
     for number in evenly_spaced(len(records), shown):
         print("  " + records[number].to_json())
     return {"directory": str(source.directory), "name": source.name, "kind": source.kind, "records": source.records,

@@ -170,7 +170,7 @@ def test_runs_before_their_first_step_have_a_page(run: Path, tmp_path: Path) -> 
     broken = write_run(tmp_path / "broken", [{"step": 1, "loss": None, "tokens": 10**400}], [], {})
     page = page_of(empty, broken, run, out=tmp_path / "r.html")
     assert row_of(page, "state")[0] == "no status.json" and row_of(page, "steps") == ["0", "1", "24"]
-    assert row_of(page, "loss")[:2] == ["–", "not finite"]
+    assert row_of(page, "loss")[:2] == ["–", "nan"]
 
 
 # Result files

@@ -96,8 +96,6 @@ def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
             f"first layers alone give other states; export all layers, and evaluate with --layer {layers}"
         )
     config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
     first = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
     first.load_state_dict(lm.state_dict(), strict=False)
     return first

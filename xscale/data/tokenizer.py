@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -63,26 +62,8 @@ def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
         )
 
 
-UNKNOWN = 0.002
-"""A warning is logged if more than this share of the tokens of a language's text is unknown."""
-
-
 MOST_GAPS = 4
 """A tokenizer is refused if its largest id is more than this many times its number of tokens."""
-
-
-def describe_unknown_tokens(shares: Mapping[str, float], path: str | Path) -> list[str]:
-    """Return lines for the log about unknown tokens. shares: the share of unknown tokens in each language's text, by
-    language. path: the tokenizer."""
-    lines = list[str]()
-    for language, share in shares.items():
-        lines.append(f"unknown tokens: {share:.2%} of the tokens in {language}")
-        if share > UNKNOWN:
-            lines.append(
-                f"warning: {share:.1%} of the tokens in {language} are unknown to tokenizer {path}, and the model "
-                f"cannot learn from them; train a tokenizer on text in {language}, with a larger --vocab_size"
-            )
-    return lines
 
 
 def require_sentencepiece_package(folder: Path) -> None:
@@ -232,11 +213,6 @@ class Tokenizer:
             # The tokenizer gives a space before a text's first word the span of the word's first character.
             spans[flat == self._space] = 0
         return ids, token_words(texts, counts, spans)
-
-    def unknown_share(self, ids: list[list[int]]) -> float:
-        """Return the share of unknown tokens. ids: the token ids of several texts."""
-        tokens = np.array(list(chain.from_iterable(ids)))
-        return float((tokens == self.hf.unk_token_id).mean()) if len(tokens) else 0.0
 
     def _pair_template(self) -> PairTemplate:
         """Return the special tokens of a pair, from an encoded example. They are [CLS] A [SEP] B [SEP] if the tokenizer

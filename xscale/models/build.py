@@ -56,6 +56,14 @@ BERT's shapes of Turc et al. (2019; small has 8 layers), xlmr-base is XLM-R's (C
 mmBERT's (Marone et al. 2025)."""
 
 
+BERT_DROPOUT_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+DROPOUT_FIELDS = {
+    "distilbert": ("dropout", "attention_dropout"),
+    "modernbert": ("embedding_dropout", "attention_dropout", "mlp_dropout"),
+}
+"""{type of a model: the fields of its config with dropout probabilities}. Other types have BERT's fields."""
+
+
 def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
     """Return the model of `model.init` in fp32, from a Hugging Face directory or hub name. Raises UserError."""
     lm, has_head = read_pretrained("model.init", init, dropout)
@@ -223,11 +231,7 @@ def preset_config(preset: str, vocab_size: int, pad_id: int, max_length: int, dr
 
 def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
     """Return the config's fields, by name, that give all layers this dropout probability."""
-    if model_type == "distilbert":
-        return {"dropout": dropout, "attention_dropout": dropout}
-    if model_type == "modernbert":
-        return {"embedding_dropout": dropout, "attention_dropout": dropout, "mlp_dropout": dropout}
-    return {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return dict.fromkeys(DROPOUT_FIELDS.get(model_type, BERT_DROPOUT_FIELDS), dropout)
 
 
 def configured_dropout(init: str | Path | None) -> float:

@@ -1,6 +1,5 @@
 """Makes the report page: one HTML file that needs no other file."""
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import chain
@@ -56,9 +55,7 @@ def format_cell(cell: Cell) -> str:
     """Return the text of a cell; a number has four digits, an empty cell a dash."""
     if cell is None or isinstance(cell, str):
         return cell or "–"
-    if not math.isfinite(cell):
-        return "not finite"
-    if abs(cell) >= 1000 or cell == int(cell):
+    if abs(cell) >= 1000 or float(cell).is_integer():
         return f"{cell:,.0f}"
     return f"{cell:.4g}"
 
