@@ -128,8 +128,9 @@ def describe(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[st
             print(f"unknown tokens: {share:.2%} of the tokens in {lang}")
             if share > UNKNOWN:
                 print(
-                    f"warning: {share:.1%} of the tokens in {lang} are unknown to the tokenizer, and the model cannot "
-                    f"learn from them; train a tokenizer on text in {lang}, with a larger --vocab_size"
+                    f"warning: {share:.1%} of the tokens in {lang} are unknown to tokenizer "
+                    f"{tokenizer.hf.name_or_path}, and the model cannot learn from them; train a tokenizer on text in "
+                    f"{lang}, with a larger --vocab_size"
                 )
     if "documents" in source.index:
         print(f"  sentences a document {source.records / source.index['documents']:.1f} on average")
