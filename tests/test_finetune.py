@@ -88,6 +88,9 @@ GOOD = {
     "SIB-200": ("sentences", "a.tsv", "index_id\tcategory\ttext\n7\ttravel\tgo\n", [(("go",), ("travel",))]),
     "sentences": ("sentences", "a.tsv", "go\ttravel\n", [(("go",), ("travel",))]),
     "two labels": ("sentences", "a.tsv", "label\ttext\tcategory\n7\tgo\ttravel\n", [(("go",), ("7",))]),
+    "a blank first line": ("sentences", "a.tsv", "\ncategory\ttext\ntravel\tgo\n", [(("go",), ("travel",))]),
+    "several columns of tags": ("ner", "a.jsonl", '{"tokens": ["Ann"], "ner_tags": ["B-PER"], "pos_tags": ["NNP"], '
+                                '"tags": ["X"]}\n', [(("Ann",), ("B-PER",))]),
     "SNLI": ("xnli", "a.jsonl", '{"premise": "a", "hypothesis": "b", "label": -1}\n'
              '{"premise": "a", "hypothesis": "c", "label": 1}\n', [(("a", "c"), ("1",))]),
     "SQuAD": ("xquad", "a.json", squad(("q0", "Who?", "", 0), ("q", "When?", "1843", 16)),
@@ -151,27 +154,38 @@ def test_bad_files_are_named_with_the_line(tmp_path: Path, what: str) -> None:
 
 
 def test_local_data_sets(tmp_path: Path) -> None:
-    """The folder of save_to_disk and its .parquet give the same examples, with names for the numbers of labels."""
+    """The folder of save_to_disk and its .parquet give the same examples, with names for the numbers of labels. A file
+    that `datasets` has cached in the folder is not read."""
     import datasets
 
     text = datasets.Value("string")
     features = datasets.Features({"premise": text, "hypothesis": text})
     features["label"] = datasets.ClassLabel(names=["entailment", "neutral"])
     pairs = datasets.Dataset.from_dict({"premise": ["a"], "hypothesis": ["c"], "label": [1]}, features=features)
-    pairs.save_to_disk(tmp_path / "disk")
+    pairs.save_to_disk(tmp_path / "disk[1]")
+    (data,) = (tmp_path / "disk[1]").glob("*.arrow")
+    (tmp_path / "disk[1]" / "cache-1.arrow").write_bytes(data.read_bytes())
     pairs.to_parquet(tmp_path / "a.parquet")
-    for name in ("disk", "a.parquet"):
+    for name in ("disk[1]", "a.parquet"):
         (example,) = read_examples(TASKS["xnli"], tmp_path / name, "en", None)
         assert (example.texts, example.labels, example.place) == (("a", "c"), ("neutral",), "row 1")
     datasets.DatasetDict({"test": pairs}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(UserError, match=r"splits.*folder of one split"):
+    with pytest.raises(UserError, match=r"splits has the splits test; give the folder of one split"):
         read_examples(TASKS["xnli"], tmp_path / "splits", "en", None)
+    data.write_text(POINTER)
+    with pytest.raises(UserError, match=rf"{data.name} is a pointer of Git LFS"):
+        read_examples(TASKS["xnli"], tmp_path / "disk[1]", "en", None)
     tagged = datasets.Features({"id": text, "tokens": datasets.List(text)})
     tagged["ner_tags"] = datasets.List(datasets.ClassLabel(names=["O", "B-PER"]))
     tags = datasets.Dataset.from_dict({"id": ["s7"], "tokens": [["Ann", "ran"]], "ner_tags": [[1, 0]]}, features=tagged)
     tags.save_to_disk(tmp_path / "tags")
     (example,) = read_examples(TASKS["ner"], tmp_path / "tags", "en", None)
-    assert (example.texts, example.labels, example.place) == (("Ann", "ran"), ("B-PER", "O"), "row s7")
+    assert (example.texts, example.labels, example.place) == (("Ann", "ran"), ("B-PER", "O"), "row 1")
+    answers = {"text": ["Ada"], "answer_start": [0]}
+    question = {"id": "q7", "question": "Who?", "context": "Ada wrote it.", "answers": answers}
+    (tmp_path / "a.jsonl").write_text(json.dumps(question))
+    (example,) = read_examples(TASKS["xquad"], tmp_path / "a.jsonl", "en", None)
+    assert example.place == "question q7"
 
 
 # Scores
@@ -416,6 +430,7 @@ def test_means_deviations_delta_and_the_majority() -> None:
         ("--train en=de.tsv en=de.tsv", "each language once"),
         ("--train fr=de.tsv --source en", "--source is no longer part of xscale"),
         ("--train en=de.tsv de=de.tsv fr=de.tsv", "no test: give --test fr=FILE"),
+        ("--train en=de.tsv de=de.tsv ger=other.tsv", "other.tsv is the second file for supervised scores in ger"),
         ("--train en=de.tsv --test de=other.tsv", "other.tsv: line 2: the label 'y' is nowhere in de.tsv"),
         ("--train en=de.tsv --code_switch", "--code_switch needs .* --translated"),
         ("--translated de=de.tsv --code_switch", "--code_switch needs --train"),
@@ -433,8 +448,11 @@ def test_what_a_user_does_wrong_is_said_before_any_work(
     (tmp_path / "other.tsv").write_text("a\tb\tneutral\nc\td\ty\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(launch.ROOT / "xscale/eval/finetune/__main__.py")])
-    assert command.main(f"--model hf --task xnli --test de=de.tsv --out out.json {words}".split()) == 2
+    line = f"--model hf --task xnli --test de=de.tsv --out out.json {words}".split()
+    assert command.main(line) == 2
     assert re.search(problem, capsys.readouterr().err)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert command.main(line) == 2 and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -193,10 +193,11 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger("accelerate").setLevel(logging.ERROR)
         measure_transfer(args)
         return 0
-    except NotFinite as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    except (UserError, OSError) as error:
+    except (UserError, NotFinite) as error:
+        if env_number("LOCAL_RANK", 0) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 3 if isinstance(error, NotFinite) else 2
+    except OSError as error:
         return report_error(error)
 
 

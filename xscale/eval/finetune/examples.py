@@ -17,18 +17,15 @@ from xscale.files import pointer_problem
 
 Columns = dict[str, Any]
 """{name of a column: its value in one row}."""
-OTHER_NAMES = {
-    "sentence": "text",
-    "sentence1": "premise",
-    "sentence2": "hypothesis",
-    "gold_label": "label",
-    "category": "label",
-    "words": "tokens",
-    "upos": "tags",
-    "pos_tags": "tags",
-    "ner_tags": "tags",
+COLUMN_NAMES = {
+    "text": ("text", "sentence"),
+    "premise": ("premise", "sentence1"),
+    "hypothesis": ("hypothesis", "sentence2"),
+    "label": ("label", "gold_label", "category"),
+    "tokens": ("tokens", "words"),
+    "tags": ("upos", "ner_tags", "pos_tags", "tags"),
 }
-"""{name that data sets have for a column: its name here}."""
+"""{name of a column here: its names in data sets}. If a row has several of them, the first one counts."""
 
 
 @dataclass(frozen=True)
@@ -59,49 +56,64 @@ def print_once(text: str) -> None:
 
 
 def rename_columns(row: Columns) -> Columns:
-    """Return the columns of a row with the names that they have here. A column that has its name here stays."""
-    return {OTHER_NAMES.get(name, name): value for name, value in row.items()} | row
+    """Return the columns of a row, also with the names that they have here."""
+    renamed = dict(row)
+    for name, other_names in COLUMN_NAMES.items():
+        for other_name in reversed(other_names):
+            if other_name in row:
+                renamed[name] = row[other_name]
+    return renamed
 
 
-def read_table(files: Path) -> Iterator[tuple[str, Columns]]:
-    """Yield the rows of a table, with the names of labels instead of their numbers. files: a file, or the pattern of
-    several. Raises UserError."""
+def read_table(path: Path) -> Iterator[tuple[str, Columns]]:
+    """Yield the rows of a table, with the names of labels instead of their numbers. Raises UserError."""
     import datasets
 
-    problem = pointer_problem(files)
+    problem = pointer_problem(path, "*.json", "*.arrow") if path.is_dir() else pointer_problem(path)
     if problem:
         raise UserError(problem)
-    builder = {".arrow": "arrow", ".parquet": "parquet"}.get(files.suffix, "json")
     try:
-        table = datasets.load_dataset(builder, data_files=str(files), split="train")
+        if path.is_dir():
+            table = datasets.load_from_disk(str(path))
+        else:
+            builder = "parquet" if path.suffix == ".parquet" else "json"
+            table = datasets.load_dataset(builder, data_files=str(path), split="train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise UserError(
-            f"{files} cannot be read as a table: {reason}; give JSON Lines, Parquet, or the folder of one split that "
+            f"{path} cannot be read as a table: {reason}; give JSON Lines, Parquet, or the folder of one split that "
             f"save_to_disk of `datasets` wrote"
         ) from None
+    if isinstance(table, datasets.DatasetDict):
+        raise UserError(f"{path} has the splits {', '.join(table)}; give the folder of one split: {path}/SPLIT")
     for number, row in enumerate(table, start=1):
         for name, feature in table.features.items():
             labels = getattr(feature, "feature", feature)  # of a list, the type of its elements
             if isinstance(labels, datasets.ClassLabel) and row[name] not in (None, -1):
                 row[name] = labels.int2str(row[name])
-        yield f"row {row.get('id', number)}", row
+        place = f"row {number}"
+        if {"id", "question"} <= row.keys():
+            place = f"question {row['id']}"
+        yield place, row
 
 
 def read_tab_separated(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Columns]]:
-    """Yield the rows of a file of lines with tabs between the columns. columns: their names, unless the first line is a
-    header. The last column is the label. Raises UserError."""
-    names = list(columns)
+    """Yield the rows of a file of lines with tabs between the columns. columns: their names, unless the first line with
+    text is a header. The last column is the label. Raises UserError."""
+    names: list[str] = []
     for number, line in read_lines(path):
         fields = list(map(str.strip, line.split("\t")))
-        header = list(map(str.lower, fields))
-        if number == 1 and set(columns[:-1]) <= rename_columns(dict.fromkeys(header)).keys():
-            names = header
-        elif fields != [""]:
-            if len(fields) != len(names):
-                form = "<TAB>".join(names)
-                raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {form}; fix the line")
-            yield f"line {number}", dict(zip(names, fields, strict=True))
+        if fields == [""]:
+            continue
+        if not names:
+            names = list(map(str.lower, fields))
+            if set(columns[:-1]) <= rename_columns(dict.fromkeys(names)).keys():
+                continue
+            names = list(columns)
+        if len(fields) != len(names):
+            form = "<TAB>".join(names)
+            raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {form}; fix the line")
+        yield f"line {number}", dict(zip(names, fields, strict=True))
 
 
 def read_tagged_sentences(path: Path) -> Iterator[tuple[str, Columns]]:

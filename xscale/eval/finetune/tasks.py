@@ -321,10 +321,8 @@ TASKS: dict[str, AnyTask] = {
 def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -> list[LabelledExample]:
     """Return the examples of a file. Rows in another language are skipped. The number of rows that are left out is
     printed. limit: the maximum number of rows in the language. Raises UserError."""
-    if path.is_dir():
-        path /= "*.arrow"
     rows = task.read_rows(path)
-    if {".arrow", ".jsonl", ".parquet"} & set(path.suffixes):
+    if path.is_dir() or {".jsonl", ".parquet"} & set(path.suffixes):
         rows = read_table(path)
     rows_in_language = (row for row in rows if short_code(row[1].get("language", language)) == short_code(language))
     examples: list[LabelledExample] = []

@@ -50,9 +50,9 @@ def plan_training(
     task: AnyTask, train: Texts, translated: Texts, tests: Texts, code_switch: bool
 ) -> list[TrainingText]:
     """Return all training texts with the settings of their tests. The first language of `train` is the source language.
-    code_switch: replace translated examples by code-switched ones. Raises UserError if a text has no test, or if a test
-    has a label that the text lacks."""
-    plan = []
+    code_switch: replace translated examples by code-switched ones. Raises UserError if a text has no test, if another
+    text has the same setting of a test, or if a test has a label that the text lacks."""
+    plan: list[TrainingText] = []
     source = next(iter(train), "")
     for setting, texts in ((SUPERVISED, train), (TRANSLATE_TRAIN, translated)):
         for language, examples in texts.items():
@@ -62,6 +62,8 @@ def plan_training(
                 settings = dict.fromkeys(tests, ZERO_SHOT) | settings
             if not settings:
                 raise UserError(f"{path} has no test: give --test {language}=FILE, or leave the file out")
+            if any(settings.items() & text.settings.items() for text in plan):
+                raise UserError(f"{path} is the second file for {setting} scores in {language}; leave one of both out")
             labels = task.list_labels(examples)
             for example in chain.from_iterable(tests[test] for test in settings):
                 absent = set(example.labels).difference(labels)
