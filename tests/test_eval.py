@@ -297,7 +297,7 @@ def test_retrieval_is_that_of_sentence_transformers(measure: Measure, hf: Path, 
     """Every layer, pooling and margin, on sentences that are cut at the model's positions, too; the default is one of
     them, and negative numbers count from the end."""
     texts = [json.loads(line)["texts"] for tar in sorted((demo / "heldout").rglob("*.tar")) for line in tar_lines(tar)]
-    every = ("--pooling", "mean", "cls", "--margin", "cosine", "ratio")
+    every = ("--pooling", "mean", "cls", "mean", "--margin", "cosine", "ratio")
     _, found = measure("--task", "retrieval", *every, "--layer", "all")
     scores = found["results"]["retrieval"]
     same_as_the_reference(scores, hf, texts[:60], ("en", "xx"))

@@ -1,5 +1,6 @@
 """Neighbours, plain lines and word alignment: against loops by hand, and transformers alone."""
 
+import gzip
 import json
 import math
 import re
@@ -86,7 +87,8 @@ def test_plain_lines_are_read_as_shards_are(
     (tmp_path / "flores").mkdir()
     for language, texts in lines.items():
         (tmp_path / "flores" / f"{language}.devtest").write_text("".join(f"{text}\n" for text in texts))
-    task = ("--task", "retrieval", "--texts", tmp_path)
+    (tmp_path / "none").mkdir()
+    task = ("--task", "retrieval", "--texts", tmp_path / "flores", tmp_path / "none")
     code, found = command(*task)
     assert code == 0 and list(found["results"]["retrieval"]) == ["deu_Latn-eng_Latn", "eng_Latn-fra_Latn"]
     files = [tmp_path / "flores" / f"{language}.devtest" for language in ("eng_Latn", "deu_Latn")]
@@ -97,6 +99,10 @@ def test_plain_lines_are_read_as_shards_are(
     assert command(*task, "--limit", 7)[1]["results"]["retrieval"]["deu_Latn-eng_Latn"]["sentences"] == 7
     (tmp_path / "flores" / "deu_Latn.devtest").write_text("one line\n")
     assert command(*task)[0] == 2 and "deu_Latn.devtest has 1 lines" in capsys.readouterr().err
+    for path in (tmp_path / "flores").iterdir():
+        path.with_suffix(".gz").write_bytes(gzip.compress(b""))
+        path.unlink()
+    assert command(*task)[0] == 2 and "eng_Latn.gz has 0 lines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -246,7 +252,7 @@ def test_real_gold(real: Path) -> None:
         (("aer",), "--aer en-es FILE.tsv"),
         (("aer", "--aer", "en-es"), "--aer en-es: .*FILE.tsv"),
         (("retrieval",), r"--data \(not given\) has no sentence pairs"),
-        (("retrieval", "--texts", "nowhere"), "--texts nowhere: no parallel text"),
+        (("retrieval", "--texts", "nowhere", "nothing"), "--texts nowhere nothing: no parallel text"),
         (("retrieval", "--suite", "all"), "--suite is no longer part of xscale"),
     ],
 )

@@ -124,15 +124,18 @@ def test_a_long_curve_is_thinned_to_means_of_equal_ranges() -> None:
 
 
 def test_runs_side_by_side(run: Path, tmp_path: Path) -> None:
-    """A run without a number has a dash. Charts have a line for each run."""
+    """A run without a number or score has a dash. Charts have a line for each run."""
     recipe = {"streams": {"mlm": {"samples": 4}}}
     entries = [{"step": 1, "loss": 0.01, "loss/mlm": 0.01}]
-    other = write_run(tmp_path / "other", entries, [evaluation(1, 0.8)], recipe)
+    last = evaluation(1, 0.8)
+    del last["results"]["retrieval"]["en-de"]
+    other = write_run(tmp_path / "other", entries, [last], recipe)
     page = page_of(run, other, out=tmp_path / "report.html")
     assert row_of(page, "loss")[1] == "0.01"
     assert row_of(page, "tokens_per_s") == ["200", "–"]
     assert row_of(page, "mlm", "loss") == ["0.36", "4.5", "+4.14, no interval"]
     assert row_of(page, "all", "accuracy") == ["0.6 [0.55, 0.65]", "0.8 [0.75, 0.85]", "+0.2, no interval"]
+    assert row_of(page, "en-de", "accuracy") == ["0.5", "–", "–"] and "not in file" not in page
     assert all(f"sum, {path}" in pictures(page)[0] for path in (run, other))
 
 
@@ -162,12 +165,18 @@ def test_a_broken_last_line_is_left_out(tmp_path: Path, last: str) -> None:
 
 
 def test_runs_before_their_first_step_have_a_page(run: Path, tmp_path: Path) -> None:
-    """Without lines, without metrics.jsonl and status.json, and with numbers that are not finite."""
+    """Without lines, without metrics.jsonl and status.json, and with numbers that are not finite, which have no
+    chart; an empty config.yaml says nothing, nor does a status.json of another form."""
     empty = write_run(tmp_path / "empty", [], [], {})
     assert row_of(page_of(empty, out=tmp_path / "r.html"), "steps") == ["0"]
     for name in ("metrics.jsonl", "evals.jsonl", "status.json"):
         (empty / name).unlink()
     broken = write_run(tmp_path / "broken", [{"step": 1, "loss": None, "tokens": 10**400}], [], {})
+    nan = evaluation(1, 0.5) | {"results": {"heldout": {"mlm": {"loss": None}}}}
+    (broken / "evals.jsonl").write_text(json.dumps(nan) + "\n")
+    (broken / "config.yaml").write_text("")
+    (broken / "status.json").write_text("[]")
+    assert pictures(page_of(broken, out=tmp_path / "r.html")) == []
     page = page_of(empty, broken, run, out=tmp_path / "r.html")
     assert row_of(page, "state")[0] == "no status.json" and row_of(page, "steps") == ["0", "1", "24"]
     assert row_of(page, "loss")[:2] == ["–", "nan"]

@@ -69,7 +69,7 @@ def evaluate(
     Raises UserError for layers that the model lacks.
     """
     numbers = layer_numbers(layers, model)
-    measured_poolings = poolings or [model.pooling]
+    measured_poolings = list(dict.fromkeys(poolings or [model.pooling]))
     sides = []
     for side, language in enumerate(langs):
         texts_of_side = [pair[side] for pair in texts]

@@ -160,19 +160,18 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
 
     rows: list[ResultsRow] = []
     for folder in args.texts:
-        texts = find_parallel_files(folder)
-        if not texts:
-            raise UserError(
-                f"--texts {folder}: no parallel text; give folders with files whose lines n are the same sentence in "
-                f"two languages, such as eng_Latn.devtest and deu_Latn.devtest"
-            )
-        for name, files in texts.items():
+        for name, files in find_parallel_files(folder).items():
             has_english = "en" in map(short_code, files)
             for langs in combinations(sorted(files), 2):
                 if not has_english or "en" in map(short_code, langs):
                     read = partial(read_parallel_lines, files[langs[0]], files[langs[1]], args.limit)
                     rows.append(ResultsRow("retrieval", pair_name(langs), Path(name), partial(evaluate, langs, read)))
-    if args.data or not args.texts:
+    if args.texts and not rows and not args.data:
+        raise UserError(
+            f"--texts {' '.join(map(str, args.texts))}: no parallel text; give folders with files whose lines n are "
+            f"the same sentence in two languages, such as eng_Latn.devtest and deu_Latn.devtest"
+        )
+    if args.data or not rows:
         for source in pair_sources(args, sources):
             read = partial(read_texts, source, args.limit or RECORDS)
             row = ResultsRow("retrieval", source.pair, source.directory, partial(evaluate, source.langs, read))
@@ -197,9 +196,10 @@ def find_parallel_files(folder: Path) -> dict[str, dict[str, Path]]:
 
 
 def read_parallel_lines(first: Path, second: Path, limit: int | None) -> list[tuple[str, ...]]:
-    """Return the pairs of lines of two files, at most `limit` of them. Raises UserError if one file has more lines."""
+    """Return the pairs of lines of two files, at most `limit` of them. Raises UserError if one file has more lines, or
+    if neither has any."""
     sides = [aer.read_plain_lines(path)[:limit] for path in (first, second)]
-    if len(sides[0]) != len(sides[1]):
+    if not 0 < len(sides[0]) == len(sides[1]):
         raise UserError(
             f"{first} has {len(sides[0]):,} lines, {second} has {len(sides[1]):,}; lines n of both files must be "
             f"translations of one another. Correct the wrong file, or move it elsewhere"

@@ -17,8 +17,8 @@ PAIRED = (
     "Brackets are 95 % intervals. A difference from the first model (`− first`) has the interval and the p value of a "
     "paired bootstrap: all models are resampled with the same sentences. `not in file`: evaluate the model with the "
     "same --task, --data, --pooling and --layer; a smaller model may lack the layer. `no interval`: the score is not "
-    "over sentences, such as `alignment`, or a training run measured it. A dash: one of the two models lacks the "
-    "score, or the number has no better direction."
+    "over sentences, such as `alignment`. A dash: one of the two models lacks the score, or the number has no better "
+    "direction."
 )
 
 
@@ -43,7 +43,9 @@ def render_page(runs: dict[str, Run], models: dict[str, Results]) -> str:
     sections = run_sections(runs) if runs else []
     if models:
         sections.append(Section("Results"))
-        add_scores(sections[-1], models)
+        if len(models) > 1:
+            sections[-1].note = PAIRED
+        add_scores(sections[-1], models, "not in file")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"cell": format_cell, "picture": draw_chart}
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -65,7 +67,7 @@ def format_cell(cell: Cell) -> str:
 
 def run_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of the page about runs. A line of a chart is a stream's term, a language or a row of scores;
-    with several runs, each run has its own lines."""
+    with several runs, each run has its own lines. A line without a number is left out."""
     sections = {title: Section(title) for title in ("Summary", "Losses", "Languages", "Scores", "Metrics")}
     summaries: dict[str, dict[str, Cell]] = {}
     means: dict[str, dict[str, Cell]] = {}
@@ -77,6 +79,8 @@ def run_sections(runs: dict[str, Run]) -> list[Section]:
         suffix = f", {run_name}" if len(runs) > 1 else ""
         for metric, curve in run.metrics.items():
             key = MetricKey.parse(metric)
+            if curve.isna().all():
+                continue
             if key.name == "alignment":
                 title = "Share of dictionary words whose nearest neighbour is a translation"
                 sections["Scores"].charts[title][key.stream + suffix] = curve
@@ -85,11 +89,11 @@ def run_sections(runs: dict[str, Run]) -> list[Section]:
                 label = f"{key.term} {key.language}".strip() or "sum"
                 section.charts[f"Loss of {key.stream or 'all streams'}, nats"][label + suffix] = curve
         for name, curve in run.scores.items():
-            if direction(name.metric):
+            if direction(name.metric) and curve.notna().any():
                 sections["Scores"].charts[f"{name.task}: {name.metric}"][name.row + suffix] = curve
     sections["Summary"].tables = [column_table("", summaries)]
     sections["Metrics"].tables = [column_table("Means of the last tenth of steps", means)]
-    add_scores(sections["Scores"], last_scores)
+    add_scores(sections["Scores"], last_scores, None)
     return list(sections.values())
 
 
@@ -120,19 +124,18 @@ def column_table(title: str, columns: dict[str, dict[str, Cell]]) -> Table:
 # Scores side by side
 
 
-def add_scores(section: Section, models: dict[str, Results]) -> None:
+def add_scores(section: Section, models: dict[str, Results], absent: Cell) -> None:
     """Add a table for each task to the section. It has a row for each results row and metric, with the scores of all
-    models, and the differences of the others from the first."""
+    models, and the differences of the others from the first. absent: the cell of a model without the score."""
     first, *others = models.values()
     head = ["row", "number", *models]
     for other_name in list(models)[1:]:
         head.append(f"{other_name} − first")
-        section.note = PAIRED
     tables: dict[str, Table] = {}
     for name in dict.fromkeys(chain.from_iterable(models.values())):
         row: list[Cell] = [name.row, name.metric]
         for scores in models.values():
-            row.append(score_cell(scores[name]) if name in scores else "not in file")
+            row.append(score_cell(scores[name]) if name in scores else absent)
         row += [difference_cell(name, first.get(name), other.get(name)) for other in others]
         tables.setdefault(name.task, Table(name.task, head)).rows.append(row)
     section.tables = list(tables.values())

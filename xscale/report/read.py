@@ -148,9 +148,13 @@ def parse_evaluation(content: Any, path: Path) -> Evaluation:
 
 
 def read_file(path: Path, parse: Callable[[str], Any], default: Any = None) -> Any:
-    """Return the content of a JSON or YAML file; without the file, `default` if there is one. Raises UserError."""
+    """Return the content of a JSON or YAML file. If there is a default, it is returned if there is no file, or if the
+    content is of another type. Raises UserError."""
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        content = parse(path.read_text(encoding="utf-8"))
+        if default is not None and not isinstance(content, type(default)):
+            return default
+        return content
     except OSError as error:
         if default is not None and not path.exists():
             return default
