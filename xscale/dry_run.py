@@ -95,6 +95,9 @@ def requirement_lines(
         f"row(s) of up to {row_tokens:,} on each rank, train.max_tokens {loader.max_tokens(device):,}; "
         f"precision: {config.precision}"
     )
+    samples = sum(stream.samples for stream in loader.streams)
+    if samples < process.world:
+        yield f"warning: a step has {samples:,} samples: {process.world - samples:,} ranks have nothing to do"
     begin = time.perf_counter()
     second = load_rank_batch(dataset, mixture.next_plan(), process.rank)
     speed = second.cost()["tokens"] / (time.perf_counter() - begin)

@@ -97,7 +97,8 @@ def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
         )
     config.num_hidden_layers = layers
     first = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
-    first.load_state_dict(lm.state_dict(), strict=False)
+    missing, _ = first.load_state_dict(lm.state_dict(), strict=False)
+    assert not [name for name in missing if not name.endswith("position_ids")], missing
     return first
 
 
