@@ -117,7 +117,8 @@ class Grid:
         """Raise UserError if the folder has cells with other settings."""
         path = self.out / "settings.json"
         kept = {key: value for key, value in settings.items() if key not in MAY_GROW}
-        if path.exists() and json.loads(path.read_text(encoding="utf-8")) != kept:
+        older = kept | {"ranks": 1}  # older versions had this setting, and 1 was its default
+        if path.exists() and json.loads(path.read_text(encoding="utf-8")) not in (kept, older):
             raise UserError(f"{path} has other settings than this call; choose another --out, or the same --set")
         files.write_text(path, json.dumps(kept))
 
@@ -229,7 +230,8 @@ class Grid:
         """Measure an export. Returns scores by name: losses in nats, all others in per cent."""
         world = self.world(cell.world)
         scores = self.measure_links(cell, hf) if self.starts_from_encoder else self.measure_words(cell, hf)
-        tasks = json.loads((world / "tasks.json").read_text(encoding="utf-8"))
+        file = world / "tasks.json"
+        tasks = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         for kind in ("probe", "tune"):
             settings = self.scale.get(kind) or {"tasks": []}
             for task in settings.get("tasks", tasks):
@@ -337,6 +339,10 @@ def read_grid(name: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"--grid {name} is neither a file nor one of {', '.join(GRIDS)}")
     grid: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for world, spec in grid["worlds"].items():
+        if "langs" in spec or isinstance(spec.get("pairs"), str):
+            remedy = "write `pairs: {en-de: STEM}`, `tasks` and the rest as benchmarks/papers/methods.yaml does"
+            raise UserError(f"{path}: world {world} has `langs` or text as `pairs`, as in older versions; {remedy}")
     for arm in filter(None, grid["arms"].values()):
         if not (RECIPES / f"{arm['recipe']}.yaml").exists():
             raise UserError(f"{path}: recipe {arm['recipe']} does not exist; choose one of {RECIPES}")

@@ -1,8 +1,8 @@
 """The data of a grid's cells, made by the public tools: a derived language, or real ones.
 
 A world's folder has shards/{mono,pairs}/ (and sides/: the pairs' texts without the pairing), heldout/, and files for
-fine-tuning, which tasks.json names. It has tokenizer/, unless all arms go on from an encoder, and the dictionaries
-lexicon/ (for training), withheld/ (words that no cell sees) and all/, if it has a dictionary.
+fine-tuning, which tasks.json names if there are any. It has tokenizer/, unless all arms go on from an encoder, and the
+dictionaries lexicon/ (for training), withheld/ (words that no cell sees) and all/, if it has a dictionary.
 """
 
 import json
@@ -70,12 +70,13 @@ class World:
             self.write_pairs("en-xx", [text / f"{name}.en.txt", text / f"{name}.xx.txt"], place)
         self.write_word_dictionary()
         self.split_dictionary("en-xx", self.spec.get("dictionary", DICTIONARY))
-        stem = f"{self.data}/{self.spec['pos']}"
-        english = [f"{stem}-train.conllu.xz", f"{stem}-test.conllu.xz"]
-        self.run(DERIVE, "conllu", *how, "--in", *english,
-                 "--out", self.out / "pos/train.xx.conllu", self.out / "pos/test.xx.conllu")  # fmt: skip
-        train = {"en": english[0], "xx": "pos/train.xx.conllu"}
-        self.write_tasks({"pos": {"train": train, "test": {"xx": "pos/test.xx.conllu"}}})
+        if "pos" in self.spec:
+            stem = f"{self.data}/{self.spec['pos']}"
+            english = [f"{stem}-train.conllu.xz", f"{stem}-test.conllu.xz"]
+            self.run(DERIVE, "conllu", *how, "--in", *english,
+                     "--out", self.out / "pos/train.xx.conllu", self.out / "pos/test.xx.conllu")  # fmt: skip
+            train = {"en": english[0], "xx": "pos/train.xx.conllu"}
+            self.write_tasks({"pos": {"train": train, "test": {"xx": "pos/test.xx.conllu"}}})
 
     def write_english(self) -> int:
         """Write text/{train,heldout}.en.txt and, if the text is CoNLL-U, the parses in the order in which derive reads
