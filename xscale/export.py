@@ -8,6 +8,7 @@ exported, or with --best the best one.
 import argparse
 import copy
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ def main() -> int:
     try:
         check_arguments(sys.argv[1:])
         args = parser.parse_args()
+        if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
+            raise UserError(f"--push {args.push} does not name a repository of the hub; give USER/NAME")
         path = export(args.source, args.out, args.best, args.pooling, args.layers)
         print(f"{path} -> {args.out}")
         if args.push:
