@@ -108,4 +108,4 @@ def test_a_removed_command_names_its_substitute(monkeypatch, capsys, module: str
         with pytest.raises(SystemExit) as stopped:
             commands.main()
         assert stopped.value.code == 2
-        assert capsys.readouterr().err.strip() == f"error: {expected}"
+        assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: {expected}"
