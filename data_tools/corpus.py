@@ -193,7 +193,9 @@ class SourceSpec(Strict):
         if self.tsv and self.links is not None:
             columns.append(self.links)
         if self.mono and (columns or self.links is not None):
-            raise ValueError("columns and links: only pairs have them; remove the key")
+            raise ValueError(
+                "columns and links are keys of sources with `pairs`, and this source has `mono`; remove them"
+            )
         if self.tsv and not (self.columns and all(isinstance(column, int) and column > 0 for column in columns)):
             raise ValueError("columns and links: tsv needs the numbers of columns, from 1, such as columns: [1, 2]")
         if not self.tsv and not all(isinstance(name, str | None) for name in [*columns, self.links]):

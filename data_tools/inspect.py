@@ -79,9 +79,10 @@ def linked_tokens_per_target(records: list[Record], tokenizer: Tokenizer) -> dic
     return {"median": float(median), "p95": float(p95)}
 
 
-def link_array(record: Record, first: int, second: int) -> np.ndarray:
-    """Return the links of a pair whose texts have `first` and `second` words [K, 2]."""
-    return np.array(parse_pharaoh(record.links or "", (first, second)), dtype=np.int64).reshape(-1, 2)
+def link_array(record: Record, first_words: int, second_words: int) -> np.ndarray:
+    """Return the word links of a pair [K, 2]. first_words, second_words: the numbers of words of its two texts."""
+    links = parse_pharaoh(record.links or "", (first_words, second_words))
+    return np.array(links, dtype=np.int64).reshape(-1, 2)
 
 
 def describe_damage(source: Source, shard_number: int) -> str:
@@ -115,7 +116,7 @@ def describe(source: Source, tokenizer: Tokenizer | None, shown: int) -> dict[st
     source.check_links()
     records = list[Record]()
     for shard, record in source.locate_records(evenly_spaced(source.records, SAMPLE)):
-        records.append(source.convert_links(source.read(shard, record)))
+        records.append(source.renumber_links(source.read(shard, record)))
     print(summary_line(source.directory, read_index(source.directory)[0]))
     for about in source.shards[:SHARDS_SHOWN]:
         print(f"  {about.name}  {about.records:,} records  {about.bytes:,} bytes  sha256 {about.sha256[:16]}")

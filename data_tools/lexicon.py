@@ -53,7 +53,7 @@ def count_links(sources: list[Source], langs: tuple[str, str]) -> LinkCounts:
             )
         for shard, about in enumerate(source.shards):
             for number in range(about.records):
-                record = source.convert_links(source.read(shard, number))
+                record = source.renumber_links(source.read(shard, number))
                 if record.links is not None:
                     count_record(counts, record, is_reversed=source.langs != langs)
     if not counts.links:
@@ -184,8 +184,8 @@ def main(argv: list[str] | None = None) -> None:
         for path in args.dict:
             if languages_in_file_name(path, langs) != langs:
                 raise UserError(
-                    f"{path} names other columns than --out, {' '.join(langs)}; swap its columns, as by awk, or give "
-                    f"--out its name"
+                    f"{path}: by its name, its columns are not {' '.join(langs)}, as those of --out are; if they are "
+                    f"in the other order, swap them by `awk '{{print $2, $1}}'`"
                 )
             entries += read_entries(path)
     report = [f"{len(entries):,} entries"]

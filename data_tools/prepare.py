@@ -131,7 +131,7 @@ def do_steps(folder: Path, executor: str, workers: int) -> None:
         if left:
             run_tasks(executor, workers, TaskList(folder, name, step.function, left))
         if count:
-            print(f"{name}: all {count:,} tasks are done, {len(left):,} of them now", file=sys.stderr, flush=True)
+            print(f"{name}: all {count:,} tasks are done, {len(left):,} in this start", file=sys.stderr, flush=True)
         if name == "select":
             print_selection(folder)
 

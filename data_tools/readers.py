@@ -427,7 +427,7 @@ def indexed_records(directory: str) -> Iterator[ShardRecord]:
     shards = Source(directory)
     for shard, records in enumerate(shards.counts.tolist()):
         for place in range(records):
-            record = shards.convert_links(shards.read(shard, place))
+            record = shards.renumber_links(shards.read(shard, place))
             yield ShardRecord(record, not shards.continues_document(shard, place), True)
 
 

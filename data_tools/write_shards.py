@@ -38,7 +38,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     links.add_argument("--align", action="store_true", help="make word links with eflomal (data_tools/word_aligner.py)")
     for side in ("src", "tgt"):
         pairs.add_argument(
-            f"--links_{side}", type=text_path, help=f"the text of --{side} that the aligner read, if it differs"
+            f"--links_{side}",
+            type=text_path,
+            help=f"the file that the aligner read in place of --{side}, such as a tokenised one",
         )
     mono = commands.add_parser("mono", help="plain text or WikiExtractor output; files or directories")
     mono.add_argument("--text", type=text_path, nargs="+", required=True, help="- is standard input")

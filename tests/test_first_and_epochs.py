@@ -180,7 +180,7 @@ def test_a_run_of_epochs_goes_on(texts: Path, demo: Path, tmp_path: Path) -> Non
         out = ["--recipe", "tlm", "--data", str(texts), "--out", str(tmp_path / "run"), "--set", *sets]
         return ["--ds_config", "ds_configs/zero2_cpu.json", *out]
 
-    assert "train.epochs 1: 4 steps, since stream tlm reads 10 of its 40 pairs" in launch.run(1, arguments(1))
+    assert "done: 4 steps" in launch.run(1, arguments(1))
     assert "is complete: 4 of 4 steps" in launch.run(1, arguments(1))
     assert "step_00000004: step 4" in launch.run(1, arguments(2))
     train = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]

@@ -543,7 +543,7 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
         ({"ppa": PPA}, init, (), "cls", "as streams.ppa trained it"),
         ({"ppa": PPA | {"moco_weight": 0.0}}, None, (), "mean", "the default"),
         ({"ppa": PPA}, None, ("mean",), "mean", "as --pooling says"),
-        (tlm_stream, init, (), "cls", f"with the modules and prompts of model.init {init}"),
+        (tlm_stream, init, (), "cls", f"with sentence-transformers' modules and prompts of model.init {init}"),
         (tlm_stream, init, (None, 1), "cls", "whose other modules belong to its last layer"),
         (tlm_stream, foreign, (), "cls", "sentence-transformers lacks the module my.Whitening"),
         (tlm_stream, plain, (), "mean", f"model.init {plain} has no modules.json"),
@@ -573,7 +573,7 @@ def test_an_export_keeps_modules_and_prompts_of_model_init(
         assert (tmp_path / "hf" / name).read_bytes() == (init / name).read_bytes(), name
     assert (tmp_path / "hf" / "2_Dense" / "model.safetensors").read_bytes() == b"weights"
     assert ExportedModel(tmp_path / "hf").pooling == "cls"
-    reason = f"cls pooling, with the modules and prompts of model.init {init}"
+    reason = f"cls pooling, with sentence-transformers' modules and prompts of model.init {init}"
     card = ModelCard.load(tmp_path / "hf" / "README.md").text
     assert f"sentence vectors: {reason}" in capsys.readouterr().out and reason in card
     assert "| `news` | en | CC0 | mlm 1,234 |" in card and f"from {init}, with" in card

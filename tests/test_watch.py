@@ -68,8 +68,9 @@ def test_no_progress_is_told_at_twice_the_time(tmp_path: Path, monkeypatch: pyte
     time.sleep(1.0)
     first = len(said)
     found.note("in step 2")
+    time.sleep(0.1)  # until the watch has looked
     said.clear()
-    time.sleep(0.35)
+    time.sleep(0.25)
     found.close()
     assert 2 <= first <= 3, first  # after 0.2, 0.4 and 0.8 s
     assert len(said) == 1 and "in step 2" in said[0]

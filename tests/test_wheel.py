@@ -135,4 +135,4 @@ def test_the_wheel_trains_from_another_folder(elsewhere: Path, tmp_path: Path) -
     assert [entry["step"] for entry in launch.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
     evaluate = "xscale eval --model hf --task retrieval --data data/demo/heldout --limit 20 --out o.json"
     scripts("xscale-export run hf --pooling mean", evaluate, "xscale report run --out r.html")
-    assert "done: 5 of 5 steps" in (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "5 of 5 steps" in (tmp_path / "r.html").read_text(encoding="utf-8")

@@ -256,7 +256,7 @@ class EvalConfig:
     def names_each_task_once(self) -> Self:
         names = self.task_names
         if len(set(names)) < len(names):
-            raise ValueError(f"tasks: two of {', '.join(names)} have the same name; write heldout.one, heldout.two")
+            raise ValueError(f"tasks: a name occurs twice in {', '.join(names)}; write NAME.one and NAME.two")
         return self
 
 

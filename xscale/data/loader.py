@@ -180,7 +180,7 @@ class StepDataset(Dataset):
             if not stream.packed:
                 record = cut_long_texts(record, words_wanted, context)
             if words_wanted:
-                record = source.convert_links(record)
+                record = source.renumber_links(record)
             records.append(record)
             texts += record.texts
         follows = self.continues_document(table).tolist()

@@ -147,7 +147,7 @@ class Source:
                 f"`xscale data write_shards pairs ... --links F` or `--align`"
             )
 
-    def convert_links(self, record: Record) -> Record:
+    def renumber_links(self, record: Record) -> Record:
         """Return the record with links that number the words of data/words.py. Raises UserError."""
         if record.links is None:
             return record
@@ -511,8 +511,8 @@ def check_folders_without_index(directory: Path, with_index: list[Path]) -> None
         being_written = path.name.endswith(PARTIAL)
         if path not in with_index and not being_written and path.is_dir() and any(path.glob("*.tar")):
             raise UserError(
-                f"{path} has shards, but no index.json that can be read. Copy it again, or run `xscale data index "
-                f"{path}`; or move the folder away, or name the other directories in --data"
+                f"{path} has shards, but no index.json that can be read. Copy the folder again, or make its index by "
+                f"`xscale data index {path}`. To train without this folder, give --data the other directories only"
             )
 
 

@@ -80,7 +80,8 @@ def vectors_from_init(init: str, layers: int | None) -> SentenceVectors:
             )
     return SentenceVectors(
         pooling,
-        f"with the modules and prompts of model.init {init}, since no stream trained a sentence vector",
+        f"with sentence-transformers' modules and prompts of model.init {init}, since no stream trained a sentence "
+        f"vector",
         folder,
     )
 

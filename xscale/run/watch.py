@@ -142,8 +142,8 @@ class Watch:
         self.pause = min(LOOK_SECONDS, self.limit / 8)
         """The seconds between two checks."""
         self.first_warning = min(FIRST_WARNING_SECONDS, self.limit / 2)
-        # Each function has its own thread, because a file system may hold up _report.
-        for function in (self._watch, self._report):
+        # Each function has its own thread, because a file system may hold up the report.
+        for function in (self._watch, self._report_until_closed):
             threading.Thread(target=function, daemon=True).start()
 
     def note(self, doing: str) -> None:
@@ -177,7 +177,7 @@ class Watch:
             if self.idle >= self.limit:
                 self._end()
 
-    def _report(self) -> None:
+    def _report_until_closed(self) -> None:
         """Warn while this rank makes no progress, each time after twice the seconds. Write what this rank is doing:
         from time to time, and often while it makes no progress."""
         written_at = -math.inf

@@ -199,6 +199,6 @@ def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> Non
         assert name != "loss", "a metric cannot be called loss"
         assert targets is not None, f"metric {name} names the term {term!r}, which is not in collate's target_counts"
         assert not value.ndim or value.shape == (targets,), (
-            f"metric {name} has shape {list(value.shape)}; it must be one number, the sum over the targets, or a "
-            f"number for each of the {targets} targets of {term}"
+            f"metric {name} has shape {list(value.shape)}; return a scalar, which is the sum over all targets, or a "
+            f"vector with a number for each of the {targets} targets of the loss term {term}"
         )
