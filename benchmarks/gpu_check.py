@@ -31,8 +31,8 @@ DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.bfloat16]
 KERNEL_ERROR = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """The largest ||out - reference|| / ||reference||, whose reference is in fp64, from the same rounded inputs."""
 ROW_ERROR = {torch.bfloat16: 6e-2, torch.float16: 6e-3}
-"""Of a row the weights are rounded too. The gradient of the contextual objective, which is the largest at random
-weights, differs by 5 % in bf16."""
+"""The tolerances of a whole row, whose weights are rounded, too. The gradient of the contextual objective,
+which is the largest at random weights, differs by 5 % in bf16."""
 SAMPLES = {"mlm": 4, "tlm": 16, "alignlm": 16, "ppa": 16, "contextual": 16, "align_mlm": 4}
 PRESETS = ["mini", "modern-small"] if CUDA else ["tiny"]
 RECIPES = ["align_mlm", "alignlm", "contextual", "dict_mlm", "mixed", "ppa", "xlm"] if CUDA else ["mixed"]

@@ -34,7 +34,7 @@ CORPORA = {
     "prepare, language identification": RULES % ("", "exact", "true"),
     "prepare, word pieces and a tokenizer": RULES % (", tokens: [1, 256]", "exact", "false") + TOKENIZER,
 }
-"""What a corpus.yaml says besides its source, by the name of a row of the table."""
+"""Name of a row of the table -> the keys of its corpus.yaml besides the source."""
 
 
 def write_in_one_pass(source: Path, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""What xscale/deepspeed_private.py needs of DeepSpeed beside what the steps of tests/test_zero.py go through."""
+"""The uses of DeepSpeed by xscale/deepspeed_private.py that the steps of tests/test_zero.py do not reach."""
 
 import ast
 import importlib

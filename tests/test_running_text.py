@@ -128,7 +128,7 @@ class Run:
 
 
 def word_ranges(run: Run) -> list[range]:
-    """Of each sequence of an epoch its words."""
+    """Return the words of each sequence of an epoch."""
     found = []
     for ids in run.epoch():
         assert len(ids) <= LENGTH and (ids[0], ids[-1]) == (1, 2)

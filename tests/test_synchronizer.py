@@ -56,7 +56,7 @@ def batches(failing: int) -> Any:
 
 
 class Failed(Exception):
-    """What end_all_ranks raises."""
+    """Return the error that end_all_ranks raises."""
 
 
 def end_all_ranks(*_: Any) -> None:

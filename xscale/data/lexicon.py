@@ -3,8 +3,8 @@
 Shape letters: N entries.
 
 A line is an entry `source target`. A word may have several entries. A side may have token ids in the place of words: in
-`id:17 id:4017`, token 4017 is the translation of token 17 (OBJECTIVES.md, "Derived languages"). A file is named after
-its two languages, in the order of its columns: en-de.txt, en-zh-CN.txt.
+`id:17 id:4017`, token 4017 is the translation of token 17, as in derived languages (benchmarks/papers/derive.py).
+A file is named after its two languages, in the order of its columns: en-de.txt, en-zh-CN.txt.
 
 A share of the entries is withheld from all objectives, so that alignment can be measured on words that no objective has
 read. A hash of a word decides whether the word is withheld, and an entry is withheld if one of its words is. So all
