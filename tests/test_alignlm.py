@@ -179,7 +179,7 @@ def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
         ("0-0-1", ["'0-0-1'"]),
         ("-1-0", ["'-1-0'"]),
         ("0-0,1-1", ["'0-0,1-1'"]),
-        (None, ["no word links", "--align"]),
+        (None, ["`links` is missing", "--align"]),
     ],
 )
 def test_links_that_do_not_fit_name_the_record(tokenizer: Tokenizer, links: str | None, words: list[str]) -> None:

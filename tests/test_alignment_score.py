@@ -198,7 +198,7 @@ def test_ranks_divide_the_languages_and_show_progress(demo: Path, monkeypatch: p
     corpus = launch.loader_of(words, measured=False).corpus
     lists = sum(-(-source.records // 100) for source in corpus.sources if "xx" in source.langs)
     assert len(find_probes(corpus, HostGroup(), noted.append)) == 2
-    assert noted == ["counting the tokens of the text in xx"] * lists and lists > 9
+    assert noted == ["counting tokens of xx"] * lists and lists > 9
     other = HostGroup()
     other.is_main = False
     assert find_probes(corpus, other, noted.append) == {}
@@ -220,6 +220,6 @@ def test_too_few_words_have_no_score(
         caplog.clear()
         with caplog.at_level("INFO"):
             withheld, trained = find_probes(loader.corpus, HostGroup(), lambda doing: None).values()
-        left_out = f"alignment/en-xx is left out: only {len(withheld.queries)} withheld words"
+        left_out = f"alignment/en-xx is not measured: only {len(withheld.queries)} of the words"
         assert (left_out in caplog.text) == noted
         assert withheld.score(table) is None and trained.score(table) is not None

@@ -43,11 +43,11 @@ def test_a_command_runs_its_module(monkeypatch, capsys, words: str, module: str)
         ("--version", 0, f"xscale {__version__}"),
         ("--help", 0, "usage: xscale COMMAND"),
         ("", 2, "usage: xscale COMMAND"),
-        ("trian", 2, "error: there is no 'trian'"),
+        ("trian", 2, "error: 'trian' is unknown"),
         ("doctor", 2, "ds_report"),
         ("data", 2, "write_shards"),
         ("data --help", 0, "usage: xscale data TOOL"),
-        ("data wrote_shards", 2, "error: there is no 'wrote_shards'"),
+        ("data wrote_shards", 2, "error: 'wrote_shards' is unknown"),
         ("data derive", 2, "benchmarks/papers/derive.py"),
     ],
 )

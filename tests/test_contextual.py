@@ -49,7 +49,7 @@ def test_a_pair_without_the_anchor_language(tokenizer: Tokenizer) -> None:
         contextual.collate(samples, contextual.ContextualOptions(), context(tokenizer))
 
 
-@pytest.mark.parametrize(("links", "word"), [("0-9", "'0-9'"), (None, "no word links"), ("zero", "'zero'")])
+@pytest.mark.parametrize(("links", "word"), [("0-9", "'0-9'"), (None, "`links` is missing"), ("zero", "'zero'")])
 def test_links_that_do_not_fit_name_the_record(tokenizer: Tokenizer, links: Any, word: str) -> None:
     samples = examples_of(tokenizer, [("Peter will", "doj koh", links)])
     with pytest.raises(UserError, match=f"record 'r0'.*{word}|{word}.*record 'r0'"):

@@ -62,7 +62,7 @@ def test_a_plan_for_another_machine(
     assert f"ranks: 64 of {device}" in told and "memory per rank" in told and not list(tmp_path.iterdir())
     assert ("26 samples: 38 ranks have nothing to do" in told) == (device == "")
     assert " epochs)" in told and "a step has about" in told and "checkpoint: " in told
-    assert re.search(r"loader: one process makes about [\d,]+ tokens/s", told)
+    assert re.search(r"data loading: one process prepares about [\d,]+ tokens/s", told)
     assert ("train.max_tokens is 65,536: a step may use 60% of the GPU's 80.0 GiB" in told) == (device == "cuda")
 
 

@@ -311,7 +311,10 @@ def test_retrieval_is_that_of_sentence_transformers(measure: Measure, hf: Path, 
 
 def test_layers_that_are_not_there(measure: Measure, capsys: Any) -> None:
     assert measure("--task", "retrieval", "--layer", "2", "-5", "4")[0] == 2
-    assert "--layer -5: the model has the layers 0 (embeddings) to 3" in capsys.readouterr().err
+    assert (
+        "--layer -5: the model does not have this layer. Write a number from 0 (embeddings) to 3"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_margin_takes_from_a_hub_what_makes_it_near_to_all() -> None:

@@ -210,7 +210,7 @@ def test_a_manifest_that_is_not_sound_is_passed_over(run: Path, changes: dict[st
     said: list[str] = []
     found = checkpoints.find_newest_valid(run / "checkpoints", HostGroup(), said.append)
     assert found is not None and found.step == 4
-    assert len(said) == 1 and "step_00000008" in said[0] and "trying the one before" in said[0]
+    assert len(said) == 1 and "step_00000008" in said[0] and "tries the next older checkpoint" in said[0]
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "gone"])
@@ -234,16 +234,16 @@ def test_a_copy_of_a_checkpoint_is_none(run: Path) -> None:
 def test_a_checkpoint_is_no_run(run: Path) -> None:
     step = run / "checkpoints/step_00000008"
     assert newest(step) is None
-    with pytest.raises(UserError, match="not an xscale run"):
+    with pytest.raises(UserError, match="none of an xscale run"):
         folder.check_folder(step, {"a": 1}, "auto")
 
 
 def test_a_folder_belongs_to_the_run_of_its_newest_readable_checkpoint(run: Path) -> None:
     (run / "checkpoints/step_00000008" / checkpoints.MANIFEST).write_text("{")
     folder.check_folder(run, {"a": 1}, "auto")
-    with pytest.raises(UserError, match=f"belongs to another run.*model.init={run}"):
+    with pytest.raises(UserError, match=f"has a run with other settings.*model.init={run}"):
         folder.check_folder(run, {"a": 2}, "auto")
-    with pytest.raises(UserError, match="already holds a run"):
+    with pytest.raises(UserError, match="already has a run"):
         folder.check_folder(run, {"a": 1}, "never")
 
 
@@ -353,7 +353,9 @@ def test_a_folder_that_another_run_has_is_noticed(tmp_path: Path, monkeypatch: p
         assert str(tmp_path) in first.problem and os.strerror(errno.ENOLCK) in first.problem
     second = Lock(tmp_path)
     second.check()
-    with pytest.raises(UserError, match=rf"{tmp_path} .* belongs to another run \(host .*, process {os.getpid()}\)"):
+    with pytest.raises(
+        UserError, match=rf"{tmp_path}: another process \(host .*, process {os.getpid()}\) has taken over"
+    ):
         first.check()
     status = Status(tmp_path, Process(0, 1, 0, 1))
     status.write_running()
@@ -380,7 +382,7 @@ def test_a_run_whose_folder_another_has_ends(demo: Path, tmp_path: Path) -> None
         output, _ = first.communicate(timeout=60)
     finally:
         launch.kill(first)
-    assert first.returncode and f"{out} was removed" in output and "belongs to another run" in output
+    assert first.returncode and f"{out}: another process" in output and "has taken over" in output
     assert [entry["step"] for entry in launch.metrics(out)] == list(range(1, 21))
     assert sorted(step for step, _ in launch.trace(out)) == list(range(1, 21))
     assert json.loads((out / "status.json").read_text())["status"] == "done"

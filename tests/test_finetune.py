@@ -105,13 +105,18 @@ BAD = {
     "no blank line": ("pos", "a.conllu", 2 * "1\tThe\t_\tDET\t_\t_\t_\t_\t_\t_\n", "line 2 .*blank line"),
     "spaces": ("pos", "a.conllu", "1  The  _  DET", "line 1 .*columns"),
     "part of speech": ("pos", "a.tsv", "The\tDT\n", "line 1: the tag 'DT' of 'The' .*NOUN"),
-    "no sentence": ("pos", "a.conllu", "# nothing\n", "has no example in de"),
+    "no sentence": ("pos", "a.conllu", "# nothing\n", "has no usable example in de"),
     "bio": ("ner", "a.tsv", "a\tO\nb\tLOC\n", "line 2: the tag 'LOC' of 'b'"),
     "no tag": ("ner", "a.tsv", "a\tO\nb\n", "line 2 .*`word<TAB>tag`"),
     "no word": ("ner", "a.tsv", "\tO\n", "line 1 .*`word<TAB>tag`"),
     "two columns": ("xnli", "a.tsv", "a\tb\tneutral\nc\td\n", "line 2 .*2 columns.*premise<TAB>hypothesis<TAB>label"),
     "no column": ("xnli", "a.jsonl", '{"premise": "a", "b": "c"}\n', "row 1: .*hypothesis has None.*premise, b"),
-    "a number": ("xnli", "a.jsonl", '{"premise": 1, "hypothesis": "b"}\n', "row 1: .* premise has 1 instead of str"),
+    "a number": (
+        "xnli",
+        "a.jsonl",
+        '{"premise": 1, "hypothesis": "b"}\n',
+        "row 1: .* premise has the value 1, and a value of type str",
+    ),
     "no label": ("xnli", "a.jsonl", '{"premise": "a", "hypothesis": "b"}\n', "row 1: the column label has None"),
     "fewer tags": ("pos", "a.jsonl", '{"tokens": ["a", "b"], "upos": ["X"]}\n', "row 1: there are 2 words and 1 tags"),
     "no answer_start": (
@@ -128,7 +133,7 @@ BAD = {
     "no table": ("xnli", "a.parquet", "premise\thypothesis\n", "cannot be read as a table"),
     "a web page": ("pos", "a.conllu", "<!DOCTYPE html>\n<html>", "web page"),
     "nothing": ("xnli", "a.jsonl", "", "is empty"),
-    "nothing is left": ("pos", "a.conllu", WITHHELD, "has no example in de but for 1"),
+    "nothing is left": ("pos", "a.conllu", WITHHELD, "has no usable example in de .1 examples are"),
 }
 
 
@@ -170,7 +175,7 @@ def test_local_data_sets(tmp_path: Path) -> None:
         (example,) = read_examples(TASKS["xnli"], tmp_path / name, "en", None)
         assert (example.texts, example.labels, example.place) == (("a", "c"), ("neutral",), "row 1")
     datasets.DatasetDict({"test": pairs}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(UserError, match=r"splits has the splits test; give the folder of one split"):
+    with pytest.raises(UserError, match=r"splits has the splits test; Name the folder of one split"):
         read_examples(TASKS["xnli"], tmp_path / "splits", "en", None)
     data.write_text(POINTER)
     with pytest.raises(UserError, match=rf"{data.name} is a pointer of Git LFS"):
@@ -380,9 +385,9 @@ def test_both_halves_of_a_switched_pair_stand_together() -> None:
         (("en", "de"), ("en a2", "de b2")),
     ]
     assert [example.place[-1] for example in plan[1].examples[::2]] == ["0", "1", "2", "5"]
-    with pytest.raises(UserError, match=r"de: line 0 .* en: .* y instead of x"):
+    with pytest.raises(UserError, match=r"de: line 0 has the label y, but in en it has x"):
         switch_languages(text_of("en"), text_of("de", labels="yx"))
-    with pytest.raises(UserError, match=r"no line or question is both in en and in de"):
+    with pytest.raises(UserError, match=r"en and de have no line number or question id in common"):
         switch_languages(text_of("en")[:2], text_of("de")[2:])
 
 
@@ -419,7 +424,7 @@ def test_means_deviations_delta_and_the_majority() -> None:
     }
     assert found["en"] == {"zs": pytest.approx(1 / 3), "majority": pytest.approx(2 / 3)}, "one seed"
     (line,) = below_majority_warnings(found)
-    assert "en zero-shot: 0.333 is below 0.667" in line
+    assert "en zero-shot: the score 0.333 is below 0.667" in line
 
 
 @pytest.mark.parametrize(
@@ -427,11 +432,17 @@ def test_means_deviations_delta_and_the_majority() -> None:
     [
         ("--train en=absent.tsv", "absent.tsv"),
         ("--train de.tsv", "--train de.tsv: .*LANG=FILE"),
-        ("--train en=de.tsv en=de.tsv", "each language once"),
+        ("--train en=de.tsv en=de.tsv", "each language only once"),
         ("--train fr=de.tsv --source en", "--source is no longer part of xscale"),
-        ("--train en=de.tsv de=de.tsv fr=de.tsv", "no test: give --test fr=FILE"),
-        ("--train en=de.tsv de=de.tsv ger=other.tsv", "other.tsv is the second file for supervised scores in ger"),
-        ("--train en=de.tsv --test de=other.tsv", "other.tsv: line 2: the label 'y' is nowhere in de.tsv"),
+        ("--train en=de.tsv de=de.tsv fr=de.tsv", "no test file is in this language. Write --test fr=FILE"),
+        (
+            "--train en=de.tsv de=de.tsv ger=other.tsv",
+            "other.tsv is the second training file for supervised scores in ger",
+        ),
+        (
+            "--train en=de.tsv --test de=other.tsv",
+            "other.tsv: line 2: the training file de.tsv does not have the label 'y'",
+        ),
         ("--train en=de.tsv --code_switch", "--code_switch needs .* --translated"),
         ("--translated de=de.tsv --code_switch", "--code_switch needs --train"),
         ("--train en=de.tsv --translated de=de.tsv --code_switch --task pos", "two texts: xnli"),
@@ -501,7 +512,7 @@ def test_a_command_trains_and_scores(
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["de.tsv", "en.tsv", "out.json"]
     printed = capsys.readouterr().out
-    assert "3 training texts with the seeds [0, 1, 2], learning" in printed
+    assert "fine-tuning 3 models per seed, with the seeds [0, 1, 2]" in printed
 
 
 def test_seeds_and_settings_decide_a_run(maker: SequenceMaker, hf: Path, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_the_models_own_tokenizer_comes_before_one_beside_the_shards(demo: Path,
     assert names == {None: auxiliary, fast: str(fast), slow: str(slow), bare: auxiliary, "some/model": "some/model"}
     with pytest.raises(UserError, match=r"model\.init /not/there does not exist"):
         find_tokenizer(recipe("/not/there"), InitialModel("/not/there"), demo)
-    with pytest.raises(UserError, match=rf"no tokenizer in model.init {bare}, and none in {tmp_path}"):
+    with pytest.raises(UserError, match=rf"no tokenizer in model.init {bare}, and no folder tokenizer/ in {tmp_path}"):
         find_tokenizer(recipe(bare), InitialModel(bare), tmp_path / "shards")
     asked = recipe(fast)
     asked = replace(asked, model=replace(asked.model, tokenizer="mine"))
@@ -539,15 +539,15 @@ def test_an_export_chooses_the_vectors_that_were_asked_for_or_trained_or_came_wi
     plain = str(demo)
     tlm_stream = {"tlm": {"objective": "tlm"}}
     table: list[tuple[dict[str, Any], str | None, tuple[Any, ...], str, str]] = [
-        (tlm_stream, None, (), "mean", "the default, since no stream trained a sentence vector"),
-        ({"ppa": PPA}, init, (), "cls", "as streams.ppa trained it"),
+        (tlm_stream, None, (), "mean", "the default, because no stream trained sentence vectors"),
+        ({"ppa": PPA}, init, (), "cls", "from streams.ppa"),
         ({"ppa": PPA | {"moco_weight": 0.0}}, None, (), "mean", "the default"),
-        ({"ppa": PPA}, None, ("mean",), "mean", "as --pooling says"),
-        (tlm_stream, init, (), "cls", f"with sentence-transformers' modules and prompts of model.init {init}"),
-        (tlm_stream, init, (None, 1), "cls", "whose other modules belong to its last layer"),
-        (tlm_stream, foreign, (), "cls", "sentence-transformers lacks the module my.Whitening"),
+        ({"ppa": PPA}, None, ("mean",), "mean", "from --pooling"),
+        (tlm_stream, init, (), "cls", f"from model.init {init}, with its modules and prompts"),
+        (tlm_stream, init, (None, 1), "cls", "because they belong to its last layer"),
+        (tlm_stream, foreign, (), "cls", "sentence-transformers does not have my.Whitening"),
         (tlm_stream, plain, (), "mean", f"model.init {plain} has no modules.json"),
-        (tlm_stream, str(ended[1]), (), "mean", "as streams.ppa trained it"),
+        (tlm_stream, str(ended[1]), (), "mean", "from streams.ppa"),
     ]
     for streams, start, asked, pooling, reason in table:
         vectors = choose_vectors({"model": {"init": start}, "streams": streams}, *asked)
@@ -573,7 +573,7 @@ def test_an_export_keeps_modules_and_prompts_of_model_init(
         assert (tmp_path / "hf" / name).read_bytes() == (init / name).read_bytes(), name
     assert (tmp_path / "hf" / "2_Dense" / "model.safetensors").read_bytes() == b"weights"
     assert ExportedModel(tmp_path / "hf").pooling == "cls"
-    reason = f"cls pooling, with sentence-transformers' modules and prompts of model.init {init}"
+    reason = f"cls pooling, from model.init {init}, with its modules and prompts"
     card = ModelCard.load(tmp_path / "hf" / "README.md").text
     assert f"sentence vectors: {reason}" in capsys.readouterr().out and reason in card
     assert "| `news` | en | CC0 | mlm 1,234 |" in card and f"from {init}, with" in card

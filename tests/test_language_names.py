@@ -77,7 +77,7 @@ def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
 def test_dictionaries_of_such_languages(data: Path) -> None:
     _, corpus = resolve_run("dict_mlm", ["data.workers=0", "streams.dict_mlm.languages=[zh-CN]"], [data])
     assert [(lexicon.langs, len(lexicon.words) > 100) for lexicon in corpus.lexicons] == [(("en", "zh-CN"), True)]
-    with pytest.raises(UserError, match=r"reads pair records in en-zh-SG, but --data has only: .*en-zh-CN \(pair\)"):
+    with pytest.raises(UserError, match=r"reads sentence pairs in en-zh-SG, but --data has only .*en-zh-CN \(pair\)"):
         resolve_run("tlm", ["streams.tlm.languages=[en-zh-SG]"], [data])
 
 

@@ -72,13 +72,13 @@ def test_ranks_of_launchers(started, environment: dict[str, str], expected: Proc
 @pytest.mark.parametrize(
     ("environment", "named"),
     [
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' in the environment is not a number"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK has the value 'x', which is not a whole number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 is not below the number of ranks, 2"),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two' .* is not a number"),
-        ({"MASTER_PORT": "x"}, "MASTER_PORT='x' in the environment is not a number"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT has the value 'x', which is not a whole number"),
         ({"WORLD_SIZE": "2"}, "only one of RANK and WORLD_SIZE is set"),
         ({"RANK": "0", "WORLD_SIZE": ""}, "only one of RANK and WORLD_SIZE is set"),
-        ({"SLURM_NTASKS": "x"}, "SLURM_NTASKS='x' in the environment is not a number"),
+        ({"SLURM_NTASKS": "x"}, "SLURM_NTASKS has the value 'x', which is not a whole number"),
         (BATCH, "job has 7 tasks.*start it with srun"),
     ],
 )

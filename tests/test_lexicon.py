@@ -73,7 +73,7 @@ def test_entries_become_ids(demo: Path, tokenizer: Tokenizer) -> None:
         assert ids == [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
     single = [[a[0], b[0]] for a, b in zip(*lexicon.ids, strict=True) if len(a) == 1 and len(b) == 1]
     assert lexicon.single_token_pairs().tolist() == single and 0 < len(single) < len(lines)
-    assert f"{len(lines):,} entries; {len(single):,} have one token" in lexicon.summary()
+    assert f"{len(lines):,} entries, of which {len(single):,} have two words of one token" in lexicon.summary()
 
 
 def test_entries_of_ids_are_mixed_with_words(dictionary, tokenizer: Tokenizer) -> None:
@@ -83,7 +83,7 @@ def test_entries_of_ids_are_mixed_with_words(dictionary, tokenizer: Tokenizer) -
     assert lexicon.ids == ([a, a, [a[0], b[0]]], [b, c, c])
     assert lexicon.words[0][0] == "the"  # so that the word and its id are withheld together
     with pytest.raises(
-        UserError, match=r"en-xx\.txt: 'id:999999' is not in the tokenizer, whose ids are below [\d,]+; give a dict"
+        UserError, match=r"en-xx\.txt: the token id 'id:999999' is too large for the tokenizer, which has [\d,]+ tokens"
     ):
         load_lexicon(dictionary("en-xx.txt", "the id:999999"), tokenizer)
 
@@ -119,7 +119,7 @@ def test_the_fingerprint_is_of_the_content(demo: Path, dictionary, tokenizer: To
         (["dog b", "", "cat b c"], "line 3: 'cat b c'"),
         (["two words\tb", "a\t"], "line 2: "),
         ([""], "has no entry"),
-        (["日 本"], "every entry of the dictionary has unknown tokens"),
+        (["日 本"], "every entry of the dictionary has tokens that the tokenizer does not know"),
     ],
 )
 def test_a_malformed_file_names_its_line(lines: list[str], message: str, dictionary, tokenizer) -> None:
@@ -433,7 +433,7 @@ def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, out: str)
 @pytest.mark.parametrize(
     ("out", "options", "message"),
     [
-        ("dictionary.txt", [], "languages of the dictionary are unclear"),
+        ("dictionary.txt", [], "does not say the two languages of the dictionary"),
         ("en-fr.txt", [], "en-de.*columns are not en fr"),
         ("en-de.txt", [], "exists"),
         ("de-en.txt", ["--share", "0"], "--share 0"),

@@ -23,13 +23,13 @@ XML_ERROR = b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied<
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (LFS, "is a pointer of Git LFS, not the file itself; run `git lfs pull`"),
+        (LFS, "is a pointer of Git LFS, without the file's content. Run `git lfs pull`"),
         (b"/annex/objects/SHA256E-s12--4d7a\n", "`git annex get`"),
         (b"\n<!DOCTYPE html><title>404</title>", "is a web page"),
         (b"\xef\xbb\xbf<HTML lang=en>", "is a web page"),
-        (XML_ERROR, "is an object store's error"),
-        (b"Entry not found", "is a server's error"),
-        (b"", "is empty; copy it again"),
+        (XML_ERROR, "has an error message of an object store"),
+        (b"Entry not found", "has an error message of the server"),
+        (b"", "is empty. Copy or download"),
         (b"version of a text\n", None),
         (b"<?xml version='1.0'?><tmx/>", None),
         (b"1 < 2\n", None),
@@ -90,7 +90,9 @@ def test_every_reader_names_a_pointer(tmp_path, whole, name: str, read: Callable
     folder = tmp_path / "copy"
     shutil.copytree(whole, folder)
     (folder / name).write_bytes(LFS)
-    with pytest.raises(UserError, match=r"is a pointer of Git LFS, not the file itself; run `git lfs pull`") as error:
+    with pytest.raises(
+        UserError, match=r"is a pointer of Git LFS, without the file's content. Run `git lfs pull`"
+    ) as error:
         read(folder)
     assert str(folder / name) in str(error.value)
 

@@ -175,7 +175,7 @@ def test_a_server_that_recovers(
 
 
 @pytest.mark.parametrize(("fault", "tries", "problem"), [
-    ("500", 2, "could not be fetched in 2 tries"), ("404", 1, "no such file"), ("cut", 2, "could not be fetched"),
+    ("500", 2, "downloaded in 2 attempts"), ("404", 1, "does not have this file"), ("cut", 2, "not be downloaded"),
 ])  # fmt: skip
 def test_a_server_that_does_not_recover(
     server: type[Handler], tmp_path: Path, fault: str, tries: int, problem: str, monkeypatch: pytest.MonkeyPatch
@@ -224,10 +224,10 @@ def test_a_damaged_shard_in_the_cache_is_fetched_again(server: type[Handler], tm
 
 def test_a_server_that_is_not_there_or_lacks_the_entries(server: type[Handler], tmp_path: Path, monkeypatch) -> None:
     server.faults["entries"] = ["404"]
-    with pytest.raises(UserError, match="has no file 'entries'; run `xscale data index`"):
+    with pytest.raises(UserError, match=r"has no file 'entries'\. Run `xscale data index`"):
         open_pairs(server, tmp_path)
     monkeypatch.setattr(remote, "TRIES", 2)
-    with pytest.raises(OSError, match="could not be fetched in 2 tries"):
+    with pytest.raises(OSError, match="could not be downloaded in 2 attempts"):
         find_sources(["ftp://127.0.0.1:1/corpus"], str(tmp_path))
 
 

@@ -120,7 +120,9 @@ def test_the_index_says_how_many_pairs_have_links(demo: Path, tmp_path: Path, mo
     index = json.loads(path.read_text())
     pairs = index["records"]
     path.write_text(json.dumps(index | {"linked": pairs - 3}))
-    with pytest.raises(UserError, match=f"streams.alignlm needs word links; 3 of {pairs:,} pairs of .*pairs have none"):
+    with pytest.raises(
+        UserError, match=f"streams.alignlm needs word links, and 3 of the {pairs:,} pairs in .*pairs have none"
+    ):
         resolve_run("alignlm", ["data.workers=0"], [tmp_path])
     path.write_text(json.dumps(index))
     resolve_run("alignlm", ["data.workers=0"], [tmp_path])

@@ -193,7 +193,7 @@ def test_links_of_the_aligners_text_are_carried_over() -> None:
     assert links == "5-6" and dropped == 1
     assert project_links("", texts, moses) == ("", 0)
     assert character_places("naive x", "nai@@ ve x") == [[0, 1, 2], [3, 4], [6]]  # what is not in the text has no place
-    with pytest.raises(ValueError, match="does not match the text"):
+    with pytest.raises(ValueError, match="does not have the characters of the text"):
         project_links("0-0", texts, ("something else entirely", "tout autre chose ici"))
     with pytest.raises(ValueError, match=r"link '9-0' does not fit a pair of 5 and 6 words"):
         project_links("9-0", texts, moses)

@@ -23,12 +23,12 @@ MODULES = {
 USAGE = """usage: xscale COMMAND ...
 
 commands:
-  train        train a model on a recipe, in one process; `deepspeed --module xscale.train` takes all GPUs
+  train        train a model as a recipe says, in one process; `deepspeed --module xscale.train` uses all GPUs
   data TOOL    make corpora, shards, tokenizers and dictionaries, and inspect them
   eval         evaluate an exported model: held-out losses, retrieval, word alignment
   finetune     fine-tune an exported model, and measure transfer between languages
   export       write a checkpoint as a model of transformers and sentence-transformers
-  report       write an HTML page about runs, or compare result files
+  report       write an HTML page about runs, or a comparison of result files
 
 options:
   --version    print the version
@@ -39,13 +39,13 @@ DATA_TOOLS = ("demo_corpus", "index", "inspect", "lexicon", "prepare", "tokenize
 DATA_USAGE = """usage: xscale data TOOL ...; `xscale data TOOL --help` lists a tool's options
 
 tools:
-  demo_corpus  generate the demo corpus, of a small world of three languages
-  index        (re)build the index of a directory of WebDataset tars, including tars that other tools wrote
-  inspect      describe shard directories
-  lexicon      make a bilingual dictionary
-  prepare      make shards, a tokenizer and held-out text from raw corpora, which corpus.yaml names
+  demo_corpus  generate the demo corpus: English and two invented languages
+  index        write index.json of a folder of WebDataset tars, including tars that other tools wrote
+  inspect      print statistics of shards, or verify the shards
+  lexicon      make a bilingual dictionary, or join dictionaries
+  prepare      make shards, a tokenizer and held-out text from the files that corpus.yaml lists
   tokenizer    train a tokenizer on shards or text
-  write_shards write shards of sentence pairs or of monolingual sentences"""
+  write_shards write shards of sentence pairs or of monolingual text"""
 
 
 def main() -> None:
@@ -84,5 +84,8 @@ def refuse(word: str, module: str, usage: str) -> None:
         sys.exit(0)
     print(usage, file=sys.stderr)
     if word:
-        print(f"error: {removed_name(module) or f'there is no {word!r}; the names are listed above'}", file=sys.stderr)
+        print(
+            f"error: {removed_name(module) or f'{word!r} is unknown; the known names are listed above'}",
+            file=sys.stderr,
+        )
     sys.exit(2)

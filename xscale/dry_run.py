@@ -54,7 +54,9 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
         sep="\n",
     )
     print(*requirement_lines(loader, module, run.config, process, hardware.device), sep="\n")
-    print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
+    print(
+        f"out: {args.out}, " + (f"the run continues from step {checkpoint.step}" if checkpoint else "a new run begins")
+    )
 
 
 def planned_hardware(ds_config: Path) -> Hardware:
@@ -75,7 +77,7 @@ def data_lines(corpus: Corpus) -> Iterator[str]:
         )
     tokenizer = corpus.tokenizer
     yield (
-        f"tokenizer: {tokenizer.vocab_size:,} ids, fingerprint {tokenizer.fingerprint[:12]}, "
+        f"tokenizer: {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint[:12]}, "
         f"{tokenizer.hf.name_or_path}"
     )
 
@@ -92,28 +94,34 @@ def requirement_lines(
     row_tokens = int(plan.row_tokens.max())
     yield (
         f"ranks: {process.world} of {device}; a step has about {plan.row_tokens.sum():,.0f} tokens, in {plan.rows} "
-        f"row(s) of up to {row_tokens:,} on each rank, train.max_tokens {loader.max_tokens(device):,}; "
-        f"precision: {config.precision}"
+        f"forward pass(es) of up to {row_tokens:,} tokens on each rank (train.max_tokens "
+        f"{loader.max_tokens(device):,}); precision: {config.precision}"
     )
     samples = sum(stream.samples for stream in loader.streams)
     if samples < process.world:
-        yield f"warning: a step has {samples:,} samples: {process.world - samples:,} ranks have nothing to do"
+        yield (
+            f"warning: a step has only {samples:,} samples for {process.world:,} ranks, so "
+            f"{process.world - samples:,} ranks have nothing to do. Use fewer ranks, or raise streams.NAME.samples"
+        )
     begin = time.perf_counter()
     second = load_rank_batch(dataset, mixture.next_plan(), process.rank)
     speed = second.cost()["tokens"] / (time.perf_counter() - begin)
     workers = worker_count(loader.recipe.data.workers, process, device)
     yield (
-        f"loader: one process makes about {speed:,.0f} tokens/s, and the {workers or 1} of a rank "
-        f"{speed * (workers or 1):,.0f} (data.workers)"
+        f"data loading: one process prepares about {speed:,.0f} tokens/s; the {workers or 1} processes of a rank "
+        f"(data.workers) prepare {speed * (workers or 1):,.0f} tokens/s"
     )
-    yield f"parameters: {cost.parameter_count(module):,} (vocabulary {loader.corpus.tokenizer.vocab_size:,})"
+    yield (
+        f"parameters: {cost.parameter_count(module):,}, with a vocabulary of "
+        f"{loader.corpus.tokenizer.vocab_size:,} tokens"
+    )
     largest = max((row.cost for row in first.rows), key=lambda row: row["tokens"])
     memory = cost.memory_by_purpose(
         module, loader.recipe, config.resolved, config.precision, process.world, device, largest
     )
     purposes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in memory.items())
     yield f"memory per rank, ZeRO stage {config.stage}: about {sum(memory.values()) / 1e9:.2f} GB: {purposes}"
-    yield f"checkpoint: {cost.checkpoint_bytes(module, config.resolved, config.precision) / 1e9:,.2f} GB"
+    yield f"size of a checkpoint: {cost.checkpoint_bytes(module, config.resolved, config.precision) / 1e9:,.2f} GB"
 
 
 def load_rank_batch(dataset: StepDataset, plan: Plan, rank: int) -> StepBatch:

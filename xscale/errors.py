@@ -94,7 +94,7 @@ def report_error(error: UserError | OSError) -> int:
     if error.errno not in ENVIRONMENT_ERRNOS:
         raise error
     place = redact(str(error.filename or "a file"))
-    print(f"error: {place}: {error.strerror}; fix that and start again", file=sys.stderr)
+    print(f"error: {place}: {error.strerror}. Correct this, then start the command again", file=sys.stderr)
     return 4
 
 
@@ -115,10 +115,12 @@ def check_arguments(words: list[str]) -> None:
         if removed := removed_flag(word):
             raise UserError(removed)
         if not word or (word.startswith("--") and word.endswith("=")):
-            raise UserError(f"{word or before} is empty; is a variable unset?".strip())
+            raise UserError(
+                f"{word or before} is empty, perhaps because a shell variable is not set. Write a value".strip()
+            )
         if not can_be_encoded(word):
             raise UserError(
-                f"{word!r} is not UTF-8; rename the file, or set LC_ALL to a locale with the encoding of its name"
+                f"{word!r} is not UTF-8. Rename the file, or set LC_ALL to a locale with the encoding of the file name"
             )
 
 
@@ -164,7 +166,8 @@ def env_number(variable: str, default: int) -> int:
     value = os.environ.get(variable) or str(default)
     if not value.strip().isdecimal():
         raise UserError(
-            f"{variable}={value!r} in the environment is not a number; unset it, or let the launcher set it"
+            f"the environment variable {variable} has the value {value!r}, which is not a whole number. Unset the "
+            "variable, or let the launcher set it"
         )
     return int(value)
 

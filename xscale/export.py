@@ -38,20 +38,26 @@ def main() -> int:
     add = parser.add_argument
     add("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
     add("out", type=Path, metavar="HF_DIR")
-    add("--best", action="store_true", help="the run's best checkpoint instead of its newest")
-    add("--pooling", choices=POOLINGS, help="pooling of sentence vectors (default: that of training, or of model.init)")
-    add("--layers", type=int, metavar="K", help="only the first K layers, whose states are the output")
-    add("--push", metavar="REPO", help="upload the export to this repository of the hub, USER/NAME")
+    add("--best", action="store_true", help="export the best checkpoint of the run instead of the newest one")
+    add(
+        "--pooling",
+        choices=POOLINGS,
+        help="pooling of sentence vectors (default: the pooling of the training, else that of model.init)",
+    )
+    add("--layers", type=int, metavar="K", help="export only the first K layers; their hidden states are the output")
+    add("--push", metavar="REPO", help="upload the export to the repository USER/NAME of the Hugging Face Hub")
     try:
         check_arguments(sys.argv[1:])
         args = parser.parse_args()
         if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
-            raise UserError(f"--push {args.push} does not name a repository of the hub; give USER/NAME")
+            raise UserError(
+                f"--push {args.push} is not the name of a repository on the Hugging Face Hub. Write USER/NAME"
+            )
         path = export(args.source, args.out, args.best, args.pooling, args.layers)
-        print(f"{path} -> {args.out}")
+        print(f"exported {path} to {args.out}")
         if args.push:
             push(args.out, args.push)
-            print(f"{args.out} -> {args.push}")
+            print(f"uploaded {args.out} to {args.push}")
     except (UserError, OSError) as error:
         return report_error(error)
     return 0
@@ -63,7 +69,7 @@ def export(source: Path, out: Path, best: bool = False, pooling: str | None = No
     None: export the whole model. Raises UserError."""
     path = find_best(source) if best else checkpoints.resolve_checkpoint(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not an empty directory; choose another, or remove it")
+        raise UserError(f"{out} exists and is not an empty directory. Choose another directory, or remove {out}")
     files.check_writable(out)
     lm: Any = load_model_of_run(path)
     checkpoint = checkpoints.read_checkpoint(path)
@@ -81,8 +87,8 @@ def find_best(run: Path) -> Path:
     named = run / "checkpoints" / checkpoints.BEST
     if not named.is_file():
         raise UserError(
-            f"--best: {named} does not exist; only a run whose recipe sets checkpoint.best has it. Leave --best out to "
-            f"export the newest checkpoint"
+            f"--best: {named} does not exist, because the recipe of the run does not set checkpoint.best or the "
+            "run has not been evaluated yet. Remove --best to export the newest checkpoint"
         )
     return checkpoints.resolve_checkpoint(named.with_name(named.read_text(encoding="utf-8").strip()))
 
@@ -92,11 +98,12 @@ def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
     config = copy.deepcopy(lm.config)
     last = config.num_hidden_layers
     if not 1 <= layers <= last:
-        raise UserError(f"--layers {layers}: the model has layers 1 to {last}; choose one of these numbers")
+        raise UserError(f"--layers {layers}: the model has {last} layers. Write a number from 1 to {last}")
     if hasattr(lm.base_model, "final_norm"):
         raise UserError(
-            f"--layers {layers}: a model of type {config.model_type} changes the states after its last layer, so its "
-            f"first layers alone give other states; export all layers, and evaluate with --layer {layers}"
+            f"--layers {layers}: a {config.model_type} model normalises the hidden states after its last layer, so "
+            f"a model of only {layers} layers would have other states. Export all layers, and evaluate with "
+            f"`xscale eval --layer {layers}`"
         )
     config.num_hidden_layers = layers
     first = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
@@ -185,8 +192,8 @@ def push(folder: Path, repo: str) -> None:
     except Exception as error:  # the hub's HTTP library, and so its exceptions, differ between versions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"--push {repo}: {reason}; {folder} is complete: log in by `hf auth login` if you are not, then run "
-            f"`hf upload --private {repo} {folder}`"
+            f"--push {repo}: the upload failed ({reason}). The export in {folder} is complete. Log in by `hf auth "
+            f"login`, then run `hf upload --private {repo} {folder}`"
         ) from None
 
 

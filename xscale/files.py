@@ -26,14 +26,14 @@ LOCK = "lock"
 LOCK_SECONDS = 20
 """The seconds for which a start waits for a previous run's lock, since ranks may outlive a killed launcher."""
 THREADS = 32
-WEB_PAGE = "is a web page, as a server sends it with an error; download the file again"
-SERVER_ERROR = "is a server's error, not the file itself; download the file again"
+WEB_PAGE = "is a web page instead of the file, perhaps an error page of the server. Download the file again"
+SERVER_ERROR = "has an error message of the server instead of the file's content. Download the file again"
 POINTERS = {
-    b"version https://git-lfs": "is a pointer of Git LFS, not the file itself; run `git lfs pull` where it was cloned",
-    b"/annex/objects/": "is a pointer of git-annex, not the file itself; run `git annex get` where it was cloned",
+    b"version https://git-lfs": "is a pointer of Git LFS, without the file's content. Run `git lfs pull` in the clone",
+    b"/annex/objects/": "is a pointer of git-annex, without the file's content. Run `git annex get` in the clone",
     b"<!doctype html": WEB_PAGE,
     b"<html": WEB_PAGE,
-    b"<error><code>": "is an object store's error, not the file itself; download the file again",
+    b"<error><code>": "has an error message of an object store instead of the file's content. Download the file again",
     b"404: not found": SERVER_ERROR,
     b"entry not found": SERVER_ERROR,
 }
@@ -69,7 +69,7 @@ def pointer_problem(path: Path, *names: str) -> str | None:
         if file.is_file():
             with suppress(OSError), file.open("rb") as opened:
                 head = opened.read(HEAD_BYTES)
-                problem = pointer_in(head) if head else "is empty; copy it again, or download it again"
+                problem = pointer_in(head) if head else "is empty. Copy or download the file again"
                 if problem:
                     return f"{file} {problem}"
     return None
@@ -104,11 +104,11 @@ def partial_path(path: Path) -> Path:
     """Return the temporary path at which `path` is written before it is renamed. Raises UserError if `path` is `.`,
     `..`, a link to no file, or a device."""
     if path.name in ("", ".."):
-        raise UserError(f"{str(path)!r} cannot be written; choose a new name")
+        raise UserError(f"{str(path)!r} cannot be an output. Choose the name of a new file or folder")
     if path.is_symlink() and not path.is_file():
-        raise UserError(f"{path} is a link; name the place itself: {path.resolve()}")
+        raise UserError(f"{path} is a symbolic link. Name its target instead: {path.resolve()}")
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise UserError(f"{path} is a device or a pipe, not a file; choose another place")
+        raise UserError(f"{path} is a device or a pipe, not a file. Choose another output")
     return path.with_name(path.name + PARTIAL)
 
 
@@ -127,14 +127,15 @@ def check_writable(path: Path) -> None:
     partial_path(path)
     if path.suffix in COMPRESSED:
         raise UserError(
-            f"{path} would be written uncompressed; leave {path.suffix} out of its name, and compress it later"
+            f"{path}: xscale writes this file without compression. Leave {path.suffix} out of the name, and "
+            "compress the file afterwards"
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({path.parent}: {error.strerror}); choose another place") from None
+        raise UserError(f"{path} cannot be written ({path.parent}: {error.strerror}). Choose another folder") from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -164,7 +165,7 @@ class Lock:
             if time.monotonic() >= deadline:
                 self.file.seek(0)
                 owner = self.file.readline().strip()
-                raise DirectoryTaken(f"another process ({owner}) trains the run in {folder}; stop that process first")
+                raise DirectoryTaken(f"another process ({owner}) trains the run in {folder}. Stop that process first")
             time.sleep(1)
         self.text = f"host {os.uname().nodename}, process {os.getpid()}\n{os.urandom(8).hex()}\n"
         self.file.truncate(0)
@@ -179,7 +180,10 @@ class Lock:
             return False
         except OSError as error:
             folder = self.path.parent
-            self.problem = f"{folder} is on a file system without locks ({error.strerror}): start no run twice there"
+            self.problem = (
+                f"the file system of {folder} has no file locks ({error.strerror}), so xscale cannot notice if two "
+                "processes train this run. Never start a run twice there"
+            )
         return True
 
     def check(self) -> None:
@@ -191,8 +195,9 @@ class Lock:
             return
         if text.count("\n") == 2 and text != self.text:
             raise DirectoryTaken(
-                f"{self.path.parent} was removed, or has no locks, and now belongs to another run "
-                f"({text.splitlines()[0]}); this run ends, and writes nothing more there"
+                f"{self.path.parent}: another process ({text.splitlines()[0]}) has taken over this folder, because "
+                "the folder was removed or its file system has no locks. This run ends and writes nothing more "
+                "there"
             )
 
 

@@ -80,14 +80,14 @@ class CheckpointManager:
         self.host_group.from_main(lambda: check_types(self.partial_of(step), written))
         problem = self._publish(step, manifest, written)
         if problem and must_succeed:
-            then = "begin" if self.saved is None else f"go on from step {self.saved}"
-            text = f"step {step} is not saved ({problem}); free some disk space to {then}"
+            then = "begin at step 1" if self.saved is None else f"continue from step {self.saved}"
+            text = f"the checkpoint of step {step} could not be saved ({problem}). The next start will {then}"
             raise OSError(errno.EIO, text, str(self.folder))
         if problem:
             if self.host_group.is_main:
                 LOG.error(
-                    f"{self.folder}: step {step} is not saved ({problem}). Training continues, and the next save tries "
-                    f"again; older checkpoints are complete"
+                    f"{self.folder}: the checkpoint of step {step} could not be saved ({problem}). Training "
+                    "continues, and the next checkpoint will be saved as usual. Older checkpoints are complete"
                 )
             return
         self.saved = step
@@ -118,7 +118,9 @@ class CheckpointManager:
             files.remove(folder)
             free = shutil.disk_usage(self.folder).free
             if free <= needed:
-                return OSError(errno.ENOSPC, f"{free / 2**30:.1f} GB are free, {needed / 2**30:.1f} GB needed")
+                return OSError(
+                    errno.ENOSPC, f"{free / 2**30:.1f} GiB are free, and the checkpoint needs {needed / 2**30:.1f} GiB"
+                )
             folder.mkdir()
         except OSError as error:
             return error
@@ -150,7 +152,7 @@ class CheckpointManager:
             names += [str(path.relative_to(folder)) for path in folder.glob(f"{store.HF}/*")]
         sealed: dict[str, Any] = {}
         for name in names:
-            self.note(f"saving step {step}: {name} to the disk")
+            self.note(f"saving step {step}: syncing {name} to the disk")
             sealed[name] = store.sync_and_hash(folder / name)
         return sealed
 
@@ -204,6 +206,6 @@ def check_types(folder: Path, written: WrittenFiles) -> None:
         if foreign:
             files.remove(folder)
             raise UserError(
-                f"{name} has {', '.join(foreign)}, which a resume would refuse, because xscale does not know these "
-                f"types of DeepSpeed's. Install the version of DeepSpeed in constraints.txt"
+                f"the checkpoint's file {name} has the Python types {', '.join(foreign)}, which xscale does not "
+                "know and would refuse to load. Install the version of DeepSpeed that constraints.txt names"
             )

@@ -44,7 +44,8 @@ def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> N
             loaded_path, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
         if loaded_path is None:
             raise UserError(
-                f"{path} has no files that DeepSpeed can load; remove this folder to continue from an older checkpoint"
+                f"{path}: DeepSpeed cannot find the files of a checkpoint in this folder. Remove the folder; the "
+                "next start continues from an older checkpoint"
             )
     assert engine.global_steps == checkpoint.step, (engine.global_steps, checkpoint.step)
     if (auxiliary := path / store.AUXILIARY_STATES).exists():
@@ -92,7 +93,7 @@ def load_model_of_run(path: str | Path, dropout: float | None = None) -> PreTrai
     host_group = HostGroup()
     problem = store.find_damage(path, host_group)
     if problem:
-        raise UserError(f"checkpoint {path} is not usable ({problem}); restore it, or give another checkpoint")
+        raise UserError(f"checkpoint {path} is damaged ({problem}). Restore it from a copy, or name another checkpoint")
     config = AutoConfig.from_pretrained(path / store.HF, trust_remote_code=False)
     if dropout is not None:
         config.update(dropout_fields(config.model_type, dropout))

@@ -82,8 +82,8 @@ def resolve_checkpoint(path: Path) -> Path:
     steps = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not steps:
         raise UserError(
-            f"{path} is neither a checkpoint (it has no {MANIFEST}) nor a run with a complete checkpoint; give one of "
-            f"them"
+            f"{path} is neither a run with a complete checkpoint nor a checkpoint (it has no {MANIFEST}). Name a "
+            "run or a checkpoint"
         )
     return steps[-1]
 
@@ -99,7 +99,7 @@ def find_newest_valid(
         problem = find_damage(path, host_group)
         if problem is None:
             return read_checkpoint(path)
-        warn(f"checkpoint {path} is not usable ({problem}); trying the one before")
+        warn(f"checkpoint {path} is damaged ({problem}). xscale tries the next older checkpoint")
     return None
 
 
@@ -116,7 +116,7 @@ def find_damage(path: Path, host_group: HostGroup) -> str | None:
     except UserError as error:
         return str(error)
     if NAME.fullmatch(path.name) and step_from_name(path) != checkpoint.step:
-        return f"its {MANIFEST} is that of step {checkpoint.step}: it is a copy under another name"
+        return f"{MANIFEST} says step {checkpoint.step}, so the folder was renamed or copied to another name"
     problems = list[str]()
     for name in sorted(checkpoint.files)[host_group.rank :: host_group.size]:
         problem = find_file_damage(path / name, checkpoint.files[name])
@@ -124,7 +124,7 @@ def find_damage(path: Path, host_group: HostGroup) -> str | None:
             problems.append(f"{name} {problem}")
     for file in sorted(path.glob("*.pt")) if host_group.is_main else ():
         if file.name not in checkpoint.files:
-            problems.append(f"{file.name} is not in its manifest")
+            problems.append(f"{file.name} is not listed in {MANIFEST}")
     return "; ".join(chain.from_iterable(host_group.gather(problems))) or None
 
 
@@ -136,10 +136,10 @@ def find_file_damage(file: Path, expected: dict[str, Any]) -> str | None:
     if size != expected["bytes"]:
         return f"has {size:,} bytes, not {expected['bytes']:,}"
     if files.sha256_file(file) != expected["sha256"]:
-        return "differs from its hash"
+        return f"does not have the SHA-256 that {MANIFEST} lists"
     foreign = find_unsafe_types(file) if file.suffix == ".pt" else []
     if foreign:
-        return f"has {', '.join(foreign)}, which xscale never writes and which may run code"
+        return f"has {', '.join(foreign)}; xscale never writes such content, and it may run code when it is loaded"
     return None
 
 
@@ -157,16 +157,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest_hash(manifest) != manifest.pop(OWN_HASH, None):
-            raise ValueError("its content differs from its hash")
+            raise ValueError("its content does not have the SHA-256 that it lists")
         kinds = dict.fromkeys(("identity", "state", "calibration", "engine", "files"), dict)
         for key, kind in {"step": int, "world_size": int, **kinds}.items():
             if type(manifest.get(key)) is not kind or manifest[key] == {}:
-                raise ValueError(f"{key}: missing or malformed")
+                raise ValueError(f"its key {key} is missing or has a wrong type")
         checkpoint = Checkpoint(path, **manifest)
         if checkpoint.state.get("step") != checkpoint.step:
-            raise ValueError(f"state: not that of step {checkpoint.step}")
+            raise ValueError(f"its key state is not of step {checkpoint.step}")
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not a checkpoint: {MANIFEST} cannot be read ({error})") from None
+        raise UserError(f"{path} is not a checkpoint, because its {MANIFEST} is missing or damaged ({error})") from None
     return checkpoint
 
 

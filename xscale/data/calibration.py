@@ -78,7 +78,7 @@ class Calibration:
         lines = [(a, b) for a, b in tree["lines"]]
         if len(lines) != sources or set(estimates[0]) != set(streams):
             names = ", ".join(estimates[0])
-            raise ValueError(f"it has {len(lines)} sources and streams {names}, not those of the run")
+            raise ValueError(f"it has {len(lines)} sources and the streams {names}, which are not those of the run")
         for name, stream_estimate in estimates[0].items():
             if not 0 < stream_estimate.ratio < math.inf:
                 raise ValueError(f"streams.{name}.ratio = {stream_estimate.ratio}")

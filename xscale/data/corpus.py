@@ -218,10 +218,10 @@ def select_linked_sources(stream: str, chosen: tuple[int, ...], sources: list[So
         pairs = source.index["records"]
         if source.linked < pairs:
             raise UserError(
-                f"streams.{stream} needs word links; {pairs - source.linked:,} of {pairs:,} pairs of "
-                f"{source.directory} have none. Write {source.name} again with `xscale data write_shards pairs ... "
-                f"--links F` or `--align`, or give the shards to `xscale data prepare` with align: true, which links "
-                f"the pairs that have no links"
+                f"streams.{stream} needs word links, and {pairs - source.linked:,} of the {pairs:,} pairs in "
+                f"{source.directory} have none. Write these shards again by `xscale data write_shards pairs ... "
+                "--align` (or `--links FILE`), or by `xscale data prepare` with `align: true` and `shards: "
+                f"{source.directory}` as a source in corpus.yaml"
             )
         source.check_links()
     return with_links
@@ -245,8 +245,9 @@ def load_lexicons(
         absent = set(lexicon.langs) - languages
         if absent:
             raise UserError(
-                f"{path}: --data has no text in {', '.join(absent)}; add shards in this language, or remove the "
-                f"dictionary"
+                f"{path}: the dictionary has words in {', '.join(absent)}, but --data has no text in this "
+                f"language. Add shards in {', '.join(absent)} to --data, or remove the dictionary from "
+                "data.lexicons"
             )
         loaded.append(lexicon)
     return tuple(sorted(loaded, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
@@ -265,8 +266,9 @@ def add_lexicons(stream: Stream, recipe: Recipe, lexicons: tuple[Lexicon, ...]) 
     if not any(lexicon.words for lexicon in without):
         available = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
         raise UserError(
-            f"streams.{stream.name} needs a dictionary of its languages ({', '.join(languages or ['all'])}; there are: "
-            f"{available}): set data.lexicons=[PATH/en-de.txt], or put the file into lexicon/ beside the shards"
+            f"streams.{stream.name} needs a dictionary of its languages ({', '.join(languages or ['all'])}), but "
+            f"no dictionary of the run (files: {available}) has entries for them. Set "
+            "data.lexicons=[PATH/en-de.txt], or put the file into the folder lexicon/ beside the shards"
         )
     return replace(stream, lexicons=without)
 
@@ -296,20 +298,23 @@ def find_tokenizer(recipe: Recipe, initial: InitialModel, data: Path | None) -> 
     if init and not Path(init).exists():
         if not may_exist(init):
             raise UserError(
-                f"model.init {init} does not exist; give a run, or a Hugging Face directory or name; if a run is "
-                f"resumed whose model.init is lost, copy the folder hf of one of its checkpoints to that place"
+                f"model.init {init} does not exist. Name a run, a Hugging Face directory or a model on the Hugging "
+                "Face Hub. To resume a run whose model.init was removed, copy the folder hf of one of the run's "
+                f"checkpoints to {init}"
             )
         return init  # a hub name
     if data is None:
         raise UserError(
-            "a tokenizer beside the shards is found only if a --data is a directory, not a URL; set model.tokenizer=DIR"
+            "xscale looks for a tokenizer beside the shards, but every --data is a URL. Set model.tokenizer=DIR"
         )
     for folder in (data, data.resolve().parent):
         if (folder / "tokenizer").is_dir():
             return str(folder / "tokenizer")
     raise UserError(
-        f"no tokenizer{f' in model.init {init}, and none' if init else '/'} in {data} or its parent. Train one: "
-        f"`xscale data tokenizer --data {data} --out {data / 'tokenizer'}`, or set model.tokenizer"
+        "there is no "
+        f"tokenizer{f' in model.init {init}, and no folder tokenizer/' if init else ' folder tokenizer/'} in "
+        f"{data} or its parent folder. Train a tokenizer: `xscale data tokenizer --data {data} --out "
+        f"{data / 'tokenizer'}`, or set model.tokenizer=DIR"
     )
 
 
@@ -325,7 +330,7 @@ def check_tokenizer_of_init(init: str | None, initial: InitialModel, tokenizer: 
     trained = Tokenizer(initial.directory)
     if (trained.fingerprint, trained.special) != (tokenizer.fingerprint, tokenizer.special):
         raise UserError(
-            f"model.init {init} was trained with the tokenizer {initial.directory}, and the run has another tokenizer; "
-            f"set model.tokenizer={initial.directory}, or enlarge the model's vocabulary "
-            f"(docs/how-to/add-language.md)"
+            f"model.init {init} was trained with the tokenizer in {initial.directory}, and the tokenizer of this "
+            f"run differs. Set model.tokenizer={initial.directory}, or add tokens to the model's vocabulary "
+            "(docs/how-to/add-language.md)"
         )

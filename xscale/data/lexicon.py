@@ -67,8 +67,9 @@ class Lexicon:
     def summary(self) -> str:
         """Return a line for the log: the path, and the numbers of entries of each kind."""
         return (
-            f"dictionary: {self.path}, {len(self.words):,} entries; {len(self.single_token_pairs()):,} have one token "
-            f"on either side; {self.unknown:,} others are left out, because they have unknown tokens"
+            f"dictionary {self.path}: {len(self.words):,} entries, of which {len(self.single_token_pairs()):,} "
+            f"have two words of one token each; {self.unknown:,} more entries are left out, because they have "
+            "unknown tokens"
         )
 
     def single_token_pairs(self) -> np.ndarray:
@@ -164,8 +165,8 @@ def load_lexicon(path: Path, tokenizer: Tokenizer, languages: Collection[str] = 
             target_ids.append(target)
     if not words:
         raise UserError(
-            f"{path}: every entry of the dictionary has unknown tokens; give a tokenizer for these languages, or move "
-            f"the file to another folder"
+            f"{path}: every entry of the dictionary has tokens that the tokenizer does not know. Use a tokenizer "
+            "for these languages, or move the dictionary to another folder"
         )
     content = "\n".join(map("\t".join, file_entries))
     fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -190,8 +191,8 @@ def _encode(words: list[str], tokenizer: Tokenizer, path: Path) -> list[list[int
             ids[word] = [int(part.removeprefix("id:")) for part in word.split()]
             if max(ids[word]) >= len(tokenizer.hf):
                 raise UserError(
-                    f"{path}: {word!r} is not in the tokenizer, whose ids are below {len(tokenizer.hf):,}; give a "
-                    f"dictionary that was made for this tokenizer"
+                    f"{path}: the token id {word!r} is too large for the tokenizer, which has "
+                    f"{len(tokenizer.hf):,} tokens. Use a dictionary with ids of this tokenizer"
                 )
         else:
             texts.append(word)
@@ -207,8 +208,8 @@ def languages_in_file_name(path: Path, languages: Collection[str] = ()) -> tuple
     pair = split_pair_name(path.name.partition(".")[0], languages)
     if pair is None:
         raise UserError(
-            f"{path}: the languages of the dictionary are unclear; name the file after them in the order of its "
-            f"columns, such as en-de.txt or, with the country in capitals, en-zh-CN.txt"
+            f"{path}: the file name does not say the two languages of the dictionary. Name the file after the "
+            "languages of its two columns, such as en-de.txt or en-zh-CN.txt (country in capitals)"
         )
     spelled = list[str]()
     for language in pair:
@@ -246,10 +247,15 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
         if not any(columns):
             continue
         if len(columns) != 2 or not all(columns):
-            raise UserError(f"{path}: line {number}: {line!r} is not an entry; write `source target`")
+            raise UserError(
+                f"{path}: line {number}: {line!r} is not a dictionary entry. Write two words with a space or tab "
+                "between them"
+            )
         entries[columns[0], columns[1]] = None
     if not entries:
-        raise UserError(f"{path} has no entry; give a file with lines `source target`")
+        raise UserError(
+            f"{path} has no dictionary entry. Write one entry per line: two words with a space or tab between them"
+        )
     return list(entries)
 
 

@@ -40,7 +40,7 @@ def parse_pharaoh(links: str, sizes: tuple[int, int]) -> list[Link]:
             return parsed
     else:
         wrong = [link for link in links.split() if not LINKS.fullmatch(link)]
-    raise ValueError(f"link {wrong[0]!r} does not fit a pair of {sizes[0]} and {sizes[1]} words")
+    raise ValueError(f"the word link {wrong[0]!r} does not fit a pair of {sizes[0]} and {sizes[1]} words")
 
 
 def format_pharaoh(links: list[Link]) -> str:
@@ -111,7 +111,9 @@ def character_places(text: str, tokenised: str) -> list[list[int]]:
             for k in range(block.size):
                 place_of[block.b + k] = visible[block.a + k]
     if 2 * len(place_of) < len(token_characters):
-        raise ValueError(f"the tokenised text {tokenised[:60]!r} does not match the text {text[:60]!r}")
+        raise ValueError(
+            f"the tokenised text {tokenised[:60]!r} does not have the characters of the text {text[:60]!r}"
+        )
     places_of_tokens = list[list[int]]()
     character_number = 0
     for token in tokens:

@@ -64,16 +64,17 @@ def parse_links(pairs: list[Example], across: bool = False) -> WordLinks:
 
 def pair_links(pair: Example, sizes: tuple[int, int]) -> list[Link]:
     """Return the links of a pair. sizes: the numbers of words of its texts. Raises UserError."""
-    problem = "it has no word links (an empty field `links` means that no word is linked)"
+    problem = "the field `links` is missing (a pair without linked words needs an empty field)"
     if pair.links is not None:
         try:
             return parse_pharaoh(pair.links, sizes)
         except ValueError as error:
             problem = str(error)
     raise UserError(
-        f"record {pair.key!r}: {problem}; links are 0-based `first-second` numbers of the words that "
-        f"xscale/data/words.py defines. Write the shards again with `xscale data write_shards pairs ... --links F` or "
-        f"`--align`, or give them to `xscale data prepare` with align: true, which links the pairs that have no links"
+        f"record {pair.key!r}: {problem}. A link `i-j` joins word i of the first sentence and word j of the "
+        "second, counted from 0; xscale/data/words.py defines words. Write the shards again by `xscale data "
+        "write_shards pairs ... --align` (or `--links FILE`), or by `xscale data prepare` with `align: true`, "
+        "which links only pairs without links"
     )
 
 

@@ -141,8 +141,9 @@ class Mixture:
         """For each stream and source: the order of the epoch that is being read, and its epoch and rooms."""
         if self.state.get("order") != ORDER and any(stream.packed for stream in streams.last):
             raise UserError(
-                f"the checkpoint of step {self.state['step']} was saved by a version of xscale with another order of "
-                f"text; continue with that version, or start a new run: model.init=DIR, and another --out"
+                f"the checkpoint of step {self.state['step']} was saved by a version of xscale that reads text in "
+                "another order. Continue the run with that version, or start a new run from the weights of the "
+                "checkpoint: --set model.init=CHECKPOINT, and another --out"
             )
 
     def next_part(self) -> Plan:

@@ -76,7 +76,7 @@ class Remote:
             with files.publish(path) as partial:
                 file_system.get_file(remote_path, str(partial), callback=Callback(hooks={"size": check_received}))
                 if partial.stat().st_size != size or not is_whole(partial):
-                    raise ValueError("its size or checksum is not that of index.json")
+                    raise ValueError("the size or checksum differs from index.json")
 
         if not is_cached():
             with locked(self.folder / f"{name}.lock"):
@@ -91,8 +91,8 @@ def open_remote(url: str, cache: Path) -> Remote:
         index = try_repeatedly(f"{url}/index.json", lambda file_system, path: file_system.cat_file(path))
     except FileNotFoundError:
         raise UserError(
-            f"--data {redact(url)}: no index.json there; give the URL of each folder of shards, and copy these folders "
-            f"to the server whole"
+            f"--data {redact(url)}: there is no index.json at this URL. Name the URL of each folder of shards, and "
+            "copy each folder to the server with all its files"
         ) from None
     remote = Remote(url, cache / f"{url.rpartition('/')[2]}-{hashlib.sha256(index).hexdigest()[:16]}")
     remote.folder.mkdir(parents=True, exist_ok=True)
@@ -111,19 +111,19 @@ def try_repeatedly(url: str, call: Callable[[Any, str], Any]) -> Any:
     problem = ""
     for number in range(TRIES):
         if number:
-            LOG.warning(f"{redact(url)}: try {number} of {TRIES} failed ({problem})")
+            LOG.warning(f"{redact(url)}: attempt {number} of {TRIES} to download this file failed ({problem})")
             time.sleep(FIRST_WAIT * 2 ** (number - 1))
         try:
             return call(*open_file_system(url))
         except FileNotFoundError:
-            problem = "the server has no such file; copy the whole folder of shards to it"
+            problem = "the server does not have this file. Copy the whole folder of shards to the server"
             raise FileNotFoundError(errno.ENOENT, problem, redact(url)) from None
         except Exception as error:  # each file system raises its own errors
             is_disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             if is_disk_full or isinstance(error, UserError):
                 raise
             problem = redact(f"{type(error).__name__}: {error}".splitlines()[0])
-    raise OSError(errno.EREMOTEIO, f"it could not be fetched in {TRIES} tries ({problem})", redact(url))
+    raise OSError(errno.EREMOTEIO, f"the file could not be downloaded in {TRIES} attempts ({problem})", redact(url))
 
 
 def open_file_system(url: str) -> tuple[Any, str]:

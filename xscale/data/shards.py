@@ -116,8 +116,8 @@ class Source:
         langs = tuple(names[lang] for lang in self.written_langs)
         if len(set(langs)) < len(langs):
             raise UserError(
-                f"{self.directory}: {' and '.join(self.written_langs)} are names of one language; write the shards "
-                f"again, with the names of two languages in --langs"
+                f"{self.directory}: {' and '.join(self.written_langs)} are two names of one language. Write the "
+                "shards again, with two languages in --langs"
             )
         self.langs = langs
 
@@ -142,9 +142,9 @@ class Source:
         """Raise UserError if the links number the words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
-                f"{self.directory}: the word links count words by the segmentation {self.segmentation}, which this "
-                f"xscale, of version {words.VERSION}, does not know. Write the shards again from the text: "
-                f"`xscale data write_shards pairs ... --links F` or `--align`"
+                f"{self.directory}: the word links number words by the rules {self.segmentation}, and this version "
+                f"of xscale knows only the rules of version {words.VERSION} or older. Write the shards again from "
+                "the text: `xscale data write_shards pairs ... --align` (or `--links FILE`)"
             )
 
     def renumber_links(self, record: Record) -> Record:
@@ -158,8 +158,9 @@ class Source:
             return record._replace(links=project_links(record.links, record.texts)[0])
         except ValueError as error:
             raise UserError(
-                f"{self.directory}: record {record.key!r}: {error}; a link `i-j` joins word i of the first text and "
-                f"word j of the second, counted from 0, and words are divided by white space"
+                f"{self.directory}: record {record.key!r}: {error}. A link `i-j` joins word i of the first text "
+                "and word j of the second, counted from 0; white space divides words. Correct the links, and "
+                "write the shards again"
             ) from None
 
     def locate_records(self, numbers: np.ndarray) -> list[tuple[int, int]]:
@@ -185,8 +186,8 @@ class Source:
                     raise UserError(pointer)
                 problem = f"has {size:,} bytes"
             raise UserError(
-                f"{file} {problem}; index.json says {expected:,} bytes. Copy it again, or run `xscale data index "
-                f"{self.directory}` if the shards were changed on purpose"
+                f"{file} {problem}, and index.json says {expected:,} bytes. Copy the file again, or run `xscale "
+                f"data index {self.directory}` if the shards were changed on purpose"
             )
 
     def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
@@ -228,10 +229,10 @@ class Source:
             if file.fits_index(shard, 0, about):
                 return file.read(size, first * ENTRY.size)
         raise UserError(
-            f"{self.directory}/{idx_name} is damaged, or belongs to another shard: its checksum is not that of "
-            f"index.json as this process has read it. If the shards were replaced during the run, restore the old "
-            f"ones; if the file is damaged, copy it again, or run `xscale data index {self.directory}`; if the shards "
-            f"are at a URL, remove {self.directory}, and the next start fetches it again"
+            f"{self.directory}/{idx_name} is missing, damaged or of another shard: its checksum differs from the "
+            "index.json that the run read at its start. If the shards were replaced during the run, restore the "
+            f"old shards. If --data is a folder, copy the file again, or run `xscale data index {self.directory}`. "
+            f"If --data is a URL, remove {self.directory}; the next start downloads the shards again"
         )
 
     def _fetch_entries(self, remote: Remote) -> None:
@@ -246,8 +247,8 @@ class Source:
             remote.fetch(ENTRIES, self.records * ENTRY.size, is_whole)
         except FileNotFoundError:
             raise UserError(
-                f"{remote.url} has no file {ENTRIES!r}; run `xscale data index` on the shards, and copy all files that "
-                f"it writes"
+                f"{remote.url} has no file {ENTRIES!r}. Run `xscale data index` on the folder of shards, and copy "
+                "all files of the folder to the server"
             ) from None
 
     def continues_document(self, shard: int, record: int) -> bool:
@@ -280,8 +281,9 @@ class Source:
                 self._owner = object()
         else:
             raise UserError(
-                f"{path}: record {record} (bytes {offset}-{offset + length}) is damaged: its checksum differs from the "
-                f"index. Restore the shard; `xscale data inspect {self.directory} --verify` names every damaged shard"
+                f"{path}: record {record} (bytes {offset} to {offset + length}) is damaged: its checksum differs "
+                f"from the index. Copy the shard again; `xscale data inspect {self.directory} --verify` names "
+                "every damaged shard"
             )
         try:
             if self.layout == "lines":
@@ -290,13 +292,13 @@ class Source:
                 whole = parse_sample(data, self.written_langs)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, tarfile.TarError) as error:
             raise UserError(
-                f"{path}: record {record} does not fit layout {self.layout!r} ({error}); run "
-                f"`xscale data index {self.directory}`"
+                f"{path}: record {record} cannot be read in the layout {self.layout!r} that index.json names "
+                f"({error}). Run `xscale data index {self.directory}`"
             ) from None
         if whole.langs != self.written_langs:
             raise UserError(
-                f"{self.directory}: record {whole.key!r} has languages {', '.join(whole.langs)}, index.json says "
-                f"{', '.join(self.written_langs)}; run `xscale data index {self.directory}`"
+                f"{self.directory}: record {whole.key!r} has the languages {', '.join(whole.langs)}, and "
+                f"index.json says {', '.join(self.written_langs)}. Run `xscale data index {self.directory}`"
             )
         if self.langs != self.written_langs:
             whole = whole._replace(langs=self.langs)
@@ -402,7 +404,7 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     """Return the content of a directory's index.json, and the shards that it lists. Raises UserError."""
     path = directory / "index.json"
     if not path.exists():
-        raise UserError(f"{path} not found; write it: `xscale data index {directory}`")
+        raise UserError(f"{path} not found. Write it by `xscale data index {directory}`")
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         version = index["version"]
@@ -411,12 +413,14 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         if pointer := pointer_problem(path):
             raise UserError(pointer) from None
-        raise UserError(f"{path} is not an index ({error}); write it again: `xscale data index {directory}`") from None
+        raise UserError(
+            f"{path} is not an index of shards ({error}). Write it again by `xscale data index {directory}`"
+        ) from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     raise UserError(
-        f"{path} has format version {version!r}, but this xscale reads version {FORMAT_VERSION}; write the index "
-        f"again: `xscale data index {directory}`"
+        f"{path} has format version {version!r}, and this version of xscale reads only format version "
+        f"{FORMAT_VERSION}. Write the index again by `xscale data index {directory}`"
     )
 
 
@@ -431,7 +435,7 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
     if index["kind"] != ("pair" if len(index["langs"]) == 2 else "mono"):
         raise ValueError(f"kind {index['kind']!r} does not fit langs {index['langs']}")
     if index["layout"] not in LAYOUTS:
-        raise ValueError(f"layout {index['layout']!r} is none of {', '.join(LAYOUTS)}")
+        raise ValueError(f"layout {index['layout']!r} is unknown; the layouts are {', '.join(LAYOUTS)}")
     if not isinstance(index.get("segmentation", {}), dict):
         raise ValueError(f"segmentation {index['segmentation']!r} is not an object")
     if type(index.get("linked", 0)) is not int:
@@ -443,9 +447,9 @@ def parse_shards(index: dict[str, Any]) -> list[Shard]:
         if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
             raise ValueError(f"shard {name!r} is not a tar file's name, or has no hash")
     if len({shard.name for shard in shards}) < len(shards):
-        raise ValueError("a shard occurs twice")
+        raise ValueError("the name of a shard occurs twice")
     if not shards or index["records"] != sum(shard.records for shard in shards):
-        raise ValueError(f"records {index['records']} is not the sum over the shards")
+        raise ValueError(f"records {index['records']} is not the sum of the shards' records")
     return shards
 
 
@@ -454,7 +458,7 @@ def check_languages(langs: list[str] | tuple[str, ...]) -> None:
     if not all(isinstance(lang, str) and lang and lang.isprintable() and not set(lang) & set("/\\ ") for lang in langs):
         raise ValueError(f"langs {list(langs)} are not names of languages")
     if len(langs) not in (1, 2) or len(set(langs)) < len(langs):
-        raise ValueError(f"langs {list(langs)}: needs one language, or two different ones")
+        raise ValueError(f"langs {list(langs)} must be one language or two different languages")
 
 
 def fingerprint(index: dict[str, Any]) -> str:
@@ -484,15 +488,17 @@ def find_sources(locations: Sequence[Path | str], cache: str | None = None) -> l
         check_folders_without_index(location, folders)
         if not folders:
             raise UserError(
-                f"--data {location}: no index.json there or one level below. Write shards with `xscale data "
-                f"write_shards`, or index existing tars: `xscale data index {location}`"
+                f"--data {location}: there is no index.json in this folder or in a folder directly below it. Write "
+                "shards by `xscale data prepare` or `xscale data write_shards`, or write the index of existing "
+                f"tars by `xscale data index {location}`"
             )
         sources += map(Source, folders)
     seen: dict[str, Path] = {}
     for source in sources:
         if source.fingerprint in seen:
             raise UserError(
-                f"--data: {source.directory} has the same content as {seen[source.fingerprint]}; give one of them"
+                f"--data: {source.directory} has the same records as {seen[source.fingerprint]}. Name only one of "
+                "these folders"
             )
         seen[source.fingerprint] = source.directory
     return sources
@@ -506,13 +512,14 @@ def check_folders_without_index(directory: Path, with_index: list[Path]) -> None
     for path in sorted(directory.iterdir()):
         if path.is_symlink() and not path.exists():
             raise UserError(
-                f"{path} is a link to {path.readlink()}, which does not exist; restore it, or remove the link"
+                f"{path} is a symbolic link to {path.readlink()}, which does not exist. Restore {path.readlink()}, "
+                "or remove the link"
             )
         being_written = path.name.endswith(PARTIAL)
         if path not in with_index and not being_written and path.is_dir() and any(path.glob("*.tar")):
             raise UserError(
-                f"{path} has shards, but no index.json that can be read. Copy the folder again, or make its index by "
-                f"`xscale data index {path}`. To train without this folder, give --data the other directories only"
+                f"{path} has shards, but no index.json. Copy the folder again, or write its index by `xscale data "
+                f"index {path}`. To train without this folder, name only the other folders after --data"
             )
 
 

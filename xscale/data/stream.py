@@ -137,7 +137,8 @@ def check_languages(languages: list[str] | None, sources: list[Source]) -> None:
         for source in sources:
             available |= {source.pair, *source.langs}
         raise UserError(
-            f"data.languages: --data has no text in {', '.join(absent)}, only {', '.join(sorted(available))}"
+            f"data.languages: --data has no text in {', '.join(absent)}, only in {', '.join(sorted(available))}. "
+            "Correct data.languages, or add shards to --data"
         )
 
 
@@ -161,8 +162,9 @@ def select_sources(
         available = ", ".join(f"{source.pair} ({source.kind})" for source in sources)
         missing = f" in {', '.join(absent or wanted or [])}" if absent or wanted else ""
         raise UserError(
-            f"streams.{stream} reads {record_kind} records{missing}, but --data has only: {available}. Add a directory "
-            f"that `xscale data write_shards {'pairs' if record_kind == 'pair' else 'mono'}` has written, or change "
+            f"streams.{stream} reads {'sentence pairs' if record_kind == 'pair' else 'monolingual text'}{missing}, "
+            f"but --data has only {available}. Add a folder that `xscale data write_shards "
+            f"{'pairs' if record_kind == 'pair' else 'mono'}` has written to --data, or change "
             f"streams.{stream}.languages"
         )
     return tuple(chosen)

@@ -32,10 +32,10 @@ _ZSTD_WINDOW = 1 << 31
 _MARKS = re.compile("(?<=[^ \t])\ufeff|\ufeff(?=[^ \t])")
 """Matches byte-order marks, except those between spaces. An aligner counts the latter as words, so they are removed
 when links are converted."""
-_TABLES = "`xscale data prepare` reads tables (`parquet:`, `datasets:`, `jsonl:` in corpus.yaml)"
+_TABLES = "For tables, use `xscale data prepare` with `parquet:`, `datasets:` or `jsonl:` in corpus.yaml"
 _REMEDY = (
-    "give lines of UTF-8 text, plain or compressed as .gz, .xz, .bz2 or .zst. `iconv -f ENCODING -t UTF-8` converts an "
-    f"encoding, and {_TABLES}"
+    "Name a file with lines of UTF-8 text, plain or compressed as .gz, .xz, .bz2 or .zst. `iconv -f ENCODING -t "
+    f"UTF-8` converts text to UTF-8. {_TABLES}"
 )
 
 
@@ -46,15 +46,19 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         for number, raw in enumerate(_split_lines(read_blocks(path)), start=1):
             if len(raw) > _LONGEST_LINE:
-                raise UserError(f"{path}: line {number} has more than {_LONGEST_LINE:,} bytes; split or remove it")
+                raise UserError(
+                    f"{path}: line {number} has more than {_LONGEST_LINE:,} bytes. Split or remove this line"
+                )
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r")
             yield number, _MARKS.sub("", line) if "\ufeff" in line else line
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line); {_REMEDY}"
+            f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line). {_REMEDY}"
         ) from None
     if number == 1 and "\r" in line:
-        raise UserError(f"{path} has only carriage returns as line ends; convert it first: `tr '\\r' '\\n'`")
+        raise UserError(
+            f"{path}: the lines end with carriage returns alone. Convert the file by `tr '\\r' '\\n' < OLD > NEW`"
+        )
 
 
 def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
@@ -66,7 +70,7 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
             packed = path.suffix in _DECODERS
             size = _PACKED_BLOCK if packed else _BLOCK
             head = file.read(size)
-            problem = pointer_in(head) if head else "is empty; give a file with text"
+            problem = pointer_in(head) if head else "is empty. Name a file with text"
             if problem:
                 raise UserError(f"{path} {problem}")
             blocks: Iterator[bytes] = chain([head], iter(partial(file.read, size), b""))
@@ -75,17 +79,18 @@ def read_blocks(path: Path, is_xml: bool = False) -> Iterator[bytes]:
             for block in blocks:
                 line = block.partition(b"\n")[0]
                 if lines == 0 and not is_xml and 3 * line.count(0) > len(line) >= 8:
-                    raise UserError(f"{path} is not lines of text; {_REMEDY}")
+                    raise UserError(f"{path} has binary data instead of lines of text. {_REMEDY}")
                 lines += block.count(b"\n")
                 yield block
     except EOFError as error:
         raise UserError(
-            f"{path}: cannot be decompressed after line {lines} ({error}): copy it again if it is incomplete, or "
-            f"leave {path.suffix} out of its name if it is not compressed"
+            f"{path} cannot be decompressed after line {lines} ({error}). If the file is incomplete, copy it "
+            f"again. If it is not compressed, remove {path.suffix} from its name"
         ) from None
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be read, after line {lines} ({error.strerror or error}); give a file of text. {_TABLES}"
+            f"{path} cannot be read after line {lines} ({error.strerror or error}). Name a file with lines of "
+            f"text. {_TABLES}"
         ) from None
 
 
@@ -120,7 +125,7 @@ def _decompressed(blocks: Iterator[bytes], suffix: str) -> Iterator[bytes]:
             decoder = None
         ignored = padding
     if decoder:
-        raise EOFError("it ends inside a stream")
+        raise EOFError("the file ends before its compressed data end")
 
 
 def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:

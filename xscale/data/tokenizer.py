@@ -52,13 +52,13 @@ def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
             same.append(name)
     if missing:
         raise UserError(
-            f"tokenizer {path} has no {', '.join(missing)} token, which masked language models need; add it to the "
-            f"tokenizer's special tokens, or train a tokenizer: `xscale data tokenizer`"
+            f"tokenizer {path} has no special token {', '.join(missing)}, which a masked language model needs. Add "
+            "it to the special tokens of the tokenizer, or train a tokenizer by `xscale data tokenizer`"
         )
     if len(same) > 1:
         raise UserError(
-            f"tokenizer {path} has one token for {' and '.join(same)}, {mask!r}; masked language models need a "
-            f"separate mask token: add it to the tokenizer's special tokens"
+            f"tokenizer {path} uses the same token {mask!r} for {' and '.join(same)}. A masked language model "
+            "needs a separate mask token: add one to the special tokens of the tokenizer"
         )
 
 
@@ -72,8 +72,8 @@ def require_sentencepiece_package(folder: Path) -> None:
     models = sorted(folder.glob("*.model"))
     if models and not (folder / "tokenizer.json").exists() and find_spec("sentencepiece") is None:
         raise UserError(
-            f"tokenizer {folder} cannot be loaded: {models[0].name} is a model of sentencepiece; install its package: "
-            f"`pip install sentencepiece`"
+            f"tokenizer {folder} cannot be loaded: {models[0].name} is a SentencePiece model, and the package "
+            "sentencepiece is not installed. Run `pip install sentencepiece`"
         )
 
 
@@ -120,7 +120,8 @@ class Tokenizer:
     def __init__(self, path: str | Path):
         if not may_exist(path):
             raise UserError(
-                f"tokenizer {path} does not exist; set model.tokenizer to a Hugging Face tokenizer directory"
+                f"tokenizer {path} does not exist. Set model.tokenizer (or the flag --tokenizer) to the folder of "
+                "a Hugging Face tokenizer"
             )
         # Forked workers would hang if they inherited the tokenizer's threads.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -134,12 +135,15 @@ class Tokenizer:
         except Exception as error:
             require_sentencepiece_package(Path(path))
             raise UserError(
-                f"tokenizer {path} cannot be loaded from {Path.cwd() / path} or the hub "
-                f"({str(error).splitlines()[0]}). Set model.tokenizer to a Hugging Face tokenizer directory, or train "
-                f"one: `xscale data tokenizer --help`"
+                f"tokenizer {path} cannot be loaded from {Path.cwd() / path} or from the Hugging Face Hub "
+                f"({str(error).splitlines()[0]}). Set model.tokenizer (or the flag --tokenizer) to the folder of a "
+                "Hugging Face tokenizer, or train a tokenizer by `xscale data tokenizer`"
             ) from None
         if not tokenizer.is_fast:
-            raise UserError(f"tokenizer {path} is not a fast tokenizer; convert it to a tokenizer.json")
+            raise UserError(
+                f"tokenizer {path} is a slow tokenizer of transformers, and xscale needs a fast one. Convert it to "
+                "a tokenizer.json"
+            )
         self.hf = tokenizer
         check_special(path, special, tokenizer.mask_token)
         self.mask_id = special["mask"]
@@ -149,7 +153,10 @@ class Tokenizer:
         self.vocab_size = max(ids) + 1
         """The largest token id plus 1. There may be smaller ids without a token."""
         if self.vocab_size > MOST_GAPS * len(ids):
-            raise UserError(f"tokenizer {path} has {len(ids):,} tokens, with ids up to {max(ids):,}; fix its ids")
+            raise UserError(
+                f"tokenizer {path} has {len(ids):,} tokens, but its ids go up to {max(ids):,}. Number the tokens "
+                "from 0 on without large gaps"
+            )
         self.is_special = np.ones(self.vocab_size, dtype=bool)
         self.is_special[ids] = False
         self.is_special[tokenizer.all_special_ids] = True
@@ -161,8 +168,8 @@ class Tokenizer:
             raise
         except BaseException as error:  # the Rust code may panic, which is no Exception
             raise UserError(
-                f"tokenizer {path} cannot encode unknown text, or cannot join two sentences ({error}); fix the unk "
-                f"token or post_processor of its tokenizer.json"
+                f"tokenizer {path} cannot encode unknown letters, or cannot encode two sentences as a pair "
+                f"({error}). Correct unk_token or post_processor in its tokenizer.json"
             ) from None
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
         """True if a word at the beginning of a text has other tokens than inside it, as in byte-level BPE."""

@@ -145,7 +145,8 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
         link_lines = read_plain_lines(links)
         if len(lines) != len(link_lines):
             raise UserError(
-                f"{links} has {len(link_lines):,} lines, {text} has {len(lines):,}; give a line of links for each pair"
+                f"{links} has {len(link_lines):,} lines, and {text} has {len(lines):,} lines. Write one line of "
+                "links for each line of sentences"
             )
         lines = list(map("|||".join, zip(lines, link_lines, strict=True)))
     rows: list[list[list[str]]] = []
@@ -153,7 +154,7 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
     for number, line in enumerate(lines, start=1):
         row = [re.findall("[^ \t]+", cell) for cell in line.split(separator)]  # U+3000 can be a word of Japanese text
         if len(row) != 3 or not row[0] or not row[1]:
-            raise UserError(f"{text}: line {number}: {line[:60]!r} is not `{form}`; fix the line")
+            raise UserError(f"{text}: line {number}: {line[:60]!r} does not have the form `{form}`. Correct the line")
         rows.append(row)
         if re.search("(?<![0-9])0(?![0-9])", " ".join(row[2])):
             first = 0
@@ -166,8 +167,9 @@ def read_linked_pairs(text: Path, links: Path | None = None) -> list[LinkedPair]
         pairs.append(pair)
     if not is_clear:
         raise UserError(
-            f"{links or text}: it is unclear whether words are counted from 0 or from 1, since no link has the number "
-            f"0 or the number of a sentence's words; add a pair of sentences whose first or last words are linked"
+            f"{links or text}: xscale cannot tell whether the links count words from 0 or from 1, because no link "
+            "has the number 0, and no link joins the last word of a sentence when counted from 1. Add a pair of "
+            "sentences whose first or last words are linked"
         )
     return pairs
 
@@ -183,13 +185,15 @@ def parse_linked_pair(row: list[list[str]], first: int, place: str) -> LinkedPai
     for link in row[2]:
         match = LINK.fullmatch(link)
         if not match:
-            raise UserError(f"{place}: {link!r} is not a link; write i-j, or ipj for a possible link")
+            raise UserError(
+                f"{place}: {link!r} is not a word link. Write i-j for a sure link, or ipj for a possible link"
+            )
         i = int(match[1]) - first
         j = int(match[3]) - first
         if not (0 <= i < len(row[0]) and 0 <= j < len(row[1])):
             raise UserError(
-                f"{place}: link {link} does not fit sentences of {len(row[0])} and {len(row[1])} words, counted from "
-                f"{first}; fix the line"
+                f"{place}: link {link} does not fit sentences of {len(row[0])} and {len(row[1])} words, counted "
+                f"from {first}. Correct the line"
             )
         pair.possible.add((i, j))
         if match[2] == "-":

@@ -98,9 +98,10 @@ def build_probes(
         probes[MetricKey("alignment_trained", name)] = ProbeWords(pairs_P2[is_trained], targets_C)
         if withheld_share and len(withheld.queries) < FEWEST:
             LOG.warning(
-                f"alignment/{name} is left out: only {len(withheld.queries)} withheld words have one token, and "
-                f"{FEWEST} are needed; give a larger dictionary, a larger share of withheld words (lexicon_heldout), "
-                f"or a tokenizer with whole words"
+                f"the metric alignment/{name} is not measured: only {len(withheld.queries)} of the words that "
+                f"training does not read are single tokens, and the metric needs {FEWEST}. Use a larger "
+                "dictionary, a larger share of withheld words (lexicon_heldout), or a tokenizer with a larger "
+                "vocabulary"
             )
     return probes
 
@@ -152,8 +153,8 @@ def evaluate(
             tokens[target] = language_tokens(target, sources, model.tokenizer)
     if not measured:
         raise UserError(
-            f"task alignment needs a dictionary of {' and '.join(langs)}: --lexicons PATH/{'-'.join(langs)}.txt, or "
-            f"put it into lexicon/ beside the shards"
+            f"task alignment needs a dictionary of {' and '.join(langs)}. Write --lexicons "
+            f"PATH/{'-'.join(langs)}.txt, or put the dictionary into the folder lexicon/ beside the shards"
         )
     directions = {lexicon.name: "->".join(lexicon.langs) for lexicon in measured}
     scores: Scores = {}
@@ -176,7 +177,7 @@ def find_probes(corpus: Corpus, host_group: HostGroup, note: Callable[[str], Non
     languages = sorted({lexicon.langs[1] for lexicon in lexicons})
     counts: list[Callable[[], np.ndarray]] = []
     for language in languages:
-        show_progress = partial(note, f"counting the tokens of the text in {language}")
+        show_progress = partial(note, f"counting tokens of {language}")
         counts.append(partial(language_tokens, language, corpus.sources, corpus.tokenizer, show_progress))
     tokens = dict(zip(languages, host_group.divide_work(counts), strict=True))
     if not host_group.is_main:

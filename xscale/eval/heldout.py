@@ -41,8 +41,8 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
     and the number of dropped pairs, which exceed the model's positions. Raises UserError."""
     if model.headless:  # transformers has added a random head
         raise UserError(
-            "the model has no masked-LM head, which task heldout measures; give a directory that was saved from "
-            "AutoModelForMaskedLM"
+            "the model has no masked-LM head, which task heldout measures. Use a directory that "
+            "AutoModelForMaskedLM has saved"
         )
     options = tlm.TlmOptions(
         language_embeddings=model.language_embeddings,
@@ -59,7 +59,8 @@ def evaluate(model: ExportedModel, source: Source, limit: int) -> Scores:
     targets = sums_S3[:, 2].sum()
     if not targets:
         raise UserError(
-            f"{source.directory}: no pair of up to {model.max_length} tokens has a token to predict; give other pairs"
+            f"{source.directory}: every pair is longer than {model.max_length} tokens, the maximum of the model, "
+            "or has no token to predict. Use other pairs"
         )
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:

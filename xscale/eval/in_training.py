@@ -56,8 +56,9 @@ def review_tasks(recipe: Recipe, corpus: Corpus, stage: int, host_group: HostGro
     for task in recipe.eval.tasks:
         if stage >= 3:
             raise UserError(
-                f"eval.{task.name}: tasks need whole weights, which ZeRO stage 3 partitions; evaluate exports of "
-                f"checkpoints (`xscale export`, `xscale eval`), or use a ds_config of stage 2 or lower"
+                f"eval.{task.name}: evaluation needs whole weights, and ZeRO stage 3 divides each weight among the "
+                "ranks. Use a ds_config of stage 2 or lower, or evaluate exported checkpoints (`xscale export`, "
+                "then `xscale eval`)"
             )
         try:
             sources = find_task_sources(task, recipe, corpus)
@@ -77,19 +78,20 @@ def find_task_sources(task: EvalTask, recipe: Recipe, corpus: Corpus) -> list[So
     trained = {source.fingerprint for source in corpus.sources}
     for source in sources:
         if source.fingerprint in trained:
-            raise UserError(
-                f"{source.directory} is training data of this run; give records that the run does not train on"
-            )
+            raise UserError(f"this run trains on {source.directory}. Name other shards for the evaluation")
         new = sorted(set(source.langs) - set(corpus.languages))
         if new:
             raise UserError(
-                f"{source.directory} has text in {' and '.join(new)}, but the run's --data has none; leave it out, and "
-                f"evaluate exports on it (`xscale eval`)"
+                f"{source.directory} has text in {' and '.join(new)}, but the --data of this run has no text in "
+                f"this language. Remove {source.directory} from the task, and evaluate an exported checkpoint on "
+                "it (`xscale export`, then `xscale eval`)"
             )
     if task.kind == "retrieval":
         sources = [source for source in sources if source.kind == "pair"]
         if not sources:
-            raise UserError(f"{', '.join(task.data)} has no pairs; retrieval needs sources of pairs")
+            raise UserError(
+                f"{', '.join(task.data)} has no sentence pairs, which task retrieval needs. Name shards of pairs"
+            )
     return sources
 
 
@@ -115,8 +117,8 @@ def heldout_streams(recipe: Recipe, corpus: Corpus, sources: list[Source]) -> li
             streams.append(replace(stream, samples=stream.records(sources)))
     if not streams:
         raise UserError(
-            f"the evaluation data ({', '.join(source.pair for source in sources)}) fit no stream of the recipe; give "
-            f"other data, or leave out the task"
+            "no stream of the recipe can read the evaluation data "
+            f"({', '.join(source.pair for source in sources)}). Name other data, or remove the task"
         )
     return streams
 
@@ -239,7 +241,7 @@ def find_number(results: dict[str, Results], path: str) -> float | None:
         return results[task][row][name]
     except KeyError:
         raise UserError(
-            f"checkpoint.best: the evaluation does not measure {path}; the rows of {task} are "
-            f"{', '.join(results[task])}, and the numbers of row {row} are "
+            f"checkpoint.best: the evaluation does not measure {path}. The task {task} has the rows "
+            f"{', '.join(results[task])}; the row {row} has the numbers "
             f"{', '.join(results[task].get(row, {})) or 'none'}"
         ) from None

@@ -29,9 +29,11 @@ class ExportedModel:
 
     def __init__(self, path: Path):
         if is_run(path):
-            raise UserError(f"--model {path} is a run; export it first: `xscale export {path} HF_DIR`")
+            raise UserError(
+                f"--model {path} is a run of xscale. Export its checkpoint first by `xscale export {path} HF_DIR`"
+            )
         if not path.exists():
-            raise UserError(f"--model {path} does not exist; `xscale export RUN_DIR {path}` makes it")
+            raise UserError(f"--model {path} does not exist. `xscale export RUN_DIR {path}` writes it")
         lm, has_head = read_pretrained("--model", path)
         self.path = path
         self.pooling = read_pooling(path) or "mean"
@@ -44,12 +46,13 @@ class ExportedModel:
         self.tokenizer = Tokenizer(path)
         if not len(self.tokenizer.ordinary_ids):  # without files, transformers makes a tokenizer without words
             raise UserError(
-                f"--model {path} has no tokenizer; save the model's tokenizer there: `tokenizer.save_pretrained(DIR)`"
+                f"--model {path} has no tokenizer. Save the tokenizer of the model there by "
+                f"`tokenizer.save_pretrained({str(path)!r})`"
             )
         if self.tokenizer.vocab_size > lm.config.vocab_size:
             raise UserError(
-                f"--model {path}: its tokenizer has {self.tokenizer.vocab_size:,} ids for {lm.config.vocab_size:,} "
-                f"embeddings; save the tokenizer there that the model was trained with"
+                f"--model {path}: the tokenizer has {self.tokenizer.vocab_size:,} tokens, but the model has only "
+                f"{lm.config.vocab_size:,} embeddings. Save the tokenizer there that the model was trained with"
             )
         self.headless = not has_head
         """True if the directory has no masked-LM head, so that the head is random."""
@@ -91,7 +94,7 @@ def read_texts(source: Source, limit: int) -> list[tuple[str, ...]]:
 def check_output_file(path: Path) -> None:
     """Raise UserError if `path`, the value of --out, cannot be written as a file."""
     if path.is_dir():
-        raise UserError(f"--out {path} is a directory; give a file, such as {path / 'scores.json'}")
+        raise UserError(f"--out {path} is a directory. Name a file, such as {path / 'scores.json'}")
     files.check_writable(path)
 
 

@@ -49,7 +49,8 @@ def layer_numbers(layers: Sequence[str | int], model: ExportedModel) -> list[int
     for layer in layers:
         if str(layer) not in known:
             raise UserError(
-                f"--layer {layer}: the model has the layers 0 (embeddings) to {last}, or -1 for the last; give one"
+                f"--layer {layer}: the model does not have this layer. Write a number from 0 (embeddings) to "
+                f"{last}, or -1 for the last layer"
             )
     return list(map(int, layers))
 

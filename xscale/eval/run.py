@@ -46,26 +46,32 @@ def main(argv: list[str] | None = None) -> int:
         prog="xscale eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="Hugging Face directory, such as `xscale export` writes")
+    add("--model", type=Path, required=True, help="Hugging Face directory of the encoder, as `xscale export` writes it")
     add("--task", nargs="+", choices=TASKS, required=True)
-    add("--out", type=Path, help="JSON file to write")
-    add("--data", type=Path, nargs="+", default=[], help="shards of held-out text; for alignment, of any text")
+    add("--out", type=Path, help="JSON file for the scores")
+    add("--data", type=Path, nargs="+", default=[], help="folders of shards with held-out text; task alignment may "
+        "also read training text")  # fmt: skip
     add("--texts", type=Path, nargs="+", default=[], metavar="DIR", help="folders of public test sets for retrieval "
-        "(FLORES, NTREX, Tatoeba): one file per language; line n has the same sentence in all files; pairs of "
-        "languages with English are measured, or without English all pairs")  # fmt: skip
-    add("--limit", type=int, help="the maximum to read: records of a source and pairs of --aer (default: 1000), "
-        "lines of --texts (default: all)")  # fmt: skip
-    add("--lexicons", type=Path, nargs="+", help="dictionaries for alignment (default: lexicon/*.txt)")
-    add("--lexicon_heldout", type=float, metavar="SHARE", help="share of dictionary entries that training withheld; "
-        "their scores are separate (default: the model's own, else 0.2; 1: no word was trained)")  # fmt: skip
+        "(FLORES, NTREX, Tatoeba), with one file per language, in which line n is the same sentence; if one language "
+        "is English, all pairs with English are measured, else all pairs")  # fmt: skip
+    add("--limit", type=int, help="maximum number of pairs of each folder of --data and file of --aer (default: 1000), "
+        "and of lines of each file of --texts (default: all)")  # fmt: skip
+    add("--lexicons", type=Path, nargs="+", help="dictionaries for task alignment (default: lexicon/*.txt beside the "
+        "shards)")  # fmt: skip
+    add("--lexicon_heldout", type=float, metavar="SHARE", help="share of the dictionary's entries that training did "
+        "not read and that get a separate score; 1: all entries (default: the share in the model's config.json, else "
+        "0.2)")  # fmt: skip
     repeated: dict[str, Any] = {"nargs": "+", "action": "append", "default": [], "metavar": "X"}
-    add("--aer", **repeated, help="word links made by hand: `en-es FILE.tsv`, or `en-fr TEXT LINKS`; repeatable")
-    add = parser.add_argument_group("variants", "Every combination of the values is evaluated.").add_argument
-    add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="for retrieval (default: the model's own)")
-    add("--layer", nargs="+", metavar="N", help="0: embeddings, -1: last, or all; for retrieval (default: -1), aer "
-        "(all)")  # fmt: skip
+    add("--aer", **repeated, help="manual word links for task aer: `en-es FILE.tsv`, or `en-fr TEXT LINKS`; may be "
+        "repeated")  # fmt: skip
+    variants = "If these flags have several values, every combination is evaluated."
+    add = parser.add_argument_group("variants", variants).add_argument
+    add("--pooling", nargs="+", choices=retrieval.POOLINGS, help="pooling of sentence vectors for retrieval (default: "
+        "that of the model)")  # fmt: skip
+    add("--layer", nargs="+", metavar="N", help="layers whose hidden states are compared, for retrieval (default: -1) "
+        "and aer (default: all); 0: embeddings, -1: last layer, all: each layer")  # fmt: skip
     margins: dict[str, Any] = {"nargs": "+", "choices": retrieval.MARGINS, "default": ["cosine"]}
-    add("--margin", **margins, help="how retrieval compares: by cosine, or LASER's ratio")
+    add("--margin", **margins, help="similarity for retrieval: cosine, or ratio (the margin of LASER)")
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         args = parser.parse_args(argv)
@@ -80,9 +86,9 @@ def plan_rows(args: argparse.Namespace) -> list[ResultsRow]:
     if args.out:
         check_output_file(args.out)
     if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit {args.limit} must be 1 or more")
+        raise UserError(f"--limit {args.limit} is too small; the minimum is 1")
     if args.lexicon_heldout is not None and not 0 <= args.lexicon_heldout <= 1:
-        raise UserError(f"--lexicon_heldout {args.lexicon_heldout:g} must lie between 0 and 1")
+        raise UserError(f"--lexicon_heldout {args.lexicon_heldout:g} is not between 0 and 1")
     sources = find_sources(args.data)
     rows: list[ResultsRow] = []
     for task in args.task:
@@ -120,8 +126,8 @@ def pair_sources(args: argparse.Namespace, sources: list[Source]) -> list[Source
     pairs = [source for source in sources if source.kind == "pair"]
     if not pairs:
         raise UserError(
-            f"--data ({', '.join(map(str, args.data)) or 'not given'}) has no sentence pairs, which the tasks "
-            f"alignment, heldout and retrieval read; give --data DIR with shards of pairs"
+            f"--data ({', '.join(map(str, args.data)) or 'missing'}) has no sentence pairs, which the tasks "
+            "alignment, heldout and retrieval need. Write --data DIR with a folder of shards of pairs"
         )
     return pairs
 
@@ -168,8 +174,8 @@ def plan_retrieval(args: argparse.Namespace, sources: list[Source]) -> list[Resu
                     rows.append(ResultsRow("retrieval", pair_name(langs), Path(name), partial(evaluate, langs, read)))
     if args.texts and not rows and not args.data:
         raise UserError(
-            f"--texts {' '.join(map(str, args.texts))}: no parallel text; give folders with files whose lines n are "
-            f"the same sentence in two languages, such as eng_Latn.devtest and deu_Latn.devtest"
+            f"--texts {' '.join(map(str, args.texts))}: there is no parallel text. Name folders with one file per "
+            "language, in which line n is the same sentence, such as eng_Latn.devtest and deu_Latn.devtest"
         )
     if args.data or not rows:
         for source in pair_sources(args, sources):
@@ -201,15 +207,16 @@ def read_parallel_lines(first: Path, second: Path, limit: int | None) -> list[tu
     sides = [aer.read_plain_lines(path)[:limit] for path in (first, second)]
     if not 0 < len(sides[0]) == len(sides[1]):
         raise UserError(
-            f"{first} has {len(sides[0]):,} lines, {second} has {len(sides[1]):,}; lines n of both files must be "
-            f"translations of one another. Correct the wrong file, or move it elsewhere"
+            f"{first} has {len(sides[0]):,} lines, and {second} has {len(sides[1]):,} lines; line n of one file "
+            "must be the translation of line n of the other. Correct one of the files, or move it to another "
+            "folder"
         )
     return list(zip(*sides, strict=True))
 
 
 def plan_aer(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow]:
     if not args.aer:
-        raise UserError("task aer needs --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS")
+        raise UserError("task aer needs manual word links. Write --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS")
 
     def evaluate(files: list[Path], langs: tuple[str, str], model: ExportedModel) -> dict[str, Scores]:
         pairs = aer.read_linked_pairs(*files)[: args.limit or RECORDS]
@@ -221,8 +228,8 @@ def plan_aer(args: argparse.Namespace, sources: list[Source]) -> list[ResultsRow
         files = list(map(Path, names))
         if langs is None or not 1 <= len(files) <= 2:
             raise UserError(
-                f"--aer {' '.join([pair, *names])}: give `en-es FILE.tsv`, or `en-fr TEXT LINKS`, with countries in "
-                f"capitals: en-zh-CN"
+                f"--aer {' '.join([pair, *names])}: the form is wrong. Write `en-es FILE.tsv` or `en-fr TEXT "
+                "LINKS`, with countries in capitals, such as en-zh-CN"
             )
         rows.append(ResultsRow("aer", pair_name(langs), files[0], partial(evaluate, files, langs)))
     return rows

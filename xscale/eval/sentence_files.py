@@ -43,13 +43,13 @@ def choose_vectors(recipe: dict[str, Any], pooling: str | None = None, layers: i
     that are exported; None: all.
     """
     if pooling:
-        return SentenceVectors(pooling, "as --pooling says")
+        return SentenceVectors(pooling, "from --pooling")
     for name, stream in recipe["streams"].items():
         if "pooling" in stream and stream.get("moco_weight", 1.0):  # PPA without its contrastive loss trains no vector
-            return SentenceVectors(stream["pooling"], f"as streams.{name} trained it")
+            return SentenceVectors(stream["pooling"], f"from streams.{name}, which was trained with it")
     init = recipe["model"]["init"]
     if init is None:
-        return SentenceVectors("mean", "the default, since no stream trained a sentence vector")
+        return SentenceVectors("mean", "the default, because no stream trained sentence vectors")
     if checkpoints.is_run(Path(init)):
         run = checkpoints.read_checkpoint(checkpoints.resolve_checkpoint(Path(init)))
         return choose_vectors(run.identity["recipe"], layers=layers)
@@ -64,24 +64,30 @@ def vectors_from_init(init: str, layers: int | None) -> SentenceVectors:
             folder = Path(snapshot_download(init, allow_patterns=["*.json", "[0-9]*_*/*"]))
         except Exception as error:  # of the hub, or of its HTTP library
             return SentenceVectors(
-                "mean", f"the default, since model.init {init} cannot be read ({type(error).__name__})"
+                "mean", f"the default, because model.init {init} cannot be read ({type(error).__name__})"
             )
     pooling = read_pooling(folder)
     if pooling is None:
         return SentenceVectors(
-            "mean", f"the default, since no stream trained a sentence vector and model.init {init} has no {MODULES}"
+            "mean", f"the default, because no stream trained sentence vectors and model.init {init} has no {MODULES}"
         )
     if layers is not None:
-        return SentenceVectors(pooling, f"as in model.init {init}, whose other modules belong to its last layer")
+        return SentenceVectors(
+            pooling,
+            f"from model.init {init}; its other modules of sentence-transformers are left out, because they belong "
+            "to its last layer",
+        )
     for module in read_modules(folder):
         if not module["type"].startswith(PACKAGE):
             return SentenceVectors(
-                pooling, f"since sentence-transformers lacks the module {module['type']} of model.init {init}"
+                pooling,
+                f"from model.init {init}; its modules of sentence-transformers are left out, because the "
+                f"package sentence-transformers does not have {module['type']}",
             )
     return SentenceVectors(
         pooling,
-        f"with sentence-transformers' modules and prompts of model.init {init}, since no stream trained a sentence "
-        f"vector",
+        f"from model.init {init}, with its modules and prompts for sentence-transformers, because no stream "
+        "trained sentence vectors",
         folder,
     )
 
@@ -99,7 +105,8 @@ def read_modules(folder: Path) -> list[dict[str, Any]]:
                 raise ValueError
     except (ValueError, KeyError, TypeError):
         raise UserError(
-            f"{path} is damaged: it must list modules with a type and a folder beside it; write it again"
+            f"{path} is damaged: each module needs a `type` and a `path`, the name of a folder beside this file. "
+            "Download or save the model again"
         ) from None
     return modules
 

@@ -51,21 +51,24 @@ a tokenizer, or itself a checkpoint."""
 def check_folder(out: Path, identity: dict[str, Any], resume: str) -> None:
     """Raise UserError or DirectoryTaken unless directory `out` is free or belongs to this run."""
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; choose another")
+        raise UserError(f"--out {out} is a file. Name a folder")
     saved = read_identity(out)
     is_run = saved is not None or (out / STATUS).exists()
     if not is_run and any(next(out.glob(name), None) for name in FOREIGN):
         raise DirectoryTaken(
-            f"{out} holds something that is not an xscale run (no {STATUS}, no checkpoint); choose another --out"
+            f"--out {out} has files, but none of an xscale run (no {STATUS}, no checkpoint). Choose another --out"
         )
     log = out / "metrics.jsonl"
     if resume == "never" and (saved or (log.exists() and log.stat().st_size > 0)):
-        raise DirectoryTaken(f"{out} already holds a run; --resume auto continues it, or choose another --out")
+        raise DirectoryTaken(
+            f"--out {out} already has a run, and --resume never starts only new runs. Write --resume auto to "
+            "continue that run, or choose another --out"
+        )
     if saved and (differences := identity_differences(saved, identity)):
         raise DirectoryTaken(
-            f"{out} belongs to another run. Start with that run's settings, or choose another --out; with --set "
-            f"model.init={out}, the new run starts from that run's weights. The settings that differ:\n"
-            + indent_lines(differences)
+            f"--out {out} has a run with other settings. To continue that run, start with its settings. To start a "
+            f"new run, choose another --out; with --set model.init={out}, the new run starts from the weights of "
+            "the old one. These settings differ:\n" + indent_lines(differences)
         )
 
 
@@ -176,14 +179,15 @@ CAUSES = (
     (
         ("out of memory", "can't allocate memory", "Cannot allocate memory", "MemoryError"),
         USER_ERROR,
-        "out of memory ({}); lower train.max_tokens, which a run may change from start to start, or take "
-        "train.activation_checkpointing, a higher ZeRO stage or more ranks; --dry_run tells what each needs",
+        "out of memory ({}). Lower train.max_tokens (a resumed run may have another value), set "
+        "train.activation_checkpointing=true, or use a higher ZeRO stage or more ranks. `xscale train --dry_run` "
+        "prints the memory that a rank needs",
     ),
     (
         ("killed by signal: Killed", "killed by signal: Bus error"),
         MACHINE,
-        "the machine's memory may have run out ({}); see dmesg or the job's accounting. Ask for more memory, or set a "
-        "lower data.workers, and start again: the run continues",
+        "the memory of the machine may have run out ({}); `dmesg` or the accounting of the job can confirm this. "
+        "Ask for more memory or lower data.workers, then start again: the run continues",
     ),
     (
         (
@@ -191,13 +195,13 @@ CAUSES = (
             "another rank of this node",
         ),
         MACHINE,
-        LOST_RANK + "; status.json or its log says why ({}). Start again: the run continues",
+        LOST_RANK + " ({}); status.json or the log of that rank has the reason. Start again: the run continues",
     ),
     (
         ("DistNetworkError",),
         MACHINE,
-        "the ranks cannot meet: {}; if another run uses the port, give --master_port N to the launcher, or set "
-        "MASTER_PORT",
+        "the ranks cannot connect to each other: {}. If another run uses the port, choose another one by the "
+        "launcher's flag --master_port N or by MASTER_PORT",
     ),
 )
 """Phrases in errors of torch, CUDA, NCCL, gloo and the loader, or names of their classes; the exit code; and the
@@ -213,7 +217,10 @@ def exit_code_and_message(error: Exception) -> tuple[int, str]:
     if isinstance(error, NotFinite):
         return NOT_FINITE, str(error)
     if isinstance(error, OSError) and error.errno in ENVIRONMENT_ERRNOS:
-        return MACHINE, f"{error.filename or 'a file'}: {error.strerror}; fix that and start again: the run continues"
+        return (
+            MACHINE,
+            f"{error.filename or 'a file'}: {error.strerror}. Correct this, then start again: the run continues",
+        )
     for cause in (error, error.__cause__, error.__context__):
         text = f"{type(cause).__name__}: {cause}"
         for phrases, code, advice in CAUSES:

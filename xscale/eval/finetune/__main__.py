@@ -40,12 +40,14 @@ from xscale.eval.model import ExportedModel, check_output_file, write_results
 NUMBERS: dict[str, tuple[type, float | None, float, str]] = {
     "limit": (int, None, 1, "read only the first N examples of each training file"),
     "test_limit": (int, None, 1, "read only the first N examples of each test file"),
-    "epochs": (int, None, 1, "default: 2 for pairs and questions, 10 for others"),
-    "lr": (float, None, 1e-12, "peak learning rate (default: 2e-5 to 5e-5 by task, times 768 / width for encoders of "
-        "smaller width; with --frozen 1e-3)"),
-    "batch": (int, 32, 1, "sequences of a step, over all ranks (default: 32)"),
-    "warmup": (float, 0.1, 0, "steps; below 1, a share of all steps (default: 0.1; papers: 1000)"),
-    "max_length": (int, None, 16, "tokens of a sequence (default: 386 for questions, else 128)"),
+    "epochs": (int, None, 1, "epochs of training (default: 2 for tasks with two texts, 10 for other tasks)"),
+    "lr": (float, None, 1e-12, "peak learning rate (default: 2e-5 to 5e-5, depending on the task, times 768 / width if "
+        "the encoder's width is below 768; with --frozen 1e-3)"),
+    "batch": (int, 32, 1, "sequences per optimizer step over all ranks (default: 32)"),
+    "warmup": (float, 0.1, 0, "warm-up steps of the learning rate; a number below 1 is a share of all steps "
+        "(default: 0.1; the papers: 1000)"),
+    "max_length": (int, None, 16, "maximum number of tokens of a sequence (default: 386 for xquad and mlqa, 128 for "
+        "other tasks)"),
 }  # fmt: skip
 """{flag: type, default, minimum, help}."""
 TWO_TEXTS = ("xnli", "pawsx", "xquad", "mlqa")
@@ -57,18 +59,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="xscale finetune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", required=True, help="Hugging Face directory, such as `xscale export` writes")
+    add("--model", required=True, help="Hugging Face directory of the encoder, such as `xscale export` writes")
     add("--task", choices=TASKS, required=True)
     files: dict[str, Any] = {"nargs": "+", "metavar": "LANG=FILE", "default": []}
-    add("--train", **files, help="training files: first of the language for zero-shot scores, then of others for "
-        "supervised scores")  # fmt: skip
+    add("--train", **files, help="training files; the model of the first file gets zero-shot scores in other "
+        "languages, and the model of each file gets supervised scores in its language")  # fmt: skip
     add("--test", **files, required=True, help="test files")
-    add("--translated", **files, help="translations of the first training file, for translate-train scores")
-    add("--code_switch", action="store_true", help="translate-train: mix the languages of each pair")
-    add("--seeds", type=int, nargs="+", metavar="N", default=[0, 1, 2], help="default: 0 1 2, that is three runs of "
-        "each training text")  # fmt: skip
-    add("--frozen", action="store_true", help="train the linear layer alone, on the states of the encoder as it is")
-    add("--out", required=True, help="JSON file to write")
+    add("--translated", **files, help="translations of the first file of --train, for translate-train scores")
+    add("--code_switch", action="store_true", help="for translate-train, train on examples with one original and one "
+        "translated text")  # fmt: skip
+    add("--seeds", type=int, nargs="+", metavar="N", default=[0, 1, 2], help="seeds of the fine-tuning runs, one "
+        "run per seed and training file (default: 0 1 2)")  # fmt: skip
+    add("--frozen", action="store_true", help="keep the encoder's weights, and train only the linear layer on its "
+        "hidden states")  # fmt: skip
+    add("--out", required=True, help="JSON file for the scores")
     for name, (kind, default, _, text) in NUMBERS.items():
         add(f"--{name}", type=kind, default=default, metavar="N", help=text)
     return parser.parse_args(argv)
@@ -79,11 +83,13 @@ def check_flags(args: argparse.Namespace) -> None:
     for name, (_, _, smallest, _) in NUMBERS.items():
         value = getattr(args, name)
         if value is not None and not smallest <= value < float("inf"):
-            raise UserError(f"--{name} {value} must be a number of at least {smallest}")
+            raise UserError(f"--{name} {value} is too small or not finite; the minimum is {smallest}")
     if len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
-        raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: give different numbers, each 0 or more")
+        raise UserError(
+            f"--seeds {' '.join(map(str, args.seeds))}: the seeds must be different whole numbers, 0 or more"
+        )
     if not args.train and not args.translated:
-        raise UserError("no training text: give --train LANG=FILE, or --translated LANG=FILE")
+        raise UserError("there is no training text. Write --train LANG=FILE or --translated LANG=FILE")
     if args.code_switch and not (args.train and args.translated and args.task in TWO_TEXTS):
         raise UserError(
             f"--code_switch needs --train LANG=FILE, translations of this file as --translated LANG=FILE, and a task "
@@ -91,7 +97,7 @@ def check_flags(args: argparse.Namespace) -> None:
         )
     for module in ("seqeval", "accelerate"):
         if not find_spec(module):
-            raise UserError(f"{module} is not installed; `pip install 'xscale[eval]'` brings it")
+            raise UserError(f"the package {module} is not installed. Run `pip install 'xscale[eval]'`")
     check_output_file(Path(args.out))
 
 
@@ -102,7 +108,7 @@ def read_texts(task: AnyTask, values: list[str], flag: str, limit: int | None) -
     for value in values:
         language, _, name = value.partition("=")
         if not language or not name or language in texts:
-            raise UserError(f"{flag} {value}: give LANG=FILE, each language once")
+            raise UserError(f"{flag} {value}: write LANG=FILE, with each language only once")
         texts[language] = read_examples(task, Path(name), language, limit)
     return texts
 
@@ -125,7 +131,9 @@ def measure_transfer(args: argparse.Namespace) -> None:
         "epochs": args.epochs or task.epochs,
         "max_length": maker.max_length,
     }
-    print_once(f"{len(plan)} training texts with the seeds {args.seeds}, learning rate {settings['lr']:g}")
+    print_once(
+        f"fine-tuning {len(plan)} models per seed, with the seeds {args.seeds} and the learning rate {settings['lr']:g}"
+    )
     features_of_tests = {}
     for test, examples in tests.items():
         features_of_tests[test] = [task.encode(example, maker, None) for example in examples]

@@ -81,11 +81,11 @@ def read_table(path: Path) -> Iterator[tuple[str, Columns]]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise UserError(
-            f"{path} cannot be read as a table: {reason}; give JSON Lines, Parquet, or the folder of one split that "
-            f"save_to_disk of `datasets` wrote"
+            f"{path} cannot be read as a table ({reason}). Name a file of JSON Lines or Parquet, or the folder of "
+            "one split that `datasets` has written by save_to_disk"
         ) from None
     if isinstance(table, datasets.DatasetDict):
-        raise UserError(f"{path} has the splits {', '.join(table)}; give the folder of one split: {path}/SPLIT")
+        raise UserError(f"{path} has the splits {', '.join(table)}. Name the folder of one split: {path}/SPLIT")
     for number, row in enumerate(table, start=1):
         for name, feature in table.features.items():
             labels = getattr(feature, "feature", feature)  # of a list, the type of its elements
@@ -112,7 +112,9 @@ def read_tab_separated(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[s
             names = list(columns)
         if len(fields) != len(names):
             form = "<TAB>".join(names)
-            raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {form}; fix the line")
+            raise UserError(
+                f"{path}: line {number} has {len(fields)} columns instead of the columns {form}. Correct the line"
+            )
         yield f"line {number}", dict(zip(names, fields, strict=True))
 
 
@@ -128,19 +130,19 @@ def read_tagged_sentences(path: Path) -> Iterator[tuple[str, Columns]]:
             fields = line.split("\t" if "\t" in line else " ")
             if is_conllu and (len(fields) != 10 or (fields[0] == "1" and row["tokens"])):
                 raise UserError(
-                    f"{path}: line {number} is not CoNLL-U: {line[:60]!r}; separate ten columns by tabs, and sentences "
-                    f"by blank lines"
+                    f"{path}: line {number} is not CoNLL-U: {line[:60]!r}. Write ten columns with tabs between "
+                    "them, and a blank line after each sentence"
                 )
             if is_conllu and not fields[0].isdigit():  # a range of words as in 1-2, or an empty node as in 1.1
                 continue
             if is_conllu:
                 fields = [fields[1], fields[3]]
             if len(fields) < 2 or not fields[0].strip():
-                raise UserError(f"{path}: line {number} has no word or no tag; write `word<TAB>tag`")
+                raise UserError(f"{path}: line {number} has no word or no tag. Write `word<TAB>tag`")
             row["tokens"].append(fields[0].strip())
             row["tags"].append(fields[-1].strip())
         if row["tokens"]:
-            yield f"sentence up to line {number}", row
+            yield f"the sentence that ends at line {number}", row
 
 
 def read_squad(path: Path) -> Iterator[tuple[str, Columns]]:
@@ -159,7 +161,8 @@ def read_squad(path: Path) -> Iterator[tuple[str, Columns]]:
                     yield place, {"context": paragraph["context"]} | question | {"answers": answers}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path} is not JSON of SQuAD 1.1 after {place} ({type(error).__name__}: {error}); download it again"
+            f"{path}: the JSON after {place} does not have the fields of SQuAD 1.1 ({type(error).__name__}: "
+            f"{error}). Download the file again"
         ) from None
 
 
@@ -168,7 +171,7 @@ def column_value(row: Columns, name: str, kind: type) -> Any:
     value = row.get(name)
     if name not in row or not isinstance(value, kind):
         raise UserError(
-            f"the column {name} has {value!r} instead of {kind.__name__}; the columns are {', '.join(row)}: rename or "
-            f"correct them"
+            f"the column {name} has the value {value!r}, and a value of type {kind.__name__} is needed. The "
+            f"columns are {', '.join(row)}: rename or correct them"
         )
     return value

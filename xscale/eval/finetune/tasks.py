@@ -109,7 +109,7 @@ class Classification(Task):
         if not all(map(str.strip, texts)):
             raise LeftOut("a text is blank")  # such as a failed translation in PAWS-X's training text
         if label in NO_LABELS:
-            raise LeftOut("there is no label, or its annotators did not agree on one")
+            raise LeftOut("the label is missing, or the annotators did not agree on a label")
         return LabelledExample(texts, (SYNONYMS.get(str(label), str(label)),))
 
     def encode(self, example: LabelledExample, maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
@@ -129,12 +129,17 @@ class Tagging(Task):
         words = tuple(column_value(row, "tokens", list))
         tags = tuple(map(str, column_value(row, "tags", list)))
         if len(words) != len(tags):
-            raise UserError(f"there are {len(words)} words and {len(tags)} tags; give a tag for each word")
+            raise UserError(f"the sentence has {len(words)} words and {len(tags)} tags. Write one tag for each word")
         for word, tag in zip(words, tags, strict=True):
             if not re.fullmatch(self.form, tag):
-                raise UserError(f"the tag {tag!r} of {word!r} must match {self.form}; correct it")
+                raise UserError(
+                    f"the tag {tag!r} of the word {word!r} does not match the pattern {self.form}. Correct the tag"
+                )
         if set(words) == {"_"}:  # as in UD's treebanks of text from LDC and Twitter
-            raise LeftOut("their words are withheld (each is `_`); get the text from the treebank's makers")
+            raise LeftOut(
+                "each of their words is `_`, as in a treebank that is distributed without its text; get the text "
+                "from the authors of the treebank"
+            )
         return LabelledExample(words, tags)
 
     def encode(self, example: LabelledExample, maker: SequenceMaker, labels: list[str] | None) -> list[Feature]:
@@ -213,7 +218,8 @@ class QuestionAnswering(Task):
         starts = column_value(gold, "answer_start", list)
         if len(texts) != len(starts):
             raise UserError(
-                f"there are {len(texts)} answers and {len(starts)} values of answer_start; give one for each"
+                f"the question has {len(texts)} answers and {len(starts)} values of answer_start. Write one "
+                "answer_start for each answer"
             )
         answers = tuple(zip(texts, starts, strict=True))
         if not answers or not question.strip() or not context.strip():
@@ -221,7 +227,8 @@ class QuestionAnswering(Task):
         for text, first in answers:
             if not context.startswith(text, first):
                 raise UserError(
-                    f"the answer {text!r} is not at answer_start {first}; give the number of characters before it"
+                    f"the context does not have the answer {text!r} at answer_start {first}. Set answer_start to "
+                    "the number of characters before the answer"
                 )
         return LabelledExample((question, context), answers=answers)
 
@@ -336,9 +343,9 @@ def read_examples(task: AnyTask, path: Path, language: str, limit: int | None) -
         except UserError as error:
             raise UserError(f"{path}: {place}: {error}") from None
     for reason, count in reasons.items():
-        print_once(f"{path}: {count:,} of {len(examples) + reasons.total():,} examples are left out, since {reason}")
+        print_once(f"{path}: {count:,} of {len(examples) + reasons.total():,} examples are left out, because {reason}")
     if not examples:
         raise UserError(
-            f"{path} has no example in {language} but for {reasons.total():,} that are left out; give another file"
+            f"{path} has no usable example in {language} ({reasons.total():,} examples are left out). Name another file"
         )
     return examples

@@ -61,16 +61,22 @@ def plan_training(
             if setting == SUPERVISED and language == source:
                 settings = dict.fromkeys(tests, ZERO_SHOT) | settings
             if not settings:
-                raise UserError(f"{path} has no test: give --test {language}=FILE, or leave the file out")
+                raise UserError(
+                    f"{path} is training text in {language}, but no test file is in this language. Write --test "
+                    f"{language}=FILE, or remove {path} from the command"
+                )
             if any(settings.items() & text.settings.items() for text in plan):
-                raise UserError(f"{path} is the second file for {setting} scores in {language}; leave one of both out")
+                raise UserError(
+                    f"{path} is the second training file for {setting} scores in {language}. Remove one of the two "
+                    "files from the command"
+                )
             labels = task.list_labels(examples)
             for example in chain.from_iterable(tests[test] for test in settings):
                 absent = set(example.labels).difference(labels)
                 if absent:
                     raise UserError(
-                        f"{example.path}: {example.place}: the label {min(absent)!r} is nowhere in {path}, which has "
-                        f"{', '.join(labels)}; give both files the same labels"
+                        f"{example.path}: {example.place}: the training file {path} does not have the label "
+                        f"{min(absent)!r}, only {', '.join(labels)}. Use the same labels in both files"
                     )
             is_switched = code_switch and setting == TRANSLATE_TRAIN
             if is_switched:
@@ -85,7 +91,7 @@ def switch_languages(source: list[LabelledExample], translated: list[LabelledExa
     UserError."""
     translations = {example.place: example for example in translated}
     if len(translations) < len(translated):
-        raise UserError(f"{translated[0].path}: a question's id occurs twice; give each question an id of its own")
+        raise UserError(f"{translated[0].path}: two questions have the same id. Number the questions differently")
     switched: list[LabelledExample] = []
     for original in source:
         translation = translations.get(original.place)
@@ -93,18 +99,22 @@ def switch_languages(source: list[LabelledExample], translated: list[LabelledExa
             continue
         if translation.labels != original.labels:
             raise UserError(
-                f"{translation.path}: {translation.place} is no translation of that of {original.path}: its label is "
-                f"{translation.labels[0]} instead of {original.labels[0]}; fix it"
+                f"{translation.path}: {translation.place} has the label {translation.labels[0]}, but in "
+                f"{original.path} it has {original.labels[0]}, so it cannot be a translation. Correct one of the "
+                "files"
             )
         for first, second in ((translation, original), (original, translation)):
             languages = (first.languages[0], second.languages[1])
             switched.append(replace(second, languages=languages, texts=(first.texts[0], second.texts[1])))
     if not switched:
         raise UserError(
-            f"no line or question is both in {source[0].path} and in {translated[0].path}; for --code_switch, a "
-            f"translation must have its original's line number or question id"
+            f"--code_switch: {source[0].path} and {translated[0].path} have no line number or question id in "
+            "common. Give each translation the line number or question id of its original"
         )
-    print_once(f"{translated[0].path}: {len(switched) // 2:,} of {len(source):,} examples have a translation")
+    print_once(
+        f"{translated[0].path} has translations of {len(switched) // 2:,} of the {len(source):,} examples in "
+        f"{source[0].path}"
+    )
     return switched
 
 
@@ -149,7 +159,8 @@ def below_majority_warnings(results: dict[str, Scores]) -> list[str]:
         for setting, name in SHORT_NAMES.items():
             if scores.get(name, 1.0) < scores.get(MAJORITY, 0.0):
                 lines.append(
-                    f"warning: {language} {setting}: {scores[name]:.3f} is below {scores[MAJORITY]:.3f}, the score "
-                    f"of always predicting the most frequent label; give more --epochs, a higher --lr or more text"
+                    f"warning: {language} {setting}: the score {scores[name]:.3f} is below {scores[MAJORITY]:.3f}, "
+                    "the score of predicting the most frequent label for every example. Use more --epochs, a "
+                    "higher --lr or more training text"
                 )
     return lines
