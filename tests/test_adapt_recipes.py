@@ -53,12 +53,12 @@ def test_dropout_null_is_the_model_s_own(
 
 
 def test_a_phase_names_its_dropout(demo: Path) -> None:
-    with pytest.raises(UserError, match=r"phases: model.dropout is null; write a number"):
+    with pytest.raises(UserError, match=r"a phase sets model.dropout to null. Write a number"):
         resolve_run("contextual", ["phases=[{until: 5, model.dropout: null}]", "model.dropout=0.0"], [demo])
 
 
 def test_an_adapt_recipe_without_a_model_is_refused(demo: Path) -> None:
-    with pytest.raises(UserError, match=r"adapt/mixed goes on from a pre-trained model.*--set model\.init=DIR"):
+    with pytest.raises(UserError, match=r"adapt/mixed is for a pre-trained model.*--set model\.init=DIR"):
         resolve_run("adapt/mixed", [], [demo])
 
 

@@ -347,11 +347,11 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
 @pytest.mark.parametrize(
     ("members", "problem"),
     [
-        ([*A, *A, *B], "record 0: a.en.txt occurs twice in one sample"),
-        ([A[0], *B], "record 1: sample 'b' has texts in en, cs, but the samples before in en; .* --langs"),
+        ([*A, *A, *B], "record 0: two tar members of one sample have the name a.en.txt"),
+        ([A[0], *B], "record 1: sample 'b' has texts in en, cs, but earlier samples have texts in en. .* --langs"),
         ([A[0], ("a.cs.txt", None), *B], "record 0: member a.cs.txt is a link or a device"),
         ([*A, ("a.links.txt", b"0-0 5-0"), *B], "record 0: link '5-0' does not fit a pair of 1 and 1 words"),
-        ([("a.json", b'{"langs": ["en"], "texts": ["x"]}')] * 2, "record 0: a.json occurs twice"),
+        ([("a.json", b'{"langs": ["en"], "texts": ["x"]}')] * 2, "record 0: two tar members .* a.json"),
         ([("a.jsonl", b"[" * 100_000)], "record 0: not JSON .*recursion"),
         (
             [("a.jsonl", b'{"key": "a", "langs": ["en", "en"], "texts": ["x", "y"]}')],

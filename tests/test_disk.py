@@ -62,18 +62,18 @@ def test_lines_that_find_no_room_wait(tmp_path: Path, caplog: Any, monkeypatch: 
     lines.write({"step": 9, "loss": 1.5})
     lines.flush()
     assert [entry["step"] for entry in launch.metrics(tmp_path)] == [*range(1, 10)]
-    assert caplog.records[-1].levelname == "WARNING" and "works again" in caplog.records[-1].message
+    assert caplog.records[-1].levelname == "WARNING" and "can be written again" in caplog.records[-1].message
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EINVAL, "no sync here")))
         lines.flush(to_disk=True)
-    assert not lines.failing and "no sync here; its last lines may be lost" in caplog.text
+    assert not lines.failing and "no sync here. The last lines of the file may be lost" in caplog.text
 
     monkeypatch.setattr(metrics, "MOST_WAITING", 60)
     disk.room = 0
     for step in range(10, 12):
         lines.write({"step": step, "loss": 1.5})
         lines.finish()
-    assert "its last 2 lines are missing" in caplog.text
+    assert "the last 2 lines of the run could not be written" in caplog.text
     lines.write({"step": 12, "loss": 1.5})  # three lines of 26 bytes are more than 60
     with pytest.raises(OSError, match="No space left") as raised:
         lines.flush()
@@ -230,7 +230,9 @@ def test_a_full_disk_changes_no_run(runs: Path) -> None:
     for step in (4, 6):
         assert f"step {step} is not saved (rank 1: [Errno 28] No space left on device)" in log
     for file in ("metrics.jsonl", "trace/rank0.jsonl"):
-        assert log.count(f"{disturbed / file}: ") == 2 and f"{disturbed / file}: works again" in log, file
+        assert (
+            log.count(f"{disturbed / file}: ") == 2 and f"{disturbed / file}: the file can be written again" in log
+        ), file
     assert log.count(f"{disturbed / 'tb'}: ") == 1
 
 

@@ -253,7 +253,7 @@ def test_metrics_without_a_checkpoint_are_a_reason_to_ask(run: Path) -> None:
     for manifest in run.rglob(checkpoints.MANIFEST):
         manifest.unlink()
     with pytest.raises(
-        UserError, match=r"has done steps, but no checkpoint in .* is usable \(each needs its manifest\.json\)"
+        UserError, match=r"has trained, but .* has no undamaged checkpoint \(each checkpoint needs a manifest\.json\)"
     ):
         newest(run)
     (run / "metrics.jsonl").unlink()

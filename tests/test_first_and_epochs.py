@@ -158,7 +158,7 @@ def test_epochs_come_before_steps(texts: Path, demo: Path, tmp_path: Path) -> No
 def test_warmup_must_fit_the_steps_of_the_epochs(texts: Path, demo: Path) -> None:
     sets = ["train.epochs=1", "streams.tlm.samples=10"]
     assert loader_of(texts, demo, "tlm", *sets, "train.warmup=26").recipe.train.steps == 26
-    with pytest.raises(UserError, match=r"train.warmup: 27 exceeds the steps: 26"):
+    with pytest.raises(UserError, match=r"train.warmup: 27 steps are more than the 26 steps"):
         loader_of(texts, demo, "tlm", *sets, "train.warmup=27")
 
 

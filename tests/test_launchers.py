@@ -73,13 +73,13 @@ def test_ranks_of_launchers(started, environment: dict[str, str], expected: Proc
     ("environment", "named"),
     [
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK has the value 'x', which is not a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 is not below the number of ranks, 2"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two' .* is not a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2, but with only 2 ranks"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE has the value 'two'"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT has the value 'x', which is not a whole number"),
-        ({"WORLD_SIZE": "2"}, "only one of RANK and WORLD_SIZE is set"),
-        ({"RANK": "0", "WORLD_SIZE": ""}, "only one of RANK and WORLD_SIZE is set"),
+        ({"WORLD_SIZE": "2"}, "only one of the environment variables RANK and WORLD_SIZE is set"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "only one of the environment variables RANK and WORLD_SIZE is set"),
         ({"SLURM_NTASKS": "x"}, "SLURM_NTASKS has the value 'x', which is not a whole number"),
-        (BATCH, "job has 7 tasks.*start it with srun"),
+        (BATCH, "job has 7 tasks.*Start the command with srun"),
     ],
 )
 def test_an_environment_that_says_nothing(
@@ -233,7 +233,9 @@ def test_a_terminal_that_is_closed_stops_the_run(tmp_path: Path, nohup: bool) ->
 
 def test_a_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eht0")
-    with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME=eht0 is not a network interface of this host: .*lo"):
+    with pytest.raises(
+        UserError, match=r"GLOO_SOCKET_IFNAME names eht0, which is not a network interface of this host\. .*lo"
+    ):
         ranks.join_process_group(Process(0, 1, 0, 1))
 
 
@@ -283,7 +285,7 @@ def test_an_mpi_that_is_not_that_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "environ", environment | {"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2"})
     communicator = SimpleNamespace(Get_size=lambda: 1)
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=communicator)))
-    with pytest.raises(UserError, match="mpirun has started 2 processes, but mpi4py sees 1"):
+    with pytest.raises(UserError, match="mpirun has started 2 processes, but mpi4py finds 1"):
         ranks.read_launcher()
 
 

@@ -104,9 +104,9 @@ WRONG = [
     ('{"rank": len(pairs)}', '{"rnak": len(pairs)}', "collate", "target_counts lack rank"),
     ("samples=len(pairs)", 'samples=len(pairs), labels={"odd": first.ids}', "collate", "labels has odd; the terms"),
     ("    scores = ", "    import sys; sys.exit(0)\n    scores = ", "loss", r"called sys.exit\(0\)"),
-    ('return Losses(sums={"rank"', 'return Losses(sums={"rnak"', "loss", "sums has 'rnak', which is none of"),
+    ('return Losses(sums={"rank"', 'return Losses(sums={"rnak"', "loss", "sums with 'rnak', which is not a term"),
     ('step_loss_share(losses, states["own"])', "losses", "loss", r"sums.'rank'. has shape \[24\]"),
-    ('(right, "rank")', '(right, "pairs")', "loss", "metric accuracy names the term 'pairs', which"),
+    ('(right, "rank")', '(right, "pairs")', "loss", "the metric accuracy of the term 'pairs', which"),
     ("scores = source @ target.T", "scores = source @ target", "loss", "shapes cannot be multiplied"),
 ]
 
@@ -129,10 +129,10 @@ BROKEN = [
     ("raise RuntimeError('no licence')", r"cannot be imported \(RuntimeError: no licence"),
     ("import sys; sys.exit(3)", r"cannot be imported \(SystemExit"),
     ("import not_there_at_all", "No module named 'not_there_at_all'"),
-    ("", "is not an Objective"),
-    ("OBJECTIVE = {'odd': 5}", "is not an Objective"),
-    (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, options=dict)", "is not an Objective"),
-    (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, record_kind='pairs')", "has record_kind = 'pairs'; it must be"),
+    ("", "is not an instance of Objective"),
+    ("OBJECTIVE = {'odd': 5}", "is not an instance of Objective"),
+    (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, options=dict)", "is not an instance of Objective"),
+    (f"{HEAD}OBJECTIVE = replace(tlm.OBJECTIVE, record_kind='pairs')", "record_kind is 'pairs', and must be"),
     (
         f"{HEAD}@dataclass\nclass O:\n    weight: float = 7.0\nOBJECTIVE = replace(tlm.OBJECTIVE, options=O)",
         "named weight",
@@ -153,7 +153,7 @@ def test_a_broken_objective_is_a_users_error(
 
 @pytest.mark.parametrize("name", ["./odd.py:OBJECTIVE", "odd:", "odd:a.b", ":OBJECTIVE"])
 def test_an_objective_has_a_module_and_a_name(name: str) -> None:
-    with pytest.raises(UserError, match=r"cannot be imported|write MODULE:NAME"):
+    with pytest.raises(UserError, match=r"cannot be imported|Write MODULE:NAME"):
         import_objective(name)
 
 

@@ -147,7 +147,7 @@ def test_the_papers_own_settings(name: str) -> None:
 
 def test_all_of_them_are_in_the_table() -> None:
     assert sorted(f"paper/{name}" for name in SETTINGS) == NAMES
-    with pytest.raises(Exception, match=r"'paper/none' not found .* mlm, .*paper/pan_250k, .*xlm; or give"):
+    with pytest.raises(Exception, match=r"'paper/none' not found .* mlm, .*paper/pan_250k, .*xlm\) or a file"):
         load("none")
 
 
@@ -223,7 +223,7 @@ def sets_of_model(folder: Path, sets: list[str], trained_by_xscale: bool) -> lis
     ("recipe", "sets", "trained_by_xscale", "words"),
     [
         ("ppa", ["model.init=DIR"], False, "recipe ppa is for random weights.*0.001.*adapt/NAME.*train.lr=5e-5"),
-        ("mixed", ["model.init=DIR"], False, "0.002.*--recipe adapt/NAME, or set.*train.lr=5e-5"),
+        ("mixed", ["model.init=DIR"], False, "0.002.*--recipe adapt/NAME.*train.lr=5e-5"),
         ("ppa", ["model.init=DIR", "train.lr=5e-5"], False, None),
         ("ppa", ["model.init=DIR"], True, None),
         ("align_mlm", ["model.init=DIR"], False, r"set a learning rate.*train.lr=5e-5"),
@@ -232,7 +232,7 @@ def sets_of_model(folder: Path, sets: list[str], trained_by_xscale: bool) -> lis
         ("paper/pan_250k", ["model.init=DIR"], False, None),
         ("paper/pan_250k", ["model.init=null"], False, None),
         ("adapt/mixed", ["model.init=DIR"], False, None),
-        ("adapt/mixed", [], False, r"adapt/mixed goes on from a pre-trained model.*--set model\.init=DIR"),
+        ("adapt/mixed", [], False, r"adapt/mixed is for a pre-trained model.*--set model\.init=DIR"),
     ],
 )
 def test_a_recipe_starts_from_the_weights_that_it_suits(

@@ -236,12 +236,15 @@ def test_the_room_of_a_sample_may_change_within_an_epoch(
         ({"until": 0.5, "train.warmup": 3}, r"train.warmup: a phase cannot"),
         ({"until": 0.5, "streams.mlm.mask_prob": 1.5}, r"phases\[0\].streams.mlm.mask_prob: 1.5"),
         ({"until": 0.5, "streams.mlm.samples": 0, "streams.tlm.samples": 0}, r"samples: 0 .*1 or more"),
-        ({"until": 0.5, "model.rope_theta": 1e4}, r"model.rope_theta: also set it for the whole recipe"),
+        (
+            {"until": 0.5, "model.rope_theta": 1e4},
+            r"model.rope_theta: the recipe must set this field also outside of its phases",
+        ),
         ({"until": 1.5}, r"phases\[0\].until: 1.5 .*0.8"),
-        ({"until": True}, r"until: True .*an integer, at least 0"),
+        ({"until": True}, r"until: True .*a whole number, at least 0"),
         ({"data.alpha": 0.5}, r"until: None"),
         ({"until": 0.5, "data.languages": None, "data.languages_add": ["xx"]}, r"data.languages_add: .*data.languages"),
-        ({"until": 0.5, "data.languages_add": "xx"}, r"data.languages_add: needs a list"),
+        ({"until": 0.5, "data.languages_add": "xx"}, r"data.languages_add: the value must be a list"),
     ],
 )
 def test_what_a_phase_may_not_change(tmp_path: Path, phase: dict[str, Any], message: str) -> None:

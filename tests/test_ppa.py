@@ -466,7 +466,7 @@ def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path
 
 
 def test_queue_smaller_than_a_step_is_refused(demo: Path) -> None:
-    with pytest.raises(UserError, match=r"streams\.ppa\.queue_size: 6.*raise queue_size to 7"):
+    with pytest.raises(UserError, match=r"streams\.ppa\.queue_size: 6.*Raise queue_size to 7"):
         make_job(demo, "streams.ppa.queue_size=6")
     make_job(demo, "streams.ppa.queue_size=6", "streams.ppa.moco_weight=0")
 

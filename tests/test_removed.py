@@ -76,7 +76,7 @@ def test_a_removed_field_names_its_substitute(monkeypatch, key: str) -> None:
 def test_an_argument_of_hugging_face_has_our_name(section: str, argument: str) -> None:
     with pytest.raises(UserError) as error:
         load_recipe("tlm", [f"{section}{argument}=1"], OBJECTIVES)
-    assert f"{section}{argument}: unknown key" in str(error.value)
+    assert f"{section}{argument}: unknown field" in str(error.value)
     assert f"is {removed.HUGGING_FACE[argument]} here" in str(error.value)
 
 

@@ -226,7 +226,7 @@ def test_blanks_are_explained(tmp_path: Path) -> None:
     assert row_of(page, "en-de", "accuracy")[1:] == ["not in file", "–"]
     assert row_of(page, "en-fr", "accuracy")[0] == "not in file"
     assert row_of(page, "de-en", "withheld") == ["0.5", "0.5", "+0, no interval"]
-    assert "`not in file`: evaluate" in page
+    assert "`not in file`: the model was not evaluated" in page
 
 
 def test_files_of_one_model_are_a_column_unless_they_have_a_score_in_common(tmp_path: Path) -> None:
@@ -247,11 +247,11 @@ def test_files_of_one_model_are_a_column_unless_they_have_a_score_in_common(tmp_
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("run/absent", "", "run has no metrics.jsonl; give folders of runs"),
+        ("run/absent", "", "run is not the folder of a run, because it has no metrics.jsonl"),
         ("run/config.yaml", "a: [1", "config.yaml is no YAML (while parsing"),
         ("absent.json", None, "absent.json cannot be read (No such file"),
         ("scores.json", "{", "scores.json is no JSON"),
-        ("scores.json", "[]", "scores.json is not a file of results (at the file: Input should be"),
+        ("scores.json", "[]", "scores.json is not a result file (at the file: Input should be"),
         ("scores.json", '{"results": {"pos": {"en": {"zs": "x"}}}}', "(at results.pos.en.zs: Input should be"),
     ],
 )
@@ -270,4 +270,7 @@ def test_a_missing_library_is_named_with_its_extra(run: Path, tmp_path: Path, mo
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.delitem(sys.modules, "xscale.report.page", raising=False)
     assert main([str(run), "--out", str(tmp_path / "r.html")]) == 2
-    assert "a report needs jinja2; install it by `pip install 'xscale[eval]'`" in capsys.readouterr().err
+    assert (
+        "a report needs the package jinja2, which is not installed. Run `pip install 'xscale[eval]'`"
+        in capsys.readouterr().err
+    )

@@ -51,7 +51,7 @@ def test_a_step_has_the_recipe_s_rate_unless_the_ds_config_has_a_scheduler() -> 
 
 
 def test_a_decay_must_fit_beside_the_warm_up() -> None:
-    with pytest.raises(UserError, match=r"train.decay: 30 and warmup: 11 exceed the steps: 40"):
+    with pytest.raises(UserError, match=r"train.decay: 30 and warmup: 11 are together more than the 40 steps"):
         load("warmup=11", "decay=30")
     assert TrainConfig(steps=40, warmup=10, decay=30).learning_rate(9) == TrainConfig().lr
 

@@ -106,7 +106,7 @@ def test_two_preemptions_leave_no_trace(slurm: Cluster, demo: Path, reference: P
     assert re.findall(r"steps (\d+) to", log)[-2:] == [f"{step + 1}" for step in stops]
     for rank in (0, 1):
         log = (out / "logs" / f"rank{rank}.log").read_text()
-        assert log.count("stopped at step") >= 1 and log.count(f"done: {STEPS} steps") == 1
+        assert log.count("the run has stopped after step") >= 1 and log.count(f"done: {STEPS} steps") == 1
     assert output.read_text().count("start 1, on") == output.read_text().count("start 3, on") == 1  # appended to
 
 

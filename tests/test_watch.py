@@ -88,11 +88,11 @@ def test_ranks_for_which_others_wait_are_named(tmp_path: Path) -> None:
             os.utime(path, (at, at))
         return watched._describe_other_ranks()
 
-    assert told(0, 0) == "no answer from rank2 (stopped, or its machine is gone)"
-    assert told(0, 0, 20) == f"no rank is behind; {tmp_path}/rank*.beat say what each is doing"
+    assert told(0, 0) == "no answer from rank2 (the process has stopped, or its machine has failed)"
+    assert told(0, 0, 20) == f"all ranks are at the same point; {tmp_path}/rank*.beat say what each rank is doing"
     other = "rank 1 (host h, process 1), in step 3"
     assert told(0, 0, 20, notes=(10, 9, 10)) == f"waiting for {other}"
-    assert told(31, 0, 31) == f"no answer from {other} (stopped, or its machine is gone)"
+    assert told(31, 0, 31) == f"no answer from {other} (the process has stopped, or its machine has failed)"
 
 
 @pytest.mark.slow
@@ -108,7 +108,9 @@ def test_a_step_that_is_not_finite_ends_the_run_and_can_be_left_out(
     words = arguments(config, demo, out, "train.steps=9", "checkpoint.every=1", "checkpoint.keep=99")
 
     code, output = launch.try_run(2, words)
-    assert code == 3 and f"train.skip_steps=[{BAD}]" in output and "checkpoint is of step 6" in output, output[-3000:]
+    assert code == 3 and f"train.skip_steps=[{BAD}]" in output and "checkpoint is that of step 6" in output, output[
+        -3000:
+    ]
     lines = [json.loads(line) for line in (out / "not_finite.jsonl").read_text().splitlines()]
     assert [(line["step"], line["rank"], line["finite"]) for line in lines] == [(BAD, 0, True), (BAD, 1, False)]
     assert all(line["keys"]["mlm"] for line in lines)
@@ -157,7 +159,7 @@ def test_a_stopped_rank_is_named_and_ends_the_run(demo: Path, tmp_path: Path, mo
             assert process.returncode == 5
             assert not psutil.wait_procs([rank], timeout=10)[1]  # the launcher kills it, and does not wait for it
             log = _log(out, 1 - which)
-            assert "stacks of this rank" in log and 'run/loop.py", line' in log  # in a step or between two
+            assert "stack traces of this rank" in log and 'run/loop.py", line' in log  # in a step or between two
     finally:
         for process in processes:
             launch.kill(process)

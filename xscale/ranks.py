@@ -56,7 +56,10 @@ def read_launcher(may_be_alone: bool = False) -> Process:
         if not may_be_alone:
             check_alone()
     if process.rank >= process.world:
-        raise UserError(f"rank {process.rank} is not below the number of ranks, {process.world}; correct the launcher")
+        raise UserError(
+            f"the launcher started a process with rank {process.rank}, but with only {process.world} ranks, "
+            "numbered from 0. Correct the settings of the launcher"
+        )
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)
     if process.world == process.local_world and not launcher_has_store():
@@ -77,14 +80,15 @@ def discover_mpi() -> Process:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UserError(
-            f"mpirun has started this process, but mpi4py cannot be imported ({error}); install it: "
-            f"pip install 'xscale[mpi]'"
+            f"mpirun has started this process, but the package mpi4py cannot be imported ({error}). Run `pip "
+            "install 'xscale[mpi]'`"
         ) from None
     communicator = MPI.COMM_WORLD
     if communicator.Get_size() != expected:
         raise UserError(
-            f"mpirun has started {expected} processes, but mpi4py sees {communicator.Get_size()}; install mpi4py for "
-            f"the MPI of this mpirun: pip install --no-binary mpi4py mpi4py"
+            f"mpirun has started {expected} processes, but mpi4py finds {communicator.Get_size()}, because it was "
+            "built for another MPI. Build mpi4py for the MPI of this mpirun by `pip install --no-binary mpi4py "
+            "mpi4py`"
         )
     discover_mpi_ranks(DEFAULT_PORT)
     local_world = communicator.Split_type(MPI.COMM_TYPE_SHARED).Get_size()
@@ -97,12 +101,12 @@ def check_alone() -> None:
     """Raise UserError if a process without a launcher is in a SLURM job of several tasks, or if only one of RANK and
     WORLD_SIZE is set."""
     if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
-        raise UserError("only one of RANK and WORLD_SIZE is set in the environment; set both, or unset it")
+        raise UserError("only one of the environment variables RANK and WORLD_SIZE is set. Set both, or unset both")
     tasks = env_number("SLURM_NTASKS", env_number("SLURM_NNODES", 1))
     if tasks > 1:
         raise UserError(
-            f"this SLURM job has {tasks} tasks, but this process was started without srun; start it with srun, so that "
-            f"every task is a rank (srun --ntasks=1 for a single rank)"
+            f"this SLURM job has {tasks} tasks, but this process was started without srun. Start the command with "
+            "srun, so that every task is a rank, or with `srun --ntasks=1` for a single rank"
         )
 
 
@@ -140,7 +144,8 @@ def slurm_first_host() -> str:
             return scontrol("node", host).split("NodeAddr=")[1].split()[0]
     except (OSError, LookupError, subprocess.CalledProcessError):
         raise UserError(
-            "MASTER_ADDR is not set and this launcher does not name the first host; export MASTER_ADDR"
+            "the environment variable MASTER_ADDR is not set, and the launcher does not say which host is the "
+            "first. Set MASTER_ADDR to the name or address of the host of rank 0"
         ) from None
 
 
@@ -180,7 +185,10 @@ def check_interfaces() -> None:
     known = [name for _, name in socket.if_nameindex()]
     for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
         if name and name not in known:
-            raise UserError(f"GLOO_SOCKET_IFNAME={name} is not a network interface of this host: {', '.join(known)}")
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME names {name}, which is not a network interface of this host. Its interfaces "
+                f"are {', '.join(known)}"
+            )
 
 
 def join_process_group(process: Process) -> None:
@@ -209,7 +217,7 @@ def join_process_group(process: Process) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     if process.world > 1 and process.local_rank == 0:
         address = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
-        print(f"rank {process.rank} of {process.world} meets the other ranks at {address}", flush=True)
+        print(f"rank {process.rank} of {process.world} connects to the other ranks at {address}", flush=True)
     backend = "gloo"
     device: torch.device | None = None
     if get_accelerator().device_name() == "cuda":

@@ -85,7 +85,7 @@ class StreamConfig:
 def check_workers(value: Any) -> Any:
     if value == "auto" or (type(value) is int and 0 <= value <= 1024):
         return value
-    raise ValueError("it is neither auto nor a whole number from 0 to 1024")
+    raise ValueError("the value must be auto or a whole number from 0 to 1024")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -190,9 +190,12 @@ class TrainConfig:
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
         if self.warmup > self.steps:
-            raise ValueError(f"warmup: {self.warmup:g} exceeds the steps: {self.steps}")
+            raise ValueError(f"warmup: {self.warmup:g} steps are more than the {self.steps} steps of the run")
         if self.decay is not None and self.whole_steps(self.warmup) + self.whole_steps(self.decay) > self.steps:
-            raise ValueError(f"decay: {self.decay:g} and warmup: {self.warmup:g} exceed the steps: {self.steps}")
+            raise ValueError(
+                f"decay: {self.decay:g} and warmup: {self.warmup:g} are together more than the {self.steps} steps "
+                "of the run"
+            )
         return self
 
     def whole_steps(self, number: float) -> int:
@@ -256,7 +259,10 @@ class EvalConfig:
     def names_each_task_once(self) -> Self:
         names = self.task_names
         if len(set(names)) < len(names):
-            raise ValueError(f"tasks: a name occurs twice in {', '.join(names)}; write NAME.one and NAME.two")
+            raise ValueError(
+                f"tasks: two tasks have the same name ({', '.join(names)}). Add different suffixes, such as "
+                "heldout.one and heldout.two"
+            )
         return self
 
 
@@ -427,14 +433,14 @@ def load_recipe(name: str, sets: list[str], objectives: Objectives) -> Recipe:
     try:
         tree = read_yaml(path.read_text(encoding="utf-8")) or {}
     except ValueError as error:
-        raise UserError(f"{path} is not YAML: {error}") from None
+        raise UserError(f"{path} is not YAML ({error}). Correct the file") from None
     except OSError as error:
         raise UserError(
-            f"recipe {name!r} not found ({path}: {error.strerror}). Shipped recipes: {', '.join(shipped_recipes())}; "
-            f"or give a path ending in .yaml"
+            f"recipe {name!r} not found ({path}: {error.strerror}). Name a recipe of xscale "
+            f"({', '.join(shipped_recipes())}) or a file that ends in .yaml"
         ) from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: a recipe is a mapping with keys such as model, streams, data, train")
+        raise UserError(f"{path} is not a recipe. Write a YAML mapping with keys such as model, streams, data, train")
     problems = list[str]()
     for assignment in sets:
         apply_set_flag(tree, assignment, problems)
@@ -456,7 +462,7 @@ def apply_set_flag(tree: dict[str, Any], assignment: str, problems: list[str]) -
         set_field(tree, dotted, read_yaml(text))
     except ValueError as error:
         reason = str(error).splitlines()[0]
-        problems.append(f"--set {assignment[:80]}: {reason}; write key.sub=value with a value in YAML")
+        problems.append(f"--set {assignment[:80]}: {reason}. Write SECTION.FIELD=VALUE, with a value in YAML")
 
 
 def set_field(tree: dict[str, Any], dotted: str, value: Any) -> None:
@@ -468,7 +474,7 @@ def set_field(tree: dict[str, Any], dotted: str, value: Any) -> None:
             node[parent] = {}
         node = node[parent]
         if not isinstance(node, dict):
-            raise ValueError(f"{parent} has no fields")
+            raise ValueError(f"{parent} is a single value and has no fields")
     node[last] = value
     if dotted == "train.steps":
         node.pop("epochs", None)
@@ -488,19 +494,28 @@ def build_recipe(
             problems.append(unknown_key(name, "a recipe", (*SECTIONS, "streams", "phases")))
     streams = tree.get("streams")
     if not streams or not isinstance(streams, dict):
-        problems.append("streams: needs at least one, such as {mlm: {objective: mlm, samples: 64}}")
+        problems.append("streams: the recipe needs at least one stream, such as {mlm: {objective: mlm, samples: 64}}")
         return None
     read = {name: read_stream(name, fields, objectives, problems) for name, fields in streams.items()}
     idle = [name for name, stream in read.items() if stream is not None and stream.samples == 0]
     if not is_phase or len(idle) == len(streams):
-        problems += [f"streams.{name}.samples: 0 is for a phase with other streams; write 1 or more" for name in idle]
+        problems += [
+            (
+                f"streams.{name}.samples: 0 pauses a stream, which is possible only in a phase with another active "
+                "stream. Write 1 or more"
+            )
+            for name in idle
+        ]
     if problems:
         return None
     recipe = Recipe(streams=read, **sections)
     best = recipe.checkpoint.best
     tasks = recipe.eval.task_names
     if best and best.partition("/")[0] not in tasks:
-        problems.append(f"checkpoint.best: {best} names no task of eval.tasks, which has: {', '.join(tasks) or 'none'}")
+        problems.append(
+            f"checkpoint.best: {best} does not begin with the name of a task in eval.tasks (names: "
+            f"{', '.join(tasks) or 'none'}). Write TASK/ROW/NUMBER"
+        )
     return recipe
 
 
@@ -508,9 +523,9 @@ def read_stream(name: str, fields: Any, objectives: Objectives, problems: list[s
     """Return a stream with the options of its objective, or None if there is a problem."""
     where = f"streams.{name}"
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        problems.append(f"{where}: a stream's name may have only letters, digits, _ and -")
+        problems.append(f"{where}: the name of a stream may have only letters, digits, _ and -")
     if not isinstance(fields, dict):
-        problems.append(f"{where}: needs fields, such as {{objective: mlm, samples: 64}}")
+        problems.append(f"{where}: a stream needs fields, such as {{objective: mlm, samples: 64}}")
         return None
     own = dict(fields)
     shared = {key: own.pop(key) for key in STREAM_FIELDS if key in own}
@@ -534,12 +549,15 @@ def find_options(name: str, objectives: Objectives) -> Any:
         options_class = objectives[name].options
     except KeyError:
         raise UserError(
-            f"{name!r} is unknown; use one of {', '.join(sorted(objectives))}, or MODULE:NAME for an objective of "
-            f"your own"
+            f"the objective {name!r} is unknown. Write one of {', '.join(sorted(objectives))}, or MODULE:NAME for "
+            "an objective of another package"
         ) from None
     taken = [field for field in field_names(options_class) if field in STREAM_FIELDS]
     if taken:
-        raise UserError(f"all streams already have fields named {', '.join(taken)}; rename these options")
+        raise UserError(
+            f"the options {', '.join(taken)} of the objective have the names of fields that every stream has. "
+            "Rename these options"
+        )
     return options_class
 
 
@@ -551,10 +569,10 @@ def build_phases(
 ) -> tuple[Phase, ...]:
     """Return the phases of the recipe. tree: the recipe's fields without the phases."""
     if not isinstance(phases, list):
-        problems.append(f"phases: {phases!r} is not a list; write [{{until: 0.5, data.alpha: 0.3}}]")
+        problems.append(f"phases: {phases!r} is not a list. Write a list such as [{{until: 0.5, data.alpha: 0.3}}]")
         return ()
     if phases and recipe.train.epochs:
-        problems.append("phases: need train.steps in the place of train.epochs")
+        problems.append("phases: a recipe with phases needs train.steps instead of train.epochs")
     built = list[Phase]()
     for number, fields in enumerate(phases):
         fields = fields if isinstance(fields, dict) else {}
@@ -575,8 +593,8 @@ def end_of_phase(until: Any, begin: int, steps: int, problems: list[str]) -> int
         end = round(until * steps)
     if end < begin:
         problems.append(
-            f"until: {until!r} is neither a step (an integer, at least {begin}) nor a share of the run (a float, such "
-            f"as 0.8, and 1.0 for its end)"
+            f"until: {until!r} must be the last step of the phase (a whole number, at least {begin}) or a share of "
+            "the run's steps (a decimal number such as 0.8; 1.0 is the end of the run)"
         )
     return end
 
@@ -589,19 +607,23 @@ def apply_phase(recipe: Recipe, fields: dict[str, Any], tree: dict[str, Any], pr
         if name not in ("until", *allowed):
             problems.append(
                 removed_field(name)
-                or f"{name}: a phase cannot change this field; a phase may change {', '.join(allowed)}"
+                or f"{name}: a phase cannot change this field. A phase can change {', '.join(allowed)}"
             )
         elif name not in ("until", "data.languages_add"):
             set_field(tree, name, value)
     if "model.rope_theta" in fields and recipe.model.rope_theta is None:
-        problems.append("model.rope_theta: also set it for the whole recipe, because the steps after the phase use it")
+        problems.append(
+            "model.rope_theta: the recipe must set this field also outside of its phases, for the steps after the phase"
+        )
     if "data.languages_add" in fields:
         added = fields["data.languages_add"]
         languages = (tree.get("data") or {}).get("languages")
         if isinstance(languages, list) and isinstance(added, list):
             set_field(tree, "data.languages", [*languages, *added])
         else:
-            problems.append("data.languages_add: needs a list, and a list data.languages to which it is added")
+            problems.append(
+                "data.languages_add: the value must be a list, and data.languages must be a list to which it is added"
+            )
     return tree
 
 
@@ -634,7 +656,7 @@ def field_names(cls: Any) -> list[str]:
 
 def unknown_key(name: str, where: str, keys: tuple[str, ...]) -> str:
     """Return the line about a key that the section `where` does not have. keys: those that it has."""
-    return removed_field(name) or f"{name}: unknown key; the keys of {where} are {', '.join(keys)}"
+    return removed_field(name) or f"{name}: unknown field. The fields of {where} are {', '.join(keys)}"
 
 
 def describe_problem(details: Any, where: str, keys: tuple[str, ...]) -> str:
@@ -646,9 +668,9 @@ def describe_problem(details: Any, where: str, keys: tuple[str, ...]) -> str:
         name += f"[{part}]" if isinstance(part, int) else f".{part}"
     if kind == "unexpected_keyword_argument":
         is_inner = len(details["loc"]) > 1
-        return f"{name}: unknown key" if is_inner else unknown_key(name, where, keys)
+        return f"{name}: unknown field" if is_inner else unknown_key(name, where, keys)
     if kind == "missing":
-        return f"{name}: is required"
+        return f"{name}: the value is missing"
     message = details["msg"].removeprefix("Value error, ")
     if kind == "value_error" and isinstance(value, dict):  # a section's fields do not fit each other
         return f"{name}.{message}"

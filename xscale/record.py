@@ -42,11 +42,14 @@ class Record(NamedTuple):
         try:
             key, langs, texts = fields["key"], tuple(fields["langs"]), tuple(fields["texts"])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"not a record: it needs key, langs and texts ({error})") from None
+            raise ValueError(f"the record must have the fields key, langs and texts ({error})") from None
         if isinstance(fields["langs"], str) or isinstance(fields["texts"], str) or not isinstance(key, str | int):
-            raise ValueError(f"record {key!r}: langs and texts must be lists of strings, and key a string")
+            raise ValueError(f"record {key!r}: langs and texts must be lists of strings, and key must be a string")
         if len(langs) != len(texts) or len(texts) not in (1, 2):
-            raise ValueError(f"record {key!r}: {len(langs)} langs and {len(texts)} texts; it needs 1 or 2 of each")
+            raise ValueError(
+                f"record {key!r}: the record has {len(langs)} langs and {len(texts)} texts, and must have 1 or 2 "
+                "of each"
+            )
         for text in (*langs, *texts):
             if not isinstance(text, str) or not text or text.isspace():
                 raise ValueError(f"record {key!r}: a text or a language is empty or not a string")
@@ -54,11 +57,11 @@ class Record(NamedTuple):
         doc = fields.get("doc")
         if not isinstance(links, str | None) or not isinstance(doc, str | int | None):
             raise ValueError(
-                f"record {key!r}: links {links!r} must be a string such as '0-0 1-2', and doc {doc!r} a string or a "
-                f"whole number"
+                f"record {key!r}: links is {links!r} and must be a string such as '0-0 1-2'; doc is {doc!r} and "
+                "must be a string or a whole number"
             )
         if isinstance(key, str) and not key.isascii() and not can_be_encoded(key):
-            raise ValueError(f"record {key!r}: its key has an unpaired surrogate, which UTF-8 cannot encode")
+            raise ValueError(f"record {key!r}: the key has an unpaired surrogate, which UTF-8 cannot encode")
         return cls(str(key), langs, texts, links, doc)
 
 
@@ -78,14 +81,14 @@ def parse_json(data: bytes, unique_fields: bool = True) -> Any:
     try:
         return (_decode_once if unique_fields else json.loads)(data.decode().removeprefix(_BOM))
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error})") from None
+        raise ValueError(f"the text is not UTF-8 ({error})") from None
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from None
+        raise ValueError(f"the text is not JSON ({error})") from None
 
 
 def _refuse_repeated_fields(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(fields)) < len(fields):
-        raise ValueError(f"a field occurs twice among {', '.join(name for name, _ in fields)}")
+        raise ValueError(f"a field of the JSON object occurs twice: {', '.join(name for name, _ in fields)}")
     return dict(fields)
 
 
@@ -106,7 +109,9 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
         for member in tar:
             if member.issparse() or not (member.isreg() or member.isdir()):  # a sparse file may have any size
-                raise ValueError(f"member {member.name} is a link, a device or sparse; archive the file itself")
+                raise ValueError(
+                    f"the tar member {member.name} is a link, a device or a sparse file. Archive a plain file instead"
+                )
             content = tar.extractfile(member)
             if content is None or not is_sample_member(member.name):
                 continue
@@ -114,9 +119,12 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
             extension = member.name[len(key) + 1 :]
             kind = extension.rpartition(".")[2]
             if kind != kind.lower() and kind.lower() in ("json", "txt"):
-                raise ValueError(f"member {member.name}: write its extension in lower case, .{kind.lower()}")
+                raise ValueError(f"the tar member {member.name} must have its extension in lower case, .{kind.lower()}")
             if extension in members:
-                raise ValueError(f"{member.name} occurs twice in one sample; give each sample a key of its own")
+                raise ValueError(
+                    f"two tar members of one sample have the name {member.name}. Use different keys for different "
+                    "samples"
+                )
             members[extension] = content.read()
     return record_of_members(key, members, langs, whole)
 
@@ -129,7 +137,7 @@ def record_of_members(
     if "json" in members:
         fields = parse_json(members["json"])
         if not isinstance(fields, dict):
-            raise ValueError(f"{key}.json is not a JSON object")
+            raise ValueError(f"the content of {key}.json is not a JSON object")
         return Record.from_dict({"key": key} | fields)
     texts = dict[str, str]()
     for extension in members:
@@ -141,16 +149,17 @@ def record_of_members(
         texts[lang] = members[extension].decode().removeprefix(_BOM).rstrip("\n")
     if not texts:
         raise ValueError(
-            f"sample {key!r}: it needs KEY.json, KEY.LANG.txt members, or KEY.txt and its language: `xscale data index "
-            f"--langs LANG`, or `mono: LANG` in corpus.yaml"
+            f"sample {key!r} has no text. A sample needs the tar member KEY.json, members KEY.LANG.txt, or a "
+            "member KEY.txt whose language is set by `xscale data index --langs LANG` or by `mono: LANG` in "
+            "corpus.yaml"
         )
     links = members["links.txt"].decode().strip() if "links.txt" in members else None
     order = [lang for lang in langs or texts if lang in texts]
     if whole and len(order) < len(texts):
         raise ValueError(
-            f"sample {key!r} has texts in {', '.join(texts)}, but the samples before in "
-            f"{', '.join(order) or 'others'}; name the languages to read by --langs, or keep one directory for each "
-            f"language or pair"
+            f"sample {key!r} has texts in {', '.join(texts)}, but earlier samples have texts in "
+            f"{', '.join(order) or 'other languages'}. Write the languages to read after --langs, or use one "
+            "folder per language or language pair"
         )
     return Record.from_dict({"key": key, "langs": order, "texts": [texts[lang] for lang in order], "links": links})
 

@@ -8,69 +8,69 @@ import sys
 from pathlib import Path
 
 FLAGS: dict[str, str] = {
-    "lexicon --lower": "lower-case the file first: `tr '[:upper:]' '[:lower:]'`; or use --truecase",
-    "tokenizer --coverage": "a larger --vocab_size has more characters",
+    "lexicon --lower": "lower-case the file first by `sed 's/.*/\\L&/'`, or use --truecase",
+    "tokenizer --coverage": "use a larger --vocab_size, which has room for more characters",
     "lexicon --intersect": "`grep -Fxf OTHER.txt en-de.txt` keeps the entries that both files have",
-    "lexicon --tokenizer": "`xscale train --dry_run` says how many entries have unknown tokens",
-    "index --links_count": "set index.json's segmentation to {'name': 'whitespace'} before `xscale data index` runs",
-    "lexicon --min_length": "filter the file first, as by awk 'length($1) > 1'",
-    "report --watch": "`tensorboard --logdir runs` has live curves",
-    "report --png": "the pictures of the page are SVG; save them from a browser",
-    "report --scores": "give result files like runs: `xscale report A.json B.json --out table.html`",
+    "lexicon --tokenizer": "`xscale train --dry_run` prints how many entries have unknown tokens",
+    "index --links_count": "set segmentation to {'name': 'whitespace'} in index.json, then run `xscale data index`",
+    "lexicon --min_length": "remove short words from the file first, for example by `awk 'length($1) > 1'`",
+    "report --watch": "`tensorboard --logdir runs` shows the curves of runs while they train",
+    "report --png": "save the pictures of the page, which are SVG, from a browser",
+    "report --scores": "name the result files without a flag: `xscale report A.json B.json --out table.html`",
     "report --models": "benchmarks/papers/run.py draws translated words by t-SNE",
     "report --pairs": "benchmarks/papers/run.py draws translated words by t-SNE",
-    "data_tools.inspect --html": "prepare's report.html has the counts and the removed text of each source",
-    "--plugin": "name an objective of your own in the recipe: streams.NAME.objective=MODULE:NAME",
+    "data_tools.inspect --html": "report.html of `xscale data prepare` has counts and removed text of each source",
+    "--plugin": "name the objective in the recipe: streams.NAME.objective=MODULE:NAME",
     # One line for each flag.
     "eval.finetune --source": "the first language of --train is the source language",
-    "tokenizer --extend": "tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",
-    "write_shards --symmetrize": "run eflomal yourself, and give its links to --links, --links_src and --links_tgt",
-    "--data_change": "`--fork RUN@STEP --out NEW` takes further --data, and the old data continue where they were",
-    "--suite": "give each test set to --task by its own flags",
-    "--parts": "give each job its own --task and --out",
-    "--part": "give each job its own --task and --out",
-    "--card": "`huggingface_hub.metadata_update` adds scores to a model's card",
-    "eval.run --pairs": "pairs with English are measured; of a folder of --texts without English, all pairs",
+    "tokenizer --extend": "use tokenizer.add_tokens and model.resize_token_embeddings (docs/how-to/add-language.md)",
+    "write_shards --symmetrize": "run eflomal; pass its links by --links, and its input by --links_src and --links_tgt",
+    "--data_change": "use `--fork RUN@STEP --out NEW` with more --data; the old data continue at their position",
+    "--suite": "name each test set by the flags of its task: --data, --texts or --aer",
+    "--parts": "start one job per task, each with another --task and --out",
+    "--part": "start one job per task, each with another --task and --out",
+    "--card": "`huggingface_hub.metadata_update` writes scores into the card of a model",
+    "eval.run --pairs": "all pairs with English are measured; if a folder of --texts has no English, all pairs",
     "--mteb": "an export is a sentence-transformers model: `mteb run -m HF_DIR -t TASK`",
-    "--mining": "sentence-transformers' `paraphrase_mining`, or mteb's BUCC task",
-    "--mining_dev": "mteb's BUCC task sets its own threshold",
-    "--xsim_plus": "LASER's xsim.py reads vectors of `SentenceTransformer(HF_DIR).encode`",
-    "--finetune": "`xscale finetune` is a command of its own",
-    "--onnx": "`optimum-cli export onnx --model HF_DIR OUT`, in an environment that has optimum-onnx",
-    "eval.finetune --predictions": "the JSON of --out has all scores",
-    "eval.finetune --keep": "fine-tune by transformers' Trainer what you want to use; --out has the scores",
-    "eval.finetune --ds_config": "start it by torchrun --nproc_per_node N; an encoder and its head fit one GPU",
+    "--mining": "use `paraphrase_mining` of sentence-transformers, or the task BUCC of mteb",
+    "--mining_dev": "the task BUCC of mteb chooses the threshold itself",
+    "--xsim_plus": "use xsim.py of LASER on the vectors of `SentenceTransformer(HF_DIR).encode`",
+    "--finetune": "use the command `xscale finetune`",
+    "--onnx": "run `optimum-cli export onnx --model HF_DIR OUT` in an environment that has optimum-onnx",
+    "eval.finetune --predictions": "the JSON file of --out has only the scores",
+    "eval.finetune --keep": "--out has the scores; to keep a fine-tuned model, train it with transformers' Trainer",
+    "eval.finetune --ds_config": "use torchrun --nproc_per_node N without DeepSpeed; the model must fit one GPU",
 }
 """Flag, such as "--data_change" -> what to use instead. If another command keeps the flag, the key names the command:
 "eval.run --suite"."""
 
 FIELDS: dict[str, str] = {
     # One line for each field.
-    "train.rollbacks": "a run that is not finite ends with exit code 3; start it again with train.skip_steps: [STEP]",
-    "train.spikes": "look at the loss in TensorBoard, and leave steps out: train.skip_steps=[$(seq -s, 812 820)]",
-    "train.compile": "leave it out; packed rows are not padded to one shape any more",
-    "streams.*.tokens": "set samples, the number per optimizer step over all ranks",
-    "data.truecase": "`xscale data lexicon --truecase DIR`; of older runs, data.lexicons=[RUN/lexicon/FILE.txt]",
-    "train.tracker": "TensorBoard; for wandb, `wandb sync RUN/tb` or wandb.init(sync_tensorboard=True)",
-    "data.max_epochs": "--dry_run prints the epochs; a larger data.alpha, or a phase's data.languages, lowers them",
-    "train.stop_limit": "leave it out; a run that hangs ends after train.stall_limit, with exit code 5",
-    "checkpoint.background": "leave it out; training waits for each save, so a larger checkpoint.every waits less",
-    "data.cache_gb": "leave it out; data.cache needs a disk with room for all shards at URLs",
-    "checkpoint.hook": "a second job: slurm/evaluate_checkpoint.sh CHECKPOINT OUT.json --task ...",
+    "train.rollbacks": "a run that is not finite ends with exit code 3; start it again with train.skip_steps=[STEP]",
+    "train.spikes": "find spikes of the loss in TensorBoard, and skip them: train.skip_steps=[$(seq -s, 812 820)]",
+    "train.compile": "remove the field; forward passes are no longer padded to the same shape",
+    "streams.*.tokens": "set samples, the number of samples per optimizer step over all ranks",
+    "data.truecase": "use `xscale data lexicon --truecase DIR`; for an old run, data.lexicons=[RUN/lexicon/FILE.txt]",
+    "train.tracker": "use TensorBoard; for wandb, run `wandb sync RUN/tb` or wandb.init(sync_tensorboard=True)",
+    "data.max_epochs": "--dry_run prints the epochs; a larger data.alpha, or data.languages in a phase, lowers them",
+    "train.stop_limit": "remove the field; a run that hangs ends after train.stall_limit minutes, with exit code 5",
+    "checkpoint.background": "remove the field; training waits for each save, so a larger checkpoint.every helps",
+    "data.cache_gb": "remove the field; the disk of data.cache needs room for all shards at URLs",
+    "checkpoint.hook": "evaluate checkpoints in a job of its own: slurm/evaluate_checkpoint.sh CHECKPOINT OUT.json ...",
 }
 """Recipe field -> what to use instead. A * stands for a name that users choose: "streams.*.tokens"."""
 
 HUGGING_FACE: dict[str, str] = {
-    "batch_size": "streams.NAME.samples, of a step over all ranks",
+    "batch_size": "streams.NAME.samples (per step over all ranks)",
     "bf16": "train.precision",
     "block_size": "data.max_length",
     "dataloader_num_workers": "data.workers",
-    "dataset_name": "--data, after `xscale data prepare`",
+    "dataset_name": "--data (after `xscale data prepare`)",
     "deepspeed": "--ds_config",
     "eval_steps": "eval.every",
     "fp16": "train.precision",
     "full_determinism": "train.deterministic",
-    "gradient_accumulation_steps": "streams.NAME.samples, of a step over all ranks, and train.max_tokens for memory",
+    "gradient_accumulation_steps": "streams.NAME.samples (per step over all ranks) and train.max_tokens (for memory)",
     "gradient_checkpointing": "train.activation_checkpointing",
     "label_smoothing_factor": "train.label_smoothing",
     "learning_rate": "train.lr",
@@ -84,12 +84,12 @@ HUGGING_FACE: dict[str, str] = {
     "model_name_or_path": "model.init",
     "num_train_epochs": "train.epochs",
     "output_dir": "--out",
-    "per_device_train_batch_size": "streams.NAME.samples, of a step over all ranks, and train.max_tokens for memory",
+    "per_device_train_batch_size": "streams.NAME.samples (per step over all ranks) and train.max_tokens (for memory)",
     "resume_from_checkpoint": "--resume",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
     "tokenizer_name": "model.tokenizer",
-    "train_file": "--data, after `xscale data prepare`",
+    "train_file": "--data (after `xscale data prepare`)",
     "warmup_ratio": "train.warmup",
     "warmup_steps": "train.warmup",
 }
@@ -97,21 +97,21 @@ HUGGING_FACE: dict[str, str] = {
 
 CORPUS_KEYS: dict[str, str] = {
     # One line for each key.
-    "zst": "text: [F.en.zst, F.de.zst], with links: F.aln.zst",
-    "opus": "unzip the file, and give text: [F.en, F.de]",
-    "conllu": "`grep '^# text = ' F | cut -c10-`, and give the result as text",
-    "score": "filter the lines by their scores before, such as by awk",
-    "boilerplate": "remove such lines before",
-    "line_keys": "leave it out; the key of a record of text says the line at which its pair or document begins",
+    "zst": "write `text: [F.en.zst, F.de.zst]` and `links: F.aln.zst`",
+    "opus": "unzip the file, and write `text: [F.en, F.de]`",
+    "conllu": "write the output of `grep '^# text = ' F | cut -c10-` to a file, and name this file by `text:`",
+    "score": "remove lines with a low score from the file first, for example by awk",
+    "boilerplate": "remove such lines from the file first",
+    "line_keys": "remove the key; the key of a record always has the line number at which its pair or document begins",
 }
 """By key of a source or of the rules in corpus.yaml: "opus"."""
 
 COMMANDS: dict[str, str] = {
-    "xscale.doctor": "`xscale train --dry_run` checks the recipe, the data and the disk, and ds_report the machine",
-    "xscale.merge": "export the models, and merge the exports by mergekit",
+    "xscale.doctor": "`xscale train --dry_run` checks recipe, data and disk; `ds_report` checks the machine",
+    "xscale.merge": "export the models by `xscale export`, and merge the exports by mergekit",
     # One line for each command.
-    "data_tools.align": "`xscale data write_shards pairs --align`, or align: true in corpus.yaml",
-    "data_tools.derive": "`python benchmarks/papers/derive.py` of a checkout has the same flags",
+    "data_tools.align": "`xscale data write_shards pairs --align`, or `align: true` in corpus.yaml",
+    "data_tools.derive": "`python benchmarks/papers/derive.py` in a checkout has the same flags",
     "xscale.eval.compare": "`xscale report A.json B.json --out table.html`",
 }
 """Module of a removed command, such as "xscale.doctor" -> what to use instead."""
@@ -136,7 +136,7 @@ def removed_field(name: str) -> str:
             return f"{name} is no longer part of xscale: {substitute}"
     last = name.rpartition(".")[2]
     if last in HUGGING_FACE:
-        return f"{name}: unknown key; what Hugging Face calls {last} is {HUGGING_FACE[last]} here"
+        return f"{name}: unknown field. In place of {last} of Hugging Face, xscale has {HUGGING_FACE[last]}"
     return ""
 
 

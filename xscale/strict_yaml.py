@@ -29,7 +29,9 @@ class StrictLoader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             self.aliases += 1
             if self.aliases > MOST_ALIASES:
-                raise yaml.YAMLError(f"it has over {MOST_ALIASES} aliases; write out what they stand for")
+                raise yaml.YAMLError(
+                    f"the file has more than {MOST_ALIASES} aliases (`*name`). Replace them by their values"
+                )
         return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -37,7 +39,7 @@ class StrictLoader(yaml.SafeLoader):
         for key_node, value_node in node.value:
             key = str(self.construct_object(key_node, deep=True))  # type: ignore[no-untyped-call]
             if key in mapping:
-                raise yaml.constructor.ConstructorError(None, None, f"{key} occurs twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key} occurs twice", node.start_mark)
             mapping[key] = self.construct_object(value_node, deep=deep)  # type: ignore[no-untyped-call]
         return mapping
 

@@ -54,34 +54,53 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--ds_config",
         type=Path,
         required=True,
-        help="a DeepSpeed JSON file, or the name of a shipped one, such as zero2_fp16",
+        help="DeepSpeed configuration: a JSON file, or the name of a configuration of xscale, such as zero2_fp16",
     )
-    parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
+    parser.add_argument("--recipe", default="mixed", help="name of a recipe of xscale, or a YAML file (default: mixed)")
     parser.add_argument(
-        "--data", type=parse_location, nargs="+", help="shard directories or URLs (default: the generated demo corpus)"
+        "--data",
+        type=parse_location,
+        nargs="+",
+        help="folders or URLs of shards (default: the demo corpus, which is generated)",
     )
-    parser.add_argument("--out", help="the run's directory (default: runs/<recipe>)")
+    parser.add_argument("--out", help="folder of the run: checkpoints, metrics and logs (default: runs/<recipe>)")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--resume", default="auto", help="auto (newest valid checkpoint in --out), never, or a directory"
+        "--resume",
+        default="auto",
+        help=(
+            "auto: continue from the newest undamaged checkpoint in --out, if there is one; never: start a new "
+            "run; or the folder of a checkpoint or run (default: auto)"
+        ),
     )
-    parser.add_argument("--fork", metavar="RUN@STEP", help="begin --out at a checkpoint of another run")
+    parser.add_argument(
+        "--fork", metavar="RUN@STEP", help="begin the run at a checkpoint of another run, the folder RUN"
+    )
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
     parser.add_argument("--seed", type=int, help="short for --set train.seed=N")
-    parser.add_argument("--dry_run", action="store_true", help="resolve, validate and print everything; train nothing")
-    parser.add_argument("--ranks", type=int, metavar="N", help="with --dry_run: plan for N ranks, on any machine")
-    parser.add_argument("--trace", action="store_true", help="write the key of every record that is read")
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="check recipe, data and configuration, print them with the memory of a rank, and train nothing",
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="with --dry_run, print the plan for N ranks; the machine needs no GPU"
+    )
+    parser.add_argument(
+        "--trace", action="store_true", help="write the key of every record that the run reads to the folder trace"
+    )
     args = parser.parse_args(argv)
     if args.ranks is not None and not (args.dry_run and 1 <= args.ranks <= MOST_RANKS):
         parser.error(
-            f"--ranks must be from 1 to {MOST_RANKS:,}, and works only with --dry_run; a run's launcher sets its ranks"
+            f"--ranks must be a number from 1 to {MOST_RANKS:,}, and only --dry_run has it. For a training, set "
+            "the number of ranks by the launcher, such as deepspeed --num_gpus"
         )
     args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
     if args.fork and args.resume != "auto":
-        parser.error("--fork begins a run, and the same command resumes it later; leave --resume out")
+        parser.error("remove --resume: a command with --fork begins the new run, and the same command resumes it later")
     if args.out and "://" in args.out:
-        parser.error(f"--out {args.out} is a URL; name a folder")
+        parser.error(f"--out {args.out} is a URL. Name a folder")
     args.out = Path(args.out or Path("runs") / Path(args.recipe).stem)
     return args
 
@@ -124,9 +143,12 @@ def default_to_demo_data(args: argparse.Namespace, process: Process) -> None:
     if args.data is None:
         args.data = [DEMO]
         if process.is_main and not DEMO.exists():
-            print(f"no --data given: generating the demo corpus in {DEMO}", flush=True)
+            print(f"--data is not set, so xscale generates the demo corpus in {DEMO}", flush=True)
             if subprocess.run([sys.executable, "-m", f"{TOOLS}.demo_corpus", "--out", str(DEMO)]).returncode:
-                raise UserError(f"{DEMO} could not be generated, as the error above says; correct it, or give --data")
+                raise UserError(
+                    f"the demo corpus in {DEMO} could not be generated; the error above has the reason. Correct "
+                    "it, or name folders of shards by --data"
+                )
 
 
 def train(args: argparse.Namespace, process: Process, status: Status) -> int:

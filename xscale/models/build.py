@@ -68,7 +68,7 @@ def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
     """Return the model of `model.init` in fp32, from a Hugging Face directory or hub name. Raises UserError."""
     lm, has_head = read_pretrained("model.init", init, dropout)
     if not has_head:
-        LOG.warning(f"model.init {init} has no masked-LM head; the head starts from random weights")
+        LOG.warning(f"model.init {init} has no masked-LM head, so the head starts from random weights")
     return lm
 
 
@@ -78,7 +78,10 @@ def read_pretrained(field: str, init: str | Path, dropout: float | None = None) 
     field: the recipe field or flag that named `init`, for errors. dropout: replaces the dropout of the model's config.
     """
     if not may_exist(init):
-        raise UserError(f"{field} {init} does not exist")
+        raise UserError(
+            f"{field} {init} does not exist. Name a Hugging Face directory, a run of xscale or a model on the "
+            "Hugging Face Hub"
+        )
     try:
         config = AutoConfig.from_pretrained(init, trust_remote_code=False)
         if dropout is not None:
@@ -91,22 +94,24 @@ def read_pretrained(field: str, init: str | Path, dropout: float | None = None) 
         if pointer:
             raise UserError(f"{field} {init} cannot be loaded: {pointer}") from None
         raise UserError(
-            f"{field} {init} cannot be loaded from {Path.cwd() / init} or the hub "
-            f"({' '.join(str(error).split())[:300]}). Give a Hugging Face directory with weights, a run of xscale, or "
-            f"a hub name on a machine that reaches the hub"
+            f"{field} {init} cannot be loaded from {Path.cwd() / init} or from the Hugging Face Hub "
+            f"({' '.join(str(error).split())[:300]}). Name a Hugging Face directory with weights or a run of "
+            "xscale, or a model on the hub if this machine can connect to the hub"
         ) from None
     body = f"{lm.base_model_prefix}."
     absent = sorted(name for name in loaded["missing_keys"] if name.startswith(body) and "position_ids" not in name)
     if absent:
         raise UserError(
-            f"{field} {init} has no weights for {len(absent)} parameters of its encoder, such as {absent[0]}; its "
-            f"config.json and its weights belong to different models"
+            f"{field} {init} has no weights for {len(absent)} parameters of the encoder, such as {absent[0]}: its "
+            "config.json and its weights belong to different models. Save or download the model again"
         )
     xscale_field(lm.config, f"{field} {init}")
     fill_neutral_row(lm)
     for name, weight in lm.named_parameters():
         if not weight.isfinite().all():
-            raise UserError(f"{field} {init}: {name} has weights that are not finite; use an earlier checkpoint")
+            raise UserError(
+                f"{field} {init}: the parameter {name} has weights that are not finite. Use an earlier checkpoint"
+            )
     return lm, not loaded["missing_keys"]
 
 
@@ -155,12 +160,15 @@ def build_encoder(
     rows = lm.config.vocab_size
     if vocab_size > rows:
         raise UserError(
-            f"the tokenizer has {vocab_size:,} ids, but model.init {init} has embeddings for {rows:,}; set "
-            f"model.tokenizer to the tokenizer that the model was trained with"
+            f"the tokenizer has {vocab_size:,} tokens, but model.init {init} has only {rows:,} embeddings. Set "
+            "model.tokenizer to the tokenizer that the model was trained with"
         )
     limit = longest_sequence(lm.config)
     if max_length > limit:
-        raise UserError(f"data.max_length {max_length} exceeds the {limit} positions of model.init {init}; lower it")
+        raise UserError(
+            f"data.max_length {max_length} is too large: model.init {init} can read sequences of at most {limit} "
+            "tokens. Lower data.max_length"
+        )
     lm.config.xscale = trained | {"languages": [NEUTRAL, *_assign_language_rows(lm, languages, language_embeddings)]}
     return Encoder(lm)
 
@@ -263,10 +271,11 @@ def xscale_field(config: Any, model_name: str) -> dict[str, Any]:
         isinstance(value, XSCALE_FIELD.get(name, object)) for name, value in fields.items()
     )
     if not is_sound or not all(isinstance(language, str) for language in fields.get("languages", [])):
-        raise UserError(f"{model_name}: the field `xscale` of its config.json is damaged; export the run again")
+        raise UserError(f"{model_name}: the field `xscale` in config.json is damaged. Export the run again")
     if fields.get("language_embeddings") and fields.get("languages", [])[:1] != [NEUTRAL]:
         raise UserError(
-            f"{model_name}: an older xscale, which numbers languages differently, has exported it; train it again"
+            f"{model_name}: the model was exported by an old version of xscale, whose language embeddings this "
+            "version cannot read. Train the model again"
         )
     return fields
 
@@ -281,8 +290,8 @@ def _token_type_count(config: Any) -> int:
     count = getattr(config, "type_vocab_size", 0)
     if not count:
         raise UserError(
-            f"a {config.model_type} model has no token types, which language embeddings need; set "
-            f"streams.NAME.language_embeddings=false for each stream"
+            f"language embeddings need token types, and a {config.model_type} model has none. Set "
+            "streams.NAME.language_embeddings=false for each stream"
         )
     return count
 
@@ -324,14 +333,17 @@ def _assign_language_rows(lm: PreTrainedModel, languages: list[str], embeddings:
     table = old[0].repeat(max(_token_type_count(lm.config), 1 + len(names)), 1)
     if not embeddings:
         LOG.warning(
-            f"model.init has embeddings of {', '.join(known)}, but no stream of this run sets language_embeddings: "
-            f"the neutral embedding replaces them"
+            f"model.init has language embeddings of {', '.join(known)}, but no stream of this run sets "
+            "language_embeddings, so all text gets the neutral embedding, which belongs to no language"
         )
     elif known:
         for number, name in enumerate(known, start=1):
             for name_now in find_spellings(name, names):
                 table[1 + names.index(name_now)] = old[number]
-        LOG.info(f"language embeddings kept from model.init: {', '.join(known)}; others start as the neutral embedding")
+        LOG.info(
+            f"the language embeddings of {', '.join(known)} come from model.init; those of other languages start "
+            "as copies of its neutral embedding"
+        )
     _set_type_table(lm, table)
     return names if embeddings else languages
 

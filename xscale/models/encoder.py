@@ -67,13 +67,18 @@ def _check_config(config: Any) -> None:
     name = config.name_or_path or "the model"
     positions = getattr(config, "position_embedding_type", "absolute")
     if kind not in HEADS:
-        raise UserError(f"{name}: model type {kind!r} is not supported; use one of {', '.join(HEADS)}")
+        raise UserError(
+            f"{name}: xscale cannot train models of type {kind!r}. Use a model of one of the types {', '.join(HEADS)}"
+        )
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise UserError(f"{name}: this {kind} model is a decoder (is_decoder or add_cross_attention); use an encoder")
+        raise UserError(
+            f"{name}: the config.json of this {kind} model sets is_decoder or add_cross_attention, so it is a "
+            "decoder. Use an encoder"
+        )
     if positions not in ("absolute", "sans_pos"):
         raise UserError(
-            f"{name}: transformers 5 ignores this {kind} model's position_embedding_type {positions!r}; use a model "
-            f"with absolute positions"
+            f"{name}: config.json sets position_embedding_type {positions!r}, which transformers 5 ignores in a "
+            f"{kind} model. Use a model with absolute position embeddings"
         )
 
 
@@ -131,8 +136,8 @@ class Encoder(nn.Module):
         """Set the base of the rotary position embeddings in all layers. Raises UserError for a model without them."""
         if self._states is not modernbert_states:
             raise UserError(
-                f"model.rope_theta is for ModernBERT models with unscaled rotary embeddings; leave it null for this "
-                f"{self.lm.config.model_type} model"
+                "model.rope_theta is only for ModernBERT models with unscaled rotary embeddings, and this is a "
+                f"{self.lm.config.model_type} model. Set model.rope_theta=null"
             )
         set_rope_theta(self.lm.config, theta)
 

@@ -29,14 +29,17 @@ def import_objective(name: str) -> Objective:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # importing a module may raise anything
         raise UserError(
-            f"{name} cannot be imported ({type(error).__name__}: {error}); write MODULE:NAME, such as "
-            f"mypackage.ranking:OBJECTIVE, and install the package, or add its folder to PYTHONPATH"
+            f"{name} cannot be imported ({type(error).__name__}: {error}). Write MODULE:NAME, such as "
+            "mypackage.ranking:OBJECTIVE. Install the package, or add its folder to PYTHONPATH"
         ) from None
     objective = getattr(module, attribute, None)
     if not isinstance(objective, Objective) or not is_dataclass(objective.options):
-        raise UserError(f"{name} is not an Objective (xscale/objectives/base.py); write MODULE:NAME")
+        raise UserError(
+            f"{name} is not an instance of Objective (xscale/objectives/base.py) with a dataclass as `options`. "
+            "Write MODULE:NAME, the name of such an instance"
+        )
     if objective.record_kind not in ("mono", "pair"):
-        raise UserError(f'{name} has record_kind = {objective.record_kind!r}; it must be "mono" or "pair"')
+        raise UserError(f'{name}: record_kind is {objective.record_kind!r}, and must be "mono" or "pair"')
     return objective
 
 

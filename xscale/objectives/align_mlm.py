@@ -58,8 +58,9 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Col
     source, target = differing_entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
         raise UserError(
-            f"streams.{context.stream}: no entry of data.lexicons can be used: its two words must be one token each, "
-            f"and differ; set subwords: mean, which also takes words of several tokens"
+            f"streams.{context.stream}: no dictionary entry can be used, because with `subwords: single` the two "
+            f"words of an entry must be two different tokens. Set streams.{context.stream}.subwords=mean, which "
+            "also uses words of several tokens"
         )
     picked = entries_of_row(len(source.lengths), options.pairs_per_step, context)
     source = source.take(picked)

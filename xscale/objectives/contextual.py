@@ -121,8 +121,9 @@ def _anchor_side(pair: Example, anchor: str | None) -> int:
     sides = [side for side, lang in enumerate(pair.langs) if same_language(lang, anchor)]
     if not sides:
         raise UserError(
-            f"record {pair.key!r} is in {' and '.join(pair.langs)}, not in the anchor language {anchor!r}. Change the "
-            f"stream's `anchor`, or set its `languages` to pairs with {anchor!r}"
+            f"record {pair.key!r} has the languages {' and '.join(pair.langs)}, and no text in the anchor language "
+            f"{anchor!r} of the stream. Change the stream's field `anchor`, or set its field `languages` to pairs "
+            f"with {anchor!r}"
         )
     return sides[0]
 

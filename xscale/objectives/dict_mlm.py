@@ -99,8 +99,9 @@ def translate_targets(
     tables = {number: synonyms(context.lexicons, language) for language, number in context.language_ids.items()}
     if not any(tables.values()):
         raise UserError(
-            f"streams.{context.stream}: data.lexicons has no entry whose two words differ and have the same number of "
-            f"tokens, so no word has a translation; use a larger dictionary or a tokenizer with a larger vocabulary"
+            f"streams.{context.stream}: no dictionary entry can be used, because the two words of an entry must "
+            "differ and have the same number of tokens. Use a larger dictionary, or a tokenizer with a larger "
+            "vocabulary"
         )
     firsts, sizes = wholly_selected_words(sequences, targets)
     identities_W = sequences.identities[sequences.numbers[firsts]]

@@ -93,10 +93,11 @@ class PpaOptions:
     @model_validator(mode="after")
     def check_combination(self) -> Self:
         if not self.moco_weight and not self.tlm_weight:
-            raise ValueError("moco_weight and tlm_weight are both 0; one must be positive")
+            raise ValueError("moco_weight and tlm_weight are both 0. Set one of them to a positive number")
         if self.momentum_ramp is not None and self.momentum_ramp < self.momentum:
             raise ValueError(
-                f"momentum_ramp: {self.momentum_ramp:g} is below momentum: {self.momentum:g}; it must rise"
+                f"momentum_ramp: {self.momentum_ramp:g} is below momentum: {self.momentum:g}. Set momentum_ramp to "
+                "a larger number"
             )
         return self
 
@@ -118,8 +119,8 @@ def sample_count_problem(options: PpaOptions, samples: int) -> str | None:
     if not options.moco_weight or options.queue_size >= samples:
         return None
     return (
-        f"queue_size: {options.queue_size} is below the {samples} samples of one step; raise queue_size to "
-        f"{samples} or more, or lower samples"
+        f"queue_size: {options.queue_size} is smaller than the number of samples per step ({samples}). Raise "
+        f"queue_size to {samples} or more, or lower samples"
     )
 
 
@@ -130,14 +131,15 @@ def option_warnings(options: PpaOptions, records: int, steps: int) -> list[str]:
     follows = 1 / max(1 - options.momentum, 1e-9)
     if steps < 3 * follows:
         lines.append(
-            f"momentum {options.momentum}: the key encoder needs about {follows:,.0f} steps to follow the trained one, "
-            f"and stays near its start in a run of {steps:,}; train for {3 * follows:,.0f} steps or more. A lower "
-            f"momentum follows faster, but below 0.95 the contrast may learn the age of keys instead of their meaning"
+            f"momentum: with {options.momentum}, the weights of the key encoder are a mean over about "
+            f"{follows:,.0f} steps, so in a run of {steps:,} steps they stay near the initial weights. Train for "
+            f"{3 * follows:,.0f} steps or more, or lower momentum. Below 0.95, the encoder may learn to tell old "
+            "keys from new keys instead of the meaning of sentences"
         )
     if options.queue_size > records:
         lines.append(
-            f"queue_size {options.queue_size:,} exceeds the stream's {records:,} records, so most pairs meet the same "
-            f"negatives again. This does no harm, and a smaller queue_size is as good"
+            f"queue_size: {options.queue_size:,} is more than the {records:,} pairs of the stream, so the queue "
+            "has some sentences several times. This does no harm, and a smaller queue_size is as good"
         )
     return lines
 

@@ -38,7 +38,10 @@ class TranslationRankingOptions:
 def sample_count_problem(options: TranslationRankingOptions, samples: int) -> str | None:
     """Return an error message if the number of samples of a step is wrong, or None."""
     if samples == 1:
-        return "samples: with 1, a sentence cannot be compared with others; write 2 or more"
+        return (
+            "samples: 1 is too small, because each sentence is compared with the other sentences of its step. "
+            "Write 2 or more"
+        )
     return None
 
 

@@ -18,7 +18,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="xscale report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("paths", type=Path, nargs="+", metavar="RUN_DIR|FILE.json", help="runs, and result files")
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR|FILE.json",
+        help="folders of runs, or result files of `xscale eval` and `xscale finetune`",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.html")
     escape_unprintable()
     try:
@@ -34,13 +40,15 @@ def main(argv: list[str] | None = None) -> int:
 def write_report(paths: list[Path], out: Path) -> None:
     """Write the page of runs (folders) and result files. Raises UserError."""
     if out.is_dir():
-        raise UserError(f"--out {out} is a directory; give a file, such as {out / 'report.html'}")
+        raise UserError(f"--out {out} is a directory. Name a file, such as {out / 'report.html'}")
     files.check_writable(out)
     try:
         from xscale.report.page import render_page
         from xscale.report.read import read_results, read_run
     except ModuleNotFoundError as error:  # the extra `eval` is not installed
-        raise UserError(f"a report needs {error.name}; install it by `pip install 'xscale[eval]'`") from None
+        raise UserError(
+            f"a report needs the package {error.name}, which is not installed. Run `pip install 'xscale[eval]'`"
+        ) from None
     runs = {}
     result_files = []
     for path in paths:

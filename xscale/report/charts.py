@@ -49,7 +49,7 @@ def draw_chart(lines: Lines, title: str) -> str:
         ends = pd.Series({label: mean_of_last_tenth(curve) for label, curve in lines.items()})
         shown = ends.sort_values(ascending=direction(title) > 0).index[: len(COLOURS)]
         lines = {label: lines[label] for label in shown}
-        legend = f"the worst {len(lines)} of {len(ends)}"
+        legend = f"the {len(lines)} worst of {len(ends)} curves"
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a browser has fonts for every script
         figure = Figure((3.4, 2.1 + 0.15 * len(lines)), layout="constrained")

@@ -14,11 +14,11 @@ from xscale.report.read import Measured, Results, Run, ScoreName
 
 Cell = str | float | None
 PAIRED = (
-    "Brackets are 95 % intervals. A difference from the first model (`− first`) has the interval and the p value of a "
-    "paired bootstrap: all models are resampled with the same sentences. `not in file`: evaluate the model with the "
-    "same --task, --data, --pooling and --layer; a smaller model may lack the layer. `no interval`: the score is not "
-    "over sentences, such as `alignment`. A dash: one of the two models lacks the score, or the number has no better "
-    "direction."
+    "Brackets are 95 % intervals. The columns `− first` have the difference from the first model, with the "
+    "interval and the p value of a paired bootstrap, which resamples all models with the same sentences. `not in "
+    "file`: the model was not evaluated with the same --task, --data, --pooling and --layer, or does not have the "
+    "layer. `no interval`: the score is not a mean over sentences, such as `alignment`. A dash: one of the two "
+    "models does not have the score, or neither high nor low numbers are better."
 )
 
 
@@ -82,7 +82,7 @@ def run_sections(runs: dict[str, Run]) -> list[Section]:
             if curve.isna().all():
                 continue
             if key.name == "alignment":
-                title = "Share of dictionary words whose nearest neighbour is a translation"
+                title = "Share of dictionary words whose nearest word is a translation"
                 sections["Scores"].charts[title][key.stream + suffix] = curve
             elif key.name == "loss":
                 section = sections["Languages" if key.language else "Losses"]
@@ -92,7 +92,7 @@ def run_sections(runs: dict[str, Run]) -> list[Section]:
             if direction(name.metric) and curve.notna().any():
                 sections["Scores"].charts[f"{name.task}: {name.metric}"][name.row + suffix] = curve
     sections["Summary"].tables = [column_table("", summaries)]
-    sections["Metrics"].tables = [column_table("Means of the last tenth of steps", means)]
+    sections["Metrics"].tables = [column_table("Means over the last tenth of the steps", means)]
     add_scores(sections["Scores"], last_scores, None)
     return list(sections.values())
 
@@ -107,7 +107,7 @@ def run_summary(run: Run) -> dict[str, Cell]:
         "reason": run.status.get("why"),
         "steps": float(max((curve.index[-1] for curve in run.metrics.values()), default=0)),
     }
-    for metric, title in (("tokens", "tokens"), ("step_s", "seconds of steps"), ("skipped", "skipped steps")):
+    for metric, title in (("tokens", "tokens"), ("step_s", "seconds in all steps"), ("skipped", "skipped steps")):
         if metric in run.metrics:
             summary[title] = float(run.metrics[metric].sum())
     return summary

@@ -85,7 +85,10 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Return the content of a run's folder. Raises UserError for a folder without a run, and for a damaged file."""
     if not (folder / "metrics.jsonl").is_file() and not (folder / "config.yaml").is_file():
-        raise UserError(f"{folder} has no metrics.jsonl; give folders of runs (`--out` of a training), or result files")
+        raise UserError(
+            f"{folder} is not the folder of a run, because it has no metrics.jsonl. Name folders of runs (`--out` "
+            "of `xscale train`), or result files"
+        )
     metrics: dict[str, dict[int, float]] = {}
     for line in json_lines(folder / "metrics.jsonl"):
         for metric, value in line.items():
@@ -142,8 +145,8 @@ def parse_evaluation(content: Any, path: Path) -> Evaluation:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise UserError(
-            f"{path} is not a file of results (at {place}: {first['msg']}); give files that `xscale eval --out` or "
-            f"`xscale finetune --out` wrote"
+            f"{path} is not a result file (at {place}: {first['msg']}). Name files that `xscale eval --out` or "
+            "`xscale finetune --out` has written"
         ) from None
 
 
@@ -158,7 +161,13 @@ def read_file(path: Path, parse: Callable[[str], Any], default: Any = None) -> A
     except OSError as error:
         if default is not None and not path.exists():
             return default
-        raise UserError(f"{path} cannot be read ({error.strerror}); give files that evaluations wrote") from None
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}). Name folders of runs, or files that `xscale eval --out` or "
+            "`xscale finetune --out` has written"
+        ) from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         line = str(error).splitlines()[0]
-        raise UserError(f"{path} is no {path.suffix[1:].upper()} ({line}); write it again, or leave it out") from None
+        raise UserError(
+            f"{path} is not valid {path.suffix[1:].upper()} ({line}). Write the file again, or remove it from the "
+            "command"
+        ) from None

@@ -20,12 +20,14 @@ def start_notes(recipe: Recipe, corpus: Corpus) -> list[str]:
     """Return the lines to print before the first step."""
     model = recipe.model
     lines = [
-        f"peak learning rate {recipe.train.lr:g}, dropout {model.dropout:g}, starting from "
-        f"{model.init or 'random weights'}"
+        f"peak learning rate {recipe.train.lr:g}, dropout {model.dropout:g}, initial weights: {model.init or 'random'}"
     ]
     lines += learning_rate_warnings(recipe)
     for lexicon in corpus.lexicons:
-        lines.append(f"{lexicon.summary()}; {recipe.data.lexicon_heldout:.0%} of its words are withheld")
+        lines.append(
+            f"{lexicon.summary()}; {recipe.data.lexicon_heldout:.0%} of the entries are not used for training "
+            "(data.lexicon_heldout)"
+        )
     for stream in corpus.streams.last:
         lines += stream_notes(recipe, corpus, stream)
     return lines
@@ -37,8 +39,8 @@ def learning_rate_warnings(recipe: Recipe) -> list[str]:
     if init is None or recipe.train.lr <= HOT or xscale_field_of_init(initial_directory(init)):
         return []
     return [
-        f"warning: train.lr {recipe.train.lr:g} suits random weights and would harm the pre-trained model.init {init}; "
-        f"set train.lr=5e-5 model.dropout=null"
+        f"warning: train.lr {recipe.train.lr:g} is a learning rate for random weights, and would harm the "
+        f"pre-trained model.init {init}. Set train.lr=5e-5 model.dropout=null"
     ]
 
 
@@ -53,7 +55,10 @@ def stream_notes(recipe: Recipe, corpus: Corpus, stream: Stream) -> list[str]:
         if number not in stream.sources:
             unlinked.append(corpus.sources[number].directory.name)
     if unlinked:
-        lines.append(f"streams.{stream.name} does not read {', '.join(sorted(unlinked))}, which has no word links")
+        lines.append(
+            f"streams.{stream.name} does not read {', '.join(sorted(unlinked))}, because these shards have no word "
+            "links"
+        )
     return lines
 
 
@@ -70,9 +75,10 @@ def dropped_pairs_warnings(loader: Loader) -> list[str]:
             share = calibration.estimate_for(stream.name).too_long
             if recipe.data.overlong == "drop" and not stream.packed and share > DROPPED:
                 lines.append(
-                    f"warning: streams.{stream.name} drops {share:.1%} of its pairs{where}, those longer than "
-                    f"data.max_length: {length}; take a larger one, or data.overlong=truncate, or leave them out when "
-                    f"shards are written: --max_tokens {length}"
+                    f"warning: streams.{stream.name} drops {share:.1%} of its pairs{where}, because they are "
+                    f"longer than data.max_length ({length} tokens). Set a larger data.max_length or "
+                    "data.overlong=truncate, or write shards without these pairs (`xscale data write_shards pairs "
+                    f"... --max_tokens {length}`)"
                 )
     return lines
 
@@ -91,4 +97,4 @@ def language_share_lines(loader: Loader) -> Iterator[str]:
                 in_epoch = sizes["tokens"][number] / (PACK_FILL * data.max_length)
             epochs = loader.recipe.train.steps * stream.samples * weight / in_epoch
             texts.append(f"{loader.corpus.sources[number].pair} {weight:.2%} ({epochs:,.2f} epochs)")
-        yield f"stream {stream.name}, {stream.samples:,} samples a step: {', '.join(texts)}"
+        yield f"stream {stream.name} reads {stream.samples:,} samples per step: {', '.join(texts)}"

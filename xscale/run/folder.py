@@ -261,7 +261,9 @@ class Status:
         try:
             self._write(NAMES.get(code, "failed"), code, why)
         except OSError as error:  # such as a full disk
-            LOG.warning(f"{self.out / STATUS} cannot be written ({error.strerror})")
+            LOG.warning(
+                f"{self.out / STATUS} cannot be written ({error.strerror}), so it does not have the end of this run"
+            )
 
     def _is_running(self) -> bool:
         """Return whether no rank has written yet why it ended."""

@@ -92,7 +92,10 @@ class Trainer:
             step = self.synchronizer.next(batches)
             if step is None:
                 self.save(must_succeed=True)
-                LOG.info(f"stopped at step {self.done} ({self.context.stop.why}); start again to continue")
+                LOG.info(
+                    f"the run has stopped after step {self.done} ({self.context.stop.why}). Start the same command "
+                    "again to continue"
+                )
                 return STOPPED
             check_targets(step.counts, number, self.recipe.at(self.done))
             self.context.watch.note(f"in step {number}")

@@ -91,21 +91,24 @@ class JsonLines:
                 error.filename = str(self.path)
                 raise
             if not was_failing:
-                LOG.error(f"{self.path}: {error.strerror}; training continues, and the lines wait until this is fixed")
+                LOG.error(
+                    f"{self.path}: {error.strerror}. Training continues, and xscale keeps the new lines in memory "
+                    "until the file can be written"
+                )
         if was_failing and not self.failing:
-            LOG.warning(f"{self.path}: works again")
+            LOG.warning(f"{self.path}: the file can be written again")
         if to_disk and not self.failing:
             try:
                 os.fsync(self.file.fileno())
             except OSError as error:
-                LOG.error(f"{self.path}: {error.strerror}; its last lines may be lost")
+                LOG.error(f"{self.path}: {error.strerror}. The last lines of the file may be lost")
 
     def finish(self) -> None:
         """Write the lines that wait, at the end of the run, and log how many could not be written."""
         self.flush(to_disk=True)
         if self.waiting:
             missing = self.waiting.count(b"\n")
-            LOG.error(f"{self.path}: its last {missing:,} lines are missing")
+            LOG.error(f"{self.path}: the last {missing:,} lines of the run could not be written")
 
 
 def _null_if_not_finite(value: Any) -> Any:
@@ -139,9 +142,7 @@ class Board:
                         self.writer.add_scalar(name, value, entry["step"])
             self.writer.flush()
         except Exception as error:  # the library may raise any type
-            LOG.error(
-                f"{self.folder}: {error}; training continues without TensorBoard, and metrics.jsonl has all metrics"
-            )
+            LOG.error(f"{self.folder}: {error}. Training continues without TensorBoard; metrics.jsonl has all metrics")
             self.folder = None
 
 
@@ -283,10 +284,10 @@ class RunMetrics:
         if streams:
             self.end_run(entry["step"], f"the loss of {', '.join(streams)}", batch, finite)
         if not math.isfinite(norm):
-            self.end_run(entry["step"], f"the gradient's norm ({norm:g})", batch, finite)
+            self.end_run(entry["step"], f"the norm of the gradient ({norm:g})", batch, finite)
         if in_a_row:
             scale = entry.get("loss_scale")
-            what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {scale:g})"
+            what = f"the fp16 gradient of {in_a_row} consecutive steps (loss scale {scale:g})"
             self.end_run(entry["step"], what, batch, finite)
 
     def end_without_scale(self, number: int, error: NotFinite, batch: StepBatch) -> NoReturn:
@@ -307,13 +308,16 @@ class RunMetrics:
             with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk must not hide NotFinite
                 file.writelines(lines)
         newest = self.manager.good
-        good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
+        good = (
+            "no good checkpoint was saved" if newest is None else f"the newest good checkpoint is that of step {newest}"
+        )
         # Steps that fp16 skipped have changed nothing, so the update before them has done the damage.
         bad = number - self.skipped_in_a_row if self.fp16 else number
         raise NotFinite(
-            f"step {number}: {what} is not finite; {good}, in {self.manager.folder}. {path} names the records. "
-            f"Continue from that checkpoint without the step (--resume DIR --set train.skip_steps=[{bad}]), or in "
-            f"another --out (--fork RUN@STEP) with a lower train.lr or stream weight"
+            f"step {number}: {what} is not finite. In {self.manager.folder}, {good}. {path} lists the records of "
+            f"step {number}. Continue from the good checkpoint and skip the step (--resume CHECKPOINT --set "
+            f"train.skip_steps=[{bad}]), or begin a new run there with a lower train.lr or a lower weight of the "
+            "stream (--fork RUN@STEP, and another --out)"
         ) from None
 
     def sync(self) -> None:

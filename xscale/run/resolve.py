@@ -27,7 +27,10 @@ def resolve_run(
         dropout = configured_dropout(initial_directory(recipe.model.init))
         recipe = load_recipe(recipe_name, [*sets, f"model.dropout={dropout}"], OBJECTIVES)
     if any(phase.model.dropout is None for phase in recipe.schedule.values):
-        raise UserError(f"recipe {recipe_name}: phases: model.dropout is null; write a number, or leave it out")
+        raise UserError(
+            f"recipe {recipe_name}: a phase sets model.dropout to null. Write a number, or remove the field from "
+            "the phase"
+        )
     corpus = open_corpus(recipe, OBJECTIVES, data, initial_model(recipe), host_group)
     return convert_epochs_to_steps(recipe, corpus), corpus
 
@@ -53,17 +56,17 @@ def check_starting_weights(recipe_name: str, recipe: Recipe, sets: list[str]) ->
     fields_set = {assignment.partition("=")[0] for assignment in sets}
     if recipe.model.starts_from == "model" and init is None and "model.init" not in fields_set:
         raise UserError(
-            f"recipe {recipe_name} goes on from a pre-trained model, and model.init is null; name one, as in "
-            f"--set model.init=DIR"
+            f"recipe {recipe_name} is for a pre-trained model, and model.init is null. Name a model by --set "
+            "model.init=DIR"
         )
     if recipe.model.starts_from != "scratch" or init is None or "train.lr" in fields_set:
         return
     if xscale_field_of_init(initial_directory(init)):
         return  # trained by xscale
     raise UserError(
-        f"recipe {recipe_name} is for random weights: its train.lr {recipe.train.lr:g} would harm the pre-trained "
-        f"model.init {init}. Use a recipe for such models, --recipe adapt/NAME, or set a learning rate and dropout "
-        f"yourself, as in --set train.lr=5e-5 model.dropout=null"
+        f"recipe {recipe_name} is for random weights: its learning rate, train.lr {recipe.train.lr:g}, would harm "
+        f"the pre-trained model.init {init}. Use a recipe for pre-trained models (--recipe adapt/NAME), or set a "
+        "lower learning rate and the model's dropout (--set train.lr=5e-5 model.dropout=null)"
     )
 
 

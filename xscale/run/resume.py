@@ -59,7 +59,10 @@ def find_starting_checkpoint(
     check_engine(checkpoint, config)
     steps = recipe.train.steps
     if checkpoint.step >= steps and not is_checkpoint_of_run(checkpoint, args.out):
-        raise UserError(f"--fork {args.fork} is at step {checkpoint.step}, and train.steps is {steps}; set more steps")
+        raise UserError(
+            f"--fork {args.fork} begins after step {checkpoint.step}, but train.steps is only {steps}. Set a "
+            "larger train.steps"
+        )
     return checkpoint
 
 
@@ -71,20 +74,23 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
     if checkpoint := find_own_checkpoint(args.out, args.resume, host_group):
         if differences := folder.identity_differences(checkpoint.identity, identity):
             raise UserError(
-                f"checkpoint {checkpoint.path} was made with other settings. Start with the old ones, or begin a new "
-                f"run with model.init={checkpoint.path} instead of --resume:\n" + indent_lines(differences)
+                f"checkpoint {checkpoint.path} belongs to a run with other settings. To continue that run, start "
+                "with its settings. To start a new run from its weights, replace --resume by --set "
+                f"model.init={checkpoint.path}, and choose another --out. These settings differ:\n"
+                + indent_lines(differences)
             )
         if args.fork and not began_at_checkpoint(args.out, args.fork):
             raise UserError(
-                f"--fork {args.fork}: {args.out} has checkpoints of a run that did not begin there; choose another "
-                f"--out, or leave --fork out to go on with that run"
+                f"--fork {args.fork}: --out {args.out} has checkpoints of a run that did not begin at {args.fork}. "
+                f"Choose another --out. To continue the run in {args.out}, remove --fork"
             )
     elif args.fork:
         checkpoint = verify_checkpoint(find_parent(args.fork), "--fork", host_group)
         if differences := folder.identity_differences(with_fork_fields(checkpoint.identity, identity), identity):
             raise UserError(
-                f"--fork {args.fork} cannot change these fields. Give that run's values, or start from its weights "
-                f"alone: --set model.init={checkpoint.path} instead of --fork:\n" + indent_lines(differences)
+                f"--fork {args.fork} cannot change the fields below. Use the values of the forked run, or start a "
+                f"new run from its weights alone by --set model.init={checkpoint.path} instead of --fork:\n"
+                + indent_lines(differences)
             )
     return checkpoint
 
@@ -99,12 +105,13 @@ def find_own_checkpoint(out: Path, resume: str, host_group: HostGroup) -> Checkp
     if checkpoint := checkpoints.find_newest_valid(path, host_group, LOG.warning):
         return checkpoint
     if resume != "auto":
-        raise UserError(f"--resume {resume} has no complete checkpoint; give a checkpoint or a run that has one")
+        raise UserError(f"--resume {resume} has no complete checkpoint. Name a checkpoint, or a run that has one")
     metrics = out / "metrics.jsonl"
     if checkpoints.list_checkpoints(path) or (metrics.exists() and any(files.entries_from_end(metrics))):
         raise UserError(
-            f"{out} has done steps, but no checkpoint in {path} is usable (each needs its {checkpoints.MANIFEST}): "
-            f"restore one, or move {out} away to begin again at step 0"
+            f"the run in {out} has trained, but {path} has no undamaged checkpoint (each checkpoint needs a "
+            f"{checkpoints.MANIFEST}). Restore a checkpoint from a copy, or move {out} to another place to begin "
+            "the run again"
         )
     return None
 
@@ -112,7 +119,7 @@ def find_own_checkpoint(out: Path, resume: str, host_group: HostGroup) -> Checkp
 def verify_checkpoint(path: Path, option: str, host_group: HostGroup) -> Checkpoint:
     """Return the checkpoint in directory `path`, the value of `option`. Raises UserError if it is damaged."""
     if problem := checkpoints.find_damage(path, host_group):
-        raise UserError(f"{option}: checkpoint {path} is not usable ({problem}); choose another")
+        raise UserError(f"{option}: checkpoint {path} is damaged ({problem}). Choose another checkpoint")
     return checkpoints.read_checkpoint(path)
 
 
@@ -121,9 +128,9 @@ def check_engine(checkpoint: Checkpoint, config: EngineConfig) -> None:
     changed = folder.list_differences(checkpoint.engine | {"stage": config.stage}, config.saved())
     if changed:
         raise UserError(
-            f"{checkpoint.path} was saved with another precision, optimizer or scheduler. Give the ds_config of the "
-            f"run's first start, or start a new run by model.init={checkpoint.path} and another --out:\n"
-            + indent_lines(changed)
+            f"checkpoint {checkpoint.path} was saved with another precision, optimizer or scheduler. To continue "
+            "the run, use the ds_config of its first start. To start a new run from its weights, write --set "
+            f"model.init={checkpoint.path} and another --out. These settings differ:\n" + indent_lines(changed)
         )
 
 
@@ -157,7 +164,10 @@ def checkpoint_path(fork: str) -> Path:
     """Return the directory of the checkpoint RUN@STEP. Raises UserError."""
     run, _, step = fork.rpartition("@")
     if not run or not step.isdecimal():
-        raise UserError(f"--fork {fork}: name the run and the step of its checkpoint, as in runs/xlm@8000")
+        raise UserError(
+            f"--fork {fork}: the form must be RUN@STEP, the folder of a run and the step of one of its "
+            "checkpoints, such as runs/xlm@8000"
+        )
     return Path(run) / "checkpoints" / f"step_{int(step):08d}"
 
 
@@ -177,7 +187,7 @@ def find_parent(fork: str) -> Path:
     if path not in complete:
         steps = [str(checkpoints.step_from_name(other)) for other in complete]
         raise UserError(
-            f"--fork {fork}: there is no complete checkpoint {path}; the run has those of steps "
+            f"--fork {fork}: there is no complete checkpoint {path}. The run has checkpoints of the steps "
             f"{', '.join(steps) or '(none)'}"
         )
     return path
@@ -242,7 +252,10 @@ def with_corpus_positions(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus
             position_of = {}
             sources_at_start.pop(stream.name, None)
         positions[stream.name] = [position_of.get(source, [*position]) for source in stream.sources]
-    LOG.info(f"the data differ from those of {checkpoint.path}: new sources begin with their first epoch")
+    LOG.info(
+        f"the data differ from those of {checkpoint.path}. Training reads new folders of shards from their first "
+        "epoch on"
+    )
     return replace(checkpoint, state=checkpoint.state | {"positions": positions, "sources_at_start": sources_at_start})
 
 
@@ -250,9 +263,9 @@ def check_fork_corpus(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) ->
     """Raise UserError if a fork cannot read other data than the run of the checkpoint."""
     if recipe.data.first:
         raise UserError(
-            "--fork: data.first limits the number of records of a language in all data together, so that other data "
-            "would change which of the old records are read; give the same --data, or start a new run from the "
-            f"weights: model.init={checkpoint.path}"
+            "--fork: the recipe sets data.first, a maximum for each language in all data together, so with other "
+            "data the run would read other records of the old data. Use the same --data, or start a new run from "
+            f"the weights by --set model.init={checkpoint.path}"
         )
     if not recipe.any_stream("language_embeddings"):
         return
@@ -260,6 +273,6 @@ def check_fork_corpus(checkpoint: Checkpoint, recipe: Recipe, corpus: Corpus) ->
     if trained != corpus.languages:
         raise UserError(
             f"--fork: the model has language embeddings of {', '.join(trained)}, but --data has text in "
-            f"{', '.join(corpus.languages)}; give data in the same languages, or start a new run with "
+            f"{', '.join(corpus.languages)}. Use data in the same languages, or start a new run by --set "
             f"model.init={checkpoint.path}, which adds language embeddings"
         )

@@ -56,7 +56,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
     with closing(context.watch):
         checkpoint = resume.find_starting_checkpoint(args, run.recipe, run.corpus, run.identity, run.config, host_group)
         if checkpoint and checkpoint.step >= steps:
-            LOG.info(f"{args.out} is complete: {checkpoint.step} of {steps} steps")
+            LOG.info(f"the run in {args.out} is complete: it has done {checkpoint.step} of {steps} steps")
             status.write_end(folder.DONE, f"{checkpoint.step} of {steps} steps")
             return folder.DONE
         trainer, batches = build_trainer(args, run, context, checkpoint)
@@ -92,7 +92,7 @@ def claim_folder(
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"--out {out} cannot be created ({error.strerror}); choose another") from None
+            raise UserError(f"--out {out} cannot be created ({error.strerror}). Choose another folder") from None
         locks.append(files.Lock(out))
         folder.check_folder(out, run.identity, args.resume)  # the lock may have waited for another run
 
@@ -100,8 +100,8 @@ def claim_folder(
     status.write_running()
     if not out.is_dir():
         raise UserError(
-            f"--out {out} does not exist on {os.uname().nodename}, where rank {process.rank} runs; choose a "
-            f"folder that all hosts share"
+            f"--out {out} does not exist on {os.uname().nodename}, the host of rank {process.rank}. Choose a "
+            "folder that all hosts share"
         )
     stacks = folder.start_logging(out, process.rank)
     watch = Watch(process, stacks, run.recipe.train.stall_limit, status.write_end)
@@ -120,7 +120,7 @@ def build_trainer(
     process = context.process
     host_group = context.host_group
     recipe = run.recipe
-    context.watch.note("measuring the data")
+    context.watch.note("estimating the tokens of the data")
     calibration = resume.resume_calibration(recipe, run.corpus, checkpoint, host_group)
     context.watch.note("building the model")
     module = resolve.module_of_run(recipe, run.corpus)
@@ -139,7 +139,7 @@ def build_trainer(
     if checkpoint:
         load_engine(engine, checkpoint, host_group)
         apply_schedule(engine)
-        LOG.info(f"resumed from {checkpoint.path}: step {checkpoint.step}")
+        LOG.info(f"the run continues from {checkpoint.path}, after step {checkpoint.step}")
     version = code_version() if process.is_main else __version__
     LOG.info(f"xscale {version}, torch {torch.__version__}: {redact(' '.join(sys.argv))}")
     LOG.info(
@@ -188,12 +188,12 @@ def check_ranks_agree(
         "--out": str(args.out),
     }
     settings_of_main = host_group.from_main(lambda: settings)
-    differences = folder.list_differences(settings_of_main, settings, form="{} on rank 0, {} there")
+    differences = folder.list_differences(settings_of_main, settings, form="{} on rank 0, {} on the other rank")
     for rank, (host, lines) in enumerate(host_group.gather((os.uname().nodename, differences[:3]))):
         if lines:
             raise UserError(
-                f"rank {rank} on {host} was started differently from rank 0. Start all ranks with the same command and "
-                f"the same files:\n" + indent_lines(lines)
+                f"rank {rank} on {host} was started with other settings than rank 0. Start all ranks with the same "
+                "command and the same files. These settings differ:\n" + indent_lines(lines)
             )
 
 
@@ -216,7 +216,7 @@ def warm_up_queues(module: StepModule, loader: Loader, process: Process, device:
         warm_up = prefill_loader(loader, name)
         wanted = auxiliary_state.prefill_samples
         have = 0
-        LOG.info(f"{name}: reading {wanted:,} samples with the initial weights before step 1, to fill the queue")
+        LOG.info(f"streams.{name}: before step 1, the key encoder encodes {wanted:,} samples to fill the queue")
         steps = 2 * -(-wanted // warm_up.streams[0].samples)
         for batch in warm_up.batches(process, device.type, initial_state(warm_up.streams), steps):
             for number, row in enumerate(batch.rows):
@@ -230,5 +230,6 @@ def warm_up_queues(module: StepModule, loader: Loader, process: Process, device:
                 break
         if have < wanted:
             LOG.warning(
-                f"{name}: only {have:,} of {wanted:,} samples for the queue were read, as most are over data.max_length"
+                f"streams.{name}: the queue starts with only {have:,} of {wanted:,} samples, because most pairs "
+                "are longer than data.max_length"
             )

@@ -101,7 +101,7 @@ class StepSynchronizer:
             self.announced += 1
             self.pending.append(self._announce(self._read(batches)))
         step = self.pending.popleft()
-        self.context.watch.note(f"at the beginning of step {self.announced - len(self.pending)}")
+        self.context.watch.note(f"waiting for the other ranks to begin step {self.announced - len(self.pending)}")
         failed, stopped, *numbers = step.wait_for_sums()
         if failed:
             end_all_ranks(self.error, self.context.host_group, self.metrics)
@@ -150,9 +150,9 @@ def check_targets(counts: GlobalCounts, step: int, recipe: Recipe) -> None:
         return
     data = recipe.data
     raise UserError(
-        f"step {step} has nothing to predict: {counts.too_long():,} of its pairs exceed data.max_length "
-        f"{data.max_length} (data.overlong: {data.overlong}). Set a larger data.max_length, data.overlong=truncate, or "
-        f"more samples per step"
+        f"step {step} has no tokens to predict; {counts.too_long():,} of its pairs are longer than data.max_length "
+        f"{data.max_length} (data.overlong: {data.overlong}). Set a larger data.max_length, "
+        "data.overlong=truncate, or more samples per step"
     )
 
 

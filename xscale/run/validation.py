@@ -86,7 +86,7 @@ class Validation:
         if not section.tasks or (step % section.every and step != self.recipe.train.steps):
             return False
         self.metrics.flush()
-        self.context.watch.note(f"measuring step {step}")
+        self.context.watch.note(f"evaluating after step {step}")
         results = dict[str, Results]()
         started = time.monotonic()
         for name, task in self.tasks.items():
@@ -109,7 +109,7 @@ class Validation:
         line = {"step": step, "results": results, "intervals": intervals(results), "seconds": round(seconds, 3)}
         self.lines.write(line)
         entry: dict[str, Any] = {"step": step}
-        shown = [f"evaluation of step {step}, which took {seconds:.1f} s"]
+        shown = [f"evaluation after step {step}, in {seconds:.1f} s"]
         for task, rows in results.items():
             for row, scores in rows.items():
                 for name, number in scores.items():

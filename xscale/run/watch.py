@@ -203,14 +203,14 @@ class Watch:
         return self.stacks.with_name(f"rank{rank}.beat")
 
     def _describe_stall(self) -> str:
-        return f"no progress for {self.idle:.0f} s, {self.doing}; {self._describe_other_ranks()}"
+        return f"no progress for {self.idle:.0f} s while {self.doing}; {self._describe_other_ranks()}"
 
     def _describe_other_ranks(self) -> str:
         """Return which ranks do not answer, or else which have made the least progress."""
         if self.process.world == 1:
-            return "it is the only rank"
+            return "this is the only rank"
         if self.process.rank not in LISTENERS:
-            return "logs/rank0.log may say for which rank it waits"
+            return "logs/rank0.log may say for which rank this rank waits"
         silent = list[str]()
         beats = list[Beat]()
         for rank in range(self.process.world):
@@ -223,11 +223,11 @@ class Watch:
         limit = self.first_warning / 2 + 3 * self.pause  # a rank at work writes every first_warning / 2
         silent += [beat.text for beat in beats if newest - beat.written_at > limit]
         if silent:
-            return f"no answer from {'; '.join(silent[:8])} (stopped, or its machine is gone)"
+            return f"no answer from {'; '.join(silent[:8])} (the process has stopped, or its machine has failed)"
         least = min(beat.progress for beat in beats)
         behind = [beat.text for beat in beats if beat.progress == least]
         if len(behind) == len(beats):
-            return f"no rank is behind; {self.stacks.parent}/rank*.beat say what each is doing"
+            return f"all ranks are at the same point; {self.stacks.parent}/rank*.beat say what each rank is doing"
         return f"waiting for {'; '.join(behind[:8])}"
 
     def _end(self) -> None:
@@ -235,10 +235,13 @@ class Watch:
         threading.Timer(END_SECONDS, os._exit, [STUCK]).start()
         why = self._describe_stall()
         with suppress(OSError), self.stacks.open("a") as file:
-            file.write("stacks of this rank, which makes no progress:\n")
+            file.write("stack traces of this rank, which makes no progress:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        LOG.error(f"rank {self.process.rank}: {why}. Its stacks are in {self.stacks}; start again: the run continues")
+        LOG.error(
+            f"rank {self.process.rank}: {why}. The stack traces of this rank are in {self.stacks}. Start again: "
+            "the run continues"
+        )
         self.write_end(STUCK, why)
         threading.Event().wait()
 

@@ -38,11 +38,11 @@ def load_adam(builder: str) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 for guard in directory.glob("*/lock"):
                     guard.unlink()
-            LOG.info(f"loading DeepSpeed's Adam from {directory}; the first time, compiling it takes minutes")
+            LOG.info(f"loading DeepSpeed's Adam from {directory}; if it is not there yet, compiling it takes minutes")
             compile_operator(builder)
     except Exception as error:
         raise UserError(
-            "ds_config asks for DeepSpeed's own Adam, which needs a C++ compiler (on a GPU also nvcc) and could not be "
-            "compiled; install one, or use torch's Adam: optimizer.params.torch_adam = true, no offload_optimizer.\n"
-            f"{directory}: {error}"
+            "the ds_config uses DeepSpeed's Adam, which could not be compiled. Install a C++ compiler (on a GPU "
+            "also nvcc), or use PyTorch's Adam: set optimizer.params.torch_adam to true, and remove "
+            f"offload_optimizer. The error of the compiler:\n{directory}: {error}"
         ) from None

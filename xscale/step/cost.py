@@ -60,10 +60,10 @@ def row_limit(
     tokens = max(min(fitting, most) // ROUNDED * ROUNDED, LEAST_TOKENS)
     return RowLimit(
         tokens,
-        f"train.max_tokens is {tokens:,}: a step may use {GPU_SHARE:.0%} of the GPU's {gpu_bytes / 2**30:.1f} GiB; "
-        f"weights, gradients and optimizer take {states / 1e9:.2f} GB of it, and the rest is enough for "
-        f"{max(fitting, 0):,} tokens of {per_token / 1e3:,.0f} kB each; the default is at least {LEAST_TOKENS:,} and "
-        f"at most {most:,}",
+        f"train.max_tokens is {tokens:,}, chosen by the memory of the GPU: a step may use {GPU_SHARE:.0%} of the "
+        f"{gpu_bytes / 2**30:.1f} GiB. Weights, gradients and optimizer need {states / 1e9:.2f} GB; the rest has "
+        f"room for {max(fitting, 0):,} tokens of {per_token / 1e3:,.0f} kB each. xscale chooses at least "
+        f"{LEAST_TOKENS:,} and at most {most:,} tokens",
     )
 
 
@@ -100,16 +100,16 @@ def memory_by_purpose(
         master = 0 if precision == "fp32" and stage == 0 else 4
         states["optimizer"] = (master + 8) * n / (world if stage >= 1 else 1)
     if sums_in_fp32 and precision == "bf16":  # DeepSpeed's BF16_Optimizer
-        states["gradients in fp32"] = 4 * n
+        states["fp32 gradients"] = 4 * n
     elif stage in (1, 2) and (offloads_optimizer(ds_config) or sums_in_fp32 or not zero.get("reduce_scatter", True)):
         bucket = zero.get("reduce_bucket_size", 5e8)
         if device == "cpu":  # pages that are never touched take no memory
             bucket = min(bucket, n)
         states["gradient buckets"] = width * bucket * (2 if zero.get("overlap_comm") else 1)
     if module.auxiliary_states:  # fp32, and a copy in the precision of the weights unless that is fp32
-        states["momentum encoder, queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
+        states["momentum encoder and queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
     if device == "cpu":
-        states["program, tokenizer"] = PROGRAM_BYTES + TOKENIZER_BYTES * module.encoder.lm.config.vocab_size
+        states["program and tokenizer"] = PROGRAM_BYTES + TOKENIZER_BYTES * module.encoder.lm.config.vocab_size
     states["activations"] = activation_bytes(module.encoder, recipe, width, device, row)
     states["vocabulary head"] = vocabulary_head_bytes(module.encoder, width, device, row["predictions"])
     if stage >= 3:

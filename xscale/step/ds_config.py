@@ -38,9 +38,9 @@ KEYS = {
 }
 """Section in which DeepSpeed ignores unknown keys ("": the file itself) -> its keys that affect a run of xscale."""
 UNSUPPORTED = {
-    "parameter_alignment": "xscale aligns weights by their order; leave it out",
-    "round_robin_gradients": "checkpoints need the weights of a group one behind the other; leave it out",
-    "zenflow": "xscale updates all weights in each step; leave it out",
+    "parameter_alignment": "xscale aligns the weights itself. Remove the key",
+    "round_robin_gradients": "checkpoints of xscale need consecutive weights of a parameter group. Remove the key",
+    "zenflow": "xscale updates all weights in each step. Remove the key",
 }
 """Key of zero_optimization with which xscale would train wrongly or save wrong checkpoints -> the remedy."""
 ADAM = ("adam", "adamw")
@@ -59,7 +59,7 @@ SCHEDULES = {
 MAY_CHANGE = ("lr", "weight_decay", "fused", "foreach")
 """The parameters of the ds_config's optimizer that a resume may change."""
 
-ROWS = 'the streams of the recipe define a step, and train.max_tokens its rows; write "auto" here'
+ROWS = 'the recipe defines the batch, by the samples of its streams and train.max_tokens. Write "auto" here'
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Hardware:
 
         if torch.version.hip:
             raise UserError(
-                f"this PyTorch {torch.__version__} is built for ROCm (AMD), on which xscale has never been tested, and "
-                f"its attention is chosen by the generations of NVIDIA's GPUs; install a PyTorch for CUDA or for CPUs"
+                f"this PyTorch {torch.__version__} is built for ROCm (AMD), and xscale is only made for CUDA and "
+                "CPUs. Install a PyTorch for CUDA or for CPUs"
             )
         accelerator = get_accelerator()
         device = accelerator.device_name()
@@ -132,11 +132,14 @@ def read_ds_config(path: Path) -> dict[str, Any]:
         config = parse_json(path.read_bytes())
     except OSError as error:
         names = ", ".join(sorted(shipped.stem for shipped in SHIPPED.glob("*.json")))
-        raise UserError(f"--ds_config {path} cannot be read ({error.strerror}); shipped ones are {names}") from None
+        raise UserError(
+            f"--ds_config {path} cannot be read ({error.strerror}). Name a JSON file, or a configuration of "
+            f"xscale: {names}"
+        ) from None
     except ValueError as error:
         raise UserError(f"--ds_config {path}: {error}") from None
     if not isinstance(config, dict):
-        raise UserError(f"--ds_config {path}: needs a JSON object")
+        raise UserError(f"--ds_config {path}: the file must be a JSON object")
     if problems := config_problems(config):
         raise UserError(f"--ds_config {path}:\n" + indent_lines(problems))
     return config
@@ -146,33 +149,35 @@ def config_problems(config: dict[str, Any]) -> list[str]:
     """Return a line for each key that DeepSpeed would silently ignore, and for each value that it would misread."""
     for name in SECTIONS:
         if not isinstance(config.get(name, {}), dict):
-            return [f"{name}: {config[name]!r} is not an object"]
+            return [f"{name}: the value {config[name]!r} must be a JSON object"]
     problems = list[str]()
     for name, known in KEYS.items():
         section = config.get(name, {}) if name else config
         for key in section:
             if key not in known:
                 place = f"{name}.{key}".removeprefix(".")
-                problems.append(f"{place} has no effect in a run of xscale; leave it out, or use {', '.join(known)}")
+                problems.append(
+                    f"{place} has no effect in a run of xscale. Remove the key, or use one of {', '.join(known)}"
+                )
     for name in ("optimizer", "scheduler"):
         section = config.get(name, {"type": ""})
         if not isinstance(section.get("type"), str) or not isinstance(section.get("params", {}), dict):
-            problems.append(f"{name}: needs a text as type and an object as params")
+            problems.append(f"{name}: `type` must be a string, and `params` must be a JSON object")
     for name in HALF_PRECISIONS:
         enabled = config.get(name, {}).get("enabled", False)
         if enabled not in (True, False, AUTO) or type(enabled) is int:
-            problems.append(f'{name}.enabled: {enabled!r} is not true, false or "auto"')
+            problems.append(f'{name}.enabled: the value {enabled!r} must be true, false or "auto"')
     zero = config.get("zero_optimization", {})
     if type(zero.get("stage", 0)) is not int:
-        problems.append(f"zero_optimization.stage: {zero['stage']!r} is not a number")
+        problems.append(f"zero_optimization.stage: the value {zero['stage']!r} must be 0, 1, 2 or 3")
     for key, remedy in UNSUPPORTED.items():
         if zero.get(key, False) is not False:
             problems.append(f"zero_optimization.{key}: {remedy}")
     kind = config.get("optimizer", {}).get("type")
     if str(kind).lower() in WHOLE_WEIGHTS and zero.get("stage"):
         problems.append(
-            f"optimizer.type: {kind} needs whole weights, and ZeRO divides weights among ranks; write AdamW, or "
-            f"zero_optimization.stage 0"
+            f"optimizer.type: {kind} needs whole weights, and ZeRO divides each weight among the ranks. Write "
+            "AdamW, or set zero_optimization.stage to 0"
         )
     return problems
 
@@ -201,33 +206,36 @@ def resolve_ds_config(
     precision = choose_precision(resolved, recipe.train.precision, hardware, problems)
     if problems:
         raise UserError(
-            f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{indent_lines(problems)}'
+            f'--ds_config {path} contradicts the recipe. Write "auto" or the value of the recipe:\n'
+            + indent_lines(problems)
         )
     if not hardware.supports(precision):
         raise UserError(
-            f"precision {precision} was requested, but this {hardware.device} has no native {precision}. "
-            f"Use train.precision auto, bf16 or fp32, or a device that has {precision}"
+            f"the recipe or the ds_config asks for {precision}, which this {hardware.device} device does not "
+            f"support. Set train.precision to auto, bf16 or fp32, or use a device with {precision}"
         )
     if precision != "fp32" and zero_stage(resolved) == 0:
         raise UserError(
-            f"ds_config {path}: {precision} does not work at ZeRO stage 0; set zero_optimization.stage to 1 or 2"
+            f"--ds_config {path}: {precision} does not work with ZeRO stage 0. Set zero_optimization.stage to 1 or 2"
         )
     group = zero.get("zero_hpz_partition_size", 1)
     if zero_stage(resolved) == 3 and type(group) is int and world % max(min(group, world), 1):
         raise UserError(
-            f"ds_config {path}: zero_optimization.zero_hpz_partition_size = {group} does not divide {world} ranks; set "
-            f"it to the number of ranks of one machine"
+            f"--ds_config {path}: zero_optimization.zero_hpz_partition_size is {group}, which does not divide the "
+            f"{world} ranks evenly. Set it to the number of ranks on one machine"
         )
     notes = list[str]()
     for name in HALF_PRECISIONS:
         section = resolved.get(name, {})
         if section.get("enabled") == AUTO and recipe.train.precision == AUTO and precision == "fp32":
-            notes = [f"precision: {name} is not native on this {hardware.device}; this run trains in fp32"]
+            notes = [f"precision: this {hardware.device} device does not support {name}, so the run trains in fp32"]
         if section or precision == name:
             resolved[name] = section | {"enabled": precision == name}
     for key, value in resolved.items():
         if json.dumps(AUTO) in json.dumps(value):
-            raise UserError(f'ds_config {path}: the recipe has no value for an "auto" in {key}: {value}; write a value')
+            raise UserError(
+                f'--ds_config {path}: {key} has an "auto" for which the recipe has no value: {value}. Write a value'
+            )
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
     check_by_deepspeed(resolved, path)
@@ -294,7 +302,7 @@ def choose_precision(config: dict[str, Any], wanted: str, hardware: Hardware, pr
     demanded = [name for name, value in enabled.items() if value is True]
     allowed = [name for name, value in enabled.items() if value == AUTO and hardware.supports(name)]
     if len(demanded) > 1:
-        problems.append("fp16.enabled = true contradicts bf16.enabled = true")
+        problems.append("fp16.enabled and bf16.enabled are both true; only one of them can be")
     if wanted == AUTO:
         return [*demanded, *allowed, "fp32"][0]
     for name, value in enabled.items():
@@ -317,4 +325,4 @@ def check_by_deepspeed(resolved: dict[str, Any], path: Path) -> None:
         deepspeed.DeepSpeedConfig(config)
     except Exception as error:  # the error may be of any type
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"ds_config {path}: DeepSpeed: {reason}") from None
+        raise UserError(f"--ds_config {path}: DeepSpeed refuses the configuration: {reason}") from None

@@ -37,7 +37,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     try:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
     except (*REFUSALS, deepspeed.DeepSpeedConfigError) as error:
-        raise UserError(f"--ds_config: DeepSpeed refuses this configuration: {error}") from error
+        raise UserError(f"--ds_config: DeepSpeed refuses the configuration: {error}") from error
     private.check_overflow_by_norm(engine)
     private.zero_padding(engine)
     if encoder := getattr(module, "encoder", None):
@@ -52,6 +52,6 @@ def check_stage_3(module: nn.Module, stage: int) -> None:
     for name in module.streams:
         if name in module.auxiliary_states or name in module.streams_with_vectors():
             raise UserError(
-                f"streams.{name} has a momentum encoder or compares samples of the whole step, which needs whole "
-                f"weights; ZeRO stage 3 partitions them. Use a ds_config of stage 2 or lower"
+                f"streams.{name} needs whole weights, for a momentum encoder or to compare the samples of a step, "
+                "and ZeRO stage 3 divides each weight among the ranks. Use a ds_config of stage 2 or lower"
             )

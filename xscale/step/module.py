@@ -190,15 +190,19 @@ def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> Non
     assert isinstance(losses, Losses), f"returned {type(losses).__name__}, not Losses (xscale/objectives/base.py)"
     labels = [(key.term, count) for key, count in row.label_counts.items() if key.stream == stream]
     predicted = [(prediction.term, len(prediction.features_MH)) for prediction in losses.predictions]
-    assert predicted == labels, f"predicts {predicted}, but collate gave labels {labels}; they must be equal"
+    assert predicted == labels, (
+        f"returned predictions {predicted} (term, number), but collate returned labels {labels}; they must be equal"
+    )
     for term, value in losses.sums.items():
-        assert loss_key(stream, term) in weights, f"sums has {term!r}, which is none of the objective's terms"
-        assert value.numel() == 1, f"sums[{term!r}] has shape {list(value.shape)}; it must be one number"
+        assert loss_key(stream, term) in weights, f"returned sums with {term!r}, which is not a term of the objective"
+        assert value.numel() == 1, f"returned sums[{term!r}] of shape {list(value.shape)}; it must be a scalar"
     for name, (value, term) in losses.metrics.items():
         targets = row.counts.get(count_key(stream, term))
-        assert name != "loss", "a metric cannot be called loss"
-        assert targets is not None, f"metric {name} names the term {term!r}, which is not in collate's target_counts"
+        assert name != "loss", "returned a metric named loss; choose another name"
+        assert targets is not None, (
+            f"returned the metric {name} of the term {term!r}, which is not in the target_counts that collate returned"
+        )
         assert not value.ndim or value.shape == (targets,), (
-            f"metric {name} has shape {list(value.shape)}; return a scalar, which is the sum over all targets, or a "
-            f"vector with a number for each of the {targets} targets of the loss term {term}"
+            f"metric {name} has shape {list(value.shape)}; it must be a scalar (the sum over all targets), or a "
+            f"vector with one number for each of the {targets} targets of the loss term {term}"
         )

@@ -237,7 +237,9 @@ def divisor_of_term(totals: Counts, key: MetricKey, recipe: Recipe) -> int:
     objective = recipe.streams[key.stream].objective
     counted = OBJECTIVES[objective].divisors.get(key.term, key.term)
     count = totals.get(count_key(key.stream, counted))
-    assert count is not None, f"streams.{key.stream}, objective {objective}: collate's target_counts lack {counted}"
+    assert count is not None, (
+        f"streams.{key.stream}, objective {objective}: the target_counts that collate returned do not have {counted}"
+    )
     return max(count, 1)
 
 
